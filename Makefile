@@ -89,13 +89,13 @@ chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under loa
 soak: $(INSTALLED) $(KERNEL) ## Hand off at full rate, and see whether the agents grow: MINUTES=60 CAPS=small
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --caps $(CAPS)
 
-mutants: $(INSTALLED) $(KERNEL) ## Break the code in known ways: tests must see each
+mutants: $(INSTALLED) $(INSTALLED_VLLM) $(KERNEL) ## Break the code in known ways: tests must see each
 	@$(BIN)/python -m tests.mutants
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
 	$(BIN_VLLM)/python -m tests.runner tests/vllm
 
-test-vllm-long: $(INSTALLED_VLLM) ## Run all of them: more shapes, more wirings, Ray
+test-vllm-long: $(INSTALLED_VLLM) ## Run all of them: Ray, too, and more examples
 	$(BIN_VLLM)/python -m tests.runner --long tests/vllm
 
 vllm-contract: $(INSTALLED) ## Write down what the newest vLLM calls of a connector (340 MB; or VLLM=0.33.0)

@@ -2,9 +2,10 @@
 
     python benchmarks/count_calls.py [--rounds 9] [--verbose] [--json]
 
-Two figures: a direct fetch of one block on a warm route, and one more box of a packed fetch (the
-difference between fetches of 8 and of 4 boxes, by 4). The agents are real processes, started by
-their entry points with a profiler below them; this process is both engines. What counts:
+Three figures: a mapped and a direct fetch of one block on a warm route, and one more box of a
+packed fetch (the difference between fetches of 8 and of 4 boxes, by 4). The agents are real
+processes, started by their entry points with a profiler below them; this process is both engines.
+What counts:
 
 - all threads of both agents and of both engines, from the decode engine's call of `fetch` until the
   fetch is completed, the offer is released, and the agents are calm. The offer was made before;
@@ -48,7 +49,7 @@ ROOMS = (
 )
 RECORDER = Path(__file__).with_name("call_recorder.py")
 GROUP, BLOCK_TOKENS = "full", 16
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 64 << 10
 """A staging slot has room for one, so that a box is a block."""
 FEW_BOXES, MANY_BOXES = 4, 8
 WARM_UP_ROUNDS = 3
@@ -73,13 +74,14 @@ class RunningAgent:
 
 @contextlib.contextmanager
 def agents(folder: Path, switch: Path) -> Iterator[list[RunningAgent]]:
-    """One prefill agent, and two decode agents that are named after the path of their reads."""
+    """One prefill agent, and decode agents that are named after the path of their reads."""
     started = []
     with contextlib.ExitStack() as stack:
         for name, role, settings in (
             ("prefill", "prefill", {}),
-            ("direct", "decode", {"calibrate": False}),
-            ("packed", "decode", {"calibrate": False, "path": "packed"}),
+            ("mapped", "decode", {}),
+            ("direct", "decode", {"path": "direct"}),
+            ("packed", "decode", {"path": "packed"}),
         ):
             settings |= {"slot_bytes": BLOCK_BYTES, "log_level": "warning"}
             config, out = write_agent_config(name, folder, **settings), folder / f"{name}.json"
@@ -105,7 +107,7 @@ async def engines(started: Sequence[RunningAgent]) -> AsyncIterator[dict[str, An
     from kvbus.engine import DecodeSession, MemorySession, PrefillSession  # noqa: PLC0415 - torch
     from kvbus.geometry import EngineSpec, GroupSpec, KvLayout  # noqa: PLC0415
 
-    group = GroupSpec(GROUP, tuple(range(16)), BLOCK_TOKENS, 8, 128, "bfloat16")
+    group = GroupSpec(GROUP, (0,), BLOCK_TOKENS, 8, 128, "bfloat16")
     sessions: dict[str, Any] = {}
     async with contextlib.AsyncExitStack() as stack:
         for agent in started:
@@ -141,7 +143,7 @@ async def hand_off(
 
 async def record(started: Sequence[RunningAgent], switch: Path, rounds: int) -> list[list[str]]:
     """Do all handoffs; the numbers of the rounds of each kind."""
-    kinds = ("direct", 1), ("packed", FEW_BOXES), ("packed", MANY_BOXES)
+    kinds = ("mapped", 1), ("direct", 1), ("packed", FEW_BOXES), ("packed", MANY_BOXES)
     numbers: list[list[str]] = [[] for _ in kinds]
     with switch.open("r+b") as file:
         shared = mmap.mmap(file.fileno(), 1)
@@ -185,13 +187,22 @@ def figure(counts: Counts) -> dict[str, Any]:
         "all_calls": round(sum(counts.values())),
         "all_files": len({call[1].partition(":")[0] for _, call in counts}),
         "by_process": Counter(process for process, _ in followed),
+        "all_by_process": _all_by_process(counts),
         "by_file": dict(sorted(Counter(followed.values()).items())),
         "list": sorted(f"{process}: {call[0]} → {call[1]}" for process, call in followed),
     }
 
 
+def _all_by_process(counts: Counts) -> dict[str, int]:
+    """All calls of each process, repeats included."""
+    found: Counter[str] = Counter()
+    for (process, _), times in counts.items():
+        found[process] += round(times)
+    return dict(found)
+
+
 def measure(rounds: int) -> dict[str, Any]:
-    """The two figures."""
+    """The figures."""
     with tempfile.TemporaryDirectory(prefix="kvbus-calls-") as name:
         switch = Path(name) / "switch"
         switch.write_bytes(b"\0")
@@ -201,21 +212,31 @@ def measure(rounds: int) -> dict[str, Any]:
             numbers = anyio.run(record, started, switch, rounds)
         recorded = {"engines": recorder.rounds()}
         recorded |= {f"{agent.name} agent": agent.rounds() for agent in started}
-    direct, few, many = (median_counts(recorded, of_kind) for of_kind in numbers)
+    mapped, direct, few, many = (median_counts(recorded, of_kind) for of_kind in numbers)
     boxes = MANY_BOXES - FEW_BOXES
     more = {call: (many[call] - few[call]) / boxes for call in many}
     of_box = {call: n for call, n in more.items() if n > 1 / 2}
-    return {"direct fetch": figure(direct), "packed box": figure(of_box)}
+    fewest = {
+        process: min(len(found.get(number, ())) for number in numbers[0])
+        for process, found in recorded.items()
+    }
+    return {
+        "mapped fetch": {**figure(mapped), "fewest_by_process": fewest},
+        "direct fetch": figure(direct),
+        "packed box": figure(of_box),
+    }
 
 
 def print_figure(name: str, found: Mapping[str, Any], *, verbose: bool) -> None:
-    """Two lines, and all files and calls if they are wanted."""
+    """Three lines, and all files and calls if they are wanted."""
     print(
         f"{name}: {found['calls']} calls in {found['files']} files, "
         f"{found['calls_to_another_file']} of them to another file "
         f"({found['all_calls']} calls in {found['all_files']} files, all rooms and repeats)"
     )
     print("  " + ", ".join(f"{process} {n}" for process, n in found["by_process"].items()))
+    every = ", ".join(f"{process} {n}" for process, n in found["all_by_process"].items())
+    print(f"  of all rooms, with repeats: {every}")
     if verbose:
         print("\n".join(f"  {n:4}  {file}" for file, n in found["by_file"].items()))
         print("\n".join(f"        {call}" for call in found["list"]))
@@ -224,7 +245,7 @@ def print_figure(name: str, found: Mapping[str, Any], *, verbose: bool) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9, choices=range(1, 80), metavar="1..79")
+    parser.add_argument("--rounds", type=int, default=9, choices=range(1, 60), metavar="1..59")
     parser.add_argument("--verbose", action="store_true", help="also all files and calls")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     arguments = parser.parse_args()

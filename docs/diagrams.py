@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 
 from kvbus.table import Transition
 from kvbus_decode.fetch import transitions as decode
-from kvbus_decode.fetch.state import FetchState
-from kvbus_decode.read import transitions as read
-from kvbus_decode.read.leg import LegState
-from kvbus_prefill.meeting import entry as meeting
+from kvbus_decode.fetch.entry import FetchState
+from kvbus_decode.read import table as read
+from kvbus_decode.read.table import LegState
 from kvbus_prefill.offer import transitions as prefill
 from kvbus_prefill.offer.entry import OfferState
 from kvbus_prefill.slots import entry as pack
@@ -50,19 +49,13 @@ def page() -> str:
         "An offer, at the prefill agent",
         OfferState,
         prefill.TRANSITIONS,
-        {OfferState.OPEN: "Opened", OfferState.SEALED: "Opened, sealed"},
+        {OfferState.AWAITED: "Meet, or MakeOffer"},
     )
     box = section(
         "A box in a staging slot, at the prefill agent",
         pack.SlotState,
         pack.TRANSITIONS,
         {pack.SlotState.WAITING: "Asked"},
-    )
-    name = section(
-        "An offer's name, at the prefill agent",
-        meeting.MeetingState,
-        meeting.TRANSITIONS,
-        {meeting.MeetingState.AWAITED: "Awaited, or Made, or Forgone"},
     )
     fetch = section(
         "A fetch, at the decode agent",
@@ -76,7 +69,7 @@ def page() -> str:
         read.TRANSITIONS,
         {LegState.WANTED: "ChunkWanted"},
     )
-    return HEAD + offer + name + box + fetch + leg
+    return HEAD + offer + box + fetch + leg
 
 
 def state_diagram(table: Transitions[S], starts: Mapping[S, str]) -> str:

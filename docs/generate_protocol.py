@@ -25,10 +25,9 @@ from kvbus.geometry import (
     SlotOrder,
     StatePart,
 )
-from kvbus.protocol import attach, engine, events, handover, mapped, peer, peer_view, trace
+from kvbus.protocol import attach, engine, events, peer, status, trace
 from kvbus.protocol.message import Empty, ErrorBody, Message, Request
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.ticket import Rendezvous, Ticket
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "protocol.md"
@@ -46,22 +45,21 @@ SHARED = (
     SlotOrder,
     engine.AgentRanks,
     peer.EngineMemory,
-    mapped.MemorySocket,
-    mapped.LentSegment,
-    mapped.Sharing,
-    peer_view.PeerView,
+    attach.MemorySocket,
+    attach.LentSegment,
+    status.Sharing,
+    status.PeerView,
     engine.StageTimes,
     trace.Span,
     trace.OtherAgent,
 )
 ROOMS: dict[str, tuple[type[Request[Any]], ...]] = {
     "attach": attach.ATTACH_REQUESTS,
-    "handover": handover.HANDOVER_REQUESTS,
     "engine": engine.ENGINE_REQUESTS,
     "prefill": engine.PREFILL_REQUESTS,
     "decode": engine.DECODE_REQUESTS,
     "peer": tuple(dict.fromkeys(peer.PREFILL_PEER_REQUESTS + peer.DECODE_PEER_REQUESTS)),
-    "memory": mapped.MEMORY_REQUESTS,
+    "memory": attach.MEMORY_REQUESTS,
 }
 EVENT_KINDS = tuple(dict.fromkeys(events.EVENTS.values()))
 

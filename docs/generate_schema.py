@@ -9,22 +9,20 @@ from typing import Any
 
 import msgspec
 
-from kvbus.protocol import attach, engine, events, handover, mapped, peer
+from kvbus.protocol import attach, engine, events, peer
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame
 from kvbus.protocol.message import ErrorBody, Message, Request
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.ticket import Rendezvous, Ticket
 
 PAGE = Path(__file__).with_name("protocol.schema.json")
 REQUESTS: dict[str, tuple[type[Request[Any]], ...]] = {
     "attach": attach.ATTACH_REQUESTS,
-    "handover": handover.HANDOVER_REQUESTS,
     "engine": engine.ENGINE_REQUESTS,
     "prefill": engine.PREFILL_REQUESTS,
     "decode": engine.DECODE_REQUESTS,
     "prefill_peer": peer.PREFILL_PEER_REQUESTS,
     "decode_peer": peer.DECODE_PEER_REQUESTS,
-    "memory": mapped.MEMORY_REQUESTS,
+    "memory": attach.MEMORY_REQUESTS,
 }
 
 

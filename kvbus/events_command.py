@@ -21,7 +21,7 @@ from kvbus.keys.roles import may_hear
 from kvbus.output import fail, json_text, write_text
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.events import EVENTS, Heartbeat
-from kvbus.protocol.peer import AgentStatus, Status
+from kvbus.protocol.status import AgentStatus, Status
 from kvbus.text import printable
 
 NAMES = [name for name in EVENTS if name != Heartbeat.op]
@@ -115,7 +115,10 @@ class _Asker:
 
 @dataclass(slots=True)
 class _Stream(EventListener):
-    """Writes lines; ``left`` is how many events are still wanted, below 0 for all."""
+    """Writes lines; ``left`` is how many events are still wanted, below 0 for all.
+
+    ``heard`` are the topics that have begun for it: what came before that is no gap.
+    """
 
     agent: str
     request: str
@@ -123,8 +126,10 @@ class _Stream(EventListener):
     ended: anyio.Event = field(default_factory=anyio.Event)
     quiet: anyio.Event = field(default_factory=anyio.Event)
     """Set when nothing came for a while."""
+    heard: set[str] = field(default_factory=set)
 
     def on_event(self, endpoint: str, event: Notice) -> None:
+        self.heard.add(event.op)
         if self.request and self.request not in (event.body.get(name) for name in IDS):
             return
         self._write(event.boot, event.op, {"seq": event.seq}, event.body)
@@ -135,8 +140,12 @@ class _Stream(EventListener):
     def on_boot(self, endpoint: str, boot: str) -> None:
         self._write(boot, "boot")
 
+    def on_heartbeat(self, endpoint: str, boot: str, reads: int) -> None:
+        self.heard.update(EVENTS)
+
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
-        self._write(boot, "gap", {"topic": topic})
+        if topic in self.heard:
+            self._write(boot, "gap", {"topic": topic})
 
     def on_silence(self, endpoint: str, boot: str | None) -> None:
         self.quiet.set()

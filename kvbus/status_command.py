@@ -12,14 +12,12 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvbus.agent.process.faults import retry_time
 from kvbus.bus import ask_agent
 from kvbus.console import Console
 from kvbus.errors import ConfigError, KVBusError, RequestTimeout
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.output import fail, write_json
-from kvbus.protocol.mapped import Sharing
-from kvbus.protocol.peer import AgentStatus, Status
+from kvbus.protocol.status import AgentStatus, Sharing, Status
 
 
 def status(
@@ -65,11 +63,7 @@ def status(
 
 
 def _state(answer: AgentStatus) -> str:
-    if answer.draining:
-        return "draining"
-    if answer.successor:
-        return f"replaced by {answer.successor}: its engines go over"
-    return "serving"
+    return "draining" if answer.draining else "serving"
 
 
 def status_table(answer: AgentStatus) -> Table:
@@ -79,15 +73,13 @@ def status_table(answer: AgentStatus) -> Table:
         table.add_row(f"engine {engine_id}", "ready" if is_ready else "not ready")
     if not answer.engines:
         table.add_row("engines", "none")
-    if answer.predecessor:
-        table.add_row("predecessor", f"has not ended yet: {answer.predecessor}")
     ports = ", ".join(answer.data_endpoints) or "no TCP port"
     untold = "told with a key, or to the user of the agent"
     table.add_row("NIXL listens at", untold if answer.sharing is None else ports)
     for what, state in _sharing_rows(answer.sharing):
         table.add_row(what, state)
-    for endpoint, wait_s in answer.silent_peers.items():
-        table.add_row(f"peer {endpoint}", f"does not answer, tried again {retry_time(wait_s)}")
+    for endpoint, silent_s in answer.silent_peers.items():
+        table.add_row(f"peer {endpoint}", f"has not answered for {silent_s:.0f} s")
     for what, count in answer.counts.items():
         table.add_row(what.replace("_", " "), str(count))
     return table

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.spawn import ANY_PORT, Child, free_port
+from kvbus.spawn import Child, free_port
 from tests.forked import Forked, can_fork
 from tests.plain_sockets import Curve, ask
 
@@ -31,7 +31,6 @@ WITHIN_S = 30.0
 STARTS_WITHIN_S = 90.0
 ENDS_WITHIN_S = 15.0
 LOG_PERIOD_S = 0.01
-LEVELS_OF_TROUBLE = ("error", "critical")
 
 Settings = Mapping[str, Any]
 
@@ -67,12 +66,6 @@ def write_config(path: Path, settings: Settings) -> None:
     path.write_text("\n".join(flat) + "\n")
 
 
-def port_range() -> str:
-    """Where an agent and its successor find a port of loopback each, though one be taken."""
-    first = free_port()
-    return f"tcp://127.0.0.1:{first}-{first + 2}"
-
-
 @dataclass
 class AgentProcess:
     """One agent, its files in a folder of its own; `start` it, or start it again after its end."""
@@ -85,7 +78,6 @@ class AgentProcess:
     runner: tuple[str, ...] = ()
     runs_first: bool = False
     curve: Curve | None = None
-    replaces: bool = False
     process: Child | None = None
     started: dict[str, Any] = field(default_factory=dict)
     num_skipped: int = 0
@@ -117,9 +109,9 @@ class AgentProcess:
         self.num_skipped = 0
         config = self.folder / "config.toml"
         write_config(config, self.settings)
-        flags = ["--replace"] if self.replaces else []
-        command = [*self.runner, sys.executable, "-m", f"kvbus_{self.role}", *flags, str(config)]
-        name, env = f"{self.role} agent", {**_outside_of_agents(), **self.env}
+        command = [*self.runner, sys.executable, "-m", f"kvbus_{self.role}", str(config)]
+        outside = {key: text for key, text in os.environ.items() if not key.startswith("KVBUS_")}
+        name, env = f"{self.role} agent", {**outside, **self.env}
         if self.runner or not can_fork(env):
             self.process = Child.start(name, command, log=self.log_path, env=self.env)
         else:
@@ -181,8 +173,8 @@ class AgentProcess:
 
     def logged(self, event: str, **fields: object) -> list[dict[str, Any]]:
         """The lines of ``event`` that have these fields."""
-        wanted = {"event": event, **fields}.items()
-        return [line for line in self.log() if wanted <= _comparable(line).items()]
+        wanted = {"event": event, **fields}
+        return [one for one in self.log() if all(one.get(k) == v for k, v in wanted.items())]
 
     def says(self, event: str, **fields: object) -> list[dict[str, Any]]:
         """`logged`, as soon as there is such a line: an agent tells its engine before its log."""
@@ -237,21 +229,14 @@ class AgentProcess:
 
     def trouble(self) -> list[dict[str, Any]]:
         """Lines that no test should cause: errors, tracebacks, and what is not JSON."""
+        lines = [line for line in self.log() if line["event"] not in self.expected_trouble]
         return [
             line
-            for line in self.log()
-            if line["event"] not in self.expected_trouble
-            and (
-                line["event"] == "not json"
-                or line.get("level") in LEVELS_OF_TROUBLE
-                or "exception" in line
-            )
+            for line in lines
+            if line["event"] == "not json"
+            or line.get("level") in ("error", "critical")
+            or "exception" in line
         ]
-
-
-def _outside_of_agents() -> dict[str, str]:
-    """The environment that a `Child` gets: nothing configures an agent."""
-    return {name: text for name, text in os.environ.items() if not name.startswith("KVBUS_")}
 
 
 def wait_logged(child: Child, text: str, within_s: float) -> None:
@@ -264,15 +249,10 @@ def wait_logged(child: Child, text: str, within_s: float) -> None:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(line)
-    except json.JSONDecodeError:
-        return {"event": "not json", "text": line}
-    return parsed if isinstance(parsed, dict) else {"event": "not json", "text": line}
-
-
-def _comparable(line: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in line.items() if isinstance(v, str | int | float | bool)}
+    with suppress(json.JSONDecodeError):
+        if isinstance(parsed := json.loads(line), dict):
+            return parsed
+    return {"event": "not json", "text": line}
 
 
 class Agents:
@@ -296,27 +276,9 @@ class Agents:
             "heartbeat_s": 0.2,
         }
         if role == "decode":
-            defaults["calibrate"] = False  # half a second of each start
             defaults["mapped"] = False  # most tests are about what two machines do as well
         self.all.append(
             AgentProcess(role, folder, folder / "log", {**defaults, **settings}, dict(env or {}))
-        )
-        return self.all[-1]
-
-    def successor(self, agent: AgentProcess) -> AgentProcess:
-        """An agent that is to replace ``agent``, with other ports; not started yet."""
-        number = sum(one.folder == agent.folder for one in self.all)
-        binds = {key: agent.settings[key] for key in ("peer_bind", "events_bind")}
-        others = {key: ANY_PORT for key, bind in binds.items() if "-" not in bind}
-        self.all.append(
-            replace(
-                agent,
-                log_path=agent.folder / f"log-{number}",
-                settings=agent.settings | others,
-                replaces=True,
-                process=None,
-                started={},
-            )
         )
         return self.all[-1]
 
@@ -356,3 +318,11 @@ def agents_ended(kind: type[A]) -> Iterator[A]:
     finally:
         agents.end()
         shutil.rmtree(folder)
+
+
+@contextmanager
+def started(*roles: str, **settings: Any) -> Iterator[Agents]:
+    """An agent of each role, all with these settings."""
+    with agents_ended(Agents) as agents:
+        agents.start(*(agents.prepare(role, **settings) for role in roles))
+        yield agents

@@ -46,7 +46,7 @@ class Collector:
     def take(self, path: str, headers: dict[str, str], body: bytes) -> int:
         """What a request is answered with."""
         self.headers.append(headers)
-        if path != "/v1/traces" or headers.get("Content-Type") != "application/x-protobuf":
+        if path != "/v1/traces" or headers.get("content-type") != "application/x-protobuf":
             return 404
         if self.status == 200:
             request = ExportTraceServiceRequest.FromString(body)
@@ -62,7 +62,8 @@ def collecting(port: int = 0) -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:  # the name that http.server looks for
             body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-            status = collector.take(self.path, dict(self.headers), body)
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            status = collector.take(self.path, headers, body)
             self.send_response(302 if collector.redirects_to else status)
             if collector.redirects_to:
                 self.send_header("Location", collector.redirects_to)

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from kvbus.spawn import never_give
-from tests.agents import Agents, agents_ended
+from tests.agents import AgentProcess, Agents, agents_ended, started
 from tests.examples import PROFILE, num_examples
 
 phases = [phase for phase in Phase if phase is not Phase.explain]
@@ -58,3 +58,29 @@ def fresh() -> Iterator[Agents]:
     with agents_ended(Agents) as agents:
         yield agents
         agents.check()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Agents]:
+    """The agents of tests that have no other wishes; a folder that has some has its own."""
+    with started("prefill", "decode") as agents:
+        yield agents
+
+
+@pytest.fixture
+def agents(shared: Agents) -> Iterator[Agents]:
+    """The shared agents, which must hold nothing after each test."""
+    yield shared
+    shared.check()
+
+
+@pytest.fixture
+def prefill(agents: Agents) -> AgentProcess:
+    """The shared prefill agent."""
+    return agents.all[0]
+
+
+@pytest.fixture
+def decode(agents: Agents) -> AgentProcess:
+    """The shared decode agent."""
+    return agents.all[1]

@@ -12,11 +12,11 @@ completed fetch, and guards each block that is free. What must never happen it t
 import asyncio
 import faulthandler
 import functools
-import os
 import signal
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -39,9 +39,8 @@ from kvbus.engine.bounce import (
 )
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, KvLayout, num_blocks_for
-from kvbus.protocol import BlocksFreed, Fetched, Notice, Released
 from tests.expected import positions
-from tests.forked import ForkedEngine
+from tests.forked import ForkedEngine, end_at_once
 from tests.host_engines import Offered, Offering, private_cache
 from tests.memories import Memory
 from tests.pattern import Blocks, Pool, expected, fill, num_wrong_bytes, views_of
@@ -51,7 +50,6 @@ MAX_LINE_BYTES = 1 << 24
 ROOM_WITHIN_S = 2.0
 STEP_S = 0.02
 PIECE_BYTES = 256 << 10
-ENDS = (Released.op, Fetched.op, BlocksFreed.op)
 
 GONE = {"outcome": "gone", "code": "", "stage": "", "fetch_id": ""}
 MOMENTS = {
@@ -69,12 +67,27 @@ Order = dict[str, Any]
 Told = dict[str, Any]
 
 
+def fetch_order(offer: int, holder: EngineSpec, ticket: Any, num_tokens: int, **more: Any) -> Order:
+    """To fetch an offer of this key, which the engine ``holder`` has made."""
+    return {
+        "do": "fetch",
+        "offer": offer,
+        "holder": msgspec.to_builtins(holder),
+        "ticket": ticket,
+        "num_tokens": num_tokens,
+        "first_token": 0,
+        "fetch_id": uuid.uuid4().hex,
+        **more,
+    }
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What the program is started with.
 
     ``memory`` is ``direct``, ``staged`` (not registered with NIXL) or ``ring`` (nobody maps it, and
-    it has as many blocks as ``ring_blocks`` for its copies).
+    it has as many blocks as ``ring_blocks`` for its copies). It has these ``ranks``, or all; in the
+    role ``rank`` nothing but their memory.
     """
 
     role: str
@@ -85,6 +98,7 @@ class EngineConfig:
     memory: str = "direct"
     ring_blocks: dict[str, int] = field(default_factory=dict)
     seed: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 def main() -> None:
@@ -93,8 +107,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
-    program = PrefillProgram(config) if config.role == "prefill" else DecodeProgram(config)
-    anyio.run(program.run)
+    programs = {"prefill": PrefillProgram, "decode": DecodeProgram, "rank": Program}
+    anyio.run(programs[config.role](config).run)
 
 
 class Program:
@@ -102,7 +116,7 @@ class Program:
 
     pool: Pool
     control: KeptSession[Any]
-    """Its latest session takes the orders."""
+    """Its latest session takes the orders; in the role ``rank`` it takes none."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.spec = config, config.spec
@@ -117,7 +131,7 @@ class Program:
             tasks.start_soon(self._keep_open)
             async for line in _lines():
                 tasks.start_soon(self._obey, msgspec.json.decode(line))
-            _end_at_once()
+            end_at_once()
 
     def tell(self, notice: str, /, **fields: Any) -> None:
         """Say something to the test."""
@@ -148,6 +162,10 @@ class Program:
     async def _keep_open(self) -> None:
         async with AsyncExitStack() as stack:
             await self._open_memory(stack)
+            if self.config.role == "rank":
+                self._is_open = True
+                self._change()
+                await anyio.sleep_forever()
             kept = KeptSession[Any](self.session, begin=_register, on_change=self._change)
             self.control = await stack.enter_async_context(kept)
             await self.control.opened()
@@ -160,30 +178,33 @@ class Program:
     def _change(self) -> None:
         """There is a control session, or there is none."""
         if self._is_open:
-            is_up = self.control.session is not None
-            self.tell("up" if is_up else "down", why=str(self.control.problem))
+            problem, is_up = self.control.problem, self.control.session is not None
+            code = getattr(problem, "code", "")
+            self.tell("up" if is_up else "down", why=str(problem), code=code)
 
     async def _open_memory(self, stack: AsyncExitStack) -> None:
         storages = stack.enter_context(ExitStack())
-        for rank in range(self.spec.num_ranks):
+        for rank in self.config.ranks or range(self.spec.num_ranks):
             session = functools.partial(
                 MemorySession, self.config.attach, self.spec, rank, storages=storages
             )
-            kept = KeptSession(session, begin=self._allocate, name=f"rank {rank}")
-            await (await stack.enter_async_context(kept)).opened()
+            kept = KeptSession(
+                session, begin=self._allocate, on_change=self._change, name=f"rank {rank}"
+            )
+            self.control = await stack.enter_async_context(kept)
+            await self.control.opened()
         caches = self.shared
         if self._buffers:
-            plain = Memory(KvLayout.parse(self.config.layout))
+            plain, num_blocks = Memory(KvLayout.parse(self.config.layout)), self.config.num_blocks
             caches = [
-                private_cache(self.spec, rank, plain, self.config.num_blocks)
+                private_cache(self.spec, rank, plain, num_blocks)
                 for rank in range(self.spec.num_ranks)
             ]
             copier = LocalCopier(self._buffers, device_copy(caches))
             self.ring = HostPool(self.config.ring_blocks), copier
             self.shared = [KvCache(self.spec, one.rank, one.tensor) for one in self._buffers]
-        views = views_of(self.spec, caches)
-        self.pool = Pool(views, self.config.num_blocks, self.report, self.config.seed)
-        self.views = views
+        self.views = views_of(self.spec, caches)
+        self.pool = Pool(self.views, self.config.num_blocks, self.report, self.config.seed)
 
     async def _allocate(self, session: MemorySession) -> None:
         """Once: the later sessions register what this one had."""
@@ -209,30 +230,6 @@ class Program:
         self.tell("checked", key=order["key"], held=self.num_held)
 
 
-class _Once:
-    """A session that reports what its agent tells twice; it is mixed into another one."""
-
-    def __init__(self, *args: Any, report: Callable[..., None], **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._report = report
-        self._told: set[tuple[str, str]] = set()
-
-    def _on_notice(self, notice: Notice) -> None:
-        key = notice.op, str(notice.body.get("offer_id") or notice.body.get("fetch_id"))
-        if notice.op in ENDS and key in self._told:
-            self._report("told_twice", f"{notice.op} of {key[1]}")
-        self._told.add(key)
-        super()._on_notice(notice)  # type: ignore[misc]  # of the session
-
-
-class OnceReleased(_Once, OverwritingPrefill):
-    """A prefill engine's control session."""
-
-
-class OnceEnded(_Once, WatchingDecode):
-    """A decode engine's control session."""
-
-
 class PrefillProgram(Program):
     """Computes offers, and uses their blocks for others as soon as they are its own again."""
 
@@ -247,8 +244,8 @@ class PrefillProgram(Program):
     def num_held(self) -> int:
         return super().num_held - self._num_unknown
 
-    def session(self) -> OnceReleased:
-        session = OnceReleased(self.config.attach, self.spec, report=self.report)
+    def session(self) -> OverwritingPrefill:
+        session = OverwritingPrefill(self.config.attach, self.spec)
         session.caches = self.shared
         return session
 
@@ -302,7 +299,7 @@ class PrefillProgram(Program):
             await self._grow(offer, order, blocks)
         await self._follow(key, offer)
 
-    async def _keep_until_the_end(self, session: OnceReleased, blocks: Blocks) -> None:
+    async def _keep_until_the_end(self, session: OverwritingPrefill, blocks: Blocks) -> None:
         """Nobody said whether the offer was made: its blocks are the engine's with the session."""
         number = sum(map(len, blocks.values()))
         self._num_unknown += number
@@ -346,11 +343,9 @@ class DecodeProgram(Program):
         self._host: HostDecode | None = None
         self._free: list[FreeBlocks] = []
 
-    def session(self) -> OnceEnded:
+    def session(self) -> WatchingDecode:
         """It looks after the ring: what else is free the pool does."""
-        session = OnceEnded(
-            self.config.attach, self.spec, report=self.report, free_blocks=self._free
-        )
+        session = WatchingDecode(self.config.attach, self.spec, free_blocks=self._free)
         session.caches = self.shared if self.ring is not None else []
         return session
 
@@ -387,7 +382,7 @@ class DecodeProgram(Program):
         elif await self._fetch(order, blocks):
             self.pool.give(blocks)
         else:  # new memory, as `Fetch.blocks_freed` says; here with all that the engine has
-            _end_at_once()
+            end_at_once()
 
     async def _fetch(self, order: Order, blocks: Blocks) -> bool:
         """Whether somebody says that the blocks are free."""
@@ -469,10 +464,6 @@ class DecodeProgram(Program):
             self.report("wrong_bytes", of, fetch_id=fetch.fetch_id)
 
 
-def _end_at_once() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 async def _register(session: Any) -> None:
     await session.register()
     await session.ready()
@@ -506,6 +497,8 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, log: Path) -> None:
         self.config, self._log = config, log
         self.up = asyncio.Event()
+        self.lost: list[str] = []
+        """The codes, each time that it lost its session, or a fetch with it."""
         self.asked: dict[int, Asked] = {}
         self._process: ForkedEngine | None = None
         self._writer: asyncio.WriteTransport | None = None
@@ -516,12 +509,8 @@ class EngineProcess:
         """Start its process, with another seed than the one before it had."""
         config = replace(self.config, seed=self.config.seed + self._num_starts)
         self._num_starts += 1
-        command = [
-            sys.executable,
-            "-m",
-            "tests.engine_program",
-            msgspec.json.encode(config).decode(),
-        ]
+        told = msgspec.json.encode(config).decode()
+        command = [sys.executable, "-m", "tests.engine_program", told]
         with self._log.open("ab") as log:
             self._process = ForkedEngine(command, stdin=PIPE, stdout=PIPE, stderr=log)
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(MAX_LINE_BYTES)
@@ -584,9 +573,12 @@ class EngineProcess:
             self.up.set()
         elif notice == "down":
             self.up.clear()
+            self.lost.append(told["code"])
         elif asked is None:
             self.on_told(told)
         else:
+            if told.get("stage") == "lost":
+                self.lost.append(told["code"])
             if notice == "fetched" and asked.ended.done():
                 self.on_told({"is": "violation", "what": "ended_twice", "of": f"{told}"})
             is_refused = told.get("outcome") == "refused"

@@ -5,24 +5,35 @@ byte of every rank's memory.
 """
 
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import anyio
 import pytest
 import torch
+from anyio.abc import TaskGroup, TaskStatus
 from torch import Tensor
 
-from kvbus.engine import DecodeSession, Fetch, KvCache, MemorySession, Offer, PrefillSession
+from kvbus.engine import (
+    AgentRanks,
+    DecodeSession,
+    Fetch,
+    KvCache,
+    MemorySession,
+    Offer,
+    PrefillSession,
+)
 from kvbus.errors import FetchFailed
-from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, num_blocks_for
 from kvbus.memory import share_tensor
-from tests.agents import NotInTimeError, until
-from tests.expected import expected_after, positions
+from kvbus.protocol import Fetched, Outcome
+from tests.agents import AgentProcess, NotInTimeError, until
+from tests.expected import expected_after, num_read_bytes, positions
 from tests.memories import NHD, Memory, all_bytes, rank_of
 from tests.plain_sockets import ask
 from tests.strict_sessions import OverwritingPrefill, WatchingDecode, bits, strict
@@ -32,6 +43,9 @@ SMALL = GroupSpec("small", (2, 3), 4, 6, 8, "bfloat16")
 LARGE = GroupSpec("full", (0,), 64, 8, 64, "bfloat16")
 NUM_LARGE_BLOCKS = 512
 NUM_BLOCKS = 64
+FETCH_TIMEOUT_S = 60.0
+"""An agent imports torch for its first box, which takes long on a busy machine."""
+ACCESS = "access-to-ranks-elsewhere"
 
 NumBlocks = int | Mapping[str, int]
 Blocks = dict[str, list[int]]
@@ -50,6 +64,10 @@ class Engine:
     num_blocks: NumBlocks
     copies_on: ClassVar[bool] = False
     """Whether only what the tokens need goes on from host blocks to its own."""
+    total: int = field(default=0, kw_only=True)
+    """Tokens that an offer will have, for who must know it before it is whole."""
+    places: Sequence[object] | None = field(default=None, kw_only=True)
+    """Which agent has each rank, where there are several."""
 
     @property
     def prefill(self) -> PrefillSession:
@@ -230,6 +248,93 @@ async def _cache(
     return KvCache(spec, rank, tensor)
 
 
+@dataclass
+class RankSession:
+    """The memory of one rank, in a task of its own that gives it back; set ``leave`` to end it."""
+
+    agent: AgentProcess
+    spec: EngineSpec
+    rank: int
+    shape: Mapping[str, Any]
+    leave: anyio.Event = field(default_factory=anyio.Event)
+    left: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(self, *, task_status: TaskStatus[KvCache] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Attach and register, then stay until told to leave; the agent may be gone by then."""
+        async with MemorySession(self.agent.attach, self.spec, self.rank, access=ACCESS) as memory:
+            task_status.started(await memory.allocate(**self.shape))
+            await self.leave.wait()
+        self.left.set()
+
+
+@dataclass
+class SpreadEngine(Engine):
+    """An engine whose ranks are at several agents, and can leave, one by one, and come back."""
+
+    sessions: list[RankSession]
+    tasks: TaskGroup
+
+    async def lose(self, rank: int) -> None:
+        """End the session of a rank; its cache is no more, and not part of the engine here."""
+        self.sessions[rank].leave.set()
+        await self.sessions[rank].left.wait()
+        del self.caches[rank:]
+
+    async def bring_back(self, rank: int) -> None:
+        """Attach a lost last rank again, with new memory."""
+        old = self.sessions[rank]
+        self.sessions[rank] = RankSession(old.agent, old.spec, rank, old.shape)
+        self.caches.append(await self.tasks.start(self.sessions[rank].run))
+
+
+@asynccontextmanager
+async def spread_engine(
+    kind: type[PrefillSession] | type[DecodeSession],
+    agents: Sequence[AgentProcess],
+    spec: EngineSpec | None = None,
+    *,
+    layout: KvLayout = NHD,
+    num_blocks: NumBlocks = NUM_BLOCKS,
+    staged: Collection[int] = (),
+    seed: int = 0,
+) -> AsyncIterator[SpreadEngine]:
+    """A registered engine; ``agents`` are those of its ranks, the first of all is its home.
+
+    The ranks in ``staged`` are unregistered.
+    """
+    spec = spec or make_spec(tp=len(agents))
+    async with strict(kind)(agents[0].attach, spec) as control, anyio.create_task_group() as tasks:
+        sessions = []
+        for rank, agent in enumerate(agents):
+            direct = rank not in staged
+            shape = {"layout": layout, "num_blocks": num_blocks, "direct": direct}
+            sessions.append(RankSession(agent, spec, rank, shape))
+        caches = [await tasks.start(session.run) for session in sessions]
+        control.caches = caches
+        await control.register(others=ranks_elsewhere(agents))
+        await control.ready()
+        places = [agent.peer for agent in agents]
+        made = SpreadEngine(spec, control, caches, num_blocks, sessions, tasks, places=places)
+        if seed:
+            made.fill(seed)
+        try:
+            yield made
+            check_at_end(control)
+        finally:
+            for session in made.sessions:
+                session.leave.set()
+
+
+def ranks_elsewhere(agents: Sequence[AgentProcess]) -> list[AgentRanks]:
+    """The ranks that are not at the first agent, with all that others need to ask theirs."""
+    others: dict[str, list[int]] = {}
+    for rank, agent in enumerate(agents):
+        if agent is not agents[0]:
+            others.setdefault(agent.peer, []).append(rank)
+    keys = {agent.peer: agent.started["server_key"] for agent in agents}
+    return [AgentRanks(peer, tuple(ranks), ACCESS, keys[peer]) for peer, ranks in others.items()]
+
+
 @asynccontextmanager
 async def pair(
     prefill_attach: Path,
@@ -250,6 +355,130 @@ async def pair(
         yield source, target
 
 
+@dataclass
+class Handoff:
+    """One that has begun; ``wanted`` is what must be in the decode engine's memory at its end."""
+
+    source: Engine
+    target: Engine
+    theirs: Blocks
+    ours: Blocks
+    wanted: Snapshot
+    asked: Mapping[str, Any]
+    """What is fetched, and how."""
+    offer: Offer
+    fetch: Fetch
+    num_ready: int
+    num_offered: int
+
+    async def grow(self, num_ready: int) -> None:
+        """So many tokens of the offer are there."""
+        more = blocks_between(self.source.spec, self.theirs, self.num_ready, num_ready)
+        await self.offer.extend(num_ready, more)
+        self.num_ready = num_ready
+
+    async def seal(self, *steps: int) -> None:
+        """The rest of the offer is there, in these steps if there are some."""
+        for num_ready in (*steps, self.num_offered):
+            await self.grow(num_ready)
+        await self.offer.seal()
+
+    def fetch_again(self) -> None:
+        """Another fetch of the same into the same blocks."""
+        asked = {"block_ids": self.ours, **self.asked}
+        self.fetch = self.target.decode.fetch(self.offer.ticket, **asked)
+
+    def has_landed(self) -> bool:
+        """Whether all bytes are as they must be."""
+        return same(self.target.memories(), self.wanted)
+
+    async def completed(self) -> Fetched:
+        """How it ended; fails unless it did so well, with every byte right."""
+        fetched = await self.fetch.completed()
+        assert same(self.target.snapshot(), self.wanted), "the bytes are wrong"
+        assert fetched.num_bytes == num_read_bytes(
+            self.source,
+            self.target,
+            self.asked["num_tokens"],
+            self.asked["first_token"],
+            path=fetched.path,
+            places=self.target.places,
+        )
+        assert await self.offer.released() is Outcome.COMPLETED
+        return fetched
+
+
+async def begin(
+    source: Engine,
+    target: Engine,
+    num_tokens: int = 40,
+    *,
+    first_token: int = 0,
+    zero_tail: bool = False,
+    offered: int | None = None,
+    ready: int | None = None,
+    only_tails: bool = False,
+    offer: Offer | None = None,
+    made: Mapping[str, Any] | None = None,
+    before: Snapshot | None = None,
+    **more: Any,
+) -> Handoff:
+    """Fetch tokens [first_token, num_tokens) of a new ``offer``, or of a given one.
+
+    It has ``offered`` tokens, of which the first are ``ready`` and it is open, or all and it is
+    sealed; ``only_tails`` of the groups with windows. ``made`` says more of the offer.
+    """
+    offered = num_tokens if offered is None else offered
+    theirs, firsts = source.whole_blocks(3, offered), {}
+    if only_tails:
+        theirs, firsts = source.some_blocks(3, offered), source.first_blocks(offered)
+    ours = target.some_blocks(4, num_tokens, first_token)
+    asked: dict[str, Any] = {"num_tokens": num_tokens, "first_token": first_token}
+    asked["zero_tail"] = zero_tail
+    before = before or target.snapshot()
+    wanted = expected_after(before, source, theirs, target, ours, first_blocks=firsts, **asked)
+    num_ready = offered if ready is None else ready
+    source.total = offered
+    tables = theirs if ready is None else blocks_between(source.spec, theirs, 0, num_ready)
+    offer = offer or await source.prefill.offer(
+        uuid.uuid4().hex,
+        num_tokens=num_ready,
+        block_ids=tables,
+        sealed=ready is None,
+        first_blocks=firsts,
+        **(made or {}),
+    )
+    asked |= {"timeout_s": FETCH_TIMEOUT_S, **more}
+    fetch = target.decode.fetch(offer.ticket, block_ids=ours, **asked)
+    return Handoff(source, target, theirs, ours, wanted, asked, offer, fetch, num_ready, offered)
+
+
+async def hand_over(
+    source: Engine,
+    target: Engine,
+    num_tokens: int = 40,
+    *,
+    steps: Sequence[int] = (),
+    **more: Any,
+) -> Fetched:
+    """`begin` one, which completes with every byte right; its tokens come in ``steps``."""
+    ready = steps[0] if steps else None
+    handoff = await begin(source, target, num_tokens, ready=ready, **more)
+    if steps:
+        await handoff.seal(*steps[1:])
+    return await handoff.completed()
+
+
+def blocks_between(spec: EngineSpec, blocks: Blocks, start: int, stop: int) -> Blocks:
+    """The blocks that tokens [start, stop) need and tokens [0, start) did not."""
+    some = {}
+    for group in spec.groups:
+        edges = [min(1, at) if group.state else at for at in (start, stop)]
+        first, end = (num_blocks_for(at, group.block_size) for at in edges)
+        some[group.name] = blocks[group.name][first:end]
+    return some
+
+
 async def works(
     source: Engine, target: Engine, num_tokens: int = 40, *, before: Snapshot | None = None
 ) -> bool:
@@ -257,14 +486,10 @@ async def works(
 
     And whether all others are as they are now, or in ``before``.
     """
-    theirs, ours = source.some_blocks(3, num_tokens), target.some_blocks(4, num_tokens)
-    before = before or target.snapshot()
-    wanted = expected_after(before, source, theirs, target, ours, num_tokens=num_tokens)
-    offer = await source.prefill.offer(uuid.uuid4().hex, num_tokens=num_tokens, block_ids=theirs)
-    fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours)
-    await fetch.completed()
-    await offer.released()
-    return same(target.snapshot(), wanted)
+    handoff = await begin(source, target, num_tokens, before=before)
+    await handoff.fetch.completed()
+    await handoff.offer.released()
+    return same(target.snapshot(), handoff.wanted)
 
 
 async def failure_of(fetch: Fetch) -> FetchFailed:

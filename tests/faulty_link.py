@@ -53,7 +53,7 @@ _LOOK_S = 0.05
 
 @dataclass
 class FaultyLink:
-    """The link to ``host``; change what it does at any time. `loss` is of what comes from there."""
+    """The link to ``host``; change what it does at any time."""
 
     host: Host
     interface: str
@@ -64,10 +64,6 @@ class FaultyLink:
     """Whether it swallows everything, both ways, without a word."""
     hole_ports: frozenset[int] = frozenset()
     """TCP ports to and from which it swallows everything."""
-    largest_bytes_there: int = _PACKET_BYTES
-    """It swallows larger packets that go there, without a word."""
-    largest_bytes_back: int = _PACKET_BYTES
-    """It swallows larger packets that come from there."""
     lets_there_connect: bool = True
     """Whether it lets the host begin a TCP connection."""
     num_connects_from_there: int = 0
@@ -75,17 +71,13 @@ class FaultyLink:
     _ends: tuple[int, int] = (-1, -1)
     _random: Random = field(default_factory=lambda: Random(7))
     _under_way: list[tuple[float, int, int, bytes]] = field(default_factory=list)
-    _ended: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
     _count: int = 0
-
-    def set_up(self, *, up: bool) -> None:
-        """Take the link down on this side, or up again; its address stays."""
-        run_ip("link", "set", self.interface, "up" if up else "down")
 
     def carry(self) -> None:
         """Move packets until the end."""
         here, there = self._ends
-        while not self._ended.is_set():
+        while not self.ended.is_set():
             due_s = self._under_way[0][0] - time.monotonic() if self._under_way else _LOOK_S
             ready, _, _ = select.select(self._ends, [], [], min(_LOOK_S, max(0.0, due_s)))
             for end in ready:
@@ -95,23 +87,18 @@ class FaultyLink:
     def _take(self, end: int, *, to: int) -> None:
         with suppress(OSError):  # its device is down
             packet = os.read(end, _PACKET_BYTES)
-            is_lost = self._is_lost_back(packet) if end == self._ends[1] else self._is_lost(packet)
+            is_lost = end == self._ends[1] and self._is_lost(packet)
             if not (self.is_hole or is_lost or self.hole_ports & ports_of(packet)):
                 self._count += 1
                 due_at = time.monotonic() + (self.delay_s if to == self._ends[0] else 0.0)
                 heapq.heappush(self._under_way, (due_at, self._count, to, packet))
 
     def _is_lost(self, packet: bytes) -> bool:
-        return len(packet) > self.largest_bytes_there
-
-    def _is_lost_back(self, packet: bytes) -> bool:
-        begins = begins_connection(packet)
+        """On its way back."""
+        tcp = _tcp_of(packet)
+        begins = bool(tcp) and tcp[_FLAGS_AT] & (_SYN | _ACK) == _SYN  # a TCP connection
         self.num_connects_from_there += begins
-        return (
-            self._random.random() < self.loss
-            or len(packet) > self.largest_bytes_back
-            or (begins and not self.lets_there_connect)
-        )
+        return self._random.random() < self.loss or (begins and not self.lets_there_connect)
 
     def _deliver(self) -> None:
         while self._under_way and self._under_way[0][0] <= time.monotonic():
@@ -123,13 +110,8 @@ class FaultyLink:
 
 def ports_of(packet: bytes) -> set[int]:
     """The TCP ports of an IPv4 packet; none of any other."""
-    return set(struct.unpack_from("!HH", _tcp_of(packet))) if _tcp_of(packet) else set()
-
-
-def begins_connection(packet: bytes) -> bool:
-    """Whether it is the first packet of a TCP connection: SYN without ACK."""
     tcp = _tcp_of(packet)
-    return bool(tcp) and tcp[_FLAGS_AT] & (_SYN | _ACK) == _SYN
+    return set(struct.unpack_from("!HH", tcp)) if tcp else set()
 
 
 def _tcp_of(packet: bytes) -> bytes:
@@ -155,7 +137,7 @@ def faulty_link() -> Iterator[FaultyLink]:
             try:
                 yield link
             finally:
-                link._ended.set()
+                link.ended.set()
                 carrier.join()
         finally:
             for end in ends:

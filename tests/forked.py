@@ -123,10 +123,10 @@ def serve(modules: Sequence[str]) -> Callable[[], None]:
     while True:
         text, fds, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 3)
         if not text:
-            sys.exit()
+            end_at_once()
         if (between := os.fork()) == 0:
             if os.fork() != 0:
-                _end_at_once()
+                end_at_once()
             request = json.loads(text)
             _be_adopted(request["parent"])
             _become(request, fds, added=added)
@@ -149,7 +149,7 @@ def _be_adopted(parent: int) -> None:
         time.sleep(0.0005)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        _end_at_once()
+        end_at_once()
 
 
 def _become(request: Mapping[str, Any], streams: list[int], *, added: Mapping[str, str]) -> None:
@@ -164,7 +164,8 @@ def _become(request: Mapping[str, Any], streams: list[int], *, added: Mapping[st
     sys.argv = list(request["command"][2:])
 
 
-def _end_at_once() -> None:
+def end_at_once() -> None:
+    """What was imported has nothing to tidy up, and might try."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

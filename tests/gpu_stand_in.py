@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvbus.agent import SlotMemory
-from kvbus.agent.engines import rank_memory
-from kvbus.agent.staging import devices
+from kvbus.agent import SlotMemory, segments, slots
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
@@ -78,9 +76,9 @@ class StandIn:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """A GPU for every agent of this process."""
     made = StandIn()
-    monkeypatch.setattr(rank_memory, "_open_cuda", made.open)
-    monkeypatch.setattr(rank_memory, "_open_stream", made.stream)
-    monkeypatch.setattr(devices, "open_gpu_slots", made.open_slots)
+    monkeypatch.setattr(segments, "_open_cuda", made.open)
+    monkeypatch.setattr(segments, "_open_stream", made.stream)
+    monkeypatch.setattr(slots, "open_gpu_slots", made.open_slots)
     return made
 
 

@@ -38,8 +38,6 @@ class HostEngine(Engine):
     copies_on: ClassVar[bool] = True
     ring: HostPool
     host: HostPrefill | HostDecode
-    total: int = 1000
-    """Tokens that an open offer will have."""
 
     @property
     def prefill(self) -> Any:

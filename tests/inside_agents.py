@@ -9,7 +9,6 @@ import pytest
 
 from kvbus.agent import UCX_INTERFACES, AgentConfig, Runtime, ServiceFactory, StagingDevices
 from kvbus.bus import BusContext, new_boot_id
-from kvbus.memory.attach import Seat
 from kvbus.protocol import AgentRole
 from kvbus.transport import Transport
 
@@ -28,15 +27,15 @@ async def inside_agent(
         await asyncio.wrap_future(transport.start())
         staging = await StagingDevices.open(config, transport)
         try:
-            with Seat.take(config.runtime_path) as seat:
-                async with anyio.create_task_group() as tasks:
-                    runtime = Runtime(
-                        role, config, boot, seat, transport, tasks, staging, (INTERFACE,)
-                    )
-                    await runtime.start(context, make_service)
-                    yield runtime
-                    runtime.service.stop()
-                    tasks.cancel_scope.cancel()
+            async with anyio.create_task_group() as tasks:
+                folder = config.runtime_path
+                runtime = Runtime(
+                    role, config, boot, folder, transport, tasks, staging, (INTERFACE,)
+                )
+                await runtime.start(context, make_service)
+                yield runtime
+                runtime.service.stop()
+                tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await staging.close()

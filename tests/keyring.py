@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbus.bus import KeyPair, new_key_pair
-from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.keys import Role, TrustedKey, write_secret, write_trusted
 from tests.agents import AgentProcess, Agents
-from tests.engines import engine
+from tests.engines import begin, pair
 from tests.plain_sockets import Curve
 
 OBSERVER = "observer"
@@ -68,16 +67,10 @@ class KeyRing:
 
 async def hand_over(prefill: AgentProcess, decode: AgentProcess) -> Any:
     """One handoff; returns its ticket."""
-    async with (
-        engine(PrefillSession, prefill.attach) as source,
-        engine(DecodeSession, decode.attach) as target,
-    ):
-        blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
-        offer = await source.prefill.offer("r", num_tokens=32, block_ids=blocks[0])
-        fetch = target.decode.fetch(offer.ticket, num_tokens=32, block_ids=blocks[1])
-        await fetch.completed()
-        await offer.released()
-        return offer.ticket
+    async with pair(prefill.attach, decode.attach) as engines:
+        handoff = await begin(*engines, 32)
+        await handoff.completed()
+        return handoff.offer.ticket
 
 
 def envelope(op: str, request_id: int) -> dict[str, Any]:

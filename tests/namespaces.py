@@ -1,7 +1,5 @@
 """Hosts of a network that a test makes for itself: network namespaces, joined by pairs or a bridge.
 
-Processes with clocks of their own are in time namespaces (`with_other_clock`).
-
 Needs root and iproute2; `HAVE_NAMESPACES` says whether they are there. A test run that was killed
 leaves its namespaces; the next that makes some removes them, as their names tell whose they are.
 """
@@ -26,16 +24,6 @@ MOST_BRIDGES = 7
 HEADER_BYTES = 14 + 20 + 32
 """Of Ethernet, IP, and TCP with time stamps."""
 
-_WITH_OTHER_CLOCK = """
-import ctypes, os, sys
-CLONE_NEWTIME = 0x80
-offset_s, offset_ns = divmod(int(sys.argv[1]), 10**9)
-if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWTIME):
-    sys.exit(os.strerror(ctypes.get_errno()))
-with open("/proc/self/timens_offsets", "w") as file:
-    file.write(f"monotonic {offset_s} {offset_ns}")
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 _CONNECT = """
 import socket, sys
 for port in map(int, sys.argv[2:]):
@@ -206,21 +194,3 @@ def _ip(*arguments: str) -> str:
 def run_ip(*arguments: str) -> None:
     """Run `ip`, of iproute2."""
     _ip(*arguments)
-
-
-def with_other_clock(offset_s: float) -> tuple[str, ...]:
-    """What runs the rest of a command line with a monotonic clock that is so much ahead of ours."""
-    return (sys.executable, "-c", _WITH_OTHER_CLOCK, str(round(offset_s * 1e9)))
-
-
-def why_no_other_clock() -> str:
-    """Why processes cannot have clocks of their own here; empty when they can."""
-    runner = with_other_clock(1e5)
-    asked = [*runner, sys.executable, "-c", "import time; print(time.monotonic())"]
-    ours_s = time.monotonic()
-    ended = subprocess.run(asked, capture_output=True, text=True, timeout=WITHIN_S, check=False)
-    if ended.returncode:
-        return f"no time namespaces: {ended.stderr.strip().splitlines()[-1]}"
-    if float(ended.stdout) < ours_s + 5e4:
-        return "this kernel has no time namespaces for programs that are executed (Linux 6.1)"
-    return ""

@@ -1,17 +1,14 @@
 """The engine program hands over as it is asked, and tells what must not happen."""
 
 import signal
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from msgspec import to_builtins
 
 from tests.agents import Agents
-from tests.engine_program import EngineConfig, EngineProcess, Told
+from tests.engine_program import EngineConfig, EngineProcess, Told, fetch_order
 from tests.engines import FULL, SMALL, make_spec
 
 pytestmark = pytest.mark.anyio
@@ -56,19 +53,6 @@ async def engines(agents: Agents, memory: str = "direct") -> AsyncIterator[tuple
         await one.kill()
 
 
-def fetch(ticket: Any, num_tokens: int, **more: Any) -> dict[str, Any]:
-    """The order to fetch offer 1."""
-    asked = {"num_tokens": num_tokens, "first_token": 0, "fetch_id": uuid.uuid4().hex}
-    return {
-        "do": "fetch",
-        "offer": 1,
-        "holder": to_builtins(SPECS[0]),
-        "ticket": ticket,
-        **asked,
-        **more,
-    }
-
-
 @pytest.mark.parametrize("memory", ["direct", "staged", "ring"])
 async def test_an_offer_that_grows_is_fetched_and_every_block_comes_back(
     fresh: Agents, memory: str
@@ -76,7 +60,7 @@ async def test_an_offer_that_grows_is_fetched_and_every_block_comes_back(
     async with engines(fresh, memory) as (source, target):
         offered = source.ask(1, {"do": "offer", "steps": [10, 30, 90]})
         ticket = (await offered.made)["ticket"]
-        fetched = target.ask(2, fetch(ticket, 90))
+        fetched = target.ask(2, fetch_order(1, SPECS[0], ticket, 90))
         ends = [(await one.ended)["outcome"] for one in (fetched, offered)]
         await fetched.freed
         held = [(await one.ask(3, {"do": "check"}).ended)["held"] for one in (source, target)]
@@ -89,7 +73,8 @@ async def test_an_offer_that_grows_is_fetched_and_every_block_comes_back(
 async def test_bytes_of_another_offer_are_told_as_a_violation(fresh: Agents) -> None:
     async with engines(fresh) as (source, target):
         offered = source.ask(1, {"do": "offer", "steps": [40]})
-        fetched = target.ask(2, fetch((await offered.made)["ticket"], 40, offer=7, hold_s=0.01))
+        ticket = (await offered.made)["ticket"]
+        fetched = target.ask(2, fetch_order(7, SPECS[0], ticket, 40, hold_s=0.01))
         await fetched.freed
 
         assert [told["what"] for told in target.told] == ["wrong_bytes", "wrong_bytes"]

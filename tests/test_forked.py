@@ -30,46 +30,31 @@ def state(pid: int, *names: str) -> list[str]:
     return [told[name] for name in names]
 
 
-def run_until_end(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Forked:
-    """`kvbus-prefill` with these arguments, which has ended."""
-    command = [sys.executable, "-m", "kvbus_prefill", *arguments]
-    with (folder / "log").open("wb") as log:
-        process = Forked(command, stdout=log, stderr=log, env={**os.environ, **(env or {})})
-    process.wait(60)
-    return process
-
-
 @pytest.fixture
-def agent(fresh: Agents) -> AgentProcess:
-    """An agent that has started."""
+def agent(fresh: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentProcess:
+    """An agent that was started in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
     fresh.start(fresh.prepare("prefill"))
-    agent: AgentProcess = fresh.all[0]
-    return agent
+    return fresh.all[0]
 
 
-def test_it_is_a_child_of_this_process_that_signals_reach(agent: AgentProcess) -> None:
-    parent, session = state(agent.pid, "PPid")[0], os.getsid(agent.pid)
+def test_it_is_a_child_of_this_process_in_its_folder_that_signals_reach(
+    agent: AgentProcess, tmp_path: Path
+) -> None:
+    process = Path(f"/proc/{agent.pid}")
+    standard = [(process / "fd" / str(fd)).readlink() for fd in (0, 1, 2)]
+    folder, parent = (process / "cwd").readlink(), state(agent.pid, "PPid")[0]
+    session = os.getsid(agent.pid)
     agent.signal(signal.SIGSTOP)
     stopped = state(agent.pid, "State")
     agent.signal(signal.SIGCONT)
     agent.signal(signal.SIGTERM)
 
     assert (int(parent), session) == (os.getpid(), os.getsid(0))
+    assert standard == [Path(os.devnull), agent.log_path, agent.log_path]
+    assert folder == tmp_path
     assert stopped == ["T (stopped)"]
     assert agent.exit_status() == 0
-
-
-def test_it_has_no_descriptor_of_its_server_and_its_own_folder(
-    agent: AgentProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: Agents
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    other = fresh.prepare("decode")
-    fresh.start(other)
-
-    process = Path(f"/proc/{other.pid}")
-    standard = [(process / "fd" / str(fd)).readlink() for fd in (0, 1, 2)]
-    assert standard == [Path(os.devnull), other.log_path, other.log_path]
-    assert (process / "cwd").readlink() == tmp_path
 
 
 def test_its_signals_are_those_of_a_new_python(tmp_path: Path) -> None:
@@ -93,18 +78,20 @@ def test_its_signals_are_those_of_a_new_python(tmp_path: Path) -> None:
     assert seen == new
 
 
-def test_its_exit_status_and_its_last_words_are_kept(tmp_path: Path) -> None:
-    ended = run_until_end(tmp_path, "no-such.toml")
+@pytest.mark.parametrize(
+    ("arguments", "env", "named"),
+    [(["no-such.toml"], {}, "no-such.toml"), ([], {"KVBUS_NO_SUCH_KEY": "1"}, "KVBUS_NO_SUCH_KEY")],
+    ids=["arguments", "environment"],
+)
+def test_its_arguments_and_its_environment_are_those_of_its_start_and_its_last_words_are_kept(
+    tmp_path: Path, arguments: list[str], env: dict[str, str], named: str
+) -> None:
+    command = [sys.executable, "-m", "kvbus_prefill", *arguments]
+    with (tmp_path / "log").open("wb") as log:
+        process = Forked(command, stdout=log, stderr=log, env={**os.environ, **env})
 
-    assert ended.returncode == 2
-    assert "no-such.toml" in (tmp_path / "log").read_text()
-
-
-def test_it_sees_the_environment_of_its_start(tmp_path: Path) -> None:
-    ended = run_until_end(tmp_path, env={"KVBUS_NO_SUCH_KEY": "1"})
-
-    assert ended.returncode == 2
-    assert "KVBUS_NO_SUCH_KEY" in (tmp_path / "log").read_text()
+    assert process.wait(60) == 2
+    assert named in (tmp_path / "log").read_text()
 
 
 def test_it_ends_with_a_process_that_is_killed(folder: Path) -> None:

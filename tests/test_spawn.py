@@ -5,18 +5,19 @@ import select
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvbus import spawn
 from kvbus.errors import ConfigError, LocalError, PeerLost
 from kvbus.spawn import Child
 from tests.agents import wait_logged
 
 WITHIN_S = 30.0
+Start = Callable[..., Child]
 SAY = "import sys; print('ready', flush=True); "
 HANG = "import signal; signal.pause()"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SAY}{HANG}"
@@ -33,192 +34,123 @@ print(child.pid, flush=True)
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
-    return tmp_path / "log"
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a child that runs some Python, and waits until it is ready if it says so."""
+    children: list[Child] = []
 
+    def start(code: str, **options: Any) -> Child:
+        log = tmp_path / f"log-{len(children)}"
+        command = [sys.executable, "-c", code]
+        child = Child.start("child", command, **{"log": log, **options})
+        children.append(child)
+        if code.startswith((SAY, DEAF)):
+            wait_logged(child, "ready", WITHIN_S)
+        return child
 
-@pytest.fixture
-def children() -> Iterator[list[Child]]:
-    started: list[Child] = []
-    yield started
-    for child in started:
+    yield start
+    for child in children:
         child.process.kill()
         child.process.wait()
 
 
-def start(children: list[Child], code: str, **options: object) -> Child:
-    options.setdefault("log", Path(os.devnull))
-    children.append(Child.start("child", [sys.executable, "-c", code], **options))  # type: ignore[arg-type]
-    return children[-1]
-
-
-def has_ended(pid: int) -> bool:
-    """Whether the process ends in time; one that is gone has."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    ended = bool(poll.poll(round(WITHIN_S * 1000)))
-    os.close(fd)
-    return ended
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_ends_with_its_parent_however_that_ends(log: Path, number: int) -> None:
+def test_a_child_ends_with_its_parent_however_that_ends(tmp_path: Path, number: int) -> None:
     """The child ignores SIGTERM, so only the kernel's SIGKILL ends it."""
-    command = [sys.executable, "-c", PARENT, DEAF, str(log)]
+    command = [sys.executable, "-c", PARENT, DEAF, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        end = select.poll()  # it takes any number of a descriptor, `select` none above 1023
+        end.register(child, select.POLLIN)
 
         parent.send_signal(number)
 
         assert parent.wait(WITHIN_S) == -number
-        assert has_ended(pid)
+        assert end.poll(WITHIN_S * 1000)
+        os.close(child)
 
 
-def test_a_child_whose_parent_ended_before_it_asked_to_end_with_it_does_not_run(log: Path) -> None:
-    another = str(os.getppid())
-
-    ended = subprocess.run(
-        [sys.executable, "-c", spawn._LAUNCHER, another, "touch", str(log)],
-        stderr=subprocess.PIPE,
-        timeout=WITHIN_S,
-        check=False,
-    )
-
-    assert (ended.returncode, ended.stderr) == (1, b"who started this process has ended\n")
-    assert not log.exists()
-
-
-def test_a_thread_may_not_start_a_child_which_would_end_with_it(children: list[Child]) -> None:
-    refused: list[LocalError] = []
-
-    def start_one() -> None:
-        try:
-            start(children, HANG)
-        except LocalError as error:
-            refused.append(error)
-
-    thread = threading.Thread(target=start_one)
-    thread.start()
-    thread.join(WITHIN_S)
-
-    assert len(refused) == 1
-    assert children == []
-
-
-def test_a_child_that_does_not_end_when_it_is_asked_to_is_killed(
-    children: list[Child], log: Path
+def test_a_thread_may_not_start_a_child_which_would_end_with_it(
+    start: Start, tmp_path: Path
 ) -> None:
-    child = start(children, DEAF, log=log)
-    wait_logged(child, "ready", WITHIN_S)
+    with ThreadPoolExecutor() as pool, pytest.raises(LocalError):
+        pool.submit(start, HANG).result(WITHIN_S)
 
-    assert child.end(within_s=0.1) == -signal.SIGKILL
-
-
-def test_a_stopped_child_hears_that_it_shall_end(children: list[Child], log: Path) -> None:
-    child = start(children, SAY + HANG, log=log)
-    wait_logged(child, "ready", WITHIN_S)
-    child.process.send_signal(signal.SIGSTOP)
-    os.waitpid(child.pid, os.WUNTRACED)
-
-    assert child.end(WITHIN_S) == -signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_child_with_a_pipe_for_its_stdin_is_asked_to_end_by_the_end_of_that(
-    children: list[Child],
+def test_a_child_is_asked_to_end_though_it_is_stopped_and_killed_if_it_does_not(
+    start: Start,
 ) -> None:
-    child = start(children, "import sys; sys.stdin.read()", stdin=subprocess.PIPE)
+    deaf, stopped = start(DEAF), start(SAY + HANG)
+    reader = start("import sys; sys.stdin.read()", stdin=subprocess.PIPE)
+    stopped.process.send_signal(signal.SIGSTOP)
+    os.waitpid(stopped.pid, os.WUNTRACED)
 
-    assert child.end(WITHIN_S) == 0
+    assert deaf.end(within_s=0.1) == -signal.SIGKILL
+    assert stopped.end(WITHIN_S) == -signal.SIGTERM
+    assert reader.end(WITHIN_S) == 0, "the end of its stdin is enough"
 
 
-def test_a_child_ends_with_its_block_and_its_pipes_are_closed(log: Path) -> None:
-    pipe, command = subprocess.PIPE, [sys.executable, "-c", f"{SAY}sys.stdin.read()"]
-
-    with Child.start("child", command, log=log, stdin=pipe, stdout=pipe) as child:
-        assert child.process.stdout is not None
-        assert child.process.stdout.readline() == b"ready\n"
+def test_a_child_ends_with_its_block_and_its_pipes_are_closed(start: Start) -> None:
+    with start(f"{SAY}sys.stdin.read()", stdin=subprocess.PIPE) as child:
+        pass
 
     assert child.process.returncode == 0
     assert child.process.stdin is not None
     assert child.process.stdin.closed
-    assert child.process.stdout.closed
 
 
 @pytest.mark.anyio
-async def test_the_event_loop_runs_on_while_an_end_is_waited_for(
-    children: list[Child], log: Path
-) -> None:
-    ending, deaf = start(children, HANG), start(children, DEAF, log=log)
-    wait_logged(deaf, "ready", WITHIN_S)
+async def test_the_event_loop_runs_on_while_an_end_is_waited_for(start: Start) -> None:
+    ending, deaf = start(HANG), start(DEAF)
     ending.process.kill()
 
     assert await ending.ended() == await ending.ended() == -signal.SIGKILL
     assert await deaf.end_async(within_s=0.1) == -signal.SIGKILL
 
 
-def test_a_child_that_ends_early_is_told_with_its_end_and_its_last_lines(
-    children: list[Child], log: Path
+def test_a_child_that_ends_early_or_is_too_slow_is_told_with_the_last_lines_of_its_log(
+    start: Start, tmp_path: Path
 ) -> None:
+    log = tmp_path / "log"
     log.write_text("of an earlier run\n")
-    child = start(children, f"{SAY}sys.exit('no room')", log=log)
+    early, slow = start(f"{SAY}sys.exit('no room')", log=log), start(HANG)
 
     with pytest.raises(PeerLost) as caught:
-        wait_logged(child, "never said", WITHIN_S)
+        wait_logged(early, "never said", WITHIN_S)
+    with pytest.raises(PeerLost, match=r"did not log 'ready' within 0\.1 s; .*\n  \(none\)"):
+        wait_logged(slow, "ready", 0.1)
 
     assert caught.value.message == (
-        f"the child (process {child.pid}) ended with exit status 1;"
+        f"the child (process {early.pid}) ended with exit status 1;"
         " the last lines of its log:\n  ready\n  no room"
     )
 
 
-def test_a_child_that_is_too_slow_is_told_so(children: list[Child], log: Path) -> None:
-    child = start(children, HANG, log=log)
-
-    with pytest.raises(PeerLost, match=r"did not log 'ready' within 0\.1 s; .*\n  \(none\)"):
-        wait_logged(child, "ready", 0.1)
-
-
-def test_a_log_that_cannot_be_written_is_named(children: list[Child]) -> None:
+def test_a_log_that_cannot_be_written_is_named(start: Start) -> None:
     with pytest.raises(ConfigError, match="/nowhere/log"):
-        start(children, HANG, log=Path("/nowhere/log"))
+        start(HANG, log=Path("/nowhere/log"))
 
 
-def test_a_child_inherits_the_environment_and_the_signals_of_a_new_process(
-    children: list[Child], log: Path
+def test_a_child_has_the_environment_but_for_an_agents_and_the_signals_of_a_new_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python ignores SIGPIPE in itself, but not for what it starts."""
-    code = "test $KEY = value && grep SigIgn: /proc/self/status"
-    child = Child.start("child", ["sh", "-c", code], log=log, env={"KEY": "value"})
-    children.append(child)
+    monkeypatch.setenv("KVBUS_AGENT_ID", "of-the-container")
+    code = 'test "$KVBUS_GIVEN-$KVBUS_AGENT_ID" = 1- && grep SigIgn: /proc/self/status'
+    command, env = ["sh", "-c", code], {"KVBUS_GIVEN": "1"}
+    with Child.start("child", command, log=tmp_path / "log", env=env) as child:
+        assert child.process.wait(WITHIN_S) == 0
 
-    assert child.process.wait(WITHIN_S) == 0
     assert int(child.log_text().split()[1], 16) & 1 << (signal.SIGPIPE - 1) == 0
 
 
-def test_cpu_time_is_that_of_the_child(children: list[Child], log: Path) -> None:
-    busy = "import time\nwhile time.process_time() < 0.3: pass\n"
-    child = start(children, f"{busy}{SAY}{HANG}", log=log)
+def test_cpu_time_is_that_of_the_child(start: Start) -> None:
+    child = start(f"import time\nwhile time.process_time() < 0.3: pass\n{SAY}{HANG}")
     wait_logged(child, "ready", WITHIN_S)
     used = child.cpu_s()
     child.end()
 
     assert 0.25 < used < WITHIN_S
     assert child.cpu_s() == 0
-
-
-def test_a_child_is_not_configured_by_the_environment_of_an_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVBUS_AGENT_ID", "of-the-container")
-    command = [sys.executable, "-c", "import os; print(*sorted(os.environ))"]
-
-    with Child.start("printer", command, log=tmp_path / "log", env={"KVBUS_GIVEN": "1"}) as child:
-        child.process.wait(20)
-
-        assert "KVBUS_GIVEN" in child.log_text().split()
-        assert "KVBUS_AGENT_ID" not in child.log_text().split()

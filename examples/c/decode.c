@@ -33,13 +33,28 @@ static void give_back(job *j) {
     j->name = 0;
 }
 
-static void on_taken(long name, const msgpack_object *ok, const char *refused) {
+/* The fetch has ended. Only now may the KV be used, and only when it is `completed`. */
+static void on_fetched(long name, const msgpack_object *ok, const char *refused) {
+    char outcome[64], rest[128];
     job *j = find(name);
-    (void)ok;
-    if (j && refused) {
+    if (!j)
+        return;
+    if (refused) { /* it was not begun */
         tell("refused", name, refused);
         give_back(j);
+        return;
     }
+    copy_text(get(ok, "outcome"), outcome, sizeof outcome);
+    snprintf(rest, sizeof rest, "%s", outcome);
+    if (!strcmp(outcome, "completed"))
+        snprintf(rest, sizeof rest, "%s %zu", outcome,
+                 numbers_wrong(name, &j->table, j->first_token, j->num_tokens));
+    tell("fetched", name, rest);
+    const msgpack_object *are_free = get(ok, "blocks_free");
+    if (are_free && are_free->type == MSGPACK_OBJECT_BOOLEAN && are_free->via.boolean)
+        give_back(j);
+    else
+        j->is_over = true;
 }
 
 static void fetch(long name, const char *rest) {
@@ -53,13 +68,13 @@ static void fetch(long name, const char *rest) {
     j->name = name;
     if (sscanf(rest, "%u %u %n", &j->first_token, &j->num_tokens, &used) < 2 ||
         j->num_tokens > MAX_TOKENS)
-        return on_taken(name, NULL, "too_many_tokens");
+        return on_fetched(name, NULL, "too_many_tokens");
     /* Exactly the blocks that hold the positions, and none when there are no positions. */
     bool has_tokens = j->num_tokens > j->first_token;
     unsigned stop = (j->num_tokens + BLOCK_SIZE - 1) / BLOCK_SIZE;
     j->table.first = j->first_token / BLOCK_SIZE;
     if (has_tokens && !blocks_take(&j->table, stop - j->table.first))
-        return on_taken(name, NULL, "too_few_blocks");
+        return on_fetched(name, NULL, "too_few_blocks");
     msgpack_sbuffer body;
     msgpack_packer pk;
     begin(&body, &pk);
@@ -71,14 +86,14 @@ static void fetch(long name, const char *rest) {
     pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
     pack_text(&pk, "ticket");
     if (ticket_pack(&pk, rest + used))
-        ask(control, "fetch", &body, on_taken, name);
+        ask(control, "fetch", &body, on_fetched, name);
     else
-        on_taken(name, NULL, "bad_ticket");
+        on_fetched(name, NULL, "bad_ticket");
     msgpack_sbuffer_destroy(&body);
 }
 
 static void on_cancelled(long name, const msgpack_object *ok, const char *refused) {
-    (void)name, (void)ok, (void)refused; /* `fetched` tells how the fetch ends */
+    (void)name, (void)ok, (void)refused; /* the answer to `fetch` tells how it ends */
 }
 
 static void cancel(long name) {
@@ -106,31 +121,12 @@ void on_line(char *line) {
         cancel(name);
 }
 
-/* Only now may the KV be used, and only when it is `completed`. */
-static void on_fetched(job *j, const msgpack_object *body) {
-    char outcome[64], rest[128];
-    copy_text(get(body, "outcome"), outcome, sizeof outcome);
-    snprintf(rest, sizeof rest, "%s", outcome);
-    if (!strcmp(outcome, "completed"))
-        snprintf(rest, sizeof rest, "%s %zu", outcome,
-                 numbers_wrong(j->name, &j->table, j->first_token, j->num_tokens));
-    tell("fetched", j->name, rest);
-    const msgpack_object *are_free = get(body, "blocks_free");
-    if (are_free && are_free->type == MSGPACK_OBJECT_BOOLEAN && are_free->via.boolean)
-        give_back(j);
-    else
-        j->is_over = true;
-}
-
 void on_notice(const char *op, const msgpack_object *body) {
+    if (strcmp(op, "blocks_freed"))
+        return;
     for (job *j = jobs; j < jobs + MAX_JOBS; j++)
-        if (j->name && is_text(get(body, "fetch_id"), j->fetch_id)) {
-            if (!strcmp(op, "fetched"))
-                on_fetched(j, body);
-            else if (!strcmp(op, "blocks_freed"))
-                give_back(j);
-            return;
-        }
+        if (j->name && is_text(get(body, "fetch_id"), j->fetch_id))
+            give_back(j);
 }
 
 void on_lost(void) {

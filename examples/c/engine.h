@@ -2,7 +2,7 @@
  *
  *   prefill.c, decode.c   a role: lines of stdin, notices of the agent
  *   engine.c              the loop: both sessions, and what happens when the agent goes
- *   session.c             one session: attach, requests and their repeats, notices and their order
+ *   session.c             one session: attach, requests and their answers, notices
  *   message.c             maps of msgpack
  *   cache.c               KV memory that the agent maps, and its blocks
  *   ticket.c              tickets as JSON
@@ -49,7 +49,7 @@ void session_close(session *s);
 int session_attach_fd(const session *s);
 void *session_socket(const session *s);
 bool session_lost(const session *s); /* the agent has hung up */
-void session_work(session *s);       /* read what has come, repeat what has no reply */
+void session_work(session *s);       /* read what has come; ask again what was `busy` */
 void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then, long name);
 
 /* message.c */

@@ -159,7 +159,6 @@ void on_notice(const char *op, const msgpack_object *body) {
     char outcome[32], request_id[32];
     copy_text(get(body, "outcome"), outcome, sizeof outcome);
     copy_text(get(body, "request_id"), request_id, sizeof request_id);
-    /* By its own name: the offer id is not known yet where the reply to `offer` comes later. */
     long name = strtol(request_id, NULL, 10);
     job *j = name ? find(name) : NULL;
     if (j)

@@ -1,4 +1,4 @@
-/* One session with the agent: the attach connection, requests and their repeats, notices. */
+/* One session with the agent: the attach connection, requests and their answers, notices. */
 #define _GNU_SOURCE
 #include "engine.h"
 
@@ -17,10 +17,9 @@ enum { MAX_REQUESTS = 256, MAX_TEXT = 300, ID_CHARS = 33 };
 typedef struct {
     uint64_t id; /* 0: this place is free */
     char op[16];
-    char *body, *frame;
-    size_t body_size, frame_size;
-    double due, pause; /* when to send it again, and how long the pause after that is */
-    bool is_refused;   /* as busy: `due` says when to ask anew */
+    char *body;
+    size_t body_size;
+    double again; /* when to ask again after `busy`; 0: it waits for its answer */
     on_reply then;
     long name; /* of the job that it is about */
 } request;
@@ -29,8 +28,7 @@ struct session {
     char boot[ID_CHARS], secret[ID_CHARS], agent_boot[MAX_TEXT];
     int attach;
     void *socket;
-    uint64_t next_id, upto; /* the last notice that was delivered */
-    bool must_acknowledge;
+    uint64_t next_id;
     double heard;
     request requests[MAX_REQUESTS];
 };
@@ -108,6 +106,7 @@ static bool say_hello(session *s) {
         s->socket = zmq_socket(context, ZMQ_DEALER);
         zmq_setsockopt(s->socket, ZMQ_LINGER, &none, sizeof none);
         zmq_setsockopt(s->socket, ZMQ_RCVHWM, &none, sizeof none);
+        zmq_setsockopt(s->socket, ZMQ_SNDHWM, &none, sizeof none); /* a request finds room */
         done = zmq_connect(s->socket, endpoint) == 0;
     }
     msgpack_unpacked_destroy(&welcome);
@@ -152,7 +151,7 @@ session *session_open(const char *path, int memory) {
 }
 
 static void forget(request *r) {
-    free(r->body), free(r->frame);
+    free(r->body);
     memset(r, 0, sizeof *r);
 }
 
@@ -174,9 +173,9 @@ bool session_lost(const session *s) {
     return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
 }
 
-/* Requests: the same frame again after 0.25 s, 0.5 s, 1 s, then every 2 s, until the reply. */
+/* Requests: each is sent once, and waits for its answer while the session lives. */
 
-static void send_new(session *s, request *r) {
+static void post(session *s, request *r) {
     msgpack_sbuffer frame;
     msgpack_packer pk;
     begin(&frame, &pk);
@@ -187,10 +186,9 @@ static void send_new(session *s, request *r) {
     pack_text(&pk, "boot"), pack_text(&pk, s->boot);
     pack_text(&pk, "secret"), pack_text(&pk, s->secret);
     pack_text(&pk, "body"), msgpack_sbuffer_write(&frame, r->body, r->body_size);
-    free(r->frame);
-    r->frame_size = frame.size, r->frame = msgpack_sbuffer_release(&frame);
-    r->pause = 0.25, r->due = now() + r->pause, r->is_refused = false;
-    zmq_send(s->socket, r->frame, r->frame_size, ZMQ_DONTWAIT);
+    zmq_send(s->socket, frame.data, frame.size, 0);
+    msgpack_sbuffer_destroy(&frame);
+    r->again = 0;
 }
 
 void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then, long name) {
@@ -205,30 +203,19 @@ void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then,
     r->body = malloc(r->body_size);
     memcpy(r->body, body ? body->data : "\x80", r->body_size); /* an empty map */
     r->then = then, r->name = name;
-    send_new(s, r);
+    post(s, r);
     if (!then)
-        forget(r); /* ping and ack are not repeated */
-}
-
-static void repeat(session *s, request *r) {
-    if (r->is_refused) {
-        send_new(s, r);
-        return;
-    }
-    zmq_send(s->socket, r->frame, r->frame_size, ZMQ_DONTWAIT);
-    r->pause = r->pause < 1.0 ? 2 * r->pause : 2.0;
-    r->due = now() + r->pause;
+        forget(r); /* any message is a sign of life: the answer to a ping need not be known */
 }
 
 static void take_reply(session *s, uint64_t id, const msgpack_object *message) {
     request *r = s->requests;
-    while (r->id != id || r->is_refused)
+    while (r->id != id)
         if (++r == s->requests + MAX_REQUESTS)
-            return; /* it came before */
+            return; /* that of a ping */
     const msgpack_object *error = get(message, "error");
     if (is_text(get(error, "code"), "busy")) {
-        r->due = now() + number(get(get(error, "detail"), "retry_after_s"), 0.2);
-        r->is_refused = true;
+        r->again = now() + number(get(get(error, "detail"), "retry_after_s"), 0.2);
         return;
     }
     char code[MAX_TEXT] = "";
@@ -240,40 +227,18 @@ static void take_reply(session *s, uint64_t id, const msgpack_object *message) {
     then(name, get(message, "ok"), error ? code : NULL);
 }
 
-/* Notices: each once, in the order of `seq`; one that is early comes again. */
-static void take_notice(session *s, uint64_t seq, const msgpack_object *message) {
-    if (seq > s->upto + 1)
-        return;
-    s->must_acknowledge = true;
-    if (seq <= s->upto)
-        return;
-    s->upto = seq;
-    char op[MAX_TEXT];
-    copy_text(get(message, "op"), op, sizeof op);
-    on_notice(op, get(message, "body"));
-}
-
 static void take(session *s, const msgpack_object *message) {
-    const msgpack_object *re = get(message, "re"), *seq = get(message, "seq");
+    const msgpack_object *re = get(message, "re");
     if (!is_text(get(message, "boot"), s->agent_boot))
         return; /* of an agent that was here before, or comes next: its attach connection tells */
     s->heard = now();
     if (re && re->type == MSGPACK_OBJECT_POSITIVE_INTEGER)
         take_reply(s, re->via.u64, message);
-    else if (seq && seq->type == MSGPACK_OBJECT_POSITIVE_INTEGER)
-        take_notice(s, seq->via.u64, message);
-}
-
-static void acknowledge(session *s) {
-    msgpack_sbuffer body;
-    msgpack_packer pk;
-    begin(&body, &pk);
-    msgpack_pack_map(&pk, 2);
-    pack_text(&pk, "upto"), msgpack_pack_uint64(&pk, s->upto);
-    pack_text(&pk, "boot"), pack_text(&pk, s->agent_boot);
-    ask(s, "ack", &body, NULL, 0);
-    msgpack_sbuffer_destroy(&body);
-    s->must_acknowledge = false;
+    else if (!re) {
+        char op[MAX_TEXT];
+        copy_text(get(message, "op"), op, sizeof op);
+        on_notice(op, get(message, "body"));
+    }
 }
 
 void session_work(session *s) {
@@ -288,11 +253,9 @@ void session_work(session *s) {
         msgpack_unpacked_destroy(&message);
     }
     zmq_msg_close(&frame);
-    if (s->must_acknowledge)
-        acknowledge(s);
     for (request *r = s->requests; r < s->requests + MAX_REQUESTS; r++)
-        if (r->id && now() >= r->due)
-            repeat(s, r);
+        if (r->again && now() >= r->again)
+            post(s, r);
     if (now() > s->heard + 1.0) {
         s->heard = now();
         ask(s, "ping", NULL, NULL, 0);

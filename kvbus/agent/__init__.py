@@ -3,73 +3,55 @@
 A name is imported when it is asked for: an agent starts without what it does not need yet.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# structlog imports rich where it finds it, for tracebacks that no agent prints: `observe` renders
+# them before they come to a renderer. That is a seventh of the CPU time of a start, so structlog is
+# imported here, before any other module imports it, while rich seems not to be there.
+if sys.modules.keys().isdisjoint({"rich", "structlog"}):
+    sys.modules["rich"] = None  # type: ignore[assignment]  # None: an import of it fails
+    import structlog  # noqa: F401
+
+    del sys.modules["rich"]
+
 if TYPE_CHECKING:
-    from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine
-    from kvbus.agent.engines.memory_return import MemoryReturn
-    from kvbus.agent.http.answer import Route, as_text
-    from kvbus.agent.http.door import Door
-    from kvbus.agent.http.health import Health
-    from kvbus.agent.http.loop_asker import LoopAsker
-    from kvbus.agent.http.routes import AgentPages
-    from kvbus.agent.http.server import HttpServer
-    from kvbus.agent.otlp.outbox import SETTLE_S, SpanOutbox
-    from kvbus.agent.otlp.post import HEADERS, Answer, Collector
-    from kvbus.agent.otlp.sender import SpanSender
-    from kvbus.agent.process.access import Access
-    from kvbus.agent.process.addresses import check_room_beside
-    from kvbus.agent.process.calibration import Calibration
-    from kvbus.agent.process.config import (
+    from kvbus.agent.access import Access, load_ticket_keys
+    from kvbus.agent.config import (
         AgentConfig,
         convert_config,
         load_config,
         load_shared_config,
     )
-    from kvbus.agent.process.config_sources import variable
-    from kvbus.agent.process.data_plane import UCX_INTERFACES, DataPlane, choose_interfaces
-    from kvbus.agent.process.faults import OLD_S, current_faults
-    from kvbus.agent.process.loop import AgentLoop
-    from kvbus.agent.process.machine import machine_id
-    from kvbus.agent.process.runtime import Runtime, ServiceFactory
-    from kvbus.agent.process.takeover import take_over
-    from kvbus.agent.process.ticket_keys import load_ticket_keys
-    from kvbus.agent.staging.copiers import Copiers
-    from kvbus.agent.staging.devices import HOST, StagingDevices
-    from kvbus.agent.staging.gpu import preferred
-    from kvbus.agent.staging.slot_memory import SlotMemory
-    from kvbus.agent.staging.turns import FairThreads, Job, Work
+    from kvbus.agent.copiers import Copiers, FairThreads, Job, Work
+    from kvbus.agent.data_plane import UCX_INTERFACES, DataPlane, choose_interfaces
+    from kvbus.agent.engines import EngineProcess, LocalEngine
+    from kvbus.agent.http import Door
+    from kvbus.agent.identity import machine_id
+    from kvbus.agent.loop import AgentLoop
+    from kvbus.agent.otlp import HEADERS, SpanSender
+    from kvbus.agent.pages import Health, LoopAsker
+    from kvbus.agent.runtime import Runtime, ServiceFactory
+    from kvbus.agent.slots import HOST, SlotMemory, StagingDevices, preferred
+    from kvbus.agent.sources import variable
+    from kvbus.agent.status import OLD_S, current_faults
 
 _MODULES = {
-    "engines.local_engine": "EngineProcess LocalEngine",
-    "engines.memory_return": "MemoryReturn",
-    "http.answer": "Route as_text",
-    "http.door": "Door",
-    "http.health": "Health",
-    "http.loop_asker": "LoopAsker",
-    "http.routes": "AgentPages",
-    "http.server": "HttpServer",
-    "otlp.outbox": "SETTLE_S SpanOutbox",
-    "otlp.post": "HEADERS Answer Collector",
-    "otlp.sender": "SpanSender",
-    "process.access": "Access",
-    "process.addresses": "check_room_beside",
-    "process.calibration": "Calibration",
-    "process.config": "AgentConfig convert_config load_config load_shared_config",
-    "process.config_sources": "variable",
-    "process.data_plane": "UCX_INTERFACES DataPlane choose_interfaces",
-    "process.faults": "OLD_S current_faults",
-    "process.loop": "AgentLoop",
-    "process.machine": "machine_id",
-    "process.runtime": "Runtime ServiceFactory",
-    "process.takeover": "take_over",
-    "process.ticket_keys": "load_ticket_keys",
-    "staging.copiers": "Copiers",
-    "staging.devices": "HOST StagingDevices",
-    "staging.gpu": "preferred",
-    "staging.slot_memory": "SlotMemory",
-    "staging.turns": "FairThreads Job Work",
+    "copiers": "Copiers FairThreads Job Work",
+    "engines": "EngineProcess LocalEngine",
+    "http": "Door",
+    "loop": "AgentLoop",
+    "otlp": "HEADERS SpanSender",
+    "pages": "Health LoopAsker",
+    "access": "Access load_ticket_keys",
+    "config": "AgentConfig convert_config load_config load_shared_config",
+    "sources": "variable",
+    "data_plane": "UCX_INTERFACES DataPlane choose_interfaces",
+    "identity": "machine_id",
+    "runtime": "Runtime ServiceFactory",
+    "slots": "HOST SlotMemory StagingDevices preferred",
+    "status": "OLD_S current_faults",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -82,11 +64,11 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "HEADERS", "HOST", "OLD_S", "SETTLE_S", "UCX_INTERFACES", "Access", "AgentConfig", "AgentLoop",
-    "AgentPages", "Answer", "Calibration", "Collector", "Copiers", "DataPlane", "Door",
-    "EngineProcess", "FairThreads", "Health", "HttpServer", "Job", "LocalEngine", "LoopAsker",
-    "MemoryReturn", "Route", "Runtime", "ServiceFactory", "SlotMemory", "SpanOutbox", "SpanSender",
-    "StagingDevices", "Work", "as_text", "check_room_beside", "choose_interfaces",
+    "HEADERS", "HOST", "OLD_S", "UCX_INTERFACES", "Access", "AgentConfig", "AgentLoop",
+    "Copiers", "DataPlane", "Door",
+    "EngineProcess", "FairThreads", "Health", "Job", "LocalEngine", "LoopAsker",
+    "Runtime", "ServiceFactory", "SlotMemory", "SpanSender",
+    "StagingDevices", "Work", "choose_interfaces",
     "convert_config", "current_faults", "load_config", "load_shared_config", "load_ticket_keys",
-    "machine_id", "preferred", "take_over", "variable",
+    "machine_id", "preferred", "variable",
 ]  # fmt: skip

@@ -2,7 +2,8 @@
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from rich.table import Table
 
 from kvbus.bench.exits import errors_told
-from kvbus.bench.figures import EVERY_TIME, CaseName, Figures, Scale, as_rows, as_table
+from kvbus.bench.figures import EVERY_TIME, CaseName, Figure, Scale, as_rows, as_table
 from kvbus.console import Console
 from kvbus.output import write_json
 
@@ -48,27 +49,39 @@ def bench(
     }
     if trace and only:
         raise typer.BadParameter("--trace has handoffs of its own: leave out --only")
-    size = Scale(rounds, scale)
-    table, found = _trace(size) if trace else _measure(only or EVERY_TIME, size)
-    Console().print(table)
+    size, show = Scale(rounds, scale), partial(_show, machine, as_one_json=as_one_json)
+    with errors_told("bench"):
+        if trace:
+            _trace(size, show)
+        else:
+            _measure(only or EVERY_TIME, size, show)
+
+
+Show = Callable[[Table, dict[str, Any]], None]
+
+
+def _show(
+    machine: dict[str, Any], table: Table, found: dict[str, Any], *, as_one_json: bool
+) -> None:
+    if table.row_count:
+        Console().print(table)
     if as_one_json:
         write_json({"machine": machine, **found})
 
 
-def _measure(names: Sequence[CaseName], size: Scale) -> tuple[Table, dict[str, Any]]:
+def _measure(names: Sequence[CaseName], size: Scale, show: Show) -> None:
     from kvbus.bench.cases import run_cases  # noqa: PLC0415 - torch costs seconds, even for --help
 
-    measured: Figures = {}
-    with errors_told("bench"):
-        measured = run_cases(names, size)
-    return as_table(measured), {"figures": as_rows(measured)}
+    measured: dict[CaseName, Sequence[Figure]] = {}
+    try:
+        run_cases(names, size, measured)
+    finally:  # what failed comes after what was measured
+        show(as_table(measured), {"figures": as_rows(measured)})
 
 
-def _trace(size: Scale) -> tuple[Table, dict[str, Any]]:
+def _trace(size: Scale, show: Show) -> None:
     from kvbus.bench.trace.hops import trace_rows, trace_table  # noqa: PLC0415 - as above
     from kvbus.bench.trace.measure import trace_handoffs  # noqa: PLC0415
 
-    hops = []
-    with errors_told("bench"):
-        hops = trace_handoffs(size)
-    return trace_table(hops), {"trace": trace_rows(hops)}
+    hops = trace_handoffs(size)
+    show(trace_table(hops), {"trace": trace_rows(hops)})

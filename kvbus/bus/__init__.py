@@ -5,9 +5,8 @@ another one.
 """
 
 from kvbus.bus.allowed import AllowedPeers
-from kvbus.bus.ask import agent_client, ask_agent
 from kvbus.bus.boot import new_boot_id, new_secret
-from kvbus.bus.client import RequestClient
+from kvbus.bus.client import OnReply, RequestClient, agent_client, ask_agent
 from kvbus.bus.curve import (
     ClientCurve,
     KeyPair,
@@ -16,30 +15,22 @@ from kvbus.bus.curve import (
     new_key_pair,
     require_key,
 )
-from kvbus.bus.door import DoorLimits, Ended, EndReason
-from kvbus.bus.guard import ConnectionGuard
 from kvbus.bus.key_check import Applicant, KeyCheck
-from kvbus.bus.limits import ClientCounters, ServerCounters, ServerLimits, SubscriberCounters
+from kvbus.bus.limits import ServerCounters, ServerLimits
 from kvbus.bus.names import look_up_all
-from kvbus.bus.pending import OnReply
 from kvbus.bus.publisher import EventPublisher
+from kvbus.bus.same_user import is_of_same_user
 from kvbus.bus.server import Handlers, RequestServer, Shared
 from kvbus.bus.session import Call, Session
 from kvbus.bus.sockets import BusContext, SocketOptions, new_context, port_range
 from kvbus.bus.subscriber import EventListener, EventSubscriber
-from kvbus.bus.traffic import Watch
 
 __all__ = [
     "AllowedPeers",
     "Applicant",
     "BusContext",
     "Call",
-    "ClientCounters",
     "ClientCurve",
-    "ConnectionGuard",
-    "DoorLimits",
-    "EndReason",
-    "Ended",
     "EventListener",
     "EventPublisher",
     "EventSubscriber",
@@ -55,10 +46,9 @@ __all__ = [
     "Session",
     "Shared",
     "SocketOptions",
-    "SubscriberCounters",
-    "Watch",
     "agent_client",
     "ask_agent",
+    "is_of_same_user",
     "key_pair_of",
     "look_up_all",
     "new_boot_id",

@@ -1,22 +1,26 @@
-"""The asking end of requests: a DEALER, retries until a deadline, and the notices that come back.
+"""The asking end of requests: a DEALER, one answer to each request, and the notices that come.
 
-Refuses to outlive the peer: when the peer comes back as a new process, what was pending fails.
+A request is sent again when the connection is a new one, and never because its answer is late: what
+a connection has taken arrives while it lives. When the peer comes back as a new process, what was
+pending fails.
 """
 
 import asyncio
-import time
-from collections.abc import Callable
-from typing import TypeVar
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from kvbus.bus.answers import outcome_of, read_answer
-from kvbus.bus.boot import BootChange, BootWatch, first_request_id, new_secret
+import anyio
+
+from kvbus.bus.actor import SocketActor
+from kvbus.bus.boot import BootChange, BootWatch, first_request_id, new_boot_id, new_secret
 from kvbus.bus.connection import Connection
-from kvbus.bus.inbox import NoticeInbox
-from kvbus.bus.limits import ClientCounters, max_request_bytes, require_size
-from kvbus.bus.pending import OnReply, Pending
+from kvbus.bus.curve import ClientCurve
+from kvbus.bus.limits import max_request_bytes, require_size
 from kvbus.bus.pump import Pump
-from kvbus.bus.socket_actor import SocketActor
-from kvbus.bus.sockets import BusContext, SocketOptions, open_dealer
+from kvbus.bus.sockets import BusContext, SocketOptions, new_context, open_dealer
 from kvbus.errors import (
     ClosedError,
     ErrorCode,
@@ -26,21 +30,30 @@ from kvbus.errors import (
     ProtocolError,
     RequestTimeout,
 )
-from kvbus.protocol.engine import Acknowledge, Ping
-from kvbus.protocol.envelope import Notice, Reply, encode_request
-from kvbus.protocol.message import Message, R, Request
+from kvbus.protocol.engine import Ping
+from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode, encode_request
+from kvbus.protocol.message import Message, R, Request, read_reply, refusal
 
 _T = TypeVar("_T")
+OnReply = Callable[[R | KVBusError], None]
 
-_MAX_RETRY_S = 2.0
-_OWN_TIMEOUT_S = 5.0
-# A notice is sent again after 0.25 s; until then the sender has room for thousands.
-_ACKNOWLEDGE_S = 0.005
 _ALIVE_S = 5.0
 """More than two heartbeats: no ping is sent though one of them is late."""
 
 
 def _ignore(_: Message | KVBusError) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A request that waits for its answer."""
+
+    message: Request[Any]
+    frame: bytes
+    on_reply: OnReply[Any]
+    timeout_s: float
+    on_sent: Callable[[], None] | None
+    """Called when a connection takes it for the first time."""
 
 
 class RequestClient(SocketActor):
@@ -49,7 +62,7 @@ class RequestClient(SocketActor):
     ``on_boot`` is called with the server's boot id when it becomes known and whenever it changes,
     ``on_gone`` with it when its process is gone, see `Connection`, also before it is known, as an
     empty one; what is pending waits on.
-    ``on_notice`` is called for each notice once, in order. Exceptions out of any callback go to
+    ``on_notice`` is called for each notice, in order. Exceptions out of any callback go to
     ``on_fault``; without one they end `run`.
     """
 
@@ -64,24 +77,21 @@ class RequestClient(SocketActor):
         on_gone: Callable[[str], None] | None = None,
         on_fault: Callable[[Exception], None] | None = None,
         max_pending: int = 1024,
-        retry_s: float = 0.25,
         ping_s: float = 1.0,
         options: SocketOptions | None = None,
     ) -> None:
         super().__init__()
         self.endpoint, self.boot = endpoint, boot
-        self.counters = ClientCounters()
         self._on_notice, self._on_boot, self._on_gone = on_notice, on_boot, on_gone
         self._on_fault = on_fault or self._fail
-        self._max_pending, self._retry_s, self._ping_s = max_pending, retry_s, ping_s
+        self._max_pending, self._ping_s = max_pending, ping_s
         self._peer = BootWatch()
-        self._inbox = NoticeInbox()
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, _Pending] = {}
         self._own: set[int] = set()
         self._unsent: dict[int, None] = {}
         self._secret, self._last_id = new_secret(), first_request_id()
-        self._heard_at = self._alive_until = 0.0
-        self._acking = self._will_acknowledge = False
+        self._heard_at, self._alive_until = math.inf, 0.0
+        self._was_connected = False
         socket = open_dealer(context, endpoint, options := options or SocketOptions())
         self._connection = Connection(
             context,
@@ -92,13 +102,13 @@ class RequestClient(SocketActor):
             on_error=self._fail_all,
             on_failure=self._fail,
             on_gone=self._lose,
+            on_made=self._send_again,
         )
         self._pump = Pump(
             socket,
             on_frames=self._on_frames,
             on_failure=self._fail,
             on_writable=self._flush,
-            on_drained=self._plan_acknowledgement,
         )
 
     @property
@@ -122,14 +132,9 @@ class RequestClient(SocketActor):
         return self._connection.missing
 
     @property
-    def heard_at(self) -> float:
-        """When something last came from the server, by the event loop's clock."""
-        return self._heard_at
-
-    @property
     def silent_s(self) -> float:
         """For how long nothing came from the server; it is asked for a sign once in a while."""
-        return self.timers.now() - self._heard_at
+        return max(0.0, self.timers.now() - self._heard_at)
 
     def note_alive(self, boot: str) -> None:
         """A heartbeat of the server came another way: no ping is needed for a while.
@@ -184,16 +189,21 @@ class RequestClient(SocketActor):
         was not, the server cannot have it.
 
         `RequestRefused` for an error reply, `ProtocolError` for a reply that makes no sense,
-        `RequestTimeout` after ``timeout_s``, `PeerLost` when the server came back as a new process,
-        `ClosedError` when this client was closed. Raises `LocalError` with code ``busy`` when too
-        many are pending, and `ProtocolError` when the message is too large. A server that does not
-        take our key is `RemoteError` with code ``forbidden``, either way. Returns the request id.
+        `RequestTimeout` after ``timeout_s``, never if that is `math.inf`, `PeerLost` when the
+        server came back as a new process, `ClosedError` when this client was closed. Raises
+        `LocalError` with code ``busy`` when too many are pending, and `ProtocolError` when the
+        message is too large. A server that does not take our key is `RemoteError` with code
+        ``forbidden``, either way. Returns the request id.
         """
         if self.num_pending >= self._max_pending:
             raise LocalError("too many requests are pending", code=ErrorCode.BUSY)
         if self._connection.refusal is not None:
             raise self._connection.refusal
         return self._send(message, timeout_s, on_reply, on_sent)
+
+    def take_last(self) -> None:
+        """Take the answers and notices that have come: the server has ended."""
+        self._pump.take_last()
 
     def take_back(self, request_id: int) -> None:
         """Send a request no more, and drop its reply; the server may do it all the same."""
@@ -212,19 +222,14 @@ class RequestClient(SocketActor):
         frame = encode_request(message.op, request_id, self.boot, message, secret=self._secret)
         require_size(frame, max_request_bytes(self.endpoint))
         self._last_id = request_id
-        deadline = (now := self.timers.now()) + timeout_s
-        pending = Pending(message, frame, on_reply, timeout_s, deadline, self._retry_s, on_sent)
-        self._pending[request_id] = pending
-        self.counters.requests += 1
-        self._transmit(request_id, pending)
-        self.timers.at(min(deadline, now + self._retry_s), self._on_timer, request_id)
-        return request_id
-
-    def _transmit(self, request_id: int, pending: Pending) -> None:
+        self._pending[request_id] = pending = _Pending(message, frame, on_reply, timeout_s, on_sent)
         if self._unsent or not self._hand_over(pending):
             self._unsent[request_id] = None
+        if timeout_s < math.inf:
+            self.timers.at(self.timers.now() + timeout_s, self._time_out, request_id)
+        return request_id
 
-    def _hand_over(self, pending: Pending) -> bool:
+    def _hand_over(self, pending: _Pending) -> bool:
         """Whether there is a connection that takes it."""
         is_sent = self._pump.send(pending.frame)
         if is_sent and pending.on_sent is not None:
@@ -239,28 +244,23 @@ class RequestClient(SocketActor):
                 return
             del self._unsent[request_id]
 
-    def _remove(self, request_id: int) -> Pending | None:
+    # What the connection before has taken may be lost with it. What the new one took before its
+    # making is told comes twice, which changes nothing.
+    def _send_again(self) -> None:
+        """There is a connection; send all that waits, unless it is the first."""
+        if self._was_connected:
+            self._unsent = dict.fromkeys(self._pending)
+            self._flush()
+        self._was_connected = True
+
+    def _remove(self, request_id: int) -> _Pending | None:
         self._unsent.pop(request_id, None)
         return self._pending.pop(request_id, None)
 
-    def _on_timer(self, request_id: int) -> None:
+    def _time_out(self, request_id: int) -> None:
         pending = self._pending.get(request_id)
         if pending is None:
             return
-        now = self.timers.now()
-        if now >= pending.deadline:
-            self._time_out(request_id, pending)
-            return
-        if request_id in self._unsent:
-            self._flush()
-        else:
-            self.counters.retries += 1
-            self._transmit(request_id, pending)
-        pending.interval_s = min(2 * pending.interval_s, _MAX_RETRY_S)
-        self.timers.at(min(pending.deadline, now + pending.interval_s), self._on_timer, request_id)
-
-    def _time_out(self, request_id: int, pending: Pending) -> None:
-        self.counters.timeouts += 1
         op = pending.message.op
         problem = f"no reply to '{op}' within {pending.timeout_s:g} s"
         self._settle(request_id, RequestTimeout(problem, op=op, endpoint=self.endpoint))
@@ -268,11 +268,10 @@ class RequestClient(SocketActor):
     def _settle(self, request_id: int, outcome: Reply | KVBusError) -> None:
         pending = self._remove(request_id)
         if pending is None:
-            self.counters.late_replies += 1
             return
         self._own.discard(request_id)
         try:
-            pending.on_reply(outcome_of(pending.message, outcome))
+            pending.on_reply(_outcome_of(pending.message, outcome))
         except Exception as error:  # the user's callback must not end other requests
             self._on_fault(error)
 
@@ -296,9 +295,8 @@ class RequestClient(SocketActor):
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
-            envelope = read_answer(frames)
+            envelope = _read_answer(frames)
         except ProtocolError:
-            self.counters.malformed += 1
             return
         if envelope.boot != self._peer.current and not self._greet(envelope.boot):
             return
@@ -306,34 +304,17 @@ class RequestClient(SocketActor):
         if isinstance(envelope, Reply):
             self._settle(envelope.request_id, envelope)
         else:
-            self._deliver(envelope)
+            self._call_user(self._on_notice, envelope)
 
     def _greet(self, boot: str) -> bool:
         """The server has another boot id than it had; False when the message is an old one's."""
         sighting = self._peer.see(boot)
         if sighting is BootChange.RETIRED:
-            self.counters.stale += 1
             return False
-        self.counters.boots += 1
-        self._inbox = NoticeInbox()
         if sighting is BootChange.CHANGED:
             self._fail_all(PeerLost("peer came back as a new process", endpoint=self.endpoint))
         self._call_user(self._on_boot, boot)
         return True
-
-    def _deliver(self, notice: Notice) -> None:
-        inbox, repeated = self._inbox, self._inbox.num_repeated
-        for due in inbox.accept(notice):
-            if due.seq == inbox.told_upto + 1:
-                asyncio.get_running_loop().call_soon(self._note_told, inbox)
-            self.counters.notices += 1
-            self._call_user(self._on_notice, due)
-        self.counters.notices_repeated += inbox.num_repeated - repeated
-
-    # Who awaits something of a notice goes on in the next turn of the loop. This was scheduled
-    # before the user is called, so it runs just before the first of them.
-    def _note_told(self, inbox: NoticeInbox) -> None:
-        inbox.note_told(time.monotonic())
 
     def _call_user(self, callback: Callable[[_T], None] | None, argument: _T) -> None:
         try:
@@ -341,31 +322,6 @@ class RequestClient(SocketActor):
                 callback(argument)
         except Exception as error:  # the user's callback must not end the connection
             self._on_fault(error)
-
-    def _plan_acknowledgement(self) -> None:
-        """Soon: who waits for the notice goes first, and one is for all that come meanwhile."""
-        if self._inbox.acknowledge_due and not self._will_acknowledge:
-            self._will_acknowledge = True
-            self.timers.at(self.timers.now() + _ACKNOWLEDGE_S, self._acknowledge)
-
-    def acknowledge(self) -> None:
-        """Acknowledge what is due now, and not soon: this client is going to be closed."""
-        self._acknowledge()
-
-    def _acknowledge(self, _: int = 0) -> None:
-        """Acknowledge all notices that were told; one acknowledgement is under way."""
-        self._will_acknowledge = False
-        if not self._inbox.acknowledge_due or self._acking or self.closed:
-            return
-        self._acking = True
-        inbox, boot = self._inbox, self._peer.current or ""
-        message = Acknowledge(inbox.told_upto, boot, inbox.take_told())
-        self._own.add(self._send(message, _OWN_TIMEOUT_S, self._acknowledged))
-
-    def _acknowledged(self, outcome: Message | KVBusError) -> None:
-        self._acking = False
-        if isinstance(outcome, RequestTimeout):
-            self._inbox.acknowledge_due = True
 
     def _keep_alive(self, _: int) -> None:
         """Ask a silent server for a sign: it may be a new one, or not know this connection."""
@@ -378,3 +334,58 @@ class RequestClient(SocketActor):
 
     def _ping(self) -> None:
         self._own.add(self._send(Ping(), self._ping_s, _ignore))
+
+
+def _read_answer(frames: list[bytes]) -> Reply | Notice:
+    envelope = decode(frames[0])
+    if len(frames) != 1 or isinstance(envelope, RequestFrame):
+        raise ProtocolError("a server sends replies and notices of one frame")
+    return envelope
+
+
+def _outcome_of(message: Request[R], reply: Reply | KVBusError) -> R | KVBusError:
+    """The typed reply to ``message``, or the error that stands for it."""
+    if isinstance(reply, KVBusError):
+        return reply
+    if reply.error is not None:
+        return refusal(reply.error)
+    try:
+        return read_reply(message, reply.ok or {})
+    except ProtocolError as error:
+        return error
+
+
+@asynccontextmanager
+async def agent_client(
+    endpoint: str, *, curve: ClientCurve | None = None
+) -> AsyncIterator[RequestClient]:
+    """Several requests to one agent; what they raise is to be caught in the block.
+
+    Raises `ConfigError` for an endpoint or a key that is none.
+    """
+    with new_context() as context:
+        options = SocketOptions(curve=curve)
+        client = RequestClient(context, endpoint, boot=new_boot_id(), options=options)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.run)
+            yield client
+            tasks.cancel_scope.cancel()
+
+
+async def ask_agent(
+    endpoint: str, message: Request[R], *, timeout_s: float, curve: ClientCurve | None = None
+) -> R:
+    """The typed reply of the agent at ``endpoint``, which is asked with keys if it has some.
+
+    Raises `RequestRefused`, `RequestTimeout`, `ConfigError` for an endpoint that is none, and
+    `RemoteError` with code ``forbidden`` when the two have not the keys for each other.
+    """
+    outcome: R | KVBusError
+    async with agent_client(endpoint, curve=curve) as client:
+        try:
+            outcome = await client.ask(message, timeout_s=timeout_s)
+        except KVBusError as error:
+            outcome = error
+    if isinstance(outcome, KVBusError):
+        raise outcome
+    return outcome

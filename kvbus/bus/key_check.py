@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from zmq.utils import z85
 
+from kvbus.bus.actor import SocketActor
 from kvbus.bus.pump import Pump
-from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, open_zap
 
 _VERSION, _CURVE = b"1.0", b"CURVE"

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import zmq
 
 from kvbus.bus.sockets import Socket
-from kvbus.bus.traffic import Traffic
 
-_BATCH = 128
+_BATCH, _BATCH_BYTES = 128, 1 << 20
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _MAX_FRAMES = 10  # a question of ZAP has 9
@@ -23,12 +22,12 @@ def _nothing() -> None: ...
 
 
 class Pump:
-    """Hands each received message to ``on_frames``; one turn of the loop takes `_BATCH` frames.
+    """Hands each received message to ``on_frames``; one turn of the loop takes `_BATCH` frames, or
+    fewer when they are large.
 
     Of a message of more than `_MAX_FRAMES` the first so many are handed over. ``last`` is the last
-    frame that was received, for what ZeroMQ knows of its connection. ``traffic`` is that of a
-    ROUTER.
-    ``on_drained`` follows each batch. ``on_writable`` follows it when the socket takes more.
+    frame that was received, for what ZeroMQ knows of its connection.
+    ``on_writable`` follows a batch when the socket takes more.
     An exception out of a callback goes to ``on_failure``: callbacks isolate their own users.
     """
 
@@ -39,26 +38,30 @@ class Pump:
         on_frames: Callable[[list[bytes]], None],
         on_failure: Callable[[Exception], None],
         on_writable: Callable[[], None] = _nothing,
-        on_drained: Callable[[], None] = _nothing,
-        traffic: Traffic | None = None,
     ) -> None:
         self._socket = socket
         self._on_frames, self._on_failure = on_frames, on_failure
-        self._on_writable, self._on_drained = on_writable, on_drained
+        self._on_writable = on_writable
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = True
         self._receiving = False
         self._scheduled = False
         self._refused = False
         self._frames: list[bytes] = []
-        self._traffic = traffic
         self.last: zmq.Frame | None = None
+        self.was_full = False
+        """Whether the last message that was not sent found its peer's queue full."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to receive in ``loop``."""
         self._loop = loop
         loop.add_reader(self._socket.fileno(), self._signalled)
         self._schedule()
+
+    def take_last(self) -> None:
+        """Hand over what has come, however much: the other side has ended."""
+        while self._loop is not None and self._receive(signalled=False) & _POLLIN:
+            pass
 
     def close(self) -> None:
         """Stop, and close the socket; what it has queued is flushed for ``linger_s``."""
@@ -80,13 +83,11 @@ class Pump:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            self._refused = True
+            self._refused, self.was_full = True, error.errno == zmq.EAGAIN
             return False
         finally:
             if not self._receiving:
                 self._schedule()
-        if self._traffic is not None:
-            self._traffic.sent(parts[0], len(last))
         return True
 
     def _schedule(self) -> None:
@@ -104,7 +105,6 @@ class Pump:
             return
         try:
             events = self._receive(signalled=signalled)
-            self._on_drained()
             if self._refused and events & _POLLOUT:
                 self._refused = False
                 self._on_writable()
@@ -117,16 +117,18 @@ class Pump:
         """Take a batch; a signal is nearly always for a message, so that is tried first."""
         socket = self._socket
         self._receiving = True
+        num_bytes = 0
         try:
             for _ in range(_BATCH):
+                if num_bytes > _BATCH_BYTES:
+                    break
                 # The frames of a message are there together; before its first one is to be asked.
                 if not self._frames and not signalled:
                     events = int(socket.get(_EVENTS))
                     if not events & _POLLIN:
-                        self._note_drained()
                         return events
                 try:
-                    self._take(socket.recv(_NOBLOCK, copy=False))
+                    num_bytes += self._take(socket.recv(_NOBLOCK, copy=False))
                 except zmq.Again:
                     if not signalled:
                         raise
@@ -137,16 +139,12 @@ class Pump:
             self._receiving = False
         return int(socket.get(_EVENTS))
 
-    def _take(self, frame: zmq.Frame) -> None:
-        self.last = frame
+    def _take(self, frame: zmq.Frame) -> int:
+        """Returns how many bytes the frame has."""
+        self.last, content = frame, frame.bytes
         if len(self._frames) < _MAX_FRAMES:
-            self._frames.append(frame.bytes)
+            self._frames.append(content)
         if not frame.more:
             frames, self._frames = self._frames, []
-            if self._traffic is not None:
-                self._traffic.heard(frame, frames)
             self._on_frames(frames)
-
-    def _note_drained(self) -> None:
-        if self._traffic is not None:
-            self._traffic.num_drains += 1
+        return len(content)

@@ -1,7 +1,7 @@
-"""The answering end of requests: a ROUTER, its sessions, and one reply for every request.
+"""The answering end of requests: a ROUTER, its sessions, and one answer to every request.
 
-Refuses what it cannot read, what it has no room for, boots that were forgotten, and messages for
-an earlier process; each with an error reply. Answers ``ack`` and ``ping`` itself.
+What it cannot read, has no room for, comes from a boot that was forgotten or is for an earlier
+process gets an error reply. It answers ``ping`` itself.
 """
 
 import asyncio
@@ -10,18 +10,21 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from kvbus.bus.accepted import is_of_same_user
-from kvbus.bus.admission import SessionTable
+from kvbus.bus.actor import SocketActor
 from kvbus.bus.limits import ServerCounters, ServerLimits, max_request_bytes
 from kvbus.bus.pump import Pump
-from kvbus.bus.replies import KeptReply, ReplyCache
-from kvbus.bus.sender import read_request, sender_of
-from kvbus.bus.session import Call, Session
-from kvbus.bus.socket_actor import SocketActor
-from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, key_of, open_router
-from kvbus.bus.traffic import Watch
+from kvbus.bus.same_user import is_of_same_user
+from kvbus.bus.session import Call, Session, SessionTable, read_request, sender_of
+from kvbus.bus.sockets import (
+    BusContext,
+    SocketOptions,
+    bound_endpoint,
+    descriptor_of,
+    key_of,
+    open_router,
+)
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
-from kvbus.protocol.engine import Acknowledge, Ping
+from kvbus.protocol.engine import Ping
 from kvbus.protocol.envelope import Body, RequestFrame, encode_refusal, encode_reply
 from kvbus.protocol.message import Empty, Message, Request, error_body, from_body
 from kvbus.table import Places
@@ -46,15 +49,14 @@ Handlers = Mapping[type[Request[Any]], Handler | Shared]
 # with ZMQ_IMMEDIATE): whoever closes right after a reply takes it back.
 _GRACE_S = 0.05
 CLOSING = KVBusError("the server is closing", code=ErrorCode.CLOSED)
-HUNG_UP = KVBusError("the connection that asked is gone", code=ErrorCode.BUSY)
 
 
 class RequestServer(SocketActor):
-    """Calls the request's handler, see `on`, once for each new one, in the event loop's thread.
+    """Calls the request's handler, see `on`, for each one, in the event loop's thread.
 
-    A request is known by (sender, id): a repeat gets the kept reply, or is absorbed while the first
-    is in progress; another with that id is ``invalid``. Ids of a sender rise: one that is older
-    than every kept reply and not known any more is ``stale``. A `KVBusError` out of a handler
+    A request is known by (sender, id) while it is in progress: its repeat is absorbed, and the
+    answer goes where the sender was heard last. After that a repeat is done again: requests are the
+    same when done twice. A `KVBusError` out of a handler
     refuses its request. Any other exception is answered ``internal``, then given to ``on_fault``;
     without one it ends `run`. ``on_refusal`` is told of each refused call. ``gate`` may refuse a
     call before its body is read. With ``options.curve`` a session belongs to the key of its
@@ -72,47 +74,31 @@ class RequestServer(SocketActor):
         on_refusal: Callable[[KVBusError, Call], None] | None = None,
         limits: ServerLimits | None = None,
         options: SocketOptions | None = None,
-        resend_s: float = 0.25,
-        watch: Watch | None = None,
     ) -> None:
         super().__init__()
-        self.boot, self.resend_s = boot, resend_s
+        self.boot = boot
         self.limits, self.counters = limits or ServerLimits(), ServerCounters()
         self._gate, self._on_fault, self._on_refusal = gate, on_fault, on_refusal
         self._routes: dict[str, tuple[type[Request[Any]], Handler]] = {}
         self._places: dict[str, Places[Call]] = {}
-        self._replies = ReplyCache(
-            max_replies=self.limits.max_replies, max_bytes=self.limits.max_reply_bytes
-        )
-        self.sessions = SessionTable(self, self.limits, on_end=self._replies.forget)
+        self.sessions = SessionTable(self, self.limits)
         self.num_pending = 0
         self._closing = False
         options = options or SocketOptions()
         self._has_keys = options.curve is not None
         self._max_frame_bytes = max_request_bytes(endpoint)
-        socket, traffic = open_router(
-            context, endpoint, options, max_frame_bytes=self._max_frame_bytes, watch=watch
-        )
+        socket = open_router(context, endpoint, options, max_frame_bytes=self._max_frame_bytes)
         self.endpoint = bound_endpoint(socket)
-        self._traffic = traffic
-        self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail, traffic=traffic)
-
-    @property
-    def num_reply_bytes(self) -> int:
-        """About what the replies take that are kept for repeated requests."""
-        return self._replies.num_bytes
-
-    @property
-    def num_unacknowledged(self) -> int:
-        """How many notices were not acknowledged yet, of all sessions."""
-        return sum(session.num_unacknowledged for session in self.sessions)
+        self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail)
 
     def knows(self, call: Call) -> bool:
-        """Whether the sender shows a key, or is a process of the same user on this machine."""
+        """Whether the sender shows a key, or is a process of the same user on this machine.
+
+        Only a call's handler may ask, before it returns.
+        """
         if call.session.sender.key or self.endpoint.startswith("ipc://"):
             return True
-        traffic = self._traffic
-        fd = traffic.descriptor(call.session.identity) if traffic is not None else None
+        fd = descriptor_of(self.pump.last) if self.pump.last is not None else None
         return fd is not None and is_of_same_user(fd)
 
     def on(self, handlers: Handlers) -> None:
@@ -136,6 +122,14 @@ class RequestServer(SocketActor):
                 session.end_calls(error)
         self.sessions.end_key(key)
 
+    def leave(self, last: Message) -> None:
+        """Begin nothing from now on; ``last`` is the last that sessions which stay are told."""
+        self._closing = True
+        for session in self.sessions:
+            session.end_calls(CLOSING)
+            if session.pinned:
+                session.notify(last.op, last)
+
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.pump.start(loop)
 
@@ -153,8 +147,6 @@ class RequestServer(SocketActor):
         self.pump.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        for gone in self._traffic.take_gone() if self._traffic is not None else ():
-            self._end_waits(gone)
         identity, key = frames[0], key_of(self.pump.last) if self._has_keys else ""
         try:
             request = read_request(frames[1:], self._max_frame_bytes)
@@ -162,36 +154,36 @@ class RequestServer(SocketActor):
             self.counters.malformed += 1
             self._refuse(identity, error.request_id or 0, error)
             return
-        self._on_request(identity, request, key=key, fingerprint=hash(frames[1]))
+        self._on_request(identity, request, key=key)
 
-    def _refuse(self, identity: bytes, request_id: int, error: KVBusError) -> bytes:
-        """Answer without a call; returns the frame."""
-        frame = encode_refusal(request_id, self.boot, error_body(error))
-        self._post_reply(identity, frame)
-        return frame
+    def _refuse(self, identity: bytes, request_id: int, error: KVBusError) -> None:
+        """Answer without a call."""
+        self._post(identity, encode_refusal(request_id, self.boot, error_body(error)))
 
-    def _post_reply(self, identity: bytes, frame: bytes) -> None:
-        if self.pump.send(identity, frame):
+    def _post(self, identity: bytes, frame: bytes) -> bool:
+        is_sent = self.pump.send(identity, frame)
+        if is_sent:
             self.counters.replies += 1
         else:
             self.counters.replies_dropped += 1
+        return is_sent
 
-    def _on_request(
-        self, identity: bytes, request: RequestFrame, *, key: str, fingerprint: int
-    ) -> None:
+    def _on_request(self, identity: bytes, request: RequestFrame, *, key: str) -> None:
         sender = sender_of(request, key=key, identity=identity)
         try:
             session = self.sessions.enter(sender, identity)
         except KVBusError as error:
             self._turn_away(identity, request, error)
             return
-        if request.op == Acknowledge.op:
-            self._on_ack(session, request)
-        elif request.op == Ping.op:
+        if session.has_left(identity):
+            return
+        if request.op == Ping.op:
             self.counters.pings += 1
-            self._post_ok(session, request)
-        elif not self._known(session, request, fingerprint):
-            self._begin(session, request, fingerprint)
+            self._post(identity, encode_reply(request.request_id, self.boot, Empty()))
+        elif request.request_id in session.pending:
+            self.counters.repeats_absorbed += 1
+        else:
+            self._begin(session, request)
 
     def _turn_away(self, identity: bytes, request: RequestFrame, error: KVBusError) -> None:
         if error.code is ErrorCode.BUSY:
@@ -200,53 +192,16 @@ class RequestServer(SocketActor):
             self.counters.stale += 1
         self._refuse(identity, request.request_id, error)
 
-    def _on_ack(self, session: Session, request: RequestFrame) -> None:
-        try:
-            message = from_body(Acknowledge, request.body)
-            if message.boot != self.boot:  # a restarted server numbers its notices from 1 again
-                raise LocalError("acknowledges another boot's notices", code=ErrorCode.STALE)
-            session.acknowledge(message.upto, message.told_s)
-        except LocalError as error:
-            self._refuse(session.identity, request.request_id, error)
-            return
-        self._post_ok(session, request)
-
-    def _post_ok(self, session: Session, request: RequestFrame) -> None:
-        self._post_reply(session.identity, encode_reply(request.request_id, self.boot, Empty()))
-
-    def _known(self, session: Session, request: RequestFrame, fingerprint: int) -> bool:
-        """Deal with a repeat; False when the request is a new one."""
-        request_id = request.request_id
-        call = session.pending.get(request_id)
-        kept = self._replies.get((session.sender, request_id))
-        first = call.fingerprint if call is not None else kept.fingerprint if kept else fingerprint
-        if first != fingerprint:
-            error = KVBusError("id was used for another request", code=ErrorCode.INVALID)
-            self._refuse(session.identity, request_id, error)
-        elif call is not None:
-            self.counters.repeats_absorbed += 1
-        elif kept is not None:
-            self.counters.repeats_answered += 1
-            self._post_reply(session.identity, kept.frame)
-        elif request_id <= session.evicted_upto:
-            self.counters.stale += 1
-            error = KVBusError("request is older than the kept replies", code=ErrorCode.STALE)
-            self._refuse(session.identity, request_id, error)
-        else:
-            return False
-        return True
-
-    def _begin(self, session: Session, request: RequestFrame, fingerprint: int) -> None:
+    def _begin(self, session: Session, request: RequestFrame) -> None:
         if self._closing:
             self._refuse(session.identity, request.request_id, CLOSING)
             return
-        call = Call(self, session, request.request_id, request.op, fingerprint)
+        call = Call(self, session, request.request_id, request.op)
         try:
             self._make_room(call)
         except KVBusError as error:
             self.counters.busy += 1
-            frame = self._refuse(session.identity, request.request_id, error)
-            self._keep(session, request.request_id, frame, fingerprint)
+            self._refuse(session.identity, request.request_id, error)
             if self._on_refusal is not None:
                 self._on_refusal(error, call)
             return
@@ -276,14 +231,6 @@ class RequestServer(SocketActor):
         if lost is not None:
             self.counters.busy += 1
             lost.end(KVBusError("others ask who have fewer in progress", code=ErrorCode.BUSY))
-
-    def _end_waits(self, identity: bytes) -> None:
-        """Its connection is gone. What it waited for is done again if it comes back and asks."""
-        for session in self.sessions:
-            if session.identity == identity:
-                for call in [one for one in session.pending.values() if one.on_end is not None]:
-                    call.end(HUNG_UP)
-                    self._replies.drop((session.sender, call.request_id))
 
     def _handle(self, call: Call, body: Body) -> None:
         """Give the typed message to its handler, if it is meant for this process."""
@@ -329,26 +276,22 @@ class RequestServer(SocketActor):
         except Exception as encoding:  # msgpack documents no closed set for what it cannot encode
             fault = encoding
             frame = self._unencodable(call, encoding)
-        if session.pending.pop(call.request_id, None) is not None:
-            self.num_pending -= 1
-            if (places := self._places.get(call.op)) is not None:
-                places.leave(call)
-        if not session.closed:
-            self._keep(session, call.request_id, frame, call.fingerprint)
-        self._post_reply(session.identity, frame)
+        self.let_go(call)
+        if not self._post(session.identity, frame):
+            session.note_unsent()
         if fault is not None:
             self._fault(fault, call)
         elif self._on_refusal is not None and isinstance(outcome, KVBusError):
             self._on_refusal(outcome, call)
 
+    def let_go(self, call: Call) -> None:
+        """It is not in progress any more; `Session` calls it, too."""
+        if call.session.pending.pop(call.request_id, None) is not None:
+            self.num_pending -= 1
+            if (places := self._places.get(call.op)) is not None:
+                places.leave(call)
+
     def _unencodable(self, call: Call, fault: Exception) -> bytes:
         code = fault.code if isinstance(fault, KVBusError) else ErrorCode.INTERNAL
         error = KVBusError(f"reply to '{call.op}' could not be encoded", code=code)
         return encode_refusal(call.request_id, self.boot, error_body(error))
-
-    def _keep(self, session: Session, request_id: int, frame: bytes, fingerprint: int) -> None:
-        key, kept = (session.sender, request_id), KeptReply(frame, fingerprint, self.timers.now())
-        for sender, evicted_id in self._replies.put(key, kept, session.party):
-            owner = self.sessions.get(sender)
-            if owner is not None:
-                owner.evicted_upto = max(owner.evicted_upto, evicted_id)

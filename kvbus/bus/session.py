@@ -1,39 +1,70 @@
-"""One peer of a request server: its calls in progress and its unacknowledged notices.
+"""The peers of a request server: who asks, its calls in progress, the notices to it."""
 
-Refuses a second answer to a call, and a notice when too many are unacknowledged.
-"""
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-from kvbus.bus.limits import ServerCounters, ServerLimits
+from kvbus.bus.limits import ServerCounters, ServerLimits, require_size
 from kvbus.bus.pump import Pump
-from kvbus.bus.sender import Sender
-from kvbus.bus.timers import Timers
-from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError
-from kvbus.protocol.envelope import Body, encode_notice
+from kvbus.errors import ErrorCode, KVBusError, ProtocolError
+from kvbus.protocol.envelope import Body, RequestFrame, decode, encode_notice
 from kvbus.protocol.message import Message
-from kvbus.table import Party
+from kvbus.table import Party, Shares
 
-OnTold = Callable[[float], None]
-"""Called with the time at which the peer says that it was told; not at all if it does not say."""
 
-_RESEND_WINDOW = 64
-_MAX_BACKOFF = 8
+class Sender(NamedTuple):
+    """Who a request is from. Boot ids are heard by others: ``proof`` is what they cannot show.
+
+        with a secret     it comes with any connection         proof: the secret
+        without, keys     any connection of the same key       proof: empty
+        without, no keys  this connection and no other         proof: its routing id
+
+    So another one under a known boot id is another sender, with a session of its own.
+    """
+
+    key: str
+    boot: str
+    proof: str | bytes
+
+    @property
+    def name(self) -> str:
+        """Stands for the sender in tables and logs, without its secret."""
+        return blake2b(repr(tuple(self)).encode(), digest_size=16).hexdigest()
+
+
+def sender_of(request: RequestFrame, *, key: str, identity: bytes) -> Sender:
+    """The sender of a request that came by the connection ``identity``, of ``key`` or of none."""
+    return Sender(key, request.boot, request.secret or (b"" if key else identity))
+
+
+def read_request(frames: list[bytes], max_bytes: int) -> RequestFrame:
+    """The request in the frames behind the routing id; raises `ProtocolError`."""
+    if len(frames) != 1:
+        raise ProtocolError(f"message has {len(frames)} frames or more")
+    require_size(frames[0], max_bytes)
+    envelope = decode(frames[0])
+    if not isinstance(envelope, RequestFrame):
+        raise ProtocolError("only requests are answered here")
+    return envelope
+
+
+_MAX_LEFT = 8
 
 
 class ServerView(Protocol):
     """What sessions and calls need of their server."""
 
     boot: str
-    timers: Timers
-    limits: ServerLimits
     counters: ServerCounters
-    resend_s: float
     pump: Pump
 
     def answer(self, call: "Call", outcome: Message | KVBusError) -> None:
         """Send the one reply to ``call``."""
+        ...
+
+    def let_go(self, call: "Call") -> None:
+        """Count ``call`` no longer among those in progress."""
         ...
 
 
@@ -44,15 +75,11 @@ class Call:
     owner that wants to know of that sets ``on_end``.
     """
 
-    __slots__ = (
-        "_server", "answered", "fingerprint", "on_end", "op", "request_id", "session", "was_ended",
-    )  # fmt: skip
+    __slots__ = ("_server", "answered", "on_end", "op", "request_id", "session", "was_ended")
 
-    def __init__(
-        self, server: ServerView, session: "Session", request_id: int, op: str, fingerprint: int
-    ) -> None:
+    def __init__(self, server: ServerView, session: "Session", request_id: int, op: str) -> None:
         self._server, self.session = server, session
-        self.request_id, self.op, self.fingerprint = request_id, op, fingerprint
+        self.request_id, self.op = request_id, op
         self.answered = self.was_ended = False
         self.on_end: Callable[[], None] | None = None
 
@@ -75,7 +102,8 @@ class Call:
 class Session:
     """One sender, over all the connections that it makes.
 
-    Set ``pinned`` to keep it while idle; a session that was ever notified is kept anyway.
+    Set ``pinned`` to keep it while idle. ``on_unread`` is called when a notice or an answer to it
+    finds no room: a peer that does not read has lost something, and must not go on.
     """
 
     def __init__(self, server: ServerView, sender: Sender, identity: bytes) -> None:
@@ -86,72 +114,40 @@ class Session:
         self.identity = identity
         self.pinned = False
         self.closed = False
+        self.on_unread: Callable[[], None] | None = None
         self.pending: dict[int, Call] = {}
-        self.evicted_upto = 0
         self._server = server
         self._last_seq = 0
-        self._outbox: dict[int, tuple[bytes, OnTold | None]] = {}
-        self._outbox_bytes = 0
-        self._progress_at = 0.0
-        self._backoff = 1
-        self._armed = False
+        self._left: deque[bytes] = deque(maxlen=_MAX_LEFT)
 
     @property
     def idle(self) -> bool:
         """True when nothing is lost by forgetting that this peer was ever here."""
-        return not self.pending and not self.must_stay
+        return not self.pending and not self.pinned
 
-    @property
-    def must_stay(self) -> bool:
-        """Whether somebody relies on it, or the peer does on its notices."""
-        return self.pinned or self._last_seq > 0
-
-    @property
-    def num_unacknowledged(self) -> int:
-        """How many notices the peer has not acknowledged."""
-        return len(self._outbox)
-
-    def notify(self, op: str, body: Message | Body, on_told: OnTold | None = None) -> int:
-        """Send a notice until the peer acknowledges it; returns its seq.
-
-        Raises `ClosedError` on a forgotten session and `LocalError` with code ``busy`` when the
-        peer has not acknowledged too many of them.
-        """
+    def notify(self, op: str, body: Message | Body) -> None:
+        """Send a notice; none to a session that was forgotten."""
         if self.closed:
-            raise ClosedError("session was forgotten", boot=self.boot)
-        frame = encode_notice(op, self._last_seq + 1, self._server.boot, body)
-        self._require_room(len(frame))
+            return
         self._last_seq += 1
-        if not self._outbox:
-            self._progress_at = self._server.timers.now()
-        self._outbox[self._last_seq] = frame, on_told
-        self._outbox_bytes += len(frame)
+        frame = encode_notice(op, self._last_seq, self._server.boot, body)
         self._server.counters.notices += 1
-        self._server.pump.send(self.identity, frame)
-        self._arm()
-        return self._last_seq
+        if not self._server.pump.send(self.identity, frame):
+            self.note_unsent()
 
-    def acknowledge(self, upto: int, told_s: Sequence[float] = ()) -> None:
-        """The peer has all notices up to ``upto``, and was told of the last ones at ``told_s``.
+    def note_unsent(self) -> None:
+        """The peer does not read what it was sent; or it is gone, which somebody else sees."""
+        if self.on_unread is not None and self._server.pump.was_full and not self.closed:
+            self.on_unread()
 
-        Raises `LocalError` when they never were.
-        """
-        if upto > self._last_seq:
-            raise LocalError("acknowledges notices that were never sent", last_seq=self._last_seq)
-        first_told = upto - len(told_s) + 1
-        for seq in list(self._outbox):
-            if seq > upto:
-                break
-            frame, on_told = self._outbox.pop(seq)
-            self._outbox_bytes -= len(frame)
-            if on_told is not None and seq >= first_told:
-                on_told(told_s[seq - first_told])
-        self._progress_at, self._backoff = self._server.timers.now(), 1
-
-    def moved(self, identity: bytes) -> None:
-        """The peer has a new connection; what the old one held is lost and is sent again."""
+    def move(self, identity: bytes) -> None:
+        """The peer has a new connection, by which it asks again for all that it waits for."""
+        self._left.append(self.identity)
         self.identity = identity
-        self._send_again()
+
+    def has_left(self, identity: bytes) -> bool:
+        """Whether the peer had this connection before its present one: what comes late is old."""
+        return identity in self._left
 
     def end_calls(self, error: KVBusError) -> None:
         """Refuse all that it waits for."""
@@ -159,44 +155,94 @@ class Session:
             call.end(error)
 
     def close(self) -> None:
-        """Forget the notices; calls still pending are answered into the void."""
+        """Nobody waits for the answers any more."""
         self.closed = True
-        self._outbox.clear()
-        self._outbox_bytes = 0
+        for call in list(self.pending.values()):
+            call.answered = call.was_ended = True
+            self._server.let_go(call)
+            if call.on_end is not None:
+                call.on_end()
 
-    def _require_room(self, num_bytes: int) -> None:
-        limits = self._server.limits
-        if (
-            len(self._outbox) >= limits.max_notices
-            or self._outbox_bytes + num_bytes > limits.max_notice_bytes
-        ):
-            raise LocalError(
-                "peer has not acknowledged too many notices",
-                code=ErrorCode.BUSY,
-                boot=self.boot,
-                unacknowledged=len(self._outbox),
-            )
 
-    def _arm(self) -> None:
-        if not self._armed:
-            self._armed = True
-            self._server.timers.at(self._resend_at(), self._on_timer)
+class SessionTable:
+    """The sessions of a server, the one heard last at the end."""
 
-    def _resend_at(self) -> float:
-        return self._progress_at + self._server.resend_s * self._backoff
+    def __init__(self, server: ServerView, limits: ServerLimits) -> None:
+        self._server, self._limits = server, limits
+        self._shares = Shares()
+        self._sessions: OrderedDict[Sender, Session] = OrderedDict()
+        self._of: dict[Party, OrderedDict[Sender, Session]] = {}
+        self._ended_boots: OrderedDict[str, None] = OrderedDict()
 
-    def _on_timer(self, _: int) -> None:
-        self._armed = False
-        if not self._outbox:
-            return
-        if self._server.timers.now() >= self._resend_at():
-            self._backoff = min(2 * self._backoff, _MAX_BACKOFF)
-            self._send_again()
-        self._arm()
+    def __len__(self) -> int:
+        return len(self._sessions)
 
-    def _send_again(self) -> None:
-        self._progress_at = self._server.timers.now()
-        for frame, _ in list(self._outbox.values())[:_RESEND_WINDOW]:
-            if not self._server.pump.send(self.identity, frame):
-                return
-            self._server.counters.notices_resent += 1
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def enter(self, sender: Sender, identity: bytes) -> Session:
+        """The sender's session, begun if it has none; ``identity`` is its latest connection.
+
+        Raises `KVBusError` with code ``stale`` or ``busy``.
+        """
+        session = self._sessions.get(sender)
+        if session is None:
+            session = self._sessions[sender] = self._begin(sender, identity)
+            return session
+        self._sessions.move_to_end(sender)
+        self._of[session.party].move_to_end(sender)
+        if session.identity != identity and not session.has_left(identity):
+            session.move(identity)
+        return session
+
+    def end_boot(self, boot: str) -> None:
+        """End the sessions of a process that is gone: for good, later messages are ``stale``."""
+        self._end([sender for sender in self._sessions if sender.boot == boot])
+        self._ended_boots[boot] = None
+        if len(self._ended_boots) > self._limits.max_forgotten:
+            self._ended_boots.popitem(last=False)
+
+    def end_key(self, key: str) -> None:
+        """End the sessions of a CURVE key."""
+        self._end([sender for sender in self._sessions if sender.key == key])
+
+    def has_ended(self, boot: str) -> bool:
+        """Whether the process with that boot id is gone."""
+        return boot in self._ended_boots
+
+    def _end(self, senders: list[Sender]) -> None:
+        for sender in senders:
+            session = self._sessions.pop(sender)
+            self._shares.add(session.party, -1)
+            del self._of[session.party][sender]
+            if not self._of[session.party]:
+                del self._of[session.party]
+            session.close()
+
+    def _begin(self, sender: Sender, identity: bytes) -> Session:
+        if sender.boot in self._ended_boots:
+            raise KVBusError("this boot id was ended here", code=ErrorCode.STALE)
+        session = Session(self._server, sender, identity)
+        if len(self._sessions) >= self._limits.max_sessions:
+            self._evict_for(session.party)
+        self._shares.add(session.party, 1)
+        self._of.setdefault(session.party, OrderedDict())[sender] = session
+        return session
+
+    def _evict_for(self, party: Party) -> None:
+        """End a session of who has most, what it waits for too; among equals an idle one.
+
+        So who fills the table has its own sessions ended, and not those that others work with.
+        """
+        largest = self._shares.gives_way_to(party)
+        if largest is not None:
+            may_go = (one for one in self._of[largest].values() if not one.pinned)
+        else:
+            may_go = (one for one in self._of.get(party, self._sessions).values() if one.idle)
+        lost = next(may_go, None)
+        busy = KVBusError("too many sessions", code=ErrorCode.BUSY)
+        if lost is None:
+            raise busy
+        lost.end_calls(busy)
+        self._end([lost.sender])
+        self._server.counters.sessions_evicted += 1

@@ -14,7 +14,6 @@ import zmq
 
 from kvbus.bus.allowed import AllowedPeers
 from kvbus.bus.curve import ClientCurve, ServerCurve
-from kvbus.bus.traffic import Traffic, Watch
 from kvbus.errors import ConfigError, LocalError
 from kvbus.protocol.envelope import MAX_FRAME_BYTES
 
@@ -27,7 +26,12 @@ _OVER_BYTES = 64 * 1024
 # The largest that ZeroMQ's own handshake needs; a topic has at most 64 characters.
 _MAX_TOPIC_FRAME_BYTES = 1024
 _HANDSHAKE_S = 5.0
-_MAX_UNREAD_MESSAGES, _MAX_UNREAD_BYTES = 1000, 128 * 1024
+# What a peer may have queued here, and we for it, before its connection has to wait: in messages.
+_MAX_UNREAD, _MAX_UNREAD_BYTES, _MAX_UNSENT = 1000, 128 * 1024, 1000
+# An XPUB takes subscriptions in within any call, until none is there: a stream of them would hold
+# the call. With so few at a time the I/O thread has to be asked for each next ones, and is slower.
+# With CURVE a queue of one takes none at all.
+_MAX_UNREAD_SUBSCRIPTIONS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,26 +73,29 @@ def open_router(
     options: SocketOptions,
     *,
     max_frame_bytes: int,
-    watch: Watch | None,
-) -> tuple[Socket, Traffic | None]:
+) -> Socket:
     """A ROUTER bound to ``endpoint`` that reports unroutable peers instead of dropping."""
     socket = _open(context, zmq.ROUTER, options)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.MAXMSGSIZE, max_frame_bytes + _OVER_BYTES)
-    traffic = _watched(socket, watch)
-    return _bind(socket, endpoint), traffic
+    if endpoint.startswith("tcp://"):
+        socket.set(zmq.RCVHWM, _MAX_UNREAD)
+        socket.set(zmq.SNDHWM, _MAX_UNSENT)
+        socket.set(zmq.RCVBUF, _MAX_UNREAD_BYTES)
+    return _bind(socket, endpoint)
 
 
 def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
-    """A DEALER for ``endpoint`` that queues only to a connection that exists; not connected yet."""
+    """A DEALER for ``endpoint`` that queues only to a connection that exists; not connected yet.
+
+    Over ipc it queues before, too: it does not connect again, and so it keeps what came last.
+    """
     socket = _open(context, zmq.DEALER, options)
-    socket.set(zmq.IMMEDIATE, 1)
+    socket.set(zmq.IMMEDIATE, int(endpoint.startswith("tcp://")))
     return _require_port(socket, endpoint)
 
 
-def open_publisher(
-    context: BusContext, endpoint: str, options: SocketOptions, *, watch: Watch | None
-) -> tuple[Socket, Traffic | None]:
+def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
     """An XPUB bound to ``endpoint``; it drops silently for a subscriber that is ``hwm`` behind.
 
     It tells of each subscription. A topic takes ZeroMQ fifty times the memory of its bytes.
@@ -96,8 +103,8 @@ def open_publisher(
     socket = _open(context, zmq.XPUB, options)
     socket.set(zmq.XPUB_VERBOSE, 1)
     socket.set(zmq.MAXMSGSIZE, _MAX_TOPIC_FRAME_BYTES)
-    traffic = _watched(socket, watch)
-    return _bind(socket, endpoint), traffic
+    socket.set(zmq.RCVHWM, _MAX_UNREAD_SUBSCRIPTIONS)
+    return _bind(socket, endpoint)
 
 
 def open_subscriber(
@@ -123,6 +130,14 @@ def key_of(frame: zmq.Frame | None) -> str:
     A client may choose its routing id, so that only what comes with the message itself will do.
     """
     return str(frame["User-Id"]) if frame is not None else ""
+
+
+def descriptor_of(frame: zmq.Frame) -> int | None:
+    """The connection that a frame came by; ZeroMQ does not say it of what it made up itself."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def reconnect(socket: Socket, endpoint: str) -> None:
@@ -168,7 +183,10 @@ def bound_endpoint(socket: Socket) -> str:
 
 
 def _open(context: BusContext, kind: int, options: SocketOptions) -> Socket:
-    socket: Socket = context.socket(kind)
+    try:
+        socket: Socket = context.socket(kind)
+    except zmq.ZMQError as error:  # there are no descriptors
+        raise ConfigError(f"cannot open a socket: {zmq.strerror(error.errno or 0)}") from error
     socket.set(zmq.LINGER, round(options.linger_s * 1000))
     socket.set(zmq.SNDHWM, options.hwm)
     socket.set(zmq.RCVHWM, options.hwm)
@@ -200,18 +218,6 @@ def _keep_alive(socket: Socket, idle_s: float) -> None:
     socket.set(zmq.TCP_KEEPALIVE_INTVL, max(1, round(idle_s)))
     socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
     socket.set(zmq.TCP_MAXRT, round(idle_s * 4000))
-
-
-def _watched(socket: Socket, watch: Watch | None) -> Traffic | None:
-    """Have a socket that strangers reach watched, before it is bound.
-
-    What came before a connection is ended is still read: few messages, and not many bytes.
-    """
-    if watch is None:
-        return None
-    socket.set(zmq.RCVHWM, _MAX_UNREAD_MESSAGES)
-    socket.set(zmq.RCVBUF, _MAX_UNREAD_BYTES)
-    return watch(socket)
 
 
 def _bind(socket: Socket, endpoint: str) -> Socket:

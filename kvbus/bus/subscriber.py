@@ -4,18 +4,15 @@ Refuses to recover: a gap, a new boot or silence is reported, and the user resyn
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from kvbus.bus.actor import SocketActor, Timers
 from kvbus.bus.boot import BootChange, BootWatch
 from kvbus.bus.connection import Connection
 from kvbus.bus.curve import ClientCurve, KeyPair
-from kvbus.bus.limits import SubscriberCounters
 from kvbus.bus.pump import Pump
-from kvbus.bus.sequence import TopicSequence
-from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, open_subscriber
-from kvbus.bus.timers import Timers
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.protocol.envelope import Notice, decode
 from kvbus.protocol.events import Heartbeat
@@ -31,7 +28,7 @@ class EventListener:
         """The publisher lives, and says so about once a second; so many read what it has."""
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
-        """Events of ``topic`` were lost; called before the event that showed it."""
+        """Events of ``topic`` were lost, or came before we listened; before what shows it."""
 
     def on_boot(self, endpoint: str, boot: str) -> None:
         """The publisher's boot id became known, or changed."""
@@ -63,8 +60,7 @@ class EventSubscriber(SocketActor):
         keys: KeyPair | None = None,
     ) -> None:
         super().__init__()
-        self.listener, self.counters = listener, SubscriberCounters()
-        self.silence_s = silence_s
+        self.listener, self.silence_s = listener, silence_s
         self.topics = frozenset(topics)
         self.on_fault = on_fault or self._fail
         self._context, self._options, self._keys = context, options or SocketOptions(), keys
@@ -163,12 +159,7 @@ class _Feed:
             self._see_boot(event.boot)
             self._heard()
             missing = self._missing(event)
-        except ProtocolError as error:
-            counters = self._owner.counters
-            if error.code is ErrorCode.STALE:
-                counters.stale += 1
-            else:
-                counters.malformed += 1
+        except ProtocolError:  # or of an earlier boot: it changes nothing
             return
         self._report(event, missing)
 
@@ -208,15 +199,12 @@ class _Feed:
     def _report(self, event: Notice, missing: list[str]) -> None:
         owner = self._owner
         for topic in missing:
-            owner.counters.gaps += 1
             self._tell(owner.listener.on_gap, self._endpoint, event.boot, topic)
         if event.op == Heartbeat.op:
-            owner.counters.heartbeats += 1
             reads = event.body.get("reads", 0)
             known = reads if isinstance(reads, int) and reads >= 0 else 0
             self._tell(owner.listener.on_heartbeat, self._endpoint, event.boot, known)
         else:
-            owner.counters.events += 1
             self._tell(owner.listener.on_event, self._endpoint, event)
 
     def _on_timer(self, _: int) -> None:
@@ -238,3 +226,53 @@ class _Feed:
             callback(*arguments)
         except Exception as error:  # the user's callback must not end the subscription
             self._owner.on_fault(error)
+
+
+MAX_TOPICS = 256
+
+
+class TopicSequence:
+    """What was seen of one boot of a publisher, as a subscriber with some or all topics."""
+
+    def __init__(self, topics: frozenset[str]) -> None:
+        self._topics = topics
+        self._last: dict[str, int] = {}
+
+    def see(self, topic: str, seq: int) -> int:
+        """Take note of an event; returns how many before it are missing.
+
+        Raises `ProtocolError` for a seq that is not larger than the last, or a topic too many.
+        """
+        self._require_room((topic,))
+        last = self._last.get(topic, 0)
+        if seq <= last:
+            raise ProtocolError(f"seq {seq} of topic '{topic}' after {last}")
+        self._last[topic] = seq
+        return seq - last - 1
+
+    def see_heartbeat(self, seqs: Mapping[object, object]) -> list[str]:
+        """Take note of the last seqs of all topics; returns the topics whose tail is missing."""
+        checked = self._checked(seqs)
+        self._require_room(topic for topic, _ in checked)
+        missing = []
+        for topic, seq in checked:
+            last = self._last.get(topic, 0)
+            if seq > last:
+                missing.append(topic)
+            self._last[topic] = max(seq, last)
+        return missing
+
+    def _checked(self, seqs: Mapping[object, object]) -> list[tuple[str, int]]:
+        """The seqs of our topics, all of them plausible: half a heartbeat must change nothing."""
+        checked = []
+        for topic, seq in seqs.items():
+            if not isinstance(topic, str) or type(seq) is not int or seq < 0:
+                raise ProtocolError("heartbeat's seqs must map topics to unsigned integers")
+            if not self._topics or topic in self._topics:
+                checked.append((topic, seq))
+        return checked
+
+    def _require_room(self, topics: Iterable[str]) -> None:
+        num_new = sum(topic not in self._last for topic in topics)
+        if num_new and len(self._last) + num_new > MAX_TOPICS:
+            raise ProtocolError(f"publisher has more than {MAX_TOPICS} topics")

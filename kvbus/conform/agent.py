@@ -14,16 +14,14 @@ from pathlib import Path
 import zmq
 
 from kvbus.conform.attach import Connection
-from kvbus.conform.book import Book
-from kvbus.conform.door import Door
+from kvbus.conform.door import Answer, Door, Registering, refusal
 from kvbus.conform.engine_process import EngineProcess
-from kvbus.conform.frames import ReadFrame, read_request
-from kvbus.conform.registering import Answer, Registering, refusal
-from kvbus.conform.sessions import Asked, Session, reply_fields
+from kvbus.conform.frames import Asked, ReadFrame, Session, read_request
+from kvbus.conform.rules import Book
 from kvbus.conform.wire import write_map
 from kvbus.errors import ConfigError
-from kvbus.protocol.engine import AgentRole, AwaitReady, Ping
-from kvbus.protocol.envelope import Body
+from kvbus.protocol.engine import AgentRole, AwaitReady, Fetched, Ping
+from kvbus.protocol.envelope import Body, encode_notice
 from kvbus.protocol.message import Message
 
 TICK_MS = 50
@@ -139,7 +137,8 @@ class PlayedAgent:
             self.held.discard(op)
 
     def answer(self, asked: Asked) -> None:
-        """Answer a request that was held, as it would have been."""
+        """Take a request, as it would have been if it was held; its answer may come later."""
+        asked.taken = True
         answer = self.answering[asked.op](asked)
         if answer is not None:
             self.reply(asked, answer)
@@ -149,35 +148,32 @@ class PlayedAgent:
         self.reply(asked, refusal(code, f"kvbus conform says {code}", **detail))
 
     def reply(self, asked: Asked, answer: Answer) -> None:
-        """Send the reply to a request, which repeats of it get as well."""
-        asked.reply = write_map(reply_fields(asked, self.boot, **answer))
-        self._post(asked.session, asked.reply)
-
-    def reply_again(self, asked: Asked) -> None:
-        """Send a reply once more."""
-        if asked.reply is not None:
-            self._post(asked.session, asked.reply)
+        """Send the one answer to a request."""
+        asked.taken = asked.answered = True
+        self._post(asked.session, write_map(asked.reply_fields(self.boot, **answer)))
 
     def notify(self, op: str, body: Message | Body) -> None:
-        """Send a notice to all sessions that get them, until they acknowledge it."""
+        """Send a notice to the control session."""
+        control = self.registering.control
+        if control is not None:
+            self._notify(control, op, body)
+
+    def notify_ranks(self, fetched: Fetched) -> None:
+        """Tell the sessions of ranks that want to know how fetches end."""
         for session in self.sessions:
-            if session.gets_notices:
-                self.send_notice(session, session.outbox.add(self.boot, op, body))
-
-    def send_notice(self, session: Session, seq: int) -> None:
-        """Send one notice, in its turn or not."""
-        self._post(session, session.outbox.sent(seq))
-
-    def are_acknowledged(self) -> bool:
-        """Whether every notice is."""
-        return not any(session.outbox.pending for session in self.sessions)
+            if session.wants_fetched:
+                self._notify(session, fetched.op, fetched)
 
     def asked(self, op: str, since: int = 0) -> list[Asked]:
         """The requests of this operation, those behind the first ``since`` requests of all."""
         return [asked for asked in self.log[since:] if asked.op == op]
 
+    def _notify(self, session: Session, op: str, body: Message | Body) -> None:
+        session.last_seq += 1
+        self._post(session, encode_notice(op, session.last_seq, self.boot, body))
+
     def _post(self, session: Session, frame: bytes) -> None:
-        if frame and session.identity:
+        if session.identity:
             self._router.send_multipart([session.identity, frame])
 
     def _step(self) -> None:
@@ -201,7 +197,6 @@ class PlayedAgent:
         self._sweep()
         if self._router in ready:
             self._drain()
-        self._send_again()
 
     def _sweep(self) -> None:
         for connection in self._connections:
@@ -217,16 +212,9 @@ class PlayedAgent:
                 return
             read = read_request(frames, self.role, self.book)
             if read is not None:
-                self._on_request(identity, frames[-1], read)
+                self._on_request(identity, read)
 
-    def _send_again(self) -> None:
-        if self.silent:
-            return
-        for session in self.sessions:
-            for seq in session.outbox.due():
-                self.send_notice(session, seq)
-
-    def _on_request(self, identity: bytes, frame: bytes, read: ReadFrame) -> None:
+    def _on_request(self, identity: bytes, read: ReadFrame) -> None:
         request = read.request
         session = self._door.sessions.get(request.boot)
         known = f"`{request.op}` with boot id {request.boot!r}, which is not attached"
@@ -240,12 +228,14 @@ class PlayedAgent:
         self.book.expect("frames.boot", True, known)
         self._look_at_secret(session, request.secret)
         session.identity = identity
-        asked = self._take_note(session, frame, read)
-        if asked.reply is not None and not self.silent:
-            self.reply_again(asked)
-        elif read.body is None:
+        again = f"`{request.op}` with id {request.request_id} came again"
+        is_new = request.request_id not in session.ids
+        if not self.book.expect("requests.once", is_new, again):
+            return
+        asked = self._take_note(session, read)
+        if read.body is None:
             self.refuse(asked, "invalid")
-        elif len(asked.times) == 1 and asked.op not in self.held and not self.silent:
+        elif asked.op not in self.held and not self.silent:
             self.answer(asked)
             self._answer_ready()
 
@@ -259,14 +249,8 @@ class PlayedAgent:
         changed = "a session that has one secret sends another, or none"
         self.book.expect("frames.secret", secret == session.secret, changed)
 
-    def _take_note(self, session: Session, frame: bytes, read: ReadFrame) -> Asked:
-        request, now = read.request, time.monotonic()
-        asked = session.asked.get(request.request_id)
-        if asked is not None:
-            same = f"id {request.request_id} came again with other bytes, op `{request.op}`"
-            self.book.expect("requests.same_frame", frame == asked.frame, same)
-            asked.times.append(now)
-            return asked
+    def _take_note(self, session: Session, read: ReadFrame) -> Asked:
+        request = read.request
         if session.last_id is None:
             first = f"a session starts with id {request.request_id}"
             is_random = LOWEST_FIRST_ID <= request.request_id < END_OF_FIRST_IDS
@@ -275,20 +259,20 @@ class PlayedAgent:
             rises = f"id {request.request_id} after {session.last_id}"
             self.book.expect("requests.ids", request.request_id > session.last_id, rises)
         session.last_id = max(session.last_id or 0, request.request_id)
+        session.ids.add(request.request_id)
         body = read.body or Ping()
-        asked = Asked(session, request.request_id, request.op, body, frame, [now])
-        session.asked[request.request_id] = asked
+        asked = Asked(session, request.request_id, request.op, body, time.monotonic())
         self.log.append(asked)
         return asked
 
     def _answer_ready(self) -> None:
         for asked in self.log:
-            if asked.op == AwaitReady.op and asked.reply is None and self.registering.is_complete:
+            if asked.op == AwaitReady.op and not asked.answered and self.registering.is_complete:
                 self.answer(asked)
 
     def answer_silence(self) -> None:
         """Go on after a silence: what came meanwhile is answered now."""
         self.silent = False
         for asked in self.log:
-            if asked.reply is None and asked.op not in self.held:
+            if not asked.taken and asked.op not in self.held:
                 self.answer(asked)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvbus.conform.book import Book
+from kvbus.conform.rules import Book
 from kvbus.conform.wire import BadMapError, read_map, write_map
 
 LENGTH_BYTES, MAX_BODY_BYTES, MAX_FDS = 4, 65_536, 64

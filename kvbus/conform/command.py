@@ -1,19 +1,23 @@
-"""The command ``kvbus conform``: its options, its progress, its exit status.
+"""The command ``kvbus conform``: its options, its progress, its report, its exit status.
 
 Refuses a wrong option or a command that cannot be started with one line and exit status 2.
 """
 
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from kvbus.conform.book import Outcome
-from kvbus.conform.play import play, scenes_of
-from kvbus.conform.report import exit_status_of, print_report, sentence_of
+from kvbus.conform.rules import Outcome, Verdict
+from kvbus.conform.scenes import play, scenes_of
 from kvbus.conform.stage import START_S
 from kvbus.console import Console
 from kvbus.errors import ConfigError
@@ -40,6 +44,7 @@ Scenes = Annotated[
 ]
 Log = Annotated[Path | None, typer.Option(metavar="FILE", help="Where the engine's stderr goes.")]
 AsOneJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+STYLES = {Verdict.PASSED: "green", Verdict.FAILED: "bold red", Verdict.UNTRIED: "yellow"}
 
 
 def conform(
@@ -56,8 +61,8 @@ def conform(
 
     COMMAND is started with `KVBUS_ATTACH`, the path of the attach socket, and `KVBUS_ROLE`. It
     is told on its stdin what to offer or fetch, and says on its stdout what became of it: see
-    docs/conformance.md. The agent loses replies, repeats notices, dies and comes back; it maps the
-    engine's memory and compares it. It needs no NIXL, no GPU and no other agent.
+    docs/conformance.md. The agent answers late, refuses, dies and comes back; it maps the engine's
+    memory and compares it. It needs no NIXL, no GPU and no other agent.
 
     Exit status 0: no rule was broken. 1: one was. 2: a mistake in an option or the command.
     """
@@ -105,3 +110,52 @@ def _as_text(outcomes: list[Outcome]) -> str:
     with console.capture() as printed:
         print_report(outcomes, console)
     return "".join(f"{line.rstrip()}\n" for line in printed.get().splitlines())
+
+
+def sentence_of(outcomes: Sequence[Outcome]) -> str:
+    """What all come to."""
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    failed = ", ".join(one.name for one in outcomes if one.verdict is Verdict.FAILED)
+    if failed:
+        return f"the engine does not conform: {failed}"
+    untried = counts[Verdict.UNTRIED]
+    rest = f"; {untried} could not be tried" if untried else ""
+    return f"the engine conforms to all {counts[Verdict.PASSED]} rules that were tried{rest}"
+
+
+def exit_status_of(outcomes: Sequence[Outcome]) -> int:
+    """1 when a rule failed, or none was tried."""
+    verdicts = {outcome.verdict for outcome in outcomes}
+    return int(Verdict.FAILED in verdicts or Verdict.PASSED not in verdicts)
+
+
+def print_report(outcomes: Sequence[Outcome], console: Console) -> None:
+    """All rules, then what was seen of those that failed, then the sentence."""
+    table = _grid(7, 24)
+    for one in outcomes:
+        text = one.rule if one.verdict is not Verdict.UNTRIED else f"{one.rule} {one.seen[0]}."
+        table.add_row(Text(one.verdict, STYLES[one.verdict]), Text(one.name), Text(text))
+    console.print(table)
+    for one in outcomes:
+        if one.verdict is Verdict.FAILED:
+            console.print("", *_complaint(one), sep="\n")
+    console.print("", Text(sentence_of(outcomes)), sep="\n")
+
+
+def _complaint(one: Outcome) -> tuple[Text, Padding]:
+    head = Text.assemble(("failed ", STYLES[Verdict.FAILED]), one.name)
+    table = _grid(6)
+    table.add_row("rule", Text(one.rule))
+    table.add_row("page", Text(one.page))
+    for seen in one.seen:
+        table.add_row("seen", Text(seen))
+    table.add_row("times", Text(f"{one.num_wrong} of {one.num_looks} looks"))
+    return head, Padding(table, (0, 0, 0, 2))
+
+
+def _grid(*widths: int) -> Table:
+    table = Table.grid(padding=(0, 1))
+    for width in widths:
+        table.add_column(width=width, overflow="fold")
+    table.add_column(overflow="fold")
+    return table

@@ -8,24 +8,28 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from kvbus.conform.agent import PlayedAgent
-from kvbus.conform.book import Book
 from kvbus.conform.engine_process import EngineProcess
-from kvbus.conform.sessions import Asked
+from kvbus.conform.frames import Asked
+from kvbus.conform.rules import Book
 from kvbus.geometry import BlockTable
-from kvbus.protocol.message import Message
 
 Tables = dict[str, BlockTable]
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One offer or fetch: ``over`` once the blocks are the engine's."""
+    """One offer or fetch: ``over`` once the blocks are the engine's.
+
+    ``asked`` is the request that was taken, ``written`` whose numbers a fetch's blocks have now.
+    """
 
     name: int
     first_token: int
     counts: tuple[int, ...]
     handoff_id: str = ""
     tables: Tables = field(default_factory=dict)
+    asked: Asked | None = None
+    written: int = 0
     over: bool = False
 
     @property
@@ -55,8 +59,8 @@ class Desk(ABC):
         """Whether a request of the role's first operation is that of this job."""
 
     @abstractmethod
-    def over_notice(self, job: Job) -> tuple[str, Message]:
-        """Do what is left of a job, and return the notice that ends it well."""
+    def finish(self, job: Job) -> None:
+        """Do what is left of a job, and end it well."""
 
     @abstractmethod
     def check_told(self, job: Job) -> bool:
@@ -76,10 +80,6 @@ class Desk(ABC):
     def requests(self, job: Job) -> list[Asked]:
         """The requests that began this job, or tried to."""
         return [asked for asked in self.agent.asked(self.op) if self.is_about(asked, job)]
-
-    def finish(self, job: Job) -> None:
-        """End a job well, and tell the engine."""
-        self.agent.notify(*self.over_notice(job))
 
     def told_over(self, job: Job) -> list[str]:
         """What the engine said of the end of this job."""

@@ -1,20 +1,43 @@
-"""Answers attach messages as an agent does, and looks at the memory that they pass."""
+"""Answers attach messages and what every engine asks of its agent, and looks at its memory."""
 
 import fcntl
 import mmap
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvbus.conform.attach import Connection
-from kvbus.conform.book import Book
-from kvbus.conform.sessions import Session
-from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
+from kvbus.conform.frames import Asked, Session
+from kvbus.conform.memory import EngineMemory
+from kvbus.conform.rules import Book
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, ProtocolError
+from kvbus.geometry import validate_engine, validate_rank
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment
+from kvbus.protocol.engine import AwaitReady, Detach, Ping, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Body
 from kvbus.protocol.message import M, error_body, from_body
 
 WANTED_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 MAX_BOOT_CHARS = 64
+
+Answer = Mapping[str, Any]
+"""``ok`` or ``error`` of a reply."""
+Answering = Callable[[Asked], Answer | None]
+"""None means: not yet."""
+
+OK: Answer = {"ok": {}}
+
+
+def body_of(asked: Asked, kind: type[M]) -> M:
+    """The body of a request, as the class that its operation has."""
+    if not isinstance(asked.body, kind):
+        raise TypeError(f"`{asked.op}` with a {type(asked.body).__name__}")
+    return asked.body
+
+
+def refusal(code: str, message: str, **detail: str | int | float) -> Answer:
+    """An ``error``."""
+    return {"error": {"code": code, "message": message, "detail": detail}}
 
 
 class Door:
@@ -110,3 +133,68 @@ class Door:
             return False
         missing = f"segment {name!r} can still grow or shrink"
         return self._book.expect("attach.seals", seals & WANTED_SEALS == WANTED_SEALS, missing)
+
+
+class Registering:
+    """What is known of the engine, from what its sessions register."""
+
+    def __init__(self, door: Door, book: Book) -> None:
+        self.memory: EngineMemory | None = None
+        self.answering: dict[str, Answering] = {
+            Register.op: self._on_register,
+            AwaitReady.op: self._on_ready,
+            Ping.op: lambda _: OK,
+            Detach.op: lambda _: OK,
+        }
+        self._door, self._book = door, book
+
+    @property
+    def control(self) -> Session | None:
+        """The control session, once it is registered."""
+        return next((one for one in self._door.sessions.values() if one.is_control), None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the control session and all ranks are registered."""
+        control = self.control
+        if control is None or control.registered is None:
+            return False
+        bodies = [one.registered for one in self._door.sessions.values() if one.registered]
+        ranks = {body.rank.rank for body in bodies if body.rank}
+        elsewhere = {rank for other in control.registered.others for rank in other.ranks}
+        return ranks | elsewhere == set(range(control.registered.engine.num_ranks))
+
+    def _on_register(self, asked: Asked) -> Answer:
+        body, session = body_of(asked, Register), asked.session
+        if self.memory is None:
+            self.memory = EngineMemory(body.engine)
+        same = "two sessions state different engines"
+        self._book.expect("register.same_engine", body.engine == self.memory.engine, same)
+        again = "a session registers twice"
+        self._book.expect("register.sessions", session.registered is None, again)
+        problem = _wrong_memory(body, session)
+        if not self._book.expect("register.memory", not problem, problem):
+            return refusal("geometry", problem)
+        session.registered = body
+        if body.rank is not None:
+            self.memory.add_rank(body.rank, session.segments)
+        return OK
+
+    def _on_ready(self, _: Asked) -> Answer | None:
+        return OK if self.is_complete else None
+
+
+def _wrong_memory(body: Register, session: Session) -> str:
+    try:
+        validate_engine(body.engine)
+        if body.rank is not None:
+            validate_rank(body.engine, body.rank)
+    except GeometryError as error:
+        return error.message
+    for segment in body.rank.segments if body.rank else ():
+        mapped = session.segments.get(segment.segment_id)
+        if mapped is None and segment.segment_id not in session.unmapped:
+            return f"segment {segment.segment_id!r} was not passed"
+        if mapped is not None and len(mapped) != segment.size_bytes:
+            return f"segment {segment.segment_id!r} has {len(mapped):,} bytes"
+    return ""

@@ -8,17 +8,24 @@ import json
 from collections.abc import Iterator
 
 from kvbus.conform.agent import PlayedAgent
-from kvbus.conform.book import Book
 from kvbus.conform.desk import Desk, Job
+from kvbus.conform.door import OK, Answer, body_of, refusal
 from kvbus.conform.engine_process import EngineProcess
+from kvbus.conform.frames import Asked
 from kvbus.conform.memory import Place, where_different
 from kvbus.conform.offers import LATER_FIELDS
-from kvbus.conform.registering import OK, Answer, body_of, refusal
-from kvbus.conform.sessions import Asked
+from kvbus.conform.rules import Book
 from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetched, Outcome, StartFetch
-from kvbus.protocol.message import Message
+from kvbus.protocol.engine import (
+    BlocksFreed,
+    CancelFetch,
+    Fetched,
+    Landed,
+    Outcome,
+    StartFetch,
+)
+from kvbus.protocol.message import to_body
 
 WRONG_BY = 89
 """Added to a job's name it gives numbers of which none is right: no multiple of 251."""
@@ -44,17 +51,26 @@ class FetchDesk(Desk):
         body = asked.body
         return isinstance(body, StartFetch) and body.ticket.get("request_id") == str(job.name)
 
-    def over_notice(self, job: Job) -> tuple[str, Message]:
+    def finish(self, job: Job) -> None:
         """The right numbers land, and the fetch is completed."""
-        self.write(job, job.name)
-        return self.ended(job, Outcome.COMPLETED, blocks_free=True)
+        self.land(job)
+        self.end(job, Outcome.COMPLETED)
 
-    def ended(
-        self, job: Job, outcome: Outcome, *, blocks_free: bool, code: str = ""
-    ) -> tuple[str, Message]:
-        """The notice that a fetch has ended so."""
+    def land(self, job: Job) -> None:
+        """The right numbers are there; the engine is told, if it asked for that."""
+        if job.written == job.name:
+            return
+        self.write(job, job.name)
+        if job.asked is not None and body_of(job.asked, StartFetch).chunk_tokens:
+            landed = Landed(fetch_id=job.handoff_id, num_tokens=job.num_tokens)
+            self.agent.notify(landed.op, landed)
+
+    def end(self, job: Job, outcome: Outcome, *, blocks_free: bool = True, code: str = "") -> None:
+        """Answer that a fetch has ended so."""
+        if job.asked is None:
+            return
         job.over |= blocks_free
-        body = Fetched(
+        fetched = Fetched(
             fetch_id=job.handoff_id,
             request_id=str(job.name),
             outcome=outcome,
@@ -63,13 +79,14 @@ class FetchDesk(Desk):
             code=code,
             message="as kvbus conform has it" if code else "",
         )
-        return Fetched.op, body
+        self.agent.reply(job.asked, {"ok": to_body(fetched)})
+        self.agent.notify_ranks(fetched)
 
-    def freed(self, job: Job) -> tuple[str, Message]:
-        """The notice that nothing writes into the blocks any more; nobody else did until now."""
+    def free(self, job: Job) -> None:
+        """Nothing writes into the blocks any more; nobody else did until now."""
         self.check_untouched(job)
         job.over = True
-        return BlocksFreed.op, BlocksFreed(fetch_id=job.handoff_id)
+        self.agent.notify(BlocksFreed.op, BlocksFreed(fetch_id=job.handoff_id))
 
     def lost(self, job: Job, *, same_memory: bool) -> None:
         """In the same memory the blocks are not free: the agent's process has not ended."""
@@ -103,6 +120,7 @@ class FetchDesk(Desk):
         self.check_untouched(job)
         for place, table, start, stop in self._covered(job):
             place.write(table, start, place.numbers(name, start, stop))
+        job.written = name
 
     def spoil(self, job: Job, num_bytes: int) -> int:
         """Change so many bytes of the first row of a fetch; returns how many it had."""
@@ -117,10 +135,7 @@ class FetchDesk(Desk):
     def check_untouched(self, job: Job) -> None:
         """The blocks of a fetch have what was written from here, and nothing else."""
         for place, table, start, stop in self._covered(job):
-            have, want = (
-                place.read(table, start, stop),
-                place.numbers(job.name + WRONG_BY, start, stop),
-            )
+            have, want = place.read(table, start, stop), place.numbers(job.written, start, stop)
             same = bool((have == want).all())
             where = "" if same else where_different(place, have, want, start)
             self.book.expect("fetch.blocks", same, f"request {job.name}, written over: {where}")
@@ -130,7 +145,7 @@ class FetchDesk(Desk):
         if memory is not None:
             yield from memory.covered(job.tables, job.first_token, job.num_tokens)
 
-    def _on_fetch(self, asked: Asked) -> Answer:
+    def _on_fetch(self, asked: Asked) -> Answer | None:
         body = body_of(asked, StartFetch)
         job = next((one for one in self.jobs.values() if self.is_about(asked, one)), None)
         same = job is not None and body.ticket == self.ticket(job)
@@ -147,13 +162,14 @@ class FetchDesk(Desk):
             return refusal("geometry", problem)
         self.book.expect("fetch.answered", True, "")
         self._fetch_ids.add(body.fetch_id)
-        job.handoff_id, job.tables = body.fetch_id, dict(body.tables)
+        job.handoff_id, job.tables, job.asked = body.fetch_id, dict(body.tables), asked
         used = self._used_blocks(job)
         self.book.expect("fetch.blocks", not used, f"request {job.name}: {used}")
         self._check_lost(job)
         for place, table, start, stop in self._covered(job):
             place.write(table, start, place.numbers(job.name + WRONG_BY, start, stop))
-        return OK
+        job.written = job.name + WRONG_BY
+        return None
 
     def _wrong_tables(self, body: StartFetch) -> str:
         memory = self.agent.registering.memory

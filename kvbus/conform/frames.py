@@ -1,16 +1,71 @@
-"""Reads frames of the engine socket and takes note of what is wrong with them."""
+"""Reads frames of the engine socket as strictly as the page says, and what sessions have sent.
 
-from dataclasses import dataclass
+What is wrong with a frame goes into the book.
+"""
+
+import mmap
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvbus.conform.book import Book
+from kvbus.conform.attach import Connection
+from kvbus.conform.rules import Book
 from kvbus.conform.wire import BadMapError, read_map
 from kvbus.errors import ProtocolError
-from kvbus.protocol.engine import DECODE_REQUESTS, ENGINE_REQUESTS, PREFILL_REQUESTS, AgentRole
+from kvbus.protocol.engine import (
+    DECODE_REQUESTS,
+    ENGINE_REQUESTS,
+    PREFILL_REQUESTS,
+    AgentRole,
+    Register,
+)
 from kvbus.protocol.envelope import RequestFrame, decode
 from kvbus.protocol.message import Message, Request, from_body
 
 KEYS = {"v", "op", "id", "boot", "body"}
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One request: ``taken`` once it was looked at, and ``answered`` once there is a reply."""
+
+    session: "Session"
+    request_id: int
+    op: str
+    body: Message
+    at: float
+    taken: bool = False
+    answered: bool = False
+
+    def reply_fields(self, boot: str, **answer: Any) -> dict[str, Any]:
+        """The envelope of a reply, with a field that no version has."""
+        return {"v": 1, "re": self.request_id, "boot": boot, "a_later_field": [1], **answer}
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One process of the engine, from its `hello` on."""
+
+    boot: str
+    connection: Connection
+    identity: bytes = b""
+    secret: str | None = None
+    last_id: int | None = None
+    last_seq: int = 0
+    ids: set[int] = field(default_factory=set)
+    registered: Register | None = None
+    segments: dict[str, mmap.mmap] = field(default_factory=dict)
+    files: set[tuple[int, int]] = field(default_factory=set)
+    unmapped: set[str] = field(default_factory=set)
+
+    @property
+    def is_control(self) -> bool:
+        """Whether this is the session that offers and fetches."""
+        return self.registered is not None and self.registered.rank is None
+
+    @property
+    def wants_fetched(self) -> bool:
+        """Whether it is that of a rank which is told how each fetch ended."""
+        return self.registered is not None and not self.is_control and self.registered.notices
 
 
 @dataclass(frozen=True, slots=True)

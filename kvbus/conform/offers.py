@@ -4,12 +4,12 @@ import json
 from dataclasses import dataclass
 
 from kvbus.conform.agent import PlayedAgent
-from kvbus.conform.book import Book
 from kvbus.conform.desk import Desk, Job
+from kvbus.conform.door import OK, Answer, body_of, refusal
 from kvbus.conform.engine_process import EngineProcess
+from kvbus.conform.frames import Asked
 from kvbus.conform.memory import Bytes, Place, where_different
-from kvbus.conform.registering import OK, Answer, body_of, refusal
-from kvbus.conform.sessions import Asked
+from kvbus.conform.rules import Book
 from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable, num_blocks_for
 from kvbus.protocol.engine import (
@@ -20,7 +20,6 @@ from kvbus.protocol.engine import (
     SealOffer,
     WithdrawOffer,
 )
-from kvbus.protocol.message import Message
 
 LATER_FIELDS = {
     "a_later_field": 'say "it" \\ on: é ≠ \N{GRINNING FACE}',
@@ -61,8 +60,8 @@ class OfferDesk(Desk):
     def is_about(self, asked: Asked, job: Job) -> bool:
         return isinstance(asked.body, MakeOffer) and asked.body.request_id == str(job.name)
 
-    def over_notice(self, job: Job) -> tuple[str, Message]:
-        return self.released(job, Outcome.COMPLETED)
+    def finish(self, job: Job) -> None:
+        self.release(job, Outcome.COMPLETED)
 
     def check_told(self, job: Job) -> bool:
         told, tickets = self.told_over(job), self.engine.told("ticket", job.name)
@@ -72,12 +71,12 @@ class OfferDesk(Desk):
         once = self.book.expect("offer.ticket", len(tickets) == 1, times)
         return ended and once and self._is_right(job, tickets[0])
 
-    def released(self, job: Job, outcome: Outcome) -> tuple[str, Message]:
-        """The notice that an offer has ended so; its blocks were unchanged until now."""
+    def release(self, job: Job, outcome: Outcome) -> None:
+        """Tell the engine that an offer has ended so; its blocks were unchanged until now."""
         self.check_unchanged(job)
         job.over = True
         body = Released(offer_id=job.handoff_id, request_id=str(job.name), outcome=outcome)
-        return Released.op, body
+        self.agent.notify(Released.op, body)
 
     def is_sealed(self, job: Job) -> bool:
         """Whether the offer has all of its tokens."""

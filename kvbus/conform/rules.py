@@ -1,9 +1,16 @@
-"""What is checked: each rule with its name, where the protocol page has it, and what it says.
+"""What is checked, and what was seen of it: how often it was looked at, and what was wrong.
 
-Names stay the same; anchors are headings of docs/protocol.md.
+Names of rules stay the same; anchors are headings of docs/protocol.md.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+MAX_SEEN = 3
+PAGE = "docs/protocol.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +42,24 @@ FRAMES = (
 )
 REQUESTS = (
     Rule("requests.ids", "the-envelope", "Ids start at random and rise."),
-    Rule("requests.same_frame", "requests-retries-replies", "A repeat is the same frame."),
-    Rule("requests.repeats", "requests-retries-replies", "Repeats come at the told times."),
-    Rule("requests.late_reply", "requests-retries-replies", "A late reply is taken, and once."),
-    Rule("requests.order", "requests-retries-replies", "Replies may come in another order."),
+    Rule(
+        "requests.once", "requests-and-answers", "A request is sent once, however late its answer."
+    ),
+    Rule("requests.late_answer", "requests-and-answers", "A late answer is waited for, and taken."),
+    Rule("requests.order", "requests-and-answers", "Answers may come in another order."),
     Rule("requests.unknown_field", "versions", "Unknown fields are ignored."),
     Rule("requests.unknown_code", "errors", "An unknown code is an error like others."),
     Rule("requests.busy", "error-codes", "After `busy` it is asked again, not at once."),
     Rule("requests.ping", "boot-ids", "A silent agent is pinged."),
 )
-NOTICES = (
-    Rule("notices.once", "notices", "Each notice is delivered once, however often it comes."),
-    Rule("notices.before_reply", "notices", "A notice is taken before the reply to its request."),
-    Rule("notices.order", "notices", "Notices are delivered in the order of `seq`."),
-    Rule("notices.ack", "notices", "Notices are acknowledged soon, unknown ones too."),
-    Rule("notices.honest_ack", "ack", "Only what has arrived is acknowledged."),
-)
+NOTICES = (Rule("notices.unknown", "notices", "Notices of an unknown kind are ignored."),)
 REGISTERING = (
     Rule("register.sessions", "registering", "All ranks and one control session register."),
     Rule("register.same_engine", "register", "Every session states the same engine."),
     Rule("register.memory", "memory", "Regions lie in their segments, and do not overlap."),
 )
 ENDS = (
-    Rule(
-        "ends.silence", "requests-retries-replies", "A stopped agent that goes on is gone on with."
-    ),
+    Rule("ends.silence", "requests-and-answers", "A stopped agent that goes on is gone on with."),
     Rule(
         "ends.hang_up",
         "when-the-attach-connection-ends",
@@ -81,6 +81,7 @@ PREFILL = (
     Rule("offer.unchanged", "offer", "Offered blocks stay as they are until `released`."),
     Rule("offer.reused", "released", "Blocks are used again after `released`."),
     Rule("offer.ticket", "ticket", "The ticket is passed on unchanged, unknown fields too."),
+    Rule("offer.told", "released", "How an offer ended is told, and once."),
     Rule("offer.answered", "offer", "Every request is offered, or its refusal is told."),
 )
 DECODE = (
@@ -91,7 +92,8 @@ DECODE = (
     Rule("fetch.ticket", "ticket", "The ticket arrives unchanged, unknown fields too."),
     Rule("fetch.numbers", "memory", "The KV is read where the regions say."),
     Rule("fetch.completed", "fetched", "KV is used after `completed`, and not before."),
-    Rule("fetch.failed", "fetched", "A fetch that failed is told as failed, once."),
+    Rule("fetch.told", "fetched", "How a fetch ended is told, and once."),
+    Rule("fetch.failed", "fetched", "A fetch that failed is told as failed."),
     Rule("fetch.cancel", "cancel", "A fetch that is given up is cancelled, and waited for."),
     Rule("fetch.blocks", "fetched", "Blocks are not used again before they are free."),
     Rule(
@@ -103,3 +105,62 @@ DECODE = (
 )
 BOTH = (*ATTACH, *FRAMES, *REQUESTS, *NOTICES, *REGISTERING, *ENDS)
 RULES = {rule.name: rule for rule in (*BOTH, *PREFILL, *DECODE)}
+
+
+class Verdict(StrEnum):
+    """What came of a rule."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNTRIED = "untried"
+
+
+class Outcome(msgspec.Struct):
+    """One rule, what came of it, and what was seen; ``page`` says where the rule stands."""
+
+    name: str
+    verdict: Verdict
+    page: str
+    rule: str
+    num_looks: int
+    num_wrong: int
+    seen: list[str]
+
+
+class Book:
+    """What was seen, by the rule that it is about."""
+
+    def __init__(self) -> None:
+        self._looks: dict[str, int] = {}
+        self._wrong: dict[str, list[str]] = {}
+        self._untried: dict[str, str] = {}
+
+    def expect(self, rule: str, holds: bool, seen: str) -> bool:
+        """Take note of one look; ``seen`` says what was seen where it does not hold."""
+        name = RULES[rule].name
+        self._looks[name] = self._looks.get(name, 0) + 1
+        if not holds:
+            self._wrong.setdefault(name, []).append(seen)
+        return holds
+
+    def untried(self, rule: str, why: str) -> None:
+        """Say why a rule could not be tried."""
+        self._untried[RULES[rule].name] = why
+
+    @property
+    def num_wrong(self) -> int:
+        """How much was wrong so far."""
+        return sum(map(len, self._wrong.values()))
+
+    def outcomes(self, rules: Iterable[Rule]) -> list[Outcome]:
+        """What came of each of these rules."""
+        return [self._outcome(rule) for rule in rules]
+
+    def _outcome(self, rule: Rule) -> Outcome:
+        looks, wrong = self._looks.get(rule.name, 0), self._wrong.get(rule.name, [])
+        verdict = Verdict.FAILED if wrong else Verdict.PASSED if looks else Verdict.UNTRIED
+        seen = list(dict.fromkeys(wrong))[:MAX_SEEN]
+        if verdict is Verdict.UNTRIED:
+            seen = [self._untried.get(rule.name, "nothing of it was seen")]
+        page = f"{PAGE}#{rule.anchor}"
+        return Outcome(rule.name, verdict, page, rule.text, looks, len(wrong), seen)

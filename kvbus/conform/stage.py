@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbus.conform.agent import PlayedAgent
-from kvbus.conform.book import Book
 from kvbus.conform.desk import Desk, Job
 from kvbus.conform.engine_process import EngineProcess
 from kvbus.conform.fetches import FetchDesk
+from kvbus.conform.frames import Asked
 from kvbus.conform.offers import OfferDesk
-from kvbus.conform.sessions import Asked
+from kvbus.conform.rules import Book
 from kvbus.protocol.engine import AgentRole
 
 START_S = 60.0
 MAX_BLOCKS = 64
 NUM_ROUNDS = 4
+
+
+class SceneEndedError(Exception):
+    """The engine did not do what the rest of the scene needs; the book has that."""
 
 
 @dataclass(slots=True)
@@ -46,20 +50,31 @@ class Stage:
         self.agent.until(lambda: registering.is_complete or not self.engine.is_alive, self.start_s)
         return registering.is_complete
 
-    def asked(self, job: Job) -> Asked | None:
-        """The request of a job, once it came; None when it does not come in time."""
+    def asked(self, job: Job) -> Asked:
+        """The request of a job; the scene ends when it does not come in time."""
         self.wait(lambda: self.desk.requests(job))
-        return next(iter(self.desk.requests(job)), None)
+        self._require(job, came=bool(self.desk.requests(job)))
+        return self.desk.requests(job)[0]
+
+    def taken(self, *jobs: Job) -> Job:
+        """The first of these jobs; the scene ends when not all are asked for in time, and right."""
+        self.accepted(*jobs)
+        for job in jobs:
+            self._require(job, came=bool(job.handoff_id))
+        return jobs[0]
 
     def accepted(self, *jobs: Job) -> bool:
-        """Whether the requests of these jobs come in time, and are answered well."""
+        """Whether the requests of these jobs come in time, and are right."""
         return self.wait(lambda: all(job.handoff_id for job in jobs))
 
-    def never_asked(self, *jobs: Job) -> None:
-        """Take note that a scene could not be played, as no request came."""
-        names = [job.name for job in jobs if not job.handoff_id]
-        seen = f"no `{self.desk.op}` came for {names} within {self.patience_s:g} s"
-        self.book.expect(f"{self.desk.op}.answered", False, seen)
+    def goes_on(self, job: Job) -> bool:
+        """Whether a job is asked for, and the engine says in time that it is over."""
+        return self.accepted(job) and self.over(job)
+
+    def _require(self, job: Job, *, came: bool) -> None:
+        seen = f"no `{self.desk.op}` came for {job.name} within {self.patience_s:g} s"
+        if not self.book.expect(f"{self.desk.op}.answered", came, seen):
+            raise SceneEndedError
 
     def over(self, *jobs: Job) -> bool:
         """Finish these jobs; whether the engine says in time that they are over, once each."""
@@ -70,11 +85,9 @@ class Stage:
     def seen_over(self, *jobs: Job) -> bool:
         """Whether the engine says in time that these jobs are over."""
         in_time = self.wait(lambda: all(self.desk.told_over(job) for job in jobs))
-        in_time &= self.wait(self.agent.are_acknowledged)
-        self.book.expect("notices.ack", self.agent.are_acknowledged(), "some were not, in time")
         missing = [job.name for job in jobs if not self.desk.told_over(job)]
         word = self.desk.over_word
-        self.book.expect("notices.once", not missing, f"no `{word}` line for {missing}")
+        self.book.expect(f"{self.desk.op}.told", not missing, f"no `{word}` line for {missing}")
         right = [self.desk.check_told(job) for job in jobs]
         return in_time and all(right)
 
@@ -91,7 +104,7 @@ class Stage:
             return
         for _ in range(NUM_ROUNDS * num_blocks):
             job = self.desk.begin(self.desk.block_size())
-            again = self.accepted(job) and self.over(job)
+            again = self.goes_on(job)
             if not self.book.expect(rule, again, f"request {job.name} got no block"):
                 return
 
@@ -100,7 +113,7 @@ class Stage:
         for job in self.desk.jobs.values():
             told = self.desk.told_over(job)
             seen = f"`{self.desk.over_word} {job.name}` {len(told)} times"
-            self.book.expect("notices.once", len(told) <= 1, seen)
+            self.book.expect(f"{self.desk.op}.told", len(told) <= 1, seen)
 
 
 @contextmanager

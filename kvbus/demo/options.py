@@ -139,7 +139,7 @@ class DemoOptions:
     )
     decode_memory: Annotated[Memory, _option(DECODE, _MEMORY)] = Memory.SHARED
     path: Annotated[
-        ReadPath, _option(DECODE, "How the agent reads; auto: by its cost model.", "--path")
+        ReadPath, _option(DECODE, "How the agent reads; auto: by its rule.", "--path")
     ] = ReadPath.AUTO
 
     attention: Annotated[

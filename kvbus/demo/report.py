@@ -28,7 +28,7 @@ COLUMNS: Mapping[str, Callable[[Decoded], str]] = {
     "claim-\ning": lambda one: _ms(one.stages_s.claiming),
     "wait-\ning": lambda one: _ms(one.stages_s.waiting),
     "read-\ning": lambda one: _ms(one.stages_s.reading),
-    "confirm-\ning": lambda one: _ms(one.stages_s.confirming),
+    "taking": lambda one: _ms(one.stages_s.taking),
     "total": lambda one: _ms(one.handoff_s),
 }
 DONE, FAILED = "green", "bold red"

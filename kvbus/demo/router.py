@@ -26,7 +26,8 @@ from kvbus.demo.processes import ROLES, Processes
 from kvbus.demo.prompts import encode
 from kvbus.demo.report import DemoReport, Served
 from kvbus.errors import RequestRefused
-from kvbus.protocol.peer import PeerWithdraw, Status
+from kvbus.protocol.peer import PeerWithdraw
+from kvbus.protocol.status import Status
 from kvbus.protocol.ticket import Ticket
 
 ASK_TIMEOUT_S = 60.0

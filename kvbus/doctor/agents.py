@@ -16,12 +16,17 @@ import anyio
 import msgspec
 import psutil
 
-from kvbus.agent.http.door import Door
-from kvbus.agent.process.access import Access
-from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
-from kvbus.agent.process.config_sources import variable
-from kvbus.agent.process.data_plane import choose_interfaces, is_on_loopback, without_link
-from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
+from kvbus.agent.access import Access
+from kvbus.agent.config import (
+    DECODE_DEFAULTS,
+    PREFILL_DEFAULTS,
+    AgentConfig,
+    convert_config,
+    load_shared_config,
+)
+from kvbus.agent.data_plane import choose_interfaces, is_on_loopback, without_link
+from kvbus.agent.http import Door
+from kvbus.agent.sources import variable
 from kvbus.bus import ClientCurve, ask_agent, port_range
 from kvbus.doctor.advertised import advertise_error, advertise_findings
 from kvbus.doctor.agent_network import (
@@ -37,7 +42,7 @@ from kvbus.keys.trusted import TrustedKeys
 from kvbus.memory.attach.folder import prepare_folder
 from kvbus.memory.attach.path import check_path_length
 from kvbus.memory.room import available_bytes
-from kvbus.protocol.peer import AgentStatus, Status
+from kvbus.protocol.status import AgentStatus, Status
 from kvbus.text import bytes_text
 
 ASK_S = 2.0
@@ -130,7 +135,8 @@ def check_agents(agents: Sequence[AgentSource]) -> Iterator[Finding]:
     """What came of trying what they want, and what those that run share."""
     facts = [agent_facts(*agent) for agent in agents]
     yield from agent_findings(facts, available_bytes=available_bytes())
-    yield from sharing_findings([fact.status for fact in facts if fact.status is not None])
+    running = {fact.agent_id: fact.status for fact in facts if fact.status is not None}
+    yield from sharing_findings(list(running.values()))
 
 
 def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
@@ -194,8 +200,7 @@ def _bind(key: str, address: str, curve: ClientCurve | None) -> Bind:
     in_use = os.strerror(errno.EADDRINUSE)
     taken = [one for one, error in errors.items() if key == "peer_bind" and error == in_use]
     answers = [anyio.run(_status_at, one, curve) for one in taken]
-    found = sorted((one for one in answers if one is not None), key=lambda one: one.successor)
-    status = found[0] if found else None  # one without a successor first
+    status = next((one for one in answers if one is not None), None)
     held_by = status.agent_id if status is not None else ""
     error = "" if "" in errors.values() else errors.popitem()[1]
     return Bind(key=key, address=address, error=error, held_by=held_by, status=status)
@@ -265,10 +270,10 @@ def _leaving_nothing(folder: Path) -> Iterator[None]:
 
 def agent_findings(agents: Sequence[AgentFacts], *, available_bytes: int) -> Iterator[Finding]:
     """Each agent's ports and folder, then what they want together."""
-    for agent in agents:
-        yield from _ports(agent)
+    for name, agent in zip(_names(agents), agents, strict=True):
+        yield from _ports(name, agent)
         yield Finding(
-            f"agents.{agent.agent_id}.runtime_dir",
+            f"agents.{name}.runtime_dir",
             ERROR if agent.folder_error else OK,
             agent.folder_error or agent.folder,
             {"folder": agent.folder, "error": agent.folder_error},
@@ -276,7 +281,7 @@ def agent_findings(agents: Sequence[AgentFacts], *, available_bytes: int) -> Ite
             fix="Set runtime_dir to a folder of this user, with mode 0700 and a short path.",
         )
         yield interfaces_finding(
-            agent.agent_id,
+            name,
             agent.source,
             interfaces=agent.interfaces,
             down=agent.down,
@@ -284,21 +289,21 @@ def agent_findings(agents: Sequence[AgentFacts], *, available_bytes: int) -> Ite
         )
         if agent.on_loopback:
             yield loopback_finding(
-                agent.agent_id,
+                name,
                 agent.source,
                 ports=agent.data_ports,
                 uid=agent.uid,
                 fenced=agent.fenced,
             )
         yield keys_finding(
-            agent.agent_id,
+            name,
             agent.source,
             key=agent.server_key,
             trusted=agent.trusted,
             role=agent.status.role if agent.status is not None else "",
             error=agent.keys_error,
         )
-        yield from advertise_findings(agent.agent_id, agent.advertise_host, agent.advertise_error)
+        yield from advertise_findings(name, agent.advertise_host, agent.advertise_error)
     yield from _clashes(agents)
     wanted_bytes = sum(agent.staging_bytes for agent in agents if not agent.is_running)
     yield Finding(
@@ -311,18 +316,20 @@ def agent_findings(agents: Sequence[AgentFacts], *, available_bytes: int) -> Ite
     )
 
 
-def _ports(agent: AgentFacts) -> Iterator[Finding]:
-    name = f"agents.{agent.agent_id}"
+def _names(agents: Sequence[AgentFacts]) -> Iterator[str]:
+    """The id of each; where several files have one, with a number from the second on."""
+    seen: Counter[str] = Counter()
+    for agent in agents:
+        seen[agent.agent_id] += 1
+        number = seen[agent.agent_id]
+        yield agent.agent_id if number == 1 else f"{agent.agent_id}#{number}"
+
+
+def _ports(name: str, agent: AgentFacts) -> Iterator[Finding]:
+    name = f"agents.{name}"
     values = {bind.key: bind.address for bind in agent.binds}
     if agent.is_running:
         yield Finding(f"{name}.ports", NOTE, "the agent runs already, and has its ports", values)
-        if agent.status is not None and (endpoint := agent.status.predecessor):
-            yield Finding(
-                f"{name}.predecessor",
-                NOTE,
-                f"the process that it replaced has not ended yet: {endpoint}",
-                {"endpoint": endpoint},
-            )
         return
     taken = [bind for bind in agent.binds if bind.error]
     for bind in taken:

@@ -13,7 +13,7 @@ from kvbus.doctor.finding import ERROR, OK, Finding
 from kvbus.doctor.names import address_of
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
 from kvbus.protocol.message import R, Request
-from kvbus.protocol.peer import AgentStatus, Status
+from kvbus.protocol.status import AgentStatus, Status
 
 CONNECT_S, ANSWER_S = 3.0, 5.0
 LEADS_TO = "Fetches from this agent fail here with "

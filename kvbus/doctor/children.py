@@ -74,9 +74,9 @@ def run_pair(module: str, *arguments: str, env: Mapping[str, str], budget: Budge
     """
     limit_s = budget.next_s()
     with _started(module, *arguments, "target", env=env) as target:
+        # It stays open here, too: the target's line may come after a reader that has failed.
         line = target.process.stdout
         with _started(module, *arguments, "reader", env=env, stdin=line) as reader:
-            _close_stdout(target)  # the reader has it
             ended = _result(reader, limit_s)
             # A reader that was too slow has no status yet; its target then fails for want of it.
             if reader.process.returncode and (status := _end(target)):

@@ -13,7 +13,7 @@ from kvbus.doctor import asking
 from kvbus.doctor.asking import PeerToCheck
 from kvbus.doctor.finding import NOTE, OK, WARNING, Finding
 from kvbus.errors import KVBusError
-from kvbus.protocol.ticket_keys import CLOCK_TOLERANCE_S
+from kvbus.protocol.ticket import CLOCK_TOLERANCE_S
 from kvbus.protocol.trace import Trace
 from kvbus.text import time_text
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from kvbus.agent.process.machine import mount_namespace
+from kvbus.agent.identity import mount_namespace
 from kvbus.doctor.finding import OK, WARNING, Finding
 from kvbus.doctor.sharing import OPEN
-from kvbus.protocol.mapped import Sharing
+from kvbus.protocol.status import Sharing
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 WHY = (

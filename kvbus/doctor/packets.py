@@ -21,7 +21,7 @@ from kvbus.doctor.asking import (
 from kvbus.doctor.finding import NOTE, Finding
 from kvbus.errors import KVBusError, RequestTimeout
 from kvbus.protocol.message import MAX_TEXT_CHARS
-from kvbus.protocol.peer import Status
+from kvbus.protocol.status import Status
 from kvbus.protocol.trace import Trace
 
 PADDING = MAX_TEXT_CHARS * "x"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shlex import quote
 from typing import NamedTuple
 
-from kvbus.agent.process.machine import machine_id
+from kvbus.agent.identity import machine_id
 from kvbus.doctor.asking import (
     LOOK_THERE,
     PeerToCheck,
@@ -22,8 +22,7 @@ from kvbus.doctor.near import near_findings
 from kvbus.doctor.sharing import engines_met
 from kvbus.errors import KVBusError
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.peer import AgentStatus, Status
-from kvbus.protocol.peer_view import PeerView
+from kvbus.protocol.status import AgentStatus, PeerView, Status
 
 LOOK_AT_READER = f"See that its machine and port are reached from here. {LOOK_THERE}"
 ELSEWHERE = "Sockets, packets and ports were looked at from here: run this on that machine."
@@ -159,13 +158,10 @@ def _distrusts(side: Side, other: Side) -> Iterator[tuple[str, str]]:
 
 def handshake_finding(peer: Side, reader: Side) -> Finding:
     """What the decode agent has met with."""
-    waits = (reader.status.silent_peers.get(one) for one in peer.endpoints)
-    wait_s = next((one for one in waits if one is not None), None)
-    if wait_s is not None:
-        problem = (
-            f"{reader.name} counts it as silent: it left requests without an answer, and is tried "
-            f"again in {wait_s:.0f} s"
-        )
+    known = (reader.status.silent_peers.get(one) for one in peer.endpoints)
+    silent_s = next((one for one in known if one is not None), None)
+    if silent_s is not None:
+        problem = f"{reader.name} counts it as silent: it has not answered for {silent_s:.0f} s"
         return finding(peer.at, "handshake", problem, SILENT, SILENT_FIX)
     view = reader.view
     if view is None:

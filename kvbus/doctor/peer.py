@@ -5,7 +5,7 @@ Refuses to say anything to the data plane: a port of it is connected to, and let
 
 from collections.abc import Iterator
 
-from kvbus.agent.process.machine import sharing
+from kvbus.agent.identity import sharing
 from kvbus.doctor.asking import (
     LEADS_TO,
     LOOK_THERE,
@@ -22,7 +22,7 @@ from kvbus.doctor.packets import check_packets, check_silence
 from kvbus.doctor.pair import Side, check_pair
 from kvbus.errors import ErrorCode, KVBusError, RequestTimeout
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.peer import AgentStatus
+from kvbus.protocol.status import AgentStatus
 
 REACH = (
     "Let the agent advertise an address that this machine reaches (advertise_host), start it, and "

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from kvbus.doctor.finding import NOTE, OK, WARNING, Finding, Severity
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.mapped import Sharing
-from kvbus.protocol.peer import AgentStatus
+from kvbus.protocol.status import AgentStatus, Sharing
 
 OPEN = "open"
 WHY = (

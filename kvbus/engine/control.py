@@ -3,6 +3,7 @@
 Its agent is the engine's home.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Self, TypeVar
@@ -41,7 +42,6 @@ class ControlSession(EngineSession):
                 engine=self.engine,
                 rank=None,
                 others=elsewhere,
-                follows=self.follows,
                 role=self.serves,
             )
         )
@@ -78,6 +78,17 @@ class ControlSession(EngineSession):
                     raise
             with anyio.move_on_after(pause_s):
                 await self._ended.wait()  # then the next call says why
+
+    async def next_for(self, error: KVBusError) -> Self:
+        """The session that follows, for what failed here with ``error``; raises that otherwise."""
+        if not self.may_be_asked_next(error):
+            raise error
+        following: asyncio.Future[Self | None] = asyncio.get_running_loop().create_future()
+        self.when_followed(lambda one: None if following.done() else following.set_result(one))
+        session = await following
+        if session is None:
+            raise error
+        return session
 
     def _going_on(self) -> Latch | None:
         """The end of something that was begun and has not ended; None when there is nothing."""

@@ -5,6 +5,7 @@ write into them.
 """
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -32,8 +33,8 @@ from kvbus.errors import (
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import AgentRole, BlocksFreed, Fetched, Landed, Outcome, StartFetch
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import Empty, from_body
-from kvbus.protocol.traceparent import known_trace
+from kvbus.protocol.message import from_body
+from kvbus.protocol.trace import known_trace
 
 SILENT_S = 5.0
 DOUBT_S = 8.0
@@ -73,6 +74,8 @@ class DecodeSession(ControlSession):
         super().__init__(attach_path, engine, **options)
         self._on_fetched, self._on_blocks_freed = on_fetched, on_blocks_freed
         self._fetches: dict[str, Fetch] = {}
+        self._asked: dict[str, _Asked] = {}
+        """Those that have no answer."""
         self._was_silent = False
 
     def fetch(
@@ -137,19 +140,35 @@ class DecodeSession(ControlSession):
             wanted_s=wanted_s,
         )
         asked = _Asked(message, fetch, BusyPauses(overdue_at))
-        self.send(message, lambda reply: self._on_taken(asked, reply))
-        self._fetches[fetch.fetch_id] = fetch
+        if self.lost is not None and self.is_kept:
+            self._put_off(asked, self.lost)
+        else:
+            self._ask(asked)
+            self._fetches[fetch.fetch_id] = fetch
         return fetch
 
-    def _on_taken(self, asked: _Asked, reply: Empty | KVBusError) -> None:
+    def _ask(self, asked: _Asked) -> None:
+        self.send(asked.message, partial(self._on_answer, asked), timeout_s=math.inf)
+        self._asked[asked.fetch.fetch_id] = asked
+
+    def _on_answer(self, asked: _Asked, reply: Fetched | KVBusError) -> None:
         """Without a clear no, the agent may have taken the fetch: its blocks stay in doubt."""
-        if isinstance(reply, Empty) or self.lost is not None:
+        if self.lost is None:
+            self._asked.pop(asked.fetch.fetch_id, None)
+        if isinstance(reply, Fetched):
+            self._end(reply)
+            return
+        if self.lost is not None:
+            return
+        if self.may_be_asked_next(reply):
+            self._put_off(asked, reply)
             return
         fetch, now = asked.fetch, time.monotonic()
         pause_s = asked.pauses.after(reply, now) if self.retry_busy else None
         if pause_s is not None and fetch.notice is None:
             asyncio.get_running_loop().call_later(pause_s, self._ask_again, asked)
             fetch.give_up = partial(self._give_up, fetch)
+            self._asked[fetch.fetch_id] = asked
             return
         refused = isinstance(reply, RequestRefused)
         self._end(_failed(fetch, reply, stage="requested", blocks_free=refused))
@@ -161,20 +180,46 @@ class DecodeSession(ControlSession):
             return
         if message.timeout_s is not None:
             message = replace(message, timeout_s=max(1e-3, fetch.overdue_at - time.monotonic()))
-        self.send(message, lambda reply: self._on_taken(asked, reply))
+        self._ask(asked._replace(message=message))
+
+    # Until the next agent is there nobody has begun the fetch: its blocks are the engine's.
+    def _put_off(self, asked: _Asked, error: KVBusError) -> None:
+        fetch = asked.fetch
+        self._fetches.pop(fetch.fetch_id, None)
+        fetch.give_up = partial(self._give_up, fetch)
+
+        def go_on(session: DecodeSession | None) -> None:
+            if fetch.notice is not None:
+                return
+            if session is not None:
+                session._take_over(asked)
+                return
+            self._fetches[fetch.fetch_id] = fetch
+            self._end(_failed(fetch, error, stage="requested", blocks_free=True))
+
+        self.when_followed(go_on)
+
+    def _take_over(self, asked: _Asked) -> None:
+        """The agent of the session before this one did not begin the fetch."""
+        if self.lost is not None:
+            self._put_off(asked, self.lost)
+            return
+        asked.fetch.move(self)
+        self._fetches[asked.fetch.fetch_id] = asked.fetch
+        self._ask_again(asked)
 
     def _give_up(self, fetch: Fetch) -> None:
         """The agent knows nothing of the fetch: it ends here, once."""
         if fetch.notice is not None:
             return
+        self._asked.pop(fetch.fetch_id, None)
         error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
+        self._fetches[fetch.fetch_id] = fetch
         ended = _failed(fetch, error, stage="requested", blocks_free=True)
         self._end(replace(ended, outcome=Outcome.CANCELLED))
 
     def _on_notice(self, notice: Notice) -> None:
-        if notice.op == Fetched.op:
-            self._end(from_body(Fetched, notice.body))
-        elif notice.op == Landed.op:
+        if notice.op == Landed.op:
             self._land(from_body(Landed, notice.body))
         elif notice.op == BlocksFreed.op:
             self._free(from_body(BlocksFreed, notice.body))
@@ -230,6 +275,9 @@ class DecodeSession(ControlSession):
 
     def _on_lost(self, error: KVBusError) -> None:
         """A process that is gone does not write; other agents, or one that only lost us, may."""
+        if self.is_left and self.is_kept:
+            for asked in [one for one in self._asked.values() if one.fetch.notice is None]:
+                self._put_off(asked, error)
         is_gone = isinstance(error, PeerLost) and not isinstance(error, AgentHungUp)
         blocks_free = is_gone and not self.others
         for fetch in list(self._fetches.values()):

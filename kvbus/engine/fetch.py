@@ -46,7 +46,7 @@ class Fetch:
         return self._freed.is_set()
 
     async def completed(self) -> Fetched:
-        """The notice of success: the KV is in the blocks, and valid.
+        """The answer that says success: the KV is in the blocks, and valid.
 
         Raises `FetchFailed`; its ``blocks_free`` says whether `blocks_freed` has to be awaited
         before the blocks are used again. Stage ``lost`` means that the session ended first.
@@ -106,6 +106,10 @@ class Fetch:
         Never called when nobody will say so, see `blocks_freed`.
         """
         self._freed.when_set(call)
+
+    def move(self, session: EngineSession) -> None:
+        """Called by ``session``: it asks for the fetch from now on."""
+        self._session = session
 
     def end(self, fetched: Fetched) -> None:
         """Called by the session: the fetch ended."""

@@ -1,18 +1,17 @@
-"""A session that outlives its agent: opened, and opened again once it was lost or is replaced.
+"""A session that outlives its agent: opened, and opened again once it was lost.
 
-    open ─▶ begin, or resume ─▶ there ─┬─▶ lost ──────────────────────────────────▶ closed
-     ▲                           ▲     └─▶ replaced ─▶ standing by ─┬─▶ settled ────▶ closed
-     └──────────── pause ◀───────┼─────────┘                        │
-                                 └──────── the next one was lost ◀──┘
+    open ─▶ begin, or resume ─▶ there ─▶ lost ─▶ closed
+     ▲                                             │
+     └──────────────── pause ◀─────────────────────┘
 
-Refuses to be there before it can be used: its engine, or memory, is registered again by then.
+It is there when it can be used: its engine, or memory, is registered again by then. What came in
+between, see `EngineSession`, goes on with it.
 """
 
 import logging
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from typing import Generic, Self, TypeVar
 
 import anyio
@@ -41,9 +40,7 @@ class KeptSession(Generic[S]):
     by hand. ``on_change`` is called when there is a session, and when there is none any more.
 
     What was begun with a session that is lost ends as that session says, once: an offer is
-    released, a fetch has failed with stage ``lost``. A session whose agent is being replaced stays
-    open beside the next one until all that was begun with it has ended. If the next one is lost
-    before, it is the one that can be used again.
+    released, a fetch has failed with stage ``lost``.
 
     Memory that a `MemorySession` allocates must outlive it: give it ``storages``.
     """
@@ -64,7 +61,6 @@ class KeptSession(Generic[S]):
         self._on_change = on_change
         self._tasks: TaskGroup | None = None
         self._changed = anyio.Event()
-        self._standing_by: list[S] = []
         self._current: S | None = None
         self._latest: S | None = None
         self._problem: KVBusError = ClosedError(f"{name} is not open yet")
@@ -119,17 +115,17 @@ class KeptSession(Generic[S]):
     async def run(self) -> None:
         """Keep a session open until this is cancelled; for those that have no ``async with``."""
         try:
-            async with anyio.create_task_group() as tasks:
-                await self._keep(tasks)
+            await self._keep()
         finally:
             self._problem = ClosedError(f"{self._name} was closed")
+            if self._latest is not None:
+                self._latest.follow_with(None)
 
-    async def _keep(self, tasks: TaskGroup) -> None:
+    async def _keep(self) -> None:
         retry_s = RETRY_S
         while True:
-            num_before, next_due = self.num_opened, anyio.Event()
-            tasks.start_soon(self._hold, next_due)
-            await next_due.wait()
+            num_before = self.num_opened
+            await self._hold()
             if not self._reconnect:
                 await anyio.sleep_forever()
             if self.num_opened > num_before:
@@ -137,58 +133,33 @@ class KeptSession(Generic[S]):
             # not all at once: the engines of one agent miss it in the same moment
             await anyio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
             retry_s = min(2 * retry_s, self._max_retry_s())
-            if self._current is not None:
-                await self._current.superseded()
 
-    async def _hold(self, next_due: anyio.Event) -> None:
-        """One session, from its opening to its end; ``next_due`` is set when another is wanted."""
+    async def _hold(self) -> None:
+        """One session, from its opening to its end."""
         try:
             async with self._open_session() as session:
-                session.follows = self._reconnect
-                try:
-                    await self._serve(session, next_due)
-                finally:
-                    self._unset(session)
+                session.is_kept = self._reconnect
+                await self._serve(session)
         except KVBusError as error:
             self._fail(error, "cannot be opened")
         except Exception as error:  # a fault of ours must not end the keeper: the next one is new
             self._fail(error, "failed")
-        finally:
-            next_due.set()
 
-    async def _serve(self, session: S, next_due: anyio.Event) -> None:
-        if self._current is not None and session.has_agent_of(self._current):
-            self._current.note_resumed()
-            return
-        if self._latest is not None:
-            await session.resume(self._latest)
+    async def _serve(self, session: S) -> None:
+        before = self._latest
+        if before is not None:
+            await session.resume(before)
         elif self._begin is not None:
             await self._begin(session)
         self._set(session)
-        await session.superseded()
-        if session.lost is None:
-            self._logger.info("kvbus: the agent of %s is being replaced", self._name)
-            next_due.set()
-            await self._stand_by(session)
-        if session.lost is not None and self._current is session:  # else the next one is there
-            self._fail(session.lost, "lost")
-
-    async def _stand_by(self, session: S) -> None:
-        """Return when the session is lost, or when it is settled and the next one is there."""
-        while session.lost is None:
-            while self._current is session and session.lost is None:
-                await _first(self._changed.wait, session.ended)
-            await _first(session.settled, session.ended, partial(self._used_again, session))
-            if self._current is not session:
-                return
-
-    async def _used_again(self, session: S) -> None:
-        while self._current is not session:
-            await self._changed.wait()
+        if before is not None:
+            before.follow_with(session)
+        try:
+            self._fail(await session.ended(), "lost")
+        finally:
+            self._current = None
 
     def _set(self, session: S) -> None:
-        if self._current is not None:
-            self._standing_by.append(self._current)
         self._current = self._latest = session
         self.num_opened += 1
         for call in self._on_open:
@@ -196,24 +167,6 @@ class KeptSession(Generic[S]):
         self._last_failure = ""
         self._logger.info("kvbus: %s is open", self._name)
         self._note_change()
-
-    def _unset(self, session: S) -> None:
-        if session in self._standing_by:
-            self._standing_by.remove(session)
-        if self._current is session:
-            self._current = self._back_in_use()
-            self._note_change()
-
-    def _back_in_use(self) -> S | None:
-        """The session before the latest, whose agent goes on: it hears that at the same time."""
-        live = [session for session in self._standing_by if session.lost is None]
-        if not live:
-            return None
-        self._latest = last = live[-1]
-        self._standing_by.remove(last)
-        last.note_resumed()
-        self._logger.warning("kvbus: %s is used again: its next agent is gone", self._name)
-        return last
 
     def _note_change(self) -> None:
         self._changed.set()
@@ -239,15 +192,3 @@ class KeptSession(Generic[S]):
             self._problem, AgentHungUp
         )
         return MAX_ABSENT_RETRY_S if is_absent else MAX_RETRY_S
-
-
-async def _first(*calls: Callable[[], Awaitable[object]]) -> None:
-    """Return when one of them has."""
-    async with anyio.create_task_group() as race:
-
-        async def run(call: Callable[[], Awaitable[object]]) -> None:
-            await call()
-            race.cancel_scope.cancel()
-
-        for call in calls:
-            race.start_soon(run, call)

@@ -144,7 +144,6 @@ class MemorySession(EngineSession):
                 rank=rank,
                 notices=notices,
                 access=self.access,
-                follows=self.follows,
             )
         )
         self._registered = rank, storages, direct

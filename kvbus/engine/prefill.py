@@ -28,11 +28,10 @@ from kvbus.protocol.engine import (
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import from_body
 from kvbus.protocol.ticket import packed_tables
-from kvbus.protocol.traceparent import known_trace
+from kvbus.protocol.trace import known_trace
 
 BlockIds = Mapping[str, npt.ArrayLike]
 OnReleased = Callable[[Released], None]
-MAX_EARLY = 1_024
 
 
 class Offer:
@@ -98,7 +97,7 @@ class Offer:
 
         Raises `PeerLost` when the agent went; the blocks are the engine's then, too, be its ranks
         spread over several agents: leases are held at its home, and with it gone no reader can
-        confirm.
+        take.
         """
         await self.ended.wait()
         if self._outcome is None:
@@ -140,8 +139,6 @@ class PrefillSession(ControlSession):
         super().__init__(attach_path, engine, **options)
         self._on_released = on_released
         self._offers: dict[str, Offer] = {}
-        self._early: dict[str, Outcome] = {}
-        """Of offers that ended before their reply came, which was lost and is asked for again."""
 
     async def offer(
         self,
@@ -170,7 +167,7 @@ class PrefillSession(ControlSession):
         prompt that its engine knows by the same ``prompt_digest``: where the site signs tickets.
 
         Whoever shows ``transfer_id`` is given the ticket, and may ask for it before the offer is
-        made: a router makes it, and has both engines told, see `kvbus.protocol.rendezvous`. Refused
+        made: a router makes it, and has both engines told, see `kvbus.protocol.ticket`. Refused
         with ``offer_exists`` when there was an offer of that name, with ``cancelled`` when its
         reader has given it up.
 
@@ -200,10 +197,17 @@ class PrefillSession(ControlSession):
             asked_s=asked_s,
         )
 
+        session = self
+        while True:
+            try:
+                return await session._make(message)
+            except KVBusError as error:
+                session = await session.next_for(error)
+
+    async def _make(self, message: MakeOffer) -> Offer:
         def keep(made: OfferMade) -> Offer:
-            offer = self._offers[made.offer_id] = Offer(self, request_id, made, _ends(tables))
-            if (outcome := self._early.pop(made.offer_id, None)) is not None:
-                self._offers.pop(made.offer_id).end(outcome)
+            ends = _ends(message.tables)
+            offer = self._offers[made.offer_id] = Offer(self, message.request_id, made, ends)
             return offer
 
         return await self.when_not_busy(lambda: self.request_as(message, keep))
@@ -215,10 +219,6 @@ class PrefillSession(ControlSession):
         offer = self._offers.pop(released.offer_id, None)
         if offer is not None:
             offer.end(released.outcome)
-        else:
-            self._early[released.offer_id] = released.outcome
-            if len(self._early) > MAX_EARLY:
-                del self._early[next(iter(self._early))]
         if self._on_released is not None:
             self._on_released(released)
 

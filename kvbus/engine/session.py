@@ -12,12 +12,20 @@ from typing import Self, TypedDict, TypeVar
 import anyio
 
 from kvbus.bus import RequestClient, new_boot_id, new_context
-from kvbus.errors import AgentHungUp, ClosedError, KVBusError, LocalError, PeerLost
+from kvbus.errors import (
+    AgentHungUp,
+    ClosedError,
+    ErrorCode,
+    KVBusError,
+    LocalError,
+    PeerLost,
+    RequestRefused,
+)
 from kvbus.geometry import EngineSpec
 from kvbus.memory.attach import AttachClient
 from kvbus.memory.attach.folder import check_folder
 from kvbus.protocol.attach import Hello, Welcome
-from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Replaced
+from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
 from kvbus.protocol.message import R, Request, read_reply, to_body
 
@@ -27,6 +35,8 @@ LOOK_S = 1.0
 ENDS_WITHIN_S = 1.0
 """A process that ends closes its connections first."""
 IPC = "ipc://"
+NOT_BEGUN = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.STALE)
+"""Codes of an agent that ends, and of one that has taken leave of the session."""
 MAX_PENDING = 1 << 20
 """Requests without a reply: as many as the largest `max_fetches` or `max_offers` of an agent."""
 
@@ -61,6 +71,7 @@ class SessionOptions(TypedDict, total=False):
     attach_timeout_s: float
     request_timeout_s: float
     retry_busy: bool
+    agent_wait_s: float
 
 
 class EngineSession:
@@ -72,6 +83,9 @@ class EngineSession:
     `RequestTimeout`. Offers and fetches that the agent has no room for are asked for again until
     their deadline, unless ``retry_busy`` is False. ``lost`` is why the session ended, None while it
     lives.
+
+    Where a `KeptSession` keeps it, offers and fetches that its agent refuses as it drains, or that
+    come when it has ended, wait for the next session, for ``agent_wait_s``.
     """
 
     serves: AgentRole | None = None
@@ -85,8 +99,9 @@ class EngineSession:
         attach_timeout_s: float = 0.0,
         request_timeout_s: float = 30.0,
         retry_busy: bool = True,
+        agent_wait_s: float = 10.0,
     ) -> None:
-        self.engine, self.retry_busy = engine, retry_busy
+        self.engine, self.retry_busy, self.agent_wait_s = engine, retry_busy, agent_wait_s
         self.attach_timeout_s = attach_timeout_s
         self.boot = new_boot_id()
         self.request_timeout_s = request_timeout_s
@@ -95,9 +110,13 @@ class EngineSession:
         self._client: RequestClient | None = None
         self._welcome: Welcome | None = None
         self.lost: KVBusError | None = None
-        self._ended, self._superseded = anyio.Event(), anyio.Event()
-        self.follows = False
-        """Whether it is told when its agent is replaced: set before it registers, by its keeper."""
+        self._ended = anyio.Event()
+        self.is_kept = False
+        """Whether another session follows once this one has ended: its keeper says so."""
+        self.is_left = False
+        """Whether the agent has said that it ends: what it did not answer was not begun."""
+        self._next: Self | None = None
+        self._waiting: dict[Callable[[Self | None], None], asyncio.TimerHandle] = {}
 
     @property
     def agent(self) -> Welcome:
@@ -144,26 +163,36 @@ class EngineSession:
         await self._ended.wait()
         return self.lost or ClosedError("the session was closed")
 
-    async def superseded(self) -> None:
-        """Return when another session is wanted: this one ended, or its agent is being replaced."""
-        await self._superseded.wait()
+    def when_followed(self, call: Callable[[Self | None], None]) -> None:
+        """Have ``call`` called with the session that follows this one.
 
-    def has_agent_of(self, other: Self) -> bool:
-        """Whether both are with the same process of an agent."""
-        ours, theirs = self._welcome, other._welcome
-        return ours is not None and theirs is not None and ours.agent_boot == theirs.agent_boot
-
-    def note_replaced(self) -> None:
-        """The agent is being replaced: the next one is at the same path, or will be.
-
-        What was begun with this session goes on, until the old agent has ended.
+        With None when there is none within ``agent_wait_s``, or none is going to be.
         """
-        self._superseded.set()
+        if self._next is not None or not self.is_kept:
+            call(self._next)
+            return
+        loop = asyncio.get_running_loop()
+        self._waiting[call] = loop.call_later(self.agent_wait_s, self._stop_waiting, call)
 
-    def note_resumed(self) -> None:
-        """The agent is not being replaced after all: who was to do it is gone."""
-        if self.lost is None:
-            self._superseded = anyio.Event()
+    def follow_with(self, session: Self | None) -> None:
+        """Called by the keeper: ``session`` follows, and can be used; None when none ever will."""
+        self._next, self.is_kept = session, session is not None
+        for call in list(self._waiting):
+            self._stop_waiting(call)
+
+    def _stop_waiting(self, call: Callable[[Self | None], None]) -> None:
+        timer = self._waiting.pop(call, None)
+        if timer is not None:
+            timer.cancel()
+            call(self._next)
+
+    def may_be_asked_next(self, error: KVBusError) -> bool:
+        """Whether what failed with ``error`` may be asked of the session that follows.
+
+        The agent did not begin it, or has ended, and so has what it began.
+        """
+        is_refused = isinstance(error, RequestRefused) and error.code in NOT_BEGUN
+        return self.is_kept and (is_refused or self.lost is not None)
 
     async def settled(self) -> None:
         """Return when nothing goes on that was begun with this session, and it may be closed.
@@ -213,8 +242,9 @@ class EngineSession:
     ) -> None:
         """Send a request; ``on_reply`` gets its typed reply, or the error that stands for it.
 
-        It is called before any notice that the agent sent after the reply; that the session has
-        ended, `lost` says better. Raises `ClosedError` before it is open, and why it ended after.
+        With ``timeout_s`` infinite it is waited for while the session lives. ``on_reply`` is
+        called before any notice that the agent sent after the reply; that the session has ended,
+        `lost` says better. Raises `ClosedError` before it is open, and why it ended after.
         """
         if self.lost is not None:
             raise self.lost
@@ -224,8 +254,8 @@ class EngineSession:
         self._client.send(message, timeout_s=timeout_s, on_reply=on_reply)
 
     def _take_notice(self, notice: Notice) -> None:
-        if notice.op == Replaced.op:
-            self.note_replaced()
+        if notice.op == Leaving.op:
+            self.is_left = True
         else:
             self._on_notice(notice)
 
@@ -293,16 +323,15 @@ class EngineSession:
 
     async def _say_goodbye(self) -> None:
         with contextlib.suppress(KVBusError), anyio.move_on_after(GOODBYE_S, shield=True):
-            if self._client is not None:
-                self._client.acknowledge()
             await self.request(Detach(), timeout_s=GOODBYE_S)
 
     def _lose(self, error: KVBusError) -> None:
         if self.lost is not None:
             return
+        if self._client is not None and isinstance(error, PeerLost):
+            self._client.take_last()  # what it said before its end
         self.lost = error
         if self._client is not None:
             self._client.close()
         self._on_lost(error)
         self._ended.set()
-        self._superseded.set()

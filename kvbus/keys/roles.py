@@ -8,14 +8,9 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from kvbus.protocol.cost import Cost
 from kvbus.protocol.message import Request
-from kvbus.protocol.peer import (
-    DECODE_PEER_REQUESTS,
-    PREFILL_PEER_REQUESTS,
-    PeerWithdraw,
-    Status,
-)
+from kvbus.protocol.peer import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS, PeerWithdraw
+from kvbus.protocol.status import Cost, Status
 from kvbus.protocol.trace import Trace
 
 

@@ -3,6 +3,7 @@
 Refuses to trust what it cannot read: a folder that is gone trusts nobody.
 """
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ from kvbus.keys.files import SUFFIX, TrustedKey, read_trusted, require_unwritabl
 from kvbus.keys.roles import Role
 
 MAX_KEYS = 4096
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 FolderStamp = tuple[int, int, int]
 """What changes when files come, go or are replaced: device, inode and time of the folder."""
@@ -61,6 +63,8 @@ class TrustedKeys:
                 return False
             stamps = self._stamps()
         except (OSError, ConfigError) as error:
+            if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS:
+                return False  # that says nothing of the keys
             return self._distrust_all(error)
         is_first, self._folder_stamp = self._folder_stamp is None, folder_stamp
         if stamps == list(self._files) and not is_first:

@@ -20,14 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbus.memory.bus_errors import BusErrors
-    from kvbus.memory.copy_rates import (
-        LONG_RUN_BYTES,
-        SHORT_RUN_BYTES,
-        SLOT_BYTES,
-        CopyRates,
-        fit_copies,
-        measure_copies,
-    )
     from kvbus.memory.copy_stream import wait_for
     from kvbus.memory.copying import Slot, gather, scatter, zero_positions
     from kvbus.memory.cuda import CudaStorage, allocate_cuda
@@ -46,7 +38,6 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "bus_errors": "BusErrors",
-    "copy_rates": "LONG_RUN_BYTES SHORT_RUN_BYTES SLOT_BYTES CopyRates fit_copies measure_copies",
     "copy_stream": "wait_for",
     "copying": "Slot gather scatter zero_positions",
     "cuda": "CudaStorage allocate_cuda",
@@ -75,11 +66,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "GIVING_WORDS",
-    "LONG_RUN_BYTES",
-    "SHORT_RUN_BYTES",
-    "SLOT_BYTES",
     "BusErrors",
-    "CopyRates",
     "CudaMapping",
     "CudaStorage",
     "GpuSlots",
@@ -94,7 +81,6 @@ __all__ = [
     "allocate_cuda",
     "check_cuda",
     "dtype_from_name",
-    "fit_copies",
     "gather",
     "gpu_of",
     "gpu_ordinal",
@@ -102,7 +88,6 @@ __all__ = [
     "is_compiled",
     "map_shared",
     "map_zeros_over",
-    "measure_copies",
     "on_gpu",
     "region_view",
     "scatter",

@@ -1,6 +1,7 @@
-"""What one handoff is on each path: READs, boxes, bytes, and predicted time."""
+"""What one handoff is on each path: READs, boxes and bytes; and which one the rule chooses."""
 
 from dataclasses import dataclass
+from math import ceil
 
 import msgspec
 
@@ -8,8 +9,13 @@ from kvbus.geometry import SlotOrder, canonical_order
 from kvbus.plan.synthetic_engine import SyntheticEngine
 from kvbus.planning import DirectPlan, Share, Spans
 from kvbus.planning.boxes import cut_into_boxes, reader_order
-from kvbus.planning.cost import Rates, choose
-from kvbus.planning.fetch_shape import FetchShape, Path, PathWork
+from kvbus.planning.fetch_shape import (
+    FetchShape,
+    Path,
+    PathWork,
+    choose_path,
+    usual_box_bytes,
+)
 from kvbus.planning.fetch_work import FetchWork
 
 MAX_MADE = 1 << 22
@@ -48,11 +54,6 @@ class PathPlan(
     slots: more than are read, where several ranks hold the same.
     """
 
-    seconds: float
-    gather_s: float
-    read_s: float
-    scatter_s: float
-    copy_s: float
     num_bytes: int
     num_descriptors: int
     num_copied_runs: int
@@ -70,46 +71,50 @@ class PathPlan(
 
 
 def plan_paths(
-    handoff: PlannedHandoff, rates: Rates, *, slot_bytes: int, same_machine: bool
-) -> tuple[dict[Path, PathPlan], Path]:
-    """Every path that the handoff can take, through slots of ``slot_bytes``; and the fastest.
+    handoff: PlannedHandoff, *, slot_bytes: int, same_machine: bool
+) -> tuple[dict[Path, PathPlan], Path, int]:
+    """Every path that the handoff can take, through slots of ``slot_bytes``; the one that the rule
+    chooses, and how many bytes several ranks read alike.
 
     On the ``same_machine`` the decode agent has mapped the prefill engine's memory.
     """
     work = FetchWork(handoff.holder.ranks, handoff.reader.ranks, handoff.shares, handoff.joined)
     counted = work.shape(handoff.spans, slot_bytes=slot_bytes, mapped=same_machine)
     shape = _with_merged_reads(handoff, counted)
-    needed = counted[Path.DIRECT].num_bytes if Path.DIRECT in counted else 0
-    choice = choose(shape, rates, slot_bytes=slot_bytes)
+    direct = counted[Path.DIRECT]
+    needed, repeated_bytes = direct.num_bytes, work.repeated_bytes(handoff.spans)
+    chosen = choose_path(
+        counted,
+        num_bytes=needed,
+        num_runs=direct.num_runs,
+        repeated_bytes=repeated_bytes,
+    )
+    usual = usual_box_bytes(needed, slot_bytes=slot_bytes)
     plans: dict[Path, PathPlan] = {}
-    for one in choice.predictions:
-        found, in_boxes = shape[one.path], one.box_bytes is not None
-        num_boxes, box_bytes = one.num_boxes, None
+    for path, found in shape.items():
+        in_boxes = path in (Path.PACKED, Path.REORDERED)
+        num_boxes, box_bytes = 0, None
         if in_boxes:
-            box_bytes = max(one.box_bytes or 1, work.least_box_bytes(one.path))
+            box_bytes = min(slot_bytes, max(usual, work.least_box_bytes(path)))
+            num_boxes = found.num_shares * ceil(found.num_bytes / found.num_shares / box_bytes)
             if num_boxes <= MAX_CUT:
-                num_boxes = _num_boxes(handoff, one.path, box_bytes)
-        plans[one.path] = PathPlan(
-            seconds=one.seconds,
-            gather_s=one.stages.gather_s,
-            read_s=one.stages.read_s,
-            scatter_s=one.stages.scatter_s,
-            copy_s=one.stages.copy_s,
-            num_bytes=needed if one.path is Path.REORDERED else found.num_bytes,
-            num_descriptors=num_boxes if found.num_descriptors is None else found.num_descriptors,
-            num_copied_runs=found.num_copied_runs or 0,
+                num_boxes = _num_boxes(handoff, path, box_bytes)
+        plans[path] = PathPlan(
+            num_bytes=needed if path is Path.REORDERED else found.num_bytes,
+            num_descriptors={Path.PACKED: num_boxes, Path.MAPPED: 0}.get(path, found.num_runs),
+            num_copied_runs=found.num_runs if path is Path.MAPPED else 0,
             over_read_bytes=0 if in_boxes else found.num_bytes - needed,
             slot_bytes=found.num_bytes if in_boxes else 0,
-            scattered_bytes=needed if one.path is Path.PACKED else 0,
+            scattered_bytes=needed if path is Path.PACKED else 0,
             num_boxes=num_boxes,
             box_bytes=box_bytes,
         )
-    return plans, choice.path
+    return plans, chosen, repeated_bytes
 
 
 def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape:
     """The shape with direct READs and copied runs counted after neighbours have merged."""
-    if Path.DIRECT not in shape or (shape[Path.DIRECT].num_descriptors or 0) > MAX_MADE:
+    if Path.DIRECT not in shape or shape[Path.DIRECT].num_runs > MAX_MADE:
         return shape
     num_descriptors = num_bytes = 0
     for number in handoff.reader.ranks:
@@ -118,11 +123,10 @@ def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape
         made = plan.descriptors(handoff.holder.tables, handoff.reader.tables, handoff.spans)
         num_descriptors += len(made.local)
         num_bytes += made.num_bytes
-    merged = {
-        Path.DIRECT: PathWork(num_bytes=num_bytes, num_descriptors=num_descriptors),
-        Path.MAPPED: PathWork(num_bytes=num_bytes, num_copied_runs=num_descriptors),
+    merged = PathWork(num_bytes=num_bytes, num_runs=num_descriptors)
+    return {
+        path: merged if path in (Path.DIRECT, Path.MAPPED) else work for path, work in shape.items()
     }
-    return {path: merged.get(path, work) for path, work in shape.items()}
 
 
 def _num_boxes(handoff: PlannedHandoff, path: Path, box_bytes: int) -> int:

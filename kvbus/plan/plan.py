@@ -1,4 +1,4 @@
-"""A plan: what one handoff would read from whom, and what it would take on each path.
+"""A plan: what one handoff would read from whom, and by which path.
 
 Refuses, with the errors of `kvbus.planning`, two engines whose KV is not the same.
 """
@@ -16,10 +16,9 @@ from kvbus.errors import ConfigError
 from kvbus.geometry import DTYPE_SIZES_BYTES
 from kvbus.plan.keys import MAX_SPAN
 from kvbus.plan.paths import PathPlan, PlannedHandoff, plan_paths
-from kvbus.plan.spec import PlannedEngine, read_engine, read_rates
+from kvbus.plan.spec import PlannedEngine, read_engine
 from kvbus.plan.synthetic_engine import synthesize
 from kvbus.planning import ReadMap, Share, Spans, check_compatible, fetch_shape, whole_spans
-from kvbus.planning.cost import Rates
 
 MAX_PAIRED_LAYERS = 1 << 19
 DEFAULT_SLOT_BYTES = 8 << 20
@@ -27,7 +26,7 @@ PREFILL_STEP, DECODE_STEP = 0.618, 0.414
 
 
 class PathOption(StrEnum):
-    """A path, or the cost model's choice."""
+    """A path, or the rule's choice."""
 
     AUTO = "auto"
     DIRECT = "direct"
@@ -38,7 +37,7 @@ class PathOption(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Two engines, tokens [first_token, tokens) of a request, and what the time depends on."""
+    """Two engines, tokens [first_token, tokens) of a request, and what the path depends on."""
 
     prefill: Annotated[
         str, Option("--from", metavar="SPEC", help="The prefill engine: a text or a TOML file.")
@@ -53,7 +52,7 @@ class PlanOptions:
             min=0, max=MAX_SPAN, metavar="M", help="First token to move: those before it are there."
         ),
     ] = 0
-    path: Annotated[PathOption, Option(help="The path, or auto for the fastest.")] = PathOption.AUTO
+    path: Annotated[PathOption, Option(help="The path, or auto: by the rule.")] = PathOption.AUTO
     contiguous: Annotated[
         bool, Option("--contiguous", help="Blocks in order, as in an empty cache; else scattered.")
     ] = False
@@ -65,10 +64,6 @@ class PlanOptions:
         int,
         Option(min=4096, max=1 << 30, metavar="BYTES", help="Size of the agents' staging slots."),
     ] = DEFAULT_SLOT_BYTES
-    rates: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Rates of your machines: TOML with the keys of --json."),
-    ] = None
     as_one_json: Annotated[
         bool, Option("--json", help="Print one JSON object, as the last line of stdout.")
     ] = False
@@ -92,15 +87,18 @@ class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `make_plan` found; ``paths`` are those that the handoff can take."""
+    """What `make_plan` found; ``paths`` are those that the handoff can take.
+
+    Several decode ranks read ``repeated_bytes`` that another one has read before.
+    """
 
     prefill: PlannedEngine
     decode: PlannedEngine
     options: PlanOptions
-    rates: Rates
     reads: tuple[PlannedRead, ...]
     paths: dict[fetch_shape.Path, PathPlan]
     chosen: fetch_shape.Path
+    repeated_bytes: int
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +118,6 @@ def make_plan(options: PlanOptions) -> Plan:
     Raises `GeometryError` (``incompatible``) when the engines differ in more than shape, and
     `ConfigError` when an option is wrong, the plan would be too large or the path is not possible.
     """
-    rates = read_rates(options.rates) if options.rates else Rates()
     first, stop = options.first_token, options.tokens
     if first > stop:
         raise ConfigError(f"--first-token: {first} is more than --tokens {stop}")
@@ -134,15 +131,15 @@ def make_plan(options: PlanOptions) -> Plan:
     read_map = ReadMap(*specs)
     shares = read_map.shares()
     handoff = PlannedHandoff(holder, reader, shares, read_map.joined(), spans)
-    paths, fastest = plan_paths(
-        handoff, rates, slot_bytes=options.slot_bytes, same_machine=options.same_machine
+    paths, by_rule, repeated_bytes = plan_paths(
+        handoff, slot_bytes=options.slot_bytes, same_machine=options.same_machine
     )
-    chosen = fastest if options.path is PathOption.AUTO else fetch_shape.Path(options.path)
+    chosen = by_rule if options.path is PathOption.AUTO else fetch_shape.Path(options.path)
     if chosen not in paths:
         possible = ", ".join(paths)
         raise ConfigError(f"--path: this handoff cannot take {chosen}, it can take {possible}")
     reads = tuple(_reads(decode, shares, spans))
-    return Plan(prefill, decode, options, rates, reads, paths, chosen)
+    return Plan(prefill, decode, options, reads, paths, chosen, repeated_bytes)
 
 
 def _reads(decode: PlannedEngine, shares: tuple[Share, ...], spans: Spans) -> Iterator[PlannedRead]:

@@ -14,12 +14,11 @@ from kvbus.geometry import GroupSpec
 from kvbus.plan.paths import PathPlan
 from kvbus.plan.plan import PathOption, Plan, PlannedRead
 from kvbus.plan.spec import PlannedEngine
-from kvbus.planning.fetch_shape import ALL_PATHS, Path
-from kvbus.text import bytes_text, numbers_text, time_text
+from kvbus.planning.fetch_shape import ALL_PATHS, LONG_RUN_BYTES, Path
+from kvbus.text import bytes_text, numbers_text
 
 MAX_ROWS = 40
 CHOSEN = "green"
-RATES_OF_DEFAULT = "those of the machine that kvbus is developed on"
 HOW = {
     Path.DIRECT: "straight from blocks to blocks",
     Path.PACKED: "one a box, gathered before and scattered after it",
@@ -29,7 +28,7 @@ HOW = {
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Seconds, bytes, and half-open intervals as lists of two; what is not possible is null."""
+    """Bytes, and half-open intervals as lists of two; what is not possible is null."""
     return {
         "from": _engine_json(plan.prefill),
         "to": _engine_json(plan.decode),
@@ -44,8 +43,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "reason": explain_choice(plan),
         },
         "slot_bytes": plan.options.slot_bytes,
-        "rates_from": plan.options.rates and str(plan.options.rates),
-        "rates": plan.rates,
     }
 
 
@@ -88,9 +85,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if line := describe_joined(plan):
         console.print(line)
     console.print(f"{plan.chosen}: {explain_choice(plan)}", style=CHOSEN)
-    rates = plan.options.rates or RATES_OF_DEFAULT
-    slots = bytes_text(plan.options.slot_bytes)
-    console.print(Text(f"rates: {rates}; slots of {slots}"))
+    console.print(Text(f"slots of {bytes_text(plan.options.slot_bytes)}"))
 
 
 def _engine_line(planned: PlannedEngine) -> str:
@@ -119,7 +114,7 @@ def _read_table(plan: Plan) -> Table:
 def _path_table(plan: Plan) -> Table:
     same_machine = plan.options.same_machine
     moved = "READs,\nruns" if same_machine else "READs"
-    headings = ("time", "gather", "READ", "scatter", moved, "mean", "boxes", "over-\nread")
+    headings = (moved, "mean", "boxes", "over-\nread")
     columns = (Column(heading, justify="right", no_wrap=True) for heading in headings)
     table = _table("Paths", Column("path", no_wrap=True), *columns)
     for path in ALL_PATHS:
@@ -134,10 +129,6 @@ def _path_table(plan: Plan) -> Table:
 def _cells(path: PathPlan) -> list[str]:
     in_boxes = path.num_boxes > 0
     return [
-        time_text(path.seconds),
-        time_text(path.gather_s) if in_boxes else "",
-        time_text(path.read_s) if path.read_s else "",
-        time_text(path.scatter_s) if path.scatter_s else "",
         f"{path.num_descriptors + path.num_copied_runs:,}",
         bytes_text(path.mean_bytes),
         f"{path.num_boxes:,}" if in_boxes else "",
@@ -161,19 +152,30 @@ def explain_choice(plan: Plan) -> str:
     """One sentence, without its full stop."""
     if not plan.num_bytes:
         return "there is nothing to read"
-    slower = sorted(plan.paths.items(), key=lambda one: one[1].seconds)
     others = ", ".join(
-        f"{path} would take {time_text(one.seconds)} with {_moves(path, one)}"
-        for path, one in slower
+        f"{path} would move {_moves(path, one)}"
+        for path, one in plan.paths.items()
         if path is not plan.chosen
     )
     others = f"; {others}" if others else ""
     if plan.options.path is not PathOption.AUTO:
         return f"asked for with --path{others}"
-    only = "it is the only path that this handoff can take"
-    start = "predicted to be the fastest" if others else only
+    why = _rule(plan) if others else "it is the only path that this handoff can take"
     chosen = plan.paths[plan.chosen]
-    return f"{start}: {_moves(plan.chosen, chosen)} on average, {HOW[plan.chosen]}{others}"
+    return f"{why}: {_moves(plan.chosen, chosen)} on average, {HOW[plan.chosen]}{others}"
+
+
+def _rule(plan: Plan) -> str:
+    """What of `choose_path` applies."""
+    long = bytes_text(LONG_RUN_BYTES)
+    if plan.chosen is Path.MAPPED:
+        return "memory that is mapped is copied once"
+    if plan.chosen is Path.DIRECT:
+        is_long = plan.paths[Path.DIRECT].mean_bytes >= LONG_RUN_BYTES and not plan.repeated_bytes
+        return f"runs have {long} or more" if is_long else "it is so little"
+    if plan.repeated_bytes:
+        return "several decode ranks read the same"
+    return f"runs are shorter than {long}"
 
 
 def describe_joined(plan: Plan) -> str:

@@ -1,18 +1,17 @@
-"""What a plan is asked with: a short text or a TOML file of an engine, a TOML file of rates.
+"""What a plan is asked with: a short text or a TOML file of an engine.
 
 Refuses, with a `ConfigError` of one line, what is no spec, contradicts itself or is too large. The
 help of ``kvbus plan`` says what the keys mean.
 """
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvbus.errors import ConfigError, GeometryError, LocalError
+from kvbus.errors import ConfigError, GeometryError
 from kvbus.geometry import EngineSpec, KvLayout, validate_engine
 from kvbus.plan.groups import listed_groups, plain_groups
 from kvbus.plan.keys import ALL_KEYS, ENGINE_KEYS, Values, read_value
-from kvbus.planning.cost import Rates
 
 MAX_RANKS = 2048
 MAX_FILE_BYTES = 1 << 20
@@ -41,22 +40,6 @@ def read_engine(option: str, text: str) -> PlannedEngine:
         return _engine(option.lstrip("-"), given)
     except (ConfigError, GeometryError) as error:
         raise ConfigError(f"{option}: {error.message}", option=option) from error
-
-
-def read_rates(path: Path) -> Rates:
-    """The rates in a TOML file; what it does not say is as on the development machine."""
-    try:
-        given = _read_toml(path, "cannot be read")
-        kinds = {field.name: field.type for field in fields(Rates)}
-        for name, value in given.items():
-            if name not in kinds:
-                raise ConfigError(f"{name!r} is not a key; keys are {', '.join(kinds)}")
-            allowed = (int,) if kinds[name] in (int, "int") else (int, float)
-            if isinstance(value, bool) or not isinstance(value, allowed):
-                raise ConfigError(f"{name}={value!r} is not a number of that kind")
-        return Rates(**given)  # type: ignore[arg-type]  # checked just now
-    except LocalError as error:
-        raise ConfigError(f"--rates: {error.message}") from error
 
 
 def _read_toml(path: Path, complaint: str) -> dict[str, object]:

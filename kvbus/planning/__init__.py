@@ -6,7 +6,6 @@ Addresses are numbers here.
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.compatibility import check_compatible
 from kvbus.planning.copies import Copies, check_runs, check_sources, cut_copies
-from kvbus.planning.cost import Choice, Rates, box_sizes, choose, predict
 from kvbus.planning.digests import (
     Lattice,
     Numbers,
@@ -19,50 +18,52 @@ from kvbus.planning.digests import (
     piece_of,
 )
 from kvbus.planning.direct import Descriptors, DirectPlan
-from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path, PathWork
+from kvbus.planning.fetch_shape import (
+    ALL_PATHS,
+    FEW_RUNS,
+    LONG_RUN_BYTES,
+    SHORT_BYTES,
+    FetchShape,
+    Path,
+    PathWork,
+    choose_path,
+    usual_box_bytes,
+)
 from kvbus.planning.fetch_work import FetchWork
 from kvbus.planning.few_runs import Run
-from kvbus.planning.handoff_times import HandoffTimes, queue_s
 from kvbus.planning.mapping import MAX_CHOICES, ReadMap, Share
-from kvbus.planning.observed import CURIOSITY, MAX_RATIO, PATIENCE, Overlaps, PeerRates
 from kvbus.planning.pairs import PlacedRank
 from kvbus.planning.slot_reads import SlotReads, from_slot, whole_slot
 from kvbus.planning.spans import Spans, chunk_spans, tail_spans, whole_spans
 
 __all__ = [
     "ALL_PATHS",
-    "CURIOSITY",
+    "FEW_RUNS",
+    "LONG_RUN_BYTES",
     "MAX_CHOICES",
-    "MAX_RATIO",
-    "PATIENCE",
-    "Choice",
+    "SHORT_BYTES",
     "Copies",
     "Descriptors",
     "DirectPlan",
     "FetchShape",
     "FetchWork",
-    "HandoffTimes",
     "Lattice",
     "Numbers",
-    "Overlaps",
     "Path",
     "PathWork",
-    "PeerRates",
     "Piece",
     "PieceMap",
     "PlacedRank",
-    "Rates",
     "ReadMap",
     "Run",
     "Share",
     "SlotReads",
     "Spans",
-    "box_sizes",
     "by_lattice",
     "check_compatible",
     "check_runs",
     "check_sources",
-    "choose",
+    "choose_path",
     "chosen_pieces",
     "chunk_spans",
     "cut_copies",
@@ -71,10 +72,9 @@ __all__ = [
     "from_slot",
     "num_pieces",
     "piece_of",
-    "predict",
-    "queue_s",
     "reader_order",
     "tail_spans",
+    "usual_box_bytes",
     "whole_slot",
     "whole_spans",
 ]

@@ -75,15 +75,17 @@ def num_pieces(box: Box) -> int:
     return num_spans * len(box.layers) * len(box.parts) * box.num_heads
 
 
-def cut_for_digests(share: Share, span: tuple[int, int]) -> Iterator[Box]:
-    """Boxes of at most `MAX_PIECES` that have ``share`` at these positions once.
+def cut_for_digests(
+    share: Share, span: tuple[int, int], *, most: int = MAX_PIECES
+) -> Iterator[Box]:
+    """Boxes of at most ``most`` pieces that have ``share`` at these positions once.
 
     Cut between spans, and between layers when one span of all has too many.
     """
     start, stop = span
     per_layer = len(share.parts) * share.num_heads
-    num_layers = min(len(share.layers), max(1, MAX_PIECES // per_layer))
-    num_spans = max(1, MAX_PIECES // (per_layer * num_layers))
+    num_layers = min(len(share.layers), max(1, most // per_layer))
+    num_spans = max(1, most // (per_layer * num_layers))
     first_span, end_span = start // SPAN_TOKENS, -(-stop // SPAN_TOKENS)
     for first in range(0, len(share.layers), num_layers) if stop > start else ():
         for at in range(first_span, end_span, num_spans):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvbus.geometry import Box, SlotOrder, canonical_order, num_blocks_for
+from kvbus.geometry import Box, num_blocks_for
 from kvbus.planning.boxes import reader_order
 from kvbus.planning.direct import cut_into_units
 from kvbus.planning.fetch_shape import FetchShape, Path, PathWork
@@ -39,17 +39,17 @@ class FetchWork:
     ) -> None:
         self._sizes, self._joined_sizes = Counter[_Size](), Counter[_Size]()
         self._least_box_bytes = {Path.PACKED: 1, Path.REORDERED: 1}
-        self._can_direct = self._can_reorder = True
-        self._runs, self._gather, self._scatter = _Runs(), _Runs(), _Runs()
-        self._reordered_gather, self._reordered_read = _Runs(), _Runs()
+        self._can_direct = self.can_reorder = True
+        self._runs, self._reordered_read = _Runs(), _Runs()
         for share in shares:
             holder, reader = prefill[share.holder], decode[share.reader]
             self._can_direct &= holder.direct and reader.direct
-            self._can_reorder &= reader.direct
+            self.can_reorder &= reader.direct
             self._add(holder.somewhere(), reader.somewhere(), share)
         for share in shares if joined is None else joined:
-            readers = [decode[number].somewhere() for number in share.readers]
-            self._add_packed(prefill[share.holder].somewhere(), readers, share)
+            size = _size(decode[share.readers[0]], share)
+            self._joined_sizes[size] += 1
+            self._need(Path.PACKED, size.layer_bytes)
 
     def least_box_bytes(self, path: Path) -> int:
         """The smallest box that `cut_into_boxes` can make of every share; 1 when there is none."""
@@ -78,25 +78,18 @@ class FetchWork:
         shape = {}
         num_runs = self._runs.count(spans) if mapped or self._can_direct else 0
         if self._can_direct:
-            shape[Path.DIRECT] = PathWork(num_bytes=num_bytes, num_descriptors=num_runs)
+            shape[Path.DIRECT] = PathWork(num_bytes=num_bytes, num_runs=num_runs)
         if Path.PACKED in in_boxes:
             joined_bytes, num_joined = _sum(self._joined_sizes, spans)
-            shape[Path.PACKED] = PathWork(
-                num_bytes=joined_bytes,
-                gather_run_bytes=joined_bytes / self._gather.count(spans),
-                scatter_run_bytes=num_bytes / self._scatter.count(spans),
-                num_shares=num_joined,
-                num_copies=num_bytes / joined_bytes,
-            )
-        if Path.REORDERED in in_boxes and self._can_reorder:
+            shape[Path.PACKED] = PathWork(num_bytes=joined_bytes, num_shares=num_joined)
+        if Path.REORDERED in in_boxes and self.can_reorder:
             shape[Path.REORDERED] = PathWork(
                 num_bytes=sum(s.slot_bytes(spans) * times for s, times in self._sizes.items()),
-                gather_run_bytes=num_bytes / self._reordered_gather.count(spans),
-                num_descriptors=self._reordered_read.count(spans),
+                num_runs=self._reordered_read.count(spans),
                 num_shares=num_shares,
             )
         if mapped:
-            shape[Path.MAPPED] = PathWork(num_bytes=num_bytes, num_copied_runs=num_runs)
+            shape[Path.MAPPED] = PathWork(num_bytes=num_bytes, num_runs=num_runs)
         return shape
 
     def _add(self, holder: PlacedRank, reader: PlacedRank, share: Share) -> None:
@@ -107,23 +100,11 @@ class FetchWork:
         self._runs.add(holder, reader, share, cuts=either)
         order = reader_order(reader.rank.regions, reader.engine.group(share.group))
         if order is None:
-            self._can_reorder = False
+            self.can_reorder = False
             return
         self._need(Path.REORDERED, size.layer_bytes * order.block_size)
         slot = slot_rank(reader, _box(holder, reader, share), order)
-        self._reordered_gather.add(holder, slot, share, cuts=either)
         self._reordered_read.add(slot, reader, share, cuts=here)
-
-    def _add_packed(self, holder: PlacedRank, readers: list[PlacedRank], share: Share) -> None:
-        """What goes through slots of ours: gathered and read once, scattered to each reader."""
-        size = _size(readers[0], share)
-        self._joined_sizes[size] += 1
-        self._need(Path.PACKED, size.layer_bytes)
-        box = _box(holder, readers[0], share)
-        slot = slot_rank(readers[0], box, SlotOrder(canonical_order().axes, box.stop))
-        self._gather.add(holder, slot, share, cuts={_block_size(holder, share)})
-        for reader in readers:
-            self._scatter.add(slot, reader, share, cuts={size.block_size})
 
     def _need(self, path: Path, num_bytes: int) -> None:
         self._least_box_bytes[path] = max(self._least_box_bytes[path], num_bytes)

@@ -1,4 +1,4 @@
-"""Messages of the attach socket: who an engine process is, and the memory that it passes."""
+"""Messages of the Unix sockets: an engine passes memory, a prefill agent lends it."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -6,7 +6,7 @@ import msgspec
 
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import Name
-from kvbus.protocol.message import Empty, Id, Message, Request, Text
+from kvbus.protocol.message import Empty, Id, Message, Request, Secret, Size, Text
 
 CudaHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
@@ -81,3 +81,57 @@ class PassCuda(Request[Empty], frozen=True):
 
 
 ATTACH_REQUESTS: tuple[type[Request[Any]], ...] = (Hello, PassSegment, PassCuda)
+
+
+MAX_LENT_AT_ONCE = 64
+"""Segments of one reply, as no message carries more descriptors."""
+
+
+class MemorySocket(msgspec.Struct, frozen=True):
+    """Where an agent of the same machine gets the memory of an engine, to map it.
+
+    ``machine`` is the boot id of the kernel. ``closed`` says why there is none, and is empty
+    otherwise.
+    """
+
+    path: Text = ""
+    machine: Text = ""
+    closed: Text = ""
+
+
+class LentSegment(msgspec.Struct, frozen=True):
+    """One segment of a rank, and the size of its file."""
+
+    rank: Size
+    segment_id: Id
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+
+
+class MemoryLent(Message, frozen=True):
+    """Reply to `LendMemory`: some of the ``num_segments``, a descriptor with each, in order.
+
+    ``agent_boot`` is that of who answers: at the same path may be another agent, in another mount
+    namespace.
+    """
+
+    agent_boot: Id
+    num_segments: Size
+    segments: Annotated[tuple[LentSegment, ...], msgspec.Meta(max_length=MAX_LENT_AT_ONCE)]
+
+
+class LendMemory(Request[MemoryLent], frozen=True):
+    """Asks for the segments of the ranks of one handshake from number ``first`` on, read-only.
+
+    The connection stays open while they are mapped: its end means that the engine is gone.
+    """
+
+    op: ClassVar[str] = "lend"
+
+    agent_boot: Id
+    engine_id: Id
+    memory_id: Id
+    access: Secret
+    first: Size = 0
+
+
+MEMORY_REQUESTS: tuple[type[Request[Any]], ...] = (LendMemory,)

@@ -30,8 +30,6 @@ Clock = float
 
 It is for spans alone: a time that cannot be true, as in another time namespace, is ignored.
 """
-MAX_TOLD = 64
-"""Most times in an acknowledgement."""
 
 
 class AgentRole(StrEnum):
@@ -69,10 +67,9 @@ class Register(Request[Empty], frozen=True):
 
     Every session of an engine states the same ``engine``. The control session names the ranks that
     are attached to ``others``; the agent that it is with is the engine's home. The control session
-    gets all notices of the engine, and so does the session of a rank at home with ``notices``.
-    A rank that is not at home is asked about by who shows its ``access``. A session that
-    ``follows`` its agent to a successor gets the notice `Replaced`. An engine that says its
-    ``role`` is refused by an agent of the other one.
+    gets the notices of the engine; with ``notices`` the session of a rank at home is told, too, how
+    each fetch ended. A rank that is not at home is asked about by who shows its ``access``. An
+    engine that says its ``role`` is refused by an agent of the other one.
     """
 
     op: ClassVar[str] = "register"
@@ -82,7 +79,6 @@ class Register(Request[Empty], frozen=True):
     others: Annotated[tuple[AgentRanks, ...], msgspec.Meta(max_length=1024)] = ()
     notices: bool = False
     access: Secret | None = None
-    follows: bool = False
     role: AgentRole | None = None
 
 
@@ -173,52 +169,6 @@ class Released(Message, frozen=True):
     outcome: Outcome
 
 
-class StartFetch(Request[Empty], frozen=True):
-    """Asks for tokens [first_token, num_tokens) of a ticket's request, into ``tables``.
-
-    The ``ticket`` may be a `Rendezvous` instead: then the fetch waits until there is one.
-
-    ``tables`` hold exactly the blocks of these tokens: of a group with a window those of its last
-    ``window`` tokens, of a state the one block. With ``zero_tail`` the unused slots of the last
-    block are zeroed, else they stay as they were. The reply says that the fetch was taken; the
-    notice `Fetched` says how it ended, within ``timeout_s``. With ``chunk_tokens`` the tokens are
-    read in chunks that end at multiples of it, and a notice `Landed` tells of each. With
-    ``prompt_digest`` the ticket has to be of that prompt. Fetches of a greater ``priority`` come
-    first. ``traceparent`` is the trace of the request; that of the ticket without one. ``asked_s``
-    is when the engine asked, see `Clock`, and ``wanted_s`` since when it has had the request, which
-    waited for its turn there.
-    """
-
-    op: ClassVar[str] = "fetch"
-
-    fetch_id: Id
-    ticket: dict[str, Any]
-    num_tokens: Tokens
-    tables: Tables
-    first_token: Tokens = 0
-    timeout_s: Seconds | None = None
-    zero_tail: bool = False
-    chunk_tokens: Tokens = 0
-    prompt_digest: Text = ""
-    priority: Priority = 0
-    traceparent: Text = ""
-    asked_s: Clock | None = None
-    wanted_s: Clock | None = None
-
-
-class CancelFetch(Request[Empty], frozen=True):
-    """Ends a fetch; its notice says ``cancelled``, or what it became first.
-
-    With ``release_offer`` nobody will fetch what the ticket names any more: unless the fetch
-    completed, its offer is withdrawn, also when the fetch has ended by now.
-    """
-
-    op: ClassVar[str] = "cancel"
-
-    fetch_id: Id
-    release_offer: bool = False
-
-
 class StageTimes(msgspec.Struct, frozen=True):
     """Seconds spent in each stage of a fetch; a stage that was not reached is 0."""
 
@@ -226,7 +176,7 @@ class StageTimes(msgspec.Struct, frozen=True):
     claiming: float = 0.0
     waiting: float = 0.0
     reading: float = 0.0
-    confirming: float = 0.0
+    taking: float = 0.0
     queued: float = 0.0
     meeting: float = 0.0
 
@@ -237,21 +187,10 @@ class StageTimes(msgspec.Struct, frozen=True):
         return sum(spent_s)
 
 
-class Landed(Message, frozen=True):
-    """Notice: tokens [first_token, num_tokens) of a fetch are in its blocks.
-
-    They are valid only when `Fetched` says ``completed``. An engine may copy them elsewhere before.
-    """
-
-    op: ClassVar[str] = "landed"
-
-    fetch_id: Id
-    num_tokens: Tokens
-
-
 class Fetched(Message, frozen=True):
-    """Notice: the fetch ended. Only ``completed`` means that the KV may be used.
+    """Reply to `StartFetch`: the fetch ended. Only ``completed`` means that the KV may be used.
 
+    It is a notice, too, for sessions of ranks that asked for it, see `Register`.
     ``blocks_free`` is False while a transfer can still write into the blocks: they stay with the
     agent until the notice `BlocksFreed`. ``whole_blocks`` is False where the first block of a
     window has a gap: tokens that were asked for, in front of the window, which the prefill engine
@@ -273,6 +212,65 @@ class Fetched(Message, frozen=True):
     whole_blocks: bool = False
 
 
+class StartFetch(Request[Fetched], frozen=True):
+    """Asks for tokens [first_token, num_tokens) of a ticket's request, into ``tables``.
+
+    The ``ticket`` may be a `Rendezvous` instead: then the fetch waits until there is one.
+
+    ``tables`` hold exactly the blocks of these tokens: of a group with a window those of its last
+    ``window`` tokens, of a state the one block. With ``zero_tail`` the unused slots of the last
+    block are zeroed, else they stay as they were. It is answered when it has ended, within
+    ``timeout_s``; refused, it was not begun. With ``chunk_tokens`` the tokens are read in chunks
+    that end at multiples of it, and a notice `Landed` tells of each. With ``prompt_digest`` the
+    ticket has to be of that prompt. Fetches of a greater ``priority`` come first. ``traceparent``
+    is the trace of the request; that of the ticket without one. ``asked_s`` is when the engine
+    asked, see `Clock`, and ``wanted_s`` since when it has had the request, which waited for its
+    turn there.
+    """
+
+    op: ClassVar[str] = "fetch"
+    at_once: ClassVar[bool] = True
+
+    fetch_id: Id
+    ticket: dict[str, Any]
+    num_tokens: Tokens
+    tables: Tables
+    first_token: Tokens = 0
+    timeout_s: Seconds | None = None
+    zero_tail: bool = False
+    chunk_tokens: Tokens = 0
+    prompt_digest: Text = ""
+    priority: Priority = 0
+    traceparent: Text = ""
+    asked_s: Clock | None = None
+    wanted_s: Clock | None = None
+
+
+class CancelFetch(Request[Empty], frozen=True):
+    """Ends a fetch; the answer to it says ``cancelled``, or what it became first.
+
+    With ``release_offer`` nobody will fetch what the ticket names any more: unless the fetch
+    completed, its offer is withdrawn, also when the fetch has ended by now.
+    """
+
+    op: ClassVar[str] = "cancel"
+
+    fetch_id: Id
+    release_offer: bool = False
+
+
+class Landed(Message, frozen=True):
+    """Notice: tokens [first_token, num_tokens) of a fetch are in its blocks.
+
+    They are valid only when `Fetched` says ``completed``. An engine may copy them elsewhere before.
+    """
+
+    op: ClassVar[str] = "landed"
+
+    fetch_id: Id
+    num_tokens: Tokens
+
+
 class BlocksFreed(Message, frozen=True):
     """Notice: nothing can write into the blocks of an ended fetch any more."""
 
@@ -281,28 +279,10 @@ class BlocksFreed(Message, frozen=True):
     fetch_id: Id
 
 
-class Replaced(Message, frozen=True):
-    """Notice: a successor of the agent listens at the attach path; for sessions that follow.
+class Leaving(Message, frozen=True):
+    """Notice: the agent ends. What has no answer by now was not begun, and another may be asked."""
 
-    The session goes on with what it has, until that is over. Open another at the same path,
-    register there, and offer and fetch there from now on; then end this one.
-    """
-
-    op: ClassVar[str] = "replaced"
-
-
-class Acknowledge(Request[Empty], frozen=True):
-    """Every notice of the agent's ``boot`` up to and with ``upto`` arrived; they are forgotten.
-
-    ``told_s`` are the times, see `Clock`, at which the last of them were told to who waits for
-    them, in their order; that of ``upto`` is the last.
-    """
-
-    op: ClassVar[str] = "ack"
-
-    upto: Size
-    boot: Id
-    told_s: Annotated[tuple[Clock, ...], msgspec.Meta(max_length=MAX_TOLD)] = ()
+    op: ClassVar[str] = "leaving"
 
 
 class Ping(Request[Empty], frozen=True):
@@ -315,7 +295,6 @@ ENGINE_REQUESTS: tuple[type[Request[Any]], ...] = (
     Register,
     AwaitReady,
     Detach,
-    Acknowledge,
     Ping,
 )
 PREFILL_REQUESTS: tuple[type[Request[Any]], ...] = (
@@ -325,4 +304,4 @@ PREFILL_REQUESTS: tuple[type[Request[Any]], ...] = (
     WithdrawOffer,
 )
 DECODE_REQUESTS: tuple[type[Request[Any]], ...] = (StartFetch, CancelFetch)
-NOTICES: tuple[type[Message], ...] = (Released, Landed, Fetched, BlocksFreed, Replaced)
+NOTICES: tuple[type[Message], ...] = (Released, Landed, Fetched, BlocksFreed, Leaving)

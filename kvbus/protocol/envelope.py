@@ -1,17 +1,20 @@
 """The envelope of every frame: a msgpack map, and what it takes to trust one.
 
-Refuses a frame that is too large, is not a map with string keys, speaks another version, or lacks
-a field; each refusal is a `ProtocolError` that keeps the request id where one could be read.
+Refuses a frame that is too large, has more than `MAX_ITEMS` items or a key twice, is not a map
+with string keys, speaks another version, or lacks a field; items are counted before anything is
+built, and each refusal is a `ProtocolError` that keeps the request id where one could be read.
 
 One frame is one message. Four kinds exist, told apart by their keys:
 
     request   v, op, id, boot, secret, body  asks; gets exactly one reply
     reply     v, re, boot, ok | error        answers the request with that id
-    notice    v, op, seq, boot, body         agent to engine, unasked; acknowledged by ``ack``
-    event     v, op, seq, boot, body         on PUB, behind a topic frame; never acknowledged
+    notice    v, op, seq, boot, body         agent to engine, unasked
+    event     v, op, seq, boot, body         on PUB, behind a topic frame
 """
 
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import msgpack
@@ -19,17 +22,20 @@ import msgspec
 
 from kvbus.errors import ErrorCode, ProtocolError
 from kvbus.protocol.message import Discreet, Message, to_body
-from kvbus.protocol.unpack import readable_id, unpack_map
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_PEER_REQUEST_BYTES = 4 * 1024 * 1024
 """Of a request on the peer socket, where strangers may ask; replies are frames like others."""
+MAX_ITEMS = 2**18
+"""Items inside of arrays and maps, keys included: some thirty ranks of 160 regions each."""
+UNSCANNED_BYTES = 16 * 1024
+"""A message of this size cannot hold the loop for more than milliseconds, whatever is in it."""
 MAX_ID = 2**64 - 1
 
 Body = Mapping[str, Any]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-Secret = Annotated[str, msgspec.Meta(max_length=64)]
+SenderSecret = Annotated[str, msgspec.Meta(max_length=64)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 """At most `MAX_ID`: msgpack has no larger one."""
 
@@ -44,7 +50,7 @@ class RequestFrame(Discreet, frozen=True, rename={"request_id": "id"}):
     request_id: Number
     boot: Name
     body: Body
-    secret: Secret = ""
+    secret: SenderSecret = ""
 
 
 class Reply(Discreet, frozen=True, rename={"request_id": "re"}):
@@ -57,7 +63,7 @@ class Reply(Discreet, frozen=True, rename={"request_id": "re"}):
 
 
 class Notice(Discreet, frozen=True):
-    """Unasked message with a per-boot ``seq``: to an engine, or to all subscribers as an event."""
+    """Unasked message with a ``seq`` of its session or topic: to an engine, or to subscribers."""
 
     op: Name
     seq: Number
@@ -149,3 +155,108 @@ def _refuse_version(fields: dict[str, Any]) -> NoReturn:
 def _wrong(fields: dict[str, Any], field: str, problem: str) -> ProtocolError:
     message = f"field '{field}' of the envelope: {problem}"
     return ProtocolError(message, request_id=readable_id(fields), field=field)
+
+
+def unpack_map(frame: bytes) -> dict[str, Any]:
+    """The map in ``frame``; raises `ProtocolError` and nothing else, whatever the bytes."""
+    if len(frame) > UNSCANNED_BYTES and num_items(frame) > MAX_ITEMS:
+        raise ProtocolError(
+            f"message has more than {MAX_ITEMS} items", code=ErrorCode.TOO_LARGE, limit=MAX_ITEMS
+        )
+    try:
+        fields = _unpack(frame, object_pairs_hook=_map_of)
+    except _RepeatedKeyError as error:
+        raise _repeated(frame, str(error)) from error
+    except Exception as error:  # msgpack documents no closed set; every one means "not a message"
+        raise ProtocolError(f"frame is not msgpack: {type(error).__name__}") from error
+    if not isinstance(fields, dict):
+        raise ProtocolError("frame is not a map")
+    return fields
+
+
+def readable_id(fields: dict[str, Any]) -> int | None:
+    """The request id among ``fields``, if it is one."""
+    request_id = fields.get("id")
+    return request_id if type(request_id) is int and request_id >= 0 else None
+
+
+class _RepeatedKeyError(Exception):
+    """Out of the hook of msgpack, with the key."""
+
+
+def _unpack(frame: bytes, **options: Any) -> Any:
+    return msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0, **options)
+
+
+def _map_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise _RepeatedKeyError(key)
+    return fields
+
+
+def _repeated(frame: bytes, key: str) -> ProtocolError:
+    request_id = None
+    with suppress(Exception):  # what follows the repeated key may be no msgpack
+        fields = _unpack(frame)  # once more, without the hook: the answer has the request's id
+        request_id = readable_id(fields) if isinstance(fields, dict) else None
+    return ProtocolError(
+        f"key '{key[:64]}' is there twice", code=ErrorCode.INVALID, request_id=request_id
+    )
+
+
+# The first byte of an item says how long it is, or how many bytes say so. Items follow each other
+# without nesting in the bytes, so that counting needs no stack:
+#
+#     _SIZES      bytes of the whole item, for arrays and maps of their header
+#     _CHILDREN   items that follow as its content
+#     _LENGTHS    bytes of the length that follows, of a string or of binary
+#     _COUNTS     bytes of the count that follows, of an array or of a map
+_SIZES, _CHILDREN, _LENGTHS, _COUNTS = (bytearray(256) for _ in range(4))
+_FIRST_MAP_HEADER = 0xDE
+for _byte in range(256):
+    if _byte < 0x80 or _byte >= 0xE0:  # a small integer
+        _SIZES[_byte] = 1
+    elif _byte < 0x90:  # a small map
+        _SIZES[_byte], _CHILDREN[_byte] = 1, 2 * (_byte & 0x0F)
+    elif _byte < 0xA0:  # a small array
+        _SIZES[_byte], _CHILDREN[_byte] = 1, _byte & 0x0F
+    elif _byte < 0xC0:  # a short string
+        _SIZES[_byte] = 1 + (_byte & 0x1F)
+for _byte, _size in zip(
+    (0xC0, 0xC2, 0xC3, 0xCA, 0xCB, 0xCC, 0xCD, 0xCE, 0xCF, 0xD0, 0xD1, 0xD2, 0xD3),
+    (1, 1, 1, 5, 9, 2, 3, 5, 9, 2, 3, 5, 9),
+    strict=True,
+):  # nil, false, true, floats, integers
+    _SIZES[_byte] = _size
+for _byte, _size in zip((0xC4, 0xC5, 0xC6, 0xD9, 0xDA, 0xDB), (1, 2, 4, 1, 2, 4), strict=True):
+    _LENGTHS[_byte] = _size
+for _byte, _size in zip((0xDC, 0xDD, 0xDE, 0xDF), (2, 4, 2, 4), strict=True):
+    _COUNTS[_byte] = _size
+
+
+def num_items(frame: bytes) -> int:
+    """How many items arrays and maps say to hold; stops at more than `MAX_ITEMS`.
+
+    Stops as well at the end of the bytes and at extension types, which are refused anyway. Some
+    0.1 µs an item, so that the worst frame takes some 30 ms.
+    """
+    at, num_left, total = 0, 1, 0
+    sizes, children = _SIZES, _CHILDREN
+    while num_left and at < len(frame) and total <= MAX_ITEMS:
+        kind = frame[at]
+        if size := sizes[kind]:
+            at, num_inside = at + size, children[kind]
+        elif width := _LENGTHS[kind]:
+            start = at + 1 + width
+            at, num_inside = start + int.from_bytes(frame[at + 1 : start], "big"), 0
+        elif width := _COUNTS[kind]:
+            start = at + 1 + width
+            count = int.from_bytes(frame[at + 1 : start], "big")
+            at, num_inside = start, 2 * count if kind >= _FIRST_MAP_HEADER else count
+        else:
+            break
+        num_left += num_inside - 1
+        total += num_inside
+    return total

@@ -5,7 +5,6 @@ An event may be lost: it says that something is to be asked, never that it is so
 
 from typing import ClassVar
 
-from kvbus.protocol.cost import CostEvent
 from kvbus.protocol.message import Epoch, Id, Message, Size, Text, Tokens
 
 
@@ -65,7 +64,6 @@ EVENTS: dict[str, type[Message]] = {
     "fetch.completed": FetchEvent,
     "fetch.failed": FetchEvent,
     "fetch.cancelled": FetchEvent,
-    "cost.changed": CostEvent,
     "engine.ready": EngineEvent,
     "engine.lost": EngineEvent,
 }

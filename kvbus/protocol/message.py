@@ -5,12 +5,13 @@ code ``invalid`` that names the field. Fields that this version does not know ar
 a minor version may add some.
 """
 
+import hmac
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 
 import msgspec
 
-from kvbus.errors import ErrorCode, KVBusError, ProtocolError, RequestRefused
+from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError, RequestRefused
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^tcp://[^\s/;,]+:[0-9]{1,5}$")]
@@ -68,7 +69,8 @@ R = TypeVar("R", bound=Message)
 class Request(Message, Generic[R], frozen=True):
     """The body of a request. `Request[Granted]` is answered with a `Granted`, or refused.
 
-    One that is answered ``at_once`` never waits, so an agent that is full of what waits takes it.
+    One that is answered ``at_once`` never waits, or takes one of the places of its own kind: an
+    agent that is full of what waits takes it.
     """
 
     reply: ClassVar[type[Message]]
@@ -148,3 +150,13 @@ def _plain(detail: object) -> dict[str, str | int | float]:
         return {}
     plain = {k: v for k, v in detail.items() if isinstance(k, str) and isinstance(v, PLAIN)}
     return dict(list(plain.items())[:MAX_DETAILS])
+
+
+def check_right(shown: str | None, *rights: str) -> None:
+    """Raise `LocalError` (``forbidden``) unless ``shown`` is one of ``rights``."""
+    if shown is None or not any(_equal(shown, right) for right in rights):
+        raise LocalError("that is not yours to ask", code=ErrorCode.FORBIDDEN)
+
+
+def _equal(shown: str, right: str) -> bool:
+    return hmac.compare_digest(shown.encode(), right.encode())

@@ -4,23 +4,22 @@ Types and ranges are in the annotations; the agent checks the meaning. A request
 ``agent_boot`` is for that process of the agent: another one answers ``stale``.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from kvbus.geometry import EngineSpec, RankSpec
-from kvbus.protocol.cost import Cost
-from kvbus.protocol.digests import Digest
-from kvbus.protocol.engine import AgentRanks, AgentRole, Tables
-from kvbus.protocol.mapped import MemorySocket, Sharing
+from kvbus.geometry import BlockTable, Box, EngineSpec, RankSpec, SlotOrder
+from kvbus.geometry.spec import Index
+from kvbus.protocol.attach import MemorySocket
+from kvbus.protocol.engine import AgentRanks, Ranks, Tables
 from kvbus.protocol.message import (
     Address,
-    Echo,
     Empty,
     Endpoint,
     Epoch,
     Id,
     Message,
+    Priority,
     Request,
     Seconds,
     Secret,
@@ -28,10 +27,7 @@ from kvbus.protocol.message import (
     Text,
     Tokens,
 )
-from kvbus.protocol.peer_view import PeerView
-from kvbus.protocol.remote_ranks import AbortDelegate, CheckMemory, Delegate
-from kvbus.protocol.rendezvous import Forgo, Meet
-from kvbus.protocol.staging import Pack, Unpack
+from kvbus.protocol.status import Cost, Status
 from kvbus.protocol.trace import Trace
 
 
@@ -119,7 +115,9 @@ class Granted(Message, frozen=True):
 class Claim(Request[Granted], frozen=True):
     """Asks for the lease of an offer, by its ticket's secret; ``busy`` while another has it.
 
-    A lease of an earlier process of ``reader_agent``, with another ``reader_boot``, ends.
+    A lease of an earlier process of ``reader_agent``, with another ``reader_boot``, ends. A
+    ``part`` is read beside the reader that it belongs to, which has a lease of its own: it does not
+    count among the offer's readers.
     """
 
     op: ClassVar[str] = "claim"
@@ -132,6 +130,7 @@ class Claim(Request[Granted], frozen=True):
     secret: Secret
     reader_agent: Text = ""
     reader_boot: Text = ""
+    part: bool = False
 
 
 class Renew(Request[Granted], frozen=True):
@@ -148,27 +147,13 @@ class Renew(Request[Granted], frozen=True):
     known_blocks: dict[str, Size] = msgspec.field(default_factory=dict)
 
 
-class Confirm(Request[Empty], frozen=True):
-    """Asks, after the last byte landed, whether the lease was live all along; ends it if so.
-
-    Only an ``ok`` makes the bytes read under the lease valid.
-    """
-
-    op: ClassVar[str] = "confirm"
-    at_once: ClassVar[bool] = True
-
-    agent_boot: Id
-    offer_id: Id
-    epoch: Epoch
-    token: Secret
-
-
 class Take(Request[Empty], frozen=True):
-    """Claim and confirm in one: asks, after the last byte landed, whether ``tables`` were good.
+    """Asks, after the last byte landed, whether what was read is good; ends the offer if so.
 
-    They are those of the ticket, and what was read. An ``ok`` says that they are the offer's, that
-    it is sealed and was live all along; it ends the offer. ``token`` is the reader's own, new for
-    each fetch: who shows it again is answered ``ok`` again. ``busy`` while another has the lease.
+    Only an ``ok`` makes the bytes valid: the offer is sealed and was live all along. A reader with
+    a live lease leaves ``tables`` out. Otherwise they are those of the ticket, and must be the
+    offer's. ``token`` is the reader's own, new for each fetch: with it the answer is ``ok`` again.
+    ``busy`` while another has the lease. That of a ``part`` does not end the offer.
     """
 
     op: ClassVar[str] = "take"
@@ -179,9 +164,10 @@ class Take(Request[Empty], frozen=True):
     reader_id: Id
     secret: Secret
     token: Secret
-    tables: Tables
+    tables: Tables | None = None
     reader_agent: Text = ""
     reader_boot: Text = ""
+    part: bool = False
 
 
 class Release(Request[Empty], frozen=True):
@@ -211,59 +197,192 @@ class PeerWithdraw(Request[Empty], frozen=True):
     secret: Secret
 
 
-class AgentStatus(Message, frozen=True):
-    """Reply to `Status`: what the agent holds now; ``engines`` maps engine id to whether ready.
+class Met(Message, frozen=True):
+    """Reply to `Meet`: the ticket of the offer."""
 
-    ``data_endpoints`` are the HOST:PORT at which NIXL listens, empty where it uses no TCP.
-    ``story`` has a line for each of the last events of what was asked for, the oldest first.
-    ``sharing`` is about memory that agents of one machine map. ``successor`` is the boot id of the
-    agent that has taken over, ``predecessor`` the peer endpoint of the one that this one has
-    replaced, while it has not ended; empty when there is none.
-    ``silent_peers`` are the endpoints of agents that do not answer, and in how many seconds each is
-    tried again. ``engine_instances`` are the processes behind ``engines``; the two endpoints are
-    where others reach the agent, as its tickets have it. ``echo`` is that of the question, and
-    ``view`` is about the peer that it names.
+    ticket: dict[str, Any]
+
+
+class Meet(Request[Met], frozen=True):
+    """Asks for the ticket of the offer that has, or will have, the name ``transfer_id``.
+
+    Answered as soon as there is one; ``busy`` when there is none after ``wait_s``: ask again.
     """
 
-    agent_id: Id
-    role: AgentRole
-    engines: dict[str, bool]
-    draining: bool
-    counts: dict[str, int]
-    data_endpoints: tuple[Text, ...] = ()
-    story: tuple[Text, ...] = ()
-    sharing: Sharing | None = None
-    successor: Text = ""
-    predecessor: Text = ""
-    silent_peers: dict[str, float] = msgspec.field(default_factory=dict)
-    engine_instances: dict[str, str] = msgspec.field(default_factory=dict)
-    peer_endpoint: Text = ""
-    events_endpoint: Text = ""
-    echo: Echo = ""
-    view: PeerView | None = None
+    op: ClassVar[str] = "meet"
+
+    transfer_id: Secret
+    wait_s: Seconds
 
 
-class Status(Request[AgentStatus], frozen=True):
-    """Asks what an agent holds; with a fetch or offer id also for its story.
+class Forgo(Request[Empty], frozen=True):
+    """Nobody will read the offer of this name: it is withdrawn, now or when it is made."""
 
-    With a ``peer``, its endpoint in tickets, and its CURVE ``key`` also for what the agent knows of
-    that agent. ``echo`` comes back as it is, so that the answer is as large as the question.
+    op: ClassVar[str] = "forgo"
+
+    transfer_id: Secret
+
+
+SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
+
+
+class Packed(Message, frozen=True):
+    """Reply to `Pack`: the box lies at ``address`` of the prefill agent, in the order asked for.
+
+    ``memory`` and ``device`` are what NIXL calls the kind of memory, and the device that it is of.
+    The slot is the reader's until ``slot_lease_s`` after the request was received, or until the
+    lease of the offer ends; what is read from it later is not valid.
     """
 
-    op: ClassVar[str] = "status"
+    slot_id: SlotId
+    address: Address
+    num_bytes: Size
+    slot_lease_s: Seconds
+    memory: Literal["DRAM", "VRAM"] = "DRAM"
+    device: Index = 0
 
-    fetch_id: Text = ""
+
+class Pack(Request[Packed], frozen=True):
+    """Asks for a box of what one rank holds, gathered into a staging slot.
+
+    ``table`` has the blocks of the box's positions, as the offer names them; ``done`` are slots
+    that the reader has read. Answered when the box is gathered, which may wait for a free slot;
+    boxes of a greater ``priority`` wait for less.
+    """
+
+    op: ClassVar[str] = "pack"
+
+    agent_boot: Id
+    engine_id: Id
+    memory_id: Id
+    offer_id: Id
+    epoch: Epoch
+    rank: Index
+    box: Box
+    order: SlotOrder
+    table: BlockTable
+    slot_lease_s: Seconds
+    token: Secret
+    access: Secret
+    done: SlotIds = ()
+    priority: Priority = 0
+
+
+class Unpack(Request[Empty], frozen=True):
+    """Gives staging slots back that were read, or are not wanted any more."""
+
+    op: ClassVar[str] = "unpack"
+    at_once: ClassVar[bool] = True
+
+    agent_boot: Id
+    slot_ids: SlotIds
+
+
+MAX_DIGESTS = 1 << 17
+"""Of one request; they take 1 MiB."""
+MAX_ONE_IN = 1 << 16
+
+OneIn = Annotated[int, msgspec.Meta(ge=1, le=MAX_ONE_IN)]
+OneInOrNone = Annotated[int, msgspec.Meta(ge=0, le=MAX_ONE_IN)]
+
+
+class Digests(Message, frozen=True):
+    """Reply to `Digest`: 8 bytes, little-endian, for each piece that is compared."""
+
+    digests: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_DIGESTS)]
+
+
+class Digest(Request[Digests], frozen=True):
+    """Asks for the digests of a box of what one rank holds, as it is in memory now.
+
+    About one in ``one_in`` pieces is digested, which ones follows from the offer's id. ``table``
+    has the blocks of the box's positions, as the offer names them. It shows the ticket's secret.
+    """
+
+    op: ClassVar[str] = "digest"
+
+    agent_boot: Id
+    engine_id: Id
+    memory_id: Id
+    offer_id: Id
+    rank: Index
+    box: Box
+    table: BlockTable
+    one_in: OneIn
+    secret: Secret
+    access: Secret
+
+
+class CheckMemory(Request[Empty], frozen=True):
+    """Asks whether the ranks of an engine are still those of the handshake; ``stale`` if not.
+
+    A reader asks each agent without the lease, after the last byte landed and before the take.
+    Such an agent does not know when it is read: it serves the reads of an offer for ``progress_s``,
+    so a reader asks before it reads, too, and whenever it renews the lease. 0 ends that.
+    """
+
+    op: ClassVar[str] = "check"
+    at_once: ClassVar[bool] = True
+
+    agent_boot: Id
+    engine_id: Id
+    memory_id: Id
+    access: Secret
     offer_id: Text = ""
-    echo: Echo = ""
-    peer: Text = ""
-    key: Text = ""
+    progress_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+
+
+class PartFetched(Message, frozen=True):
+    """Reply to `FetchPart`: the part was read and taken; its blocks are the home's to hand on."""
+
+    num_bytes: Size
+    path: Text
+
+
+class FetchPart(Request[PartFetched], frozen=True):
+    """The home of a decode engine asks an agent with remote ranks to fetch their part of a fetch.
+
+    It is a fetch of that agent's own, with its own lease, paths and take. Answered when the part
+    has ended and nothing of it is in flight any more, within ``timeout_s`` and what its READs take
+    to end. Shows the engine's ``access``; ``token`` is new for each part and names it. ``fetch_id``
+    is the home's, for people. ``memory_ids`` are those of the prefill agents, as the home knows
+    them, the prefill engine's home first: an agent that knows others shakes hands again.
+    """
+
+    op: ClassVar[str] = "fetch_part"
+
+    token: Secret
+    fetch_id: Id
+    engine_id: Id
+    access: Secret
+    ranks: Ranks
+    ticket: dict[str, Any]
+    memory_ids: Annotated[tuple[Id, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    num_tokens: Tokens
+    tables: Tables
+    timeout_s: Seconds
+    first_token: Tokens = 0
+    zero_tail: bool = False
+    priority: Priority = 0
+    traceparent: Text = ""
+
+
+class CancelPart(Request[Empty], frozen=True):
+    """Ends a part; answered when nothing of it is in flight, nor will be.
+
+    A `FetchPart` with this ``token`` that comes later is refused.
+    """
+
+    op: ClassVar[str] = "cancel_part"
+
+    token: Secret
 
 
 PREFILL_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (
     Handshake,
     Claim,
     Renew,
-    Confirm,
     Take,
     Release,
     PeerWithdraw,
@@ -277,8 +396,8 @@ PREFILL_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (
     Trace,
 )
 DECODE_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (
-    Delegate,
-    AbortDelegate,
+    FetchPart,
+    CancelPart,
     Cost,
     Status,
     Trace,

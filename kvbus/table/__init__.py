@@ -1,29 +1,27 @@
 """The kit of the sans-IO state machines (pure): what offers, fetches, slots and reads share.
 
 table         live and retired entries, transitions, deadlines, stories, one way to apply an event
-urgent_first  who is next of those that wait
-fair_pool     slots, and who waits for one, in fair turn
+fair          whose turn it is of those that wait, and who has which slot
 shares        who has how much of what is bounded, and who gives way when it is full
 driver        feeds a table in an event loop, and runs its commands
 events        events and commands that more than one table has
 """
 
 from kvbus.table.driver import Driver
-from kvbus.table.fair_pool import FairPool
+from kvbus.table.fair import FAIR_TURN, FairPool, FairQueue, Key
 from kvbus.table.shares import Party, Places, Shares
 from kvbus.table.spans import (
     ASKED,
     FORGOTTEN,
     PENDING,
-    TELLING,
     Reading,
+    asked_span,
     command_spans,
     forgotten_span,
     last_end,
     nested,
     pending_span,
     state_spans,
-    way_spans,
 )
 from kvbus.table.table import (
     KEPT_ANYWAY,
@@ -35,7 +33,6 @@ from kvbus.table.table import (
     Table,
     Transition,
 )
-from kvbus.table.urgent_first import FAIR_TURN, Turns, UrgentFirst
 
 __all__ = [
     "ASKED",
@@ -45,11 +42,12 @@ __all__ = [
     "KEPT_S",
     "MAX_STEPS",
     "PENDING",
-    "TELLING",
     "Context",
     "Deadlines",
     "Driver",
     "FairPool",
+    "FairQueue",
+    "Key",
     "Party",
     "Places",
     "Reading",
@@ -57,13 +55,11 @@ __all__ = [
     "Story",
     "Table",
     "Transition",
-    "Turns",
-    "UrgentFirst",
+    "asked_span",
     "command_spans",
     "forgotten_span",
     "last_end",
     "nested",
     "pending_span",
     "state_spans",
-    "way_spans",
 ]

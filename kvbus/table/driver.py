@@ -66,22 +66,27 @@ class Driver(Generic[E]):
     #                                        ─▶ c2
     #                 ─▶ handle(B) ─▶ ...
     def dispatch(self, event: E | DeadlinePassed) -> None:
-        """Apply ``event`` and everything that follows from it."""
+        """Apply ``event`` and everything that follows from it; then raise what commands raised."""
         self._events.append(event)
         if self._running:
             return
-        self._running = True
+        self._running, errors = True, list[Exception]()
         try:
             while self._events:
                 for command in self._table.handle(self._events.popleft(), self._loop.time()):
-                    self.commands[type(command)](command)
+                    try:
+                        self.commands[type(command)](command)
+                    except Exception as error:  # a defect: others may be awaited
+                        errors.append(error)
         finally:
             self._running = False
-            bound = self._table.deadline_bound
-            if bound is not None and bound < self._alarm_at:
+            bound = self._table.deadlines.bound
+            if bound < self._alarm_at:
                 self._set_alarm(bound)
         if self.on_settled is not None:
             self.on_settled()
+        if errors:
+            raise ExceptionGroup("commands failed", errors) if errors[1:] else errors[0]
 
     def stop(self) -> None:
         """No alarm from now on."""

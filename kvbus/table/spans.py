@@ -17,7 +17,7 @@ FORGOTTEN = "forgotten"
 """The name of the time before the first step that is kept."""
 PENDING, MAX_PENDING_S = "pending", 86_400.0
 """The name of the wait in an engine before it asked, and the longest one that is believed."""
-ASKED, TELLING, MAX_ASKED_S = "asked", "telling", 3600.0
+ASKED, MAX_ASKED_S = "asked", 3600.0
 """The ways between the engine that began an entry and its agent, and the longest way there."""
 
 
@@ -75,31 +75,19 @@ def forgotten_span(story: Story, *, depth: int) -> list[Span]:
     return [Span(FORGOTTEN, story.started_at, story.steps[0][0], depth)]
 
 
-# Another clock than the agent's, as in another time namespace, is found out by the order of things:
-# whatever it is ahead or behind, one of these two ways would take less than no time.
-#
-#     asked ──▶ started ── stages ── ended ──▶ told ──▶ heard that it was told
-#
-# So both ways are believed, or none.
-def way_spans(
-    story: Story, asked_at: float | None, ended_at: float | None, *, depth: int
-) -> tuple[list[Span], list[Span]]:
-    """The ways before the first step and behind the end, by the word of the engine that asked.
+def asked_span(
+    story: Story, asked_at: float | None, *, depth: int, started_at: float | None = None
+) -> list[Span]:
+    """The way before the start, by the word of the engine that asked; empty when it cannot be.
 
-    Each is empty when it is not known, and both when one cannot be. Until the entry has ended,
-    there is no way back. The way there is long where the engine asks again after ``busy``.
+    The start is the first step, if ``started_at`` does not say another one. A word in the clock of
+    another time namespace is not believed. The way is long where the engine asks again after
+    ``busy``.
     """
-    started_at, there, back = story.started_at, list[Span](), list[Span]()
-    if asked_at is not None and started_at is not None:
-        if not 0 < started_at - asked_at <= MAX_ASKED_S:
-            return [], []
-        there = [Span(ASKED, asked_at, started_at, depth)]
-    if story.told is not None and ended_at is not None:
-        told_at, heard_at = story.told
-        if not ended_at < told_at <= heard_at:
-            return [], []
-        back = [Span(TELLING, ended_at, told_at, depth)]
-    return there, back
+    started_at = story.started_at if started_at is None else started_at
+    if asked_at is None or started_at is None or not 0 < started_at - asked_at <= MAX_ASKED_S:
+        return []
+    return [Span(ASKED, asked_at, started_at, depth)]
 
 
 def pending_span(wanted_at: float | None, asked: Span) -> list[Span]:

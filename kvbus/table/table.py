@@ -8,6 +8,7 @@ Refuses clocks, sockets, logs and random numbers: events and times come in, comm
 """
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Context(msgspec.Struct, Generic[L], frozen=True):
     limits: L
 
 
+def kind_of(event: object) -> type[Any]:
+    """What transitions and stories know an event by: the class of its message, if it has one."""
+    return type(getattr(event, "message", event))
+
+
 MAX_STEPS = 32
 ENTRY_BYTES, STEP_BYTES = 1808, 192
 """About what a retired entry takes, and a step of its story: measured, on Python 3.12."""
@@ -57,14 +63,12 @@ class Story:
     keep block tables, requests or tracebacks alive.
     """
 
-    __slots__ = ("_steps", "kept_bytes", "retired_at", "started_at", "told")
+    __slots__ = ("_steps", "kept_bytes", "retired_at", "started_at")
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
         self.started_at: float | None = None
         """When the first event came, kept or not."""
-        self.told: tuple[float, float] | None = None
-        """When who began it was told of its end, by its own word, and when that word came."""
         self.kept_bytes = 0
         """What its entry counted for when it was retired."""
         self.retired_at = 0.0
@@ -90,7 +94,7 @@ class Story:
         error = getattr(event, "error", None)
         text = "" if error is None else f"{error.code}: {error.message}"
         kinds = tuple(map(type, commands))
-        self._steps.append((now, about, type(event), state, kinds, text))
+        self._steps.append((now, about, kind_of(event), state, kinds, text))
 
     def lines(self) -> Iterator[str]:
         """A line for each step; its time counts from the first that is kept."""
@@ -133,14 +137,11 @@ class Deadlines(Generic[K]):
     """A heap with lazy deletion: a key has at most one deadline, set again as often as needed."""
 
     def __init__(self) -> None:
+        self.bound = math.inf
+        """No deadline is before this; it costs no search, unlike `next`."""
         self._when: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._order = 0
-
-    @property
-    def bound(self) -> float | None:
-        """No deadline is before this; it costs no search, unlike `next`."""
-        return self._heap[0][0] if self._heap else None
 
     def set(self, key: K, when: float | None) -> None:
         """Make ``when`` the deadline of ``key``, in place of any earlier one; None for none."""
@@ -154,12 +155,15 @@ class Deadlines(Generic[K]):
         heapq.heappush(self._heap, (when, self._order, key))
         if len(self._heap) > 64 + 4 * len(self._when):
             self._rebuild()
+        self.bound = self._heap[0][0]
 
     def next(self) -> float | None:
         """The earliest deadline, or None when there is none."""
-        while self._heap and not self._is_current(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        heap, when_of = self._heap, self._when
+        while heap and when_of.get(heap[0][2]) != heap[0][0]:
+            heapq.heappop(heap)
+        self.bound = heap[0][0] if heap else math.inf
+        return heap[0][0] if heap else None
 
     def first(self) -> K | None:
         """Whose deadline is the earliest."""
@@ -171,10 +175,6 @@ class Deadlines(Generic[K]):
             _, _, key = heapq.heappop(self._heap)
             del self._when[key]
             yield key
-
-    def _is_current(self, entry: tuple[float, int, K]) -> bool:
-        when, _, key = entry
-        return self._when.get(key) == when
 
     def _rebuild(self) -> None:
         self._heap = [(when, order, key) for order, (key, when) in enumerate(self._when.items())]
@@ -196,7 +196,7 @@ class Table(Generic[K, N, L, C]):
         self.live: dict[K, N] = {}
         self.retired: OrderedDict[K, N] = OrderedDict()
         self._max_retired, self._max_retired_bytes = max_retired, max_retired_bytes
-        self._deadlines: Deadlines[K] = Deadlines()
+        self.deadlines: Deadlines[K] = Deadlines()
         self._retired_as: dict[str, tuple[K, ...]] = {}
 
     def handle(self, event: Any, now: float) -> list[C]:
@@ -205,19 +205,13 @@ class Table(Generic[K, N, L, C]):
         Whatever is due by ``now`` expires first: what comes too late is too late also when nobody
         told the table in between that time went by.
         """
-        bound = self._deadlines.bound
-        if bound is None or now < bound:
+        if now < self.deadlines.bound:
             return self._handle(event, now)
         return self._expire(now) + self._handle(event, now)
 
     def next_deadline(self) -> float | None:
         """When to send `DeadlinePassed` at the latest, or None while nothing can be due."""
-        return self._deadlines.next()
-
-    @property
-    def deadline_bound(self) -> float | None:
-        """No deadline is before this; it costs no search."""
-        return self._deadlines.bound
+        return self.deadlines.next()
 
     def _handle(self, event: Any, now: float) -> list[C]:
         """Apply ``event``; nothing is due."""
@@ -233,12 +227,6 @@ class Table(Generic[K, N, L, C]):
         """The entries of this name, live or among the last retired, the oldest first."""
         retired = [self.retired[key] for key in self._retired_as.get(name, ())]
         return retired + [one for one in self.live.values() if name in self._names_of(one)]
-
-    def note_told(self, key: K, told_at: float, now: float) -> None:
-        """Who began an entry says when it was told of the end; nothing follows from that."""
-        entry = self.find(key)
-        if entry is not None:
-            entry.story.told = told_at, now
 
     def newest(self, number: int) -> list[N]:
         """At most so many entries, the newest first, and live ones before the others."""
@@ -258,14 +246,15 @@ class Table(Generic[K, N, L, C]):
         """``event`` has made a new entry, and leads to ``commands``."""
         self.live[entry.key] = entry
         entry.story.note(now, event, entry.state, commands)
-        self._deadlines.set(entry.key, entry.due_at)
+        self.deadlines.set(entry.key, entry.due_at)
 
     def _apply(self, entry: N, event: object, now: float) -> list[C]:
-        transition = self.transitions[entry.state, type(event)]
+        transition = self.transitions[entry.state, kind_of(event)]
         commands: list[C] = transition.handler(entry, event, Context(now, self.limits))
         entry.story.note(now, event, entry.state, commands)
-        self._deadlines.set(entry.key, None if entry.is_over else entry.due_at)
-        if entry.is_over and entry.key in self.live:
+        is_over = entry.is_over
+        self.deadlines.set(entry.key, None if is_over else entry.due_at)
+        if is_over and entry.key in self.live:
             self._retire(entry)
         return commands
 
@@ -275,7 +264,7 @@ class Table(Generic[K, N, L, C]):
     def _expire(self, now: float) -> list[C]:
         """Whatever is due by ``now``, the earliest first."""
         commands: list[C] = []
-        for key in self._deadlines.pop_due(now):
+        for key in self.deadlines.pop_due(now):
             commands += self._apply(self.live[key], DeadlinePassed(), now)
         return commands
 

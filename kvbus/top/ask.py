@@ -8,11 +8,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvbus.agent.http.redirects import opener
 from kvbus.errors import ConfigError, PeerLost
-from kvbus.protocol.live import Live
+from kvbus.protocol.status import Live
 
 MAX_BYTES = 16 << 20
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """None: the answer is the redirect, an `HTTPError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ class HttpAgent:
     def look(self, *, timeout_s: float) -> Live:
         """What it says now; raises `PeerLost` that says why there is nothing."""
         wanted = urllib.request.Request(f"{self.url}/live")  # noqa: S310 - http or https
-        direct = opener(urllib.request.ProxyHandler({}))  # no proxy is shown the token
+        # Neither a proxy nor the target of a redirect is shown the token.
+        direct = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
         if self.token:
             wanted.add_header("Authorization", f"Bearer {self.token}")
         try:

@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 from rich.live import Live as Screen
 
-from kvbus.agent.process.config import AgentConfig
-from kvbus.agent.process.config_sources import gather
+from kvbus.agent.config import AgentConfig
+from kvbus.agent.sources import gather
 from kvbus.console import Console
 from kvbus.errors import ConfigError, PeerLost
 from kvbus.output import fail, write_json
-from kvbus.protocol.live import Live
+from kvbus.protocol.status import Live
 from kvbus.top.ask import HttpAgent
 from kvbus.top.figures import Between
 from kvbus.top.screen import View, screen

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvbus.histograms import added_counts, histogram_quantile
-from kvbus.protocol.live import Live
+from kvbus.protocol.status import Live
 
 Samples = Mapping[str, float]
 

@@ -73,10 +73,7 @@ def _role(view: Between) -> str:
 
 
 def _state(view: Between) -> str:
-    status = view.now.status
-    if status.draining:
-        return "draining"
-    return "replaced" if status.successor else "serving"
+    return "draining" if view.now.status.draining else "serving"
 
 
 def _failed(view: Between) -> str:

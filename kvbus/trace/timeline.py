@@ -1,8 +1,8 @@
 """The spans of all agents on one clock, and where the time of the request went (pure).
 
     offer     ├ open ────────┤├ sealed ─────────────────────────────────────────┤
-    fetch             ├ asked ┤├ claiming ┤├ waiting ┤├ reading ┤├ confirming ┤├ telling ┤
-    the time  ├ open ┤├ asked ┤├ claiming ┤├ waiting ┤├ reading ┤├ confirming ┤├ telling ┤
+    fetch             ├ asked ┤├ claiming ┤├ waiting ┤├ reading ┤├ taking ┤
+    the time  ├ open ┤├ asked ┤├ claiming ┤├ waiting ┤├ reading ┤├ taking ┤
 
 What the fetch does counts before what the offer does at the same time: the decode engine waits for
 the fetch.
@@ -16,6 +16,7 @@ from itertools import pairwise
 from msgspec import structs
 
 from kvbus.clocks import ClockOffset
+from kvbus.errors import ErrorCode
 from kvbus.protocol.trace import Span, Traced
 
 FETCH, OFFER, AWAITED, PENDING = "fetch", "offer", "awaited", "pending"
@@ -28,16 +29,14 @@ PHRASES = {
         "claiming": "waiting for the lease of the offer",
         "waiting": "waiting for prefill to compute",
         "reading": "reading",
-        "confirming": "asking whether the bytes are good",
+        "taking": "asking whether the bytes are good",
         "draining": "waiting for reads of a fetch that has ended",
-        "telling": "on the way from the decode agent to its engine",
         "forgotten": "steps that the agent does not keep",
     },
     OFFER: {
         "asked": "on the way from the prefill engine to its agent",
         "open": "computing the prompt, before a decode engine asked for it",
         "sealed": "ready, but nobody fetched it",
-        "telling": "on the way from the prefill agent to its engine",
         "forgotten": "steps that the agent does not keep",
     },
     PENDING: {PENDING: "waiting in the decode engine for its turn"},
@@ -165,3 +164,30 @@ def _closed(agent: AgentTrace, now_s: float) -> AgentTrace:
     spans = agent.spans
     closed = (structs.replace(one, end_s=now_s) if one.end_s is None else one for one in spans)
     return replace(agent, spans=tuple(closed))
+
+
+def failure_of(timeline: Timeline) -> str:
+    """How the last fetch that failed did, when, and in which stage; empty when none failed."""
+    fetches = sorted(_fetches(timeline), key=lambda spans: spans[0].start_s)
+    failed = [spans for spans in fetches if spans[0].error]
+    if not failed:
+        return ""
+    whole, *parts = failed[-1]
+    stage = next((one for one in parts if one.depth == 1 and one.error), None)
+    after_ms = (end_of(stage or whole) - whole.start_s) * 1e3
+    where = f" ({stage.name})" if stage else ""
+    cancelled = whole.error.startswith(f"{ErrorCode.CANCELLED}:")
+    how = "was cancelled" if cancelled else "failed"
+    who = f"the fetch {how}"
+    if len(fetches) > 1:
+        who = f"{len(failed)} of {len(fetches)} fetches failed, the last"
+    return f"{who} after {after_ms:.3f} ms{where}: {whole.error}"
+
+
+def _fetches(timeline: Timeline) -> Iterator[Sequence[Span]]:
+    """The spans of each fetch, itself first."""
+    for agent in timeline.agents:
+        begins = [n for n, span in enumerate(agent.spans) if span.depth == 0]
+        for begin, end in zip(begins, [*begins[1:], None], strict=True):
+            if agent.spans[begin].name == FETCH:
+                yield agent.spans[begin:end]

@@ -32,7 +32,7 @@ class Line:
         return next((span.error for span in reversed(self.spans) if span.error), "")
 
 
-def waterfall(timeline: Timeline, *, width: int) -> Table:
+def draw_waterfall(timeline: Timeline, *, width: int) -> Table:
     """The table; ``width`` is that of the terminal. Where that is short, names are folded."""
     lines = [(agent, list(_lines(agent.spans))) for agent in timeline.agents]
     labels = [line.label for _, some in lines for line in some]

@@ -1,7 +1,7 @@
 """Moves bytes between agents: the only package that imports nixl."""
 
 from kvbus.transport.bare_pair import LONG_BYTES
-from kvbus.transport.calibration import Area, fit_reads, measure_reads, measure_wire
+from kvbus.transport.calibration import Area, measure_wire
 from kvbus.transport.delivery import Deliver, OnEnd
 from kvbus.transport.lane import Lane, ReadJob
 from kvbus.transport.metadata import PeerMetadata
@@ -39,7 +39,5 @@ __all__ = [
     "TransportLimits",
     "TransportStats",
     "check_rows",
-    "fit_reads",
-    "measure_reads",
     "measure_wire",
 ]

@@ -1,14 +1,9 @@
-"""Measures what NIXL's READs cost on this machine, between two agents made for it in this process.
+"""Measures how fast NIXL's READs are between two kinds of memory on this machine.
 
-Both are closed, with their memory, before it returns.
-
-UCX moves bytes between them as between processes of one machine that share memory (tried: CMA for
-both), or over TCP where that is what it is told to use, so these are the figures of a peer on this
-machine. A peer on another machine has a slower wire: observation corrects that.
+It makes two agents for that in this process; both are closed, with their memory, before it returns.
 """
 
 import contextlib
-import mmap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,17 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
 from kvbus.errors import ErrorCode, LocalError, TransferFailed
 from kvbus.transport.bare_pair import LONG_BYTES, moved_rows, spaced_rows
 from kvbus.transport.slicing import Rows
 from kvbus.transport.transport import Transport
 from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus
 
-MANY = 2048
-"""One slice of descriptors."""
-MANY_BYTES, MANY_STRIDE_BYTES = 64, 4096
 ROUNDS = 5
 CLOSE_TIMEOUT_S = 2.0
 
@@ -43,44 +33,6 @@ class Area:
     memory: MemoryKind
     owner: object
 
-    # An agent measures while it starts, and is to be small then. So this is one long descriptor
-    # only, of which a cache may hold some; observation corrects that. It is mapped, not allocated:
-    # the C library keeps freed memory of this size for itself.
-    @classmethod
-    def in_host(cls) -> "Area":
-        """Ones: untouched zeros would all be one page, which the cache holds."""
-        mapped = mmap.mmap(-1, LONG_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        ones = np.frombuffer(mapped, np.uint8)
-        ones[:] = 1
-        return cls(ones.ctypes.data, ones.size, 0, "DRAM", ones)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRates:
-    """What READs cost here: seconds = per read + descriptors x per descriptor + bytes / wire."""
-
-    seconds_per_read: float
-    seconds_per_descriptor: float
-    wire_bytes_per_s: float
-
-
-def measure_reads(name: str, *, timeout_s: float = 1.0, budget_s: float = 0.2) -> ReadRates:
-    """Measure, waiting: some 0.1 s, 0.25 over TCP, 0.4 more for the first agents of a process.
-
-    ``name`` contains the boot id. Rounds end after ``budget_s``, the first excepted; the fastest
-    counts. Raises `LocalError` (timeout) after ``timeout_s``, `TransferFailed`, `SegmentError`.
-    """
-    deadline = time.perf_counter() + timeout_s
-    with _pair(name, deadline, Area.in_host(), Area.in_host()) as pair:
-        pair.measure()  # connects, and takes the faults of pages
-        stop_at = time.perf_counter() + budget_s
-        best = pair.measure()
-        for _ in range(ROUNDS - 1):
-            if time.perf_counter() > stop_at:
-                break
-            best = [min(times) for times in zip(best, pair.measure(), strict=True)]
-    return fit_reads(few_s=best[0], many_s=best[1], long_s=best[2])
-
 
 def measure_wire(name: str, to: Area, at: Area, *, timeout_s: float = 10.0) -> float:
     """Bytes per second of long READs between two areas: the best of a few rounds.
@@ -90,21 +42,6 @@ def measure_wire(name: str, to: Area, at: Area, *, timeout_s: float = 10.0) -> f
     with _pair(name, time.perf_counter() + timeout_s, to, at) as pair:
         pair.long_s()  # connects, and takes the faults of pages
         return LONG_BYTES / min(pair.long_s() for _ in range(ROUNDS))
-
-
-def fit_reads(*, few_s: float, many_s: float, long_s: float) -> ReadRates:
-    """Rates from the times of one short descriptor, of `MANY` short ones and of one long one.
-
-    The time of a short one is what every read costs; of a noisy measurement that says that this
-    is more than half of the others', half is taken.
-    """
-    many_alone_s = max(many_s - few_s, many_s / 2)
-    long_alone_s = max(long_s - few_s, long_s / 2)
-    return ReadRates(
-        seconds_per_read=few_s,
-        seconds_per_descriptor=many_alone_s / MANY,
-        wire_bytes_per_s=LONG_BYTES / long_alone_s,
-    )
 
 
 class _Pair:
@@ -123,12 +60,6 @@ class _Pair:
             self._wait(future)
         metadata = self._wait(self._target.metadata())
         self._peer = self._wait(self._reader.add_peer(metadata))
-
-    def measure(self) -> list[float]:
-        """Seconds of one short descriptor, of `MANY`, and of a long one, the mean of all places."""
-        few, many = spaced_rows(1, 1), spaced_rows(MANY, MANY_BYTES, MANY_STRIDE_BYTES)
-        long_s = self.long_s()
-        return [self.read_s(few), self.read_s(many), long_s]
 
     def long_s(self) -> float:
         """Seconds of one long descriptor, the mean of all places."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbus.errors import RemoteError
-from kvbus.table import Turns, UrgentFirst
+from kvbus.table import FairQueue, Key
 from kvbus.transport.nixl_agent import Handle
 from kvbus.transport.slicing import Rows, Slices
 from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus
@@ -12,13 +12,13 @@ from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ReadJob:
-    """A read as the scheduler sees it."""
+    """A read as the scheduler sees it; short ones take turns with long ones by ``turn``."""
 
     peer: str
     slices: Slices
     kinds: tuple[MemoryKind, MemoryKind]
     on_end: Callable[[ReadOutcome], None]
-    priority: int = 0
+    turn: Key
     outstanding: int = 0
     queued: bool = False
     aborted: bool = False
@@ -75,45 +75,10 @@ class Slice:
     num_bytes: int
 
 
-class _FairQueue:
-    """Two queues that are served alternately, so a short read waits for one long slice at most.
-
-    While one has a more urgent read than the other, it comes first in all but the fair turns.
-    """
-
-    __slots__ = ("_long", "_short", "_short_is_next", "_turns")
-
-    def __init__(self) -> None:
-        self._short: UrgentFirst[ReadJob] = UrgentFirst()
-        self._long: UrgentFirst[ReadJob] = UrgentFirst()
-        self._short_is_next = True
-        self._turns = Turns()
-
-    def __bool__(self) -> bool:
-        return bool(self._short or self._long)
-
-    def add(self, item: ReadJob, *, short: bool) -> None:
-        """Put ``item`` at the end of its queue."""
-        (self._short if short else self._long).add(item, item.priority)
-
-    def take(self) -> ReadJob | None:
-        """The next one, or None when nobody waits."""
-        first, second = self._short, self._long
-        if not self._short_is_next:
-            first, second = second, first
-        if not first and not second:
-            return None
-        is_fair = self._turns.next_is_fair()
-        if not first or (second and not is_fair and second.priority > first.priority):
-            first = second
-        self._short_is_next = first is self._long
-        return first.take(fair=is_fair)
-
-
 @dataclass(slots=True, eq=False)
 class Lane:
     """The reads from one peer: a stopped peer holds up nobody but itself."""
 
-    waiting: _FairQueue = field(default_factory=_FairQueue)
+    waiting: FairQueue[ReadJob] = field(default_factory=FairQueue)
     posted: list[Slice] = field(default_factory=list)
     posted_bytes: int = 0

@@ -124,27 +124,26 @@ class ReadScheduler:
     def _queue(self, lane: Lane, job: ReadJob) -> None:
         if job.wants_post and not job.queued and job.outstanding < self._limits.slices_per_read:
             job.queued = True
-            short = job.slices.num_bytes <= self._limits.short_read_bytes
-            lane.waiting.add(job, short=short)
+            lane.waiting.add(job.turn, job)
 
     # Who posts next is decided twice:
     #
-    #     step ─┬▶ lane of peer A ─┬▶ short reads, in turn ─┐ alternately; a lane posts one slice
-    #           │                  └▶ long reads, in turn  ─┘ a step, then its handles are polled
+    #     step ─┬▶ lane of peer A ─┬▶ short reads, as they came ─┐ in turn; a lane posts one slice a
+    #           │                  └▶ long reads, as they came  ─┘ step, then its handles are polled
     #           └▶ lane of peer B ...
     #
     # A lane is held up when its peer has enough outstanding, so a peer that is stopped holds up
     # nobody else. A read waits in its lane once at a time and has few slices posted: after a slice
     # it goes to the end of its queue, so long reads share the wire, and a short one waits for a
-    # slice of one long read, not of each. More urgent reads of a lane come first, but not in each
-    # turn, so that none waits for ever.
+    # slice of one long read, not of each. More urgent reads of a lane come first (`kvbus.table`).
     def _post_next(self, lane: Lane) -> bool:
         limits = self._limits
         if self.held:
             return False
         if len(lane.posted) >= limits.slices_per_peer or lane.posted_bytes >= limits.bytes_per_peer:
             return False
-        while (job := lane.waiting.take()) is not None:
+        while (taken := lane.waiting.take()) is not None:
+            _, job = taken
             job.queued = False
             if job.wants_post:
                 self._post(lane, job)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
+from kvbus.table import Key
 from kvbus.transport.delivery import Deliver, Delivery, OnEnd, deliver_inline
 from kvbus.transport.lane import ReadJob
 from kvbus.transport.nixl_agent import NixlAgent, load_backend
@@ -170,12 +171,13 @@ class Transport:
         check_rows(local, remote)
         if self._num_started - self._num_ended >= self.limits.max_reads:
             raise LocalError("too many reads", code=ErrorCode.BUSY, max_reads=self.limits.max_reads)
+        slices = self._slices(local, remote)
         job = ReadJob(
             peer=peer,
-            slices=self._slices(local, remote),
+            slices=slices,
             kinds=(local_memory, remote_memory),
             on_end=on_end,
-            priority=priority,
+            turn=Key(slices.num_bytes <= self.limits.short_read_bytes, priority),
         )
         self._started()
         self._num_started += 1

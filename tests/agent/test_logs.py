@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import structlog
-from kvbus.agent.process.logs import configure_logs
+from kvbus.agent.observe import configure_logs
 configure_logs(level="info", style="{style}", agent="name")
 log = structlog.get_logger()
 log.debug("nothing.said")

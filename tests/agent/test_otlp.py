@@ -1,8 +1,11 @@
-"""What has ended is sent in the background, and kept or dropped while the collector is away."""
+"""What has ended is sent in the background, and kept or dropped while the collector is away.
+
+That both agents send the spans of an engine's trace is shown in `tests/process/test_observed.py`.
+"""
 
 import socket
-import time
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,7 +13,7 @@ import anyio
 import pytest
 import structlog
 
-from kvbus.agent import HEADERS, SETTLE_S, Answer, Collector, SpanOutbox, SpanSender
+from kvbus.agent import HEADERS, SpanSender
 from kvbus.errors import ConfigError
 from kvbus.protocol import Span
 from tests.agents import until
@@ -19,9 +22,16 @@ from tests.collector import collecting
 pytestmark = pytest.mark.anyio
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-RESOURCE = {"service.name": "kvbus-test"}
+VALUES: dict[str, str | int | float] = {
+    "zero": 0,
+    "two bytes": 128,
+    "large": 2**62 + 12_345,
+    "half": 0.5,
+    "long": "é" * 9000,
+    "empty": "",
+}
 SPANS = (
-    Span("fetch", 1.0, 4.0, attributes={"num_bytes": 7, "path": "direct"}),
+    Span("fetch", 1.0, 4.0, attributes=VALUES),
     Span("claiming", 1.0, 2.0, 1),
     Span("reading", 2.0, 4.0, 1),
     Span("READ", 2.0, 3.5, 2, "leg 0", "timeout: no answer"),
@@ -31,41 +41,44 @@ SPANS = (
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pauses are short."""
-    monkeypatch.setattr("kvbus.agent.otlp.sender.PERIOD_S", 0.02)
+    monkeypatch.setattr("kvbus.agent.otlp.PERIOD_S", 0.02)
 
 
 @pytest.fixture
-def said() -> Any:
+def said() -> Iterator[list[Any]]:
+    """What is logged."""
     with structlog.testing.capture_logs() as lines:
         yield lines
 
 
-@asynccontextmanager
-async def sends(outbox: SpanOutbox, endpoint: str, **environment: str) -> AsyncIterator[None]:
-    def at_once(call: Callable[[], None]) -> None:
-        call()
+def at_once(call: Callable[[], None]) -> None:
+    call()
 
-    sender = SpanSender(outbox, Collector(endpoint, environment), RESOURCE, at_once)
+
+@asynccontextmanager
+async def sending_to(endpoint: str) -> AsyncIterator[SpanSender]:
+    sender = SpanSender(endpoint, {"service.name": "test"}, at_once)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(sender.run)
-        yield
+        yield sender
         tasks.cancel_scope.cancel()
 
 
-def put(outbox: SpanOutbox, traceparent: str = "", offer_id: str = "o") -> None:
-    outbox.put(lambda: SPANS, offer_id, traceparent)
+def put(sender: SpanSender, traceparent: str = "", offer_id: str = "o") -> None:
+    sender.put(lambda: SPANS, offer_id, traceparent)
 
 
-def events(said: list[Any]) -> list[str]:
-    return [line["event"] for line in said]
+def counts(sender: SpanSender) -> tuple[float, float]:
+    """The handoffs that were sent, and those that were dropped."""
+    readings = sender.readings()
+    return readings["otlp_handoffs"], readings["otlp_dropped"]
 
 
-async def test_each_span_is_a_child_of_the_one_that_it_is_a_part_of() -> None:
-    outbox = SpanOutbox()
+async def test_each_span_is_a_child_of_the_one_that_it_is_a_part_of_with_its_values() -> None:
     with collecting() as collector:
-        async with sends(outbox, collector.endpoint):
-            put(outbox, f"00-{TRACE}-{PARENT}-01")
-            await until(lambda: outbox.num_sent == 1)
+        async with sending_to(collector.endpoint) as sender:
+            put(sender, f"00-{TRACE}-{PARENT}-01")
+            await until(lambda: counts(sender) == (1, 0))
 
     by_name = {span.name: span for span in collector.spans}
     ids = {name: span.span_id for name, span in by_name.items()}
@@ -77,43 +90,23 @@ async def test_each_span_is_a_child_of_the_one_that_it_is_a_part_of() -> None:
     }
     assert {span.trace_id for span in collector.spans} == {TRACE}
     assert len(set(ids.values())) == len(SPANS)
-    assert by_name["fetch"].attributes == {"kvbus.num_bytes": 7, "kvbus.path": "direct"}
-    assert by_name["READ"].attributes == {"kvbus.about": "leg 0"}
-    assert by_name["READ"].error == "timeout: no answer"
-    assert by_name["fetch"].resource == RESOURCE
-    assert by_name["fetch"].end_ns - by_name["fetch"].start_ns == 3_000_000_000
+    fetch, read = by_name["fetch"], by_name["READ"]
+    assert fetch.attributes == {f"kvbus.{name}": value for name, value in VALUES.items()}
+    assert (read.attributes, read.error) == ({"kvbus.about": "leg 0"}, "timeout: no answer")
+    assert fetch.resource == {"service.name": "test"}
+    assert fetch.end_ns - fetch.start_ns == 3_000_000_000
 
 
-async def test_values_of_any_kind_and_size_arrive_as_they_are() -> None:
-    outbox = SpanOutbox()
-    values: dict[str, str | int | float] = {
-        "zero": 0,
-        "small": 127,
-        "two bytes": 128,
-        "large": 2**62 + 12_345,
-        "half": 0.5,
-        "long": "é" * 9000,
-        "empty": "",
-    }
+async def test_a_trace_is_made_of_the_offer_where_there_is_none_and_not_sent_if_not_sampled() -> (
+    None
+):
     with collecting() as collector:
-        async with sends(outbox, collector.endpoint):
-            outbox.put(lambda: [Span("fetch", 0.0, 1.0, attributes=values)], "o")
-            outbox.put(lambda: [Span("fetch", 0.0, 1.0, 0, "\ud800", "\ud800")], "o")
-            await until(lambda: outbox.num_sent == 2)
-
-    whole, broken = collector.spans
-    assert whole.attributes == {f"kvbus.{name}": value for name, value in values.items()}
-    assert (broken.attributes["kvbus.about"], broken.error) == ("?", "?")
-
-
-async def test_without_a_trace_both_agents_make_the_same_out_of_the_offer() -> None:
-    outbox = SpanOutbox()
-    with collecting() as collector:
-        async with sends(outbox, collector.endpoint):
-            put(outbox, "", offer_id=TRACE)
-            put(outbox, "wrong", offer_id="of somebody else")
-            put(outbox, "", offer_id="of somebody else")
-            await until(lambda: outbox.num_sent == 3)
+        async with sending_to(collector.endpoint) as sender:
+            put(sender, "", offer_id=TRACE)
+            put(sender, f"00-{PARENT}{PARENT}-{PARENT}-00")
+            put(sender, "wrong", offer_id="of somebody else")
+            put(sender, "", offer_id="of somebody else")
+            await until(lambda: counts(sender) == (3, 0))
 
     roots = [span for span in collector.spans if span.name == "fetch"]
     assert [root.parent_id for root in roots] == ["", "", ""]
@@ -121,136 +114,96 @@ async def test_without_a_trace_both_agents_make_the_same_out_of_the_offer() -> N
     assert roots[1].trace_id == roots[2].trace_id != TRACE
 
 
-async def test_a_trace_that_is_not_sampled_is_not_sent() -> None:
-    outbox = SpanOutbox()
-    with collecting() as collector:
-        async with sends(outbox, collector.endpoint):
-            put(outbox, f"00-{TRACE}-{PARENT}-00")
-            put(outbox)
-            await until(lambda: outbox.num_sent == 1)
-
-    assert TRACE not in {span.trace_id for span in collector.spans}
-
-
-async def test_a_collector_that_is_away_is_said_once_and_gets_all_when_it_is_back(
+async def test_a_collector_that_is_away_for_a_moment_is_logged_and_gets_all_when_it_is_back(
     said: list[Any],
 ) -> None:
-    outbox = SpanOutbox()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    async with sends(outbox, f"http://127.0.0.1:{port}"):
-        put(outbox)
+    async with sending_to(f"http://127.0.0.1:{port}") as sender:
+        put(sender)
         await until(lambda: said)
-        put(outbox)
-        await anyio.sleep(0.2)
-        away = events(said)
+        put(sender)
         with collecting(port) as collector:
-            await until(lambda: outbox.num_sent == 2)
+            await until(lambda: counts(sender) == (2, 0))
 
-    assert away == ["collector.unreachable"]
-    assert events(said) == ["collector.unreachable", "collector.reached"]
+    assert said[0]["event"] == "spans.unsent"
     assert "Connection refused" in said[0]["reason"]
     assert len(collector.spans) == 2 * len(SPANS)
 
 
-async def test_a_collector_that_has_no_time_is_asked_again() -> None:
-    outbox = SpanOutbox()
-    with collecting() as collector:
-        collector.status = 503
-        async with sends(outbox, collector.endpoint):
-            put(outbox)
-            await until(lambda: len(collector.headers) >= 2)
-            collector.status = 200
-            await until(lambda: outbox.num_sent == 1)
-
-    assert outbox.num_dropped == 0
-
-
-async def test_what_a_collector_refuses_is_dropped(said: list[Any]) -> None:
-    outbox = SpanOutbox()
-    with collecting() as collector:
-        collector.status = 401
-        async with sends(outbox, collector.endpoint):
-            put(outbox)
-            await until(lambda: outbox.num_dropped == 1)
-
-    assert len(collector.headers) == 1
-    assert said[0]["reason"] == "HTTP status 401"
-
-
-async def test_spans_that_cannot_be_made_are_lost_alone(said: list[Any]) -> None:
-    outbox = SpanOutbox()
-
+async def test_what_is_refused_or_cannot_be_made_is_lost_alone(said: list[Any]) -> None:
     def fails() -> list[Span]:
         raise ValueError
 
     with collecting() as collector:
-        async with sends(outbox, collector.endpoint):
-            outbox.put(fails, "o")
-            await until(lambda: outbox.num_dropped == 1)
-            put(outbox)
-            await until(lambda: outbox.num_sent == 1)
+        async with sending_to(collector.endpoint) as sender:
+            sender.put(fails, "o")
+            put(sender)
+            await until(lambda: counts(sender) == (1, 1))
+            collector.status = 401
+            put(sender)
+            await until(lambda: counts(sender) == (1, 2))
+            collector.status = 200
+            put(sender)
+            await until(lambda: counts(sender) == (2, 2))
 
-    assert events(said) == ["spans.failed"]
-
-
-def test_what_does_not_fit_is_dropped_and_counted() -> None:
-    outbox = SpanOutbox(max_waiting=2)
-    for _ in range(5):
-        put(outbox)
-
-    assert outbox.readings() == {"otlp_handoffs": 0, "otlp_dropped": 3}
-    assert len(outbox.take(9, settled_by=float("inf"))) == 2
+    assert said[0]["event"] == "spans.failed"
+    assert "401" in said[1]["reason"]
 
 
-def test_what_has_just_ended_waits_as_the_engine_may_say_when_it_was_told() -> None:
-    outbox, began_at = SpanOutbox(), time.monotonic()
-    put(outbox)
-    ended_at = time.monotonic()
+async def test_what_does_not_fit_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbus.agent.otlp.MAX_WAITING", 2)
+    monkeypatch.setattr("kvbus.agent.otlp.MAX_BATCH", 2)
+    goes_on = threading.Event()
 
-    assert outbox.take(9, settled_by=began_at + SETTLE_S / 2) == []
-    assert len(outbox.take(9, settled_by=ended_at + SETTLE_S)) == 1
+    def wait() -> tuple[Span, ...]:
+        goes_on.wait(60)
+        return SPANS
 
-
-async def test_what_waits_at_the_end_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbus.agent.otlp.sender.PERIOD_S", 60.0)
-    outbox = SpanOutbox()
     with collecting() as collector:
-        async with sends(outbox, collector.endpoint):
-            put(outbox)
+        async with sending_to(collector.endpoint) as sender:
+            for _ in range(5):
+                sender.put(wait, "o")
+            assert counts(sender) == (0, 3)
+            goes_on.set()
+            await until(lambda: counts(sender) == (2, 3))
 
+
+async def test_what_waits_at_the_end_is_sent_with_the_headers_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbus.agent.otlp.PERIOD_S", 60.0)
+    monkeypatch.setenv(HEADERS[0], "Authorization=Basic%20abc, x-tenant = one")
+    with collecting() as collector:
+        async with sending_to(collector.endpoint) as sender:
+            put(sender)
+
+    (headers,) = collector.headers
     assert len(collector.spans) == len(SPANS)
-
-
-async def test_headers_come_from_the_environment() -> None:
-    outbox = SpanOutbox()
-    given = "Authorization=Basic%20abc, x-tenant = one"
-    with collecting() as collector:
-        async with sends(outbox, collector.endpoint, OTEL_EXPORTER_OTLP_HEADERS=given):
-            put(outbox)
-            await until(lambda: outbox.num_sent == 1)
-
-    assert collector.headers[0]["Authorization"] == "Basic abc"
-    assert collector.headers[0]["X-Tenant"] == "one"
+    assert (headers["authorization"], headers["x-tenant"]) == ("Basic abc", "one")
 
 
 @pytest.mark.parametrize("headers", ["x-key=sec%0Aret", "x key=secret", "x-key=secr%E2%82%ACet"])
 @pytest.mark.parametrize("variable", HEADERS)
 def test_a_header_that_cannot_be_sent_is_refused_at_the_start_and_not_told(
-    variable: str, headers: str
+    monkeypatch: pytest.MonkeyPatch, variable: str, headers: str
 ) -> None:
+    monkeypatch.setenv(variable, f"fine=yes,{headers}")
+
     with pytest.raises(ConfigError, match=variable) as refused:
-        Collector("http://127.0.0.1:4318", {variable: f"fine=yes,{headers}"})
+        SpanSender("http://127.0.0.1:4318", {}, at_once)
 
     assert "header 2" in refused.value.message
     assert "sec" not in refused.value.message
 
 
-def test_a_redirect_is_a_refusal_and_its_target_is_not_asked() -> None:
+async def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HEADERS[0], "x-key=secret")
     with collecting() as collector, collecting() as elsewhere:
         collector.redirects_to = elsewhere.endpoint
-        answer = Collector(collector.endpoint, {HEADERS[0]: "x-key=secret"}).post(b"")
+        async with sending_to(collector.endpoint) as sender:
+            put(sender)
+            await until(lambda: sum(counts(sender)) == 1)
 
-    assert answer == (Answer.REFUSED, "HTTP status 302")
     assert len(collector.headers) == 1
     assert elsewhere.headers == []

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import json, sys, {module}
-from kvbus.agent.process.logs import configure_logs
+from kvbus.agent.observe import configure_logs
 configure_logs(level="info", style="console", agent="a")
 print(json.dumps([name for name in ("torch", "rich.console") if name in sys.modules]))
 """

@@ -5,19 +5,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NoReturn
 
 import anyio
-import anyio.lowlevel
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvbus.agent import Copiers, FairThreads, Job, LocalEngine, Work
+from kvbus.agent import Copiers, FairThreads, Job, LocalEngine
 from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.table import Key
 from tests.agents import WITHIN_S, until
 from tests.engines import make_spec
 
-pytestmark = pytest.mark.anyio
-
-STOPPED = LocalError("stopped", code=ErrorCode.CANCELLED)
+STOPPED, FAILED = LocalError("stopped", code=ErrorCode.CANCELLED), ValueError("of a job or a plan")
 
 
 @dataclass
@@ -48,195 +49,131 @@ class Log:
         more = [self.job(f"{name} {number}") for number in range(1, count)]
         return [self.held_job(f"{name} 0"), *more]
 
+    async def over(self, num_works: int) -> None:
+        """The gate opens; returns when so many works have ended."""
+        self.gate.set()
+        await until(lambda: len(self.ends) >= num_works)
+
 
 def fair_threads(num_threads: int = 1) -> FairThreads:
     return FairThreads(asyncio.get_running_loop(), num_threads=num_threads)
 
 
-async def test_a_small_work_waits_for_one_job_of_a_large_one() -> None:
+def fail() -> NoReturn:
+    raise FAILED
+
+
+WORKS = st.tuples(
+    st.booleans(), st.integers(0, 20), st.none() | st.integers(0, 20), st.integers(-1, 2)
+)
+"""Whether it is planned in a thread, how many jobs it has, which one fails, how urgent it is."""
+
+
+@given(works=st.lists(WORKS, max_size=6), num_threads=st.sampled_from([1, 2, 5]))
+def test_every_work_does_its_jobs_once_and_ends_once_by_the_first_that_fails(
+    works: list[tuple[bool, int, int | None, int]], num_threads: int
+) -> None:
+    log = Log()
+
+    async def run() -> None:
+        threads = fair_threads(num_threads)
+        for number, (planned, count, failing, priority) in enumerate(works):
+            jobs, turn = [log.job(f"{number}") for _ in range(count)], Key(number % 4, priority)
+            if failing is not None:
+                jobs.insert(failing, fail)
+            if planned:
+                threads.start_planned(turn, partial(list, jobs), log.end(f"{number}"))
+            else:
+                threads.start(turn, jobs, log.end(f"{number}"))
+        threads.start_planned(Key("no plan"), fail, log.end("no plan"))
+        await log.over(len(works) + 1)
+
+    anyio.run(run)
+
+    assert len(log.ends) == len(works) + 1
+    ends = dict(log.ends)
+    assert ends["no plan"] is FAILED
+    for number, (_, count, failing, _) in enumerate(works):
+        assert ends[f"{number}"] == (None if failing is None else FAILED)
+        num_done = log.done.count(f"{number}")
+        least = count if failing is None else min(failing, count)
+        assert least <= num_done <= min(count, least + num_threads * (failing is not None))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("planned", [True, False])
+async def test_a_stopped_work_begins_no_further_job_and_ends_after_the_one_that_runs(
+    planned: bool,
+) -> None:
     log, threads = Log(), fair_threads()
-    threads.start_planned(lambda: log.jobs("large", 9), log.end("large"))
-    await until(log.begun.is_set)
-
-    threads.start([log.job("small")], log.end("small"))
-    log.gate.set()
-    await until(lambda: len(log.ends) == 2)
-
-    assert log.done[:3] == ["large 0", "small", "large 1"]
-    assert log.ends == [("small", None), ("large", None)]
-
-
-async def test_a_stopped_work_begins_no_further_job_and_ends_after_the_one_that_runs() -> None:
-    log, threads = Log(), fair_threads()
-    work = threads.start_planned(lambda: log.jobs("large", 9), log.end("large"))
+    jobs = [log.job("first"), *log.jobs("held", 9)]
+    if planned:
+        work = threads.start_planned(Key("large"), lambda: jobs, log.end("large"))
+    else:
+        work = threads.start(Key("large"), jobs, log.end("large"))
     await until(log.begun.is_set)
 
     work.stop(STOPPED)
-    await anyio.lowlevel.checkpoint()
+    await anyio.wait_all_tasks_blocked()
     ended_before = list(log.ends)
-    log.gate.set()
-    await until(lambda: log.ends)
+    await log.over(1)
 
     assert ended_before == []
-    assert log.done == ["large 0"]
+    assert log.done == ["first", "held 0"]
     assert log.ends == [("large", STOPPED)]
 
 
-async def test_a_work_of_several_jobs_that_is_stopped_between_two_ends_with_the_one_that_runs() -> (
-    None
-):
+@pytest.mark.anyio
+async def test_a_small_work_waits_for_one_job_of_a_large_one() -> None:
     log, threads = Log(), fair_threads()
-    jobs = [log.job("first"), log.held_job("second"), log.job("third")]
-    work = threads.start(jobs, log.end("copy"))
+    threads.start_planned(Key("large"), lambda: log.jobs("large", 9), log.end("large"))
     await until(log.begun.is_set)
 
-    work.stop(STOPPED)
-    log.gate.set()
-    await until(lambda: log.ends)
+    threads.start(Key("small"), [log.job("small")], log.end("small"))
+    await log.over(2)
 
-    assert log.done == ["first", "second"]
-    assert log.ends == [("copy", STOPPED)]
+    assert log.done[:3] == ["large 0", "small", "large 1"]
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-async def test_a_work_of_several_jobs_ends_once_when_all_are_done(num_threads: int) -> None:
-    log, threads = Log(), fair_threads(num_threads)
-
-    threads.start([log.job(name) for name in "abc"], log.end("copy"))
-    await until(lambda: log.ends)
-    threads.start([log.job("after")], log.end("after"))
-    await until(lambda: len(log.ends) == 2)
-
-    assert sorted(log.done) == ["a", "after", "b", "c"]
-    assert log.ends == [("copy", None), ("after", None)]
-
-
-async def test_a_work_that_is_stopped_before_its_turn_is_not_even_planned() -> None:
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("num_urgent", "num_slow", "first_over"), [(8, 20, "urgent"), (80, 3, "slow")]
+)
+async def test_urgent_jobs_are_done_before_those_that_waited_which_have_some_turns_too(
+    num_urgent: int, num_slow: int, first_over: str
+) -> None:
     log, threads = Log(), fair_threads()
-    threads.start([log.held_job("first")], log.end("first"))
-
-    work = threads.start_planned(lambda: log.jobs("late", 2), log.end("late"))
-    work.stop(STOPPED)
-    log.gate.set()
-    await until(lambda: len(log.ends) == 2)
-
-    assert log.done == ["first"]
-
-
-async def test_a_job_that_fails_ends_its_work_and_no_other() -> None:
-    log, threads, failure = Log(), fair_threads(), ValueError("of a job")
-
-    def fail() -> None:
-        raise failure
-
-    threads.start_planned(lambda: [fail, log.job("after")], log.end("failing"))
-    threads.start([log.job("other")], log.end("other"))
-    await until(lambda: len(log.ends) == 2)
-
-    assert log.done == ["other"]
-    assert dict(log.ends) == {"failing": failure, "other": None}
-
-
-async def test_a_plan_that_fails_or_has_no_jobs_ends_the_work() -> None:
-    log, threads, failure = Log(), fair_threads(2), ValueError("of a plan")
-
-    def fail() -> list[Job]:
-        raise failure
-
-    threads.start_planned(fail, log.end("failing"))
-    threads.start_planned(list, log.end("empty"))
-    await until(lambda: len(log.ends) == 2)
-
-    assert dict(log.ends) == {"failing": failure, "empty": None}
-
-
-async def test_jobs_of_one_work_run_on_all_threads_and_it_ends_once_after_the_last() -> None:
-    log, threads = Log(), fair_threads(3)
-    together = threading.Barrier(3)
-    jobs: list[Job] = [lambda: (together.wait(WITHIN_S), None)[1]] * 3
-
-    threads.start_planned(lambda: [*jobs, *(log.job("more") for _ in range(50))], log.end("work"))
-    await until(lambda: log.ends)
-    await anyio.lowlevel.checkpoint()
-
-    assert log.done == ["more"] * 50
-    assert log.ends == [("work", None)]
-
-
-@dataclass
-class EngineCopies:
-    """Copies of three jobs for one engine, the first of which has begun."""
-
-    log: Log
-    copiers: Copiers
-    engine: LocalEngine
-    work: Work | None
-    errors: list[KVBusError | None]
-
-
-async def begun_copies() -> EngineCopies:
-    log, errors = Log(), list[KVBusError | None]()
-    copiers = Copiers(asyncio.get_running_loop(), num_threads=1)
-    engine = LocalEngine(make_spec())
-    work = copiers.start_jobs(lambda: log.jobs("job", 3), errors.append, engine=engine)
+    threads.start(Key("first"), [log.held_job("first")], log.end("first"))
     await until(log.begun.is_set)
-    return EngineCopies(log, copiers, engine, work, errors)
+
+    threads.start_planned(Key("a"), lambda: [log.job("slow")] * num_slow, log.end("slow"))
+    threads.start(Key("a", 1), [log.job("urgent")] * num_urgent, log.end("urgent"))
+    await log.over(3)
+
+    assert log.ends[1] == (first_over, None)
+    assert log.done[1:9].count("slow") <= 2
 
 
+@pytest.mark.anyio
 async def test_an_engine_that_is_lost_gets_no_further_job_and_waits_for_the_one_that_runs() -> None:
-    copies = await begun_copies()
-    quiet = anyio.Event()
+    log, errors, engine = Log(), list[KVBusError | None](), LocalEngine(make_spec())
+    copiers, quiet = Copiers(asyncio.get_running_loop(), num_threads=1), anyio.Event()
+    copiers.start_jobs(Key("a"), lambda: log.jobs("job", 3), errors.append, engine=engine)
+    await until(log.begun.is_set)
 
     async def wait_quiet() -> None:
-        await copies.copiers.quiesce(copies.engine)
+        await copiers.quiesce(engine)
         quiet.set()
 
     async with anyio.create_task_group() as tasks:
-        copies.engine.lost = True
-        copies.copiers.forget(copies.engine)
+        engine.lost = True
+        copiers.forget(engine)
         tasks.start_soon(wait_quiet)
         await anyio.wait_all_tasks_blocked()
         quiet_before = quiet.is_set()
-        copies.log.gate.set()
+        later = copiers.start_jobs(Key("a"), list, errors.append, engine=engine)
+        log.gate.set()
 
-    assert not quiet_before
-    assert copies.log.done == ["job 0"]
-    assert [error.code for error in copies.errors if error] == [ErrorCode.ENGINE_LOST]
-
-
-async def test_a_copy_for_an_engine_that_is_lost_already_fails_at_once() -> None:
-    copies = await begun_copies()
-    copies.log.gate.set()
-    copies.engine.lost = True
-
-    work = copies.copiers.start_jobs(list, copies.errors.append, engine=copies.engine)
-
-    assert work is None
-    assert copies.errors[0] is not None
-    assert copies.errors[0].code is ErrorCode.ENGINE_LOST
-
-
-async def test_an_urgent_work_has_its_jobs_done_before_those_that_waited() -> None:
-    log, threads = Log(), fair_threads()
-    threads.start([log.held_job("first")], log.end("first"))
-    await until(log.begun.is_set)
-    threads.start_planned(lambda: [log.job("slow")] * 20, log.end("slow"))
-    threads.start([log.job("urgent")] * 8, log.end("urgent"), priority=1)
-    log.gate.set()
-    await until(lambda: len(log.ends) == 3)
-
-    assert log.ends == [("first", None), ("urgent", None), ("slow", None)]
-    before = log.done[: len(log.done) - log.done[::-1].index("urgent")]
-    assert before.count("slow") <= 2
-
-
-async def test_a_work_is_not_starved_by_those_that_are_more_urgent() -> None:
-    log, threads = Log(), fair_threads()
-    threads.start([log.held_job("first")], log.end("first"))
-    await until(log.begun.is_set)
-    threads.start([log.job("urgent")] * 80, log.end("urgent"), priority=2)
-    threads.start_planned(lambda: [log.job("slow")] * 3, log.end("slow"), priority=-1)
-    log.gate.set()
-    await until(lambda: len(log.ends) == 3)
-
-    assert log.ends == [("first", None), ("slow", None), ("urgent", None)]
+    assert (quiet_before, later) == (False, None)
+    assert log.done == ["job 0"]
+    assert [error.code for error in errors if error] == 2 * [ErrorCode.ENGINE_LOST]

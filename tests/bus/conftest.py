@@ -1,9 +1,8 @@
-"""Ends of the bus at real sockets, raw peers of them, and a wire that loses what a test says."""
+"""Ends of the bus at real sockets, and plain peers of them."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import zmq
 from kvbus.bus import (
     BusContext,
     Call,
+    ClientCurve,
     EventListener,
     EventPublisher,
     EventSubscriber,
@@ -32,9 +32,6 @@ class Runs(Protocol):
     """An end of the bus."""
 
     async def run(self) -> None: ...
-
-
-Running = Callable[..., AbstractAsyncContextManager[None]]
 
 
 @pytest.fixture
@@ -58,12 +55,6 @@ async def run_all(*ends: Runs) -> AsyncIterator[None]:
             tasks.start_soon(end.run)
         yield
         tasks.cancel_scope.cancel()
-
-
-@pytest.fixture
-def running() -> Running:
-    """Runs ends of the bus for the length of a ``with`` block."""
-    return run_all
 
 
 class RawPeer:
@@ -115,63 +106,6 @@ class RawPeer:
         self.put(event, b"heartbeat")
 
 
-@pytest.fixture
-def raw_peer(context: BusContext) -> Iterator[Callable[..., RawPeer]]:
-    """Makes a plain socket: bound when it is a ROUTER or XPUB, connected otherwise."""
-    peers: list[RawPeer] = []
-
-    def make(kind: int, endpoint: str, other: BusContext | None = None) -> RawPeer:
-        peer = RawPeer(other or context, kind)
-        if kind in (zmq.ROUTER, zmq.XPUB):
-            peer.socket.bind(endpoint)
-        else:
-            peer.socket.connect(endpoint)
-        peers.append(peer)
-        return peer
-
-    yield make
-    for peer in peers:
-        peer.socket.close(linger=0)
-
-
-Loses = Callable[[dict[str, Any]], bool]
-
-
-class LossyWire:
-    """A ROUTER and a DEALER in a thread that carry frames between a client and a server."""
-
-    def __init__(self, front: str, back: str, loses: Loses) -> None:
-        self._context: BusContext = new_context()
-        self._loses = loses
-        self._front, self._back = (self._context.socket(k) for k in (zmq.ROUTER, zmq.DEALER))
-        self._front.bind(front)
-        self._back.connect(back)
-        self._stop = threading.Event()
-        self._client = b""
-        self._thread = threading.Thread(target=self._carry)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
-
-    def _carry(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._front, zmq.POLLIN)
-        poller.register(self._back, zmq.POLLIN)
-        while not self._stop.is_set():
-            ready = dict(poller.poll(20))
-            if self._front in ready:
-                self._client, frame = self._front.recv_multipart()
-                if not self._loses(msgpack.unpackb(frame)):
-                    self._back.send(frame)
-            if self._back in ready:
-                frame = self._back.recv()
-                if not self._loses(msgpack.unpackb(frame)):
-                    self._front.send_multipart([self._client, frame])
-
-
 class Hold:
     """A handler that keeps its calls for the test to answer."""
 
@@ -202,13 +136,10 @@ class Record(EventListener):
     def __init__(self) -> None:
         self.told: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
 
-    async def next(self) -> tuple[Any, ...]:
-        return await self.told.get()
-
     async def until(self, name: str) -> list[tuple[Any, ...]]:
-        told = [await self.next()]
+        told = [await self.told.get()]
         while told[-1][0] != name:
-            told.append(await self.next())
+            told.append(await self.told.get())
         return told
 
     def on_event(self, endpoint: str, event: Notice) -> None:
@@ -238,9 +169,8 @@ def record() -> Record:
 class Bus:
     """Makes ends of the bus and plain peers, at one free endpoint unless a test says another."""
 
-    def __init__(self, context: BusContext, endpoint: str, raw: Callable[..., RawPeer]) -> None:
-        self.context, self.endpoint, self._raw = context, endpoint, raw
-        self.wires: list[LossyWire] = []
+    def __init__(self, context: BusContext, endpoint: str, stack: ExitStack) -> None:
+        self.context, self.endpoint, self._stack = context, endpoint, stack
 
     running = staticmethod(run_all)
 
@@ -274,19 +204,28 @@ class Bus:
             subscriber.add(endpoint)
         return subscriber
 
-    def raw(self, kind: int, at: str = "", context: BusContext | None = None) -> RawPeer:
-        return self._raw(kind, at or self.endpoint, context)
-
-    def lossy_wire(self, back: str, loses: Loses) -> LossyWire:
-        """From our endpoint to the one at its ``back``."""
-        self.wires.append(LossyWire(self.endpoint, back, loses))
-        return self.wires[-1]
+    def raw(
+        self,
+        kind: int,
+        at: str = "",
+        *,
+        context: BusContext | None = None,
+        curve: ClientCurve | None = None,
+    ) -> RawPeer:
+        """Bound when it is a ROUTER or an XPUB, connected otherwise."""
+        peer = RawPeer(context or self.context, kind)
+        self._stack.callback(peer.socket.close, linger=0)
+        if curve is not None:
+            curve.apply(peer.socket)
+        if kind in (zmq.ROUTER, zmq.XPUB):
+            peer.socket.bind(at or self.endpoint)
+        else:
+            peer.socket.connect(at or self.endpoint)
+        return peer
 
 
 @pytest.fixture
-def bus(context: BusContext, endpoint: str, raw_peer: Callable[..., RawPeer]) -> Iterator[Bus]:
-    """Ends of the bus at a free endpoint."""
-    bus = Bus(context, endpoint, raw_peer)
-    yield bus
-    for wire in bus.wires:
-        wire.close()
+def bus(context: BusContext, endpoint: str) -> Iterator[Bus]:
+    """Ends of the bus at a free endpoint; plain peers end with the test."""
+    with ExitStack() as stack:
+        yield Bus(context, endpoint, stack)

@@ -32,8 +32,6 @@ class AskNow(Request[Echoed], frozen=True):
     at_once: ClassVar[bool] = True
 
     number: int = 0
-    text: str = ""
-    fill: bytes = b""
 
 
 def asked(request_id: int, boot: str = "raw", op: str = "ask", **body: Any) -> dict[str, Any]:
@@ -41,7 +39,7 @@ def asked(request_id: int, boot: str = "raw", op: str = "ask", **body: Any) -> d
     return {"v": 1, "op": op, "id": request_id, "boot": boot, "secret": boot, "body": body}
 
 
-def echo(asked: Ask | AskNow, call: Call) -> None:
+def echo(asked: Ask, call: Call) -> None:
     """Answer at once."""
     call.reply(Echoed(number=asked.number, text=asked.text, fill=asked.fill))
 

@@ -10,126 +10,168 @@ import asyncio
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from random import Random
 
 from tests.agents import Agents, agents_ended
+from tests.chaos.draws import Fault, draw_faults, draw_setting
 from tests.chaos.handoffs import Handoffs
 from tests.chaos.ledger import Ledger
-from tests.chaos.nemesis import Nemesis
-from tests.chaos.schedule import AGENTS, draw_faults, draw_setting
+from tests.chaos.links import Link
+from tests.chaos.shapes import AGENTS
 from tests.chaos.world import World
 
 ACT_S = 25.0
 ACTS_OF_A_WORLD = 4
 NUM_WORKERS = 16
+BURST = 80
+"""More than an agent takes at a time."""
 CALM_WITHIN_S = 90.0
 LOOK_S = 0.2
 FEWEST_CALMS, MORE = 2, 12
 """By so much an agent may have more open: connections come and go."""
+HURT_LINK: dict[str, Callable[[Link], None]] = {
+    "cut": lambda link: link.cut(),
+    "reset": lambda link: link.cut(reset=True),
+    "take_down": Link.take_down,
+    "blacken": Link.blacken,
+    "delay": lambda link: link.delay(0.05),
+    "trickle": lambda link: link.trickle(200),
+}
 
 
-class Run:
-    """All of it."""
+async def run(seed: int, acts: Sequence[int], ledger: Ledger, settings: list[str]) -> None:
+    """World by world, until the time is over or nothing more is to be learnt."""
+    for number, some in groupby(acts, lambda act: act // ACTS_OF_A_WORLD):
+        if ledger.is_over:
+            return
+        setting = draw_setting(seed, number)
+        settings.append(str(setting))
+        with agents_ended(Agents) as agents:
+            world = World(agents, setting, ledger, seed)
+            try:
+                with ledger.timed("world_start"):
+                    await world.open()
+                for act in some:
+                    if not ledger.is_over:
+                        await Act(world, ledger, seed, act).run()
+                        ledger.say(f"act {act} is over, the last is {acts[-1]}")
+            finally:
+                await world.close()
 
-    def __init__(self, seed: int, minutes: float, ledger: Ledger, *, first_act: int = 0) -> None:
-        self.seed, self._ledger = seed, ledger
-        num_acts = max(1, round(minutes * 60 / ACT_S))
-        self._acts = range(first_act, first_act + num_acts)
-        self.settings: list[str] = []
-        self._used: dict[int, list[Counter[str]]] = {}
+
+class Act:
+    """Handoffs by some workers and rogues, with the faults of a schedule, and then a calm."""
+
+    def __init__(self, world: World, ledger: Ledger, seed: int, act: int) -> None:
+        self._world, self._ledger, self._seed, self._act = world, ledger, seed, act
+        self._handoffs = Handoffs(world, ledger)
+        self._busy: set[str] = set()
+        """What is down by a fault."""
 
     async def run(self) -> None:
-        """World by world, until the time is over or nothing more is to be learnt."""
-        for number, acts in groupby(self._acts, lambda act: act // ACTS_OF_A_WORLD):
-            if not self._ledger.is_over:
-                with agents_ended(Agents) as agents:
-                    await self._play(agents, number, list(acts))
-        self._ledger.judge_consumed()
-
-    async def _play(self, agents: Agents, number: int, acts: list[int]) -> None:
-        setting = draw_setting(self.seed, number)
-        self.settings.append(str(setting))
-        world = World(agents, setting, self._ledger, self.seed)
-        try:
-            started = time.monotonic()
-            await world.open()
-            self._ledger.note_longest("world_start", time.monotonic() - started)
-            for act in acts:
-                if not self._ledger.is_over:
-                    await self._act(world, act)
-        finally:
-            await world.close()
-
-    async def _act(self, world: World, act: int) -> None:
-        handoffs = Handoffs(world, self._ledger)
-        faults = draw_faults(self.seed, act, ACT_S)
-        for link in world.event_links.values():
-            if act % 2 == 0:
+        for link in self._world.event_links.values():
+            if self._act % 2 == 0:
                 link.take_down()
         ends_at = time.monotonic() + ACT_S
-        rogues = [asyncio.create_task(rogue.run()) for rogue in world.rogues()]
+        rogues = [asyncio.create_task(rogue.run()) for rogue in self._world.rogues()]
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(Nemesis(world, handoffs, self._ledger).run(faults))
+            for fault in draw_faults(self._seed, self._act, ACT_S):
+                tasks.create_task(self._at_its_time(fault))
             for number in range(NUM_WORKERS):
-                random = Random(f"{self.seed}/worker/{act}/{number}")
-                tasks.create_task(self._work(handoffs, random, ends_at))
-        await self._end(rogues)
-        world.heal()
-        if self._ledger.is_over:
-            return
-        started = time.monotonic()
-        await self._calm(world)
-        self._ledger.note_longest("calm", time.monotonic() - started)
-        self._ledger.count("acts")
-        self._ledger.say(f"act {act} is over, the last is {self._acts[-1]}")
-
-    async def _work(self, handoffs: Handoffs, random: Random, ends_at: float) -> None:
-        while time.monotonic() < ends_at and not self._ledger.is_over:
-            await handoffs.one(random)
-
-    async def _end(self, rogues: "list[asyncio.Task[None]]") -> None:
+                random = Random(f"{self._seed}/worker/{self._act}/{number}")
+                tasks.create_task(self._work(random, ends_at))
         for rogue in rogues:
             if rogue.done() and rogue.exception():
                 self._ledger.violate("rogue_failed", repr(rogue.exception()))
             rogue.cancel()
         await asyncio.gather(*rogues, return_exceptions=True)
+        self._world.heal()
+        if not self._ledger.is_over:
+            with self._ledger.timed("calm"):
+                await self._calm()
+            self._ledger.count("acts")
 
-    async def _calm(self, world: World) -> None:
+    async def _work(self, random: Random, ends_at: float) -> None:
+        while time.monotonic() < ends_at and not self._ledger.is_over:
+            await self._handoffs.one(random)
+
+    async def _at_its_time(self, fault: Fault) -> None:
+        """Unless its target is down by another one."""
+        await asyncio.sleep(fault.at_s)
+        if fault.target in self._busy or self._ledger.is_over:
+            self._ledger.faults["skipped"] += 1
+            return
+        self._ledger.faults[fault.kind] += 1
+        self._busy.add(fault.target)
+        try:
+            await self._hurt(fault.target, fault)
+        finally:
+            self._busy.discard(fault.target)
+
+    async def _hurt(self, name: str, fault: Fault) -> None:
+        world = self._world
+        match fault.kind:
+            case "kill_agent":
+                await world.restart(name, kill=True, after_s=fault.for_s)
+            case "restart_agent":
+                await world.restart(name, kill=False, after_s=0.0)
+            case "stop_agent":
+                world.stop(name)
+                await asyncio.sleep(fault.for_s)
+                world.go_on(name)
+            case "kill_engine":
+                await world.engines[name].kill()
+                await world.engines[name].start()
+            case "stop_engine":
+                world.engines[name].stop()
+                await asyncio.sleep(fault.for_s)
+                world.engines[name].go_on()
+            case "burst":
+                random = Random(f"{fault.at_s}")
+                await asyncio.gather(*(self._handoffs.one(random) for _ in range(BURST)))
+            case kind:
+                HURT_LINK[kind](world.links[name])
+                if fault.for_s:  # else it is done once
+                    await asyncio.sleep(fault.for_s)
+                    world.links[name].heal()
+
+    async def _calm(self) -> None:
         """Everything is up and idle in time, and no free block has changed."""
-        for name, engine in world.engines.items():
+        for name, engine in self._world.engines.items():
             try:
                 async with asyncio.timeout(CALM_WITHIN_S):
                     await engine.up.wait()
             except TimeoutError:
                 self._ledger.violate("not_up", name)
         for name in AGENTS:
-            await self._wait_idle(world, name)
-        for name, engine in world.engines.items():
+            await self._wait_idle(name)
+        for name, engine in self._world.engines.items():
             checked = await asyncio.wait_for(engine.ask(0, {"do": "check"}).ended, CALM_WITHIN_S)
             if checked.get("held", 0):
                 self._ledger.violate("left_over", f"{name} holds {checked['held']} blocks")
         for name in AGENTS:
-            self._look_at_process(name, world.agents[name].pid)
+            self._look_at_process(name)
 
-    async def _wait_idle(self, world: World, name: str) -> None:
-        deadline = time.monotonic() + CALM_WITHIN_S
-        while any((await world.status(name))["counts"].values()):
+    async def _wait_idle(self, name: str) -> None:
+        agent, deadline = self._world.agents[name], time.monotonic() + CALM_WITHIN_S
+        while any((counts := (await asyncio.to_thread(agent.status))["counts"]).values()):
             if time.monotonic() > deadline:
-                counts = (await world.status(name))["counts"]
                 self._ledger.violate("left_over", f"{name} holds {counts}")
                 return
             await asyncio.sleep(LOOK_S)
         for metric in ("quarantined_blocks", "outstanding_handles", "unreleased_handles"):
             with suppress(AssertionError):  # a prefill agent does not have all of them
-                if number := await asyncio.to_thread(world.agents[name].metric, metric):
+                if number := await asyncio.to_thread(agent.metric, metric):
                     self._ledger.violate("left_over", f"{name}: {metric} is {number}")
 
-    def _look_at_process(self, name: str, pid: int) -> None:
+    def _look_at_process(self, name: str) -> None:
         """In the second half of its life an agent has no more open than in the first."""
-        seen = self._used.setdefault(pid, [])
+        pid = self._world.agents[name].pid
+        seen = self._world.used.setdefault(pid, [])
         seen.append(open_in(pid))
         half = len(seen) // 2
         if half < FEWEST_CALMS:
@@ -157,10 +199,11 @@ def main() -> None:
     parser.add_argument("--stop-at-first", action="store_true", help="end at the first violation")
     parser.add_argument("--first-act", type=int, default=0, help="begin there, to see one again")
     asked = parser.parse_args()
-    ledger = Ledger(asked.seed, stops_at_first=asked.stop_at_first)
-    run = Run(asked.seed, asked.minutes, ledger, first_act=asked.first_act)
-    asyncio.run(run.run())
-    print(ledger.line(minutes=asked.minutes, settings=run.settings), flush=True)
+    ledger, settings = Ledger(asked.seed, stops_at_first=asked.stop_at_first), list[str]()
+    num_acts = max(1, round(asked.minutes * 60 / ACT_S))
+    acts = range(asked.first_act, asked.first_act + num_acts)
+    asyncio.run(run(asked.seed, acts, ledger, settings))
+    print(ledger.line(minutes=asked.minutes, settings=settings), flush=True)
     sys.exit(bool(ledger.violations))
 
 

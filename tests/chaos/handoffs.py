@@ -11,13 +11,12 @@ from itertools import count
 from random import Random
 
 import msgpack
-from msgspec import to_builtins
 
 from kvbus.protocol import Rendezvous
 from tests.chaos.draws import Draw, draw_handoff
 from tests.chaos.ledger import Ledger
 from tests.chaos.world import Engine, World
-from tests.engine_program import Asked, Told
+from tests.engine_program import Asked, Told, fetch_order
 from tests.security.wire import FORGED
 
 OVERDUE_S = 5.0
@@ -28,7 +27,6 @@ REPLY_S, FREE_S = 40.0, 60.0
 LOOK_S = 0.5
 NEVER = ("invalid", "internal")
 """Codes that say that somebody made a mistake."""
-EXCUSED = ("lost", "silent")
 LIVE = re.compile(" -> (open|sealed): ")
 """The state of an offer in a line of its story."""
 
@@ -111,7 +109,9 @@ class Handoffs:
             source.tell({"do": "withdraw", "offer": key})
         wait = Wait(source, f"offer {key}", draw.ttl_s + 2 * HOLD_S, "offer", about)
         over = await self._in_time(made.asked.ended, wait)
-        await self._judge(key, draw, over, ends, source=source, offer_id=made.offer_id)
+        self._ledger.count(f"offers_{over['outcome']}")
+        if [end["outcome"] for end in ends].count("completed") > 1:
+            self._ledger.violate("read_twice", f"offer {key} was completed by {ends}")
 
     async def _made(self, key: int, source: Engine, asked: Asked, draw: Draw) -> Made | None:
         wait = Wait(source, "an offer's reply", REPLY_S, "reply")
@@ -137,20 +137,18 @@ class Handoffs:
         target = self._choose(random, "decode", source.shape.model)
         if target is None:
             return {"outcome": "gone"}
-        key, started = next(self.keys), time.monotonic()
-        order = {
-            "do": "fetch",
-            "offer": offer,
-            "holder": to_builtins(source.shape.spec),
-            "ticket": ticket,
-            "num_tokens": draw.num_tokens,
-            "first_token": draw.first_token,
-            "timeout_s": draw.timeout_s,
-            "zero_tail": draw.zero_tail,
-            "piece_tokens": draw.piece_tokens,
-            "hold_s": draw.act_after_s,
-            "fetch_id": uuid.uuid4().hex,
-        }
+        key = next(self.keys)
+        order = fetch_order(
+            offer,
+            source.shape.spec,
+            ticket,
+            draw.num_tokens,
+            first_token=draw.first_token,
+            timeout_s=draw.timeout_s,
+            zero_tail=draw.zero_tail,
+            piece_tokens=draw.piece_tokens,
+            hold_s=draw.act_after_s,
+        )
         asked = target.ask(key, order)
         self._ledger.count("fetches")
         if draw.is_cancelled:
@@ -167,7 +165,7 @@ class Handoffs:
         wait = Wait(target, f"the blocks of {what}", FREE_S, "blocks", about)
         await self._in_time(asked.freed, wait)
         self._ledger.note_longest("quarantine", time.monotonic() - ended)
-        return {**end, "agent": self._world.agent_of(target), "took_s": ended - started}
+        return end
 
     def _note_fetch(self, end: Told, draw: Draw) -> None:
         outcome = end["outcome"]
@@ -187,30 +185,6 @@ class Handoffs:
         story = await self._world.story(self._world.agent_of(source), offer_id=offer_id)
         if story and LIVE.search(story[-1]):
             self._ledger.violate("false_mismatch", f"{fetch}, of an offer that lives", story=story)
-
-    async def _judge(
-        self, key: int, draw: Draw, over: Told, ends: list[Told], *, source: Engine, offer_id: str
-    ) -> None:
-        """Compare how an offer ended with how its fetches did."""
-        self._ledger.count(f"offers_{over['outcome']}")
-        num_completed = [end["outcome"] for end in ends].count("completed")
-        if num_completed > 1:
-            self._ledger.violate("read_twice", f"offer {key} was completed by {ends}")
-        if over["outcome"] != "completed" or num_completed or draw.is_cancelled:
-            return
-        if any(end["outcome"] == "gone" or end.get("stage") in EXCUSED for end in ends):
-            self._ledger.count("consumed_by_the_dead")
-            return
-        places = [self._world.agent_of(source), *(end["agent"] for end in ends)]
-        since = time.monotonic() - max(end["took_s"] for end in ends) - HOLD_S
-        if any(self._world.faults[place].lost_s(since) for place in places):
-            self._ledger.count("consumed_while_cut")
-            return
-        self._ledger.count("consumed_without_fetch")
-        stories = [await self._world.story(self._world.agent_of(source), offer_id=offer_id)]
-        for end in ends:
-            stories.append(await self._world.story(end["agent"], fetch_id=end["fetch_id"]))
-        self._ledger.consumed.append({"offer": key, "kind": draw.kind, "stories": stories})
 
     async def _in_time(self, future: "asyncio.Future[Told]", wait: Wait) -> Told:
         """The answer, which must come in time; nobody has time while it is stopped."""

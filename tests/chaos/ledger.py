@@ -7,13 +7,13 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 MAX_KEPT = 3
 MAX_TEXT = 1500
-MAX_CONSUMED = 10_000
-"""Of so many handoffs, one offer may be consumed without a completed fetch, and one in any case."""
 
 
 @dataclass
@@ -28,7 +28,6 @@ class Ledger:
     faults: Counter[str] = field(default_factory=Counter)
     longest: dict[str, float] = field(default_factory=dict)
     violations: list[dict[str, Any]] = field(default_factory=list)
-    consumed: list[dict[str, Any]] = field(default_factory=list)
     started_at: float = field(default_factory=time.monotonic)
 
     def count(self, name: str, number: int = 1) -> None:
@@ -36,6 +35,12 @@ class Ledger:
 
     def note_longest(self, name: str, seconds: float) -> None:
         self.longest[name] = round(max(self.longest.get(name, 0.0), seconds), 3)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.note_longest(name, time.monotonic() - started)
 
     def violate(self, what: str, of: str, **more: Any) -> None:
         """Something must never happen, and did."""
@@ -58,13 +63,6 @@ class Ledger:
     def is_over(self) -> bool:
         """Whether there is nothing more to learn."""
         return self.stops_at_first and bool(self.violations)
-
-    def judge_consumed(self) -> None:
-        """Offers that were completed while their fetch failed, though nothing was in the way."""
-        consumed = self.counts["consumed_without_fetch"]
-        if consumed > max(1, self.counts["handoffs"] / MAX_CONSUMED):
-            more = f"{consumed} offers of {self.counts['handoffs']}"
-            self.violate("consumed", more, stories=self.consumed[:2])
 
     def line(self, **more: Any) -> str:
         """All of it, as one line of JSON."""

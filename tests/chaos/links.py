@@ -1,23 +1,17 @@
 """The network between decode agents and a prefill agent, with a hand on it: a TCP proxy.
 
 A prefill agent binds at 127.0.0.1 and says that others reach it at 127.0.0.2: there the proxy
-listens, at the same port, and at those of its successors. Faults last until `heal`.
+listens, at the same port. Faults last until `heal`.
 """
 
 import asyncio
 import socket
 import struct
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 AGENT_HOST, PROXY_HOST = "127.0.0.1", "127.0.0.2"
 READ_BYTES = 1 << 16
-MAX_RECORDED_BYTES = 1 << 16
-FEWEST_BYTES = 512
-"""What is less is a handshake and nothing else."""
-GREETING_BYTES = 64
-REPLAY_S = 2.0
 TRICKLE_S = 0.02
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER that makes a close a reset."""
@@ -25,16 +19,13 @@ RESET = struct.pack("ii", 1, 0)
 
 @dataclass(eq=False)
 class Connection:
-    """One connection through the proxy, and what the client has said so far."""
+    """One connection through the proxy."""
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter | None = None
-    said: bytearray = field(default_factory=bytearray)
 
     def end(self, *, reset: bool = False) -> None:
-        for writer in (self.client, self.server):
-            if writer is None:
-                continue
+        for writer in filter(None, (self.client, self.server)):
             if reset:
                 wire = writer.get_extra_info("socket")
                 with suppress(OSError):
@@ -43,16 +34,12 @@ class Connection:
 
 
 class Link:
-    """All connections to one socket of an agent, which may come back at another of its ports.
+    """All connections to one socket of an agent; ``latest`` is what a client said last."""
 
-    ``recorded`` is a conversation from its beginning, ``latest`` what a client said last.
-    """
-
-    def __init__(self, *ports: int) -> None:
-        self._ports, self._latest_port = ports, ports[0]
+    def __init__(self, port: int) -> None:
+        self._port = port
         self.connections: set[Connection] = set()
-        self.recorded, self.latest = b"", b""
-        self._servers: list[asyncio.Server] = []
+        self.latest = b""
         self._passes = asyncio.Event()
         self._delay_s, self._trickle_bytes = 0.0, 0
         self.is_down = False
@@ -60,14 +47,11 @@ class Link:
 
     async def open(self) -> None:
         """Listen."""
-        for port in self._ports:
-            carry = partial(self._carry, port)
-            self._servers.append(await asyncio.start_server(carry, PROXY_HOST, port))
+        self._server = await asyncio.start_server(self._carry, PROXY_HOST, self._port)
 
     async def close(self) -> None:
         """End all of it."""
-        for server in self._servers:
-            server.close()
+        self._server.close()
         self.cut()
 
     def heal(self) -> None:
@@ -97,25 +81,7 @@ class Link:
         """Carry few bytes at a time."""
         self._trickle_bytes = num_bytes
 
-    async def replay(self) -> int:
-        """Say again, on a connection of its own, what a client has said; bytes of answers."""
-        num_heard = 0
-        with suppress(OSError, TimeoutError):
-            reader, writer = await asyncio.open_connection(AGENT_HOST, self._latest_port)
-            try:
-                async with asyncio.timeout(REPLAY_S):
-                    writer.write(self.recorded[:GREETING_BYTES])  # else libzmq waits for more
-                    await reader.readexactly(GREETING_BYTES)
-                    writer.write(self.recorded[GREETING_BYTES:])
-                    while heard := await reader.read(READ_BYTES):
-                        num_heard += len(heard)
-            finally:
-                writer.close()
-        return num_heard
-
-    async def _carry(
-        self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         one = Connection(writer)
         if self.is_down:
             one.end(reset=True)
@@ -123,9 +89,11 @@ class Link:
         self.connections.add(one)
         try:
             with suppress(OSError):
-                upstream, one.server = await asyncio.open_connection(AGENT_HOST, port)
-                self._latest_port = port
-                ways = (self._pass(reader, one.server, one), self._pass(upstream, writer, None))
+                upstream, one.server = await asyncio.open_connection(AGENT_HOST, self._port)
+                ways = (
+                    self._pass(reader, one.server, is_request=True),
+                    self._pass(upstream, writer, is_request=False),
+                )
                 tasks = [asyncio.create_task(way) for way in ways]
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
@@ -136,15 +104,12 @@ class Link:
             one.end()
 
     async def _pass(
-        self,
-        source: asyncio.StreamReader,
-        sink: asyncio.StreamWriter,
-        recorded: Connection | None,
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_request: bool
     ) -> None:
         while some := await source.read(READ_BYTES):
-            if recorded is not None:
-                self._record(some, recorded)
-            await self._let(some, is_request=recorded is not None)
+            if is_request:
+                self.latest = some
+            await self._let(some, is_request=is_request)
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
             while some:
@@ -154,13 +119,6 @@ class Link:
                 some = some[few:] if few else b""
                 if some:
                     await asyncio.sleep(TRICKLE_S)
-
-    def _record(self, some: bytes, connection: Connection) -> None:
-        self.latest = some
-        if len(connection.said) < MAX_RECORDED_BYTES:
-            connection.said += some
-            if len(connection.said) > FEWEST_BYTES:
-                self.recorded = bytes(connection.said)
 
     async def _let(self, some: bytes, *, is_request: bool) -> None:
         """Wait until this may pass."""

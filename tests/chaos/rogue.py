@@ -1,6 +1,6 @@
 """A peer without a right: it hears the events, reads the wire, and asks for all that it knows of.
 
-It confirms, claims, takes, renews, gives back and withdraws what is others', and speaks under boot
+It claims, takes, renews, gives back and withdraws what is others', and speaks under boot
 ids of others. Every ``ok`` to that is a violation; where agents have keys, every answer is.
 """
 
@@ -59,6 +59,7 @@ class Rogue:
         events, dealer = self._sub, self._dealer
         for socket in (events, dealer):
             socket.set(zmq.LINGER, 0)
+            socket.set(zmq.IMMEDIATE, 1)  # nothing is for who is not there
         events.subscribe(b"")
         events.connect(self._events)
         dealer.connect(self._peer)
@@ -69,17 +70,6 @@ class Rogue:
                 await self._hear_events(events, dealer)
         finally:
             self._context.destroy()
-
-    def move(self, peer: str, events: str) -> None:
-        """The agent is at other addresses now."""
-        for socket, before, now in (
-            (self._dealer, self._peer, peer),
-            (self._sub, self._events, events),
-        ):
-            if before != now and not socket.closed:
-                socket.disconnect(before)
-                socket.connect(now)
-        self._peer, self._events = peer, events
 
     async def _hear_events(self, events: Any, dealer: Any) -> None:
         while True:
@@ -98,7 +88,6 @@ class Rogue:
         offer = {"agent_boot": event["boot"], "offer_id": body["offer_id"]}
         for epoch in {body.get("epoch", 1), 1}:
             lease = {**offer, "epoch": epoch, "token": FORGED}
-            yield "confirm", lease
             yield "release", {**lease, "code": "cancelled"}
             yield "renew", {**lease, "lease_s": 1e-3}
         reader = {**offer, "secret": FORGED, "reader_id": "rogue"}

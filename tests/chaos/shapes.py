@@ -9,6 +9,7 @@ from pathlib import Path
 from kvbus.geometry import EngineSpec, GroupSpec, num_blocks_for
 from tests.engine_program import EngineConfig
 
+AGENTS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 WINDOW_TOKENS = 96
 CAPACITY_TOKENS = 12288
 LARGE_TOKENS = 2048

@@ -6,22 +6,21 @@ Refuses to go on with anything left over: after each act all must end, and nothi
 import asyncio
 import os
 import signal
-import subprocess
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
 from kvbus.keys import Role
-from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents, port_range
+from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents
+from tests.chaos.draws import Setting
 from tests.chaos.ledger import Ledger, Stops
 from tests.chaos.links import AGENT_HOST, PROXY_HOST, Link
 from tests.chaos.rogue import Rogue
-from tests.chaos.schedule import AGENTS, Setting
-from tests.chaos.shapes import SHAPES, Shape
+from tests.chaos.shapes import AGENTS, SHAPES, Shape
 from tests.engine_program import EngineProcess, Told
 from tests.keyring import KeyRing
-from tests.plain_sockets import ask
 
 LOOK_S = 0.05
 COMMON = {
@@ -37,8 +36,6 @@ DECODE = {
     "request_timeout_s": 2.0,
     "max_fetches": 48,
     "fetches_at_once": 16,
-    "forget_peer_s": 8.0,
-    "silence_s": 2.0,
 }
 TRANSPORT = {"close_timeout_s": 3.0}
 SMALL_SLICES = {"slice_bytes": 16 << 10, "slice_descriptors": 4}
@@ -100,14 +97,13 @@ class World:
         self._tasks: list[asyncio.Task[None]] = []
         self._stories: list[asyncio.Task[None]] = []
         self.stops = {name: Stops() for name in AGENTS}
-        self.faults = {name: Stops() for name in AGENTS}
-        """Times in which an agent, or its link, was not left alone."""
         self.lag = Stops()
         self.agents: dict[str, AgentProcess] = {}
         self.engines: dict[str, Engine] = {}
+        self.used: dict[int, list[Counter[str]]] = {}
+        """What each process of an agent had open, calm by calm."""
         self.links: dict[str, Link] = {}
         self.event_links: dict[str, Link] = {}
-        self._rogues: dict[str, Rogue] = {}
         self.keys = KeyRing(agents.folder / "keys")
         self.keys.folder.mkdir()
 
@@ -122,7 +118,7 @@ class World:
         for agent in self.agents.values():
             agent.launch()
         for name in AGENTS:
-            await self._wait_started(name)
+            await self._has_started(self.agents[name], name)
         for name in ("prefill-0", "prefill-1"):
             await self._open_links(name)
         for number, shape in enumerate(SHAPES):
@@ -186,78 +182,29 @@ class World:
         self._read_log(name)
         await asyncio.sleep(after_s)
         agent.launch()
-        await self._wait_started(name)
-
-    async def replace(self, name: str) -> None:
-        """Have a successor take over from an agent, as an upgrade does, and see that one off."""
-        before = self.agents[name]
-        after = self._agents.successor(before)
-        after.launch()
-        if not await self._has_started(after, f"the successor of {name}"):
-            return
-        self.agents[name] = after
-        self._move_rogue(name)
-        await self._wait_replaced(name, before)
-
-    async def _wait_replaced(self, name: str, before: AgentProcess) -> None:
-        """It ends when its engines have gone over, or by its drain."""
-        status = None
-        with suppress(subprocess.TimeoutExpired):
-            status = await asyncio.to_thread(before.exit_status)
-        if status != 0:
-            said = before.lines()[-LAST_LINES:]
-            how = "lives on" if status is None else f"ended with {status}"
-            self.ledger.violate("bad_end", f"{name}, replaced, {how}", log=said)
-        for line in before.trouble():
-            self.ledger.violate("agent_trouble", f"{name}: {line}")
+        await self._has_started(agent, name)
 
     async def story(self, agent: str, **what: str) -> list[str]:
         """What an agent tells of a fetch or an offer; it may be gone by now."""
-        endpoint, curve = self._peer_of(agent), self.agents[agent].curve
         try:
-            asked = await asyncio.to_thread(lambda: ask(endpoint, "status", what, curve=curve))
-            story: list[str] = asked["ok"]["story"]
+            told = await asyncio.to_thread(lambda: self.agents[agent].status(**what))
+            story: list[str] = told["story"]
         except Exception as error:  # the violation counts, with or without its story
             return [f"no story: {error!r}"]
         return story
 
-    async def status(self, name: str) -> dict[str, Any]:
-        """What an agent holds."""
-        endpoint, curve = self._peer_of(name), self.agents[name].curve
-        answer = await asyncio.to_thread(lambda: ask(endpoint, "status", {}, curve=curve))
-        status: dict[str, Any] = answer["ok"]
-        return status
-
     def rogues(self) -> list[Rogue]:
         """One for each prefill agent."""
-        self._rogues = {
-            name: Rogue(
-                self._peer_of(name),
-                self._events_of(name),
-                link,
-                self.ledger,
-                keyed=self.setting.keyed,
-            )
-            for name, link in self.links.items()
-        }
-        return list(self._rogues.values())
-
-    def _move_rogue(self, name: str) -> None:
-        if name in self._rogues:
-            self._rogues[name].move(self._peer_of(name), self._events_of(name))
-
-    def _peer_of(self, name: str) -> str:
-        """Where an agent is, past its link."""
-        return str(self.agents[name].started["peer"]).replace(PROXY_HOST, AGENT_HOST)
-
-    def _events_of(self, name: str) -> str:
-        return str(self.agents[name].started["events"]).replace(PROXY_HOST, AGENT_HOST)
+        rogues = []
+        for name, link in self.links.items():
+            peer, events = (self.agents[name].settings[key] for key in ("peer_bind", "events_bind"))
+            rogues.append(Rogue(peer, events, link, self.ledger, keyed=self.setting.keyed))
+        return rogues
 
     def _prepare(self, name: str) -> None:
         role, number = name.split("-")
         transport = {**TRANSPORT, **(SMALL_SLICES if self.setting.small_slices else {})}
-        binds = {key: port_range() for key in ("peer_bind", "events_bind")}
-        settings: dict[str, Any] = {**COMMON, **binds, "transport": transport}
+        settings: dict[str, Any] = {**COMMON, "transport": transport}
         if role == "prefill":
             settings |= {**PREFILL, "advertise_host": PROXY_HOST}
         else:  # the second one never maps, so that NIXL is used in any world
@@ -273,14 +220,8 @@ class World:
 
     async def _open_links(self, name: str) -> None:
         for links, key in ((self.links, "peer_bind"), (self.event_links, "events_bind")):
-            ports = str(self.agents[name].settings[key]).rpartition(":")[2]
-            first, last = map(int, ports.split("-"))
-            links[name] = Link(*range(first, last + 1))
+            links[name] = Link(int(self.agents[name].settings[key].rpartition(":")[2]))
             await links[name].open()
-
-    async def _wait_started(self, name: str) -> None:
-        if await self._has_started(self.agents[name], name):
-            self._move_rogue(name)
 
     async def _has_started(self, agent: AgentProcess, name: str) -> bool:
         deadline = time.monotonic() + STARTS_WITHIN_S
@@ -290,6 +231,7 @@ class World:
                 return False
             await asyncio.sleep(LOOK_S)
         agent.started = agent.logged("agent.started")[-1]
+        agent.started["peer"] = agent.peer.replace(PROXY_HOST, AGENT_HOST)  # asked past its link
         return True
 
     async def _end(self, agent: AgentProcess) -> None:

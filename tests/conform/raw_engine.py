@@ -53,6 +53,15 @@ def packed(tables: Map) -> Map:
     }
 
 
+def carried(ticket: Map) -> Map:
+    """The ticket as this engine passes it on."""
+    if FLAW == "ticket_letters":
+        ticket["a_later_field"] = ticket["a_later_field"].encode("ascii", "replace").decode()
+    if FLAW == "ticket_fields":
+        ticket.pop("a_later_field")
+    return ticket
+
+
 def tell(*words: object) -> None:
     print(*words, flush=True)
 
@@ -104,6 +113,10 @@ class Engine:
 
     def on_notice(self, op: str, body: Map) -> None:
         raise NotImplementedError
+
+    def look_at(self, op: str) -> None:
+        if FLAW == "dies_of_notices" and op not in ("released", "landed", "blocks_freed"):
+            sys.exit(op)
 
     def run(self) -> None:
         os.set_blocking(0, False)
@@ -244,14 +257,10 @@ class Prefill(Engine):
         job["done"] = num_tokens
 
     def on_offer(self, name: str, reply: Map) -> None:
-        job, ticket = self.jobs.get(name), reply["ticket"]
+        job, ticket = self.jobs.get(name), carried(reply["ticket"])
         if job is None:
             return
         job["offer"] = reply["offer_id"]
-        if FLAW == "ticket_letters":
-            ticket["a_later_field"] = ticket["a_later_field"].encode("ascii", "replace").decode()
-        if FLAW == "ticket_fields":
-            ticket.pop("a_later_field")
         tell("ticket", name, json.dumps(ticket))
         if FLAW == "reuses_offered":
             self.give_back(job)
@@ -285,14 +294,14 @@ class Prefill(Engine):
             self.give_back(self.jobs[name])
 
     def on_notice(self, op: str, body: Map) -> None:
+        self.look_at(op)
         if op == "released":
-            known = self.jobs.get(body["request_id"], {}).get("offer")
-            if FLAW == "reply_first" and body["offer_id"] != known:
-                return
             job = self.jobs.pop(body["request_id"], None)
             if job and FLAW != "blocks_lost":
                 self.give_back(job)
             if FLAW != "end_not_told":
+                tell("released", body["request_id"], body["outcome"])
+            if FLAW == "told_twice":
                 tell("released", body["request_id"], body["outcome"])
 
 
@@ -308,25 +317,22 @@ class Decode(Engine):
         }
         fetch_id = "always" if FLAW == "one_fetch_id" else f"fetch-{name}"
         self.jobs[name] = {"tables": tables, "tokens": tokens, "fetch": fetch_id}
-        ticket = json.loads(text)
-        if FLAW == "ticket_letters":
-            ticket["a_later_field"] = ticket["a_later_field"].encode("ascii", "replace").decode()
-        if FLAW == "ticket_fields":
-            ticket.pop("a_later_field")
+        ticket = carried(json.loads(text))
         body: Map = {
             "fetch_id": fetch_id,
             "ticket": ticket,
             "first_token": tokens[0] if FLAW != "from_zero" else 0,
             "num_tokens": tokens[1],
             "tables": packed(tables),
+            "chunk_tokens": BLOCK,
         }
         if FLAW == "no_empty_tables":
             body["tables"] = {k: v for k, v in body["tables"].items() if v["ids"]}
-        self.begin(name, "fetch", body, self.on_fetch)
+        self.begin(name, "fetch", body, self.on_fetched)
+        if FLAW in ("uses_early", "writes_early"):
+            self.later.append((time.monotonic() + 0.2, lambda: self.do_early(name)))
 
-    def on_fetch(self, name: str, _: Map) -> None:
-        if name in self.jobs:
-            self.jobs[name]["taken"] = True
+    def do_early(self, name: str) -> None:
         if FLAW == "uses_early":
             self.jobs[name]["early"] = self.num_wrong(name)
         if FLAW == "writes_early":
@@ -350,15 +356,15 @@ class Decode(Engine):
             self.jobs[name]["tables"] = {}
 
     def on_notice(self, op: str, body: Map) -> None:
-        if op not in ("fetched", "blocks_freed"):
-            return
-        found = (one for one, job in self.jobs.items() if job["fetch"] == body["fetch_id"])
+        self.look_at(op)
+        found = (one for one, job in self.jobs.items() if job["fetch"] == body.get("fetch_id"))
         name = next(found, None)
-        if name is None or (FLAW == "reply_first" and "taken" not in self.jobs[name]):
-            return
-        if op == "blocks_freed":
+        if name is not None and op == "blocks_freed":
             self.give_back(self.jobs.pop(name))
-            return
+        if name is not None and op == "landed" and FLAW == "landed_is_used":
+            tell("fetched", name, "completed", self.num_wrong(name))
+
+    def on_fetched(self, name: str, body: Map) -> None:
         self.tell_end(name, body)
         free = body["blocks_free"] or FLAW == "reuses_early"
         if free and FLAW != "blocks_lost":
@@ -374,7 +380,8 @@ class Decode(Engine):
             tell("fetched", name, outcome)
             return
         num_wrong = 0 if FLAW == "does_not_look" else self.num_wrong(name)
-        tell("fetched", name, outcome, self.jobs[name].get("early", num_wrong))
+        for _ in range(2 if FLAW == "told_twice" else 1):
+            tell("fetched", name, outcome, self.jobs[name].get("early", num_wrong))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Sessions of a small engine on bare sockets: attach, requests, notices. See `raw_engine`."""
 
 import array
+import math
 import os
 import random
 import socket
@@ -9,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 import zmq
@@ -28,14 +29,6 @@ SIZE_BYTES = 3 * LAYER_BYTES
 
 Map = dict[str, Any]
 Tokens = tuple[int, int]
-
-
-class Listener(Protocol):
-    """The engine that a session belongs to."""
-
-    context: "zmq.Context[zmq.Socket[bytes]]"
-
-    def on_notice(self, op: str, body: Map) -> None: ...
 
 
 def spec() -> Map:
@@ -86,7 +79,7 @@ def rank_spec(rank: int) -> Map:
 class Session:
     """One attach connection and one DEALER."""
 
-    def __init__(self, engine: Listener, rank: int | None = None) -> None:
+    def __init__(self, engine: Any, rank: int | None = None) -> None:
         self.engine, self.rank = engine, rank
         self.boot = uuid.uuid4().hex
         if FLAW == "same_boot":
@@ -98,7 +91,7 @@ class Session:
         self.dealer = engine.context.socket(zmq.DEALER)
         self.dealer.set(zmq.LINGER, 0)
         self.dealer.set(zmq.RCVHWM, 0)
-        self.next_id, self.upto, self.agent = random.getrandbits(48), 0, None
+        self.next_id, self.agent = random.getrandbits(48), None
         self.waiting: dict[int, list[Any]] = {}
         if FLAW == "ids_from_one":
             self.next_id = 1
@@ -165,10 +158,8 @@ class Session:
                 table["ids"] = table["ids"].decode("latin1")
             frame = msgpack.packb(envelope)
         self.next_id += -1 if FLAW == "falling_ids" else 1
-        now = time.monotonic()
-        if on_reply is not None or op == "register":  # ping and ack are not repeated
-            first_s = 0.02 if FLAW == "early_repeats" else 0.25
-            self.waiting[envelope["id"]] = [envelope, frame, now + first_s, first_s, on_reply]
+        if on_reply is not None:
+            self.waiting[envelope["id"]] = [envelope, frame, time.monotonic() + 1.0, on_reply]
         self.send(frame)
 
     def send(self, frame: bytes) -> None:
@@ -178,32 +169,26 @@ class Session:
 
     def tick(self) -> None:
         now = time.monotonic()
-        for entry in list(self.waiting.values()):
-            if now >= entry[2] and FLAW != "no_repeats":
-                if FLAW == "changed_repeats":
-                    entry[0]["again"] = True
-                    entry[1] = msgpack.packb(entry[0])
-                if FLAW == "new_ids":
-                    entry[0]["id"], self.next_id = self.next_id, self.next_id + 1
-                    self.waiting[entry[0]["id"]] = entry
-                    entry[1] = msgpack.packb(entry[0])
-                if FLAW == "gives_up" and entry[3] > 0.5:
-                    del self.waiting[entry[0]["id"]]
-                    continue
-                entry[3] = min(2 * entry[3], 2.0)
-                entry[2] = now + entry[3]
+        for entry in [one for one in self.waiting.values() if now >= one[2]]:
+            entry[2] = math.inf
+            if FLAW == "repeats":
                 self.send(entry[1])
+            if FLAW == "asks_again":
+                entry[0]["id"], self.next_id = self.next_id, self.next_id + 1
+                self.waiting[entry[0]["id"]] = entry
+                self.send(msgpack.packb(entry[0]))
+            if FLAW == "gives_up":
+                del self.waiting[entry[0]["id"]]
         if now > self.heard + 1.0 and FLAW != "no_ping":
             self.heard = now
             self.ask("ping", {})
 
     def drain(self) -> None:
-        acknowledge = False
         while True:
             try:
                 message = msgpack.unpackb(self.dealer.recv(zmq.NOBLOCK))
             except zmq.Again:
-                break
+                return
             self.heard = time.monotonic()
             if self.agent not in (None, message["boot"]):
                 continue
@@ -211,38 +196,17 @@ class Session:
             if "re" in message:
                 self.on_reply(message)
             else:
-                acknowledge |= self.on_notice(message)
-        if acknowledge and FLAW != "no_ack":
-            self.ask("ack", {"upto": self.upto, "boot": self.agent})
+                self.engine.on_notice(message["op"], message["body"])
 
     def on_reply(self, message: Map) -> None:
         if FLAW == "replies_in_order" and self.waiting:
             entry = self.waiting.pop(min(self.waiting))
         else:
             entry = self.waiting.pop(message["re"], [])
-        if FLAW == "strict_fields" and entry and entry[4] and "a_later_field" in message:
+        if FLAW == "strict_fields" and entry and "a_later_field" in message:
             sys.exit("a reply with an unknown field")
-        if entry and entry[4]:
-            entry[4](message)
-
-    def on_notice(self, message: Map) -> bool:
-        """Deliver it in its turn; whether it may be acknowledged."""
-        op, body = message["op"], message["body"]
-        seq: int = message["seq"]
-        if FLAW == "notices_repeated" or (FLAW == "notices_as_they_come" and seq > self.upto):
-            self.upto = max(self.upto, seq)
-            self.engine.on_notice(op, body)
-            return True
-        if FLAW == "ack_early":
-            self.ask("ack", {"upto": max(seq, self.upto), "boot": self.agent})
-        if seq == self.upto + 1:
-            if FLAW == "unknown_not_acked" and op not in ("released", "fetched", "blocks_freed"):
-                return False
-            self.upto = seq
-            self.engine.on_notice(op, body)
-        elif FLAW == "repeat_not_acked":
-            return False
-        return seq <= self.upto
+        if entry:
+            entry[3](message)
 
     def is_lost(self) -> bool:
         try:

@@ -7,18 +7,93 @@ import json
 import os
 import select
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
-from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, Fetch, Offer
+import torch
+from torch import Tensor
+
+from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, Fetch, KvCache, Offer
 from kvbus.errors import PeerLost, RequestRefused
-from kvbus.geometry import KvLayout
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, StatePart, num_blocks_for, state_group
 from kvbus.protocol import Fetched, Outcome
-from tests.conform.sdk_cache import NUM_BLOCKS, SPEC, Blocks, Cache, first_block, positions_of, tell
 
 ATTACH, ROLE = os.environ["KVBUS_ATTACH"], os.environ["KVBUS_ROLE"]
 OPTIONS: Any = {"attach_timeout_s": 30.0, "reconnect": True}
-TICK_S, AGAIN_S = 0.01, 0.5
+TICK_S = 0.01
+NUM_BLOCKS, BLOCK_SIZE, HEADS = 24, 16, 4
+FULL = GroupSpec("full", (0, 2), BLOCK_SIZE, HEADS, 8, "bfloat16")
+TAIL = GroupSpec("tail", (1,), BLOCK_SIZE, HEADS, 8, "bfloat16", window=24)
+STATE = state_group("state", (3,), (StatePart("conv", HEADS, 6), StatePart("ssm", 2, 10)))
+SPEC = EngineSpec("sdk", "m", 2, (FULL, TAIL, STATE))
+Blocks = dict[str, list[int]]
+Spans = dict[str, tuple[int, int]]
+
+
+def tell(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def spans_of(first_token: int, num_tokens: int, *, whole: bool = False) -> Spans:
+    """Positions of each group; with ``whole`` all, also of one with a window."""
+    return {
+        group.name: (0, num_tokens)
+        if whole and not group.state
+        else group.positions(first_token, num_tokens)
+        for group in SPEC.groups
+    }
+
+
+class Cache:
+    """The ranks' memory, the known numbers in it, and the blocks that are free."""
+
+    def __init__(self, ranks: list[KvCache]) -> None:
+        self.ranks = ranks
+        self.free = {group.name: deque(range(NUM_BLOCKS)) for group in SPEC.groups}
+
+    def grow(self, blocks: Blocks, spans: Spans) -> Blocks:
+        """Lengthen tables until they hold these positions; returns the new blocks only."""
+        new = {}
+        for group, (start, stop) in spans.items():
+            table = blocks.setdefault(group, [])
+            size = SPEC.group(group).block_size
+            wanted = num_blocks_for(stop, size) - start // size if stop > start else 0
+            new[group] = [self.free[group].popleft() for _ in range(wanted - len(table))]
+            table += new[group]
+        return new
+
+    def give_back(self, blocks: Blocks) -> None:
+        for group, ids in blocks.items():
+            self.free[group].extendleft(ids)
+
+    def fill(self, name: int, blocks: Blocks, spans: Spans) -> None:
+        for view, at, numbers in self._rows(name, blocks, spans):
+            view[at] = numbers
+
+    def num_wrong(self, name: int, blocks: Blocks, spans: Spans) -> int:
+        rows = self._rows(name, blocks, spans)
+        return sum(int((view[at] != numbers).sum()) for view, at, numbers in rows)
+
+    def _rows(self, name: int, blocks: Blocks, spans: Spans) -> Iterator[tuple[Tensor, Any, Any]]:
+        """A view, where in it KV lies, and its known numbers [position, head, byte]."""
+        for group in SPEC.groups:
+            start, stop = spans[group.name]
+            if start == stop:
+                continue
+            table, positions = torch.tensor(blocks[group.name]), torch.arange(start, stop)
+            size = group.block_size
+            at = table[positions // size - start // size], positions % size
+            for rank, cache in enumerate(self.ranks):
+                for layer, (number, part) in product(group.layers, enumerate(group.parts)):
+                    view = cache.view(layer, part).view(torch.uint8)
+                    held, row_bytes = view.shape[2:]
+                    heads = torch.arange(rank * held, (rank + 1) * held)
+                    known = 101 * name + 59 * layer + 37 * number + 3 * torch.arange(row_bytes)
+                    known = known + 7 * positions[:, None, None] + 23 * heads[:, None]
+                    yield view, at, (known % 251).to(torch.uint8)
 
 
 class Prefill:
@@ -28,12 +103,11 @@ class Prefill:
 
     def do_offer(self, name: int, rest: str) -> None:
         first, *later = [int(count) for count in rest.split()]
-        spans, blocks = positions_of(0, first, whole=bool(later)), Blocks()
+        spans, blocks = spans_of(0, first, whole=bool(later)), Blocks()
         self.cache.grow(blocks, spans)
         self.cache.fill(name, blocks, spans)
-        firsts = {group: first_block(group, start) for group, (start, _) in spans.items()}
         try:
-            offer = self.offer(str(name), first, blocks, firsts, sealed=not later)
+            offer = self.offer(str(name), first, blocks, spans, sealed=not later)
         except RequestRefused as error:
             tell("refused", name, error.code.value)
             self.cache.give_back(blocks)
@@ -41,7 +115,7 @@ class Prefill:
         self.offers[name] = offer, blocks
         tell("ticket", name, json.dumps(offer.ticket))
         for count in later:
-            spans = positions_of(0, count, whole=True)
+            spans = spans_of(0, count, whole=True)
             new = self.cache.grow(blocks, spans)
             self.cache.fill(name, blocks, spans)
             self.session.extend(offer, count, {group: ids for group, ids in new.items() if ids})
@@ -49,18 +123,14 @@ class Prefill:
             self.session.seal(offer)
 
     def offer(
-        self, name: str, num_tokens: int, blocks: Blocks, firsts: dict[str, int], *, sealed: bool
+        self, name: str, num_tokens: int, blocks: Blocks, spans: Spans, *, sealed: bool
     ) -> Offer:
         """Ask until the agent is there."""
+        firsts = {one: start // SPEC.group(one).block_size for one, (start, _) in spans.items()}
+        wanted: Any = {"block_ids": blocks, "first_blocks": firsts, "sealed": sealed}
         while True:
             try:
-                return self.session.offer(
-                    name,
-                    num_tokens=num_tokens,
-                    block_ids=blocks,
-                    sealed=sealed,
-                    first_blocks=firsts,
-                )
+                return self.session.offer(name, num_tokens=num_tokens, **wanted)
             except PeerLost:
                 time.sleep(TICK_S)
 
@@ -77,41 +147,38 @@ class Prefill:
 class Decode:
     def __init__(self, session: BlockingDecode, cache: Cache) -> None:
         self.session, self.cache = session, cache
-        self.fetches: dict[str, tuple[int, str, Fetch, Blocks]] = {}
-        self.later: list[tuple[float, int, str]] = []
+        self.fetches: dict[str, tuple[int, Spans, Fetch, Blocks]] = {}
+        self.later: list[tuple[int, str]] = []
 
     def do_fetch(self, name: int, rest: str) -> None:
         first, last, ticket = rest.split(" ", 2)
-        spans, blocks = positions_of(int(first), int(last)), Blocks()
+        spans, blocks = spans_of(int(first), int(last)), Blocks()
         self.cache.grow(blocks, spans)
         wanted: Any = {"num_tokens": int(last), "block_ids": blocks, "first_token": int(first)}
         try:
             fetch = self.session.fetch(json.loads(ticket), **wanted)
         except PeerLost:  # the next agent is not there yet
             self.cache.give_back(blocks)
-            self.later.append((time.monotonic() + TICK_S, name, rest))
+            self.later.append((name, rest))
             return
-        self.fetches[fetch.fetch_id] = name, rest, fetch, blocks
+        self.fetches[fetch.fetch_id] = name, spans, fetch, blocks
 
     def do_cancel(self, name: int, _: str) -> None:
         self.session.cancel(next(fetch for n, _, fetch, _ in self.fetches.values() if n == name))
 
     def take(self) -> None:
         for ended in self.session.take_ended():
-            name, rest, _, blocks = self.fetches[ended.fetch_id]
+            name, spans, _, blocks = self.fetches[ended.fetch_id]
             if isinstance(ended, Fetched):
-                self.tell_end(name, rest, ended, blocks)
+                self.tell_end(name, ended, blocks, spans)
             if not isinstance(ended, Fetched) or ended.blocks_free:
                 self.cache.give_back(self.fetches.pop(ended.fetch_id)[3])
-        due = [one for one in self.later if time.monotonic() >= one[0]]
-        self.later = [one for one in self.later if one not in due]
-        for _, name, rest in due:
+        later, self.later = self.later, []
+        for name, rest in later:
             self.do_fetch(name, rest)
 
-    def tell_end(self, name: int, rest: str, ended: Fetched, blocks: Blocks) -> None:
-        first, last, _ = rest.split(" ", 2)
+    def tell_end(self, name: int, ended: Fetched, blocks: Blocks, spans: Spans) -> None:
         if ended.outcome is Outcome.COMPLETED:
-            spans = positions_of(int(first), int(last))
             tell("fetched", name, "completed", self.cache.num_wrong(name, blocks, spans))
         elif ended.stage == "requested":
             tell("refused", name, ended.code)
@@ -136,18 +203,18 @@ def run(engine: Prefill | Decode) -> None:
 
 def main() -> None:
     with ExitStack() as stack:
-        ranks = []
+        ranks = list[KvCache]()
+        cache = Cache(ranks)
         for rank in range(SPEC.tp_size):
             memory = stack.enter_context(BlockingMemory(ATTACH, SPEC, rank, **OPTIONS))
             ranks.append(memory.allocate(KvLayout.parse("HND"), num_blocks=NUM_BLOCKS))
+        engine: Prefill | Decode
         if ROLE == "prefill":
-            prefill = stack.enter_context(BlockingPrefill(ATTACH, SPEC, **OPTIONS))
-            prefill.register()
-            run(Prefill(prefill, Cache(ranks)))
+            engine = Prefill(stack.enter_context(BlockingPrefill(ATTACH, SPEC, **OPTIONS)), cache)
         else:
-            decode = stack.enter_context(BlockingDecode(ATTACH, SPEC, **OPTIONS))
-            decode.register()
-            run(Decode(decode, Cache(ranks)))
+            engine = Decode(stack.enter_context(BlockingDecode(ATTACH, SPEC, **OPTIONS)), cache)
+        engine.session.register()
+        run(engine)
 
 
 if __name__ == "__main__":

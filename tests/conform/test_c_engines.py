@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents import AgentProcess, Agents, wait_until
-from tests.conform.plays import ROLES, Play, Plays
+from tests.conform.conftest import ROLES, Play, Plays
 
 SOURCES = Path(__file__).parents[2] / "examples" / "c"
 PROBE = "#include <zmq.h>\n#include <msgpack.h>\nint main(void) { return 0; }\n"

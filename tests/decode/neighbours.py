@@ -18,7 +18,7 @@ from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.protocol import AgentRole
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.read import jobs
+from kvbus_decode.read import legs
 from kvbus_prefill.agent import PrefillService
 from tests.agents import until
 from tests.engines import Engine, engine, make_spec
@@ -35,7 +35,6 @@ async def decode_agent(folder: Path, **settings: Any) -> AsyncIterator[Runtime]:
     fields = {
         "agent_id": "decode",
         **BINDS,
-        "calibrate": False,
         "runtime_dir": str(folder / "run"),
         **settings,
     }
@@ -127,13 +126,13 @@ async def begin(source: Engine, target: Engine, num_tokens: int) -> tuple[Offer,
 def before_each_copy(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Have ``act`` done in the copying thread, before bytes move."""
     for name in ("copy_runs", "copy_few_runs"):
-        copy = getattr(jobs, name)
+        copy = getattr(legs, name)
 
         def acting(runs: Any, copy: Callable[[Any], None] = copy) -> None:
             act()
             copy(runs)
 
-        monkeypatch.setattr(jobs, name, acting)
+        monkeypatch.setattr(legs, name, acting)
 
 
 def bytes_at(address: int, num_bytes: int) -> npt.NDArray[np.uint8]:

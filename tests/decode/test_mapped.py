@@ -1,11 +1,9 @@
 """A decode agent maps the memory of a prefill engine of its machine, for as long as that lives."""
 
 import os
-import threading
 import weakref
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
-from dataclasses import replace as changed
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,11 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.engine import MemorySession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.geometry import Segment, lay_out_rank
 from kvbus.memory import SharedSegment, map_zeros_over
-from tests.agents import WITHIN_S, until
+from tests.agents import until
 from tests.decode.neighbours import (
     Neighbours,
     before_each_copy,
@@ -27,7 +25,7 @@ from tests.decode.neighbours import (
     files_at,
     neighbours,
 )
-from tests.engines import NUM_BLOCKS, engine, failure_of, make_spec, works
+from tests.engines import NUM_BLOCKS, failure_of, make_spec, works
 from tests.memories import NHD, Memory
 from tests.prefill.inside import given_back
 
@@ -95,50 +93,40 @@ async def test_a_route_that_nobody_wants_leaves_the_bytes_to_who_still_copies(
         assert await works(source, target)
 
 
-async def test_two_routes_to_one_engine_share_what_is_mapped(folder: Path) -> None:
-    async with neighbours(folder) as both, both.engines() as (source, target):
-        assert await works(source, target)
-        ours = both.decode.config.attach_path
-        async with engine(DecodeSession, ours, make_spec(), seed=3) as other:
-            assert await works(source, other)
-
-            one, another = both.mapped
-            assert one is another
-            assert both.lender.num_readers == 1
-
-
 async def test_a_rank_of_more_segments_than_a_message_carries_is_mapped_whole(
     folder: Path,
 ) -> None:
-    spec, count = make_spec(), 150
+    spec = make_spec()
     rank = lay_out_rank(spec, 0, NHD, num_blocks=NUM_BLOCKS)
-    extra = tuple(Segment(f"more-{number}", 4096) for number in range(count))
+    extra = tuple(Segment(f"more-{number}", 4096) for number in range(150))
     rank = replace(rank, segments=(*rank.segments, *extra))
-    sizes = {one.segment_id: one.size_bytes for one in rank.segments}
-    with ExitStack() as stack:
-        storages = {name: stack.enter_context(SharedSegment(size)) for name, size in sizes.items()}
-        for number, storage in enumerate(storages.values()):
-            storage.view()[:] = number
-        async with neighbours(folder) as both, both.engines() as (_, target):
-            attach = both.prefill.attach
-            async with (
-                PrefillSession(attach, spec) as control,
-                MemorySession(attach, spec, 0) as one,
-            ):
-                await one.register(rank, storages)
-                await control.register()
-                await control.ready()
-                offer = await control.offer("r", num_tokens=16, block_ids={"full": [1]})
-                fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
-                await fetch.completed()
+    async with neighbours(folder) as both, both.engines() as (_, target):
+        attach = both.prefill.attach
+        async with (
+            PrefillSession(attach, spec) as control,
+            MemorySession(attach, spec, 0) as session,
+            AsyncExitStack() as stack,
+        ):
+            storages = {
+                one.segment_id: stack.enter_context(SharedSegment(one.size_bytes))
+                for one in rank.segments
+            }
+            for number, storage in enumerate(storages.values()):
+                storage.view()[:] = number
+            await session.register(rank, storages)
+            await control.register()
+            await control.ready()
+            offer = await control.offer("r", num_tokens=16, block_ids={"full": [1]})
+            fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
+            await fetch.completed()
 
-                memory = both.the_memory()
-                local = both.prefill.runtime.agent.engines.engines[spec.engine_id]
-                processes = list(local.processes)
-                assert len(memory.extents) == count + 1
-                for number, name in enumerate(storages):
-                    assert (bytes_at(memory.addresses[0][name], sizes[name]) == number).all()
-            await until(lambda: all(map(given_back, processes)))
+            addresses = both.the_memory().addresses[0]
+            local = both.prefill.runtime.agent.engines.engines[spec.engine_id]
+            processes = list(local.processes)
+            assert addresses.keys() == storages.keys()
+            for number, one in enumerate(rank.segments):
+                assert (bytes_at(addresses[one.segment_id], one.size_bytes) == number).all()
+        await until(lambda: all(map(given_back, processes)))
 
 
 async def test_memory_that_its_engine_cuts_reads_as_zeros_and_its_route_is_made_again(
@@ -201,57 +189,6 @@ async def test_zeros_are_not_confirmed_though_the_lease_lives(
 
         assert failure.code is ErrorCode.TRANSFER_FAILED
         assert "the memory that was copied from is gone: it was cut" in failure.message
-
-
-async def test_an_engine_that_is_lost_under_a_copy_is_named_by_its_agent(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with neighbours(folder) as both, both.engines() as (source, target):
-        assert await works(source, target)
-        prefill = both.prefill.runtime
-        (lost,) = prefill.agent.engines.engines.values()
-
-        def lose() -> None:
-            prefill.service.on_engine_lost(lost)
-            end_memory(both)
-
-        before_each_copy(monkeypatch, lose)
-        monkeypatch.setattr(prefill.agent.engines, "engines", {})
-        _, fetch = await begin(source, target, 16)
-        failure = await failure_of(fetch)
-        monkeypatch.undo()
-
-        assert failure.code is ErrorCode.ENGINE_LOST
-
-
-async def test_blocks_are_withheld_while_a_job_runs_and_no_further_one_begins(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, begun = threading.Event(), list[int]()
-
-    def hold() -> None:
-        begun.append(len(begun))
-        assert gate.wait(WITHIN_S)
-
-    async with neighbours(folder) as both, both.engines() as (source, target):
-        transport = both.decode.agent.transport
-        transport.limits = changed(transport.limits, slice_bytes=4096)
-        assert await works(source, target)
-        before_each_copy(monkeypatch, hold)
-        offer, fetch = await begin(source, target, MANY_TOKENS)
-        await until(lambda: begun)
-
-        await fetch.cancel()
-        failure = await failure_of(fetch)
-        await offer.withdraw()
-        await offer.released()  # all has been said by then
-        freed_before = fetch.are_blocks_free
-        gate.set()
-        await fetch.blocks_freed()
-
-        assert (failure.code, failure.blocks_free) == (ErrorCode.CANCELLED, False)
-        assert not freed_before
-        assert begun == [0]
 
 
 async def drop_the_peer(both: Neighbours, _: Any) -> None:

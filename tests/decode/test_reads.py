@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
+from kvbus.table.events import DeadlinePassed, Stopped
 from kvbus_decode import read
 
 ev = read.events
@@ -26,35 +27,33 @@ STAGES = {
     "packed": (Stage.PACK, Stage.READ, Stage.COPY),
     "mapped": (Stage.COPY,),
     "zeroing": (Stage.COPY,),
-    "delegated": (Stage.DELEGATE,),
     "comparing": (Stage.COMPARE,),
 }
 
 
 @dataclass
 class Chunk:
-    """A chunk with one leg of each kind; the last ones, of ``last``, come after all others."""
+    """A chunk with one leg of each kind; each of the ``later`` ones is a round of its own."""
 
     kinds: tuple[str, ...]
-    last: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
     key: str = "read"
-    deadline: float | None = None
 
     def __post_init__(self) -> None:
         self.legs = [
             read.Leg(
                 STAGES[kind],
                 None,
-                None if kind in {"zeroing", "delegated"} else "holder",
+                None if kind == "zeroing" else "holder",
                 "host" if Stage.PACK in STAGES[kind] else "",
             )
-            for kind in (*self.kinds, *self.last)
+            for kind in (*self.kinds, *self.later)
         ]
 
     def wanted(self) -> ev.ChunkWanted:
         number = len(self.kinds)
-        now, later = tuple(self.legs[:number]), tuple(self.legs[number:])
-        return ev.ChunkWanted(self.key, "engine", now, later, "any", self.deadline)
+        rounds = tuple(self.legs[:number]), *((leg,) for leg in self.legs[number:])
+        return ev.ChunkWanted(self.key, "engine", rounds, "any")
 
 
 def chunk(*kinds: str, **more: Any) -> Chunk:
@@ -64,28 +63,25 @@ def chunk(*kinds: str, **more: Any) -> Chunk:
 Make = Callable[[Chunk], ev.Event]
 
 
+def leg(event: Callable[..., ev.Event], number: int, *more: Any) -> Make:
+    """What happened to a leg of the chunk."""
+    return lambda of: event(of.key, of.legs[number], *more)
+
+
 def packed(number: int, slot_id: int) -> Make:
-    return lambda of: ev.SlotPacked(of.key, of.legs[number], slot_id, 2.0)
+    return leg(ev.StageEnded, number, 0, None, slot_id, 2.0)
 
 
 def landed(number: int = 0, num_bytes: int = 8, error: KVBusError | None = None) -> Make:
-    return lambda of: ev.ReadEnded(of.key, of.legs[number], num_bytes, error)
+    return leg(ev.StageEnded, number, num_bytes, error)
 
 
 def copied(number: int = 0, num_bytes: int = 0, error: KVBusError | None = None) -> Make:
-    return lambda of: ev.CopyEnded(of.key, of.legs[number], num_bytes, error)
-
-
-def delegated(number: int = 0, num_bytes: int = 5) -> Make:
-    return lambda of: ev.DelegateEnded(of.key, of.legs[number], num_bytes, "direct")
-
-
-def digests(number: int = 0) -> Make:
-    return lambda of: ev.DigestsCame(of.key, of.legs[number])
+    return leg(ev.StageEnded, number, num_bytes, error)
 
 
 def compared(number: int = 0, error: KVBusError | None = None) -> Make:
-    return lambda of: ev.CompareEnded(of.key, of.legs[number], error)
+    return leg(ev.StageEnded, number, 0, error)
 
 
 def stopped(of: Chunk) -> ev.Event:
@@ -97,23 +93,14 @@ def gone(engine: str = "engine") -> Make:
 
 
 def due(_: Chunk) -> ev.Event:
-    return ev.DeadlinePassed()
+    return DeadlinePassed()
 
 
 def ending(_: Chunk) -> ev.Event:
-    return ev.Stopped()
+    return Stopped()
 
 
-NAMES = {
-    ev.PostRead: "post",
-    ev.StartCopy: "copy",
-    ev.AskDelegate: "delegate",
-    ev.AskDigests: "digests",
-    ev.StartCompare: "compare",
-    ev.AbortRead: "abort",
-    ev.AbortCopy: "abort copy",
-    ev.StopDelegate: "stop",
-}
+NAMES = {Stage.PACK: "pack", Stage.READ: "post", Stage.COPY: "copy", Stage.COMPARE: "compare"}
 
 
 def done(commands: list[ev.Command], of: Chunk) -> list[str]:
@@ -128,11 +115,11 @@ def done(commands: list[ev.Command], of: Chunk) -> list[str]:
             case ev.ChunkEnded():
                 error = "" if command.error is None else f" {command.error.code}"
                 words.append(f"end {command.num_bytes} {command.path}{error}".replace("  ", " "))
-            case ev.AskPack():
+            case ev.Begin():
                 back = "".join(f" giving {slot_id}" for slot_id in command.done)
-                words.append(f"pack {of.legs.index(command.leg)}{back}")
-            case _:
-                words.append(f"{NAMES[type(command)]} {of.legs.index(command.leg)}")
+                words.append(f"{NAMES[command.stage]} {of.legs.index(command.leg)}{back}")
+            case ev.Abort():
+                words.append(f"abort {of.legs.index(command.leg)}")
     return [word.strip() for word in words]
 
 
@@ -185,25 +172,26 @@ SCRIPTS: dict[str, list[Step]] = {
         [ONE_SLOT, chunk("packed", "packed"), (packed(0, 7), ["post 0"]), (packed(1, 8), []),
          (landed(0), ["copy 0", "release 7"]), (copied(0), ["post 1"])],
     "the tail is zeroed when everything has landed and before the end":
-        [(chunk("direct", last=("zeroing",)), ["post 0"]), (landed(), ["copy 1"]),
+        [(chunk("direct", later=("zeroing",)), ["post 0"]), (landed(), ["copy 1"]),
          (copied(1), ["end 8 any"])],
     "a chunk that failed zeroes nothing":
-        [chunk("direct", last=("zeroing",)), (landed(0, 0, FAILED), ["end 0 transfer_failed"])],
+        [chunk("direct", later=("zeroing",)), (landed(0, 0, FAILED), ["end 0 transfer_failed"])],
     "a failed leg stops the others and the chunk ends with the last writer":
         [chunk("direct", "direct"), (landed(0, 0, FAILED), ["abort 1"]),
          (landed(1, 3, ABORTED), ["end 3 any transfer_failed"])],
     "a mapped box is copied alone and counts as read":
         [(chunk("mapped"), ["copy 0"]), (copied(0, 8), ["end 8 any"])],
-    "what another agent read counts as read":
-        [(chunk("delegated"), ["delegate 0"]), (delegated(), ["end 5 any"])],
     # what is stopped, and what it waits for
     "a stopped read does not wait for a box, and gives its slot back":
         [chunk("packed"), (stopped, ["end 0 cancelled"]), (packed(0, 7), ["release 7"])],
-    "a read fails at its deadline":
-        [chunk("direct", deadline=4.0), (4, due, ["abort 0"]), (landed(0, 0), ["end 0 timeout"])],
-    "an engine that is gone is not waited for at other agents":
-        [chunk("direct", "delegated"), (gone(), ["abort 0", "stop 1"]),
-         (landed(0, 0), ["end 0 engine_lost"])],
+    "a read of an engine that is gone is waited for":
+        [chunk("direct"), (gone(), ["abort 0"]), (landed(0, 0), ["end 0 engine_lost"])],
+    "a copy of a stopped read is cut short and waited for":
+        [chunk("mapped"), (stopped, ["abort 0"]),
+         (copied(0, 3, ABORTED), ["end 3 any cancelled"])],
+    "a read fails a little before the lease of a slot ends under it, by a slower clock":
+        [chunk("packed"), (1, packed(0, 7), ["post 0"]), (1.97, due, []),
+         (0.99 * 2.0, due, ["abort 0"]), (landed(), ["release 7", "end 8 any lease_expired"]), 0],
     "reads of another engine go on":
         [chunk("direct"), (gone("another"), []), (landed(), ["end 8 any"])],
     "an agent that stops ends what runs and begins nothing":
@@ -217,29 +205,22 @@ SCRIPTS: dict[str, list[Step]] = {
          chunk("direct", key="other"), (10, stopped, ["abort 0"]), (69, due, []),
          (70, due, ["recycle"]), (129, due, []), (130, due, ["recycle"]),
          (131, landed(0, 0, ABORTED), ["end 0 cancelled"])],
-    "a deadline is followed by the quarantine of what was posted":
-        [PATIENT, chunk("direct", deadline=5.0), (5, due, ["abort 0"]), (65, due, ["recycle"])],
     "copies need no other transport":
-        [PATIENT, chunk("mapped"), (1, stopped, ["abort copy 0"]), (1000, due, [])],
-    "what others read needs no other transport":
-        [PATIENT, chunk("delegated"), (1, stopped, ["stop 0"]), (1000, due, [])],
+        [PATIENT, chunk("mapped"), (1, stopped, ["abort 0"]), (1000, due, [])],
     # digests
-    "digests are asked for at once and ours are made when all has landed":
-        [(chunk("comparing", "direct", last=("zeroing",)), ["digests 0", "post 1"]),
-         (digests(), []), (landed(1), ["copy 2"]), (copied(2), ["compare 0"]),
-         (compared(), ["end 8 any"])],
-    "what has landed waits for the digests of its holder":
-        [chunk("comparing", "comparing", "direct"), (landed(2), []), (digests(0), ["compare 0"]),
-         (digests(1), ["compare 1"])],
-    "a read whose bytes cannot be compared fails when they have landed":
-        [chunk("comparing", "direct"), (compared(0, FAILED), ["abort 1"]),
-         (landed(1), ["end 8 any transfer_failed"])],
+    "digests are made and compared when all has landed and was zeroed":
+        [(chunk("direct", later=("zeroing", "comparing")), ["post 0"]), (landed(0), ["copy 1"]),
+         (copied(1), ["compare 2"]), (compared(2), ["end 8 any"])],
+    "a read that failed is not compared":
+        [chunk("direct", later=("comparing",)), (landed(0, 0, FAILED), ["end 0 transfer_failed"])],
     "a read whose bytes differ fails":
-        [chunk("comparing", "direct"), (landed(1), []), (digests(), ["compare 0"]),
-         (compared(0, FAILED), ["end 8 any transfer_failed"])],
-    "a stopped read is not over while its blocks are digested":
-        [chunk("comparing"), (digests(), ["compare 0"]), (stopped, ["abort copy 0"]),
-         (compared(), ["end 0 cancelled"])],
+        [chunk("direct", later=("comparing",)), (landed(), ["compare 1"]),
+         (compared(1, FAILED), ["end 8 any transfer_failed"])],
+    "a read of which one box differs does not wait for the others":
+        [chunk("comparing", "comparing"), (compared(1, FAILED), ["end 0 transfer_failed"]),
+         (compared(0), [])],
+    "a stopped read does not wait for digests, which write nothing":
+        [chunk("comparing"), (stopped, ["end 0 cancelled"]), (compared(), [])],
 }
 # fmt: on
 
@@ -249,26 +230,17 @@ def test_what_becomes_of_the_legs_of_a_chunk(script: list[Step]) -> None:
     play(*script)
 
 
-def test_a_copy_of_a_stopped_read_is_cut_short_and_waited_for() -> None:
-    play(
-        chunk("mapped"),
-        (stopped, ["abort copy 0"]),
-        (copied(0, 3, ABORTED), ["end 3 any cancelled"]),
-    )
-
-
 ENDS: dict[str, Make] = {
     "direct": landed(),
     "mapped": copied(),
     "zeroing": copied(),
-    "delegated": delegated(),
 }
 
 
 @pytest.mark.parametrize("kind", ENDS)
 @pytest.mark.parametrize("stop", [stopped, ending, due, gone("another")])
 def test_what_can_write_is_over_only_when_it_was_said_to_have_ended(kind: str, stop: Make) -> None:
-    one = chunk(kind, deadline=1.0)
+    one = chunk(kind)
 
     table = play(one, (1.0, stop, None), (1000.0, due, None))
 
@@ -277,28 +249,8 @@ def test_what_can_write_is_over_only_when_it_was_said_to_have_ended(kind: str, s
     assert table.num_reads("engine") == 0
 
 
-def test_a_read_fails_a_little_before_the_lease_of_a_slot_ends_under_it() -> None:
-    """The clock of the holder may be faster than ours, and it asks nobody before it goes on."""
-    ends_at = 0.99 * 2.0
-
-    def packed_at(now: float) -> list[Step]:
-        return [chunk("packed"), (now, packed(0, 7), ["post 0"])]
-
-    assert play(*packed_at(1.0)).next_deadline() == ends_at
-    play(
-        *packed_at(1.0),
-        (ends_at, due, ["abort 0"]),
-        (landed(), ["release 7", "end 8 any lease_expired"]),
-        0,
-    )
-
-
-def test_chunks_of_one_key_have_one_story_and_keep_no_legs() -> None:
+def test_a_chunk_that_is_over_keeps_no_legs() -> None:
     table = play(chunk("direct"), (landed(), ["end 8 any"]), chunk("direct"), (landed(), None))
 
-    story = "\n".join(table.story("read"))
-    assert story.count("ChunkWanted -> reading") == 2
-    assert "leg 0 LegDue -> reading: PostRead" in story
-    assert story.count("ChunkEnded -> over") == 2
     (retired,) = table.retired.values()
-    assert not [*retired.wanted.legs, *retired.live, *retired.waiting, *retired.last_legs]
+    assert not [*retired.wanted.rounds, *retired.live, *retired.waiting, *retired.rounds]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -53,9 +52,6 @@ class RunningDemo:
         )
         return self.children()
 
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
     def end(self) -> tuple[int, str, str]:
         """Its exit status, stdout and stderr."""
         stdout, stderr = self.process.communicate(timeout=ENDS_WITHIN_S)
@@ -73,11 +69,8 @@ class Demo:
         self._folder = folder
         self.running: list[RunningDemo] = []
 
-    def start(self, *arguments: str, stall_s: float = 600.0) -> RunningDemo:
-        """A run that is given up when nothing goes on for ``stall_s``."""
-        main = f"from kvbus.demo import processes as p; p.STALL_S, p.STALL_CPU_S = {stall_s}, 0.1"
-        main += "; from kvbus.cli import app; app()"
-        command = [sys.executable, "-c", main, "demo", *arguments]
+    def start(self, *arguments: str) -> RunningDemo:
+        command = [sys.executable, "-c", "from kvbus.cli import app; app()", "demo", *arguments]
         process = subprocess.Popen(
             [*command, "--keep-logs", str(self._folder / "logs")],
             env={**os.environ, "TMPDIR": str(self._folder), "COLUMNS": "80"},

@@ -25,16 +25,13 @@ CI_SHAPE = ("tp=3 chunk=32", "tp=2 pp=3 block-size=5", "window=50 path=packed", 
 HOST_SHAPE = ("tp=2 memory=host chunk=32", "tp=3 memory=host layout=HND", "attention=mla")
 """A run takes ten seconds of CPU time: these mix what is in the others, too."""
 SHAPES = [
-    ("tp=2 layout=HND", "tp=2 layout=HND", "cross-layer", ANY),
     ("tp=1 layout=HND block-size=64", "tp=2 block-size=16", "path=direct", {"direct"}),
     ("tp=2 block-size=16", "tp=1 layout=HND", "path=mapped", {"mapped"}),
-    ("tp=3 chunk=32", "tp=2 pp=3 block-size=5", "window=50", ANY),
     ("tp=8 pp=4 chunk=50", "tp=1 layout=HND", "kv-heads=2 path=packed", PACKED),
     (*HOST_SHAPE, ANY),
     ("tp=4 pp=2", "tp=6 pp=1 cross-layer", "kv-heads=6 path=packed", PACKED),
     ("tp=2 block-size=16", "tp=3 block-size=48", "attention=mla window=40", ANY),
-    ("memory=host", "memory=shared", "ring-share=0.3", ANY),
-    ("tp=2 layout=HND", "tp=1 memory=host block-size=10", "window=50", ANY),
+    ("memory=host", "memory=host", "ring-share=0.1 concurrency=10 requests=20", ANY),
 ]
 ENDLESS = ("--requests", "50000", "--max-new-tokens", "4")
 
@@ -73,19 +70,9 @@ def test_engines_of_other_shapes_give_the_output_of_the_model_run_alone(
 ) -> None:
     status, figures, table = demo.run(*SMALL, *sides(prefill, decode, both))
 
-    assert (status, figures["matched"], figures["leaked_blocks"]) == (0, 5, 0), table
+    assert (status, figures["leaked_blocks"]) == (0, 0), table
+    assert figures["matched"] == figures["requests"] >= 5
     assert set(figures["paths"]) <= paths
-
-
-@pytest.mark.long
-def test_caches_of_which_only_a_tenth_fits_the_rings_are_moved_all_the_same(demo: Demo) -> None:
-    status, figures, table = demo.run(
-        *("--requests", "20", "--max-new-tokens", "4", "--concurrency", "10"),
-        *sides("memory=host", "memory=host", "ring-share=0.1"),
-    )
-
-    assert (status, figures["matched"], figures["leaked_blocks"]) == (0, 20, 0), table
-    assert figures["ring_share"] == 0.1
 
 
 def test_one_flipped_byte_of_moved_kv_fails_the_run_and_no_other_output(demo: Demo) -> None:
@@ -100,7 +87,7 @@ def test_ctrl_c_ends_every_process_and_leaves_no_files(demo: Demo) -> None:
     run = demo.start(*ENDLESS)
     children = run.wait_mid_run()
 
-    run.signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGINT)
     status, stdout, stderr = run.end()
 
     assert len(children) == 4
@@ -138,29 +125,11 @@ def test_no_process_outlives_a_driver_that_is_killed(demo: Demo) -> None:
     run = demo.start(*ENDLESS)
     children = run.wait_mid_run()
 
-    run.signal(signal.SIGKILL)
+    run.process.send_signal(signal.SIGKILL)
     run.end()
 
     assert len(children) == 4
     wait_until(lambda: not any(map(runs, children)), "all of them end", within_s=10.0)
-
-
-@pytest.mark.long
-def test_a_run_in_which_nothing_goes_on_is_given_up_with_what_it_has(
-    demo: Demo,
-) -> None:
-    run = demo.start(*ENDLESS, "--json", stall_s=5.0)
-    children = run.wait_mid_run()
-
-    for pid in children:
-        os.kill(pid, signal.SIGSTOP)
-    status, stdout, stderr = run.end()
-
-    figures = json.loads(stdout.splitlines()[-1])
-    assert (status, figures["trouble"]) == (1, ["nothing has gone on for 5 s"])
-    assert figures["matched"] >= 1
-    assert "error: nothing has gone on" in stderr
-    assert not any(map(runs, children))
 
 
 def runs(pid: int) -> bool:

@@ -22,30 +22,31 @@ FIELDS = {
 ENDPOINT_FIELDS = {"port", "path", "interval", "authorization"}
 RULE_FIELDS = {"alert", "expr", "for", "labels", "annotations"}
 GROUP_FIELDS = {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
-AGENT, HTTP = "kvbus", "kvbus-http"
+SECRETS = {f"kvbus-{what}" for what in ("prefill-key", "decode-key", "ticket-keys", "http")}
+"""They, and kvbus-trusted, are made by hand."""
+AGENT = "kvbus"
 
 
 def every(overlay: str, kind: str) -> list[Manifest]:
     return [one for one in rendered(overlay) if one["kind"] == kind]
 
 
+def config_of(overlay: str) -> dict[str, str]:
+    """The variables that all agents get."""
+    maps = {one["metadata"]["name"]: one["data"] for one in every(overlay, "ConfigMap")}
+    (found,) = (data for name, data in maps.items() if re.fullmatch(r"kvbus-[a-z0-9]{10}", name))
+    return dict(found)
+
+
 @pytest.mark.parametrize(("overlay", "version"), list(product(OVERLAYS, VERSIONS)))
 def test_every_object_is_valid_by_its_schema(overlay: str, version: str) -> None:
-    for one in rendered(overlay):
-        if one["kind"] in FIELDS:
-            assert set(one["spec"]) <= FIELDS[one["kind"]]
-        else:
-            kubernetes_validate.validate(one, version, strict=True)
+    objects = rendered(overlay)
+    known = [one for one in objects if one["kind"] not in FIELDS]
+    pods = [{"apiVersion": "v1", "kind": "Pod", **one} for one in pod_templates(objects).values()]
 
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_pods_of_groups_over_several_nodes_are_valid_too(version: str) -> None:
-    templates = pod_templates(rendered("overlays/leader-worker-set"))
-
-    assert len(templates) == 4
-    for template in templates.values():
-        pod = {"apiVersion": "v1", "kind": "Pod", **template}
-        kubernetes_validate.validate(pod, version, strict=True)
+    assert pods
+    for one in (*known, *pods):
+        kubernetes_validate.validate(one, version, strict=True)
 
 
 def test_kinds_without_a_schema_have_the_fields_of_their_references() -> None:
@@ -53,6 +54,7 @@ def test_kinds_without_a_schema_have_the_fields_of_their_references() -> None:
     groups = every("overlays/leader-worker-set", "LeaderWorkerSet")
 
     assert [one["apiVersion"] for one in (monitor, rule)] == 2 * ["monitoring.coreos.com/v1"]
+    assert all(set(one["spec"]) <= FIELDS[one["kind"]] for one in (monitor, rule, *groups))
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         assert set(endpoint) <= ENDPOINT_FIELDS
         assert set(endpoint["authorization"]["credentials"]) == {"name", "key"}
@@ -65,55 +67,30 @@ def test_kinds_without_a_schema_have_the_fields_of_their_references() -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_agent_and_engine_are_one_user_in_one_folder_and_the_agent_is_there_first(
+def test_a_pod_has_its_agent_first_as_the_same_user_with_time_to_drain_and_all_that_it_names(
     overlay: str,
 ) -> None:
+    drain_s = float(config_of(overlay)["KVBUS_DRAIN_TIMEOUT_S"])
+    made = {"kvbus-trusted", *(one["metadata"]["name"] for one in every(overlay, "ConfigMap"))}
     for template in pod_templates(rendered(overlay)).values():
         agent, engine = container(template, AGENT), container(template, "engine")
-        names = [one["name"] for one in template["spec"]["initContainers"]]
-        mounts = [
+        spec, text = template["spec"], repr(template)
+        runtime, of_engine = (
             {m["mountPath"] for m in one["volumeMounts"] if m["name"] == "runtime"}
             for one in (agent, engine)
-        ]
-
-        assert names == ["runtime-dir", AGENT]
-        assert agent["restartPolicy"] == "Always"
-        assert template["spec"]["securityContext"]["runAsUser"] > 0
-        assert not {"runAsUser"} & set(agent["securityContext"])
-        assert "runAsUser" not in engine.get("securityContext", {})
-        assert mounts[0] == mounts[1] != set()
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_pod_has_the_time_that_its_engine_and_the_drain_take(overlay: str) -> None:
-    templates = pod_templates(rendered(overlay))
-    settings = config_of(overlay)
-
-    for template in templates.values():
-        hook = container(template, "engine").get("lifecycle", {}).get("preStop", {})
+        )
+        hook = engine.get("lifecycle", {}).get("preStop", {})
         waits_s = int(hook["exec"]["command"][-1]) if hook else 0
-        needed_s = waits_s + float(settings["KVBUS_DRAIN_TIMEOUT_S"]) + 5
+        maps = re.findall(r"'configMap\w*': {'(?:key'.*?')?name': '([^']+)'", text)
 
-        assert template["spec"]["terminationGracePeriodSeconds"] > needed_s
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_what_is_named_is_there(overlay: str) -> None:
-    objects = rendered(overlay)
-    made_by_hand = {
-        *("kvbus-prefill-key", "kvbus-decode-key", "kvbus-ticket-keys"),
-        *("kvbus-http", "kvbus-trusted"),
-    }
-    configs = {one["metadata"]["name"] for one in objects if one["kind"] == "ConfigMap"}
-
-    for template in pod_templates(objects).values():
-        text = repr(template)
-        named_maps = re.findall(r"'configMap\w*': {'(?:key'.*?')?name': '([^']+)'", text)
-        secrets = set(re.findall(r"'secretName': '([^']+)'", text))
-
-        assert named_maps
-        assert {name for name in named_maps if name not in made_by_hand} <= configs
-        assert secrets <= made_by_hand
+        assert [one["name"] for one in spec["initContainers"]] == ["runtime-dir", AGENT]
+        assert agent["restartPolicy"] == "Always"
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert "runAsUser" not in {*agent["securityContext"], *engine.get("securityContext", {})}
+        assert runtime == of_engine != set()
+        assert spec["terminationGracePeriodSeconds"] > waits_s + drain_s + 5
+        assert set() < set(maps) <= made
+        assert set(re.findall(r"'secretName': '([^']+)'", text)) <= SECRETS
 
 
 def test_ports_in_the_config_are_those_of_the_container() -> None:
@@ -124,7 +101,7 @@ def test_ports_in_the_config_are_those_of_the_container() -> None:
 
     for name, variable in (("peer", "KVBUS_PEER_BIND"), ("events", "KVBUS_EVENTS_BIND")):
         assert settings[variable].endswith(f"$(POD_IP):{found[name]}")
-    assert settings["KVBUS_HTTP_BIND"] == f"0.0.0.0:{found[HTTP]}"
+    assert settings["KVBUS_HTTP_BIND"] == f"0.0.0.0:{found['kvbus-http']}"
 
 
 UCX_PORT = 45_678
@@ -148,72 +125,42 @@ CLIENT, STRANGER = {"kvbus-client": "true"}, {"app": "web"}
 def test_the_fence_lets_each_to_what_it_needs(
     who: dict[str, str], namespace: str, ports: set[int]
 ) -> None:
-    template = pod_templates(rendered("overlays/vllm"))["prefill"]
-    policies = every("overlays/vllm", "NetworkPolicy")
-
-    reached = {
-        port
-        for port in (7701, 7702, 7703, 8000, UCX_PORT)
-        if admits(policies, template, who, namespace=namespace, port=port)
-    }
-
-    assert reached == ports
-
-
-def admits(
-    policies: list[Manifest], to: Manifest, who: dict[str, str], *, namespace: str, port: int
-) -> bool:
-    """Whether some policy lets a pod with these labels to a port; that is how they add up."""
+    pod = pod_templates(rendered("overlays/vllm"))["prefill"]
+    specs = [one["spec"] for one in every("overlays/vllm", "NetworkPolicy")]
+    about = [spec for spec in specs if chosen(spec["podSelector"], pod["metadata"]["labels"])]
     numbers = {
-        p["name"]: p["containerPort"]
-        for one in to["spec"]["initContainers"] + to["spec"]["containers"]
-        for p in one.get("ports", [])
+        port["name"]: port["containerPort"]
+        for one in pod["spec"]["initContainers"] + pod["spec"]["containers"]
+        for port in one.get("ports", [])
     }
-    about = [one["spec"] for one in policies if chosen(one["spec"]["podSelector"], to["metadata"])]
+
+    reached = set()
+    for rule in (rule for spec in about for rule in spec.get("ingress", [])):
+        if any(comes_from(peer, who, namespace) for peer in rule["from"]):
+            named_ports = [one["port"] for one in rule.get("ports", [])]
+            reached |= {numbers.get(one, one) for one in named_ports or {*numbers, UCX_PORT}}
+
     assert about, "nobody fences this pod"
-    rules = [rule for one in about for rule in one.get("ingress", [])]
-    return any(
-        any(comes_from(one, who, namespace) for one in rule["from"])
-        and any(
-            numbers.get(one["port"], one["port"]) == port
-            for one in rule.get("ports", [{"port": port}])
-        )
-        for rule in rules
-    )
+    assert reached == ports
 
 
 def comes_from(peer: dict[str, Any], who: dict[str, str], namespace: str) -> bool:
     """Whether a peer of a rule is that pod; without a namespace it is of the policy's own."""
-    inside = {"labels": {"kubernetes.io/metadata.name": namespace}}
-    here = (
-        chosen(peer["namespaceSelector"], inside)
-        if "namespaceSelector" in peer
-        else (namespace == "kvbus")
-    )
-    return here and chosen(peer.get("podSelector", {}), {"labels": who})
+    here = namespace == "kvbus"
+    if "namespaceSelector" in peer:
+        here = chosen(peer["namespaceSelector"], {"kubernetes.io/metadata.name": namespace})
+    return here and chosen(peer.get("podSelector", {}), who)
 
 
-def chosen(selector: dict[str, Any], metadata: dict[str, Any]) -> bool:
+def chosen(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     assert set(selector) <= {"matchLabels"}
     wanted: dict[str, str] = selector.get("matchLabels", {})
-    labels: dict[str, str] = metadata["labels"]
     return wanted.items() <= labels.items()
-
-
-def config_of(overlay: str) -> dict[str, str]:
-    """The variables that all agents get."""
-    (found,) = (
-        one["data"]
-        for one in every(overlay, "ConfigMap")
-        if re.fullmatch(r"kvbus-[a-z0-9]{10}", one["metadata"]["name"])
-    )
-    return dict(found)
 
 
 def test_the_dashboard_is_in_its_map() -> None:
     board = named(rendered("overlays/vllm"), "ConfigMap", "kvbus-board")
 
-    assert board["data"]["board.json"] == (
-        FOLDER / "components" / "monitoring" / "board.json"
-    ).read_text("utf-8")
+    source = FOLDER / "components" / "monitoring" / "board.json"
+    assert board["data"]["board.json"] == source.read_text("utf-8")
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"

@@ -1,30 +1,52 @@
 """What the manifests say is run: each container's command, user, environment, volumes and probes.
 
-The vLLM in them is replaced by the demo's engines, at the socket that vLLM is told.
+The cluster has one node, and is made without Kubernetes. The vLLM in it is replaced by the demo's
+engines, at the socket that vLLM is told.
 """
 
 import json
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
 
 from kvbus.spawn import Child
 from tests.agents import wait_logged, wait_until
-from tests.deploy.conftest import Cluster, Made, run_page
-from tests.deploy.manifests import ROOT, Manifest, container, pod_templates, rendered
-from tests.deploy.pods import Pod, status_of
-from tests.deploy.rank_engine import ACCESS
+from tests.deploy.manifests import (
+    KUBECTL,
+    ROOT,
+    Manifest,
+    container,
+    objects_of,
+    pod_templates,
+    rendered,
+    require_kubectl,
+)
+from tests.deploy.pods import CAN_RUN_PODS, IMAGE, Node, Pod, status_of
+from tests.namespaces import BRIDGED, bridged, run_ip
 
+PAGE = ROOT / "docs" / "kubernetes.md"
+INTERFACE = "eth0"
+KUBECTL_OFFLINE = """
+kubectl() {
+    case $1 in
+        create) command kubectl "$@" --dry-run=client --output=yaml && echo --- ;;
+        apply) cat ;;
+        rollout) ;;
+        *) return 1 ;;
+    esac
+}
+"""
+"""What `kubectl` does here: it prints what it would create."""
 ALL_EQUAL = "12 requests, 12 outputs equal to the model run alone, tokens and logits"
 ALERTS = (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8")
-ENDS_WITHIN_S = 100.0
+ENDS_WITHIN_S = 250.0
 LOOK_BY_LOOPBACK = """
 from urllib.request import urlopen
 print(urlopen("http://127.0.0.1:7703/healthz", timeout=10).read().decode(), end="")
@@ -33,19 +55,59 @@ SEEN_WITHIN_S = 30.0
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(300),  # agents and engines in turn, on cores that are few
+    pytest.mark.timeout(900),  # agents and engines in turn, on cores that are few
 ]
 
-MakeCluster = Callable[..., Cluster]
-Templates = dict[str, Manifest]
+
+class Cluster:
+    """Starts pods of an overlay; ``keys`` is the folder where the page's commands are run."""
+
+    def __init__(self, stack: ExitStack, folder: Path, keys: Path) -> None:
+        self._stack, self._folder, self._keys = stack, folder, keys
+
+    def start(self, overlay: str, **templates: str) -> list[Pod]:
+        """Pods whose agents have started, each of a template of the overlay."""
+        objects = rendered(overlay)
+        self.node = Node(self._folder, (*objects, *self.run_page("keys, once")))
+        hosts = self._stack.enter_context(bridged(*templates))
+        pods = []
+        for name, template in templates.items():
+            host = hosts[name]
+            run_ip("-n", host.name, "link", "set", BRIDGED, "down")
+            run_ip("-n", host.name, "link", "set", BRIDGED, "name", INTERFACE)
+            run_ip("-n", host.name, "link", "set", INTERFACE, "up")
+            pods.append(Pod(name, pod_templates(objects)[template], host, self.node))
+            self._stack.callback(pods[-1].end)
+            pods[-1].start_agent()
+        return pods
+
+    def run_page(self, title: str) -> tuple[Manifest, ...]:
+        """Run the block of the page that begins with this comment; what it would create."""
+        blocks = dict(re.findall(r"```bash\n# (.*?)\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL))
+        ended = subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", KUBECTL_OFFLINE + blocks[title]],  # noqa: S607
+            cwd=self._keys,
+            env={**IMAGE, "PATH": f"{IMAGE['PATH']}:{Path(str(KUBECTL)).parent}"},
+            capture_output=True,
+            text=True,
+            timeout=ENDS_WITHIN_S,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return objects_of(ended.stdout.partition("apiVersion:")[2].join(("apiVersion:", "")))
+
+    def change(self, title: str) -> None:
+        """Do what the page says, with all that shows it in the volumes of pods."""
+        self.node.apply(*self.run_page(title))
 
 
-def start(cluster: Cluster, templates: Templates) -> tuple[Pod, Pod]:
-    """A prefill and a decode pod whose agents have started."""
-    pods = cluster.pod("prefill", templates["prefill"]), cluster.pod("decode", templates["decode"])
-    for pod in pods:
-        pod.start_agent()
-    return pods
+@pytest.fixture
+def cluster(folder: Path, tmp_path: Path) -> Iterator[Cluster]:
+    require_kubectl()
+    if not CAN_RUN_PODS:
+        pytest.skip("needs root, iproute2 and util-linux")
+    with ExitStack() as stack:
+        yield Cluster(stack, folder, tmp_path)
 
 
 def endpoint(pod: Pod) -> str:
@@ -92,45 +154,6 @@ def within(pod: Pod, command: list[str]) -> str:
     return child.log_text()
 
 
-@dataclass
-class Rank:
-    """One of an engine over several pods, and the pipe to it."""
-
-    process: Child
-
-    def tell(self, what: Any) -> None:
-        assert self.process.process.stdin is not None
-        self.process.process.stdin.write(json.dumps(what).encode() + b"\n")
-        self.process.process.stdin.flush()
-
-    def told(self) -> Any:
-        assert self.process.process.stdout is not None
-        line = self.process.process.stdout.readline()
-        assert line, self.process.log_text()
-        return json.loads(line)
-
-
-def run_rank(there: Cluster, name: str, groups: Templates, known: dict[str, Pod]) -> Rank:
-    """Start a pod of a group, the worker's before the leader's, with a rank as its engine."""
-    role, is_worker = name.split("-", maxsplit=1)[0], name.endswith("-1")
-    pod = there.pod(name, groups[f"{role} {'worker' if is_worker else 'leader'}Template"])
-    pod.start_agent()
-    known[name] = pod
-    others = []
-    if not is_worker:
-        at = started(known[f"{name}-1"])
-        key = {"server_key": at["server_key"], "access": ACCESS}
-        others = [{"endpoint": at["peer"], "ranks": [1], **key}]
-    script = [sys.executable, str(Path(__file__).with_name("rank_engine.py"))]
-    engine = pod.start(
-        container(pod.template, "engine"),
-        command=[*script, role, endpoint(pod), json.dumps(others)],
-        stdin=PIPE,
-        stdout=PIPE,
-    )
-    return Rank(engine)
-
-
 def agent(pod: Pod) -> Manifest:
     return container(pod.template, "kvbus")
 
@@ -140,7 +163,8 @@ def agent_log(pod: Pod) -> str:
 
 
 def started(pod: Pod) -> dict[str, Any]:
-    """What the agent said of itself."""
+    """What the agent says of itself, which it may do after its first probe."""
+    wait_logged(pod.running["kvbus"], '"agent.started"', SEEN_WITHIN_S)
     lines = [line for line in agent_log(pod).splitlines() if '"agent.started"' in line]
     said: dict[str, Any] = json.loads(lines[-1])
     return said
@@ -153,29 +177,50 @@ def restart(*pods: Pod) -> None:
 
 
 def ready(pod: Pod) -> int:
-    return pod.probed(agent(pod), agent(pod)["readinessProbe"])
+    return pod.probed(agent(pod), "readinessProbe")
 
 
-def test_the_pods_hand_over_and_drain_as_the_manifests_say(
-    cluster: MakeCluster, templates: Templates
+def test_the_pods_hand_over_and_drain_and_have_the_probes_and_the_token_of_the_manifests(
+    cluster: Cluster,
 ) -> None:
-    prefill, decode = start(cluster("overlays/vllm", "prefill", "decode"), templates)
+    prefill, decode = cluster.start("overlays/vllm", prefill="prefill", decode="decode")
+    token = decode.node.data("Secret", "kvbus-http")["token"].decode().strip()
+    page = f"http://{prefill.host.address}:7703/metrics"
+    tickets, received = os.pipe()
 
     said = hand_over(prefill, decode)
     near = doctor(decode, prefill)
+    before = ready(prefill)
+    waiting = run_engine(prefill, "demo-prefill", stdout=received)
+    wait_until(lambda: ready(prefill) == 200, "prefill is ready", ENDS_WITHIN_S)
+    status = within(prefill, ["sh", "-c", re.findall(r"-- sh -c '(.*)'", ALERTS)[0]])
+    itself = within(prefill, ["kvbus", "doctor", "--only", "agents"])
+    at_work = within(prefill, ["kvbus", "top", "--once"])
+    by_loopback = within(prefill, [sys.executable, "-c", LOOK_BY_LOOPBACK])
+    pages = [status_of(page), status_of(page, token)]
+    alive = prefill.probed(agent(prefill), "livenessProbe")
+    without_engine = ready(decode)
+    for end in (tickets, received):
+        os.close(end)
+    waiting.process.wait(ENDS_WITHIN_S)  # as nobody reads
     statuses = [pod.terminate("kvbus") for pod in (prefill, decode)]
 
     assert ALL_EQUAL in said
     assert "mapped" not in said
     assert "in another PID namespace, so UCX reads it over TCP" in near
+    assert (before, alive, without_engine) == (503, 200, 503)
+    assert "prefill agent" in status
+    assert "the agent runs already, and has its ports" in itself
+    assert "serving" in at_work
+    assert by_loopback == "ok\n"
+    assert pages == [401, 200]
     assert statuses == [0, 0]
 
 
 def test_pods_of_one_node_map_memory_where_they_share_the_folder(
-    cluster: MakeCluster,
+    cluster: Cluster,
 ) -> None:
-    templates = pod_templates(rendered("overlays/one-node"))
-    prefill, decode = start(cluster("overlays/one-node", "prefill", "decode"), templates)
+    prefill, decode = cluster.start("overlays/one-node", prefill="prefill", decode="decode")
 
     said = hand_over(prefill, decode)
     near = doctor(decode, prefill)
@@ -185,106 +230,42 @@ def test_pods_of_one_node_map_memory_where_they_share_the_folder(
     assert "its memory can be mapped" in near
 
 
-def test_probes_and_the_token_are_those_of_the_manifests(
-    cluster: MakeCluster, templates: Templates
+def test_the_two_agents_of_an_engine_over_two_pods_reach_each_other_and_the_workers_is_ready_first(
+    cluster: Cluster,
 ) -> None:
-    prefill, decode = start(cluster("overlays/vllm", "prefill", "decode"), templates)
-    credentials = decode.node.data("Secret", "kvbus-http")
-    page = f"http://{prefill.host.address}:7703/metrics"
-    tickets, received = os.pipe()
+    pods = {"worker": "decode workerTemplate", "leader": "decode leaderTemplate"}
+    worker, leader = cluster.start("overlays/leader-worker-set", **pods)
 
-    before = ready(prefill)
-    run_engine(prefill, "demo-prefill", stdout=received)
-    wait_until(lambda: ready(prefill) == 200, "prefill is ready", ENDS_WITHIN_S)
+    near = doctor(leader, worker)
 
-    status = within(prefill, ["sh", "-c", re.findall(r"-- sh -c '(.*)'", ALERTS)[0]])
-
-    itself = within(prefill, ["kvbus", "doctor", "--only", "agents"])
-    at_work = within(prefill, ["kvbus", "top", "--once"])
-    by_loopback = within(prefill, [sys.executable, "-c", LOOK_BY_LOOPBACK])
-
-    assert before == 503
-    assert "prefill agent" in status
-    assert "the agent runs already, and has its ports" in itself
-    assert "serving" in at_work
-    assert by_loopback == "ok\n"
-    assert prefill.probed(agent(prefill), agent(prefill)["livenessProbe"]) == 200
-    assert ready(decode) == 503
-    assert status_of(page) == 401
-    assert status_of(page, credentials["token"].decode().strip()) == 200
-    for end in (tickets, received):
-        os.close(end)
+    assert [ready(pod) for pod in (worker, leader)] == [200, 503]
+    assert '"verdict":"works"' in near
+    assert started(worker)["peer"] in near
 
 
-def test_a_pod_with_ranks_alone_is_ready_before_its_engine(cluster: MakeCluster) -> None:
-    groups = pod_templates(rendered("overlays/leader-worker-set"))
-    names = {"prefill": "prefill leaderTemplate", "prefill-0-1": "prefill workerTemplate"}
-    there = cluster("overlays/leader-worker-set", *names)
-    pods = [there.pod(name, groups[part]) for name, part in names.items()]
-
-    for pod in pods:
-        pod.start_agent()
-
-    assert [ready(pod) for pod in pods] == [503, 200]
-
-
-def test_an_engine_over_two_pods_hands_over_to_another(cluster: MakeCluster) -> None:
-    groups = pod_templates(rendered("overlays/leader-worker-set"))
-    names = [f"{role}-0{worker}" for role in ("prefill", "decode") for worker in ("", "-1")]
-    there = cluster("overlays/leader-worker-set", *names)
-    pods: dict[str, Pod] = {}
-    ranks = {name: run_rank(there, name, groups, pods) for name in reversed(names)}
-
-    ticket = [ranks["prefill-0"].told() for _ in ("attached", "ready", "ticket")][-1]
-    ranks["decode-0"].tell(ticket)
-    path = [ranks["decode-0"].told() for _ in ("attached", "ready", "path")][-1]
-    ranks["decode-0-1"].told()
-    for name in ("decode-0", "decode-0-1"):
-        ranks[name].tell("compare")
-    are_equal = [ranks[name].told() for name in ("decode-0", "decode-0-1")]
-
-    assert path == "direct"
-    assert are_equal == [True, True]
-    assert ranks["prefill-0"].told() == "completed"
-
-
-def test_a_key_is_rotated_as_the_page_says(
-    cluster: MakeCluster, templates: Templates, made: Made
+def test_keys_of_agents_and_of_tickets_are_rotated_as_the_page_says(
+    cluster: Cluster,
 ) -> None:
-    prefill, decode = start(cluster("overlays/vllm", "prefill", "decode"), templates)
-    keys = [started(prefill)["server_key"]]
-    node = prefill.node
+    prefill, decode = cluster.start("overlays/vllm", prefill="prefill", decode="decode")
+    server_keys = [started(prefill)["server_key"]]
 
-    node.apply(*run_page("the new key is trusted", made.folder))
+    cluster.change("the new key is trusted")
     wait_logged(decode.running["kvbus"], '"keys.changed"', SEEN_WITHIN_S)
-    node.apply(*run_page("prefill has the new key", made.folder))
-    prefill.terminate("kvbus")
-    prefill.start_agent()
-    keys.append(started(prefill)["server_key"])
-    node.apply(*run_page("the old key is trusted no more", made.folder))
+    cluster.change("prefill has the new key")
+    restart(prefill)
+    server_keys.append(started(prefill)["server_key"])
+    cluster.change("the old key is trusted no more")
     wait_until(lambda: agent_log(decode).count('"keys.changed"') == 2, "the old key is gone")
-    said = hand_over(prefill, decode)
-
-    assert keys[0] != keys[1]
-    assert ALL_EQUAL in said
-
-
-def test_a_ticket_key_is_rotated_as_the_page_says(
-    cluster: MakeCluster, templates: Templates, made: Made
-) -> None:
-    prefill, decode = start(cluster("overlays/vllm", "prefill", "decode"), templates)
-
-    def change(title: str) -> None:
-        prefill.node.apply(*run_page(title, made.folder))
-
-    change("the new ticket key verifies")
+    with_the_new_key = hand_over(prefill, decode)
+    cluster.change("the new ticket key verifies")
     restart(prefill, decode)
-    change("the new ticket key signs")
+    cluster.change("the new ticket key signs")
     restart(prefill)
     while_half_are_new = hand_over(prefill, decode)
-    change("the new ticket key verifies")
+    cluster.change("the new ticket key verifies")
     restart(decode)
     without_the_old = hand_over(prefill, decode)
 
-    assert ALL_EQUAL in while_half_are_new
-    assert ALL_EQUAL in without_the_old
+    assert server_keys[0] != server_keys[1]
+    for said in (with_the_new_key, while_half_are_new, without_the_old):
+        assert ALL_EQUAL in said

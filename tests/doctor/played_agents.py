@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import msgpack
@@ -17,10 +17,6 @@ Told = Mapping[str, Any]
 Answer = Callable[[str, Told], Told | None]
 
 
-class Lost(Exception):
-    """The question, or its answer, is lost on the way."""
-
-
 def told_by(role: str, **changes: Any) -> dict[str, Any]:
     """The status of an agent that holds nothing."""
     status = {"agent_id": f"{role}-0", "role": role, "engines": {}, "draining": False, "counts": {}}
@@ -28,47 +24,32 @@ def told_by(role: str, **changes: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def earlier_agent(role: str) -> Iterator[str]:
-    """The endpoint of one that ignores what it is asked beyond its status."""
-    with played(lambda op, _: told_by(role) if op == "status" else None) as endpoint:
-        yield endpoint
-
-
-@contextmanager
 def agent(
     status: Told,
     *,
     clock_ahead_s: float = 0.0,
+    is_early: bool = False,
     is_lost: Callable[[str, Told], bool] = lambda _op, _body: False,
 ) -> Iterator[str]:
-    """The endpoint of one that tells this, and echoes, as an agent of this version."""
+    """The endpoint of one that tells this, and answers as an agent of this version.
+
+    With ``is_early`` it ignores what it is asked beyond its status. Lost questions have no answer.
+    """
 
     def answer(op: str, body: Told) -> Told | None:
-        if is_lost(op, body):
-            raise Lost
         if op == "status":
-            return {**status, "echo": body.get("echo", "")}
-        if op == "trace":
+            return {**status, **({} if is_early else {"echo": body.get("echo", "")})}
+        if op == "trace" and not is_early:
             of = {"agent_id": status["agent_id"], "role": status["role"], "boot": BOOT}
             return {**of, "now_s": 1.0, "wall_s": time.time() + clock_ahead_s}
         return None
 
-    with played(answer) as endpoint:
-        yield endpoint
-
-
-@contextmanager
-def played(answer: Answer) -> Iterator[str]:
-    """An endpoint at which questions are answered until the end of the ``with``.
-
-    What is answered with None is refused, as an agent does that does not know the question.
-    """
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with zmq.Context() as context, context.socket(zmq.PAIR) as end:
         end.bind(END)
         router = context.socket(zmq.ROUTER)
         router.bind(endpoint)
-        serving = threading.Thread(target=_serve, args=(context, router, answer))
+        serving = threading.Thread(target=_serve, args=(context, router, answer, is_lost))
         serving.start()
         try:
             yield endpoint
@@ -77,7 +58,13 @@ def played(answer: Answer) -> Iterator[str]:
             serving.join()
 
 
-def _serve(context: "zmq.Context[Any]", router: "zmq.Socket[bytes]", answer: Answer) -> None:
+def _serve(
+    context: "zmq.Context[Any]",
+    router: "zmq.Socket[bytes]",
+    answer: Answer,
+    is_lost: Callable[[str, Told], bool],
+) -> None:
+    """Answer until something comes from the end; what has no answer is refused as unknown."""
     poller = zmq.Poller()
     with router, context.socket(zmq.PAIR) as end:
         end.connect(END)
@@ -86,10 +73,12 @@ def _serve(context: "zmq.Context[Any]", router: "zmq.Socket[bytes]", answer: Ans
         while end not in dict(poller.poll()):
             sender, frame = router.recv_multipart()
             asked = msgpack.unpackb(frame)
-            with suppress(Lost):
-                ok = answer(asked["op"], asked.get("body", {}))
-                refusal = {"code": "unknown_op", "message": f"no '{asked['op']}'", "detail": {}}
-                told = {"error": refusal} if ok is None else {"ok": ok}
-                reply = {"v": 1, "re": asked["id"], "boot": BOOT, **told}
-                router.send_multipart([sender, msgpack.packb(reply)])
+            op, body = asked["op"], asked.get("body", {})
+            if is_lost(op, body):
+                continue
+            ok = answer(op, body)
+            refusal = {"code": "unknown_op", "message": f"no '{op}'", "detail": {}}
+            told = {"error": refusal} if ok is None else {"ok": ok}
+            reply = {"v": 1, "re": asked["id"], "boot": BOOT, **told}
+            router.send_multipart([sender, msgpack.packb(reply)])
         router.set(zmq.LINGER, 0)

@@ -1,27 +1,20 @@
-"""``kvbus doctor --peer --from`` of agents that run: with engines, with keys, across a network."""
+"""``kvbus doctor --peer --from`` of agents that run, and of an interface without a link."""
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import anyio
 import pytest
 
 from kvbus.engine import DecodeSession
 from kvbus.keys import Role
-from tests.agents import AgentProcess, Agents, agents_ended, until, write_config
-from tests.doctor.running import Findings, checked, doctor, severities
+from tests.agents import AgentProcess, Agents, until
+from tests.doctor.running import Findings, doctor, severities
 from tests.engines import engine, failure_of, make_spec, pair, works
-from tests.faulty_link import HAVE_LINKS, THERE, FaultyLink, faulty_link
 from tests.keyring import OBSERVER, KeyRing
-from tests.namespaces import HAVE_NAMESPACES, hosts, run_ip
 
 pytestmark = pytest.mark.anyio
 
-KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()"]
+KVBUS = "from kvbus.cli import app; app()"
 
 
 async def look_at(*arguments: str) -> Findings:
@@ -97,70 +90,3 @@ async def test_each_agent_is_asked_with_its_own_key_and_known_though_it_was_neve
     assert (severities(found)["from"], severities(found)["keys"]) == ("ok", "ok")
     assert found["handshake"]["severity"] == "error"
     assert f"its key {strange} is not trusted" in found["handshake"]["found"]
-
-
-@pytest.mark.skipif(not HAVE_NAMESPACES, reason="needs root and iproute2")
-def test_an_interface_that_is_down_is_named_by_doctor_and_by_an_agent_and_the_peer_is_not_blamed(
-    tmp_path: Path,
-) -> None:
-    config = tmp_path / "config.toml"
-    any_port = "tcp://127.0.0.1:0"
-    told = {"agent_id": "one", "peer_bind": any_port, "events_bind": any_port}
-    write_config(config, {**told, "data_interfaces": ["kv9"], "runtime_dir": str(tmp_path)})
-    options = ["--only", "agents", "--only", "peer", "--json", "--config", str(config)]
-    with hosts("alone") as made:
-        host = made["alone"]
-        host.add_interface("kv9", "10.99.0.1")
-        run_ip("-n", host.name, "link", "set", "kv9", "down")
-
-        def run(*command: str) -> subprocess.CompletedProcess[str]:
-            wanted = [*host.command, sys.executable, *command]
-            return subprocess.run(wanted, capture_output=True, text=True, check=False, timeout=60)
-
-        done = run(*KVBUS[1:], "doctor", *options, "--peer", "tcp://10.99.0.2:7701")
-        agent = run("-m", "kvbus_decode", str(config))
-
-    found = checked(json.loads(done.stdout), status=done.returncode)
-    interfaces, socket = found["agents.one.interfaces"], found["peer.socket"]
-    assert (interfaces["severity"], socket["severity"]) == ("error", "error")
-    assert interfaces["found"].endswith("without a link now: kv9")
-    assert "Network is unreachable" in socket["found"]
-    assert "data_interfaces is down here" in socket["fix"]
-    assert agent.returncode == 1
-    assert "UCX does not start on data_interfaces = ['kv9']" in agent.stderr
-    assert "no link: kv9" in agent.stderr
-
-
-@pytest.fixture
-def far() -> Iterator[tuple[FaultyLink, AgentProcess]]:
-    """A network, and an agent at its other end."""
-    with faulty_link() as link, agents_ended(Agents) as agents:
-        agent: AgentProcess = agents.prepare(
-            "prefill",
-            peer_bind=f"tcp://{THERE}:7701",
-            events_bind=f"tcp://{THERE}:7702",
-            data_interfaces=[link.interface],
-            insecure=True,
-        )
-        agent.runner = link.host.command
-        agents.start(agent)
-        yield link, agent
-        agents.end()  # before its network does
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not HAVE_LINKS, reason="needs root, iproute2 and /dev/net/tun")
-def test_the_way_on_which_a_real_network_loses_large_packets_is_named(
-    far: tuple[FaultyLink, AgentProcess],
-) -> None:
-    link, agent = far
-    intact = link.largest_bytes_there, link.largest_bytes_back
-
-    found = [doctor("--only", "peer", "--peer", agent.peer)["peer.packets"]]
-    for largest in ((1300, intact[1]), (intact[0], 1300), (intact[0], 300)):
-        link.largest_bytes_there, link.largest_bytes_back = largest
-        found.append(doctor("--only", "peer", "--peer", agent.peer)["peer.packets"])
-
-    assert [one["severity"] for one in found] == ["ok", "error", "error", "error"]
-    lost = ("there, and back", "lost on the way there", "lost on the way back", "for its status")
-    assert all(text in one["found"] for text, one in zip(lost, found, strict=True))

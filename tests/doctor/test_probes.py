@@ -1,7 +1,6 @@
 """The probes of ``kvbus doctor``: one that hangs, crashes or refuses is told, and none is left.
 
-Each probe is a process of its own, ``python -m ... KIND ROLE``; a ``sitecustomize`` has it go
-wrong, or tell of a machine that is not this one.
+Each probe is a process of its own; a ``sitecustomize`` has it go wrong, or tell of another machine.
 """
 
 import json
@@ -14,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from kvbus.cli import app
-from tests.agents import wait_until
-from tests.doctor.running import Findings, checked
+from tests.agents import wait_until, write_config
+from tests.doctor.running import Findings, checked, doctor, severities
 
 KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()", "doctor"]
 ENDS_WITHIN_S = 100.0
@@ -54,18 +51,20 @@ class Machine:
 
     def doctor(self, *arguments: str) -> Findings:
         """What is found here by a process of its own, which says nothing else."""
-        command = [*KVBUS, "--json", *arguments]
-        ended = subprocess.run(
-            command,
-            env={**os.environ, **self.env},
-            capture_output=True,
-            text=True,
-            timeout=ENDS_WITHIN_S,
-            check=False,
-        )
-        assert ended.stderr == ""
+        with self.started("--json", *arguments) as process:
+            stdout, stderr = process.communicate(timeout=ENDS_WITHIN_S)
+        assert stderr == ""
         assert self.processes() == []
-        return checked(json.loads(ended.stdout), status=ended.returncode)
+        return checked(json.loads(stdout), status=process.returncode)
+
+    def started(self, *arguments: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [*KVBUS, *arguments],
+            env={**os.environ, **self.env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def processes(self) -> list[str]:
         """The command lines of those that were started here, and have not ended."""
@@ -91,7 +90,6 @@ UCX_LOG = (
     "kvbus.errors.TransferFailed: no NIXL agent\n"
 )
 NIXL_LOG = "E1121 09:33:38.109011     408 nixl_agent.cpp:342] backend creation failed\nlast line\n"
-PYTHON_LOG = "Traceback\n  File\nModuleNotFoundError: No module named 'nixl'\n\n"
 
 
 @pytest.mark.parametrize(
@@ -99,13 +97,11 @@ PYTHON_LOG = "Traceback\n  File\nModuleNotFoundError: No module named 'nixl'\n\n
     [
         (ends(1, log=UCX_LOG), "no active messages transport"),
         (ends(1, log=NIXL_LOG), "backend creation failed"),
-        (ends(1, log=PYTHON_LOG), "No module named 'nixl'"),
         (CRASH, "killed by SIGSEGV"),
         (HANG, "no answer within"),
-        (ends(0, "[]"), "it answered something else"),
         (ends(0, LISTED % WITHOUT_UCX), "it has no backend UCX"),
     ],
-    ids=["ucx", "nixl", "python", "crash", "hang", "nonsense", "without-ucx"],
+    ids=["ucx", "nixl", "crash", "hang", "without-ucx"],
 )
 def test_nixl_that_does_not_work_is_an_error_with_its_reason(
     machine: Machine, probe: str, told: str
@@ -123,9 +119,13 @@ def test_nixl_that_does_not_work_is_an_error_with_its_reason(
     [
         ("sys.exit('the target has no memory')", "sys.exit(sys.stdin.readline())", "no memory"),
         (f"print('a line', flush=True); {HANG}", "sys.exit('it is broken')", "it is broken"),
-        ("sys.stdin.read(); sys.exit('the reader went')", HANG, "no answer within"),
+        (
+            "sys.stdin.read(); print('a line', flush=True); import os; os._exit(0)",
+            "sys.exit('it is broken')",
+            "it is broken",
+        ),
     ],
-    ids=["target-first", "target-stays", "reader-hangs"],
+    ids=["target-first", "target-stays", "target-late"],
 )
 def test_of_a_pair_of_processes_the_one_that_failed_is_told_and_both_end(
     machine: Machine, target: str, reader: str, told: str
@@ -136,39 +136,17 @@ def test_of_a_pair_of_processes_the_one_that_failed_is_told_and_both_end(
 
     reads = {name: one for name, one in found.items() if name.startswith("nixl.read.")}
     assert {"nixl.read.configured", "nixl.read.shared_memory", "nixl.read.tcp"} <= reads.keys()
-    assert all(told in one["found"] for one in reads.values())
+    assert [one["found"] for one in reads.values() if told not in one["found"]] == []
     assert all(one["values"]["bytes_per_s"] is None for one in reads.values())
     assert found["nixl.read.configured"]["severity"] == "error"
-
-
-def test_what_ucx_and_nixl_say_of_a_machine_is_told(machine: Machine) -> None:
-    info = (
-        "[1795253608.4] [vm:342  :0] ucp_context.c:2753 UCX  INFO  Version 1.23.0 (loaded)\n"
-        "[1795253608.4] [vm:342  :0] ucp_context.c:1508 UCX  WARN  transport 'rc' is not "
-        "available, please use one or more of: cma, mm, tcp\n"
-    )
-    machine.has(
-        list=ends(0, LISTED % WITH_UCX, info),
-        target="sys.stdin.read(); sys.exit()",
-        reader=ends(0, "9e9"),
-    )
-
-    found = machine.doctor("--only", "nixl")
-
-    values = found["nixl.backends"]["values"]
-    assert found["nixl.installed"]["found"] == "NIXL 1.5.1, UCX 1.23.0"
-    assert values["ucx_transports"] == ["cma", "mm", "tcp"]
-    assert values["backends"] == {"UCX": ["DRAM_SEG"], "GDS": []}
-    assert "9 GB/s" in found["nixl.one_machine"]["found"]
 
 
 def test_a_package_that_is_too_new_is_an_error_with_its_command(machine: Machine) -> None:
     for name, version in (("nixl", "2.0.0"), ("torch", "2.7.0a0+7c8ec84dab.nv25.03")):
         folder = machine.folder / f"{name}-{version}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(head)
 
     found = machine.doctor("--only", "versions")
 
@@ -179,67 +157,33 @@ def test_a_package_that_is_too_new_is_an_error_with_its_command(machine: Machine
     assert "pytest" not in found["versions.packages"]["values"]
 
 
-def test_limits_and_processes_are_those_of_the_command(machine: Machine) -> None:
-    options = f"{KVBUS[-1]} --json --only limits --only processes"
-    shell = f"ulimit -n 200; ulimit -l 8; exec {sys.executable} -c '{KVBUS[2]}' {options}"
-
-    ended = subprocess.run(["/bin/sh", "-c", shell], capture_output=True, text=True, check=False)
-
-    found = checked(json.loads(ended.stdout), status=ended.returncode)
-    reading = found["processes.read_memory"]
-    may = reading["values"]["may_trace"] or (reading["values"]["ptrace_scope"] or 0) <= 1
-    assert found["limits.open_files"]["values"] == {"open_files": 200}
-    assert found["limits.locked_memory"]["values"]["locked_bytes"] == 8192
-    assert (reading["severity"] == "ok") == may
-
-
 def test_this_machine_as_a_whole(machine: Machine, tmp_path: Path) -> None:
     """Real NIXL between real processes, in some ten seconds."""
     config = tmp_path / "agent.toml"
-    config.write_text(
-        'agent_id = "here"\npeer_bind = "tcp://127.0.0.1:0"\nevents_bind = "tcp://127.0.0.1:0"\n'
-        f'runtime_dir = "{tmp_path / "run"}"\n'
-    )
+    binds = dict.fromkeys(("peer_bind", "events_bind"), "tcp://127.0.0.1:0")
+    write_config(config, {"agent_id": "here", "runtime_dir": str(tmp_path / "run"), **binds})
 
     found = machine.doctor("--timeout", "60", "--config", str(config))
 
     read: dict[str, Any] = found["nixl.read.tcp"]["values"]
     room: dict[str, Any] = found["memory.room"]["values"]
+    reading = found["processes.read_memory"]
+    may_read = reading["values"]["may_trace"] or (reading["values"]["ptrace_scope"] or 0) <= 1
     assert {one["family"] for one in found.values()} == {*FAMILIES}
     assert not any(name.endswith("unchecked") for name in found)
     assert read["bytes_per_s"] > 1e6
     assert read["wire"].startswith("tcp/")
     assert 0 < room["available_bytes"] <= room["total_bytes"]
     assert found["memory.segment"]["severity"] == "ok"
+    assert (reading["severity"] == "ok") == may_read
     assert "DRAM_SEG" in found["nixl.backends"]["values"]["backends"]["UCX"]
     assert found["agents.here.runtime_dir"]["severity"] == "ok"
-
-
-@pytest.mark.long
-def test_a_choice_of_transports_that_does_not_work_has_a_reason_and_the_others_go_on(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UCX_TLS", "sm,self")
-
-    found = machine.doctor("--only", "nixl")
-
-    configured = found["nixl.read.configured"]
-    assert (configured["severity"], configured["values"]["bytes_per_s"]) == ("error", None)
-    assert "no peer failure handler" in configured["found"]
-    for name in ("nixl.read.shared_memory", "nixl.read.tcp"):
-        assert found[name]["values"]["bytes_per_s"] > 1e6
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_it_and_what_it_started(machine: Machine, number: signal.Signals) -> None:
     machine.has(list=HANG)
-    process = subprocess.Popen(
-        [*KVBUS, "--only", "nixl", "--timeout", "3600"],
-        env={**os.environ, **machine.env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = machine.started("--only", "nixl", "--timeout", "3600")
     wait_until(lambda: any("nixl list" in one for one in machine.processes()), "a probe runs")
 
     process.send_signal(number)
@@ -252,7 +196,4 @@ def test_a_signal_ends_it_and_what_it_started(machine: Machine, number: signal.S
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this is about machines without a GPU")
 def test_without_a_gpu_there_is_one_note() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--only", "cuda", "--json"])
-
-    found = checked(json.loads(result.stdout), status=result.exit_code)
-    assert [one["severity"] for one in found.values()] == ["note"]
+    assert [*severities(doctor("--only", "cuda")).values()] == ["note"]

@@ -9,7 +9,17 @@ from typing import Any
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
-from kvbus.protocol import Empty, Fetched, Message, Notice, OfferMade, Outcome, Request, to_body
+from kvbus.protocol import (
+    Empty,
+    Fetched,
+    Message,
+    Notice,
+    OfferMade,
+    Outcome,
+    Request,
+    StartFetch,
+    to_body,
+)
 
 FULL = GroupSpec("full", (0,), 16, 2, 8, "float16")
 WINDOW = GroupSpec("window", (1,), 4, 2, 8, "float16", window=10)
@@ -19,7 +29,7 @@ MADE, ANSWER = OfferMade("offer-1", {}), Empty()
 
 
 class _Recording:
-    """``reply`` answers each request at once; None leaves it unanswered."""
+    """``reply`` answers each request at once, but a fetch if it is `ANSWER`; None leaves all so."""
 
     lost: KVBusError | None
 
@@ -40,7 +50,8 @@ class _Recording:
             raise self.lost
         self.sent.append(message)
         self.on_replies.append(on_reply)
-        if self.reply is not None:
+        goes_on = isinstance(message, StartFetch) and self.reply is ANSWER
+        if self.reply is not None and not goes_on:
             on_reply(MADE if message.reply is OfferMade else self.reply)
 
     def lose(self: Any, error: KVBusError) -> None:
@@ -55,13 +66,20 @@ class RecordingPrefill(_Recording, PrefillSession):
 class RecordingDecode(_Recording, DecodeSession):
     """A decode engine's session with nobody."""
 
+    def answer(self, fetched: Fetched) -> None:
+        """The agent says how a fetch has ended."""
+        asked = zip(self.sent, self.on_replies, strict=True)
+        for message, on_reply in asked:
+            if isinstance(message, StartFetch) and message.fetch_id == fetched.fetch_id:
+                on_reply(fetched)
+
     def notice(self, message: Message) -> None:
         """The agent says ``message``."""
         self._on_notice(Notice(message.op, 1, "boot", to_body(message)))
 
 
 def failed(fetch_id: str, *, blocks_free: bool) -> Fetched:
-    """The notice of a fetch that failed while it read."""
+    """The answer to a fetch that failed while it read."""
     return Fetched(fetch_id, "r", Outcome.FAILED, "reading", blocks_free, "timeout", "too late")
 
 

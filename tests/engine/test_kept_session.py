@@ -1,4 +1,4 @@
-"""A session that is kept: begun, resumed after a loss, replaced without a gap; also in a thread."""
+"""A session that is kept: begun, resumed after a loss, what came between goes on; in a thread."""
 
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -8,12 +8,12 @@ from functools import partial
 import anyio
 import pytest
 
-from kvbus.engine import KeptSession, SessionThread
-from kvbus.errors import ClosedError, KVBusError, PeerLost
-from tests.agents import until, wait_until
-from tests.engine.recording import RecordingDecode
+from kvbus.engine import KeptSession, Offer, SessionThread
+from kvbus.errors import ClosedError, ErrorCode, KVBusError, PeerLost, RequestRefused
+from tests.agents import until
+from tests.engine.recording import RecordingDecode, RecordingPrefill, failed
 
-GONE = PeerLost("the agent is gone")
+GONE, NOT_YET = PeerLost("the agent is gone"), PeerLost("nobody listens yet")
 WITHIN_S = 30.0
 
 
@@ -21,15 +21,10 @@ class Resumable(RecordingDecode):
     def __init__(self, sessions: "Sessions") -> None:
         super().__init__()
         self._sessions = sessions
-        self.is_settled = anyio.Event()
-
-    async def settled(self) -> None:
-        await self.is_settled.wait()
 
     async def resume(self, before: RecordingDecode) -> None:
         self._sessions.resumed.append((before, self))
-        if self._sessions.failures:
-            raise self._sessions.failures.pop(0)
+        self._sessions.fail_if_wanted()
 
 
 class Sessions:
@@ -43,6 +38,10 @@ class Sessions:
         self.failures = list(failures)
         self.keeper = KeptSession[RecordingDecode](self.open, begin=self.begin)
 
+    def fail_if_wanted(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Resumable]:
         self.all.append(session := Resumable(self))
@@ -54,8 +53,7 @@ class Sessions:
     async def begin(self, session: RecordingDecode) -> None:
         assert self.keeper.session is None, "it is not there before it can be used"
         self.begun.append(session)
-        if self.failures:
-            raise self.failures.pop(0)
+        self.fail_if_wanted()
 
     async def opened(self) -> Resumable:
         session = await self.keeper.opened()
@@ -78,129 +76,120 @@ async def keeping(
 async def test_the_first_session_is_begun_and_each_one_after_a_loss_resumes_the_one_before() -> (
     None
 ):
-    async with keeping() as (sessions, keeper, first):
+    """What cannot be begun or resumed is tried with the next one."""
+    async with keeping(NOT_YET) as (sessions, keeper, first):
+        sessions.failures.append(NOT_YET)
         first.lose(GONE)
-        assert keeper.session is None
+        assert (keeper.session, keeper.problem, keeper.latest) == (None, GONE, first)
         second = await sessions.opened()
         second.lose(GONE)
         third = await sessions.opened()
 
-        assert sessions.begun == [first]
-        assert sessions.resumed == [(first, second), (second, third)]
-        assert sessions.closed == [first, second]
+        failed, _, not_resumed, *_ = sessions.all
+        assert sessions.begun == [failed, first]
+        assert sessions.resumed == [(first, not_resumed), (first, second), (second, third)]
+        assert sessions.closed == sessions.all[:-1]
         assert keeper.num_opened == 3
 
 
-@pytest.mark.anyio
-async def test_what_cannot_be_begun_or_resumed_is_tried_with_the_next_session() -> None:
-    async with keeping(PeerLost("not yet")) as (sessions, _, first):
-        sessions.failures.append(PeerLost("gone again"))
-        first.lose(GONE)
-        last = await sessions.opened()
-
-        assert sessions.begun == [sessions.all[0], first]
-        assert [before for before, _ in sessions.resumed] == [first, first]
-        assert sessions.closed == sessions.all[:-1]
-        assert last is sessions.all[-1]
+def draining() -> RequestRefused:
+    return RequestRefused("the agent ends", code=ErrorCode.DRAINING)
 
 
 @pytest.mark.anyio
-async def test_while_there_is_none_the_latest_one_says_why() -> None:
-    with pytest.raises(ClosedError):
-        _ = Sessions().keeper.latest
-    async with keeping() as (sessions, keeper, first):
-        sessions.failures.extend(PeerLost("nobody listens") for _ in range(3))
-        assert keeper.problem is None
-        first.lose(GONE)
-
-        assert keeper.problem is GONE
-        assert keeper.latest is first
-        assert keeper.latest.lost is GONE
-        assert await sessions.opened() is not first
-
-
-@pytest.mark.anyio
-async def test_the_session_of_an_agent_that_is_replaced_stays_until_that_agent_has_ended(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("is_lost", [False, True], ids=["draining", "lost"])
+async def test_a_fetch_that_its_agent_did_not_begin_goes_on_with_the_next_one(
+    is_lost: bool,
 ) -> None:
-    async with keeping() as (sessions, keeper, old):
-        sessions.failures.append(PeerLost("the next one does not listen yet"))
-        old.note_replaced()
-        await until(lambda: len(sessions.resumed) == 1)
-        assert keeper.session is old
-        await until(lambda: keeper.session is not old)
-
-        new = keeper.session
-        assert sessions.resumed[-1] == (old, new)
-        assert old not in sessions.closed
-        old.lose(GONE)
-        await until(lambda: old in sessions.closed)
-
-        assert keeper.session is new
-        assert keeper.problem is None
-        assert keeper.num_opened == 2
-        assert "the session lost" not in caplog.text
-
-
-@pytest.mark.anyio
-async def test_the_session_of_an_agent_that_is_replaced_is_closed_when_it_is_settled() -> None:
-    async with keeping() as (sessions, keeper, old):
-        old.is_settled.set()
-        sessions.failures.append(PeerLost("the next one does not listen yet"))
-        old.note_replaced()
-        await until(lambda: len(sessions.resumed) == 1)
-        assert old not in sessions.closed
-        await until(lambda: old in sessions.closed)
-
-        assert keeper.session is sessions.all[-1]
-        assert keeper.problem is None
-
-
-@pytest.mark.anyio
-async def test_the_session_before_is_used_again_when_the_next_one_is_lost() -> None:
-    async with keeping() as (sessions, keeper, old):
-        old.note_replaced()
-        await until(lambda: keeper.session is not old)
+    async with keeping() as (sessions, _, old):
+        if is_lost:
+            old.lose(GONE)
+        fetch = old.fetch({}, num_tokens=0, block_ids={})
+        if not is_lost:
+            old.on_replies[0](draining())
+            old.lose(GONE)
         new = await sessions.opened()
-        new.lose(GONE)
-        await until(lambda: keeper.session is old)
-        assert keeper.latest is old
-        assert sessions.all == [old, new]
+        await until(lambda: new.sent)
+        new.answer(failed(fetch.fetch_id, blocks_free=True))
 
-        old.note_replaced()
-        old.is_settled.set()
-        await until(lambda: old in sessions.closed)
-        assert keeper.session is sessions.all[-1]
-        assert sessions.resumed == [(old, new), (old, sessions.all[-1])]
+        assert [one.fetch_id for one in new.sent] == [fetch.fetch_id]
+        assert fetch.notice == failed(fetch.fetch_id, blocks_free=True)
 
 
 @pytest.mark.anyio
-async def test_an_old_agent_that_ends_before_the_next_one_is_there_is_a_loss_like_any() -> None:
-    async with keeping() as (sessions, keeper, old):
-        sessions.failures.extend(PeerLost("not yet") for _ in range(3))
-        old.note_replaced()
-        old.lose(GONE)
-        new = await sessions.opened()
+@pytest.mark.parametrize("how", ["cancelled", "no next agent", "closed"])
+async def test_a_fetch_that_waits_for_the_next_agent_ends_once_with_free_blocks(how: str) -> None:
+    async with keeping() as (sessions, _, old):
+        old.agent_wait_s = WITHIN_S if how == "cancelled" else 0.01
+        sessions.failures += [NOT_YET] * 1000
+        fetch = old.fetch({}, num_tokens=0, block_ids={})
+        old.on_replies[0](draining())
+        if how == "cancelled":
+            await fetch.cancel()
+        elif how == "no next agent":
+            await fetch.blocks_freed()
+    if how == "closed":
+        await fetch.blocks_freed()
 
-        assert sessions.resumed[-1] == (old, new)
-        assert keeper.num_opened == 2
+    assert fetch.notice is not None
+    assert fetch.notice.blocks_free
+    assert fetch.notice.outcome == ("cancelled" if how == "cancelled" else "failed")
+    assert fetch.notice.code == ("cancelled" if how == "cancelled" else "draining")
+
+
+@pytest.mark.anyio
+async def test_an_offer_that_its_agent_did_not_make_is_made_by_the_next_one() -> None:
+    first, second = RecordingPrefill(reply=None), RecordingPrefill()
+    first.is_kept = True
+    made: list[Offer] = []
+
+    async def offer() -> None:
+        made.append(await first.offer("r", num_tokens=0, block_ids={}))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(offer)
+        await until(lambda: first.on_replies)
+        first.on_replies[0](draining())
+        await anyio.wait_all_tasks_blocked()
+        first.follow_with(second)
+
+    assert made[0].request_id == "r"
+    assert [one.request_id for one in (*first.sent, *second.sent)] == ["r", "r"]
+
+
+@pytest.mark.anyio
+async def test_without_a_keeper_a_refusal_is_raised_at_once() -> None:
+    session, failures = RecordingPrefill(reply=None), list[KVBusError]()
+
+    async def offer() -> None:
+        try:
+            await session.offer("r", num_tokens=0, block_ids={})
+        except KVBusError as error:
+            failures.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(offer)
+        await until(lambda: session.on_replies)
+        session.on_replies[0](draining())
+
+    assert [error.code for error in failures] == [ErrorCode.DRAINING]
 
 
 @pytest.mark.anyio
 async def test_leaving_closes_the_session_and_hands_on_what_was_raised() -> None:
+    seen: list[Sessions] = []
+
     async def fail_inside() -> None:
         async with keeping() as (sessions, _, __):
-            all_sessions.append(sessions)
+            seen.append(sessions)
             raise ValueError("a fault of the engine")
 
-    all_sessions: list[Sessions] = []
     with pytest.raises(ValueError, match="of the engine"):
         await fail_inside()
 
-    (sessions,) = all_sessions
-    assert sessions.closed == sessions.all
-    assert sessions.keeper.session is None
-    assert isinstance(sessions.keeper.problem, ClosedError)
+    assert seen[0].closed == seen[0].all
+    assert seen[0].keeper.session is None
+    assert isinstance(seen[0].keeper.problem, ClosedError)
 
 
 class Opener:
@@ -222,20 +211,12 @@ Threads = SessionThread[RecordingDecode]
 
 
 @contextmanager
-def session_thread(opener: Opener, *, reconnect: bool = True) -> Iterator[Threads]:
-    thread = SessionThread("the session", opener.open, reconnect=reconnect)
+def session_thread(opener: Opener) -> Iterator[Threads]:
+    thread = SessionThread("the session", opener.open, reconnect=True)
     try:
         yield thread
     finally:
         thread.close()
-
-
-def lose(thread: Threads) -> None:
-    """The agent of the session goes; returns when it is missed."""
-    session = thread.session
-    assert session is not None
-    thread.post(lambda _: session.lose(GONE))
-    wait_until(lambda: thread.session is not session, "the session is missed")
 
 
 async def where() -> str:
@@ -270,40 +251,16 @@ def test_calls_run_in_the_sessions_thread_and_one_that_fails_fails_alone(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_lost_session_is_opened_again_and_handed_to_its_users() -> None:
-    opener, users = Opener(), list[RecordingDecode]()
-    with session_thread(opener) as thread:
-        thread.wait_first()
-        thread.when_open(users.append)
-        lose(thread)
-        assert thread.wait_open(WITHIN_S)
-
-        assert users == opener.sessions[1:] == [thread.session]
-        assert thread.problem is None
-
-
 def test_while_there_is_no_session_the_reason_is_known_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A fault of ours is such a reason, too, and does not end the thread."""
-    failures = [PeerLost("nobody listens") for _ in range(3)]
-    with session_thread(Opener(*failures, ValueError("a fault"))) as thread:
+    with session_thread(Opener(*[NOT_YET] * 3, ValueError("a fault"))) as thread:
         with pytest.raises(PeerLost, match="nobody listens"):
             thread.wait_first()
         assert thread.wait_open(WITHIN_S)
 
     assert caplog.text.count("cannot be opened: nobody listens") == 1
-
-
-def test_who_did_not_ask_for_another_session_keeps_the_reason_and_the_thread() -> None:
-    opener = Opener()
-    with session_thread(opener, reconnect=False) as thread:
-        thread.wait_first()
-        lose(thread)
-
-        assert thread.problem is GONE
-        assert thread.start(where).result(WITHIN_S) == "kvbus-the session"
-        assert len(opener.sessions) == 1
 
 
 def test_what_still_runs_at_the_end_fails_and_so_does_what_comes_later() -> None:
@@ -314,16 +271,3 @@ def test_what_still_runs_at_the_end_fails_and_so_does_what_comes_later() -> None
     for call in (lambda: runs, lambda: thread.start(where)):
         with pytest.raises(ClosedError):
             call().result(WITHIN_S)
-
-
-def test_an_opening_that_hangs_does_not_hold_up_the_end() -> None:
-    @asynccontextmanager
-    async def hang() -> AsyncIterator[RecordingDecode]:
-        await anyio.sleep_forever()
-        yield RecordingDecode()
-
-    thread = SessionThread("the session", hang, reconnect=True)
-    problem = thread.problem
-    thread.close()
-
-    assert isinstance(problem, KVBusError)

@@ -15,7 +15,6 @@ from kvbus.engine import AgentRanks, Fetch
 from kvbus.errors import (
     ClosedError,
     ErrorCode,
-    FetchFailed,
     GeometryError,
     KVBusError,
     PeerLost,
@@ -26,7 +25,6 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol import BlocksFreed, MakeOffer, Outcome, Released
 from tests.agents import until
 from tests.engine.recording import (
-    ANSWER,
     FULL,
     MADE,
     SPEC,
@@ -36,6 +34,7 @@ from tests.engine.recording import (
     busy,
     failed,
 )
+from tests.engines import failure_of
 
 pytestmark = pytest.mark.anyio
 
@@ -43,12 +42,8 @@ HINT_S = 0.05
 GONE, CLOSED = PeerLost("the agent is gone"), ClosedError("the session was closed")
 OTHERS = {"tcp://10.0.0.2:7501": (1,)}
 ACCESS = "access-to-ranks-elsewhere"
-
-
-async def failure_of(fetch: Fetch) -> FetchFailed:
-    with pytest.raises(FetchFailed) as failure:
-        await fetch.completed()
-    return failure.value
+DRAINS, FREE = False, True
+"""What the home agent says of the blocks of a fetch that failed."""
 
 
 # The tables of a fetch and of an offer
@@ -64,39 +59,15 @@ def tables_of(
 
 
 ALL = {"full": [7, 3, 9], "window": [5, 1, 2], "state": [4]}
-NONE = {"full": BlockTable.of([]), "window": BlockTable.of([]), "state": BlockTable.of([])}
 
 
-@pytest.mark.parametrize(
-    ("block_ids", "first_token", "expected"),
-    [
-        (ALL, 0, {"full": ([7, 3, 9], 0), "window": ([5, 1, 2], 7), "state": ([4], 0)}),
-        (
-            {"full": [3], "window": [5, 1], "state": [4]},
-            35,
-            {"full": ([3], 2), "window": ([5, 1], 8), "state": ([4], 0)},
-        ),
-        ({"full": [7, 3, 9], "state": [4]}, 0, {"full": ([7, 3, 9], 0), "state": ([4], 0)}),
-    ],
-    ids=["all blocks and the window's tail", "behind a prefix hit", "a group left out"],
-)
-def test_a_fetch_of_40_tokens_names_the_blocks_of_what_each_group_needs(
-    block_ids: dict[str, list[int]], first_token: int, expected: dict[str, Any]
-) -> None:
-    tables = tables_of(block_ids, num_tokens=40, first_token=first_token)
+def test_groups_may_be_left_out_and_all_of_them_where_nothing_is_wanted() -> None:
+    some = tables_of({"full": [7, 3, 9], "state": [4]}, num_tokens=40)
+    nothing: list[dict[str, list[int]]] = [{}, {name: [] for name in ALL}]
+    none = [tables_of(ids, num_tokens=40, first_token=40) for ids in nothing]
 
-    assert tables == {
-        name: BlockTable.of(ids, first_block=first) for name, (ids, first) in expected.items()
-    }
-
-
-@pytest.mark.parametrize("given_ids", [{}, {"full": [], "window": [], "state": []}])
-def test_a_fetch_of_nothing_needs_no_blocks_and_may_leave_groups_out(
-    given_ids: dict[str, list[int]],
-) -> None:
-    tables = tables_of(given_ids, num_tokens=40, first_token=40)
-
-    assert {name: len(table) for name, table in tables.items()} == dict.fromkeys(NONE, 0)
+    assert some == {"full": BlockTable.of([7, 3, 9]), "state": BlockTable.of([4])}
+    assert [list(map(len, tables.values())) for tables in none] == [3 * [0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -135,14 +106,6 @@ def test_the_tables_of_any_fetch_cover_exactly_the_positions_of_their_group(
     assert set(blocks) == {group.name for group in SPEC.groups}
 
 
-def test_the_tail_is_zeroed_only_on_demand() -> None:
-    session = RecordingDecode()
-    for zero_tail in (False, True):
-        session.fetch({}, num_tokens=1, block_ids={"full": [1]}, zero_tail=zero_tail)
-
-    assert [message.zero_tail for message in session.sent] == [False, True]
-
-
 async def test_extensions_continue_each_table_also_one_that_starts_late() -> None:
     session = RecordingPrefill()
     offer = await session.offer(
@@ -164,15 +127,6 @@ async def test_extensions_continue_each_table_also_one_that_starts_late() -> Non
         },
         {"window": BlockTable.of([3, 4], first_block=12)},
     ]
-
-
-async def test_a_first_block_without_blocks_is_refused_before_anything_is_sent() -> None:
-    session = RecordingPrefill()
-
-    with pytest.raises(GeometryError, match="window"):
-        await session.offer("r", num_tokens=0, block_ids={"full": []}, first_blocks={"window": 1})
-
-    assert not session.sent
 
 
 async def test_an_offer_that_was_made_after_its_caller_was_cancelled_is_not_forgotten() -> None:
@@ -206,7 +160,6 @@ async def test_a_fetch_is_asked_again_as_the_same_with_the_time_that_is_left(
     sent_at_once = len(session.sent)
     await until(lambda: len(session.sent) == 2)
     passed_s = time.monotonic() - began
-    session.on_replies[1](ANSWER)
 
     first, second = session.sent
     least_s = HINT_S if hint.get("retry_after_s") == HINT_S else 0.0
@@ -218,22 +171,25 @@ async def test_a_fetch_is_asked_again_as_the_same_with_the_time_that_is_left(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("error", "retry_busy"),
     [
-        (busy(retry_after_s=31.0), ErrorCode.BUSY),
-        (busy(retry_after_s=math.inf), ErrorCode.BUSY),
-        (RequestRefused("stops", code=ErrorCode.DRAINING), ErrorCode.DRAINING),
-        (RequestTimeout("no reply"), ErrorCode.TIMEOUT),
+        (busy(retry_after_s=31.0), True),
+        (busy(retry_after_s=math.inf), True),
+        (busy(retry_after_s=HINT_S), False),
+        (RequestRefused("stops", code=ErrorCode.DRAINING), True),
+        (RequestTimeout("no reply"), True),
     ],
-    ids=["no time left", "never", "another code", "no reply"],
+    ids=["no time left", "never", "not to be asked again", "another code", "no reply"],
 )
-async def test_what_need_not_be_asked_again_fails_at_once(error: KVBusError, code: str) -> None:
-    session = RecordingDecode(reply=None)
+async def test_what_need_not_be_asked_again_fails_at_once(
+    error: KVBusError, retry_busy: bool
+) -> None:
+    session = RecordingDecode(reply=None, retry_busy=retry_busy)
     fetch = session.fetch({}, num_tokens=0, block_ids={}, timeout_s=30.0)
 
     session.on_replies[0](error)
 
-    assert (await failure_of(fetch)).code == code
+    assert (await failure_of(fetch)).code == error.code
     assert len(session.sent) == 1
 
 
@@ -254,13 +210,9 @@ async def test_a_fetch_that_the_engine_cancels_while_it_waits_is_not_asked_again
     assert {message.fetch_id for message in session.sent[1:]} == {other.fetch_id}
 
 
-def has_asked(session: RecordingPrefill, times: int) -> bool:
-    return len(session.on_replies) >= times
-
-
-async def offered(session: RecordingPrefill, *replies: Any, retry_busy: bool = True) -> str:
-    """How the offer ends that is answered like this, one answer to each time that it is asked."""
-    ends: list[str] = []
+async def offered(*replies: Any, retry_busy: bool = True, lose: bool = False) -> str:
+    """How an offer ends that is answered like this, one answer to each time that it is asked."""
+    session, ends = RecordingPrefill(reply=None, retry_busy=retry_busy), list[str]()
 
     async def offer() -> None:
         try:
@@ -268,35 +220,25 @@ async def offered(session: RecordingPrefill, *replies: Any, retry_busy: bool = T
         except KVBusError as error:
             ends.append(str(error.code))
 
+    def has_asked(times: int) -> bool:
+        return len(session.on_replies) >= times
+
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(offer)
         for number, reply in enumerate(replies):
-            await until(partial(has_asked, session, number + 1))
-            reply(session) if callable(reply) else session.on_replies[number](reply)
+            await until(partial(has_asked, number + 1))
+            session.on_replies[number](reply)
+        if lose:
+            session.lose(GONE)
         await until(lambda: ends)
     assert all(isinstance(message, MakeOffer) for message in session.sent)
     return ends[0]
 
 
 async def test_an_offer_waits_for_room_unless_its_session_shall_not_or_is_lost() -> None:
-    hint = busy(retry_after_s=HINT_S)
-
-    def refuse_and_lose(session: RecordingPrefill) -> None:
-        session.on_replies[0](busy(retry_after_s=14.0))
-        session.lose(GONE)
-
-    assert await offered(RecordingPrefill(reply=None), hint, MADE) == MADE.offer_id
-    at_once = RecordingPrefill(reply=None, retry_busy=False)
-    assert await offered(at_once, hint) == ErrorCode.BUSY
-    assert await offered(RecordingPrefill(reply=None), refuse_and_lose) == ErrorCode.PEER_LOST
-
-
-async def test_a_fetch_of_a_session_that_shall_not_ask_again_says_busy() -> None:
-    session = RecordingDecode(reply=None, retry_busy=False)
-    fetch = session.fetch({}, num_tokens=0, block_ids={})
-    session.on_replies[0](busy(retry_after_s=HINT_S))
-
-    assert (await failure_of(fetch)).code == ErrorCode.BUSY
+    assert await offered(busy(retry_after_s=HINT_S), MADE) == MADE.offer_id
+    assert await offered(busy(retry_after_s=HINT_S), retry_busy=False) == ErrorCode.BUSY
+    assert await offered(busy(retry_after_s=14.0), lose=True) == ErrorCode.PEER_LOST
 
 
 # An agent that is gone
@@ -308,43 +250,44 @@ async def fetching(others: Any = ()) -> tuple[RecordingDecode, Fetch]:
     return session, session.fetch({}, num_tokens=0, block_ids={})
 
 
-async def test_blocks_are_free_when_the_only_agent_is_gone() -> None:
-    session, fetch = await fetching()
-
-    session.lose(GONE)
-
-    failure = await failure_of(fetch)
-    assert (failure.stage, failure.blocks_free) == ("lost", True)
-    await fetch.blocks_freed()
-
-
-@pytest.mark.parametrize(("others", "error"), [(OTHERS, GONE), (OTHERS, CLOSED), ((), CLOSED)])
-@pytest.mark.parametrize("drains", [False, True])
+@pytest.mark.parametrize(
+    ("others", "notices", "error", "stage", "blocks_free"),
+    [
+        ((), [], GONE, "lost", True),
+        ((), [], CLOSED, "lost", False),
+        (OTHERS, [], GONE, "lost", False),
+        (OTHERS, [], CLOSED, "lost", False),
+        ((), [DRAINS], CLOSED, "reading", False),
+        (OTHERS, [DRAINS], GONE, "reading", False),
+        (OTHERS, [DRAINS], CLOSED, "reading", False),
+        (OTHERS, [FREE], GONE, "reading", True),
+    ],
+)
 async def test_blocks_that_somebody_may_still_write_are_never_said_to_be_free(
-    others: Any, error: KVBusError, drains: bool
+    others: Any, notices: list[Any], error: KVBusError, stage: str, blocks_free: bool
 ) -> None:
     session, fetch = await fetching(others)
-    if drains:
-        session.notice(failed(fetch.fetch_id, blocks_free=False))
+    for blocks_were_free in notices:
+        session.answer(failed(fetch.fetch_id, blocks_free=blocks_were_free))
 
     session.lose(error)
 
     failure = await failure_of(fetch)
-    assert (failure.stage, failure.blocks_free) == ("reading" if drains else "lost", False)
-    with pytest.raises(type(error)):
+    assert (failure.stage, failure.blocks_free) == (stage, blocks_free)
+    if blocks_free:
         await fetch.blocks_freed()
+    else:
+        with pytest.raises(type(error)):
+            await fetch.blocks_freed()
 
 
-@pytest.mark.parametrize("blocks_free", [True, False])
-async def test_blocks_that_the_home_said_are_free_stay_so_after_its_end(blocks_free: bool) -> None:
+async def test_blocks_that_the_home_said_are_free_later_stay_so_after_its_end() -> None:
     session, fetch = await fetching(OTHERS)
-    session.notice(failed(fetch.fetch_id, blocks_free=blocks_free))
-    if not blocks_free:
-        session.notice(BlocksFreed(fetch.fetch_id))
+    session.answer(failed(fetch.fetch_id, blocks_free=False))
+    session.notice(BlocksFreed(fetch.fetch_id))
 
     session.lose(GONE)
 
-    assert (await failure_of(fetch)).blocks_free is blocks_free
     await fetch.blocks_freed()
 
 

@@ -1,18 +1,30 @@
 """Agents that give up soon: shared ones for faults that they survive, fresh ones for the others."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from tests.agents import AgentProcess, Agents, agents_ended
+from tests.engines import LARGE, NUM_LARGE_BLOCKS
 
 PREFILL: dict[str, Any] = {"late_read_s": 1.0, "drain_timeout_s": 20.0}
 DECODE: dict[str, Any] = {"lease_s": 3.0, "request_timeout_s": 5.0, "drain_timeout_s": 20.0}
+TCP: dict[str, Any] = {"env": {"UCX_TLS": "tcp"}}
 SLOW_READS: dict[str, Any] = {
-    "env": {"UCX_TLS": "tcp"},
+    **TCP,
     "transport": {"slice_bytes": 4096, "slice_descriptors": 1, "close_timeout_s": 1.0},
 }
+ONE_POST: dict[str, Any] = {
+    **TCP,
+    "transport": {"slice_bytes": 64 << 20, "slice_descriptors": 1 << 16},
+}
+"""Of more than the sockets between two agents hold."""
+LONG: dict[str, Any] = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
+LONG_TOKENS = NUM_LARGE_BLOCKS * LARGE.block_size
+NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
+ONE_BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
+NO_SETTINGS: Mapping[str, Any] = {}
 
 
 class Started(Agents):
@@ -28,32 +40,24 @@ class Started(Agents):
         agent: AgentProcess = self.prepare("decode", **{**DECODE, **settings})
         return agent
 
+    def both(
+        self,
+        prefill: Mapping[str, Any] = NO_SETTINGS,
+        decode: Mapping[str, Any] = NO_SETTINGS,
+        **common: Any,
+    ) -> tuple[AgentProcess, AgentProcess]:
+        """One of each, started."""
+        made = self.prefill(**common, **prefill), self.decode(**common, **decode)
+        self.start(*made)
+        return made
+
 
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Started]:
     """The agents of this folder, ended with its last test."""
     with agents_ended(Started) as agents:
-        agents.start(agents.prefill(), agents.decode())
+        agents.both()
         yield agents
-
-
-@pytest.fixture
-def agents(shared: Started) -> Iterator[Started]:
-    """The shared agents, which must hold nothing after each test."""
-    yield shared
-    shared.check()
-
-
-@pytest.fixture
-def prefill(agents: Started) -> AgentProcess:
-    """The shared prefill agent."""
-    return agents.all[0]
-
-
-@pytest.fixture
-def decode(agents: Started) -> AgentProcess:
-    """The shared decode agent."""
-    return agents.all[1]
 
 
 @pytest.fixture
@@ -62,18 +66,3 @@ def fresh() -> Iterator[Started]:
     with agents_ended(Started) as agents:
         yield agents
         agents.check()
-
-
-@pytest.fixture(scope="package")
-def shared_slow() -> Iterator[Started]:
-    """Two agents whose reads need both of them, and take long."""
-    with agents_ended(Started) as agents:
-        agents.start(agents.prefill(**SLOW_READS), agents.decode(**SLOW_READS))
-        yield agents
-
-
-@pytest.fixture
-def slow(shared_slow: Started) -> Iterator[Started]:
-    """The slow agents, for faults that they survive."""
-    yield shared_slow
-    shared_slow.check()

@@ -1,84 +1,105 @@
-"""A signal lets an agent finish what runs and nothing new begin; what is left then is failed."""
+"""An agent that is to end, is full, or does not know of a thing: who asks is told by a code.
 
+What is decided when agents and engines end is shown in the simulated world.
+"""
+
+import os
 import signal
+import sys
 import time
-from typing import Any
+import uuid
+from pathlib import Path
 
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.protocol import Outcome
-from tests.agents import until
-from tests.engines import engine, failure_of, make_spec, pair, same, works
-from tests.faults.conftest import Started
-from tests.plain_sockets import ask
+from kvbus.protocol import CancelFetch, Outcome
+from tests.agents import AgentProcess, until, wait_until
+from tests.engines import begin, engine, failure_of, make_spec, pair, same
+from tests.faults.conftest import LONG, LONG_TOKENS, NOTHING, ONE_BLOCK, Started
+from tests.plain_sockets import Attached, ask
 
 pytestmark = pytest.mark.anyio
 
-NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
+COPIES_HANG = """
+import threading
+from kvbus.memory import run_copy
+run_copy.copy_runs = lambda job: threading.Event().wait()
+"""
 BUSY_S = 1.5
 """Longer than an agent with nothing to wait for takes to end."""
 
 
 async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh: Started) -> None:
-    prefill, decode = fresh.prefill(), fresh.decode()
-    fresh.start(prefill, decode)
+    prefill, decode = fresh.both()
     async with pair(prefill.attach, decode.attach) as (source, target):
         before = target.snapshot()
         offer = await source.prefill.offer("r", **NOTHING, sealed=False)
-        fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
+        fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK)
         await until(lambda: prefill.status()["counts"]["leases"] == 1)
 
         for agent in (prefill, decode):
             agent.signal(signal.SIGTERM)
         await until(lambda: prefill.status()["draining"] and decode.status()["draining"])
-        with pytest.raises(RequestRefused) as refused_offer:
+        with pytest.raises(RequestRefused) as no_offer:
             await source.prefill.offer("new", **NOTHING)
-        refused_fetch = target.decode.fetch(offer.ticket, **NOTHING)
-        late = await failure_of(refused_fetch)
+        no_fetch = await failure_of(target.decode.fetch(offer.ticket, **NOTHING))
         async with DecodeSession(decode.attach, make_spec()) as newcomer:
-            with pytest.raises(RequestRefused) as refused_engine:
+            with pytest.raises(RequestRefused) as no_engine:
                 await newcomer.register()
         await offer.extend(16, {"full": [1]})
         await offer.seal()
         await fetch.completed()
-        outcome = await offer.released()
-        statuses = [agent.exit_status() for agent in (prefill, decode)]
 
+        assert await offer.released() is Outcome.COMPLETED
         assert not same(target.snapshot(), before)
-        assert outcome is Outcome.COMPLETED
-        assert {refused_offer.value.code, late.code, refused_engine.value.code} == {
-            ErrorCode.DRAINING
-        }
-        assert statuses == [0, 0]
+        codes = {no_offer.value.code, no_fetch.code, no_engine.value.code}
+        assert codes == {ErrorCode.DRAINING}
+        assert [agent.exit_status() for agent in (prefill, decode)] == [0, 0]
         assert prefill.says("agent.drained")[0]["left"] == {}
-        assert prefill.says("agent.stopped")
-        assert decode.says("agent.stopped")
+        assert not any(agent.attach.exists() for agent in (prefill, decode))
 
 
 async def test_what_runs_at_a_second_signal_fails_by_name_and_the_agent_exits(
     fresh: Started,
 ) -> None:
-    prefill, decode = fresh.prefill(), fresh.decode(drain_timeout_s=600.0)
-    fresh.start(prefill, decode)
+    prefill, decode = fresh.both(decode={"drain_timeout_s": 600.0})
     async with pair(prefill.attach, decode.attach) as (source, target):
         offer = await source.prefill.offer("r", **NOTHING, sealed=False)
-        fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
+        fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK)
         await until(lambda: prefill.status()["counts"]["leases"] == 1)
 
         decode.signal(signal.SIGTERM)
         await until(lambda: decode.logged("agent.draining"))
         decode.signal(signal.SIGTERM)
         failure = await failure_of(fetch)
-        status = decode.exit_status()
-        await until(lambda: prefill.status()["counts"]["leases"] == 0)
 
-        assert failure.code is ErrorCode.DRAINING
-        assert failure.blocks_free
-        assert status == 0
+        assert (failure.code, failure.blocks_free) == (ErrorCode.DRAINING, True)
+        assert decode.exit_status() == 0
         assert decode.says("agent.drained")[0]["left"]["fetches"] == 1
+        await until(lambda: prefill.status()["counts"]["leases"] == 0)
         await offer.withdraw()
+
+
+async def test_an_agent_in_which_a_copy_hangs_ends_and_its_blocks_stay_in_doubt(
+    fresh: Started, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(COPIES_HANG)
+    env = {"PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+    prefill, decode = fresh.prefill(), fresh.decode(mapped=True, drain_timeout_s=0.1, env=env)
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
+        handoff = await begin(source, target, LONG_TOKENS)
+        await until(lambda: decode.metric("copies") == 1)
+
+        decode.signal(signal.SIGTERM)
+        failure = await failure_of(handoff.fetch)
+
+        assert (failure.code, failure.blocks_free) == (ErrorCode.DRAINING, False)
+        assert decode.exit_status() == 0
+        assert decode.says("agent.stopped")
+        await handoff.offer.withdraw()
 
 
 async def test_an_engine_that_is_busy_hears_that_its_offers_were_withdrawn_by_a_drain(
@@ -91,57 +112,86 @@ async def test_an_engine_that_is_busy_hears_that_its_offers_were_withdrawn_by_a_
 
         prefill.signal(signal.SIGINT)
         time.sleep(BUSY_S)  # noqa: ASYNC251 - the engine hears nothing meanwhile
-        outcome = await offer.released()
 
-        assert outcome is Outcome.WITHDRAWN
+        assert await offer.released() is Outcome.WITHDRAWN
         assert prefill.exit_status() == 0
 
 
-def test_an_idle_agent_ends_at_once_and_leaves_no_socket(fresh: Started) -> None:
-    prefill, decode = fresh.prefill(), fresh.decode()
-    fresh.start(prefill, decode)
+async def test_of_engines_with_equal_fetch_ids_each_cancels_its_own_and_no_other(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with (
+        engine(PrefillSession, prefill.attach, seed=1) as source,
+        engine(DecodeSession, decode.attach, seed=2) as one,
+        engine(DecodeSession, decode.attach, seed=3) as other,
+        engine(DecodeSession, decode.attach, seed=4) as third,
+    ):
+        offers = [await source.prefill.offer(name, **ONE_BLOCK, sealed=False) for name in "rs"]
+        fetches = [
+            target.decode.fetch(offer.ticket, **ONE_BLOCK, fetch_id="fetch-1")
+            for target, offer in zip((one, other), offers, strict=True)
+        ]
+        await until(lambda: decode.status()["counts"]["fetches"] == len(fetches))
+        with pytest.raises(RequestRefused) as unknown:
+            await third.decode.request(CancelFetch(fetch_id="fetch-1", release_offer=True))
+        await fetches[0].cancel()
+        failure = await failure_of(fetches[0])
+        await offers[1].seal()
+        await fetches[1].completed()
+        story = "\n".join(decode.status(fetch_id="fetch-1")["story"])
+        await offers[0].withdraw()
 
-    for agent in (prefill, decode):
-        agent.signal(signal.SIGTERM)
+        assert unknown.value.code is ErrorCode.FETCH_UNKNOWN
+        assert failure.code is ErrorCode.CANCELLED
+        assert [await offer.released() for offer in offers] == ["withdrawn", "completed"]
+        assert "-> cancelled" in story
+        assert "-> completed" in story
 
-    for agent in (prefill, decode):
-        assert agent.exit_status() == 0
-        assert not agent.attach.exists()
 
-
-async def test_full_tables_are_busy_and_have_room_again(fresh: Started) -> None:
-    prefill, decode = fresh.prefill(max_offers=1), fresh.decode(max_fetches=1)
-    fresh.start(prefill, decode)
+async def test_a_decode_engine_whose_fetch_failed_frees_the_offer_by_the_fetch(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):
-        source.prefill.retry_busy = target.decode.retry_busy = False
-        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
-        fetch = target.decode.fetch(offer.ticket, **NOTHING)
+        offer = await source.prefill.offer("r", **NOTHING, ttl_s=600.0)
+        fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK)
+        failure = await failure_of(fetch)
 
-        with pytest.raises(RequestRefused) as refused_offer:
-            await source.prefill.offer("one too many", **NOTHING)
-        one_too_many = target.decode.fetch(offer.ticket, **NOTHING)
-        failure = await failure_of(one_too_many)
-        await offer.seal()
-        await fetch.completed()
-        await offer.released()
+        await fetch.cancel(release_offer=True)
 
-        assert refused_offer.value.code is ErrorCode.BUSY
-        assert float(refused_offer.value.detail["retry_after_s"]) > 0
-        assert failure.code is ErrorCode.BUSY
-        assert (failure.stage, failure.blocks_free) == ("requested", True)
-        for agent in (prefill, decode):
-            assert agent.metric("refusals_total", code="busy") == 1
-            assert agent.says("request.refused", code="busy")
-        assert await works(source, target)
+        assert failure.code is ErrorCode.INVALID
+        assert await offer.released() is Outcome.WITHDRAWN
 
 
-async def test_more_engine_processes_than_an_agent_takes_are_turned_away(fresh: Started) -> None:
-    prefill = fresh.prefill(max_engine_processes=2)
-    fresh.start(prefill)
-    async with engine(PrefillSession, prefill.attach):
-        with pytest.raises(RequestRefused) as refused:
-            await PrefillSession(prefill.attach, make_spec()).__aenter__()
+def test_a_boot_id_that_was_ended_is_stale_when_it_says_hello(prefill: AgentProcess) -> None:
+    boot = uuid.uuid4().hex
+    with Attached(prefill.attach) as first:
+        told = first.hello(boot=boot)["ok"]
+    with Attached(prefill.attach) as again:
+        wait_until(lambda: code_of(again.hello(boot=boot)) != "engine_conflict", "it is gone")
+        code, other = code_of(again.hello(boot=boot)), again.hello()
 
-    assert refused.value.code is ErrorCode.BUSY
-    assert prefill.metric("attach_refused") == 1
-    assert "ok" in ask(prefill.peer, "status", {})
+    assert code == "stale"
+    assert "ok" in other
+    assert {"release_offer", "end_codes"} <= set(told["features"])
+
+
+async def test_a_lease_is_given_back_by_a_reader_whose_code_is_new_here(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        offer = await source.prefill.offer("r", **NOTHING)
+        right = {key: offer.ticket[key] for key in ("agent_boot", "offer_id", "secret")}
+        claim = {**right, "reader_id": "a newer one", "lease_s": 600.0}
+        granted = ask(prefill.peer, "claim", claim)["ok"]
+        lease = {key: granted[key] for key in ("epoch", "token")}
+
+        reply = ask(prefill.peer, "release", {**claim, **lease, "code": "moon_phase"})
+        await target.decode.fetch(offer.ticket, **NOTHING).completed()
+
+        assert "ok" in reply
+        assert await offer.released() is Outcome.COMPLETED
+
+
+def code_of(reply: dict[str, dict[str, str]]) -> str:
+    """Why a request was refused, empty when it was not."""
+    return reply.get("error", {}).get("code", "")

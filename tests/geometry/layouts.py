@@ -1,11 +1,7 @@
-"""Random but possible ranks: tensors of any axis order and padding, cut into regions.
-
-Refuses to use strides other than through `byte_offset`, the plain meaning of a region.
-"""
+"""Random but possible ranks: tensors of any axis order and padding, cut into regions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import msgspec
 from hypothesis import strategies as st
@@ -16,7 +12,6 @@ from kvbus.geometry import (
     AxisName,
     EngineSpec,
     GroupSpec,
-    KvPart,
     RankSpec,
     Region,
     Segment,
@@ -87,68 +82,6 @@ def byte_offset(region: Region, element: Element) -> int:
         D: element.dim,
     }
     return region.offset_bytes + sum(indices[axis.name] * axis.stride_bytes for axis in region.axes)
-
-
-def elements(region: Region, group: GroupSpec) -> Iterator[Element]:
-    """Every element that the region holds."""
-    yield from (
-        Element(*indices)
-        for indices in product(
-            range(region.size(B)),
-            region.layers,
-            region.parts,
-            range(group.block_size),
-            range(region.first_head, region.first_head + region.num_heads),
-            range(group.part_shape(region.parts[0]).head_dim),
-        )
-    )
-
-
-@st.composite
-def group_specs(draw: Draw) -> tuple[GroupSpec, ...]:
-    """One or two groups whose layers interleave."""
-    layers = draw(st.permutations([0, 1, 2, 7]))
-    cut = draw(st.integers(1, 3))
-    shares = [layers[:cut]] if draw(st.booleans()) else [layers[:cut], layers[cut:]]
-    return tuple(
-        GroupSpec(
-            name=f"group{number}",
-            layers=tuple(share),
-            block_size=draw(st.integers(1, 4)),
-            num_kv_heads=draw(st.integers(1, 3)),
-            head_dim=draw(st.integers(1, 3)),
-            dtype=draw(st.sampled_from(sorted(DTYPE_SIZES_BYTES))),
-            parts=draw(st.sampled_from([(KvPart.KEY, KvPart.VALUE), (KvPart.LATENT,)])),
-        )
-        for number, share in enumerate(shares)
-    )
-
-
-@st.composite
-def engines(draw: Draw, groups: tuple[GroupSpec, ...], *, tp_size: int) -> EngineSpec:
-    """An engine with these groups, but block sizes of its own."""
-    sized = tuple(
-        msgspec.structs.replace(group, block_size=draw(st.integers(1, 4))) for group in groups
-    )
-    return EngineSpec(engine_id="engine", model="model", tp_size=tp_size, groups=sized)
-
-
-@st.composite
-def ranks(draw: Draw, engine: EngineSpec, number: int, *, num_blocks: int) -> RankSpec:
-    """A possible rank that holds all layers and any heads, in any style."""
-    holding = {}
-    for group in engine.groups:
-        heads = {}
-        for part in group.parts:
-            num_heads = group.part_shape(part).num_heads
-            first = draw(st.integers(0, num_heads - 1))
-            heads[part] = range(first, first + draw(st.integers(1, num_heads - first)))
-        if not group.state:
-            heads = dict.fromkeys(group.parts, heads[group.parts[0]])
-        holding[group.name] = Holding(frozenset(group.layers), heads)
-    styles = draw(styles_of(engine.groups))
-    blocks = dict.fromkeys(holding, num_blocks)
-    return rank_of(engine, number, styles=styles, holding=holding, num_blocks=blocks)
 
 
 @st.composite

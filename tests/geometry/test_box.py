@@ -1,8 +1,8 @@
 """A box lies in its slot as its order says: every element where plain index arithmetic puts it."""
 
 from itertools import product
-from math import prod
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,57 +12,41 @@ from kvbus.geometry import (
     Box,
     GroupSpec,
     SlotOrder,
-    StatePart,
     canonical_order,
     slot_bytes,
     slot_region,
     slot_table,
-    state_group,
 )
 from tests.examples import num_examples
 from tests.geometry.layouts import Element, byte_offset
 
-STATE = state_group(
-    "mamba", (0, 1), (StatePart("conv", 2, 6), StatePart("ssm", 4, 8), StatePart("skip", 6, 8))
+AXES = (
+    AxisName.BLOCK,
+    AxisName.LAYER,
+    AxisName.KV,
+    AxisName.TOKEN,
+    AxisName.HEAD,
+    AxisName.DIM,
 )
 
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[GroupSpec, Box, SlotOrder]:
     """A group, a box of it and any order of any block size."""
-    group = GroupSpec(
-        "full", (0, 2, 3), 4, draw(st.integers(1, 4)), draw(st.integers(1, 3)), "float16"
-    )
-    first = draw(st.integers(0, group.num_kv_heads - 1))
-    start = draw(st.integers(0, 12))
+    heads, dims = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    group = GroupSpec("full", (0, 2, 3), 4, heads, dims, "float16")
+    first, start = draw(st.integers(0, heads - 1)), draw(st.integers(0, 12))
     box = Box(
         group="full",
         layers=tuple(draw(st.permutations(group.layers)))[: draw(st.integers(1, 3))],
         parts=tuple(draw(st.permutations(group.parts)))[: draw(st.integers(1, 2))],
         first_head=first,
-        num_heads=draw(st.integers(1, group.num_kv_heads - first)),
+        num_heads=draw(st.integers(1, heads - first)),
         start=start,
         stop=start + draw(st.integers(1, 12)),
     )
     axes = tuple(draw(st.permutations(list(AxisName))))
     return group, box, SlotOrder(axes, draw(st.integers(1, 7)))
-
-
-def index_of(box: Box, group: GroupSpec, order: SlotOrder, where: dict[AxisName, int]) -> int:
-    """The place of an element among all elements of the slot, counted axis by axis."""
-    touched = {position // order.block_size for position in range(box.start, box.stop)}
-    sizes = {
-        AxisName.BLOCK: len(touched),
-        AxisName.LAYER: len(box.layers),
-        AxisName.KV: len(box.parts),
-        AxisName.TOKEN: order.block_size,
-        AxisName.HEAD: box.num_heads,
-        AxisName.DIM: group.head_dim,
-    }
-    index = 0
-    for name in order.axes:
-        index = index * sizes[name] + where[name]
-    return index
 
 
 @settings(max_examples=num_examples(200), deadline=None)
@@ -71,45 +55,28 @@ def test_every_element_lies_where_counting_the_axes_puts_it(
     case: tuple[GroupSpec, Box, SlotOrder],
 ) -> None:
     group, box, order = case
-    itemsize = DTYPE_SIZES_BYTES[group.dtype]
+    itemsize, first_block = DTYPE_SIZES_BYTES[group.dtype], box.start // order.block_size
+    num_blocks = (box.stop - 1) // order.block_size - first_block + 1
+    of_box = (num_blocks, len(box.layers), len(box.parts))
+    sizes = dict(zip(AXES, (*of_box, order.block_size, box.num_heads, group.head_dim), strict=True))
+
     region, table = slot_region(group, box, order), slot_table(box, order)
-    used = set()
 
-    for position, layer, part, head, dim in product(
+    held = [
         range(box.start, box.stop),
-        box.layers,
-        box.parts,
-        range(box.first_head, box.first_head + box.num_heads),
+        range(len(box.layers)),
+        range(len(box.parts)),
+        range(box.num_heads),
         range(group.head_dim),
-    ):
-        block = int(table.array()[position // order.block_size - table.first_block])
-        token = position % order.block_size
-        at = byte_offset(region, Element(block, layer, part, token, head, dim))
-        where = {
-            AxisName.BLOCK: position // order.block_size - box.start // order.block_size,
-            AxisName.LAYER: box.layers.index(layer),
-            AxisName.KV: box.parts.index(part),
-            AxisName.TOKEN: token,
-            AxisName.HEAD: head - box.first_head,
-            AxisName.DIM: dim,
-        }
-        assert at == itemsize * index_of(box, group, order, where)
-        used.add(at)
-
-    num_elements = (
-        (box.stop - box.start) * len(box.layers) * len(box.parts) * box.num_heads * group.head_dim
-    )
-    assert len(used) == num_elements
-    assert max(used) + itemsize <= slot_bytes(group, box, order)
-    assert slot_bytes(group, box, order) == prod(axis.size for axis in region.axes) * itemsize
-    assert slot_bytes(group, box, canonical_order()) == num_elements * itemsize
-
-
-def test_a_box_of_a_state_has_units_for_heads_and_bytes_for_dims() -> None:
-    box = Box("mamba", (0, 1), ("ssm", "skip"), 1, 3, 0, 1)
-
-    region = slot_region(STATE, box, canonical_order())
-
-    assert (region.first_head, region.num_heads) == (1, 3)
-    assert region.size(AxisName.DIM) == 8
-    assert slot_bytes(STATE, box, canonical_order()) == 2 * 2 * 3 * 8
+    ]
+    elements = list(product(*held))
+    for position, layer, part, head, dim in elements:
+        block, token = divmod(position, order.block_size)
+        where = dict(zip(AXES, (block - first_block, layer, part, token, head, dim), strict=True))
+        counted = np.ravel_multi_index(
+            [where[name] for name in order.axes], [sizes[name] for name in order.axes]
+        )
+        named = (box.layers[layer], box.parts[part], token, box.first_head + head, dim)
+        assert byte_offset(region, Element(table.block(block), *named)) == itemsize * counted
+    assert slot_bytes(group, box, order) == np.prod(list(sizes.values())) * itemsize
+    assert slot_bytes(group, box, canonical_order()) == len(elements) * itemsize

@@ -1,7 +1,4 @@
-"""All ranks of an engine together: which layers and heads each holds, and what must not be missing.
-
-Covers `lay_out_rank` over stages, `validate_ranks`, and what tokens of a request need of a group.
-"""
+"""All ranks of an engine together: what each holds, and what must not be missing."""
 
 from collections.abc import Callable
 
@@ -15,13 +12,11 @@ from kvbus.geometry import (
     EngineSpec,
     GroupSpec,
     KvLayout,
-    PartShape,
     RankSpec,
     Region,
     StatePart,
     held_layers,
     lay_out_rank,
-    layer_interval,
     state_group,
     validate_rank,
     validate_ranks,
@@ -56,23 +51,16 @@ def held_of(rank: RankSpec) -> set[tuple[int, str, range]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: ",".join(layout.axes))
 def test_ranks_count_heads_within_a_stage_and_layers_over_the_stages(layout: KvLayout) -> None:
-    first, second = range(1), range(1, 2)
-
     held = [held_of(rank) for rank in ranks_of(ENGINE, layout)]
 
-    assert held == [
-        {
-            (0, "k", heads),
-            (0, "v", heads),
-            (1, "conv", first),
-            (1, "ssm", range(2 * number, 2 * number + 2)),
+    for rank, (layers, states) in enumerate([((0,), (1,))] * 2 + [((2, 4), (3,))] * 2):
+        tp_rank = rank % 2
+        assert held_layers(ENGINE, rank) == {*layers, *states}
+        assert held[rank] == {
+            *((layer, part, range(tp_rank, tp_rank + 1)) for layer in layers for part in "kv"),
+            *((layer, "conv", range(1)) for layer in states),
+            *((layer, "ssm", range(2 * tp_rank, 2 * tp_rank + 2)) for layer in states),
         }
-        for number, heads in enumerate((first, second))
-    ] + [
-        {(layer, part, heads) for layer in (2, 4) for part in ("k", "v")}
-        | {(3, "conv", first), (3, "ssm", range(2 * number, 2 * number + 2))}
-        for number, heads in enumerate((first, second))
-    ]
 
 
 @settings(max_examples=num_examples(150), deadline=None)
@@ -92,20 +80,6 @@ def test_every_rank_that_is_laid_out_passes_and_so_do_all_together(
     for rank in ranks:
         validate_rank(engine, rank)
     validate_ranks(engine, iter(ranks))
-
-
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_the_stages_have_all_layers_in_order_and_evenly(pp_size: int, num_layers: int) -> None:
-    stages = [range(*layer_interval(stage, pp_size, num_layers)) for stage in range(pp_size)]
-
-    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
-    assert max(map(len, stages)) - min(map(len, stages)) <= 1
-
-
-def test_ranks_of_one_stage_hold_the_same_layers_by_number() -> None:
-    held = [held_layers(ENGINE, rank) for rank in range(ENGINE.num_ranks)]
-
-    assert held == [{0, 1}, {0, 1}, {2, 3, 4}, {2, 3, 4}]
 
 
 def test_a_stage_without_a_layer_cannot_be_laid_out() -> None:
@@ -162,44 +136,15 @@ def test_a_replica_may_be_missing() -> None:
     validate_ranks(ENGINE, changed(1, lambda one: one.parts == ("conv",)))
 
 
-def test_a_rank_of_a_stage_may_lack_layers_but_not_a_part_of_one() -> None:
-    rank = ranks_of(ENGINE)[2]
+def test_a_rank_may_lack_layers_where_there_are_stages_but_never_a_part_of_one() -> None:
+    rank, alone = ranks_of(ENGINE)[2], replace(ENGINE, pp_size=1)
     validate_rank(ENGINE, without(rank, lambda one: one.layers == (4,)))
 
-    with pytest.raises(GeometryError, match="such as 3/ssm") as refused:
-        validate_rank(ENGINE, without(rank, lambda one: one.parts == ("ssm",)))
+    for engine, lacking, named in (
+        (ENGINE, without(rank, lambda one: one.parts == ("ssm",)), "3/ssm"),
+        (alone, without(ranks_of(alone)[0], lambda one: one.layers == (4,)), "4/k"),
+    ):
+        with pytest.raises(GeometryError, match=f"such as {named}") as refused:
+            validate_rank(engine, lacking)
 
-    assert refused.value.detail["field"] == "regions"
-
-
-def test_a_rank_of_an_engine_without_stages_lacks_no_layer() -> None:
-    engine = replace(ENGINE, pp_size=1)
-    rank = lay_out_rank(engine, 0, LAYOUTS[0], num_blocks=3)
-
-    with pytest.raises(GeometryError, match="such as 4/k"):
-        validate_rank(engine, without(rank, lambda one: one.layers == (4,)))
-
-
-def test_the_shape_of_a_part_is_that_of_its_group_or_of_the_state_part() -> None:
-    assert FULL.part_shape("k") == PartShape(2, 8)
-    assert STATE.part_shape("conv") == PartShape(1, 6)
-    assert STATE.part_shape("ssm") == PartShape(4, 8)
-    with pytest.raises(KeyError):
-        STATE.part_shape("k")
-
-
-@given(st.integers(0, 30), st.integers(0, 30), st.one_of(st.none(), st.integers(1, 40)))
-def test_tokens_need_their_own_positions_within_the_window_of_the_last(
-    start: int, stop: int, window: int | None
-) -> None:
-    group = replace(FULL, window=window)
-    seen = [
-        position for position in range(start, stop) if window is None or position >= stop - window
-    ]
-
-    assert list(range(*group.positions(start, stop))) == seen
-
-
-@given(st.integers(0, 30), st.integers(0, 30))
-def test_any_token_needs_the_one_position_of_a_state(start: int, stop: int) -> None:
-    assert list(range(*STATE.positions(start, stop))) == ([0] if start < stop else [])
+        assert refused.value.detail["field"] == "regions"

@@ -1,14 +1,18 @@
-"""Copies on a GPU move the bytes that those on the host move, which tests/memory holds to loops."""
-
-from dataclasses import replace
+"""Copies on a GPU move the bytes that loops over every element move, as those on the host do."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from kvbus.geometry import slot_bytes
-from kvbus.memory import Slot, gather, scatter, zero_positions
-from tests.memory.boxes import Case, Side, cases, in_slot, itemsize_of
+from kvbus.geometry import SlotOrder
+from tests.memory.in_memory import (
+    InMemory,
+    move_through_slots,
+    orders,
+    zero_what_is_moved,
+    zeroed_by_loops,
+)
+from tests.planning.handoffs import Case, cases, copied_by_loops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -17,68 +21,33 @@ MANY = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-
-
-def on_gpu(buffer: torch.Tensor) -> torch.Tensor:
-    """A copy that lies as far from its storage's start."""
-    storage = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
-    start = int(buffer.storage_offset())
-    return storage.cuda()[start : start + buffer.numel()]
-
-
-def moved(side: Side) -> Side:
-    """The side with its memory on the GPU."""
-    return replace(side, buffers={name: on_gpu(buffer) for name, buffer in side.buffers.items()})
-
-
-def contents(side: Side) -> dict[str, list[int]]:
-    return {name: buffer.cpu().tolist() for name, buffer in side.buffers.items()}
-
-
-def slots(case: Case, kind: str) -> Slot:
-    """A copy of the slot, on the GPU or in pinned memory."""
-    buffer = case.slot.buffer
-    there = on_gpu(buffer) if kind == "on the GPU" else buffer.clone().pin_memory()
-    return Slot(there, case.slot.order)
+HEAD_DIMS = (1, 2, 3, 8, 16)
 
 
 @pytest.mark.parametrize("kind", ["on the GPU", "pinned"])
 @MANY
-@given(cases())
-def test_a_gathered_box_is_that_of_the_host(kind: str, case: Case) -> None:
-    slot, side = slots(case, kind), moved(case.prefill)
-    gather(case.prefill.memory, case.prefill.table, case.box, case.slot)
+@given(cases(HEAD_DIMS), orders)
+def test_boxes_go_from_blocks_to_blocks_of_a_gpu(
+    kind: str, case: Case, order: SlotOrder | None
+) -> None:
+    prefill, decode = (InMemory(side, device="cuda") for side in (case.prefill, case.decode))
 
-    gather(side.memory, side.table, case.box, slot)
+    def new_slot(num_bytes: int) -> torch.Tensor:
+        if kind == "pinned":
+            return torch.zeros(num_bytes + 5, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(num_bytes + 5, dtype=torch.uint8, device="cuda")
+
+    move_through_slots(case, prefill, decode, order, new_slot=new_slot)
     torch.cuda.synchronize()
 
-    itemsize = itemsize_of(side.group)
-    starts = [at for _, at in in_slot(side.group, case.box, slot.order).values()]
-    index = torch.tensor([at + byte for at in starts for byte in range(itemsize)])
-    assert torch.equal(slot.buffer.cpu()[index], case.slot.buffer[index])
-    beyond = slot_bytes(side.group, case.box, slot.order)
-    assert torch.equal(slot.buffer.cpu()[beyond:], case.slot.buffer[beyond:])
-
-
-@pytest.mark.parametrize("kind", ["on the GPU", "pinned"])
-@MANY
-@given(cases())
-def test_scattered_blocks_are_those_of_the_host(kind: str, case: Case) -> None:
-    slot, side = slots(case, kind), moved(case.decode)
-    scatter(case.decode.memory, case.decode.table, case.box, case.slot)
-
-    scatter(side.memory, side.table, case.box, slot)
-    torch.cuda.synchronize()
-
-    assert contents(side) == contents(case.decode)
+    assert decode.content() == copied_by_loops(case)[0]
 
 
 @MANY
-@given(cases())
-def test_zeroed_positions_are_those_of_the_host(case: Case) -> None:
-    side = moved(case.decode)
-    zero_positions(case.decode.memory, case.decode.table, case.box.start, case.box.stop)
+@given(cases(HEAD_DIMS))
+def test_zeroed_positions_of_a_gpu_are_those_that_were_asked_for(case: Case) -> None:
+    decode = InMemory(case.decode, device="cuda")
 
-    zero_positions(side.memory, side.table, case.box.start, case.box.stop)
+    zero_what_is_moved(case, decode)
 
-    assert contents(side) == contents(case.decode)
+    assert decode.content() == zeroed_by_loops(case)

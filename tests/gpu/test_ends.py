@@ -23,20 +23,29 @@ from tests.process.shapes import ShapedAgents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
 
-SCRIPTS = Path(__file__).parent / "processes"
+ENGINE = str(Path(__file__).with_name("engine_process.py"))
+SHARE = """
+import torch
+from kvbus.errors import SegmentError
+from kvbus.memory import share_tensor
+try:
+    share_tensor(torch.zeros(32 << 20, dtype=torch.uint8, device="cuda:0"))
+except SegmentError as error:
+    print(error.message)
+"""
 NHD = KvLayout.parse("NHD")
 FREED_WITHIN_S = 10.0
 """Of this, the agent takes one second at most; the rest is the driver's, to end a process."""
 
 
-def child(script: str, *arguments: str, **env: str) -> subprocess.Popen[str]:
-    """A script of this folder in a process of its own."""
-    root = str(Path(kvbus.__file__).parents[1])
+def child(*command: str, **env: str) -> subprocess.Popen[str]:
+    """A Python process of its own."""
+    path = str(Path(kvbus.__file__).parents[1])
     return subprocess.Popen(
-        [sys.executable, str(SCRIPTS / script), *arguments],
+        [sys.executable, *command],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": root, **env},
+        env={**os.environ, "PYTHONPATH": path, **env},
     )
 
 
@@ -47,7 +56,7 @@ def free_bytes() -> int:
 
 async def test_the_memory_of_a_killed_engine_is_free_again(shapes: ShapedAgents) -> None:
     engine_id = uuid.uuid4().hex
-    with child("engine.py", str(shapes.prefill.attach), engine_id, "8192") as doomed:
+    with child(ENGINE, str(shapes.prefill.attach), engine_id, "8192") as doomed:
         assert doomed.stdout is not None
         size_bytes = int(doomed.stdout.readline())
         before = free_bytes()
@@ -99,7 +108,7 @@ async def test_what_cannot_be_opened_is_refused_and_the_agent_goes_on(
 
 def test_memory_of_expandable_segments_is_refused_with_what_to_set() -> None:
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    with child("expandable.py", **setting) as process:
+    with child("-c", SHARE, **setting) as process:
         said, _ = process.communicate(timeout=WITHIN_S)
 
     assert "expandable_segments:False" in said

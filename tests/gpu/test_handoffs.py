@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvbus.geometry import GroupSpec, KvLayout, StatePart, state_group
+from kvbus.geometry import KvLayout
+from tests.engines import hand_over
 from tests.memories import Memory
-from tests.process.shapes import GROUP, ShapedAgents, Side, hand_over, two_engines
+from tests.process.shapes import GROUP, STATE, WINDOW, ShapedAgents, Side, two_engines
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
 
 HND = KvLayout.parse("HND")
-WINDOW = GroupSpec("window", (2, 3), 8, 8, 4, "bfloat16", window=21)
-STATE = state_group("state", (4, 5), (StatePart("conv", 6, 10), StatePart("norm", 1, 7)))
 PLACES = {
     "cuda to cuda": ("cuda:0", "cuda:0"),
     "cuda to shared": ("cuda:0", "cpu"),
@@ -54,12 +53,9 @@ async def test_boxes_from_a_gpu_are_read_straight_into_shared_blocks(
     shapes: ShapedAgents, name: str
 ) -> None:
     source, target = SHAPES[name]
-    async with two_engines(
-        shapes, "reordered", on(source, "cuda:0"), target, groups=(GROUP, WINDOW, STATE)
-    ) as pair:
-        fetched = await hand_over(*pair, 71, first_token=5)
-
-        assert fetched.path == "reordered"
+    sides = on(source, "cuda:0"), target
+    async with two_engines(shapes, "reordered", *sides, groups=(GROUP, WINDOW, STATE)) as pair:
+        assert (await hand_over(*pair, 71, first_token=5)).path == "reordered"
 
 
 async def test_an_open_offer_is_read_while_it_grows(shapes: ShapedAgents) -> None:
@@ -68,18 +64,14 @@ async def test_an_open_offer_is_read_while_it_grows(shapes: ShapedAgents) -> Non
         await hand_over(*pair, 130, steps=(17, 64, 100))
 
 
-async def test_many_boxes_pass_through_few_slots(shapes: ShapedAgents) -> None:
+async def test_many_boxes_pass_through_few_slots_and_it_was_said_where_these_are(
+    shapes: ShapedAgents,
+) -> None:
     sides = on(Side(), "cuda:0"), on(Side(memory=Memory(HND)), "cuda:0")
     async with two_engines(shapes, "packed", *sides, max_tokens=20_000) as pair:
         await hand_over(*pair, 20_000)
 
-
-async def test_the_agents_have_said_where_their_slots_are(shapes: ShapedAgents) -> None:
-    sides = on(Side(), "cuda:0"), on(Side(), "cuda:0")
-    async with two_engines(shapes, "auto", *sides) as pair:
-        await hand_over(*pair, 40)
-
-    for agent in (shapes.prefill, shapes.decode["auto"]):
+    for agent in (shapes.prefill, shapes.decode["packed"]):
         (placed,) = agent.logged("staging.placed")
         assert placed["gpu"].startswith("GPU-")
         assert placed["memory"] in ("VRAM", "DRAM")

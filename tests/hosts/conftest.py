@@ -15,7 +15,7 @@ from tests.namespaces import BRIDGED, HAVE_NAMESPACES, Host, bridged
 PREFILL_HOSTS, DECODE_HOSTS = ("p0", "p1"), ("d0", "d1", "d2")
 SETTINGS = {
     Role.PREFILL: {**PREFILL, **SLOW_READS, "mapped": False},
-    Role.DECODE: {**DECODE, **SLOW_READS, "quarantine_timeout_s": 2.0, "forget_peer_s": 5.0},
+    Role.DECODE: {**DECODE, **SLOW_READS, "quarantine_timeout_s": 2.0},
 }
 
 

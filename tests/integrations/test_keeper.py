@@ -86,16 +86,6 @@ def test_a_long_log_is_begun_anew_and_whoever_writes_it_goes_on(tmp_path: Path) 
     assert log.read_bytes() == b"b"
 
 
-def test_a_log_that_was_removed_or_cannot_be_copied_is_left_alone(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    bound_log(log, 10)
-    log.write_bytes(b"0123456789a")
-    (tmp_path / "log.1").mkdir()
-    bound_log(log, 10)
-
-    assert log.read_bytes() == b"0123456789a"
-
-
 def test_an_agent_that_cannot_start_says_why_and_its_log_stays(folder: Path) -> None:
     with pytest.raises(PeerLost, match="key 'lease_s'"):
         KeptAgent.start("decode", "127.0.0.1", {"lease_s": -1})

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvbus.integrations.vllm.sessions import ranks_elsewhere
 from kvbus.integrations.vllm.step_results import (
-    MOST_UNMATCHED,
     NOTHING,
     EarlyCompletions,
     StepResults,
@@ -81,18 +80,6 @@ def test_a_load_that_the_worker_reported_does_not_fail_afterwards() -> None:
 
     assert early.received == ("r",)
     assert late == NOTHING
-
-
-def test_notices_that_nobody_asks_for_are_forgotten_at_last() -> None:
-    completions = EarlyCompletions()
-    for number in range(MOST_UNMATCHED + 1):
-        completions.tell(ended(f"f{number}"))
-    completions.take(NOTHING)
-    first = completions.take(StepResults(started=(("r", "f0"),)))
-    second = completions.take(StepResults(started=(("s", "f1"),)))
-
-    assert first == NOTHING
-    assert second.received == ("s",)
 
 
 def place(rank: int, agent: int) -> WorkerPlace:

@@ -60,6 +60,15 @@ def record(version: str, read: Callable[[str], str | None]) -> dict[str, Any]:
     }
 
 
+def text_of(recorded: dict[str, Any]) -> str:
+    """As JSON, with a line for each method and each import."""
+    methods = [f"{json.dumps(n)}: {json.dumps(one)}" for n, one in recorded["methods"].items()]
+    imports = [json.dumps(one) for one in recorded["imports"]]
+    version = json.dumps(recorded["version"])
+    parts = f'{{"version": {version},', '"methods": {', ",\n".join(methods), "},"
+    return "\n".join([*parts, '"imports": [', ",\n".join(imports), "]}"]) + "\n"
+
+
 def differences(recorded: dict[str, Any]) -> list[str]:
     """Where the connector does not fit a vLLM that was recorded, a line for each."""
     ours = methods_of((CONNECTOR / "connector.py").read_text(), "KvbusConnector")
@@ -132,7 +141,7 @@ def main() -> None:
                 wheel.name.split("-")[1],
                 lambda name: files.read(name).decode() if name in names else None,
             )
-    RECORDED.write_text(json.dumps(found, indent=1) + "\n")
+    RECORDED.write_text(text_of(found))
     print(*differences(found) or ["the connector fits"], sep="\n")
 
 

@@ -22,12 +22,10 @@ def secret(tmp_path: Path) -> Path:
 
 
 def test_a_new_key_is_shown_by_its_public_half_alone(secret: Path) -> None:
-    pair = read_secret(secret)
+    public = read_secret(secret).public
 
-    shown = keys("show", secret)
-
-    assert shown.stdout == f"{pair.public}\n"
-    assert json.loads(keys("show", secret, "--json").stdout) == {"public_key": pair.public}
+    assert keys("show", secret).stdout == f"{public}\n"
+    assert json.loads(keys("show", secret, "--json").stdout) == {"public_key": public}
 
 
 def test_a_key_that_begins_with_a_dash_is_no_option(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
-"""Gather, scatter and zeroing touch exactly the bytes that plain loops touch, or refuse to."""
+"""What goes through staging slots arrives byte for byte, or is refused before a byte moves."""
+
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
@@ -13,230 +16,127 @@ from kvbus.geometry import (
     EngineSpec,
     GroupSpec,
     KvLayout,
-    KvPart,
-    StatePart,
+    SlotOrder,
     canonical_order,
     lay_out_rank,
     slot_bytes,
-    state_group,
 )
-from kvbus.memory import PagedMemory, Slot, copying, gather, scatter, zero_positions
-from tests.examples import num_examples
-from tests.memory.boxes import (
-    Case,
-    Side,
-    cases,
-    copied_by_loops,
-    held_heads_of,
-    in_rank,
-    in_slot,
-    itemsize_of,
-    slot_content,
+from kvbus.memory import PagedMemory, Slot, gather, scatter
+from tests.memory.in_memory import (
+    InMemory,
+    move_through_slots,
+    orders,
+    zero_what_is_moved,
+    zeroed_by_loops,
 )
+from tests.planning.handoffs import Case, cases, copied_by_loops, some
+
+HEAD_DIMS = (1, 2, 3, 8, 16)
 
 
-def elsewhere(memory: PagedMemory) -> PagedMemory:
-    """The same memory on what torch takes for another device than the slot's."""
-    memory.device = torch.device("cpu", 0)
-    return memory
+@some(1000, share=8)
+@given(cases(HEAD_DIMS), orders, st.integers(1, 60), st.sampled_from([0, 3, 8, 16]), st.booleans())
+def test_what_is_gathered_into_slots_arrives_in_the_blocks_of_all_readers_and_nowhere_else(
+    case: Case, order: SlotOrder | None, room: int, aligned_to: int, is_apart: bool
+) -> None:
+    prefill, decode = InMemory(case.prefill), InMemory(case.decode)
+
+    def new_slot(num_bytes: int) -> torch.Tensor:
+        """Noise, somewhere in a larger storage."""
+        noise = bytearray(np.random.default_rng(room).bytes(aligned_to + num_bytes + 5))
+        return torch.frombuffer(noise, dtype=torch.uint8)[aligned_to:]
+
+    move_through_slots(
+        case, prefill, decode, order, room=room, new_slot=new_slot, is_apart=is_apart
+    )
+
+    assert decode.content() == copied_by_loops(case)[0]
+    assert prefill.content() == case.prefill.memory
 
 
-@settings(
-    max_examples=num_examples(600), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-@given(cases())
-def test_what_one_rank_gathers_another_one_scatters_into_its_own_shape(case: Case) -> None:
-    one, two, box, slot = case.prefill, case.decode, case.box, case.slot
-    itemsize, elements = itemsize_of(one.group), in_rank(one, box)
-    lies = in_slot(one.group, box, slot.order)
-    before, empty = one.bytes(), slot.buffer.clone()
-    should_be = copied_by_loops(before, elements, slot_content(slot), lies, itemsize)
+@some(200)
+@given(cases(HEAD_DIMS))
+def test_zeroing_clears_the_asked_for_positions_of_each_group_and_nothing_else(case: Case) -> None:
+    decode = InMemory(case.decode)
 
-    num_gathered = gather(one.memory, one.table, box, slot)
+    zero_what_is_moved(case, decode)
 
-    assert slot_content(slot) == should_be
-    assert one.bytes() == before
-    assert num_gathered == len(elements) * itemsize
-
-    blocks = {name: buffer.clone() for name, buffer in two.buffers.items()}
-    should_have = copied_by_loops(should_be, lies, two.bytes(), in_rank(two, box), itemsize)
-
-    num_scattered = case.scatter()
-
-    assert two.bytes() == should_have
-    assert slot_content(slot) == should_be
-    assert num_scattered == num_gathered
-
-    slot.buffer.copy_(empty)
-    for name, buffer in two.buffers.items():
-        buffer.copy_(blocks[name])
-
-    gather(elsewhere(one.memory), one.table, box, slot)
-    scatter(elsewhere(two.memory), two.table, box, slot)
-
-    assert two.bytes() == should_have
-    num_bytes = slot_bytes(one.group, box, slot.order)
-    assert torch.equal(slot.buffer[num_bytes:], empty[num_bytes:])
+    assert decode.content() == zeroed_by_loops(case)
 
 
-@settings(
-    max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-@given(cases())
-def test_zeroing_clears_the_asked_for_positions_of_the_group_and_nothing_else(case: Case) -> None:
-    side, group, heads = case.decode, case.decode.group, held_heads_of(case.decode)
-    span = case.box.start, case.box.stop
-    everything = Box(group.name, group.layers, group.parts, heads.start, len(heads), *span)
-    expected = {name: bytearray(content) for name, content in side.bytes().items()}
-    for segment, at in in_rank(side, everything).values():
-        expected[segment][at : at + itemsize_of(group)] = bytes(itemsize_of(group))
-
-    zero_positions(side.memory, side.table, *span)
-
-    assert side.bytes() == expected
-
-
-STATE = state_group("state", (3, 5), (StatePart("conv", 3, 10), StatePart("ssm", 2, 48)))
-
-
-def _state_side(layout: str, seed: int) -> Side:
-    engine = EngineSpec("e", "m", 1, (STATE,))
-    rank = lay_out_rank(engine, 0, KvLayout.parse(layout), num_blocks=4)
-    size = rank.segments[0].size_bytes
-    content = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-    return Side(STATE, rank, {"kv": torch.from_numpy(content)}, BlockTable.of([seed]))
-
-
-@pytest.mark.parametrize("part", ["conv", "ssm"])
-@pytest.mark.parametrize("layout", ["NHD", "layer,block,kv,dim,token,head"])
-def test_a_part_of_a_state_is_moved_byte_for_byte(part: str, layout: str) -> None:
-    one, two = _state_side("NHD", 1), _state_side(layout, 2)
-    box = Box("state", (3, 5), (part,), 1, 1, 0, 1)
-    slot = Slot(torch.zeros(1000, dtype=torch.uint8), canonical_order())
-    expected = copied_by_loops(one.bytes(), in_rank(one, box), two.bytes(), in_rank(two, box), 1)
-
-    gather(one.memory, one.table, box, slot)
-    scatter(two.memory, two.table, box, slot)
-
-    assert two.bytes() == expected
-
-
-def test_all_parts_of_a_state_are_zeroed_together() -> None:
-    side = _state_side("NHD", 2)
-
-    zero_positions(side.memory, side.table, 0, 1)
-
-    for part, (units, _) in {part: STATE.part_shape(part) for part in STATE.parts}.items():
-        box = Box("state", STATE.layers, (part,), 0, units, 0, 1)
-        assert {side.bytes()["kv"][at] for _, at in in_rank(side, box).values()} == {0}
-    assert any(side.bytes()["kv"])
-
-
-BLOCKS = {"apart": [7, 3, 9, 1], "in a row": [3, 4, 5, 6]}
-
-
-@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("blocks", [[7, 3, 9, 1], [3, 4, 5, 6]], ids=["apart", "in a row"])
 @pytest.mark.parametrize("head_dim", [8, 2048], ids=["short units", "long units"])
-def test_nothing_of_a_copy_is_on_another_device(blocks: str, head_dim: int) -> None:
-    group = GroupSpec("full", (0, 1), 16, 4, head_dim, "bfloat16")
+def test_blocks_are_copied_on_the_device_that_they_are_on(
+    blocks: list[int], head_dim: int, device: str
+) -> None:
+    """Of a meta device nothing can be copied to another one, as it has no bytes."""
+    group = GroupSpec("full", (0, 1, 2), 16, 4, head_dim, "bfloat16")
     rank = lay_out_rank(EngineSpec("e", "m", 1, (group,)), 0, KvLayout.parse("NHD"), num_blocks=10)
-    segment = rank.segments[0]
-    buffer = torch.empty(segment.size_bytes, dtype=torch.uint8, device="meta")
-    memory = PagedMemory(group, rank.regions, {segment.segment_id: buffer})
-    table = BlockTable.of(BLOCKS[blocks])
-    box = Box("full", (0, 1), (KvPart.KEY, KvPart.VALUE), 0, 4, 3, 64)
-    slot = Slot(torch.empty(8 << 20, dtype=torch.uint8, device="meta"), canonical_order())
+    random = torch.Generator().manual_seed(head_dim)
+    source, target, ring = (
+        torch.randint(256, (rank.segments[0].size_bytes,), dtype=torch.uint8, generator=random)
+        for _ in range(3)
+    )
+    expected, held = (whole.clone().view(3, 10, 2, 16, -1) for whole in (target, source))
+    expected[:, blocks[0], :, 3:] = held[:, 0, :, 3:]
+    expected[:, blocks[1:]] = held[:, 1:4]
+    source, target, ring = (whole.to(device) for whole in (source, target, ring))
+    slot = Slot(ring, canonical_order())
+    box = Box("full", (0, 1, 2), group.parts, 0, 4, 3, 64)
 
-    copied = [copy(memory, table, box, slot) for copy in (gather, scatter)]
-    zero_positions(memory, table, 5, 64)
+    gather(PagedMemory(group, rank.regions, {"kv": source}), BlockTable.of(range(4)), box, slot)
+    into = PagedMemory(group, rank.regions, {"kv": target})
+    scatter(into, BlockTable.of(blocks), box, slot)
 
-    assert memory.device == torch.device("meta")
-    assert copied == [2 * 2 * 61 * 4 * head_dim * 2] * 2
-    assert (16 * 4 * head_dim * 2 >= copying.LARGE_UNIT_BYTES) == (head_dim == 2048)
+    assert into.device == torch.device(device)
+    assert device == "meta" or torch.equal(target.view(expected.shape), expected)
 
 
 GROUP = GroupSpec("full", tuple(range(6)), 4, 2, 8, "bfloat16")
+RANK = lay_out_rank(EngineSpec("e", "m", 1, (GROUP,)), 0, KvLayout.parse("NHD"), num_blocks=8)
+BOX = Box("full", (0, 1), GROUP.parts, 0, 2, 0, 12)
+BOX_BYTES = slot_bytes(GROUP, BOX, canonical_order())
+TABLE = BlockTable.of([5, 0, 3])
 
 
-def _plain_side(layout: str = "NHD") -> Side:
-    engine = EngineSpec("e", "m", 1, (GROUP,))
-    rank = lay_out_rank(engine, 0, KvLayout.parse(layout), num_blocks=8)
-    size = rank.segments[0].size_bytes
-    content = torch.arange(size, dtype=torch.int64).to(torch.uint8)
-    return Side(GROUP, rank, {"kv": content}, BlockTable.of([5, 0, 3]))
-
-
-PLAIN_BOX = Box("full", (0, 1), GROUP.parts, 0, 2, 0, 12)
-
-
-def _replaced(**changes: object) -> Box:
-    return msgspec.structs.replace(PLAIN_BOX, **changes)
+def boxed(**changes: object) -> dict[str, Any]:
+    return {"box": msgspec.structs.replace(BOX, **changes)}
 
 
 @pytest.mark.parametrize(
-    ("box", "table", "message"),
+    ("changes", "message"),
     [
-        (_replaced(layers=(0, 9)), [5, 0, 3], "layer 9"),
-        (_replaced(parts=("latent",)), [5, 0, 3], "latent"),
-        (_replaced(first_head=1), [5, 0, 3], "heads 0 to 2"),
-        (_replaced(group="other"), [5, 0, 3], "'other'"),
-        (_replaced(stop=13), [5, 0, 3], "table has 3"),
-        (_replaced(stop=2**31 - 1), [5, 0, 3], "table has 3"),
-        (_replaced(stop=0), [5, 0, 3], "no positions"),
-        (PLAIN_BOX, [5, 8, 3], "block id 8"),
+        (boxed(layers=(0, 9)), "layer 9"),
+        (boxed(parts=("latent",)), "latent"),
+        (boxed(first_head=1), "heads 0 to 2"),
+        (boxed(group="other"), "'other'"),
+        (boxed(stop=13), "table has 3"),
+        (boxed(stop=2**31 - 1), "table has 3"),
+        (boxed(stop=0), "no positions"),
+        ({"table": BlockTable.of([5, 8, 3])}, "block id 8"),
+        ({"table": BlockTable.of([5, 0], first_block=1)}, "from block 1 on"),
+        ({"room": BOX_BYTES - 1}, f"takes {BOX_BYTES} bytes.* has {BOX_BYTES - 1}"),
     ],
 )
-def test_a_box_or_a_table_beyond_the_ranks_memory_is_refused_before_a_byte_moves(
-    box: Box, table: list[int], message: str
+@pytest.mark.parametrize("copy", [gather, scatter])
+def test_a_box_a_table_or_a_slot_beyond_the_memory_is_refused_before_a_byte_moves(
+    copy: Any, changes: dict[str, Any], message: str
 ) -> None:
-    side = _plain_side()
-    slot = Slot(torch.zeros(10_000, dtype=torch.uint8), canonical_order())
-    before = side.bytes()
+    memory = torch.arange(RANK.segments[0].size_bytes).to(torch.uint8)
+    ring, before = torch.zeros(2 * BOX_BYTES, dtype=torch.uint8), memory.clone()
+    asked = {"box": BOX, "table": TABLE, "room": BOX_BYTES} | changes
+    slot = Slot(ring[: asked["room"]], canonical_order())
 
     with pytest.raises(GeometryError, match=message):
-        gather(side.memory, BlockTable.of(table), box, slot)
-    with pytest.raises(GeometryError, match=message):
-        scatter(side.memory, BlockTable.of(table), box, slot)
-
-    assert not slot.buffer.any()
-    assert side.bytes() == before
-
-
-def test_a_box_larger_than_its_slot_is_refused_with_both_sizes() -> None:
-    side = _plain_side()
-    size = slot_bytes(GROUP, PLAIN_BOX, canonical_order())
-    ring = torch.zeros(2 * size, dtype=torch.uint8)
-
-    with pytest.raises(GeometryError, match=f"takes {size} bytes.* has {size - 1}"):
-        gather(side.memory, side.table, PLAIN_BOX, Slot(ring[: size - 1], canonical_order()))
+        copy(PagedMemory(GROUP, RANK.regions, {"kv": memory}), asked["table"], asked["box"], slot)
 
     assert not ring.any()
-
-
-def test_a_table_that_starts_after_the_box_is_refused() -> None:
-    side = _plain_side()
-    slot = Slot(torch.zeros(10_000, dtype=torch.uint8), canonical_order())
-
-    with pytest.raises(GeometryError, match="from block 1 on"):
-        gather(side.memory, BlockTable.of([5, 0, 3], first_block=1), PLAIN_BOX, slot)
-    with pytest.raises(GeometryError, match="from block 4 on"):
-        gather(side.memory, BlockTable.of(list(range(8)), first_block=4), PLAIN_BOX, slot)
+    assert torch.equal(memory, before)
 
 
 def test_a_region_that_leaves_its_buffer_is_refused() -> None:
-    side = _plain_side()
-    short = side.buffers["kv"][:5000]
-
     with pytest.raises(GeometryError, match="segment 'kv', which has 5000"):
-        PagedMemory(GROUP, side.rank.regions, {"kv": short})
+        PagedMemory(GROUP, RANK.regions, {"kv": torch.zeros(5000, dtype=torch.uint8)})
     with pytest.raises(GeometryError, match="which has 0"):
-        PagedMemory(GROUP, side.rank.regions, {})
-
-
-def test_zeroing_no_positions_needs_no_blocks() -> None:
-    side = _plain_side()
-    before = side.bytes()
-
-    zero_positions(side.memory, BlockTable.of([]), 4, 4)
-
-    assert side.bytes() == before
+        PagedMemory(GROUP, RANK.regions, {})

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 CUT = {  # arguments; what the process says, and how it ends
-    "mapped": (["cut_memory"], "False True 0\n", 0),
+    "mapped": (["cut_memory", "mapped"], "False True 0\n", 0),
     "that of others": (["cut_memory", "unwatched"], "False True 0\n", -signal.SIGBUS),
-    "copied by the kernel": (["copy_cut_memory", "LIBRARY"], "True True 0\n", 0),
-    "copied by numpy": (["copy_cut_memory", "none"], "False True 0\n", 0),
-    "lent": (["cut_lent_memory"], "False before zeros\n", 0),
+    "copied by the kernel": (["cut_memory", "copied", "LIBRARY"], "False True 0\n", 0),
+    "copied by numpy": (["cut_memory", "copied", "none"], "False True 0\n", 0),
+    "lent": (["cut_memory", "lent"], "False True 0\n", 0),
     "one mapping too many": (["many_mappings"], "busy True\n", 0),
 }
 """Cut memory reads as zeros, whoever reads it is told before, and any other bus error is fatal."""

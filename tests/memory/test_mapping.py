@@ -1,17 +1,17 @@
-"""SegmentMapping: what the agent makes of a descriptor that it was passed."""
+"""SegmentMapping and LentMapping: what agents make of a descriptor that they were passed."""
 
+import errno
 import fcntl
+import mmap
 import os
-import subprocess
-import sys
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-import kvbus
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory import LentMapping, Pages, SegmentMapping, SharedSegment, unmap
+from kvbus.memory import LentMapping, SegmentMapping, SharedSegment, unmap
 
 SIZE_BYTES = 1 << 24  # so large that nothing else takes the addresses once they are free
 
@@ -24,23 +24,23 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def is_mapped(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, end = (int(text, 16) for text in line.split()[0].split("-"))
-        if first <= address < end:
-            return True
-    return False
+def map_of(address: int, path: str = "/proc/self/maps") -> list[str]:
+    """The lines of the mapping that has the address; none when there is none."""
+    found: list[str] = []
+    is_it = False
+    for line in Path(path).read_text().splitlines():
+        first, is_range, end = line.split()[0].partition("-")
+        if is_range:
+            is_it = int(first, 16) <= address < int(end, 16)
+        if is_it:
+            found.append(line)
+    return found
 
 
 def resident_bytes(address: int) -> int:
     """Bytes of the mapping at ``address`` that this process accesses without a page fault."""
-    wanted = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0]:
-            wanted = line.startswith(f"{address:x}-")
-        elif wanted and line.startswith("Rss:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(address)
+    lines = map_of(address, "/proc/self/smaps")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
 
 
 @pytest.fixture
@@ -49,48 +49,34 @@ def segment() -> Iterator[SharedSegment]:
         yield segment
 
 
+def mapped(segment: SharedSegment, *, lend: bool = False) -> SegmentMapping:
+    return SegmentMapping(os.dup(segment.fd), size_bytes=segment.size_bytes, lend=lend)
+
+
 @pytest.fixture
 def mapping(segment: SharedSegment) -> Iterator[SegmentMapping]:
-    with SegmentMapping(os.dup(segment.fd), size_bytes=SIZE_BYTES) as mapping:
+    with mapped(segment) as mapping:
         yield mapping
 
 
-def test_both_mappings_are_the_same_memory(segment: SharedSegment, mapping: SegmentMapping) -> None:
-    segment.view()[1] = 11
-    mapping.view()[2] = 22
-
-    assert mapping.view()[1] == 11
-    assert segment.view()[2] == 22
-    assert mapping.address != segment.address
+def for_reading(fd: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
 
 
-def test_all_pages_are_there_before_the_first_access(mapping: SegmentMapping) -> None:
-    assert resident_bytes(mapping.address) == SIZE_BYTES
-
-
-def test_pages_for_which_there_was_no_time_are_left_to_the_first_access(
+def test_both_mappings_are_the_same_memory_whose_pages_are_there_and_whose_descriptor_is_closed(
     segment: SharedSegment,
 ) -> None:
-    pages = Pages(segment.fd, SIZE_BYTES)
-
-    pages.populate(within_s=0.0)
-
-    assert resident_bytes(pages.address) == 0
-    pages.release()
-
-
-def test_the_descriptor_is_closed_once_it_is_mapped(segment: SharedSegment) -> None:
     fd = os.dup(segment.fd)
-    with SegmentMapping(fd, size_bytes=SIZE_BYTES):
+    with SegmentMapping(fd, size_bytes=SIZE_BYTES) as mapping:
+        resident = resident_bytes(mapping.address)
+        segment.view()[1] = 11
+        mapping.view()[2] = 22
+
+        assert mapping.view()[1] == 11
+        assert segment.view()[2] == 22
+        assert mapping.address != segment.address
+        assert resident == SIZE_BYTES
         assert not is_open(fd)
-
-
-def test_a_descriptor_for_reading_only_is_refused_and_closed(segment: SharedSegment) -> None:
-    fd = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDONLY)
-    with pytest.raises(SegmentError, match="reading and writing"):
-        SegmentMapping(fd, size_bytes=SIZE_BYTES)
-
-    assert not is_open(fd)
 
 
 def test_an_unsealed_file_is_sealed_against_shrinking_before_it_is_believed() -> None:
@@ -101,170 +87,174 @@ def test_an_unsealed_file_is_sealed_against_shrinking_before_it_is_believed() ->
             os.ftruncate(fd, 0)
 
         assert mapping.sealed
-    os.close(fd)
-
-
-def test_a_file_that_forbids_seals_is_accepted_and_said_to_be_unsealed() -> None:
-    fd = os.memfd_create("unsealable")
-    os.ftruncate(fd, SIZE_BYTES)
-    with SegmentMapping(fd, size_bytes=SIZE_BYTES) as mapping:
-        assert not mapping.sealed
-        assert not mapping.view().any()
-
-
-def test_holes_are_filled_before_use_so_that_no_write_finds_the_memory_gone() -> None:
-    fd = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, SIZE_BYTES)
-    with SegmentMapping(os.dup(fd), size_bytes=SIZE_BYTES):
-        assert os.fstat(fd).st_blocks * 512 == SIZE_BYTES
+        assert os.fstat(fd).st_blocks * 512 == SIZE_BYTES, "no write finds the memory gone"
     os.close(fd)
 
 
 Kind = type[SegmentMapping] | type[LentMapping]
-either = pytest.mark.parametrize("kind", [SegmentMapping, LentMapping])
+BOTH = [SegmentMapping, LentMapping]
 
 
-@either
+def of_size(size_bytes: int) -> Callable[[], int]:
+    """Opens a memory file of that size."""
+
+    def make() -> int:
+        fd = os.memfd_create("foreign")
+        os.ftruncate(fd, size_bytes)
+        return fd
+
+    return make
+
+
+def unwritable() -> int:
+    fd = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
+    os.posix_fallocate(fd, 0, 4096)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    return fd
+
+
+def read_only() -> int:
+    fd = of_size(4096)()
+    try:
+        return for_reading(fd)
+    finally:
+        os.close(fd)
+
+
 @pytest.mark.parametrize(
-    "claimed_bytes", [0, -1, SIZE_BYTES - 1, SIZE_BYTES + 1, SIZE_BYTES * 2, 1 << 70]
+    ("kinds", "make", "claimed_bytes", "why"),
+    [
+        *((BOTH, of_size(4096), size, "claimed") for size in (4095, 4097, 8192)),
+        *((BOTH, of_size(4096), size, "claimed|makes no sense") for size in (0, -1, 1 << 70)),
+        (BOTH, lambda: os.open("/proc/self/status", os.O_RDONLY), 4096, "not a memory file"),
+        (BOTH, lambda: os.open("/proc", os.O_RDONLY), 4096, "not a memory file"),
+        (BOTH, lambda: os.eventfd(0), 4096, "not a memory file"),
+        (BOTH[:1], read_only, 4096, "reading and writing|cannot be mapped"),
+        (BOTH[:1], unwritable, 4096, "reading and writing|cannot be mapped"),
+    ],
 )
-def test_a_file_of_another_size_than_claimed_is_refused_and_closed(
-    segment: SharedSegment, kind: Kind, claimed_bytes: int
+def test_what_is_no_memory_file_or_of_another_size_or_cannot_be_written_is_refused_and_closed(
+    kinds: list[Kind], make: Callable[[], int], claimed_bytes: int, why: str
 ) -> None:
-    fd = os.dup(segment.fd)
-    with pytest.raises(SegmentError, match=r"claimed|makes no sense"):
-        kind(fd, size_bytes=claimed_bytes)
+    for kind in kinds:
+        fd = make()
+        with pytest.raises(SegmentError, match=why):
+            kind(fd, size_bytes=claimed_bytes)
 
-    assert not is_open(fd)
-
-
-@either
-def test_what_is_no_memory_file_is_refused_and_closed(
-    kind: Kind, num_open_fds: Callable[[], int]
-) -> None:
-    before = num_open_fds()
-    on_disk = os.open("/proc/self/status", os.O_RDONLY)
-    for fd in (on_disk, os.open("/tmp", os.O_RDONLY), os.eventfd(0)):  # noqa: S108 - a directory
-        with pytest.raises(SegmentError, match="not a memory file"):
-            kind(fd, size_bytes=4096)
-
-    assert num_open_fds() == before
+        assert not is_open(fd)
 
 
-@either
+@pytest.mark.parametrize("kind", BOTH)
 def test_a_sparse_file_larger_than_the_machine_is_refused_before_it_is_filled_or_read(
     kind: Kind,
 ) -> None:
     """Open for reading only, so that a mapping which tries to fill it fails and takes nothing."""
-    fd = os.memfd_create("vast")
-    os.ftruncate(fd, 1 << 40)
-    for_reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-    os.close(fd)
+    whole = of_size(1 << 40)()
+    fd = for_reading(whole)
     with pytest.raises(SegmentError, match="does not fit"):
-        kind(for_reading, size_bytes=1 << 40)
-
-    assert not is_open(for_reading)
-
-
-def test_a_write_sealed_file_is_refused() -> None:
-    fd = os.memfd_create("read only", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, SIZE_BYTES)
-    os.posix_fallocate(fd, 0, SIZE_BYTES)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-    with pytest.raises(SegmentError):
-        SegmentMapping(fd, size_bytes=SIZE_BYTES)
+        kind(fd, size_bytes=1 << 40)
 
     assert not is_open(fd)
+    os.close(whole)
 
 
-def test_discard_leaves_zeros_under_a_live_view_and_touches_nothing_real(
+@pytest.mark.parametrize("size_bytes", [8192, (1 << 25) + 8192], ids=["small", "in parts"])
+def test_discard_leaves_zeros_under_a_live_view_and_touches_nothing_real(size_bytes: int) -> None:
+    with SharedSegment(size_bytes) as segment, mapped(segment) as mapping:
+        segment.view()[:] = 1
+        view, address = mapping.view(), mapping.address
+        mapping.discard()
+        mapping.discard()
+        after_discard = int(view.sum())
+        view[:] = 5
+
+        assert after_discard == 0
+        assert mapping.discarded
+        assert (segment.view() == 1).all()
+        assert mapping.address == address
+        assert map_of(address)
+        with pytest.raises(ClosedError, match="engine is gone"):
+            mapping.view()
+
+
+def test_unmapping_waits_for_a_live_view_and_use_after_it_is_refused(
     segment: SharedSegment, mapping: SegmentMapping
 ) -> None:
     segment.view()[:] = 1
-    view = mapping.view()
-    mapping.discard()
-    after_discard = int(view.sum())
-    view[:] = 5
-
-    assert after_discard == 0
-    assert mapping.discarded
-    assert segment.view()[0] == 1
-    assert segment.view()[SIZE_BYTES - 1] == 1
-
-
-def test_discard_keeps_the_address_but_gives_no_new_views(mapping: SegmentMapping) -> None:
-    address = mapping.address
-    mapping.discard()
-    mapping.discard()
-
-    assert mapping.address == address
-    assert is_mapped(address)
-    with pytest.raises(ClosedError, match="engine is gone"):
-        mapping.view()
-
-
-def test_a_large_mapping_is_discarded_part_by_part() -> None:
-    size_bytes = (1 << 25) + 8192  # more than a part
-    with SharedSegment(size_bytes) as segment:
-        segment.view()[:] = 7
-        with SegmentMapping(os.dup(segment.fd), size_bytes=size_bytes) as mapping:
-            view = mapping.view()
-            mapping.discard()
-
-            assert not view.any()
-            assert segment.view().all()
-
-
-def test_unmapping_twice_is_harmless_and_use_after_it_is_refused(mapping: SegmentMapping) -> None:
-    address = mapping.address
+    part, address = mapping.view()[10:20].reshape(2, 5), mapping.address
     mapping.unmap()
     mapping.unmap()
+    read_after, while_viewed = int(part.sum()), map_of(address)
+    del part
 
-    assert not is_mapped(address)
+    assert read_after == 0
+    assert while_viewed
+    assert not map_of(address)
     for use in (mapping.view, mapping.discard, lambda: mapping.address):
         with pytest.raises(ClosedError):
             use()
 
 
-def test_unmapping_under_a_live_view_waits_for_the_view(
-    segment: SharedSegment, mapping: SegmentMapping
-) -> None:
-    segment.view()[:] = 1
-    part = mapping.view()[10:20].reshape(2, 5)
-    address = mapping.address
-    mapping.unmap()
-    read_after = int(part.sum())
-    mapped_while_viewed = is_mapped(address)
-    del part
-
-    assert read_after == 0
-    assert mapped_while_viewed
-    assert not is_mapped(address)
-
-
 def test_the_garbage_collector_never_unmaps_by_itself(segment: SharedSegment) -> None:
-    mapping = SegmentMapping(os.dup(segment.fd), size_bytes=SIZE_BYTES)
+    mapping = mapped(segment)
     address = mapping.address
     with pytest.warns(ResourceWarning, match="never closed"):
         del mapping
 
-    assert is_mapped(address)
+    assert map_of(address)
     unmap(address, SIZE_BYTES)
 
 
-def test_an_agent_attaches_and_maps_without_importing_torch() -> None:
-    script = """
-import os, sys
-import kvbus.memory.attach
-from kvbus.memory import SegmentMapping
-from kvbus.memory import SharedSegment
-with SharedSegment(4096) as segment, SegmentMapping(os.dup(segment.fd), size_bytes=4096) as mapping:
-    segment.view()[0] = mapping.view()[1]
-print("torch" in sys.modules)
-"""
-    environment = {"PYTHONPATH": str(Path(kvbus.__file__).parents[1])}
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
-    )
+def test_who_is_lent_a_segment_sees_what_the_engine_writes_and_can_write_nothing(
+    segment: SharedSegment,
+) -> None:
+    segment.view()[:] = 7
+    with mapped(segment, lend=True) as ours:
+        assert ours.lent_fd is not None
+        fd = os.dup(ours.lent_fd)
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, SIZE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+            os.pwrite(fd, b"x", 0)
+        with LentMapping(fd, size_bytes=SIZE_BYTES) as theirs:
+            segment.view()[5] = 9
 
-    assert result.stdout.strip() == "False"
+            assert theirs.sealed
+            assert theirs.view()[5] == 9
+            assert (theirs.view()[6:] == 7).all()
+            with pytest.raises(ValueError, match="read-only"):
+                theirs.view()[0] = 1
+            assert map_of(theirs.address)[0].split()[1] == "r--s"
+
+
+@pytest.mark.parametrize("end", [SegmentMapping.discard, SegmentMapping.close])
+def test_a_segment_is_lent_no_longer_than_it_is_the_engines(
+    segment: SharedSegment, end: Callable[[SegmentMapping], None], num_open_fds: Callable[[], int]
+) -> None:
+    before = num_open_fds()
+    ours = mapped(segment, lend=True)
+    while_lent = num_open_fds()
+
+    end(ours)
+
+    assert ours.lent_fd is None
+    assert (while_lent, num_open_fds()) == (before + 1, before)
+    ours.close()
+
+
+def test_half_of_the_files_that_a_process_may_open_are_left_for_its_sockets(
+    segment: SharedSegment,
+) -> None:
+    fds, lent = [os.dup(segment.fd) for _ in range(20)], []
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for most in (2 * max(fds), 2 * max(fds) + 100):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+            with mapped(segment, lend=True) as ours:
+                lent.append(ours.lent_fd is not None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in fds:
+            os.close(fd)
+
+    assert lent == [False, True]

@@ -1,6 +1,6 @@
 """Shows that tests see each mutant: ``python -m tests.mutants``.
 
-Each is applied to a copy of the tree, where one of the tests that it names must fail; without any
+Each is applied to a copy of the tree, where each of the tests that it names must fail; without any
 mutant all of them must pass. Ends with 1 when they do not, or when too many mutants survive.
 """
 

@@ -21,3 +21,13 @@ def planned(*arguments: str, **sides: Any) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return found
+
+
+def refused(*arguments: str, status: int = 2, **sides: Any) -> str:
+    """The one line about a plan that is refused."""
+    result = plan(*arguments, **sides)
+    assert (result.exit_code, result.stdout) == (status, ""), result.output
+    message = result.stderr.removesuffix("\n")
+    assert message.startswith("error: ")
+    assert message.isprintable()  # so it is one line
+    return message

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.planning import plan, planned
+from tests.plan.planning import planned, refused
 
 SMALL = "kv_heads=8,head=128,layers=4"
 GROUPS = """
@@ -36,17 +36,6 @@ def engine(text: str) -> dict[str, Any]:
     return {**found, "axes": ".".join(found["axes"]), "groups": groups}
 
 
-def refusal(text: str) -> str:
-    """The one line about a spec that is wrong."""
-    result = plan(prefill=text)
-    assert (result.exit_code, result.stdout) == (2, "")
-    message = result.stderr.removesuffix("\n")
-    assert message.startswith("error: --from: ")
-    assert message.isprintable()
-    assert len(message) < 300
-    return message
-
-
 @pytest.mark.parametrize(
     ("text", "wanted", "groups"),
     [
@@ -62,11 +51,6 @@ def refusal(text: str) -> str:
             {"attention": {**COMMON, "layers": [0, 1, 2, 3], "window": None, "state": []}},
         ),
         (
-            f"layout=kv.layer.block.head.token.dim,{SMALL}",
-            {"axes": "kv.layer.block.head.token.dim"},
-            {"attention": COMMON},
-        ),
-        (
             "attention=mla,head=576,layers=2",
             {},
             {"attention": {"parts": ["latent"], "kv_heads": 1, "head": 576}},
@@ -80,7 +64,7 @@ def refusal(text: str) -> str:
             },
         ),
     ],
-    ids=["whole", "common", "axes", "latent", "window"],
+    ids=["whole", "common", "latent", "window"],
 )
 def test_a_short_text_says_all_of_an_engine_and_the_rest_is_common(
     text: str, wanted: dict[str, Any], groups: dict[str, dict[str, Any]]
@@ -93,17 +77,14 @@ def test_a_short_text_says_all_of_an_engine_and_the_rest_is_common(
         assert {key: found["groups"][name][key] for key in group} == group
 
 
-def test_a_file_may_have_the_keys_of_a_text(file: Path) -> None:
+def test_a_file_may_have_the_keys_of_a_text_or_groups_that_take_the_rest_from_its_top(
+    file: Path,
+) -> None:
     file.write_text('layout = "HND"\ncross_layer = true\nkv_heads = 8\nhead = 128\nlayers = 4\n')
-
     assert engine(str(file)) == engine(f"layout=HND,cross_layer=true,{SMALL}")
 
-
-def test_groups_of_a_file_have_what_they_do_not_say_from_its_top(file: Path) -> None:
     file.write_text(GROUPS)
-
     groups = engine(str(file))["groups"]
-
     assert [groups["full"][key] for key in ("layers", "block", "kv_heads")] == [[0, 2], 32, 8]
     assert [groups["ssm"][key] for key in ("layers", "state")] == [[3, 4], [["conv", 8, 4096]]]
 
@@ -111,97 +92,57 @@ def test_groups_of_a_file_have_what_they_do_not_say_from_its_top(file: Path) -> 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (f"tp=0,{SMALL}", "tp='0': tp is a whole number from 1 to 1024"),
         (f"tp=1025,{SMALL}", "tp='1025': tp is a whole number from 1 to 1024"),
-        (f"tp=two,{SMALL}", "tp='two': tp is"),
-        (f"tp=1.5,{SMALL}", "tp='1.5': tp is"),
         (f"tp=²,{SMALL}", "tp='²': tp is"),
-        (f"tp={'9' * 5000},{SMALL}", "...': tp is"),
         (f"pp=5,{SMALL}", "pp=5: more stages than the 4 layers"),
         (f"tp=1024,pp=4,{SMALL}", "tp=1024 times pp=4 is more than 2048 ranks"),
         (f"layout=NDH,{SMALL}", "layout='NDH': layout is NHD, HND, or all axes joined by dots"),
-        (f"layout=block.kv.token,{SMALL}", "layout='block.kv.token': layout is"),
-        (f"cross_layer=maybe,{SMALL}", "cross_layer='maybe': cross_layer is true or false"),
         (f"layout=block.layer.kv.token.head.dim,cross_layer=no,{SMALL}", "has the layer axis"),
-        (f"block=0,{SMALL}", "block='0': block is a whole number from 1 to 65536"),
         (f"dtype=int3,{SMALL}", "dtype='int3': dtype is one of float32, float16"),
-        (f"attention=mha,{SMALL}", "attention='mha': attention is gqa or mla"),
         (f"attention=mla,{SMALL}", "kv_heads=8: with attention=mla"),
-        (f"window=0,{SMALL}", "window='0': window is a whole number from 1"),
         ("window=9,kv_heads=8,head=128,layers=1", "layers is 2 or more, not 1"),
         ("kv_heads=8,head=127,layers=4", "head='127': head is an even number from 2 to 65536"),
-        ("kv_heads=8,head=128,layers=0", "layers='0': layers is a whole number from 1 to 512"),
         ("head=128,layers=4", "kv_heads is missing: it is a whole number from 1 to 4096"),
-        ("kv_heads=8,layers=4", "head is missing"),
-        ("kv_heads=8,head=128", "layers is missing"),
         (f"tp=1,tp=2,{SMALL}", "tp is given twice"),
         (f"tpp=1,{SMALL}", "'tpp' is not a key; keys are tp, pp, layout"),
         (f"tp,{SMALL}", "'tp' is not key=value"),
-        (f"{SMALL},", "'' is not key=value"),
         ("", "a spec is key=value pairs, or a file of them; keys are tp, pp"),
-        ("a\0b", "is neither key=value pairs nor a readable file"),
         ("/nowhere/at/all.toml", "neither key=value pairs nor a readable file: No such file"),
     ],
 )
 def test_a_wrong_text_is_refused_in_one_line_that_names_side_and_key(text: str, told: str) -> None:
-    assert told in refusal(text)
+    message = refused(prefill=text)
+
+    assert message.startswith("error: --from: ")
+    assert len(message) < 300
+    assert told in message
+
+
+GROUP = "head = 2\nkv_heads = 1\n[[groups]]\nname = 'a'\n"
+STATE = "layers = 1\nparts = [{{name = 'x', units = {units}, bytes = 1}}]"
+OTHER = "layers = [0]\n[[groups]]\nname = "
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("tp = ", "is not TOML"),
+        ("#" * (1 << 20) + "\n", "more than 1048576 bytes"),
         ("tp = true", "tp='true': tp is a whole number"),
-        ("tp = 2.0", "tp='2.0': tp is a whole number"),
-        ("tp = [2]", "tp='[2]': tp is a whole number"),
         ("tp = 2\nlayers = 3\n[[groups]]\nname = 'a'", "layers belongs into each of the groups"),
-        ("groups = 3", "groups is 1 to 64 tables"),
         ("groups = []", "groups is 1 to 64 tables"),
-        ("groups = [3]", "group 1: 3 is not a table"),
         ("[[groups]]\nlayers = 3", "group 1: name is missing"),
-        ("[[groups]]\nname = ''", "group 1: name=''"),
-        ("[[groups]]\nname = 'a'", "group 1: layers='None': layers is a list of layer numbers"),
-        ("[[groups]]\nname = 'a'\nlayers = [-1]", "layers='[-1]'"),
-        ("[[groups]]\nname = 'a'\nlayers = [600]", "layers='[600]'"),
-        ("[[groups]]\nname = 'a'\nlayers = ['x']", "layers="),
-        ("[[groups]]\nname = 'a'\nlayers = 1\ntp = 2", "group 1: 'tp' is not a key"),
-        ("[[groups]]\nname = 'a'\nlayers = 1\nparts = 3", "parts='3': parts is a list of"),
-        ("[[groups]]\nname = 'a'\nlayers = 1\nparts = [{name = 'x'}]", "parts is a list of"),
-        (
-            "[[groups]]\nname = 'a'\nlayers = 1\nblock = 2\n"
-            "parts = [{name = 'x', units = 1, bytes = 1}]",
-            "block does not go with parts",
-        ),
-        (
-            "[[groups]]\nname = 'a'\nlayers = 1\nparts = [{name = 'x', units = 0, bytes = 1}]",
-            "units='0': units is a whole number from 1 to 4096",
-        ),
-        (
-            "head = 2\nkv_heads = 1\n[[groups]]\nname = 'a'\nlayers = [0]\n"
-            "[[groups]]\nname = 'b'\nlayers = [0]",
-            "a layer is in two groups",
-        ),
-        (
-            "head = 2\nkv_heads = 1\n[[groups]]\nname = 'a'\nlayers = [0]\n"
-            "[[groups]]\nname = 'a'\nlayers = [1]",
-            "two groups have one name",
-        ),
+        (GROUP, "group 1: layers='None': layers is a list of layer numbers"),
+        (f"{GROUP}layers = ['x']", "layers="),
+        (f"{GROUP}layers = 1\ntp = 2", "group 1: 'tp' is not a key"),
+        (f"{GROUP}layers = 1\nparts = 3", "parts='3': parts is a list of"),
+        (f"{GROUP}{STATE.format(units=1)}\nblock = 2", "block does not go with parts"),
+        (f"{GROUP}{STATE.format(units=0)}", "units='0': units is a whole number from 1 to 4096"),
+        (f"{GROUP}{OTHER}'b'\nlayers = [0]", "a layer is in two groups"),
+        (f"{GROUP}{OTHER}'a'\nlayers = [1]", "two groups have one name"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(file: Path, text: str, told: str) -> None:
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
 
-    assert told in refusal(str(file))
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [(b"\xff\xfe", "is not TOML"), (b"#" * (1 << 20) + b"\n", "more than 1048576 bytes")],
-    ids=["bytes", "large"],
-)
-def test_what_is_no_text_of_a_mebibyte_at_most_is_refused(
-    file: Path, content: bytes, told: str
-) -> None:
-    file.write_bytes(content)
-
-    assert told in refusal(str(file))
+    assert told in refused(prefill=str(file))

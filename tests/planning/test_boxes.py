@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil, inf
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.errors import ErrorCode, GeometryError
+from kvbus.errors import GeometryError
 from kvbus.geometry import (
     AxisName,
     Box,
@@ -23,7 +22,6 @@ from kvbus.geometry import (
     canonical_order,
     lay_out_rank,
     slot_bytes,
-    slot_region,
     state_group,
 )
 from kvbus.planning import Share, cut_into_boxes, reader_order
@@ -38,16 +36,13 @@ class Case:
     order: SlotOrder
     box_bytes: int
 
-    def boxes(self) -> tuple[Box, ...]:
-        return cut_into_boxes(
-            self.share, self.group, self.span, order=self.order, box_bytes=self.box_bytes
-        )
-
-    def whole(self) -> Box:
+    def slot_bytes(self, *, num_layers: int, num_positions: int) -> int:
+        """Of a box of the share with so many layers, from the beginning of a block on."""
         share = self.share
-        return Box(
-            share.group, share.layers, share.parts, share.first_head, share.num_heads, *self.span
-        )
+        heads = (share.first_head, share.num_heads)
+        layers = share.layers[:num_layers]
+        box = Box(share.group, layers, share.parts, *heads, 0, num_positions)
+        return slot_bytes(self.group, box, self.order)
 
 
 @st.composite
@@ -76,7 +71,9 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=num_examples(600), deadline=None)
 @given(cases())
 def test_boxes_hold_every_element_once_and_each_fits_its_slot_and_they_are_few(case: Case) -> None:
-    share, boxes = case.share, case.boxes()
+    share, order = case.share, case.order
+
+    boxes = cut_into_boxes(share, case.group, case.span, order=order, box_bytes=case.box_bytes)
 
     assert Counter(product(share.layers, share.parts, range(*case.span))) == Counter(
         element
@@ -86,26 +83,25 @@ def test_boxes_hold_every_element_once_and_each_fits_its_slot_and_they_are_few(c
     assert {(box.group, box.first_head, box.num_heads) for box in boxes} == {
         ("full", share.first_head, share.num_heads)
     }
-    assert all(slot_bytes(case.group, box, case.order) <= case.box_bytes for box in boxes)
+    assert all(slot_bytes(case.group, box, order) <= case.box_bytes for box in boxes)
     cuts = {edge for box in boxes for edge in (box.start, box.stop)} - set(case.span)
-    assert all(cut % case.order.block_size == 0 for cut in cuts)
+    assert all(cut % order.block_size == 0 for cut in cuts)
     assert len(boxes) <= most_boxes(case)
 
 
 def most_boxes(case: Case) -> float:
     """What whole layers alone, or cut tokens alone, would take."""
     num_layers, (start, stop) = len(case.share.layers), case.span
-    whole = msgspec.structs.replace(case.whole(), layers=case.share.layers[:1])
-    layer_bytes = slot_bytes(case.group, whole, case.order)
-    unit = max(case.group.block_size * case.order.block_size, 1)
-    position = msgspec.structs.replace(whole, start=0, stop=case.order.block_size)
-    unit_bytes = slot_bytes(case.group, position, case.order) // case.order.block_size * unit
+    size, unit = case.order.block_size, case.group.block_size * case.order.block_size
+    aligned = ceil(stop / size) * size - start // size * size
+    layer_bytes = case.slot_bytes(num_layers=1, num_positions=aligned)
+    unit_bytes = case.slot_bytes(num_layers=num_layers, num_positions=unit)
     most = inf
     if layer_bytes <= case.box_bytes:
         most = ceil(num_layers / (case.box_bytes // layer_bytes))
-    if unit_bytes * num_layers <= case.box_bytes:
+    if unit_bytes <= case.box_bytes:
         num_units = ceil(stop / unit) - start // unit
-        most = min(most, ceil(num_units / (case.box_bytes // (unit_bytes * num_layers))))
+        most = min(most, ceil(num_units / (case.box_bytes // unit_bytes)))
     return most
 
 
@@ -113,79 +109,37 @@ FULL = GroupSpec("full", tuple(range(16)), 16, 8, 128, "bfloat16")
 SHARE = Share(0, 0, "full", FULL.layers, FULL.parts, 4, 4)
 
 
-def _cut(num_tokens: int, box_bytes: int, order: SlotOrder | None = None) -> tuple[Box, ...]:
-    order = order or canonical_order()
-    return cut_into_boxes(SHARE, FULL, (0, num_tokens), order=order, box_bytes=box_bytes)
-
-
-FEW_HEADS = Share(0, 0, "full", FULL.layers[:8], FULL.parts, 4, 1)
-CUTS = {  # share, tokens and bytes of a slot; boxes, and the layers and tokens of each
-    "all_that_fits": (SHARE, 256, 8 << 20, 1, (16, 256)),
-    "long_blocks_of_few_layers": (SHARE, 2048, 8 << 20, 8, (4, 1024)),
-    "short_blocks_are_as_long_as_they_can_be": (FEW_HEADS, 2048, 1 << 20, 8, (8, 256)),
-    "no_positions": (SHARE, 0, 1, 0, None),
-}
-
-
-@pytest.mark.parametrize("case", CUTS)
-def test_boxes_fill_their_slots(case: str) -> None:
-    share, num_tokens, box_bytes, num_boxes, shape = CUTS[case]
-
-    boxes = cut_into_boxes(
-        share, FULL, (0, num_tokens), order=canonical_order(), box_bytes=box_bytes
-    )
-
-    assert len(boxes) == num_boxes
-    assert {(len(box.layers), box.stop - box.start) for box in boxes} == {shape} - {None}
-
-
-def test_a_slot_that_holds_less_than_a_block_of_one_layer_is_filled_all_the_same() -> None:
-    boxes = _cut(17, 4 * 2048)
-
-    assert len(boxes) == 17 * 16 / 4
-    assert {slot_bytes(FULL, box, canonical_order()) for box in boxes} == {4 * 2048}
-
-
 @pytest.mark.parametrize(
-    ("order", "needed", "what"),
-    [
-        (canonical_order(), 2048, "one token of one layer"),
-        (SlotOrder(canonical_order().axes, 16), 32768, "one block of 16 tokens of one layer"),
-    ],
-    ids=["canonical", "readers_order"],
+    ("block_size", "needed", "what"),
+    [(1, 2048, "one token of one layer"), (16, 32768, "one block of 16 tokens of one layer")],
 )
 def test_a_slot_too_small_for_the_least_box_is_refused_with_what_to_raise(
-    order: SlotOrder, needed: int, what: str
+    block_size: int, needed: int, what: str
 ) -> None:
-    with pytest.raises(GeometryError, match=what) as refused:
-        _cut(100, needed - 1, order)
+    order = SlotOrder(canonical_order().axes, block_size)
 
-    assert refused.value.code is ErrorCode.GEOMETRY
-    assert refused.value.detail == {
-        "field": "slot_bytes",
-        "needed_bytes": needed,
-        "given_bytes": needed - 1,
-    }
-    assert f"has {needed - 1}: raise slot_bytes to {needed}" in refused.value.message
-    assert len(_cut(1, needed, order)) == 16
+    with pytest.raises(GeometryError, match=f"{what}.*raise slot_bytes to {needed}") as refused:
+        cut_into_boxes(SHARE, FULL, (0, 100), order=order, box_bytes=needed - 1)
+
+    sizes = {"needed_bytes": needed, "given_bytes": needed - 1}
+    assert refused.value.detail == {"field": "slot_bytes", **sizes}
+    assert len(cut_into_boxes(SHARE, FULL, (0, 1), order=order, box_bytes=needed)) == 16
 
 
-def test_a_state_is_cut_between_layers_only() -> None:
-    group = state_group("state", (1, 3, 5), (StatePart("ssm", 4, 100),))
+def test_no_positions_are_no_box_and_a_state_is_cut_between_layers_only() -> None:
+    state = state_group("state", (1, 3, 5), (StatePart("ssm", 4, 100),))
     share = Share(0, 0, "state", (1, 3, 5), ("ssm",), 2, 2)
 
-    boxes = cut_into_boxes(share, group, (0, 1), order=canonical_order(), box_bytes=450)
+    nothing = cut_into_boxes(SHARE, FULL, (0, 0), order=canonical_order(), box_bytes=1)
+    boxes = cut_into_boxes(share, state, (0, 1), order=canonical_order(), box_bytes=450)
 
-    assert boxes == (
-        Box("state", (1,), ("ssm",), 2, 2, 0, 1),
-        Box("state", (3, 5), ("ssm",), 2, 2, 0, 1),
-    )
+    assert not nothing
+    assert [(box.layers, box.start, box.stop) for box in boxes] == [((1,), 0, 1), ((3, 5), 0, 1)]
 
 
-def _regions(text: str, *, cross_layer: bool = False) -> tuple[Region, ...]:
-    engine = EngineSpec("e", "m", 2, (FULL,))
+def regions_of(text: str, *, cross_layer: bool = False) -> tuple[Region, ...]:
     layout = KvLayout.parse(text, cross_layer=cross_layer)
-    return lay_out_rank(engine, 1, layout, num_blocks=4).regions
+    return lay_out_rank(EngineSpec("e", "m", 2, (FULL,)), 1, layout, num_blocks=4).regions
 
 
 @pytest.mark.parametrize(
@@ -200,56 +154,20 @@ def _regions(text: str, *, cross_layer: bool = False) -> tuple[Region, ...]:
 def test_a_readers_order_is_that_of_its_regions_with_what_lies_apart_outermost(
     text: str, cross_layer: bool, expected: str
 ) -> None:
-    order = reader_order(_regions(text, cross_layer=cross_layer), FULL)
+    order = reader_order(regions_of(text, cross_layer=cross_layer), FULL)
 
     assert order == SlotOrder(tuple(map(AxisName, expected.split())), 16)
-
-
-@settings(max_examples=num_examples(100), deadline=None)
-@given(st.permutations(list(AxisName)))
-def test_in_a_slot_of_the_readers_order_axes_follow_each_other_as_in_its_memory(
-    axes: list[AxisName],
-) -> None:
-    regions = _regions(",".join(axes))
-
-    order = reader_order(regions, FULL)
-
-    assert order
-    box = Box("full", FULL.layers, FULL.parts, 4, 4, 0, 64)
-    slot = slot_region(FULL, box, order)
-    assert slot.axes == regions[0].axes
 
 
 def test_an_axis_of_one_index_does_not_count_wherever_it_lies() -> None:
     mla = GroupSpec("full", (0, 1), 16, 1, 576, "bfloat16", ("latent",))
     engine = EngineSpec("e", "m", 1, (mla,))
-    orders = {
-        reader_order(lay_out_rank(engine, 0, layout, num_blocks=4).regions, mla)
-        for layout in map(KvLayout.parse, ("NHD", "HND", "head,block,token,dim,kv"))
-    }
+    layouts = map(KvLayout.parse, ("NHD", "HND", "head,block,token,dim,kv"))
+    ranks = [lay_out_rank(engine, 0, layout, num_blocks=4) for layout in layouts]
 
-    assert len(orders) == 1
+    assert len({reader_order(rank.regions, mla) for rank in ranks}) == 1
 
 
 def test_regions_of_two_orders_have_none() -> None:
-    regions = _regions("NHD")[:8] + _regions("HND")[8:]
-
-    assert reader_order(regions, FULL) is None
+    assert reader_order((*regions_of("NHD")[:8], *regions_of("HND")[8:]), FULL) is None
     assert reader_order((), FULL) is None
-
-
-def test_regions_that_lack_an_axis_agree_with_those_that_have_it() -> None:
-    first, *rest = _regions("NHD")
-    halves = [
-        msgspec.structs.replace(
-            first,
-            parts=(part,),
-            offset_bytes=first.offset_bytes + index * first.stride_bytes(AxisName.KV),
-            axes=tuple(axis for axis in first.axes if axis.name is not AxisName.KV),
-        )
-        for index, part in enumerate(first.parts)
-    ]
-
-    order = reader_order((*halves, *rest), FULL)
-
-    assert order == reader_order(_regions("NHD"), FULL)

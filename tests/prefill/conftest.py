@@ -1,14 +1,16 @@
 """Fixtures of the prefill agent's tests."""
 
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
+from kvbus.agent import digests
 from kvbus.memory import copying
+from kvbus.memory.digest_pieces import digest_pieces
 from tests.prefill.inside import WITHIN_S, PrefillAgent, prefill_agent
 from tests.prefill.leases import Case, leased
 
@@ -32,7 +34,7 @@ async def case(agent: PrefillAgent) -> AsyncIterator[Case]:
 
 
 class HeldUp:
-    """Copies into slots that stand in their thread until they may go on."""
+    """Copies into slots, or digests, that stand in their thread until they may go on."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -40,17 +42,31 @@ class HeldUp:
     async def wait_begun(self) -> None:
         assert await anyio.to_thread.run_sync(self.begun.wait, WITHIN_S)
 
+    def late(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, as soon as it may go on."""
+
+        def wait(*arguments: Any) -> Any:
+            self.begun.set()
+            assert self.may_end.wait(WITHIN_S)
+            return call(*arguments)
+
+        return wait
+
 
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
     """From now on every copy stands still before it begins."""
-    held, gather = HeldUp(), copying.gather
+    held = HeldUp()
+    monkeypatch.setattr(copying, "gather", held.late(copying.gather))
+    yield held
+    held.may_end.set()
 
-    def late_gather(*arguments: Any) -> None:
-        held.begun.set()
-        assert held.may_end.wait(WITHIN_S)
-        gather(*arguments)
 
-    monkeypatch.setattr(copying, "gather", late_gather)
+@pytest.fixture
+def held_up_digests(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
+    """From now on digests are made in threads, and stand still before."""
+    held = HeldUp()
+    monkeypatch.setattr(digests, "SHORT_BYTES", 0)
+    monkeypatch.setattr(digests, "digest_pieces", held.late(digest_pieces))
     yield held
     held.may_end.set()

@@ -48,8 +48,7 @@ class Reader:
 
     client: RequestClient
 
-    async def ask(self, message: Request[R], reply: object = None) -> R:
-        del reply  # the message knows it
+    async def ask(self, message: Request[R]) -> R:
         return await self.client.ask(message, timeout_s=WITHIN_S)
 
 

@@ -4,25 +4,47 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-import pytest
 import torch
 
 from kvbus.agent import HOST, LocalEngine
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
 from kvbus.geometry import BlockTable, Box, KvPart, canonical_order
-from kvbus.protocol import Claim, Confirm, Empty, EngineMemory, Granted, Handshake, Pack, Packed
+from kvbus.protocol import (
+    CheckMemory,
+    Claim,
+    Digest,
+    EngineMemory,
+    Granted,
+    Handshake,
+    HandshakeDone,
+    Pack,
+    Packed,
+    Take,
+    Unpack,
+)
 from tests.engines import Engine
 from tests.prefill.inside import PrefillAgent, Reader
 
 NUM_TOKENS = 40
 SECRET = 32 * "0"
 """Of what has none."""
-TABLE = BlockTable.of([7, 3, 5])
+IDS = [7, 3, 5]
+TABLE = BlockTable.of(IDS)
 BOX = Box("full", (0, 1), (KvPart.KEY, KvPart.VALUE), 1, 4, 10, 40)
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+def changed(message: M, changes: dict[str, Any]) -> M:
+    """The message with other fields; a dotted name is that of a field of a field."""
+    for path, value in changes.items():
+        name, _, inner = path.partition(".")
+        new = msgspec.structs.replace(getattr(message, name), **{inner: value}) if inner else value
+        message = msgspec.structs.replace(message, **{name: new})
+    return message
 
 
 @dataclass
@@ -41,11 +63,20 @@ class Case:
     def local(self) -> LocalEngine:
         return self.agent.local(self.source)
 
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What names the memory in a message."""
+        local = self.local
+        return {
+            "agent_boot": self.agent.boot,
+            "engine_id": local.engine_id,
+            "memory_id": local.memory_id,
+            "access": local.access,
+        }
+
     def pack(self, **changes: Any) -> Pack:
         pack = Pack(
-            agent_boot=self.agent.boot,
-            engine_id=self.source.spec.engine_id,
-            memory_id=self.local.memory_id,
+            **self.memory,
             offer_id=self.offer_id,
             epoch=self.epoch,
             rank=0,
@@ -54,17 +85,64 @@ class Case:
             table=TABLE,
             slot_lease_s=20.0,
             token=self.token,
-            access=self.local.access,
         )
-        return msgspec.structs.replace(pack, **changes)
+        return changed(pack, changes)
+
+    def digest(self, **changes: Any) -> Digest:
+        digest = Digest(
+            **self.memory,
+            offer_id=self.offer_id,
+            rank=0,
+            box=BOX,
+            table=TABLE,
+            one_in=1,
+            secret=self.secret,
+        )
+        return changed(digest, changes)
+
+    def check(self, **changes: Any) -> CheckMemory:
+        return changed(CheckMemory(**self.memory), changes)
+
+    async def shake(self, **changes: Any) -> HandshakeDone:
+        shake = Handshake(
+            min_protocol=1,
+            max_protocol=1,
+            agent_id="decode",
+            engine_id=self.source.spec.engine_id,
+            reader=EngineMemory(
+                self.source.spec, tuple(cache.rank for cache in self.source.caches)
+            ),
+            engine_instance=self.local.instance,
+            offer_id=self.offer_id,
+            secret=self.secret,
+        )
+        return await self.reader.ask(changed(shake, changes))
 
     async def packed(self, **changes: Any) -> Packed:
-        return await self.reader.ask(self.pack(**changes), Packed)
+        return await self.reader.ask(self.pack(**changes))
 
     async def refusal(self, **changes: Any) -> RequestRefused:
-        with pytest.raises(RequestRefused) as refused:
-            await self.packed(**changes)
-        return refused.value
+        """Why there is no such box."""
+        try:
+            packed = await self.packed(**changes)
+        except RequestRefused as refused:
+            return refused
+        raise AssertionError(packed)
+
+    async def give_back(self, *packed: Packed) -> None:
+        slot_ids = tuple(one.slot_id for one in packed)
+        await self.reader.ask(Unpack(agent_boot=self.agent.boot, slot_ids=slot_ids))
+
+    async def take(self) -> None:
+        """Under the lease."""
+        take = Take(
+            agent_boot=self.agent.boot,
+            offer_id=self.offer_id,
+            reader_id="reader",
+            secret=self.secret,
+            token=SECRET,
+        )
+        await self.reader.ask(take)
 
     def slot(self, packed: Packed) -> torch.Tensor:
         """The bytes of the box."""
@@ -77,7 +155,7 @@ class Case:
     def wanted(self) -> torch.Tensor:
         """What `BOX` holds, token by token, as bytes."""
         views = self.source.views()
-        tokens = [([7, 3, 5][at // 16], at % 16) for at in range(BOX.start, BOX.stop)]
+        tokens = [(IDS[at // 16], at % 16) for at in range(BOX.start, BOX.stop)]
         heads = slice(BOX.first_head, BOX.first_head + BOX.num_heads)
         rows = [
             torch.stack([views[0, layer, KvPart(part)][at][heads] for at in tokens])
@@ -86,32 +164,22 @@ class Case:
         ]
         return torch.stack(rows).contiguous().view(torch.uint8).flatten()
 
-    async def confirm(self) -> None:
-        confirm = Confirm(
-            agent_boot=self.agent.boot,
-            offer_id=self.offer_id,
-            epoch=self.epoch,
-            token=self.token,
-        )
-        await self.reader.ask(confirm, Empty)
-
 
 async def lease(agent: PrefillAgent, source: Engine, reader: Reader) -> tuple[Offer, Case]:
     """An offer, and the lease of it."""
     offer = await source.prefill.offer(
-        uuid.uuid4().hex, num_tokens=NUM_TOKENS, block_ids={"full": [7, 3, 5]}
+        uuid.uuid4().hex, num_tokens=NUM_TOKENS, block_ids={"full": IDS}
     )
+    secret = offer.ticket["secret"]
     claim = Claim(
         agent_boot=agent.boot,
         offer_id=offer.offer_id,
         reader_id="reader",
         lease_s=20.0,
-        secret=offer.ticket["secret"],
+        secret=secret,
     )
-    granted = await reader.ask(claim, Granted)
-    return offer, Case(
-        agent, source, reader, offer.offer_id, granted.epoch, offer.ticket["secret"], granted.token
-    )
+    granted: Granted = await reader.ask(claim)
+    return offer, Case(agent, source, reader, offer.offer_id, granted.epoch, secret, granted.token)
 
 
 @asynccontextmanager
@@ -120,18 +188,3 @@ async def leased(agent: PrefillAgent, source: Engine, reader: Reader) -> AsyncIt
     offer, case = await lease(agent, source, reader)
     yield case
     await offer.withdraw()
-
-
-def handshake(case: Case, **changes: Any) -> Handshake:
-    reader = EngineMemory(case.source.spec, tuple(cache.rank for cache in case.source.caches))
-    shake = Handshake(
-        min_protocol=1,
-        max_protocol=1,
-        agent_id="decode",
-        engine_id=case.source.spec.engine_id,
-        reader=reader,
-        engine_instance=case.local.instance,
-        offer_id=case.offer_id,
-        secret=case.secret,
-    )
-    return msgspec.structs.replace(shake, **changes)

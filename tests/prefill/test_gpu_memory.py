@@ -1,109 +1,156 @@
-"""A prefill agent with memory of a GPU, all but the CUDA calls real: slots, copies, and the end."""
+"""Memory of a GPU at a prefill agent: without CUDA it is refused by name, and nothing else suffers.
 
+With a stand-in for the GPU all but the CUDA calls is real.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-import anyio
 import pytest
 import torch
 
-from kvbus.engine import PrefillSession
-from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.protocol import HandshakeDone
+from kvbus.bus import new_boot_id
+from kvbus.engine import MemorySession, PrefillSession
+from kvbus.errors import ErrorCode, LocalError, RequestRefused, SegmentError
+from kvbus.memory import SharedSegment
+from kvbus.memory.attach import AttachClient
+from kvbus.protocol import Hello, PassCuda, PassSegment, to_body
 from tests.agents import until
 from tests.gpu_stand_in import GPU, StandIn, engine_on, gpu
-from tests.prefill.conftest import HeldUp
+from tests.memories import NHD
 from tests.prefill.inside import SETTINGS, PrefillAgent, prefill_agent
-from tests.prefill.leases import handshake, lease, leased
+from tests.prefill.leases import leased
 
 pytestmark = pytest.mark.anyio
 __all__ = ["gpu"]
 
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: see tests/gpu")
+PASSED = {
+    "segment_id": "kv",
+    "device": GPU,
+    "handle": bytes(64),
+    "offset_bytes": 0,
+    "size_bytes": 4096,
+    "event": bytes(64),
+}
 
-async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu(
+
+@asynccontextmanager
+async def greeted(agent: PrefillAgent) -> AsyncIterator[AttachClient]:
+    """A connection that has said hello."""
+    async with AttachClient(agent.attach) as client:
+        hello = Hello(min_protocol=1, max_protocol=1, engine_id="e", boot=new_boot_id())
+        await client.call({"op": hello.op, "body": to_body(hello)})
+        yield client
+
+
+async def refusal(client: AttachClient, **changes: Any) -> RequestRefused:
+    with pytest.raises(RequestRefused) as refused:
+        await client.call({"op": PassCuda.op, "body": PASSED | changes})
+    return refused.value
+
+
+@needs_no_gpu
+async def test_an_agent_without_cuda_says_what_it_lacks_and_serves_who_needs_none(
+    agent: PrefillAgent,
+) -> None:
+    async with agent.engine() as before, greeted(agent) as client:
+        refused = await refusal(client)
+
+        assert refused.code is ErrorCode.SEGMENT
+        assert all(word in refused.message for word in ("torch", "CUDA"))
+        assert "install" in refused.message or "driver" in refused.message
+        assert agent.local(before).ready
+        async with agent.engine() as after:
+            assert agent.local(after).ready
+
+
+async def test_an_agent_without_slots_refuses_cuda_memory_before_it_looks_for_a_gpu(
+    folder: Path,
+) -> None:
+    async with prefill_agent(folder, staging_bytes=0) as agent, greeted(agent) as client:
+        refused = await refusal(client)
+
+    assert refused.code is ErrorCode.CONFIG
+    assert "'staging_bytes'" in refused.message
+
+
+async def test_who_did_not_say_hello_may_not_pass_cuda_memory(agent: PrefillAgent) -> None:
+    async with AttachClient(agent.attach) as client:
+        assert (await refusal(client)).code is ErrorCode.NOT_REGISTERED
+
+
+async def test_fields_are_checked_before_any_of_them_is_used(agent: PrefillAgent) -> None:
+    async with greeted(agent) as client:
+        for changes in ({"handle": bytes(63)}, {"event": "x" * 64}, {"size_bytes": 2**62 + 1}):
+            refused = await refusal(client, **changes)
+
+            assert refused.code is ErrorCode.INVALID
+            assert next(iter(changes)) in refused.message
+
+
+async def test_a_rank_has_all_of_its_memory_in_one_place(agent: PrefillAgent) -> None:
+    host = PassSegment("host", 4096)
+    with SharedSegment(4096, name="in-one-place") as segment:
+        async with greeted(agent) as client:
+            await client.call({"op": host.op, "body": to_body(host)}, [segment.fd])
+
+            refused = await refusal(client)
+    await until(lambda: "in-one-place" not in Path("/proc/self/maps").read_text())
+
+    assert f"on {GPU}, those before it on host" in refused.message
+
+
+@needs_no_gpu
+async def test_the_sdk_says_what_it_cannot_do_without_cuda_memory(agent: PrefillAgent) -> None:
+    async with agent.engine() as source, MemorySession(agent.attach, source.spec, 0) as session:
+        for device, words in (("cuda:0", "CUDA"), ("meta", "no agent can open memory of meta")):
+            with pytest.raises(SegmentError, match=words):
+                await session.allocate(NHD, num_blocks=4, device=device)
+        with pytest.raises(LocalError, match="CUDA memory"):
+            session.record()
+
+
+async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its_engines(
     agent: PrefillAgent, gpu: StandIn
 ) -> None:
     async with (
         engine_on(gpu, PrefillSession, agent.attach, seed=1) as source,
+        engine_on(gpu, PrefillSession, agent.attach, seed=2) as neighbour,
+        agent.engine() as on_host,
         agent.reader() as reader,
         leased(agent, source, reader) as case,
+        leased(agent, on_host, reader) as here,
     ):
-        done = await reader.ask(handshake(case), HandshakeDone)
-        packed = await case.packed()
+        done, packed, other = await case.shake(), await case.packed(), await here.packed()
+        in_use = agent.counts["slots"]
         (slots,) = gpu.slots
         number = (packed.address - slots.address(0)) // slots.slot_bytes
         content = slots.tensor(number)[: packed.num_bytes]
 
         assert torch.equal(content, case.wanted())
-        assert gpu.num_copies == 1
-        assert gpu.events == [(bytes(64),)]
+        assert torch.equal(here.slot(other), here.wanted())
+        assert (gpu.num_copies, gpu.events) == (1, 2 * [(bytes(64),)])
         assert done.memory.addresses == ({},)
-        assert agent.runtime.agent.staging.registrations(case.local.devices) == [slots.registration]
-        assert case.local.devices == {GPU}
-
-
-async def test_all_engines_of_a_gpu_share_its_slots(agent: PrefillAgent, gpu: StandIn) -> None:
-    async with (
-        engine_on(gpu, PrefillSession, agent.attach, seed=1) as one,
-        engine_on(gpu, PrefillSession, agent.attach, seed=2) as other,
-    ):
-        places = [agent.local(source).devices for source in (one, other)]
-
-        assert places == [{GPU}, {GPU}]
-        assert len(gpu.slots) == 1
-        registered_bytes = agent.runtime.transport.stats().registered_bytes
-        assert registered_bytes == 2 * SETTINGS["staging_bytes"]
-
-
-async def test_it_is_closed_when_the_engine_ends_and_late_reads_are_not_waited_for(
-    folder: Path, gpu: StandIn
-) -> None:
-    async with prefill_agent(folder, late_read_s=86_400) as agent:
-        async with engine_on(gpu, PrefillSession, agent.attach, seed=1):
-            num_open = gpu.num_open
-        await until(lambda: not gpu.num_open)
-
-        assert num_open == 1
-
-
-async def test_it_is_not_closed_under_a_copy(folder: Path, gpu: StandIn, held_up: HeldUp) -> None:
-    refusals: list[RequestRefused] = []
-    async with (
-        prefill_agent(folder, late_read_s=86_400) as agent,
-        agent.reader() as reader,
-        anyio.create_task_group() as tasks,
-    ):
-        async with engine_on(gpu, PrefillSession, agent.attach, seed=1) as source:
-            _, case = await lease(agent, source, reader)
-
-            async def note() -> None:
-                refusals.append(await case.refusal())
-
-            tasks.start_soon(note)
-            await held_up.wait_begun()
-        await until(lambda: refusals)
-        await anyio.wait_all_tasks_blocked()
-        num_open = gpu.num_open
-        held_up.may_end.set()
-        await until(lambda: not gpu.num_open)
-
-    assert num_open == 1
-    assert refusals[0].code is ErrorCode.ENGINE_LOST
+        assert case.local.devices == agent.local(neighbour).devices == {GPU}
+        staging = agent.runtime.agent.staging
+        assert staging.registrations(case.local.devices) == [slots.registration]
+        assert slots.registration not in staging.registrations(here.local.devices)
+        assert packed.slot_id != other.slot_id
+        await case.give_back(packed)
+        await here.take()
+        assert (in_use, agent.counts["slots"]) == (2, 0)
+        registered_bytes = 2 * SETTINGS["staging_bytes"] + on_host.memories()[0].numel()
+        assert agent.runtime.transport.stats().registered_bytes == registered_bytes
 
 
 async def test_a_handle_that_does_not_open_is_refused_and_nothing_is_kept(
-    agent: PrefillAgent, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+    agent: PrefillAgent, gpu: StandIn
 ) -> None:
-    monkeypatch.setattr(gpu, "memory", _Forgetful())
-    with pytest.raises(RequestRefused, match="no such handle") as refused:
-        async with engine_on(gpu, PrefillSession, agent.attach, seed=1):
-            pass
+    async with greeted(agent) as client:
+        refused = await refusal(client)
 
-    assert refused.value.code is ErrorCode.SEGMENT
+    assert (refused.code, refused.message) == (ErrorCode.SEGMENT, "no such handle")
     assert gpu.num_open == 0
-
-
-class _Forgetful(dict[bytes, torch.Tensor]):
-    """Of what is put there nothing is found."""
-
-    def __contains__(self, _handle: object) -> bool:
-        return False

@@ -1,36 +1,51 @@
-"""The table of offers that are known by a name before they are made.
+"""Offers that are known by a name before they are made.
 
 Each case is a script: events, some with the time and who is answered what. See `told`.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol import Empty, Met
-from kvbus_prefill import meeting
+from kvbus.errors import KVBusError, LocalError
+from kvbus.geometry import BlockTable
+from kvbus.protocol import Forgo, MakeOffer, Meet, Met, OfferMade, WithdrawOffer
+from kvbus.table.events import DeadlinePassed, DrainStarted, Refuse, SendReply
+from kvbus_prefill import offer
 
-ev = meeting.events
+ev = offer.events
 NAME, OTHER, THIRD = "n" * 32, "m" * 32, "k" * 32
-TICKET = {"secret": "s" * 32, "blocks": "many"}
-COMPLETED = LocalError("the offer is over", code=ErrorCode.OFFER_COMPLETED)
-LIMITS = meeting.MeetingLimits(max_names=2, max_waiting=2, max_wait_s=5.0, engine_grace_s=2.0)
+LIMITS = offer.OfferLimits(max_offers=2, max_waiting=2, max_wait_s=5.0, engine_grace_s=2.0)
 
 
-def wants(who: str, name: str = NAME, wait_s: float = 2.0) -> ev.Awaited:
-    return ev.Awaited(name, wait_s, who)
+def id_of(name: str) -> str:
+    """Of the offer, drawn when somebody first asks for it, or when it is made."""
+    return f"offer {name[0]}"
 
 
-MADE, ENDED, DUE = ev.Made(NAME, "offer", TICKET), ev.Ended("offer", COMPLETED), ev.DeadlinePassed()
-GONE, THERE, DRAINS = ev.EnginesGone(), ev.EngineReady(), ev.DrainStarted()
+def wants(who: str, name: str = NAME, wait_s: float = 2.0) -> ev.Asked[Meet]:
+    return ev.Asked(Meet(transfer_id=name, wait_s=wait_s), who, fresh=id_of(name))
 
 
-def forgone(who: str, name: str = NAME) -> ev.Forgone:
-    return ev.Forgone(name, who)
+def forgone(who: str, name: str = NAME) -> ev.Asked[Forgo]:
+    return ev.Asked(Forgo(transfer_id=name), who, fresh=id_of(name))
+
+
+def made(name: str = NAME) -> ev.Opened:
+    tables = {"full": BlockTable.of([3])}
+    return ev.Opened(
+        message=MakeOffer(request_id=name[0], num_tokens=8, tables=tables, transfer_id=name),
+        reply_to="engine",
+        engine_id="engine",
+        offer_id=id_of(name),
+        secret="s" * 32,
+        ttl_s=100.0,
+        ticket={"offer_id": id_of(name)},
+    )
+
+
+MADE, DUE = made(), DeadlinePassed()
+WITHDRAWN = ev.Asked(WithdrawOffer(offer_id=id_of(NAME)), "engine", engine_id="engine")
+ENDED = (0.0, WITHDRAWN, {"engine": "ok"})
+GONE, THERE, DRAINS = ev.EnginesGone(), ev.EngineReady(), DrainStarted()
 
 
 def told(commands: list[ev.Command]) -> dict[str, str]:
@@ -38,25 +53,22 @@ def told(commands: list[ev.Command]) -> dict[str, str]:
     words = {}
     for command in commands:
         match command:
-            case ev.SendReply(who, Met(ticket)):
-                assert ticket == TICKET
+            case SendReply(who, Met(ticket)):
                 words[str(who)] = "met"
-            case ev.SendReply(who, _):
+                assert ticket["offer_id"].startswith("offer ")
+            case SendReply(who, body) if not isinstance(body, OfferMade):
                 words[str(who)] = "ok"
-            case ev.Refuse(who, error):
+            case Refuse(who, error):
                 words[str(who)] = str(error.code)
-            case ev.Withdraw(offer_id, secret, who):
-                assert secret == TICKET["secret"]
-                words[str(who)] = f"withdraw {offer_id}"
     return words
 
 
 Step = ev.Event | tuple[float, ev.Event, dict[str, str]]
 
 
-def play(*steps: Step) -> meeting.MeetingTable:
+def play(*steps: Step) -> offer.OfferTable:
     """Tell a table each event; nobody is told anything by one that comes alone."""
-    table, now = meeting.MeetingTable(LIMITS), 0.0
+    table, now = offer.OfferTable(LIMITS), 0.0
     for step in steps:
         now, event, expected = step if isinstance(step, tuple) else (now, step, {})
         assert told(table.handle(event, now)) == expected, (now, event)
@@ -78,18 +90,18 @@ SCRIPTS: dict[str, list[Step]] = {
     "nobody waits for longer than the limit":
         [wants("a", wait_s=1000.0), (4.999, DUE, {}), (5, DUE, {"a": "busy"})],
     "of an offer that has ended it is told how":
-        [MADE, ENDED, (0, wants("a"), {"a": "offer_completed"})],
+        [MADE, ENDED, (0, wants("a"), {"a": "offer_withdrawn"})],
     "an offer that is given up before it is made is never made":
         [wants("a"), (0, forgone("b"), {"a": "cancelled", "b": "ok"}),
          (0, wants("c"), {"c": "cancelled"})],
     "an offer that is given up when it is made is withdrawn":
-        [MADE, (0, forgone("b"), {"b": "withdraw offer"})],
+        [MADE, (0, forgone("b"), {"b": "ok"}), (0, wants("c"), {"c": "offer_withdrawn"})],
     "names and readers are bounded, and offers that are made do not count":
-        [*[ev.Made(f"made-{n}" + NAME, f"offer-{n}", TICKET) for n in range(5)], wants("a"),
-         wants("b"), (0, wants("c"), {"c": "busy"}), wants("d", OTHER),
+        [made("x" * 32), made("y" * 32), wants("a"), wants("b"),
+         (0, wants("c"), {"c": "busy"}), wants("d", OTHER),
          (0, wants("e", THIRD), {"e": "busy"})],
     "while the agent drains nobody waits":
-        [wants("a"), ev.Made(OTHER, "offer", TICKET), (0, DRAINS, {"a": "draining"}),
+        [wants("a"), made(OTHER), (0, DRAINS, {"a": "draining"}),
          (0, wants("b"), {"b": "draining"}), (0, wants("c", OTHER), {"c": "met"})],
     "who waits is told at once when no engine is left":
         [THERE, wants("a", wait_s=5.0), (1, GONE, {"a": "engine_lost"})],
@@ -127,119 +139,11 @@ def test_a_name_that_nobody_waits_for_is_forgotten() -> None:
 
 
 def test_a_name_is_made_once_and_not_after_it_was_given_up() -> None:
-    play().check_free(NAME)
-    play(wants("a")).check_free(NAME)
+    assert play().awaited_as(NAME) is None
+    assert play(wants("a")).awaited_as(NAME) == id_of(NAME)
 
     for steps, words in (([MADE], "made before"), ([MADE, ENDED], "made before")):
         with pytest.raises(LocalError, match=words):
-            play(*steps).check_free(NAME)
+            play(*steps).awaited_as(NAME)
     with pytest.raises(KVBusError, match="given it up"):
-        play((0, forgone("b"), {"b": "ok"})).check_free(NAME)
-
-
-@dataclass
-class Told:
-    """What requests were answered, by who asked."""
-
-    table: meeting.MeetingTable = field(default_factory=lambda: meeting.MeetingTable(LIMITS))
-    answers: dict[object, list[Any]] = field(default_factory=dict)
-    withdrawn: list[ev.Withdraw] = field(default_factory=list)
-
-    def handle(self, event: ev.Event, now: float = 0.0) -> None:
-        for command in self.table.handle(event, now):
-            match command:
-                case ev.SendReply(reply_to, body):
-                    self.answers.setdefault(reply_to, []).append(body)
-                case ev.Refuse(reply_to, error):
-                    self.answers.setdefault(reply_to, []).append(error.code)
-                case ev.Withdraw():
-                    self.withdrawn.append(command)
-
-
-class Meetings(RuleBasedStateMachine):
-    """Whatever comes in whatever order: each request is answered once, in time, and truly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told, self.now, self.number = Told(), 0.0, 0
-        self.asked: dict[int, tuple[str, float]] = {}
-        self.made: dict[str, str] = {}
-        self.forgone: set[str] = set()
-        self.gone_at: float | None = None
-
-    names = st.sampled_from([c * 32 for c in "abc"])
-
-    @rule(name=names, wait_s=st.sampled_from([0.5, 2.0, 100.0]))
-    def reader_asks(self, name: str, wait_s: float) -> None:
-        self.number += 1
-        self.asked[self.number] = (name, self.now + min(wait_s, LIMITS.max_wait_s))
-        self.told.handle(ev.Awaited(name, wait_s, self.number), self.now)
-
-    @rule(name=names)
-    def engine_offers(self, name: str) -> None:
-        try:
-            self.told.table.check_free(name)
-        except KVBusError:
-            assert name in self.made or name in self.forgone
-            return
-        assert name not in self.made
-        assert name not in self.forgone
-        self.made[name] = f"offer-{len(self.made)}"
-        self.told.handle(ev.Made(name, self.made[name], {**TICKET, "of": name}), self.now)
-
-    @rule(name=names)
-    def offer_ends(self, name: str) -> None:
-        if name in self.made:
-            self.told.handle(ev.Ended(self.made[name], COMPLETED), self.now)
-
-    @rule(name=names)
-    def reader_gives_up(self, name: str) -> None:
-        self.number += 1
-        self.asked[self.number] = (name, self.now)
-        self.told.handle(ev.Forgone(name, self.number), self.now)
-        if name not in self.made and self.told.answers.get(self.number) == [Empty()]:
-            self.forgone.add(name)
-        for command in self.told.withdrawn:  # as the offer table does
-            self.told.answers.setdefault(command.reply_to, [Empty()])
-
-    @rule()
-    def engine_comes(self) -> None:
-        self.gone_at = None
-        self.told.handle(ev.EngineReady(), self.now)
-
-    @rule()
-    def engines_go(self) -> None:
-        self.gone_at = self.now if self.gone_at is None else self.gone_at
-        self.told.handle(ev.EnginesGone(), self.now)
-
-    @rule(by=st.floats(0.1, 3.0))
-    def time_goes_by(self, by: float) -> None:
-        self.now += by
-        self.told.handle(ev.DeadlinePassed(), self.now)
-
-    @invariant()
-    def every_request_is_answered_once_and_in_time(self) -> None:
-        for who, (name, until) in self.asked.items():
-            answers = self.told.answers.get(who, [])
-            assert len(answers) <= 1
-            assert answers or self.now < until
-            for answer in answers:
-                assert not isinstance(answer, Met) or answer.ticket["of"] == name
-
-    @invariant()
-    def nobody_waits_for_what_is_there(self) -> None:
-        for who, (name, _) in self.asked.items():
-            if name in self.made or name in self.forgone:
-                assert self.told.answers.get(who)
-
-    @invariant()
-    def nobody_waits_for_an_engine_that_does_not_come(self) -> None:
-        if self.gone_at is not None and self.now > self.gone_at + LIMITS.engine_grace_s:
-            assert not self.told.table.num_waiting
-
-    @invariant()
-    def what_nobody_waits_for_is_forgotten(self) -> None:
-        assert len(self.told.table.live) <= len(self.made) + self.told.table.num_waiting
-
-
-TestMeetings = Meetings.TestCase
+        play((0, forgone("b"), {"b": "ok"})).awaited_as(NAME)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.errors import ErrorCode, GeometryError, SegmentError
+from kvbus.errors import ErrorCode, SegmentError
 from kvbus_prefill import slots
 
 ev = slots.events
@@ -142,13 +142,3 @@ SCRIPTS: dict[str, list[Step]] = {
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_what_becomes_of_boxes_and_slots(script: list[Step]) -> None:
     play(*script)
-
-
-def test_a_box_that_is_larger_than_a_slot_is_refused_with_both_sizes() -> None:
-    table = slots.SlotTable(LIMITS)
-
-    (refusal,) = table.handle(asked("a", num_bytes=101), 0.0)
-
-    assert isinstance(refusal, ev.Refuse)
-    assert isinstance(refusal.error, GeometryError)
-    assert refusal.error.detail == {"box_bytes": 101, "slot_bytes": 100}

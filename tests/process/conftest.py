@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.agents import AgentProcess, Agents, agents_ended
+from tests.agents import AgentProcess, Agents, agents_ended, started
 from tests.process.shapes import PATHS, SLOT_BYTES, ShapedAgents
 
 SLOTS: dict[str, Any] = {"slot_bytes": SLOT_BYTES, "staging_bytes": 4 * SLOT_BYTES}
@@ -18,28 +18,8 @@ SLOTS: dict[str, Any] = {"slot_bytes": SLOT_BYTES, "staging_bytes": 4 * SLOT_BYT
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Agents]:
     """The agents of this folder, ended with its last test."""
-    with agents_ended(Agents) as agents:
-        agents.start(agents.prepare("prefill"), agents.prepare("decode"), agents.prepare("decode"))
+    with started("prefill", "decode", "decode") as agents:
         yield agents
-
-
-@pytest.fixture
-def agents(shared: Agents) -> Iterator[Agents]:
-    """The shared agents, which must hold nothing after each test."""
-    yield shared
-    shared.check()
-
-
-@pytest.fixture
-def prefill(agents: Agents) -> AgentProcess:
-    """The prefill agent."""
-    return agents.all[0]
-
-
-@pytest.fixture
-def decode(agents: Agents) -> AgentProcess:
-    """The decode agent."""
-    return agents.all[1]
 
 
 @pytest.fixture

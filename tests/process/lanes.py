@@ -13,10 +13,17 @@ from anyio import Lock
 
 from kvbus.engine import DecodeSession, PrefillSession
 from tests.agents import AgentProcess, Agents, until
-from tests.engines import LARGE, NUM_LARGE_BLOCKS, Engine, engine, make_spec
+from tests.engines import (
+    LARGE,
+    NUM_LARGE_BLOCKS,
+    Engine,
+    SpreadEngine,
+    engine,
+    make_spec,
+    spread_engine,
+)
 from tests.host_engines import HostEngine, host_engine
 from tests.memories import Memory
-from tests.process.spread_engines import SpreadEngine, spread_engine
 from tests.strict_sessions import WatchingDecode
 
 LEASE_S = 5.0

@@ -124,7 +124,7 @@ EVENTS = {
 NO_ANSWER = {ErrorCode.LEASE_EXPIRED, ErrorCode.TIMEOUT}
 LOST = {ErrorCode.ENGINE_LOST}
 LOST_IN_PART = {*LOST, ErrorCode.ENGINE_UNKNOWN, ErrorCode.STALE, ErrorCode.TRANSFER_FAILED}
-AT_THE_END = ("reading", "confirming")
+AT_THE_END = ("reading", "taking")
 """The bytes come without the prefill agent, which is missed when the lease is renewed, or taken."""
 GONE = {ErrorCode.PEER_LOST, ErrorCode.TRANSFER_FAILED, *NO_ANSWER}
 
@@ -334,6 +334,8 @@ def test_what_ends_a_handoff_is_told_and_its_blocks_come_back_untouched(
 
     expected = EXPECTED[event][lane]
     assert told.code in expected.codes
-    assert told.stage in expected.stages
+    # a home that has read its own ranks waits for the parts of other agents
+    waits = ("waiting",) if lane == "several agents" and "reading" in expected.stages else ()
+    assert told.stage in (*expected.stages, *waits)
     assert told.offer == expected.offer
     assert expected.is_withheld in (None, told.is_withheld)

@@ -4,17 +4,19 @@ Whatever would free it later, a lease, a deadline, or the time for late reads, i
 """
 
 import signal
-from collections.abc import Iterator
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import pytest
 
-from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.protocol import Outcome
-from tests.agents import AgentProcess, Agents, agents_ended, until
-from tests.engines import LARGE, NUM_LARGE_BLOCKS, engine, failure_of, make_spec, pair, works
-from tests.process.engine_processes import EngineInProcesses, in_processes
+from tests.agents import AgentProcess, Agents, until
+from tests.engine_program import EngineConfig, EngineProcess, fetch_order
+from tests.engines import LARGE, NUM_LARGE_BLOCKS, make_spec, pair, works
 from tests.process.lanes import OVER_TCP, SLICES
 
 pytestmark = pytest.mark.anyio
@@ -28,123 +30,104 @@ PATHS: dict[str, dict[str, Any]] = {
     "packed": {**OVER_TCP, "path": "packed"},
     "mapped": {"transport": SLICES, "path": "mapped", "mapped": True},
 }
-KILLED = [
-    pytest.param("rank", "packed"),
-    pytest.param("control", "mapped"),
-    pytest.param("rank", "mapped", marks=pytest.mark.long),
-    pytest.param("control", "packed", marks=pytest.mark.long),
-]
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[dict[str, Agents]]:
-    """Agents that give nothing up soon, a pair for each path when it is asked for."""
-    with agents_ended(Agents) as packed, agents_ended(Agents) as mapped:
-        yield {"packed": packed, "mapped": mapped}
+BLOCKS = {LARGE.name: NUM_LARGE_BLOCKS}
+ALL = NUM_LARGE_BLOCKS * LARGE.block_size
+SPEC = make_spec(tp=2, groups=(LARGE,))
+WHOLE = ((0, 1),)
+"""An engine of one process; in several, the last has the control session."""
 
 
 @pytest.fixture
-def agents(shared: dict[str, Agents], path: str) -> Iterator[list[AgentProcess]]:
-    """A prefill and a decode agent, which hold nothing after each test."""
-    these = shared[path]
-    if not these.all:
-        env = PATHS[path].get("env", {})
-        these.start(
-            these.prepare("prefill", **LATER["prefill"], env=env),
-            these.prepare("decode", **LATER["decode"], **PATHS[path]),
-        )
-    yield these.all
-    these.check()
+def agents(fresh: Agents, path: str) -> Agents:
+    """A prefill and a decode agent that give nothing up soon."""
+    prefill = fresh.prepare("prefill", **LATER["prefill"], env=PATHS[path].get("env", {}))
+    fresh.start(prefill, fresh.prepare("decode", **LATER["decode"], **PATHS[path]))
+    return fresh
 
 
-async def kill(one: EngineInProcesses, part: str) -> None:
-    """Kill one process; the other is sent away, and nobody maps any of its memory."""
-    one.parts.pop(part).kill()
-    (survivor,) = one.parts.values()
-    assert (await survivor.says())["ended"] == ErrorCode.PEER_LOST
-    survivor.kill()
-    await until(lambda: one.num_mappings == 0)
+@asynccontextmanager
+async def in_processes(
+    agent: AgentProcess, *parts: tuple[int, ...]
+) -> AsyncIterator[list[EngineProcess]]:
+    """An engine of which each process has these ranks, the last one the control session, too."""
+    made = []
+    spec = make_spec(tp=2, groups=(LARGE,), engine_id=uuid.uuid4().hex)
+    try:
+        for number, ranks in enumerate(parts, 1):
+            role = agent.role if number == len(parts) else "rank"
+            config = EngineConfig(role, str(agent.attach), spec, BLOCKS, ranks=ranks)
+            made.append(EngineProcess(config, agent.folder / f"engine-{number}.log"))
+            await made[-1].start()
+            await made[-1].up.wait()
+        yield made
+    finally:
+        for one in made:
+            await one.kill()
 
 
-@pytest.mark.parametrize(("killed", "path"), KILLED)
-async def test_a_prefill_engine_is_freed_at_once_whichever_process_of_it_is_killed(
-    agents: list[AgentProcess], killed: str
+@pytest.mark.parametrize(
+    ("role", "killed", "path"),
+    [
+        ("prefill", "rank", "packed"),
+        ("prefill", "control", "mapped"),
+        ("decode", "rank", "packed"),
+        ("decode", "control", "mapped"),
+    ],
+)
+async def test_an_engine_is_freed_at_once_whichever_process_of_it_is_killed(
+    agents: Agents, role: str, killed: str
 ) -> None:
-    prefill, decode = agents
-    with in_processes(prefill) as (doomed,):
-        async with (
-            pair(prefill.attach, decode.attach) as others,
-            engine(
-                DecodeSession,
-                decode.attach,
-                make_spec(groups=(LARGE,)),
-                num_blocks=NUM_LARGE_BLOCKS,
-            ) as target,
-        ):
-            ticket = await doomed.start(("1", "rank"), ("0", "prefill"))
-            num_tokens = ticket["num_tokens"]
-            fetch = target.decode.fetch(
-                ticket, num_tokens=num_tokens, block_ids=target.some_blocks(6, num_tokens)
-            )
-            await until(lambda: "-> reading" in str(decode.status(fetch_id=fetch.fetch_id)))
+    prefill, decode = agents.all
+    parts = {"prefill": WHOLE, "decode": WHOLE, role: ((1,), (0,))}
+    async with (
+        in_processes(prefill, *parts["prefill"]) as sources,
+        in_processes(decode, *parts["decode"]) as targets,
+        pair(prefill.attach, decode.attach) as others,
+    ):
+        offered = sources[-1].ask(1, {"do": "offer", "steps": [ALL]})
+        order = fetch_order(1, SPEC, (await offered.made)["ticket"], ALL)
+        fetched = targets[-1].ask(2, order)
+        await until(lambda: "-> reading" in str(decode.status(fetch_id=order["fetch_id"])))
 
-            await kill(doomed, "rank" if killed == "rank" else "prefill")
-            failure = await failure_of(fetch)
-            await fetch.blocks_freed()
+        rank, control = sources if role == "prefill" else targets
+        doomed, survivor = (rank, control) if killed == "rank" else (control, rank)
+        engine_id = control.config.spec.engine_id
+        await doomed.kill()
+        await until(lambda: survivor.lost)
+        await survivor.kill()
 
-            assert failure.code is ErrorCode.ENGINE_LOST
-            assert prefill.says("offer.released", engine_id=doomed.engine_id, outcome="withdrawn")
-            assert await works(*others)
-
-
-@pytest.mark.parametrize(("killed", "path"), KILLED)
-async def test_a_decode_engine_is_freed_at_once_whichever_process_of_it_is_killed(
-    agents: list[AgentProcess], killed: str
-) -> None:
-    prefill, decode = agents
-    with in_processes(decode) as (doomed,):
-        async with (
-            engine(
-                PrefillSession,
-                prefill.attach,
-                make_spec(groups=(LARGE,)),
-                num_blocks=NUM_LARGE_BLOCKS,
-            ) as source,
-            engine(DecodeSession, decode.attach, make_spec(groups=(LARGE,)), num_blocks=4) as other,
-        ):
-            num_tokens = NUM_LARGE_BLOCKS * LARGE.block_size
-            offer = await source.prefill.offer(
-                "r", num_tokens=num_tokens, block_ids=source.some_blocks(5, num_tokens)
-            )
-            asked = await doomed.start(("1", "rank"), ("0", "decode"), ticket=offer.ticket)
-            await until(lambda: "-> reading" in str(decode.status(fetch_id=asked["fetch_id"])))
-
-            await kill(doomed, "rank" if killed == "rank" else "decode")
-            again = other.decode.fetch(offer.ticket, num_tokens=64, block_ids={"full": [1]})
-            await again.completed()
-
-            assert await offer.released() is Outcome.COMPLETED
-            assert decode.says("handoff.failed", engine_id=doomed.engine_id, code="engine_lost")
+        await until(lambda: not any(agent.memory_maps(engine_id) for agent in agents.all))
+        assert survivor.lost[0] == ErrorCode.PEER_LOST
+        if role == "prefill":
+            assert (await fetched.ended)["code"] == ErrorCode.ENGINE_LOST
+            assert (await fetched.freed)["is_free"]
+            assert prefill.says("offer.released", engine_id=engine_id, outcome="withdrawn")
+        else:
+            assert decode.says("handoff.failed", engine_id=engine_id, code="engine_lost")
+            await until(lambda: not prefill.status()["counts"]["leases"])
+        assert await works(*others)
 
 
 @pytest.mark.parametrize("path", ["packed"])
 async def test_kv_moves_between_engines_that_are_stopped_and_they_hear_so_when_they_go_on(
-    agents: list[AgentProcess],
+    agents: Agents,
 ) -> None:
-    prefill, decode = agents
-    with in_processes(prefill, decode) as (source, target):
-        ticket = await source.start(("0,1", "prefill"))
-        await target.start(("0,1", "decode"), ticket=ticket)
-        stopped = source.parts["prefill"], target.parts["decode"]
-        for part in stopped:
-            part.process.send_signal(signal.SIGSTOP)
-        were_under_way = decode.status()["counts"]["fetches"]
+    prefill, decode = agents.all
+    async with (
+        in_processes(prefill, *WHOLE) as (source,),
+        in_processes(decode, *WHOLE) as (target,),
+    ):
+        offered = source.ask(1, {"do": "offer", "steps": [ALL]})
+        fetched = target.ask(2, fetch_order(1, SPEC, (await offered.made)["ticket"], ALL))
+        await until(lambda: decode.status()["counts"]["fetches"])
+        for stopped in (source, target):
+            stopped.signal(signal.SIGSTOP)
         await until(decode.idle)
         async with pair(prefill.attach, decode.attach) as others:
-            others_work = await works(*others)
-        for part in stopped:
-            part.process.send_signal(signal.SIGCONT)
+            assert await works(*others)
+        for stopped in (source, target):
+            stopped.signal(signal.SIGCONT)
 
-        assert were_under_way
-        assert others_work
-        assert [(await part.says())["ended"] for part in stopped] == [Outcome.COMPLETED] * 2
+        with anyio.fail_after(60):
+            ends = [(await one.ended)["outcome"] for one in (offered, fetched)]
+        assert ends == [Outcome.COMPLETED] * 2

@@ -6,9 +6,9 @@ import re
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from kvbus.cli import app
 from kvbus.spawn import free_port
-from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
+from tests.agents import AgentProcess, Agents, started, until, wait_until
 from tests.collector import Collector, collecting
-from tests.engines import failure_of, pair, works
+from tests.engines import begin, failure_of, pair, works
 
 pytestmark = pytest.mark.anyio
 
@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "observability.md"
 KVBUS = str(Path(sys.executable).with_name("kvbus"))
 NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
+BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PROCESS = "process_"
 """Metrics of the process are prometheus_client's, and only named in part."""
@@ -79,9 +80,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def sending(collector: Collector) -> Iterator[Agents]:
     """Agents that send spans."""
-    with agents_ended(Agents) as agents:
-        endpoint = collector.endpoint
-        agents.start(*(agents.prepare(r, otlp_endpoint=endpoint) for r in ("prefill", "decode")))
+    with started("prefill", "decode", otlp_endpoint=collector.endpoint) as agents:
         yield agents
 
 
@@ -89,28 +88,24 @@ async def test_both_agents_send_the_spans_of_the_trace_that_the_engine_named(
     sending: Agents, collector: Collector, prefill: AgentProcess
 ) -> None:
     source_agent, target_agent = sending.all
-    one: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
     async with pair(source_agent.attach, target_agent.attach) as (source, target):
-        traced = await source.prefill.offer("r", **one, traceparent=f"00-{TRACE}-{PARENT}-01")
-        await target.decode.fetch(traced.ticket, **one).completed()
-        untraced = await source.prefill.offer("s", **one)
-        await target.decode.fetch(untraced.ticket, **one).completed()
-        gone = await source.prefill.offer("gone", **one)
+        traced = await source.prefill.offer("r", **BLOCK, traceparent=f"00-{TRACE}-{PARENT}-01")
+        await target.decode.fetch(traced.ticket, **BLOCK).completed()
+        gone = await source.prefill.offer("gone", **BLOCK)
         await gone.withdraw()
-        await failure_of(target.decode.fetch(gone.ticket, **one))
+        await failure_of(target.decode.fetch(gone.ticket, **BLOCK))
 
     def of(trace_id: str, service: str) -> dict[str, Any]:
         spans = collector.of(f"kvbus-{service}")
         return {span.name: span for span in spans if span.trace_id == trace_id}
 
-    for trace_id in (TRACE, untraced.offer_id, gone.offer_id):
-        for service in ("prefill", "decode"):
-            await until(partial(of, trace_id, service))
+    for trace_id, service in product((TRACE, gone.offer_id), ("prefill", "decode")):
+        await until(partial(of, trace_id, service))
     roots = [span.name for span in collector.spans if span.parent_id == PARENT]
+    of_fetch = of(TRACE, "decode")
     assert sorted(roots) == ["fetch", "offer"]
     assert {"leased", "sealed"} <= of(TRACE, "prefill").keys()
-    of_fetch = of(TRACE, "decode")
-    assert {"claiming", "reading", "READ", "confirming"} <= of_fetch.keys()
+    assert {"claiming", "reading", "READ", "taking"} <= of_fetch.keys()
     assert of_fetch["fetch"].attributes["kvbus.num_bytes"] > 0
     assert of(gone.offer_id, "decode")["fetch"].error.startswith("offer_withdrawn")
     agents = {span.resource["kvbus.agent_id"] for span in collector.spans}
@@ -145,21 +140,19 @@ async def test_the_story_of_a_handoff_is_told_on_both_sides(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):
-        offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
-        fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [2]})
-        await fetch.completed()
-        await offer.released()
+        handoff = await begin(source, target, 16)
+        await handoff.completed()
 
-    of_fetch = await status(decode.peer, "--fetch", fetch.fetch_id)
-    of_offer = await status(prefill.peer, "--offer", offer.offer_id)
+    of_fetch = await status(decode.peer, "--fetch", handoff.fetch.fetch_id)
+    of_offer = await status(prefill.peer, "--offer", handoff.offer.offer_id)
     of_nothing = await status(decode.peer, "--fetch", "never")
 
-    assert "LeaseGranted -> reading: ReadChunk" in of_fetch
-    assert "leg 0 LegDue -> reading: PostRead" in of_fetch
-    assert "leg 0 ReadEnded -> over: -" in of_fetch
-    assert "LeaseConfirmed -> completed: ReportFetched" in of_fetch
-    assert any(line.startswith("Opened -> sealed") for line in of_offer)
-    assert of_offer[-1].startswith("Confirmed -> released")
+    assert "Claim -> reading: ReadChunk" in of_fetch
+    assert "leg 0 LegDue -> reading: Begin" in of_fetch, of_fetch
+    assert "leg 0 StageEnded -> over: -" in of_fetch
+    assert "Take -> completed: ReportFetched" in of_fetch
+    assert any(line.startswith("MakeOffer -> sealed") for line in of_offer)
+    assert of_offer[-1].startswith("Take -> released")
     assert of_nothing[-1] == "no such entry"
 
 
@@ -189,11 +182,10 @@ async def test_each_agent_is_a_column_of_top_and_what_is_wrong_stands_below(
     binds = [agent.settings["http_bind"] for agent in fresh.all]
     async with pair(prefill.attach, decode.attach) as (source, target):
         assert await works(source, target)
-        offer = await source.prefill.offer(uuid.uuid4().hex, **NOTHING)
-        await offer.withdraw()
-        failed = target.decode.fetch(offer.ticket, **NOTHING, timeout_s=1)
-        failure = await failure_of(failed)
-        gone = await source.prefill.offer(uuid.uuid4().hex, **NOTHING, ttl_s=0.1)
+        withdrawn = await source.prefill.offer("withdrawn", **NOTHING)
+        await withdrawn.withdraw()
+        failure = await failure_of(target.decode.fetch(withdrawn.ticket, **NOTHING, timeout_s=1))
+        gone = await source.prefill.offer("gone", **NOTHING, ttl_s=0.1)
         await gone.released()
         late = await failure_of(target.decode.fetch(gone.ticket, **NOTHING))
 
@@ -204,7 +196,7 @@ async def test_each_agent_is_a_column_of_top_and_what_is_wrong_stands_below(
     assert shown.returncode == 0, shown.stderr
     assert row(shown.stdout, "state") == ["serving", "serving"]
     assert row(shown.stdout, "peers") == ["1"]
-    assert "confirming" not in shown.stdout, "nothing happened between the two looks"
+    assert "taking" not in shown.stdout, "nothing happened between the two looks"
     assert f"{nobody}: no answer" in shown.stdout
     assert late.code.value in shown.stdout
     assert "offer_ttl_s" in shown.stdout
@@ -253,19 +245,16 @@ def test_what_top_cannot_ask_is_named_and_the_exit_status_says_so(
 
 
 def test_ctrl_c_ends_top_with_status_0(decode: AgentProcess, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with out.open("w") as file:
-        process = subprocess.Popen(
-            [KVBUS, "top", decode.settings["http_bind"], "--every", "0.1"],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_until(lambda: "serving" in out.read_text(), "it has shown something")
-        process.send_signal(signal.SIGINT)
+    out, command = tmp_path / "out", [KVBUS, "top", decode.settings["http_bind"], "--every", "0.1"]
+    with (
+        out.open("w") as file,
+        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            wait_until(lambda: "serving" in out.read_text(), "it has shown something")
+            process.send_signal(signal.SIGINT)
 
-        assert process.wait(60) == 0
-        assert "Traceback" not in out.read_text()
-    finally:
-        process.kill()
-        process.wait()
+            assert process.wait(60) == 0
+            assert "Traceback" not in out.read_text()
+        finally:
+            process.kill()

@@ -8,7 +8,7 @@ import pytest
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.keys import Role
 from tests.agents import AgentProcess, Agents, until
-from tests.engines import Engine, engine, make_spec, pair, works
+from tests.engines import Engine, begin, engine, make_spec, pair, works
 from tests.keyring import KeyRing
 
 pytestmark = pytest.mark.anyio
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 SOON: dict[str, Any] = {"peers_refresh_s": 0.2}
 
 
-def started(
+def warming(
     agents: Agents, *, ahead: str = "anybody", **settings: Any
 ) -> tuple[AgentProcess, AgentProcess]:
     """A prefill agent, and a decode agent that has it in its configuration."""
@@ -31,44 +31,38 @@ async def warm(decode: AgentProcess) -> None:
     await until(lambda: decode.metric("warm_peers") == 1)
 
 
-async def hand_off(source: Engine, target: Engine, decode: AgentProcess) -> Any:
-    """One handoff; what the log says of it."""
-    blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
-    offer = await source.prefill.offer("r", num_tokens=32, block_ids=blocks[0])
-    fetch = target.decode.fetch(offer.ticket, num_tokens=32, block_ids=blocks[1])
-    await fetch.completed()
-    await offer.released()
-    return decode.says("handoff.completed", fetch_id=fetch.fetch_id)[0]
+async def hands_were_shaken(source: Engine, target: Engine, decode: AgentProcess) -> bool:
+    """Whether a handoff found hands shaken."""
+    handoff = await begin(source, target)
+    await handoff.completed()
+    (line,) = decode.says("handoff.completed", fetch_id=handoff.fetch.fetch_id)
+    return bool(line["resolving_ms"] == 0)
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["read", "mapped"])
-async def test_the_first_fetch_finds_hands_shaken_and_a_read_done(
-    fresh: Agents, mapped: bool
-) -> None:
-    """Mapped memory needs no read."""
-    prefill, decode = started(fresh, mapped=mapped)
-    async with pair(prefill.attach, decode.attach) as (source, target):
+async def test_the_first_fetch_finds_hands_shaken(fresh: Agents, mapped: bool) -> None:
+    prefill, decode = warming(fresh, mapped=mapped)
+    async with pair(prefill.attach, decode.attach) as engines:
         await warm(decode)
-        done = await hand_off(source, target, decode)
 
-    assert done["resolving_ms"] == 0
-    assert (done["path"] == "mapped") == mapped
+        assert await hands_were_shaken(*engines, decode)
+
+    assert decode.says("handoff.completed")[0]["path"] == ("mapped" if mapped else "direct")
     assert len(decode.says("handshake.done")) == 1
-    assert decode.says("route.warmed", num_first_reads=int(not mapped))
     assert decode.says("peer.warmed", num_routes=1)
 
 
 async def test_an_engine_that_comes_later_and_an_agent_that_comes_back_are_met(
     fresh: Agents,
 ) -> None:
-    prefill, decode = started(fresh)
+    prefill, decode = warming(fresh)
     async with engine(DecodeSession, decode.attach) as target:
         for _ in range(2):  # the second is another process with the id of the first
             decode.skip_log()
             async with engine(PrefillSession, prefill.attach, make_spec(engine_id="p")) as source:
                 await until(lambda: decode.logged("route.warmed"))
 
-                assert (await hand_off(source, target, decode))["resolving_ms"] == 0
+                assert await hands_were_shaken(source, target, decode)
         prefill.kill()
         await until(lambda: decode.logged("peer.lost"))
         decode.skip_log()
@@ -76,45 +70,28 @@ async def test_an_engine_that_comes_later_and_an_agent_that_comes_back_are_met(
         async with engine(PrefillSession, prefill.attach) as source:
             await until(lambda: decode.logged("route.warmed"))
 
-            assert (await hand_off(source, target, decode))["resolving_ms"] == 0
+            assert await hands_were_shaken(source, target, decode)
 
 
-async def test_a_file_of_peers_is_followed(fresh: Agents, tmp_path: Path) -> None:
-    path = tmp_path / "peers"
-    path.write_text("")
-    prefill = fresh.prepare("prefill", shake_hands_ahead="anybody")
-    decode = fresh.prepare("decode", peers_file=str(path), **SOON)
-    fresh.start(prefill, decode)
-    async with pair(prefill.attach, decode.attach):
-        path.write_text(f"{prefill.peer}\n")
-        await warm(decode)
-        path.write_text("# none\n")
-        await until(lambda: decode.metric("listed_peers") == 0)
+async def test_who_cannot_be_met_ahead_is_said_once_and_why_and_met_when_that_changes(
+    decode: AgentProcess, fresh: Agents
+) -> None:
+    closed = fresh.prepare("prefill", shake_hands_ahead="keys")
+    away = fresh.prepare("prefill", shake_hands_ahead="anybody")
+    peers = [closed.settings["peer_bind"], away.settings["peer_bind"], decode.peer]
+    reader = fresh.prepare("decode", peers=peers, request_timeout_s=1.0, **SOON)
+    fresh.start(closed, reader)
+    async with pair(closed.attach, reader.attach) as engines:
+        await until(lambda: len(reader.logged("peer.cold")) == len(peers))
+        fresh.start(away)
+        assert await works(*engines)
+        async with engine(PrefillSession, away.attach):
+            await until(lambda: reader.metric("warm_peers") == 2)
 
-        assert decode.metric("warm_peers") == 0
-
-
-async def test_an_agent_that_is_away_is_said_once_and_met_when_it_comes(fresh: Agents) -> None:
-    prefill = fresh.prepare("prefill", shake_hands_ahead="anybody")
-    peers = [prefill.settings["peer_bind"]]
-    decode = fresh.prepare("decode", peers=peers, request_timeout_s=0.2, **SOON)
-    fresh.start(decode)
-    await until(lambda: decode.logged("peer.cold"))
-    fresh.start(prefill)
-    async with pair(prefill.attach, decode.attach):
-        await warm(decode)
-
-    assert len(decode.logged("peer.cold")) == 1
-
-
-async def test_who_may_not_shake_hands_ahead_does_so_with_the_first_ticket(fresh: Agents) -> None:
-    prefill, decode = started(fresh, ahead="keys", **SOON)
-    async with pair(prefill.attach, decode.attach) as (source, target):
-        (cold,) = decode.says("peer.cold", code="forbidden")
-        await hand_off(source, target, decode)
-        await warm(decode)
-
-    assert "shake_hands_ahead = 'keys', and it has no keys" in cold["reason"]
+    why = {line["peer"]: line["reason"] for line in reader.logged("peer.cold")}
+    assert len(reader.logged("peer.cold")) == len(why) == len(peers)
+    assert "shake_hands_ahead = 'keys', and it has no keys" in why[closed.peer]
+    assert "is a decode agent" in why[decode.peer]
 
 
 async def test_with_keys_those_of_decode_agents_may(fresh: Agents, tmp_path: Path) -> None:
@@ -126,20 +103,11 @@ async def test_with_keys_those_of_decode_agents_may(fresh: Agents, tmp_path: Pat
     async with pair(prefill.attach, decode.attach) as (source, target):
         await warm(decode)
 
-        assert (await hand_off(source, target, decode))["resolving_ms"] == 0
-
-
-async def test_a_decode_agent_is_no_peer_to_warm(decode: AgentProcess, fresh: Agents) -> None:
-    one = fresh.prepare("decode", peers=[decode.peer])
-    fresh.start(one)
-
-    (cold,) = one.says("peer.cold")
-
-    assert "is a decode agent" in cold["reason"]
+        assert await hands_were_shaken(source, target, decode)
 
 
 async def test_engines_of_another_model_are_asked_once_and_left_alone(fresh: Agents) -> None:
-    prefill, decode = started(fresh)
+    prefill, decode = warming(fresh)
     async with (
         engine(DecodeSession, decode.attach, make_spec(model="another")),
         pair(prefill.attach, decode.attach),
@@ -157,7 +125,7 @@ async def test_what_is_listed_is_not_left_for_being_idle(
     prefill: AgentProcess, fresh: Agents
 ) -> None:
     """One that is not listed is: longer than that is waited for here."""
-    listed, decode = started(fresh, idle_peer_s=0.4, **SOON)
+    listed, decode = warming(fresh, idle_peer_s=0.4, **SOON)
     async with engine(DecodeSession, decode.attach) as target:
         async with engine(PrefillSession, prefill.attach) as other:
             assert await works(other, target)
@@ -165,7 +133,7 @@ async def test_what_is_listed_is_not_left_for_being_idle(
             await warm(decode)
             await until(lambda: decode.logged("peer.left"))
 
-            assert (await hand_off(source, target, decode))["resolving_ms"] == 0
+            assert await hands_were_shaken(source, target, decode)
             assert await works(source, target)
 
     assert {line["peer"] for line in decode.logged("peer.left")} == {prefill.peer}

@@ -14,7 +14,6 @@ from kvbus.protocol import (
     DECODE_REQUESTS,
     ENGINE_REQUESTS,
     EVENTS,
-    HANDOVER_REQUESTS,
     MEMORY_REQUESTS,
     NOTICES,
     PREFILL_PEER_REQUESTS,
@@ -26,7 +25,6 @@ from kvbus.protocol import (
 
 REQUESTS = (
     *ATTACH_REQUESTS,
-    *HANDOVER_REQUESTS,
     *ENGINE_REQUESTS,
     *PREFILL_REQUESTS,
     *DECODE_REQUESTS,

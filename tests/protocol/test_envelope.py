@@ -1,5 +1,9 @@
-"""Any bytes at all become an envelope or a `ProtocolError` that says what is wrong with them."""
+"""Any bytes at all become an envelope or a `ProtocolError`, before much of them is built.
 
+What a request of each wrong form is refused with, `tests/vectors/refused.json` says.
+"""
+
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -11,6 +15,7 @@ from kvbus.errors import ErrorCode, ProtocolError
 from kvbus.protocol import (
     MAX_FRAME_BYTES,
     MAX_ID,
+    MAX_ITEMS,
     PROTOCOL_VERSION,
     Envelope,
     Notice,
@@ -21,6 +26,8 @@ from kvbus.protocol import (
     encode_refusal,
     encode_reply,
     encode_request,
+    num_items,
+    unpack_map,
 )
 from tests.examples import num_examples
 from tests.protocol.strategies import PLAIN, TEXT, value_or_refusal
@@ -28,11 +35,33 @@ from tests.protocol.strategies import PLAIN, TEXT, value_or_refusal
 BODIES = st.dictionaries(TEXT, PLAIN, max_size=4)
 IDS = st.integers(0, MAX_ID)
 NAMES = TEXT.filter(bool)
-REQUESTS = st.builds(RequestFrame, NAMES, IDS, NAMES, BODIES)
-REPLIES = st.builds(Reply, IDS, NAMES, ok=BODIES) | st.builds(Reply, IDS, NAMES, error=BODIES)
-NOTICES = st.builds(Notice, NAMES, IDS, NAMES, BODIES)
+ENVELOPES = (
+    st.builds(RequestFrame, NAMES, IDS, NAMES, BODIES)
+    | st.builds(Reply, IDS, NAMES, ok=BODIES)
+    | st.builds(Reply, IDS, NAMES, error=BODIES)
+    | st.builds(Notice, NAMES, IDS, NAMES, BODIES)
+)
+VALUES = st.recursive(
+    PLAIN | st.floats() | st.integers(60_000, 70_000).map(bytes),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(TEXT, inner, max_size=20),
+    max_leaves=60,
+)
 REQUEST = {"v": PROTOCOL_VERSION, "op": "ping", "id": 7, "boot": "b", "body": {}}
 REPLY = {"v": PROTOCOL_VERSION, "re": 7, "boot": "b", "ok": {}}
+REFUSAL = {"v": PROTOCOL_VERSION, "re": 7, "boot": "b", "error": {}}
+NOTICE = {"v": PROTOCOL_VERSION, "op": "n", "seq": 7, "boot": "b", "body": {}}
+NOTHING = {"v": PROTOCOL_VERSION, "re": 7, "boot": "b"}
+ABSENT = object()
+
+
+def packed(fields: object) -> bytes:
+    frame: bytes = msgpack.packb(fields)
+    return frame
+
+
+def field_of(count: int, item: bytes) -> bytes:
+    """A map whose one field is an array of so many times ``item``."""
+    return b"\x81\xa1x\xdd" + count.to_bytes(4, "big") + item * count
 
 
 def encoded(envelope: Envelope) -> bytes:
@@ -47,132 +76,130 @@ def encoded(envelope: Envelope) -> bytes:
             return encode_notice(op, seq, boot, body)
 
 
-def decodes_or_refuses(frame: bytes) -> None:
+def is_read_or_refused(frame: bytes) -> bool:
     """Any other exception fails the test."""
-    result = value_or_refusal(lambda: decode(frame))
-
-    assert isinstance(result, RequestFrame | Reply | Notice | ProtocolError)
+    return isinstance(value_or_refusal(lambda: decode(frame)), Envelope | ProtocolError)
 
 
-def refusal_of(fields: object) -> ProtocolError:
+def refusal_of(frame: bytes) -> ProtocolError:
     with pytest.raises(ProtocolError) as refused:
-        decode(msgpack.packb(fields))
+        decode(frame)
     return refused.value
 
 
 @settings(max_examples=num_examples(300))
-@given(REQUESTS | REPLIES | NOTICES)
-def test_every_envelope_arrives_as_it_was_sent(envelope: Envelope) -> None:
-    assert decode(encoded(envelope)) == envelope
-
-
-@settings(max_examples=num_examples(500))
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_raise_nothing_but_a_protocol_error(frame: bytes) -> None:
-    decodes_or_refuses(frame)
-
-
-@given(REQUESTS | REPLIES | NOTICES, st.data())
-def test_a_truncated_frame_is_refused(envelope: Envelope, data: st.DataObject) -> None:
+@given(ENVELOPES, st.binary(min_size=1, max_size=20), st.data())
+def test_an_envelope_arrives_as_it_was_sent_and_never_with_fewer_or_more_bytes(
+    envelope: Envelope, more: bytes, data: st.DataObject
+) -> None:
     frame = encoded(envelope)
     cut = data.draw(st.integers(0, len(frame) - 1))
 
-    with pytest.raises(ProtocolError):
-        decode(frame[:cut])
+    assert decode(frame) == envelope
+    assert refusal_of(frame[:cut])
+    assert refusal_of(frame + more)
 
 
 @settings(max_examples=num_examples(500))
-@given(REQUESTS | REPLIES | NOTICES, st.data())
-def test_a_mutated_frame_raises_nothing_but_a_protocol_error(
-    envelope: Envelope, data: st.DataObject
+@given(st.binary(max_size=300), ENVELOPES, st.data())
+def test_arbitrary_and_altered_bytes_raise_nothing_but_a_protocol_error(
+    arbitrary: bytes, envelope: Envelope, data: st.DataObject
 ) -> None:
-    frame = bytearray(encoded(envelope))
+    altered = bytearray(encoded(envelope))
     for _ in range(data.draw(st.integers(1, 4))):
-        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+        altered[data.draw(st.integers(0, len(altered) - 1))] = data.draw(st.integers(0, 255))
 
-    decodes_or_refuses(bytes(frame))
-
-
-@given(st.binary(min_size=1, max_size=20))
-def test_bytes_after_the_map_are_refused(more: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode(encode_request("ping", 1, "b", {}) + more)
+    for frame in (arbitrary, bytes(altered)):
+        assert is_read_or_refused(frame)
+        assert num_items(frame) >= 0
 
 
-@pytest.mark.parametrize("more", [b"\x00", b"\xc1"])
-def test_a_key_that_is_there_twice_is_refused_whatever_follows(more: bytes) -> None:
-    twice = msgpack.packb("key") + msgpack.packb(1)
+@settings(max_examples=num_examples(500))
+@given(
+    st.sampled_from([REQUEST, REPLY, REFUSAL, NOTICE]),
+    st.just(ABSENT) | st.text("x", min_size=64, max_size=65) | st.integers(-2, 2) | PLAIN,
+    st.data(),
+)
+def test_a_field_with_any_value_is_taken_as_it_is_or_refused_by_name_and_id(
+    fields: dict[str, Any], value: object, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(sorted(fields)))
+    changed = {**fields, name: value}
+    if value is ABSENT:
+        del changed[name]
 
-    with pytest.raises(ProtocolError):
-        decode(b"\x82" + twice + twice + more)
+    envelope = value_or_refusal(lambda: decode(packed(changed)))
+
+    if not isinstance(envelope, ProtocolError):
+        taken = getattr(envelope, {"id": "request_id", "re": "request_id"}.get(name, name), 1)
+        assert (type(taken), taken) == (type(value), value)
+    elif envelope.code is ErrorCode.UNSUPPORTED_VERSION:
+        assert envelope.detail == {"theirs": value, "ours": PROTOCOL_VERSION}
+    else:
+        assert envelope.code is ErrorCode.MALFORMED
+        assert envelope.detail["field"] == name or value is ABSENT
+    if isinstance(envelope, ProtocolError):
+        assert envelope.request_id == (None if name == "id" else fields.get("id"))
 
 
-WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "version_is_text": (REQUEST | {"v": "1"}, "v"),
-    "version_is_a_bool": (REQUEST | {"v": True}, "v"),
-    "version_is_missing": ({k: v for k, v in REQUEST.items() if k != "v"}, "v"),
-    "op_is_empty": (REQUEST | {"op": ""}, "op"),
-    "op_is_bytes": (REQUEST | {"op": b"ping"}, "op"),
-    "op_is_long": (REQUEST | {"op": 65 * "x"}, "op"),
-    "boot_is_empty": (REQUEST | {"boot": ""}, "boot"),
-    "boot_is_long": (REQUEST | {"boot": 65 * "x"}, "boot"),
-    "boot_is_missing": ({k: v for k, v in REPLY.items() if k != "boot"}, "boot"),
-    "id_is_a_bool": (REQUEST | {"id": True}, "id"),
-    "id_is_a_float": (REQUEST | {"id": 7.0}, "id"),
-    "id_is_negative": (REQUEST | {"id": -1}, "id"),
-    "body_is_a_list": (REQUEST | {"body": []}, "body"),
-    "body_is_missing": ({k: v for k, v in REQUEST.items() if k != "body"}, "body"),
-    "seq_is_missing": ({k: v for k, v in REQUEST.items() if k != "id"}, "seq"),
-    "re_is_nothing": (REPLY | {"re": None}, "re"),
-    "ok_is_nothing": (REPLY | {"ok": None}, "ok"),
-    "error_is_text": ({"v": 1, "re": 7, "boot": "b", "error": "no"}, "error"),
+TWICE = packed("key") + packed(1)
+REFUSED: dict[str, tuple[bytes, ErrorCode]] = {
+    "a reply with both outcomes": (packed(REPLY | REFUSAL), ErrorCode.MALFORMED),
+    "a reply without an outcome": (packed(NOTHING), ErrorCode.MALFORMED),
+    "a reply whose answer is nil": (packed(NOTHING | {"ok": None}), ErrorCode.MALFORMED),
+    "a reply whose error is nil": (packed(NOTHING | {"error": None}), ErrorCode.MALFORMED),
+    "a key that is there twice": (b"\x82" + TWICE + TWICE, ErrorCode.INVALID),
+    "a key twice, and no more msgpack": (b"\x82" + TWICE + TWICE + b"\xc1", ErrorCode.INVALID),
+    "a map of one key": (
+        b"\xdf" + (MAX_ITEMS // 2 - 1).to_bytes(4, "big") + TWICE * (MAX_ITEMS // 2 - 1),
+        ErrorCode.INVALID,
+    ),
+    "one item too many": (field_of(MAX_ITEMS - 1, b"\x01"), ErrorCode.TOO_LARGE),
+    "too many items, which lie deep": (
+        field_of(16, b"\xdc\xff\xff" + b"\x01" * 65_535),
+        ErrorCode.TOO_LARGE,
+    ),
+    **{
+        f"a length of four billion, {kind.hex()}": (
+            b"\x81\xa1v" + kind + b"\xff\xff\xff\xff",
+            ErrorCode.MALFORMED,
+        )
+        for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xdb")
+    },
 }
 
 
-@pytest.mark.parametrize("case", WRONG_FIELDS)
-def test_a_wrong_field_is_refused_by_name(case: str) -> None:
-    fields, name = WRONG_FIELDS[case]
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_no_message_is_refused_by_its_code(why: str) -> None:
+    frame, code = REFUSED[why]
 
-    refused = refusal_of(fields)
-
-    assert refused.code is ErrorCode.MALFORMED
-    assert refused.detail["field"] == name
+    assert refusal_of(frame).code is code
 
 
-@pytest.mark.parametrize("fields", [REPLY | {"error": {}}, {"v": 1, "re": 7, "boot": "b"}])
-def test_a_reply_with_both_outcomes_or_none_is_refused(fields: dict[str, Any]) -> None:
-    assert refusal_of(fields).code is ErrorCode.MALFORMED
+@pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1a"], ids=["arrays", "maps"])
+@pytest.mark.parametrize("depth", [1_000, 100_000])
+def test_deep_nesting_raises_nothing_but_a_protocol_error(nested: bytes, depth: int) -> None:
+    deep = packed(REQUEST | {"body": 0})[:-1] + nested * depth + b"\xc0"
+
+    assert is_read_or_refused(deep)
 
 
-@pytest.mark.parametrize("frame", [[], 1, None, "x", {1: 2}, {b"v": 1}, {"v": 1, b"op": "x"}])
-def test_what_is_not_a_map_with_string_keys_is_refused(frame: object) -> None:
-    assert refusal_of(frame).code is ErrorCode.MALFORMED
+def test_a_key_that_is_there_twice_is_refused_with_the_id() -> None:
+    op, frame = packed("op") + packed("ping"), packed(REQUEST)
+    in_the_envelope = b"\x86" + frame[1:] + op
+    in_the_body = frame[:-1] + b"\x82" + op + op
 
-
-@given(st.integers(0, MAX_ID).filter(lambda version: version != PROTOCOL_VERSION))
-def test_another_version_is_refused_with_both_versions(version: int) -> None:
-    refused = refusal_of(REQUEST | {"v": version})
-
-    assert refused.code is ErrorCode.UNSUPPORTED_VERSION
-    assert refused.detail == {"theirs": version, "ours": PROTOCOL_VERSION}
-    assert refused.request_id == 7
-
-
-@given(IDS, st.sampled_from(["v", "op", "boot", "body"]))
-def test_the_id_of_a_refused_request_is_kept_when_it_can_be_read(number: int, field: str) -> None:
-    assert refusal_of(REQUEST | {"id": number, field: None}).request_id == number
-
-
-@pytest.mark.parametrize("wrong", [None, "7", -1, True, 7.0, [7], {}])
-def test_an_id_that_cannot_be_read_is_not_kept(wrong: object) -> None:
-    assert refusal_of(REQUEST | {"id": wrong}).request_id is None
+    for twice in (in_the_envelope, in_the_body):
+        refused = refusal_of(twice)
+        assert (refused.code, refused.request_id) == (ErrorCode.INVALID, 7)
+        assert refused.message == "key 'op' is there twice"
 
 
 def test_fields_that_are_not_known_are_ignored() -> None:
     later = {"later": [1, {"a": None}]}
 
-    assert decode(msgpack.packb(REQUEST | later)) == RequestFrame("ping", 7, "b", {})
-    assert decode(msgpack.packb(REPLY | later)) == Reply(7, "b", ok={})
+    assert decode(packed(REQUEST | later)) == RequestFrame("ping", 7, "b", {})
+    assert decode(packed(REPLY | later)) == Reply(7, "b", ok={})
 
 
 def test_a_frame_of_the_limit_is_read_and_one_byte_more_is_refused_both_ways() -> None:
@@ -183,48 +210,46 @@ def test_a_frame_of_the_limit_is_read_and_one_byte_more_is_refused_both_ways() -
 
     assert len(frame) == MAX_FRAME_BYTES
     assert decode(frame).boot == "b"
-    with pytest.raises(ProtocolError) as refused:
-        decode(frame + b"\0")
-    assert refused.value.code is ErrorCode.TOO_LARGE
+    assert refusal_of(frame + b"\0").code is ErrorCode.TOO_LARGE
     with pytest.raises(ProtocolError) as unsent:
         encode_request("x", 1, "b", {"fill": fill + b"\0"})
     assert unsent.value.code is ErrorCode.TOO_LARGE
     assert unsent.value.detail["limit_bytes"] == MAX_FRAME_BYTES
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"\xdd\xff\xff\xff\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
-        b"\xdb\xff\xff\xff\xff",
-    ],
-    ids=["array", "map", "bin", "str"],
-)
-def test_a_declared_length_of_four_billion_is_refused_without_making_room(header: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode(header)
-    with pytest.raises(ProtocolError):
-        decode(b"\x81\xa1v" + header)
+def num_inside(value: Any) -> int:
+    """The oracle: items in all arrays and maps, of what was built."""
+    match value:
+        case list():
+            return len(value) + sum(map(num_inside, value))
+        case dict():
+            return 2 * len(value) + sum(map(num_inside, value.values()))
+    return 0
 
 
-@pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1a"], ids=["lists", "maps"])
-@pytest.mark.parametrize("depth", [100, 1_000, 100_000])
-def test_deep_nesting_raises_nothing_but_a_protocol_error(nested: bytes, depth: int) -> None:
-    decodes_or_refuses(nested * depth + b"\xc0")
-    decodes_or_refuses(
-        b"\x85\xa1v\x01\xa2op\xa1x\xa2id\x01\xa4boot\xa1b\xa4body\x81\xa1a"
-        + nested * depth
-        + b"\xc0"
-    )
+@settings(max_examples=num_examples(300))
+@given(VALUES)
+def test_items_are_counted_without_building_them(value: Any) -> None:
+    assert num_items(packed(value)) == num_inside(value)
 
 
-@pytest.mark.parametrize("value", [msgpack.ExtType(5, b"xy"), msgpack.Timestamp(1)])
-def test_extension_types_are_refused(value: object) -> None:
-    assert refusal_of(REQUEST | {"body": {"x": value}}).code is ErrorCode.MALFORMED
+def test_as_many_items_as_the_bound_are_a_message_and_long_tables_of_blocks_are_few() -> None:
+    count, table = MAX_ITEMS - 2, {"full": {"ids": bytes(4 << 20)}}
+
+    assert unpack_map(field_of(count, b"\x01")) == {"x": [1] * count}
+    assert unpack_map(packed(table)) == table
 
 
-def test_text_that_is_not_utf_8_is_refused() -> None:
-    with pytest.raises(ProtocolError):
-        decode(b"\x81\xa1v\xa1\xff")
+@pytest.mark.parametrize("item", [b"\x80", b"\x90", b"\xa0", b"\x01"])
+def test_a_frame_full_of_small_items_is_refused_before_one_is_built(item: bytes) -> None:
+    frame = field_of(MAX_FRAME_BYTES - 16, item)
+    tracemalloc.start()
+
+    try:
+        refused = refusal_of(frame)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert refused.code is ErrorCode.TOO_LARGE
+    assert peak < 1 << 20

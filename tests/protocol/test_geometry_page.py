@@ -12,35 +12,24 @@ from kvbus.errors import GeometryError
 from kvbus.geometry import (
     Axis,
     AxisName,
-    BlockTable,
     Box,
     EngineSpec,
     GroupSpec,
     KvLayout,
-    Region,
     SlotOrder,
     StatePart,
     canonical_order,
     lay_out_rank,
-    slot_bytes,
     slot_region,
     state_group,
     validate_engine,
     validate_rank,
     validate_ranks,
 )
-from kvbus.planning import (
-    DirectPlan,
-    PlacedRank,
-    ReadMap,
-    check_compatible,
-    cut_into_boxes,
-    reader_order,
-    whole_spans,
-)
+from kvbus.planning import ReadMap, check_compatible, cut_into_boxes
+from tests.plan.planning import planned
 
-DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "geometry.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "geometry.md").read_text()
 ROWS = re.findall(r"^\| ([^|]+) \| `(geometry|incompatible)` \| `([^|]+)` \|$", TEXT, re.M)
 
 FULL = GroupSpec("full", (0, 1), 4, 2, 8, "float16")
@@ -50,78 +39,35 @@ STATE = state_group("state", (2,), (StatePart("conv", 4, 6), StatePart("norm", 1
 MIXED = EngineSpec("e", "m", 1, (FULL, STATE))
 
 
-def example() -> dict[str, Any]:
+def test_the_strides_of_the_example_are_those_of_its_ranks() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)  # noqa: S102 - our own page
-    return names
 
+    ranks = [("prefill", rank) for rank in names["theirs"]] + [("decode", names["ours"][0])]
 
-def test_the_strides_of_the_example_are_those_of_its_ranks() -> None:
-    names = example()
-    table = re.findall(r"^\| (\w+ \d) \| ([\d, ]+) \| ([\w, ]+) \| ([\d, ]+) \|$", TEXT, re.M)
-
-    for (side, heads, axes, strides), rank in zip(
-        table, [*names["theirs"], *names["ours"]], strict=True
-    ):
+    for side, rank in ranks:
         (region,) = rank.regions
-        assert side.endswith(str(rank.rank))
-        assert [int(head) for head in heads.split(", ")] == list(
-            range(region.first_head, region.first_head + region.num_heads)
+        heads = range(region.first_head, region.first_head + region.num_heads)
+        cells = (
+            f"{side} {rank.rank}",
+            ", ".join(map(str, heads)),
+            ", ".join(f"{axis.name} {axis.size}" for axis in region.axes),
+            ", ".join(str(axis.stride_bytes) for axis in region.axes),
         )
-        assert axes == ", ".join(f"{axis.name} {axis.size}" for axis in region.axes)
-        assert strides == ", ".join(str(axis.stride_bytes) for axis in region.axes)
+        assert f"| {' | '.join(cells)} |" in TEXT
 
 
-def test_the_reads_of_the_example_are_as_many_as_the_page_says() -> None:
-    names = example()
-    theirs = {
-        r.rank: PlacedRank(names["prefill"], r, {"kv": 4096 * r.rank}) for r in names["theirs"]
-    }
-    ours = {0: PlacedRank(names["decode"], names["ours"][0], {"kv": 1 << 20})}
-    shares = ReadMap(names["theirs"], names["ours"]).shares()
-    spans = whole_spans(names["decode"].groups, names["prefill"].groups, 0, 5)
-    tables = {"full": BlockTable.of([3, 0, 2])}, {"full": BlockTable.of([1, 0])}
+def test_the_example_takes_as_many_reads_as_kvbus_plan_says() -> None:
+    shape = "layers=1,kv_heads=2,head=2,dtype=f16"
 
-    direct = DirectPlan(theirs, ours, shares).descriptors(*tables, spans)
+    plan = planned(prefill=f"tp=2,block=2,{shape}", decode=f"layout=HND,block=4,{shape}", tokens=5)
 
-    table = dict(
-        re.findall(r"^\| (direct|packed|reordered) \| (\d+ \| \d+ \| \d+) \|$", TEXT, re.M)
-    )
-    assert table["direct"] == f"0 | {len(direct.local)} | 0"
-    assert direct.num_bytes == 80
-    piece = (4096 + 0, (1 << 20) + 88)  # positions 2 and 3: slots 0 and 1 there, 2 and 3 here
-    assert piece in zip(direct.remote[:, 0].tolist(), direct.local[:, 0].tolist(), strict=True)
-    group, order = names["decode"].group("full"), reader_order(names["ours"][0].regions, FULL)
-    assert order is not None
-    sizes = {}
-    for kind in (canonical_order(), order):
-        boxes = [
-            box
-            for share in shares
-            for box in cut_into_boxes(share, group, spans["full"], order=kind, box_bytes=1 << 20)
-        ]
-        sizes[kind.block_size] = [slot_bytes(group, box, kind) for box in boxes]
-    assert table["packed"] == f"{sum(sizes[1])} | {len(sizes[1])} | {sum(sizes[1])}"
-    assert sizes == {1: [40, 40], 4: [64, 64]}
-    assert ", ".join(order.axes) in TEXT
-
-
-def test_the_reordered_reads_of_the_example_are_those_of_the_slots_runs() -> None:
-    names = example()
-    group = names["decode"].group("full")
-    order = SlotOrder(
-        tuple(map(AxisName, ("layer", "block", "kv", "head", "token", "dim"))), group.block_size
-    )
-    runs = []
-    for share in ReadMap(names["theirs"], names["ours"]).shares():
-        (box,) = cut_into_boxes(share, group, (0, 5), order=order, box_bytes=1 << 20)
-        slot = slot_region(group, box, order)
-        for first, stop in ((0, 4), (4, 5)):  # by block of the reader; a head's K and V lie apart
-            runs += [(stop - first) * slot.stride_bytes(AxisName.TOKEN)] * len(box.parts)
-
-    assert f"| reordered | 80 | {len(runs)} | 0 |" in TEXT
-    assert sum(runs) == 80
+    for name in ("direct", "packed", "reordered"):
+        path = plan["paths"][name]
+        gathered = path["bytes"] if path["boxes"] else 0
+        row = f"| {name} | {gathered} | {path['descriptors']} | {path['scattered_bytes']} |"
+        assert row in TEXT
 
 
 Refused = Callable[[], object]
@@ -178,7 +124,8 @@ def unheld_head() -> None:
     validate_ranks(tp2, [ranks[0], replace(ranks[1], rank=1)])
 
 
-LONGER: Region = replace(RANK.regions[1], first_head=1, num_heads=1)
+HEADLESS = tuple(axis for axis in RANK.regions[1].axes if axis.name is not AxisName.HEAD)
+OTHER_HEAD = replace(RANK.regions[1], first_head=1, num_heads=1, axes=HEADLESS)
 CASES: dict[tuple[str, str], list[Refused]] = {
     ("two groups of one name", "groups"): [engine_of(FULL, replace(FULL, layers=(2,)))],
     ("a layer in two groups, or twice in one", "layers"): [
@@ -223,15 +170,7 @@ CASES: dict[tuple[str, str], list[Refused]] = {
         region_of(offset_bytes=RANK.regions[1].offset_bytes),
     ],
     ("regions of a part that differ in heads", "first_head"): [
-        rank_of(
-            regions=(
-                RANK.regions[0],
-                replace(
-                    LONGER,
-                    axes=tuple(axis for axis in LONGER.axes if axis.name is not AxisName.HEAD),
-                ),
-            )
-        )
+        rank_of(regions=(RANK.regions[0], OTHER_HEAD))
     ],
     ("regions of a group that differ in blocks", "axes.block"): [
         axes_of(block=(3, RANK.regions[0].stride_bytes(AxisName.BLOCK)))

@@ -5,6 +5,17 @@ import pytest
 from kvbus.protocol import MAX_SPANS, Remembered, Span, TraceParent, known_trace
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+NOT_OF_THE_FORM = (
+    "",
+    "no trace",
+    f"01-{TRACE}-{SPAN}-01",
+    f"00-{TRACE}-{SPAN}-01-more",
+    f"00-{TRACE}-{SPAN}-01\n",
+    f"00-{TRACE.upper()}-{SPAN}-01",
+    f"00-{32 * '0'}-{SPAN}-01",
+    f"00-{TRACE}-{16 * '0'}-01",
+    f"00-{TRACE}-{SPAN}-0\N{ARABIC-INDIC DIGIT ONE}",
+)
 
 
 @pytest.mark.parametrize(("flags", "sampled"), [("01", True), ("00", False), ("03", True)])
@@ -12,30 +23,13 @@ def test_a_trace_is_its_two_ids_and_whether_it_is_sampled(flags: str, sampled: b
     assert TraceParent.read(f"00-{TRACE}-{SPAN}-{flags}") == TraceParent(TRACE, SPAN, sampled)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "no trace",
-        f"01-{TRACE}-{SPAN}-01",
-        f"00-{TRACE}-{SPAN}-01-more",
-        f"00-{TRACE}-{SPAN}-01\n",
-        f"00-{TRACE.upper()}-{SPAN}-01",
-        f"00-{32 * '0'}-{SPAN}-01",
-        f"00-{TRACE}-{16 * '0'}-01",
-        f"00-{TRACE}-{SPAN}-0\N{ARABIC-INDIC DIGIT ONE}",
-    ],
-)
-def test_what_is_not_of_the_form_is_no_trace(text: str) -> None:
-    assert TraceParent.read(text) is None
-
-
-def test_the_first_of_several_that_is_a_trace_counts() -> None:
+@pytest.mark.parametrize("text", NOT_OF_THE_FORM)
+def test_what_is_not_of_the_form_is_no_trace_and_the_first_that_is_one_counts(text: str) -> None:
     first, second = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
 
-    assert known_trace("wrong", first, second) == first
-    assert known_trace("", second) == second
-    assert known_trace("wrong", "") == ""
+    assert TraceParent.read(text) is None
+    assert known_trace(text, first, second) == first
+    assert known_trace(text, "") == ""
 
 
 def test_of_too_many_spans_the_newest_are_kept_and_the_answer_says_so() -> None:

@@ -1,11 +1,12 @@
 """An engine that asks for what cannot be gets a named error at once, and nobody else notices."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import pytest
 
+from kvbus.engine import Fetch
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import GroupSpec
 from kvbus.protocol import Outcome
@@ -33,39 +34,41 @@ async def engines(prefill: AgentProcess, decode: AgentProcess) -> AsyncIterator[
         assert await works(source, target)
 
 
-async def refusal_of_offer(source: Engine, agent: AgentProcess, **offer: Any) -> ErrorCode:
-    """The code of a refused offer, once it is counted and logged."""
+def fetch_of(target: Engine, ticket: Any, num_tokens: int = 0, blocks: Any = None) -> Fetch:
+    """Of no tokens, if not said otherwise."""
+    return target.decode.fetch(ticket, num_tokens=num_tokens, block_ids=blocks or {"full": []})
+
+
+async def code_of(request: Awaitable[object]) -> ErrorCode:
+    """Of a request that must be refused."""
     with pytest.raises(RequestRefused) as refused:
-        await source.prefill.offer("bad", **offer)
-    code = refused.value.code
-    assert agent.metric("refusals_total", code=code.value) >= 1
-    assert agent.says("request.refused", op="offer", code=code.value)
-    return code
+        await request
+    return refused.value.code
 
 
-@pytest.mark.parametrize("why", [*WRONG_BLOCKS, "unknown group"])
+@pytest.mark.parametrize("why", WRONG_BLOCKS)
 async def test_an_offer_of_blocks_that_do_not_hold_its_tokens_is_refused(
     engines: Pair, prefill: AgentProcess, why: str
 ) -> None:
-    unknown = (16, {"full": [1], "no such group": [1]})
-    num_tokens, block_ids = WRONG_BLOCKS.get(why, unknown)
+    num_tokens, block_ids = WRONG_BLOCKS[why]
 
-    code = await refusal_of_offer(engines[0], prefill, num_tokens=num_tokens, block_ids=block_ids)
+    offer = engines[0].prefill.offer("bad", num_tokens=num_tokens, block_ids=block_ids)
 
-    assert code is ErrorCode.GEOMETRY
+    assert await code_of(offer) is ErrorCode.GEOMETRY
+    assert prefill.metric("refusals_total", code="geometry") >= 1
+    assert prefill.says("request.refused", op="offer", code="geometry")
 
 
 @pytest.mark.parametrize("why", [*WRONG_BLOCKS, "too many"])
 async def test_a_fetch_into_other_blocks_than_its_tokens_need_is_refused(
     engines: Pair, decode: AgentProcess, why: str
 ) -> None:
-    num_tokens, block_ids = WRONG_BLOCKS.get(why, (16, {"full": [1, 2]}))
     source, target = engines
     offer = await source.prefill.offer("r", num_tokens=48, block_ids={"full": [1, 2, 3]})
     before = target.snapshot()
 
-    fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=block_ids)
-    failure = await failure_of(fetch)
+    wanted = WRONG_BLOCKS.get(why, (16, {"full": [1, 2]}))
+    failure = await failure_of(fetch_of(target, offer.ticket, *wanted))
 
     assert failure.code is ErrorCode.GEOMETRY
     assert (failure.stage, failure.blocks_free) == ("requested", True)
@@ -80,71 +83,60 @@ async def test_what_a_sealed_offer_has_not_fails_its_fetch_and_touches_nothing(
     """More tokens than it has, or a window that begins before what it kept."""
     async with pair(prefill.attach, decode.attach, groups=(FULL, WINDOW)) as (source, target):
         before = target.snapshot()
-        offer = await source.prefill.offer(
-            "r",
-            num_tokens=60,
-            block_ids=source.some_blocks(5, 60),
-            first_blocks=source.first_blocks(60),
-        )
-        failures = [
-            await failure_of(
-                target.decode.fetch(
-                    offer.ticket, num_tokens=number, block_ids=target.some_blocks(6, number)
-                )
-            )
+        kept: dict[str, Any] = {
+            "block_ids": source.some_blocks(5, 60),
+            "first_blocks": source.first_blocks(60),
+        }
+        offer = await source.prefill.offer("r", num_tokens=60, **kept)
+
+        too_many, too_early = [
+            await failure_of(fetch_of(target, offer.ticket, number, target.some_blocks(6, number)))
             for number in (61, 40)
         ]
         await offer.withdraw()
 
-        assert [failure.code for failure in failures] == [ErrorCode.INVALID, ErrorCode.GEOMETRY]
-        assert "60" in failures[0].message
-        assert "window" in failures[1].message
+        assert (too_many.code, too_early.code) == (ErrorCode.INVALID, ErrorCode.GEOMETRY)
+        assert "60" in too_many.message
+        assert "window" in too_early.message
         assert same(target.snapshot(), before)
 
 
-async def test_an_extension_that_is_refused_leaves_the_offer_as_it_was(
-    engines: Pair, prefill: AgentProcess
-) -> None:
+async def test_an_extension_that_is_refused_leaves_the_offer_as_it_was(engines: Pair) -> None:
     source, _ = engines
-    offer = await source.prefill.offer("bad", num_tokens=16, block_ids={"full": [1]}, sealed=False)
+    offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]}, sealed=False)
 
-    again = await refusal_of_offer(source, prefill, num_tokens=0, block_ids={"full": []})
-    with pytest.raises(RequestRefused) as out_of_range:
-        await offer.extend(32, {"full": [64]})
+    again = await code_of(source.prefill.offer("r", num_tokens=0, block_ids={"full": []}))
+    out_of_range = await code_of(offer.extend(32, {"full": [64]}))
     await offer.extend(32, {"full": [2]})
     await offer.seal()
-    with pytest.raises(RequestRefused) as sealed:
-        await offer.extend(48, {"full": [3]})
+    sealed = await code_of(offer.extend(48, {"full": [3]}))
     await offer.withdraw()
 
     assert again is ErrorCode.OFFER_EXISTS
-    assert out_of_range.value.code is ErrorCode.GEOMETRY
-    assert sealed.value.code is ErrorCode.OFFER_SEALED
+    assert out_of_range is ErrorCode.GEOMETRY
+    assert sealed is ErrorCode.OFFER_SEALED
 
 
 async def test_an_offer_is_claimed_after_its_end_in_vain(
     engines: Pair, decode: AgentProcess
 ) -> None:
     source, target = engines
-    read = await source.prefill.offer("read", num_tokens=0, block_ids={"full": []})
-    await target.decode.fetch(read.ticket, num_tokens=0, block_ids={"full": []}).completed()
-    expired = await source.prefill.offer("late", num_tokens=0, block_ids={"full": []}, ttl_s=0.01)
-    withdrawn = await source.prefill.offer("gone", num_tokens=0, block_ids={"full": []})
+    nothing: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
+    read = await source.prefill.offer("read", **nothing)
+    await fetch_of(target, read.ticket).completed()
+    expired = await source.prefill.offer("late", **nothing, ttl_s=0.01)
+    withdrawn = await source.prefill.offer("gone", **nothing)
     await withdrawn.withdraw()
-    outcomes = [await offer.released() for offer in (read, expired, withdrawn)]
 
-    codes = []
-    for offer in (read, expired, withdrawn):
-        fetch = target.decode.fetch(offer.ticket, num_tokens=0, block_ids={"full": []})
-        codes.append((await failure_of(fetch)).code)
-        assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, code=codes[-1].value)
-
-    assert outcomes == [Outcome.COMPLETED, Outcome.EXPIRED, Outcome.WITHDRAWN]
-    assert codes == [
-        ErrorCode.OFFER_COMPLETED,
-        ErrorCode.OFFER_EXPIRED,
-        ErrorCode.OFFER_WITHDRAWN,
-    ]
+    for offer, outcome, code in (
+        (read, Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED),
+        (expired, Outcome.EXPIRED, ErrorCode.OFFER_EXPIRED),
+        (withdrawn, Outcome.WITHDRAWN, ErrorCode.OFFER_WITHDRAWN),
+    ):
+        assert await offer.released() is outcome
+        fetch = fetch_of(target, offer.ticket)
+        assert (await failure_of(fetch)).code is code
+        assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, code=code.value)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +149,6 @@ async def test_an_offer_is_claimed_after_its_end_in_vain(
         ({"secret": "short"}, ErrorCode.INVALID),
         ({"agent_boot": "an earlier one"}, ErrorCode.STALE),
         ({"endpoint": "ipc:///tmp/x:1"}, ErrorCode.INVALID),
-        ({"num_tokens": -1}, ErrorCode.INVALID),
         ({"kvbus": 2}, ErrorCode.UNSUPPORTED_VERSION),
         ({"offer_id": None}, ErrorCode.INVALID),
     ],
@@ -168,14 +159,13 @@ async def test_a_ticket_that_opens_nothing_fails_its_fetch_by_name(
 ) -> None:
     source, target = engines
     offer = await source.prefill.offer("r", num_tokens=0, block_ids={"full": []})
-    ticket = json.loads(json.dumps({**offer.ticket, **changes}))
-    ticket = {key: value for key, value in ticket.items() if value is not None}
+    changed = json.loads(json.dumps({**offer.ticket, **changes}))
+    ticket = {key: value for key, value in changed.items() if value is not None}
 
-    fetch = target.decode.fetch(ticket, num_tokens=0, block_ids={"full": []})
+    fetch = fetch_of(target, ticket)
     failure = await failure_of(fetch)
 
-    assert failure.code is code
-    assert failure.blocks_free
+    assert (failure.code, failure.blocks_free) == (code, True)
     await until(
         lambda: (
             decode.logged("request.refused", op="fetch", code=code.value)
@@ -185,39 +175,24 @@ async def test_a_ticket_that_opens_nothing_fails_its_fetch_by_name(
     await offer.withdraw()
 
 
-async def test_a_router_withdraws_an_offer_and_its_waiting_fetch_fails(
+async def test_a_fetch_that_waits_is_cancelled_or_its_offer_withdrawn_by_a_router(
     engines: Pair, prefill: AgentProcess
 ) -> None:
     source, target = engines
     offer = await source.prefill.offer("r", num_tokens=0, block_ids={"full": []}, sealed=False)
-    fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
-    await until(lambda: prefill.status()["counts"]["leases"] == 1)
-    body = {key: offer.ticket[key] for key in ("agent_boot", "offer_id", "secret")}
+    right = {key: offer.ticket[key] for key in ("agent_boot", "offer_id", "secret")}
 
-    reply = ask(prefill.peer, "withdraw", body)
-    failure = await failure_of(fetch)
+    first = fetch_of(target, offer.ticket, 16, {"full": [1]})
+    await until(lambda: prefill.status()["counts"]["leases"] == 1)
+    await first.cancel()
+    cancelled = await failure_of(first)
+    await until(lambda: prefill.status()["counts"]["leases"] == 0)
+    second = fetch_of(target, offer.ticket, 16, {"full": [1]})
+    await until(lambda: prefill.status()["counts"]["leases"] == 1)
+    reply = ask(prefill.peer, "withdraw", right)
+    withdrawn = await failure_of(second)
 
     assert "ok" in reply
-    assert failure.code is ErrorCode.OFFER_WITHDRAWN
-    assert failure.blocks_free
+    assert (cancelled.code, cancelled.blocks_free) == (ErrorCode.CANCELLED, True)
+    assert (withdrawn.code, withdrawn.blocks_free) == (ErrorCode.OFFER_WITHDRAWN, True)
     assert await offer.released() is Outcome.WITHDRAWN
-
-
-async def test_a_fetch_that_waits_is_cancelled_and_its_offer_can_be_read(
-    engines: Pair, prefill: AgentProcess
-) -> None:
-    source, target = engines
-    offer = await source.prefill.offer("r", num_tokens=0, block_ids={"full": []}, sealed=False)
-    fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
-    await until(lambda: prefill.status()["counts"]["leases"] == 1)
-
-    await fetch.cancel()
-    failure = await failure_of(fetch)
-    await until(lambda: prefill.status()["counts"]["leases"] == 0)
-
-    assert failure.code is ErrorCode.CANCELLED
-    assert failure.blocks_free
-    await offer.extend(16, {"full": [1]})
-    await offer.seal()
-    again = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
-    await again.completed()

@@ -74,12 +74,11 @@ class Forgiven:
     def may_skip(self, name: str, reason: str) -> bool:
         """Whether the file has this skip, and CI, where it is one, may do without the test."""
         return any(
-            name.startswith(skip["tests"]) and skip["reason"] in reason and self._may(skip)
+            name.startswith(skip["tests"])
+            and skip["reason"] in reason
+            and (not self.is_ci or (skip["in_ci"] and not _is_found(skip.get("without", ""))))
             for skip in self._skips
         )
-
-    def _may(self, skip: dict[str, Any]) -> bool:
-        return not self.is_ci or (skip["in_ci"] and not _is_found(skip.get("without", "")))
 
 
 def main() -> int:
@@ -102,14 +101,17 @@ def main() -> int:
         problems += again
     elif not problems:
         problems += [f"not passed alone either: {name}" for name in again if not _passes(name)]
-        _show(again, first)
+        for name in again:
+            print(f"\n{'=' * 20} ran again, alone: {name}; the first time:")
+            print(first.failed.get(name, "it never ran"))
     _show_seconds(first)
     print(
         f"{len(first.collected)} tests: {len(first.passed)} passed, {len(first.skipped)} skipped "
         f"(of modules, too), {len(first.failed)} failed, {len(first.lost)} never ran"
     )
     if problems:
-        print("FAILED", *_shortened(problems), sep="\n  ")
+        more = [f"and {len(problems) - MAX_LINES} more"] if len(problems) > MAX_LINES else []
+        print("FAILED", *problems[:MAX_LINES], *more, sep="\n  ")
     return 1 if problems else 0
 
 
@@ -157,12 +159,6 @@ def _passes(name: str) -> bool:
     return run.passed == [name]
 
 
-def _show(again: Iterable[str], first: Report) -> None:
-    for name in again:
-        print(f"\n{'=' * 20} ran again, alone: {name}; the first time:")
-        print(first.failed.get(name, "it never ran"))
-
-
 def _show_seconds(run: Report) -> None:
     """Of each folder of tests, and of the slowest tests."""
     folders: defaultdict[str, float] = defaultdict(float)
@@ -176,11 +172,6 @@ def _show_seconds(run: Report) -> None:
         for name in sorted(kinds, key=lambda name: -kinds[name])[:number]:
             print(f"{kinds[name]:8.1f}  {name}")
     print()
-
-
-def _shortened(lines: Sequence[str]) -> list[str]:
-    more = len(lines) - MAX_LINES
-    return [*lines[:MAX_LINES], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _matches(file: str, patterns: Iterable[str]) -> bool:

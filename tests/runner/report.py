@@ -18,12 +18,10 @@ OPTION = "--report-file"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The file that is written; beside it the stacks of each worker that died."""
     parser.addoption(OPTION, type=Path, required=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A worker watches itself, and their parent reports."""
     path = config.getoption(OPTION)
     worker = getattr(config, "workerinput", None)
     config.pluginmanager.register(
@@ -47,16 +45,13 @@ class Watchdog:
     # pytest stops the watch when a test fails, so that each phase begins it again.
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """The fixtures are there."""
         self._watch(item)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """The test has ended."""
         self._watch(item)
 
     def pytest_runtest_logfinish(self) -> None:
-        """No test runs."""
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self, item: pytest.Item) -> None:
@@ -65,8 +60,6 @@ class Watchdog:
 
 
 class Reporter:
-    """Collects the reports of all workers."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._collected: set[str] = set()
@@ -96,7 +89,6 @@ class Reporter:
         report.longrepr = f"{report.longrepr}\n{stacks}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A phase of a test has ended, or its worker has died."""
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
         if report.failed:
             shown = [report.longreprtext, *(f"[{name}]\n{text}" for name, text in report.sections)]
@@ -109,7 +101,6 @@ class Reporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """Write it all."""
         skipped = {name: why for name, why in self._skipped.items() if name not in self._failed}
         report = {
             "collected": sorted(self._collected),

@@ -10,11 +10,11 @@ from msgspec import structs
 
 from kvbus.keys import Role
 from kvbus.protocol import Ticket, TicketKeys
-from tests.agents import AgentProcess, Agents, agents_ended
-from tests.bus.conftest import context, endpoint, raw_peer, record, running
+from tests.agents import AgentProcess, Agents, agents_ended, started
+from tests.bus.conftest import bus, context, endpoint, hold
 from tests.keyring import KeyRing
 
-__all__ = ["context", "endpoint", "raw_peer", "record", "running"]
+__all__ = ["bus", "context", "endpoint", "hold"]
 
 TICKET_KEY, OLD_TICKET_KEY = b"k" * 32, b"o" * 44
 
@@ -22,28 +22,8 @@ TICKET_KEY, OLD_TICKET_KEY = b"k" * 32, b"o" * 44
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Agents]:
     """The agents that survive what is tried here; they log all that they can."""
-    with agents_ended(Agents) as agents:
-        agents.start(*(agents.prepare(role, log_level="debug") for role in ("prefill", "decode")))
+    with started("prefill", "decode", log_level="debug") as agents:
         yield agents
-
-
-@pytest.fixture
-def agents(shared: Agents) -> Iterator[Agents]:
-    """The shared agents, which must hold nothing after each test."""
-    yield shared
-    shared.check()
-
-
-@pytest.fixture
-def prefill(agents: Agents) -> AgentProcess:
-    """The shared prefill agent."""
-    return agents.all[0]
-
-
-@pytest.fixture
-def decode(agents: Agents) -> AgentProcess:
-    """The shared decode agent."""
-    return agents.all[1]
 
 
 @pytest.fixture(scope="package")

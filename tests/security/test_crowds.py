@@ -15,16 +15,18 @@ import zmq
 
 from kvbus.engine import PrefillSession
 from kvbus.protocol import Rendezvous
-from tests.agents import Agents
-from tests.engines import Engine, engine, pair, works
-from tests.plain_sockets import REPLY_WITHIN_S, Attached, ask
-from tests.security.rights import Body, Leased, pack_of
+from tests.agents import AgentProcess, Agents, until
+from tests.engines import engine, pair, works
+from tests.plain_sockets import REPLY_WITHIN_S, Attached
+from tests.security.rights import Body, Leased
 from tests.security.wire import watched
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
 NUM_SENDERS, NUM_EACH = 1100, 5
 SEGMENT_BYTES = 4096
+MAX_SEGMENTS = 4096
+NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
 CONNECT = """
 import socket, sys
 with socket.socket(socket.AF_UNIX) as connected:
@@ -91,19 +93,6 @@ def crowd_at(endpoint: str) -> Iterator[Crowd]:
             crowd.stop()
 
 
-async def is_met(prefill: Any, source: Engine, target: Engine) -> bool:
-    """Whether a fetch that comes before its offer gets it."""
-    meets = Rendezvous(uuid.uuid4().hex, prefill.peer).to_json()
-    ours, theirs = target.some_blocks(6, 16), source.some_blocks(5, 16)
-    fetch = target.decode.fetch(meets, num_tokens=16, block_ids=ours, timeout_s=60)
-    offer = await source.prefill.offer(
-        uuid.uuid4().hex, num_tokens=16, block_ids=theirs, transfer_id=meets["transfer_id"]
-    )
-    await fetch.completed()
-    await offer.released()
-    return True
-
-
 async def test_senders_that_wait_for_names_keep_no_handoff_from_going_on(fresh: Agents) -> None:
     """Of one connection, more than an agent has sessions; also for an agent that comes later."""
     prefill, early, late = (fresh.prepare(role) for role in ("prefill", "decode", "decode"))
@@ -117,10 +106,14 @@ async def test_senders_that_wait_for_names_keep_no_handoff_from_going_on(fresh: 
                 crowd.ask("meet", body, f"sender-{number % NUM_SENDERS}")
             await anyio.to_thread.run_sync(crowd.start)
             assert await works(source, target)
-            assert await is_met(prefill, source, target)
             async with pair(prefill.attach, late.attach) as (another, newcomer):
-                assert await works(another, newcomer)
-                assert await is_met(prefill, another, newcomer)
+                meets = Rendezvous(uuid.uuid4().hex, prefill.peer).to_json()
+                fetch = newcomer.decode.fetch(meets, **NOTHING, timeout_s=60)
+                met = await another.prefill.offer(
+                    "met", **NOTHING, transfer_id=meets["transfer_id"]
+                )
+                await fetch.completed()
+                await met.released()
 
     assert seen.grown_bytes < 100 * MIB
 
@@ -133,83 +126,56 @@ async def test_a_lease_with_a_thousand_boxes_that_wait_keeps_no_other_from_being
     async with engine(PrefillSession, prefill.attach) as own:
         offer = await own.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
         reader = Leased(prefill, own, dict(offer.ticket))
-        rights = {"token": reader.token, "access": reader.access, "slot_lease_s": 30.0}
-        box = {**pack_of(reader.memory, reader.lease["offer_id"]), **reader.lease, **rights}
         async with pair(prefill.attach, decode.attach) as (source, target):
             assert await works(source, target)
             with crowd_at(prefill.peer) as crowd:
                 for _ in range(1100):
-                    crowd.ask("pack", box, "greedy")
+                    crowd.ask("pack", reader.pack, "greedy")
                 await anyio.to_thread.run_sync(crowd.start)
                 for _ in range(3):
                     assert await works(source, target)
         await offer.withdraw()
 
 
-async def test_who_has_many_reads_served_makes_room_for_another(fresh: Agents) -> None:
-    prefill = fresh.prepare("prefill", max_offers=4)
-    fresh.start(prefill)
-    async with engine(PrefillSession, prefill.attach) as own:
-        offer = await own.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
-        reader = Leased(prefill, own, dict(offer.ticket))
-        served = {**reader.memory, "access": reader.access, "progress_s": 30.0}
-        with crowd_at(prefill.peer) as crowd:
-            for number in range(5):
-                crowd.ask("check", {**served, "offer_id": f"offer-{number}"}, "greedy")
-            await anyio.to_thread.run_sync(crowd.start)
-            reply = await anyio.to_thread.run_sync(
-                ask, prefill.peer, "check", {**served, "offer_id": "another"}
-            )
-        await offer.withdraw()
-
-    assert "ok" in reply
+def is_let_in(agent: AgentProcess) -> bool:
+    with Attached(agent.attach) as process:
+        return "ok" in process.hello()
 
 
-def num_taken(process: Attached, most: int) -> tuple[int, dict[str, Any]]:
-    """How many segments are taken before one is refused, and how that is."""
-    fd = os.memfd_create("segment", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, SEGMENT_BYTES)
-    try:
-        for number in range(most):
-            segment = {"segment_id": str(number), "size_bytes": SEGMENT_BYTES, "direct": True}
-            reply = process.ask("segment", segment, (fd,))
-            if "error" in reply:
-                return number, reply["error"]
-    finally:
-        os.close(fd)
-    raise AssertionError(f"{most} segments were taken")
-
-
-async def test_one_process_passes_so_many_segments_and_no_more(fresh: Agents) -> None:
-    prefill, decode = fresh.prepare("prefill", max_process_segments=50), fresh.prepare("decode")
-    fresh.start(prefill, decode)
-    async with pair(prefill.attach, decode.attach) as (source, target):
-        with Attached(prefill.attach) as process:
-            process.hello()
-            taken, refused = await anyio.to_thread.run_sync(num_taken, process, 1000)
-            mapped = prefill.memory_maps("memfd:segment")
-            still_works = await works(source, target)
-
-    assert (taken, mapped) == (50, 50)
-    assert refused["code"] == "busy"
-    assert "max_process_segments" in refused["message"]
-    assert still_works
-
-
-async def test_one_process_takes_so_many_connections_and_leaves_some_to_others(
+async def test_one_process_passes_so_many_segments_and_connections_and_no_more(
     fresh: Agents,
 ) -> None:
-    agent = fresh.prepare("prefill", max_engine_processes=64)
-    fresh.start(agent)
+    prefill, decode = fresh.prepare("prefill", max_engine_processes=64), fresh.prepare("decode")
+    fresh.start(prefill, decode)
     with ExitStack() as stack:
-        processes = [stack.enter_context(Attached(agent.attach)) for _ in range(64)]
+        processes = [stack.enter_context(Attached(prefill.attach)) for _ in range(64)]
         for process in processes[:48]:
             assert "ok" in process.hello()
-        refusals = [process.receive()["error"] for process in processes[48:]]
-        command = [sys.executable, "-c", CONNECT, str(agent.attach)]
-        other = await anyio.run_process(command, check=False)
+        turned_away = [process.receive()["error"] for process in processes[48:]]
+        other = await anyio.run_process([sys.executable, "-c", CONNECT, str(prefill.attach)])
+        fd = os.memfd_create("segment", os.MFD_ALLOW_SEALING)
+        stack.callback(os.close, fd)
+        os.ftruncate(fd, SEGMENT_BYTES)
+        replies = [
+            processes[0].ask(
+                "segment",
+                {"segment_id": f"{number}", "size_bytes": SEGMENT_BYTES, "direct": True},
+                (fd,),
+            )
+            for number in range(MAX_SEGMENTS + 1)
+        ]
+        num_mapped = prefill.memory_maps("memfd:segment")
+    await until(lambda: is_let_in(prefill))  # the agent has seen that they went
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        still_works = await works(source, target)
 
-    assert {refused["code"] for refused in refusals} == {"busy"}
-    assert "max_process_connections" in refusals[0]["message"]
-    assert other.stdout == b"", "it was turned away"
-    assert other.returncode == 0
+    assert {error["code"] for error in turned_away} == {"busy"}
+    assert "48 attach connections" in turned_away[0]["message"]
+    assert other.stdout == b"", "a process that came later was turned away"
+    assert (["error" in reply for reply in replies], num_mapped) == (
+        [False] * MAX_SEGMENTS + [True],
+        MAX_SEGMENTS,
+    )
+    assert replies[-1]["error"]["code"] == "busy"
+    assert f"{MAX_SEGMENTS} segments" in replies[-1]["error"]["message"]
+    assert still_works

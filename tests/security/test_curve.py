@@ -6,30 +6,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import msgpack
 import pytest
 import zmq
 
 from kvbus.bus import (
     Applicant,
-    BusContext,
     ClientCurve,
+    EventSubscriber,
     KeyCheck,
     KeyPair,
     RequestClient,
     ServerCurve,
     SocketOptions,
-    new_context,
     new_key_pair,
 )
 from kvbus.errors import ErrorCode, RemoteError
 from tests.agents import until
-from tests.bus.conftest import Hold, Running
-from tests.bus.messages import Ask, Echoed, serve
+from tests.bus.conftest import TCP, Bus, Hold, Record
+from tests.bus.messages import Ask, Echoed, asked
 
 pytestmark = pytest.mark.anyio
 
-ANY = "tcp://127.0.0.1:0"
 SERVER, READER, STRANGER = new_key_pair(), new_key_pair(), new_key_pair()
 WITH_KEYS = SocketOptions(curve=ServerCurve(SERVER, "peer"))
 
@@ -46,12 +43,10 @@ class Door:
         return applicant.key in self.keys
 
 
-def asker(
-    context: BusContext, at: str, keys: KeyPair | None, *, server: KeyPair = SERVER
-) -> RequestClient:
+def asker(bus: Bus, at: str, keys: KeyPair | None, server: KeyPair = SERVER) -> RequestClient:
     curve = ClientCurve(keys, server.public) if keys is not None else None
     boot = keys.public if keys is not None else "no key"
-    return RequestClient(context, at, boot=boot, options=SocketOptions(curve=curve), retry_s=0.05)
+    return bus.client(boot, at, options=SocketOptions(curve=curve))
 
 
 @dataclass(frozen=True)
@@ -65,26 +60,20 @@ class Wrong:
     code: ErrorCode = ErrorCode.FORBIDDEN
 
 
-REFUSED = Wrong("refused our key", keys=STRANGER)
-WITHOUT = Wrong("uses keys", keys=None)
-UNKNOWN = Wrong("uses no keys", served=None)
-ANOTHER = Wrong("another server key", server=STRANGER, code=ErrorCode.PEER_UNREACHABLE)
+WRONG = [
+    Wrong("refused our key", keys=STRANGER),
+    Wrong("uses keys", keys=None),
+    Wrong("uses no keys", served=None),
+    Wrong("another server key", server=STRANGER, code=ErrorCode.PEER_UNREACHABLE),
+]
 
 
-@pytest.mark.parametrize(
-    "wrong", [REFUSED, WITHOUT, UNKNOWN, ANOTHER], ids=lambda wrong: wrong.said
-)
-async def test_a_client_that_is_not_let_in_is_told_why(
-    context: BusContext,
-    running: Running,
-    wrong: Wrong,
-) -> None:
-    door = Door(READER)
-    check = KeyCheck(context, door)
-    served = serve(context, ANY, options=wrong.served)
-    client = asker(context, served.endpoint, wrong.keys, server=wrong.server)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.said)
+async def test_a_client_that_is_not_let_in_is_told_why(bus: Bus, wrong: Wrong) -> None:
+    door, served = Door(READER), bus.server(at=TCP, options=wrong.served)
+    client = asker(bus, served.endpoint, wrong.keys, wrong.server)
 
-    async with running(check, served, client):
+    async with bus.running(KeyCheck(bus.context, door), served, client):
         with pytest.raises(RemoteError, match=wrong.said) as refused:
             await client.ask(Ask(), timeout_s=30)
 
@@ -93,70 +82,27 @@ async def test_a_client_that_is_not_let_in_is_told_why(
     assert {(one.address, one.domain) for one in door.asked} <= {("127.0.0.1", "peer")}
 
 
-async def test_a_refused_key_that_is_trusted_later_gets_in_by_itself(
-    context: BusContext, running: Running
-) -> None:
-    door = Door()
-    check, server = KeyCheck(context, door), serve(context, ANY, options=WITH_KEYS)
-    reader = asker(context, server.endpoint, READER)
-
-    async with running(check, server, reader):
-        with pytest.raises(RemoteError, match="refused our key"):
-            await reader.ask(Ask(), timeout_s=30)
-        door.keys.add(READER.public)
-        reply = None
-        with anyio.fail_after(60):
-            while reply is None:
-                with suppress(RemoteError):
-                    reply = await reader.ask(Ask(number=1), timeout_s=30)
-                await anyio.sleep(0.02)
-
-    assert reply == Echoed(number=1)
-
-
-async def test_nobody_is_let_in_while_nobody_checks_keys(
-    context: BusContext, running: Running
-) -> None:
-    """Without a handler libzmq lets every key in, unless it is told to enforce."""
-    server = serve(context, ANY, options=WITH_KEYS)
-    client = asker(context, server.endpoint, STRANGER)
-
-    async with running(server, client):
-        with pytest.raises(RemoteError):
-            await client.ask(Ask(), timeout_s=1)
-
-    assert server.counters.requests == 0
-
-
-async def test_a_session_belongs_to_the_key_of_its_connection(
-    context: BusContext, running: Running
-) -> None:
+async def test_a_session_belongs_to_the_key_of_its_connection(bus: Bus) -> None:
     """The same boot id and secret under another key are another sender."""
-    keys = (READER, STRANGER)
-    check, server = KeyCheck(context, Door(*keys)), serve(context, ANY, options=WITH_KEYS)
-    frame = {"v": 1, "op": "ask", "id": 1, "boot": "same", "secret": "same"}
+    server = bus.server(at=TCP, options=WITH_KEYS)
+    peers = []
+    for keys in (READER, STRANGER):
+        peers.append(bus.raw(zmq.DEALER, server.endpoint, curve=ClientCurve(keys, SERVER.public)))
 
-    async with running(check, server):
-        with new_context() as other:
-            replies = [
-                await raw_ask(other, server.endpoint, keys[n], {**frame, "body": {"number": n}})
-                for n in (0, 1, 0, 1)
-            ]
+    async with bus.running(KeyCheck(bus.context, Door(READER, STRANGER)), server):
+        replies = [await peers[n].ask(asked(1, "same", number=n)) for n in (0, 1, 0, 1)]
 
     assert [reply["ok"]["number"] for reply in replies] == [0, 1, 0, 1]
-    assert server.counters.repeats_answered == 2
+    assert len(server.sessions) == 2
 
 
-async def test_the_calls_and_kept_replies_of_a_key_end_with_it(
-    context: BusContext, running: Running
-) -> None:
-    hold, outcomes = Hold(), asyncio.Queue[Any]()
-    check = KeyCheck(context, Door(READER, STRANGER))
-    server = serve(context, ANY, hold, options=WITH_KEYS)
-    revoked = asker(context, server.endpoint, STRANGER)
-    reader = asker(context, server.endpoint, READER)
+async def test_the_calls_of_a_key_end_with_it(bus: Bus, hold: Hold) -> None:
+    outcomes: asyncio.Queue[Any] = asyncio.Queue()
+    check = KeyCheck(bus.context, Door(READER, STRANGER))
+    server = bus.server(hold, TCP, options=WITH_KEYS)
+    revoked, reader = (asker(bus, server.endpoint, keys) for keys in (STRANGER, READER))
 
-    async with running(check, server, revoked, reader):
+    async with bus.running(check, server, revoked, reader):
         revoked.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
         await hold.arrived.get()
         server.end_key(STRANGER.public)
@@ -170,14 +116,45 @@ async def test_the_calls_and_kept_replies_of_a_key_end_with_it(
     assert [session.sender.key for session in server.sessions] == [READER.public]
 
 
-async def raw_ask(
-    context: BusContext, endpoint: str, keys: KeyPair, fields: dict[str, Any]
-) -> dict[str, Any]:
-    """What a plain DEALER with these keys is answered."""
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.set(zmq.LINGER, 0)
-        ClientCurve(keys, SERVER.public).apply(dealer)
-        dealer.connect(endpoint)
-        dealer.send(msgpack.packb(fields))
-        await until(lambda: dealer.poll(0))
-        return dict(msgpack.unpackb(dealer.recv()))
+async def test_a_refused_key_gets_in_by_itself_when_it_is_trusted_and_none_while_nobody_checks(
+    bus: Bus,
+) -> None:
+    """Without a handler libzmq lets every key in, unless it is told to enforce."""
+    door, server = Door(), bus.server(at=TCP, options=WITH_KEYS)
+    reader = asker(bus, server.endpoint, READER)
+    reply = None
+
+    async with bus.running(server, reader):
+        with pytest.raises(RemoteError):
+            await reader.ask(Ask(), timeout_s=1)
+        async with bus.running(KeyCheck(bus.context, door)):
+            with pytest.raises(RemoteError, match="refused our key"):
+                await reader.ask(Ask(), timeout_s=30)
+            num_served = server.counters.requests
+            door.keys.add(READER.public)
+            with anyio.fail_after(60):
+                while reply is None:
+                    with suppress(RemoteError):
+                        reply = await reader.ask(Ask(number=1), timeout_s=30)
+                    await anyio.sleep(0.02)
+
+    assert (num_served, reply) == (0, Echoed(number=1))
+
+
+async def test_events_of_all_topics_reach_a_subscriber_with_a_key(bus: Bus) -> None:
+    record, heard = Record(), list[tuple[Any, ...]]()
+    served = SocketOptions(curve=ServerCurve(SERVER, "events"))
+    source = bus.publisher(at=TCP, options=served)
+    topics = [f"topic{number}" for number in range(20)]
+    subscriber = EventSubscriber(bus.context, record, topics=topics, keys=READER)
+    subscriber.add(source.endpoint, server_key=SERVER.public)
+
+    async with bus.running(KeyCheck(bus.context, Door(READER)), source, subscriber):
+
+        def hears_the_last() -> bool:
+            source.publish(topics[-1], Echoed())
+            while not record.told.empty():
+                heard.append(record.told.get_nowait()[:2])
+            return ("event", topics[-1]) in heard
+
+        await until(hears_the_last)

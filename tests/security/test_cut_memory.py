@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.anyio
 
 SCRIPT = Path(__file__).parent / "processes" / "cutting_engine.py"
 NUM_TOKENS = NUM_LARGE_BLOCKS * LARGE.block_size
-SHAPE: dict[str, Any] = {"num_blocks": NUM_LARGE_BLOCKS}
 ENDED = (
     ErrorCode.ENGINE_LOST,
     ErrorCode.OFFER_WITHDRAWN,
@@ -31,73 +30,69 @@ ENDED = (
     ErrorCode.STALE,
     ErrorCode.TRANSFER_FAILED,
 )
-
-
 SLOW = {"slice_bytes": 4096, "slice_descriptors": 1, "close_timeout_s": 1.0}
-PREFILL: dict[str, Any] = {"late_read_s": 1.0, "transport": SLOW}
-DECODE: dict[str, Any] = {"lease_s": 3.0, "request_timeout_s": 5.0, "transport": SLOW}
-TCP = {"env": {"UCX_TLS": "tcp"}}
+TCP: dict[str, Any] = {"env": {"UCX_TLS": "tcp"}}
 SHARED_MEMORY: dict[str, Any] = {"env": {}}
-MAPPED = {"env": {}, "mapped": True, "path": "mapped"}
+MAPPED: dict[str, Any] = {"env": {}, "mapped": True, "path": "mapped"}
 
 
 @pytest.fixture(scope="module")
 def shared_slow(request: pytest.FixtureRequest) -> Iterator[Agents]:
     """Two agents whose reads take long, over a fabric or out of mapped memory."""
-    env = {"env": request.param["env"]}
     with agents_ended(Agents) as agents:
-        prefill = agents.prepare("prefill", **PREFILL, **env)
-        decode = agents.prepare("decode", **DECODE, **request.param)
-        for agent in (prefill, decode):
+        env = request.param["env"]
+        agents.prepare("prefill", late_read_s=1.0, transport=SLOW, env=env)
+        reads: dict[str, Any] = {"lease_s": 3.0, "request_timeout_s": 5.0, "transport": SLOW}
+        agents.prepare("decode", **reads, **request.param)
+        for agent in agents.all:
             agent.expected_trouble.add("segment.cut")
-        agents.start(prefill, decode)
+        agents.start(*agents.all)
         yield agents
 
 
 @pytest.fixture
-def slow(shared_slow: Agents) -> Iterator[Agents]:
-    """They hold nothing after each test."""
-    yield shared_slow
+def slow(shared_slow: Agents) -> Iterator[list[AgentProcess]]:
+    """They live and hold nothing after each test."""
+    yield shared_slow.all
+    assert all(agent.alive for agent in shared_slow.all)
     shared_slow.check()
 
 
-class CuttingEngine:
-    """The engine, in a process of its own."""
+class Hostile:
+    """An engine in a process of its own that cuts its memory when it is told to."""
 
-    def __init__(self, agent: AgentProcess, engine_id: str, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(agent.attach), engine_id, *arguments],
+    def __init__(self, agent: AgentProcess, role: str, *ticket: str) -> None:
+        self.engine_id = make_spec().engine_id
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(agent.attach), self.engine_id, role, *ticket],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(Path(kvbus.__file__).parents[1])},
+            text=True,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
 
     def said(self) -> Any:
         """Its next line."""
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
 
     def cut(self) -> None:
-        """Have it truncate its memory."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"\n")
-        self.process.stdin.flush()
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
         assert self.said() == "cut"
 
 
-@pytest.fixture
-def start_engine() -> Iterator[Callable[..., CuttingEngine]]:
-    """Starts engines that end with the test."""
-    started: list[CuttingEngine] = []
-
-    def start(agent: AgentProcess, engine_id: str, *arguments: str) -> CuttingEngine:
-        started.append(CuttingEngine(agent, engine_id, *arguments))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.process.kill()
-        one.process.communicate()
+def large(kind: type[Any], agent: AgentProcess) -> Any:
+    """An engine whose handoffs take long."""
+    return engine(kind, agent.attach, make_spec(groups=(LARGE,)), num_blocks=NUM_LARGE_BLOCKS)
 
 
 # Over TCP the agent serves the READ itself, and so touches the memory; what is unregistered it
@@ -115,55 +110,41 @@ def start_engine() -> Iterator[Callable[..., CuttingEngine]]:
     ids=["read over tcp", "copied", "read through shared memory", "mapped"],
 )
 async def test_a_prefill_engine_that_cuts_its_memory_fails_its_own_readers(
-    slow: Agents, start_engine: Callable[..., CuttingEngine], role: str
+    slow: list[AgentProcess], role: str
 ) -> None:
-    prefill, decode = slow.all
-    async with (
-        engine(DecodeSession, decode.attach, make_spec(groups=(LARGE,)), **SHAPE) as target,
-        engine(PrefillSession, prefill.attach, make_spec(groups=(LARGE,)), **SHAPE) as other,
-    ):
+    prefill, decode = slow
+    async with large(DecodeSession, decode) as target, large(PrefillSession, prefill) as other:
         assert await works(other, target)
-        hostile = start_engine(prefill, make_spec().engine_id, role)
-        ticket = hostile.said()
-        blocks = target.some_blocks(6, NUM_TOKENS)
-        fetch = target.decode.fetch(ticket, num_tokens=NUM_TOKENS, block_ids=blocks)
-        await until(lambda: prefill.status()["counts"]["leases"] > 0)
+        with Hostile(prefill, role) as hostile:
+            blocks = target.some_blocks(6, NUM_TOKENS)
+            fetch = target.decode.fetch(hostile.said(), num_tokens=NUM_TOKENS, block_ids=blocks)
+            await until(lambda: prefill.status()["counts"]["leases"] > 0)
 
-        hostile.cut()
-        failure = await failure_of(fetch)
-        await fetch.blocks_freed()
-        still_works = await works(other, target)
+            hostile.cut()
+            failure = await failure_of(fetch)
+            await fetch.blocks_freed()
 
-    assert prefill.alive
-    assert decode.alive
-    assert failure.code in ENDED
-    assert still_works
+        assert failure.code in ENDED
+        assert await works(other, target)
 
 
 @pytest.mark.parametrize("shared_slow", [TCP, MAPPED], indirect=True, ids=["tcp", "mapped"])
 async def test_a_decode_engine_that_cuts_its_memory_fails_its_own_fetches(
-    slow: Agents, start_engine: Callable[..., CuttingEngine]
+    slow: list[AgentProcess],
 ) -> None:
-    prefill, decode = slow.all
-    async with (
-        engine(PrefillSession, prefill.attach, make_spec(groups=(LARGE,)), **SHAPE) as source,
-        engine(DecodeSession, decode.attach, make_spec(groups=(LARGE,)), **SHAPE) as other,
-    ):
+    prefill, decode = slow
+    async with large(PrefillSession, prefill) as source, large(DecodeSession, decode) as other:
         assert await works(source, other)
         blocks = source.some_blocks(5, NUM_TOKENS)
         offer = await source.prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=blocks)
-        engine_id = make_spec().engine_id
-        hostile = start_engine(decode, engine_id, "decode", json.dumps(offer.ticket))
-        assert hostile.said() == {}
-        await until(lambda: prefill.status()["counts"]["leases"] > 0)
+        with Hostile(decode, "decode", json.dumps(offer.ticket)) as hostile:
+            assert hostile.said() == {}
+            await until(lambda: prefill.status()["counts"]["leases"] > 0)
 
-        hostile.cut()
-        (failed,) = decode.says("handoff.failed", engine_id=engine_id)
-        still_works = await works(source, other)
+            hostile.cut()
+            (failed,) = decode.says("handoff.failed", engine_id=hostile.engine_id)
+
+        assert failed["code"] in ENDED
+        assert await works(source, other)
         await offer.withdraw()
         await offer.released()
-
-    assert prefill.alive
-    assert decode.alive
-    assert failed["code"] in ENDED
-    assert still_works

@@ -1,20 +1,19 @@
 """Whoever connects to UCX over TCP owns the process: it listens on the named interfaces only."""
 
+import resource
 import subprocess
 import sys
-import tempfile
-import threading
-from pathlib import Path
-from typing import Any
 
+import anyio
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
+from kvbus.agent import DataPlane
 from kvbus.errors import KVBusError
 from kvbus.spawn import free_port
-from tests.agents import AgentProcess, Agents
-from tests.decode.neighbours import neighbours
-from tests.engines import works
+from kvbus.transport import Transport
+from tests.agents import AgentProcess, Agents, until
 from tests.keyring import hand_over
 
 pytestmark = pytest.mark.anyio
@@ -49,6 +48,27 @@ def test_a_process_that_listens_elsewhere_ends(method: str) -> None:
     assert "UCX listens at 0.0.0.0:" in ended.stdout + ended.stderr
 
 
+async def test_where_ucx_listens_is_looked_at_again_when_there_are_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbus.agent.data_plane.LOOK_AGAIN_S", 0.01)
+    plane = DataPlane(("lo",), Transport("unopened"))
+    await plane.look()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    with capture_logs() as logged:
+        async with anyio.create_task_group() as tasks:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            try:
+                tasks.start_soon(plane.watch)
+                await until(lambda: logged)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                tasks.cancel_scope.cancel()
+
+    assert logged[0]["event"] == "descriptors.exhausted"
+
+
 @pytest.mark.parametrize("events", ["[::1]", "localhost", "lo"])
 def test_with_binds_of_loopback_ucx_listens_there_at_the_ports_that_are_named(
     fresh: Agents, events: str
@@ -74,7 +94,7 @@ async def test_agents_of_one_machine_listen_at_no_port_of_ucx_until_one_cannot_m
     fresh: Agents,
 ) -> None:
     prefill = fresh.prepare("prefill")
-    decode = fresh.prepare("decode", mapped=True, calibrate=True)
+    decode = fresh.prepare("decode", mapped=True)
     without = fresh.prepare("decode", mapped=False)
     fresh.start(prefill, decode, without)
 
@@ -105,22 +125,3 @@ def listening_ports(agent: AgentProcess) -> set[int]:
     """The TCP ports at which the process listens, as the kernel has them."""
     found = psutil.Process(agent.pid).net_connections("tcp")
     return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
-
-
-async def test_no_handshake_asks_each_descriptor_on_the_event_loop() -> None:
-    asked_by = set[int]()
-
-    def note(name: str, args: tuple[Any, ...]) -> None:
-        if name == "os.listdir" and str(args[0]) == "/proc/self/fd":
-            asked_by.add(threading.get_ident())
-
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        async with (
-            neighbours(Path(folder), decode={"mapped": False}) as both,
-            both.engines() as (source, target),
-        ):
-            sys.addaudithook(note)  # for good: it is as long as the process
-            assert await works(source, target)
-
-    assert asked_by
-    assert threading.get_ident() not in asked_by

@@ -1,23 +1,22 @@
 """A boot id that others have heard is not enough to speak or to hear in its name."""
 
 import asyncio
-from collections.abc import Callable
+import socket
 from typing import Any
 
 import pytest
 import zmq
 
-from kvbus.bus import BusContext, Call, RequestClient
+from kvbus.bus import is_of_same_user
 from kvbus.engine import PrefillSession
-from tests.agents import Agents
-from tests.bus.conftest import Hold, RawPeer, Running
-from tests.bus.messages import Ask, Echoed, serve
+from tests.agents import AgentProcess
+from tests.bus.conftest import Bus, Hold
+from tests.bus.messages import Ask, Echoed
 from tests.engines import engine
-from tests.plain_sockets import ask
+from tests.plain_sockets import ask, engine_socket
 
 pytestmark = pytest.mark.anyio
 
-MakePeer = Callable[..., RawPeer]
 BOOT = "victim"
 OWN = {"secret": "victim's own"}
 
@@ -26,89 +25,70 @@ def request(request_id: int, number: int = 0, **more: Any) -> dict[str, Any]:
     return {"v": 1, "op": "ask", "id": request_id, "boot": BOOT, "body": {"number": number}, **more}
 
 
-def double(asked: Ask, call: Call) -> None:
-    call.reply(Echoed(number=2 * asked.number))
-
-
 @pytest.mark.parametrize(
     "shown",
     [({}, {}), ({}, {"secret": "x"}), (OWN, {}), (OWN, {"secret": ""}), (OWN, {"secret": "x"})],
 )
-async def test_the_kept_replies_of_a_victim_are_not_replayed_to_a_stranger(
-    context: BusContext,
-    endpoint: str,
-    running: Running,
-    raw_peer: MakePeer,
-    shown: tuple[dict[str, Any], dict[str, Any]],
+async def test_what_a_victim_waits_for_does_not_go_to_a_stranger(
+    bus: Bus, hold: Hold, shown: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
     victims, secret = shown
-    server = serve(context, endpoint, double)
-    stranger, victim = raw_peer(zmq.DEALER, endpoint), raw_peer(zmq.DEALER, endpoint)
+    server = bus.server(hold)
+    stranger, victim = bus.raw(zmq.DEALER), bus.raw(zmq.DEALER)
 
-    async with running(server):
+    async with bus.running(server):
         victim.put(request(1, number=21, **victims))
-        told = await victim.get()
+        await hold.arrived.get()
         stranger.put(request(1, **secret))
-        overheard = await stranger.get()
-        victim.put(request(1, number=21, **victims))
-        repeated = await victim.get()
+        await hold.arrived.get()
+        for asked, call in zip(hold.asked, hold.calls, strict=True):
+            call.reply(Echoed(number=asked.number))
+        overheard, told = await stranger.get(), await victim.get()
 
-    assert overheard["ok"]["number"] == 0
-    assert repeated == told
-    assert server.counters.repeats_answered == 1
+    assert (told["ok"]["number"], overheard["ok"]["number"]) == (21, 0)
 
 
-async def test_a_reply_comes_to_a_new_connection_that_shows_the_secret(
-    context: BusContext, endpoint: str, running: Running, raw_peer: MakePeer
+async def test_an_answer_comes_to_a_new_connection_that_shows_the_secret(
+    bus: Bus, hold: Hold
 ) -> None:
-    server = serve(context, endpoint, double)
-    first, second = raw_peer(zmq.DEALER, endpoint), raw_peer(zmq.DEALER, endpoint)
-    asked = request(1, number=21, secret="my own")
+    server, first, second = bus.server(hold), bus.raw(zmq.DEALER), bus.raw(zmq.DEALER)
 
-    async with running(server):
-        first.put(asked)
-        told = await first.get()
+    async with bus.running(server):
+        first.put(request(1, number=21, **OWN))
+        await hold.arrived.get()
         first.socket.close()
-        second.put(asked)
-        repeated = await second.get()
+        await second.ask(request(1, number=21, **OWN) | {"op": "ping", "id": 2})
+        hold.calls[0].reply(Echoed(number=21))
+        answered = await second.get()
 
-    assert repeated == told
-    assert server.counters.repeats_answered == 1
+    assert answered["ok"]["number"] == 21
 
 
 async def test_a_stranger_neither_gets_nor_holds_up_what_is_sent_to_a_victim(
-    context: BusContext, endpoint: str, running: Running, raw_peer: MakePeer
+    bus: Bus, hold: Hold
 ) -> None:
     """Its requests under the victim's boot id used to move the whole session to it."""
-    hold, notices = Hold(), asyncio.Queue[Any]()
-    server = serve(context, endpoint, hold)
-    client = RequestClient(context, endpoint, boot=BOOT, on_notice=notices.put_nowait, ping_s=30)
-    stranger = raw_peer(zmq.DEALER, endpoint)
-    outcomes: asyncio.Queue[Any] = asyncio.Queue()
+    stranger, notices, outcomes = bus.raw(zmq.DEALER), asyncio.Queue[Any](), asyncio.Queue[Any]()
 
-    async with running(server, client):
+    async with bus.pair(hold, boot=BOOT, on_notice=notices.put_nowait, ping_s=30) as (_, client):
         client.send(Ask(number=1), timeout_s=30, on_reply=outcomes.put_nowait)
         call = await hold.arrived.get()
-        stranger.put(request(2**63) | {"op": "ping"})
-        pong = await stranger.get()
+        pong = await stranger.ask(request(2**63) | {"op": "ping"})
         call.reply(Echoed(number=1))
         call.session.notify("n", {"number": 7})
         reply, notice = await outcomes.get(), await notices.get()
-        stranger.put(request(2**63 + 1) | {"op": "ping"})
-        next_heard = await stranger.get()
+        next_heard = await stranger.ask(request(2**63 + 1) | {"op": "ping"})
 
     assert pong["ok"] == {}
     assert (reply, notice.body["number"]) == (Echoed(number=1), 7)
     assert next_heard["re"] == 2**63 + 1
 
 
-async def test_request_ids_begin_where_nobody_guesses(
-    context: BusContext, endpoint: str, running: Running, raw_peer: MakePeer
-) -> None:
-    server = raw_peer(zmq.ROUTER, endpoint)
-    clients = [RequestClient(context, endpoint, boot=f"{n}", ping_s=30) for n in range(8)]
+async def test_request_ids_begin_where_nobody_guesses(bus: Bus) -> None:
+    server = bus.raw(zmq.ROUTER)
+    clients = [bus.client(f"{n}", ping_s=30) for n in range(8)]
 
-    async with running(*clients):
+    async with bus.running(*clients):
         for client in clients:
             client.send(Ask(), timeout_s=30, on_reply=lambda _: None)
         asked = [await server.get() for _ in clients]
@@ -118,21 +98,28 @@ async def test_request_ids_begin_where_nobody_guesses(
     assert len({frame["secret"] for frame in asked}) == len(clients)
 
 
-async def test_another_process_cannot_offer_in_the_name_of_an_engine(fresh: Agents) -> None:
-    agent = fresh.prepare("prefill")
-    fresh.start(agent)
-    socket = f"ipc://{agent.settings['runtime_dir']}/engine.sock"
-
-    async with engine(PrefillSession, agent.attach) as source:
-        blocks = source.some_blocks(1, 32)
+async def test_another_process_cannot_offer_in_the_name_of_an_engine(prefill: AgentProcess) -> None:
+    async with engine(PrefillSession, prefill.attach) as source:
         stolen: dict[str, Any] = {"boot": source.prefill.boot, "id": 1}
         body = {"request_id": "r", "num_tokens": 0, "tables": {}, "sealed": True, "ttl_s": 0.0}
         refusals = [
-            ask(socket, op, body, **stolen)["error"]["code"]
+            ask(engine_socket(prefill.attach), op, body, **stolen)["error"]["code"]
             for op in ("offer", "seal", "withdraw", "detach", "ready")
         ]
-        offer = await source.prefill.offer("r", num_tokens=32, block_ids=blocks)
+        offer = await source.prefill.offer("r", num_tokens=32, block_ids=source.some_blocks(1, 32))
         await offer.withdraw()
         await offer.released()
 
     assert refusals == ["not_registered"] * 5
+
+
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_a_process_of_the_same_user_is_known_until_it_hangs_up(family: int, host: str) -> None:
+    with socket.create_server((host, 0), family=family) as server:
+        with socket.create_connection(server.getsockname()[:2]):
+            accepted, _ = server.accept()
+            assert is_of_same_user(accepted.fileno())
+        with accepted:
+            assert not is_of_same_user(accepted.fileno())

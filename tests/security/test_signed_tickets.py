@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvbus.engine import Fetch, MemorySession, PrefillSession
+from kvbus.engine import Fetch
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.geometry import BlockTable
 from kvbus.protocol import Rendezvous, Ticket, TicketKeys, packed_tables
 from tests.agents import AgentProcess, Agents
-from tests.engines import Engine, failure_of, make_spec, pair, same, works
-from tests.memories import NHD
+from tests.engines import Engine, failure_of, pair, same, works
 from tests.security.conftest import TICKET_KEY, signed
 from tests.security.wire import FORGED
 
@@ -56,34 +55,6 @@ def fetch_of(target: Engine, ticket: Ticket, **more: Any) -> Fetch:
     return target.decode.fetch(ticket.to_json(), **NOTHING, **more)
 
 
-async def test_tickets_of_either_key_are_read_ahead_and_other_blocks_are_refused(
-    engines: Pair, site: list[AgentProcess]
-) -> None:
-    source, target = engines
-    theirs, ours = source.some_blocks(5, 40), target.some_blocks(6, 40)
-    assert await works(source, target)
-    offer = await source.prefill.offer("r", num_tokens=40, block_ids=theirs)
-    ticket, before = Ticket.from_json(offer.ticket), target.snapshot()
-    others = packed_tables({"full": BlockTable.of(theirs["full"][::-1])}, max_blocks=9)
-    wanted: dict[str, Any] = {"num_tokens": 40, "block_ids": ours}
-
-    failures = [
-        await failure_of(
-            target.decode.fetch(structs.replace(ticket, blocks=blocks).to_json(), **wanted)
-        )
-        for blocks in (others, "")
-    ]
-    unchanged = same(target.snapshot(), before)
-    fetch = target.decode.fetch(signed(ticket).to_json(), **wanted)
-    await fetch.completed()
-
-    assert len(ticket.signature) == 64
-    assert [failure.code for failure in failures] == [ErrorCode.FORBIDDEN] * 2
-    assert unchanged
-    (line,) = site[1].says("handoff.completed", fetch_id=fetch.fetch_id)
-    assert line["ahead"]
-
-
 async def test_an_altered_or_redirected_ticket_is_refused_before_anything_is_connected(
     engines: Pair,
 ) -> None:
@@ -116,6 +87,34 @@ async def test_an_altered_or_redirected_ticket_is_refused_before_anything_is_con
     assert connected == 0
     assert same(target.snapshot(), before)
     await fetch_of(target, ticket).completed()
+
+
+async def test_tickets_of_either_key_are_read_ahead_and_other_blocks_are_refused(
+    engines: Pair, site: list[AgentProcess]
+) -> None:
+    source, target = engines
+    theirs, ours = source.some_blocks(5, 40), target.some_blocks(6, 40)
+    assert await works(source, target)
+    offer = await source.prefill.offer("r", num_tokens=40, block_ids=theirs)
+    ticket, before = Ticket.from_json(offer.ticket), target.snapshot()
+    others = packed_tables({"full": BlockTable.of(theirs["full"][::-1])}, max_blocks=9)
+    wanted: dict[str, Any] = {"num_tokens": 40, "block_ids": ours}
+
+    failures = [
+        await failure_of(
+            target.decode.fetch(structs.replace(ticket, blocks=blocks).to_json(), **wanted)
+        )
+        for blocks in (others, "")
+    ]
+    unchanged = same(target.snapshot(), before)
+    fetch = target.decode.fetch(signed(ticket).to_json(), **wanted)
+    await fetch.completed()
+
+    assert len(ticket.signature) == 64
+    assert [failure.code for failure in failures] == [ErrorCode.FORBIDDEN] * 2
+    assert unchanged
+    (line,) = site[1].says("handoff.completed", fetch_id=fetch.fetch_id)
+    assert line["ahead"]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +175,7 @@ async def test_a_rendezvous_that_the_site_has_signed_is_met(
     await offer.released()
 
 
-async def test_an_allow_list_holds_without_keys_and_for_agents_that_an_engine_names(
-    fresh: Agents,
-) -> None:
+async def test_an_allow_list_holds_without_keys(fresh: Agents) -> None:
     agents = fresh.prepare("prefill"), fresh.prepare("decode", allowed_peers=["127.0.0.1"])
     fresh.start(*agents)
     with listener("127.0.0.2") as (elsewhere, num_connected):
@@ -186,27 +183,8 @@ async def test_an_allow_list_holds_without_keys_and_for_agents_that_an_engine_na
             offer = await source.prefill.offer("r", **NOTHING)
             redirected = structs.replace(Ticket.from_json(offer.ticket), endpoint=elsewhere)
 
-            failures = [await failure_of(fetch_of(target, redirected)) for _ in range(5)]
-            works_on = await works(source, target)
+            failure = await failure_of(fetch_of(target, redirected))
+
+            assert await works(source, target)
             await offer.withdraw()
-            failures.append(await failure_of_spread(agents[0], target, elsewhere))
-        connected = num_connected()
-
-    assert {failure.code for failure in failures} == {ErrorCode.FORBIDDEN}
-    assert connected == 0
-    assert works_on
-
-
-async def failure_of_spread(home: AgentProcess, target: Engine, elsewhere: str) -> FetchFailed:
-    """Of a fetch from an engine that says that one of its ranks is ``elsewhere``."""
-    spec = make_spec(tp=2)
-    async with (
-        PrefillSession(home.attach, spec) as control,
-        MemorySession(home.attach, spec, 0) as rank,
-    ):
-        await rank.allocate(NHD, num_blocks=4)
-        await control.register(others={elsewhere: [1]}, access=FORGED)
-        offer = await control.offer("r", **NOTHING)
-        failure = await failure_of(fetch_of(target, Ticket.from_json(offer.ticket)))
-        await offer.withdraw()
-    return failure
+        assert (failure.code, num_connected()) == (ErrorCode.FORBIDDEN, 0)

@@ -21,7 +21,6 @@ MORE, LONG, COMMAND = 1, 2, 4
 STUCK_S = 3.0
 """Nobody reads a connection any more that takes nothing for so long."""
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
-CLOCK_HZ = os.sysconf("SC_CLK_TCK")
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
@@ -93,47 +92,23 @@ class Watched:
     """What a process used while it was watched."""
 
     pid: int
-    rss_before: int
-    num_fds_before: int
-    rss_peak: int = 0
-    fds_peak: int = 0
-    cpu_s: float = 0.0
+    grown_bytes: int = 0
+    """How much more resident memory it had at the worst moment."""
     ended: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def grown_bytes(self) -> int:
-        """How much more resident memory it had at the worst moment."""
-        return self.rss_peak - self.rss_before
-
-    def look(self) -> None:
-        self.rss_peak = max(self.rss_peak, resident_bytes(self.pid))
-        self.fds_peak = max(self.fds_peak, num_fds(self.pid))
-
     def run(self) -> None:
-        started = cpu_s(self.pid)
+        before = self.resident_bytes()
         while not self.ended.wait(0.01):
-            self.look()
-        self.cpu_s = cpu_s(self.pid) - started
+            self.grown_bytes = max(self.grown_bytes, self.resident_bytes() - before)
 
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-
-
-def num_fds(pid: int) -> int:
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time of all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / CLOCK_HZ
+    def resident_bytes(self) -> int:
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 @contextmanager
 def watched(agent: AgentProcess) -> Iterator[Watched]:
     """Look at an agent every ten milliseconds."""
-    seen = Watched(agent.pid, resident_bytes(agent.pid), num_fds(agent.pid))
+    seen = Watched(agent.pid)
     thread = threading.Thread(target=seen.run)
     thread.start()
     try:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tests.sim.world import Violation
-from tests.sim.worlds import SORTS, Run, simulate
+from tests.sim.worlds import SORTS, simulate
 
 ROUND = 2000
 """Handoffs of one world; the next one has another seed."""
@@ -29,47 +29,28 @@ def main(
     """Simulate handoffs between agents in worlds of many seeds, and check bytes and ends."""
     names = list(SORTS) if world == "all" else [world]
     began = time.process_time()
-    totals: dict[str, Totals] = {name: Totals() for name in names}
+    counts = {name: Counter[str]() for name in names}
     done = number = 0
     while done < handoffs:
         name, size = names[number % len(names)], min(ROUND, handoffs - done)
         try:
-            run = simulate(SORTS[name], seed=seed + number, num_handoffs=size)
+            cluster = simulate(SORTS[name], seed=seed + number, num_handoffs=size)
         except Violation as violation:
             typer.echo("".join(traceback.format_exception(violation)), err=True)
             again = f"--world {name} --seed {seed + number} --handoffs {size}"
             typer.echo(f"again: PYTHONHASHSEED=0 python -m tests.sim {again}", err=True)
             raise typer.Exit(1) from violation
-        totals[name].add(run)
+        counts[name] += cluster.ledger.ends + cluster.faults
+        counts[name]["breaks"] += cluster.network.num_breaks
+        counts[name]["virtual seconds"] += round(cluster.world.now)
         done += size
         number += 1
-        del run
+        del cluster
         gc.collect()
-    for name, total in totals.items():
-        typer.echo(f"{name}: {total}")
+    for name, counted in counts.items():
+        typer.echo(f"{name}: {', '.join(f'{one} {what}' for what, one in counted.most_common())}")
     spent_s = time.process_time() - began
     typer.echo(f"{done} handoffs, 0 violations, {spent_s:.0f} s of one core")
-
-
-class Totals:
-    """Counts over runs of one sort of world."""
-
-    def __init__(self) -> None:
-        self.ends: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.num_breaks, self.virtual_s = 0, 0.0
-
-    def add(self, run: Run) -> None:
-        """One more run."""
-        self.ends += run.cluster.ledger.ends
-        self.faults += Counter(fault.kind.value for fault in run.faults)
-        self.num_breaks += run.cluster.network.num_breaks
-        self.virtual_s += run.cluster.world.now
-
-    def __str__(self) -> str:
-        ends = ", ".join(f"{count} {end}" for end, count in self.ends.most_common())
-        faults = ", ".join(f"{count} {kind}" for kind, count in self.faults.most_common())
-        return f"{self.virtual_s:.0f} s, {ends}; {faults or 'no faults'}; {self.num_breaks} breaks"
 
 
 if __name__ == "__main__":

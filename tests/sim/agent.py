@@ -7,15 +7,13 @@ from typing import Any, cast
 
 import anyio
 
-from kvbus.agent.engines.directory import EngineDirectory
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.engines.memory_return import MemoryReturn
-from kvbus.agent.process.access import Access
-from kvbus.agent.process.data_plane import DataPlane
-from kvbus.agent.process.identity import AgentIdentity
-from kvbus.agent.process.metrics import AgentMetrics
-from kvbus.agent.process.service import Agent, Service
-from kvbus.agent.staging.devices import StagingDevices
+from kvbus.agent.access import Access
+from kvbus.agent.data_plane import DataPlane
+from kvbus.agent.engines import EngineDirectory, Surroundings
+from kvbus.agent.identity import AgentIdentity
+from kvbus.agent.observe import AgentMetrics
+from kvbus.agent.service import Agent, Service
+from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, new_boot_id
 from kvbus.errors import KVBusError
 from kvbus.memory import BusErrors
@@ -42,13 +40,11 @@ class SimAttach:
         self.is_open = True
 
     def hang_up(self) -> None:
-        """The agent's side ends it."""
         if self.agent.process.is_alive:
             self.end()
             self.agent.world.after(0.0, self._on_hung_up)
 
     def end(self) -> None:
-        """Either side has ended it: the agent hears of it."""
         if self.is_open and self.agent.process.is_alive:
             self.is_open = False
             self.agent.process.loop.call_soon(
@@ -94,7 +90,7 @@ class SimAgent:
         self.process = Process(self.name, host, world.new_loop(f"{self.name}/{boot_number}"))
         self.engine_endpoint = f"ipc://{self.name}"
         self.boot = ""
-        self.has_started = self.has_drained = False
+        self.has_started = False
         self.started_at = 0.0
         self._fabric, self._settings = fabric, settings
         self._stopping: anyio.Event
@@ -103,17 +99,14 @@ class SimAgent:
 
     @property
     def host(self) -> str:
-        """Its address, which stands for its machine."""
         return self.process.machine
 
     @property
     def peer_endpoint(self) -> str:
-        """Where other agents reach it."""
         return f"tcp://{self.host}:{PEER_PORT}"
 
     @property
     def is_up(self) -> bool:
-        """Whether engines can attach."""
         return self.has_started and self.process.is_alive
 
     def stop(self) -> None:
@@ -136,13 +129,9 @@ class SimAgent:
             self.engines = engines = EngineDirectory(
                 transport=transport,
                 staging=staging,
-                memory=MemoryReturn(transport, lambda: self.service),
                 bus_errors=BusErrors(),
-                max_process_segments=config.max_process_segments,
                 lend=False,
                 tasks=self.tasks,
-                on_ready=self._see_ready,
-                on_lost=self._see_lost,
             )
             access = Access()
             engine_socket = self._server(context, self.engine_endpoint, engines.admit)
@@ -153,8 +142,7 @@ class SimAgent:
                 boot=self.boot,
                 heartbeat_s=config.heartbeat_s,
             )
-            engines.server = engine_socket
-            engines.identity = AgentIdentity(
+            identity = AgentIdentity(
                 agent_id=self.name,
                 boot=self.boot,
                 role=self.role,
@@ -163,7 +151,7 @@ class SimAgent:
                 events_endpoint=events.endpoint,
             )
             self.agent = Agent(
-                identity=engines.identity,
+                identity=identity,
                 transport=transport,
                 engines=engines,
                 publisher=events,
@@ -179,6 +167,7 @@ class SimAgent:
                 new_executor=lambda *_: SimExecutor(loop),
             )
             self.service = self._service(config)
+            engines.open(Surroundings(identity, engine_socket, events, self.service))
             engine_socket.on(
                 {
                     Register: engines.register,
@@ -194,19 +183,12 @@ class SimAgent:
             self.has_started, self.started_at = True, self.world.now
             await self._stopping.wait()
             self.service.start_draining()
-            with anyio.move_on_after(config.drain_timeout_s) as scope:
+            with anyio.move_on_after(config.drain_timeout_s):
                 await self.service.drained()
-            self.has_drained = not scope.cancelled_caught
             self.service.stop()
             await anyio.sleep(0.1)  # last notices
             self.has_started = False
             self.tasks.cancel_scope.cancel()
-
-    def _see_ready(self, engine: LocalEngine) -> None:
-        self.service.on_engine_ready(engine)
-
-    def _see_lost(self, engine: LocalEngine) -> None:
-        self.service.on_engine_lost(engine)
 
     def _config(self) -> DecodeConfig | PrefillConfig:
         fixed: dict[str, Any] = {
@@ -216,10 +198,11 @@ class SimAgent:
             "mapped": False,
             "staging_bytes": 16 << 12,
             "slot_bytes": 1 << 12,
+            **self._settings,
         }
         if self.role is AgentRole.PREFILL:
-            return PrefillConfig(**fixed, **self._settings)
-        return DecodeConfig(**fixed, calibrate=False, **self._settings)
+            return PrefillConfig(**fixed)
+        return DecodeConfig(**fixed)
 
     def _service(self, config: DecodeConfig | PrefillConfig) -> Service:
         if isinstance(config, PrefillConfig):

@@ -3,11 +3,14 @@
 import asyncio
 import gc
 import logging
+import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -16,7 +19,7 @@ from kvbus.protocol import AgentRole, Rendezvous, Status
 from tests.sim.agent import SimAgent
 from tests.sim.engine import DecodeEngine, PrefillEngine, Shape, SimEngine
 from tests.sim.handoffs import Handoff, Ledger, Plan
-from tests.sim.network import Network
+from tests.sim.network import Network, Process
 from tests.sim.transport import Fabric
 from tests.sim.world import SimLoop, World, seeded
 
@@ -42,11 +45,12 @@ class FaultKind(StrEnum):
     BREAK = "break"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
     """One thing that goes wrong; a cut is between agents ``number`` and ``other``."""
 
     kind: FaultKind
+    _: KW_ONLY
     at_s: float = 0.0
     role: AgentRole = P
     number: int = 0
@@ -83,15 +87,17 @@ class Cluster:
             self.world, delay_s=settings.delay_s, breaks=settings.breaks, drops=settings.drops
         )
         self.fabric = Fabric(self.network, settings.part_s, settings.flips)
-        self.ledger = Ledger(self.world)
-        self.ledger.late_s = self._late_s
-        self.ledger.story = self._story
-        self.ledger.on_offered = self._on_offered
+        self.ledger = Ledger(
+            self.world, late_s=self._late_s, story=self._story, on_offered=self._on_offered
+        )
         self.agents: dict[tuple[AgentRole, int], SimAgent] = {}
         self.engines: dict[tuple[AgentRole, int], SimEngine] = {}
+        self._processes: list[SimAgent | SimEngine] = []
+        """Also those that were killed: what they had is given back at the end, with no warning."""
         self._boots = 0
         self._pauses: list[tuple[str, float, float]] = []
         self._num_faults = 0
+        self.faults: Counter[str] = Counter()
         for number in range(settings.pairs):
             for role in (P, D):
                 self._start_agent(role, number)
@@ -109,16 +115,12 @@ class Cluster:
         self.world.after(after_s, self._begin, handoff)
         return handoff
 
-    def suffer(self, faults: Iterable[Fault]) -> None:
+    def suffer(self, *faults: Fault) -> None:
         """These will go wrong."""
         for fault in faults:
             self._num_faults += 1
+            self.faults[fault.kind.value] += 1
             self.world.after(fault.at_s, self._begin_fault, fault)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is under way, and all is healed."""
-        return not (self.ledger.live or self._num_faults)
 
     def run(self, seconds: float) -> None:
         """Let so much time pass."""
@@ -131,12 +133,32 @@ class Cluster:
         if not self.world.run(condition, within_s=within_s):
             self.world.fail(f"it never held: {condition}")
 
+    def time_until(self, condition: Callable[[], bool]) -> float:
+        """How long it takes until something holds."""
+        began = self.world.now
+        self.until(condition)
+        return self.world.now - began
+
+    def end_of(self, handoff: Handoff) -> str:
+        """Go on until its fetch has ended; returns how, and by which code."""
+        self.until(lambda: handoff.is_ended)
+        return handoff.end
+
+    def works(self) -> bool:
+        """Whether a handoff completes, once all engines are ready."""
+        self.start()
+        return self.end_of(self.give(Plan())) == "completed"
+
+    def count(self, role: AgentRole, name: str) -> int:
+        """What the first agent of a role has of something."""
+        return int(self.agents[role, 0].service.counts()[name])
+
     def settle(self) -> None:
         """Everything that was begun ends, and nothing is left anywhere."""
-        if not self.world.run(lambda: self.is_over, within_s=QUIET_S):
-            live = list(self.ledger.live.values())
-            self.world.fail(f"{len(live)} handoffs are not over: {live[:3]}")
-        if not self.world.run(self._is_clean, within_s=CLEAN_S):
+        live = self.ledger.live
+        if not self.world.run(lambda: not (live or self._num_faults), within_s=QUIET_S):
+            self.world.fail(f"{len(live)} handoffs are not over: {list(live.values())[:3]}")
+        if not self.world.run(lambda: not self._left(), within_s=CLEAN_S):
             self.world.fail(f"something is left: {self._left()}")
         for engine in self.engines.values():
             engine.cache.give_back(engine.cache.take(0, len(engine.cache.free)) or ())
@@ -151,34 +173,24 @@ class Cluster:
         self.world.end(until=lambda: all(main.done() for main in mains), within_s=60)
         self.agents.clear()
         self.engines.clear()
-        self.ledger.forget_engines()
+        self._processes.clear()
         self.fabric.transports.clear()
         self.network.close()
         self.world.close()
 
-    def agent(self, role: AgentRole, number: int = 0) -> SimAgent:
-        """The process that is there now."""
-        return self.agents[role, number]
-
-    def _is_clean(self) -> bool:
-        return not self._left()
-
     def _left(self) -> list[str]:
         left = []
         for engine in self.engines.values():
-            if not engine.is_ready:
-                left.append(f"{engine.name} is not ready")
-            if len(engine.cache.free) != engine.cache.num_blocks:
-                left.append(f"{engine.name} lacks blocks")
+            if not engine.is_ready or len(engine.cache.free) != engine.cache.num_blocks:
+                left.append(f"{engine.name} is not ready, or lacks blocks")
         for agent in self.agents.values():
-            counts = agent.service.counts() if agent.has_started else {"starting": 1}
-            held = {name: count for name, count in counts.items() if count}
-            stats = agent.agent.transport.stats() if agent.has_started else None
-            if stats is not None and stats.outstanding_reads:
-                held["reads"] = stats.outstanding_reads
-            if stats is not None and agent.role is P and stats.progress_tokens:
-                held["progress"] = stats.progress_tokens
-            if held:
+            held = {"starting": 1}
+            if agent.has_started:
+                stats = agent.agent.transport.stats()
+                progress = stats.progress_tokens if agent.role is P else 0
+                counts = {"reads": stats.outstanding_reads, "progress": progress}
+                held = {**agent.service.counts(), **counts}
+            if any(held.values()):
                 left.append(f"{agent.name} holds {held}")
         return left
 
@@ -198,10 +210,10 @@ class Cluster:
     def _begin(self, handoff: Handoff) -> None:
         plan = handoff.plan
         if plan.meets:
-            self._fetch_later(handoff, self._rendezvous(handoff))
-        source = self.engines[P, plan.prefill]
-        assert isinstance(source, PrefillEngine)
-        self._on(source, source.offer, handoff)
+            endpoint = self.agents[P, plan.prefill].peer_endpoint
+            name = Rendezvous(transfer_id=str(plan.transfer_id), endpoint=endpoint)
+            self._fetch_later(handoff, name.to_json())
+        self._on(self.engines[P, plan.prefill], PrefillEngine.offer, handoff)
 
     def _on_offered(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
         plan = handoff.plan
@@ -218,24 +230,17 @@ class Cluster:
             self.world.after(after_s, self._fetch, handoff, ticket)
 
     def _fetch(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
-        target = self.engines[D, handoff.plan.decode]
-        assert isinstance(target, DecodeEngine)
-        self._on(target, target.fetch, handoff, ticket)
-        if handoff.plan.cancel_after_s is not None:
-            self.world.after(handoff.plan.cancel_after_s, self._on, target, target.cancel, handoff)
+        target, after_s = self.engines[D, handoff.plan.decode], handoff.plan.cancel_after_s
+        self._on(target, DecodeEngine.fetch, handoff, ticket)
+        if after_s is not None:
+            self.world.after(after_s, self._on, target, DecodeEngine.cancel, handoff)
 
     def _withdraw(self, handoff: Handoff) -> None:
-        source = self.engines[P, handoff.plan.prefill]
-        assert isinstance(source, PrefillEngine)
-        self._on(source, source.withdraw, handoff)
+        self._on(self.engines[P, handoff.plan.prefill], PrefillEngine.withdraw, handoff)
 
     def _on(self, engine: SimEngine, call: Any, *args: Any) -> None:
         """As the engine's own doing; one that has crashed has no agent."""
-        engine.process.loop.call_soon(call, *args)
-
-    def _rendezvous(self, handoff: Handoff) -> dict[str, Any]:
-        endpoint = self.agents[P, handoff.plan.prefill].peer_endpoint
-        return Rendezvous(transfer_id=str(handoff.plan.transfer_id), endpoint=endpoint).to_json()
+        engine.process.loop.call_soon(call, engine, *args)
 
     # Processes and faults.
 
@@ -252,6 +257,7 @@ class Cluster:
             settings=settings.prefill_config if role is P else settings.decode_config,
         )
         agent.main.add_done_callback(lambda _: self._bury(agent))
+        self._processes.append(agent)
 
     def _start_engine(self, role: AgentRole, number: int) -> None:
         self._boots += 1
@@ -266,42 +272,41 @@ class Cluster:
             machine=self.agents[role, number].host,
             shape=self.settings.prefill if role is P else self.settings.decode,
         )
+        self._processes.append(self.engines[role, number])
 
     def _begin_fault(self, fault: Fault) -> None:
         place = fault.role, fault.number
-        agent, engine = self.agents.get(place), self.engines.get(place)
+        agent, engine = self.agents[place], self.engines[place]
         self.world.after(fault.lasts_s, self._end_fault, fault, agent, engine)
         match fault.kind:
-            case FaultKind.CRASH_AGENT if agent is not None:
+            case FaultKind.CRASH_AGENT:
                 self._kill_agent(agent)
-            case FaultKind.DRAIN_AGENT if agent is not None and agent.has_started:
+            case FaultKind.DRAIN_AGENT:
                 agent.stop()
-            case FaultKind.CRASH_ENGINE if engine is not None:
+            case FaultKind.CRASH_ENGINE:
                 self._kill_engine(engine)
-            case FaultKind.FREEZE_AGENT if agent is not None:
-                self._freeze(agent.process.name, agent.process.loop, fault.lasts_s)
-            case FaultKind.FREEZE_ENGINE if engine is not None:
-                self._freeze(engine.process.name, engine.process.loop, fault.lasts_s)
+            case FaultKind.FREEZE_AGENT:
+                self._freeze(agent.process, fault.lasts_s)
+            case FaultKind.FREEZE_ENGINE:
+                self._freeze(engine.process, fault.lasts_s)
             case FaultKind.CUT:
                 self.network.cut(*self._hosts(fault))
-            case FaultKind.BREAK if agent is not None:
+            case FaultKind.BREAK:
                 self.network.break_all(agent.host)
 
-    def _end_fault(self, fault: Fault, agent: SimAgent | None, engine: SimEngine | None) -> None:
-        role, number = place = fault.role, fault.number
+    def _end_fault(self, fault: Fault, agent: SimAgent, engine: SimEngine) -> None:
+        place = fault.role, fault.number
         match fault.kind:
-            case FaultKind.CRASH_AGENT if self.agents.get(place) is agent:
-                self._start_agent(role, number)
-            case FaultKind.DRAIN_AGENT if agent is not None and self.agents.get(place) is agent:
-                if not agent.main.done():  # it drains still
-                    self.world.after(0.1, self._end_fault, fault, agent, engine)
-                    return
-                self._start_agent(role, number)
-            case FaultKind.CRASH_ENGINE if self.engines.get(place) is engine:
-                self._start_engine(role, number)
-            case FaultKind.FREEZE_AGENT if agent is not None:
+            case FaultKind.DRAIN_AGENT if not agent.main.done():
+                self.world.after(0.1, self._end_fault, fault, agent, engine)
+                return
+            case FaultKind.CRASH_AGENT | FaultKind.DRAIN_AGENT if self.agents[place] is agent:
+                self._start_agent(*place)
+            case FaultKind.CRASH_ENGINE if self.engines[place] is engine:
+                self._start_engine(*place)
+            case FaultKind.FREEZE_AGENT:
                 agent.process.loop.is_frozen = False
-            case FaultKind.FREEZE_ENGINE if engine is not None:
+            case FaultKind.FREEZE_ENGINE:
                 engine.process.loop.is_frozen = False
             case FaultKind.CUT:
                 self.network.heal(*self._hosts(fault))
@@ -331,9 +336,9 @@ class Cluster:
             engine.process.loop.is_frozen = False
             engine.main.cancel()
 
-    def _freeze(self, name: str, loop: SimLoop, lasts_s: float) -> None:
-        loop.is_frozen = True
-        self._pauses.append((name, self.world.now, self.world.now + lasts_s))
+    def _freeze(self, process: Process, lasts_s: float) -> None:
+        process.loop.is_frozen = True
+        self._pauses.append((process.name, self.world.now, self.world.now + lasts_s))
 
     def _late_s(self, handoff: Handoff, since: float) -> float:
         """For how long the decode side was frozen since then."""
@@ -365,21 +370,32 @@ class _Errors:
 ERRORS = _Errors()
 
 
+def memory_files() -> set[int]:
+    """The descriptors of this process that are memory of engines and agents."""
+    links = {one: one.readlink() for one in Path("/proc/self/fd").iterdir() if one.is_symlink()}
+    return {int(one.name) for one, at in links.items() if str(at).startswith("/memfd:kvbus")}
+
+
 @contextmanager
-def cluster_of(settings: Settings | None = None, seed: int = 1) -> Iterator[Cluster]:
-    """A cluster whose engines are ready; an error in a log of it is a violation."""
+def cluster_of(settings: Settings, seed: int = 1) -> Iterator[Cluster]:
+    """A cluster whose engines are ready, and which settles at the end.
+
+    An error in a log of it is a violation.
+    """
     structlog.configure(
         processors=[ERRORS],
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         cache_logger_on_first_use=False,
     )
     gc.freeze()  # what is there already need not be looked at when this world ends
+    before = memory_files()
     with seeded(seed):
-        cluster = Cluster(settings or Settings(), seed)
+        cluster = Cluster(settings, seed)
         ERRORS.world, ERRORS.has_flips = cluster.world, cluster.settings.flips > 0
         try:
             cluster.start()
             yield cluster
+            cluster.settle()
         finally:
             ERRORS.world = None
             cluster.close()
@@ -388,3 +404,5 @@ def cluster_of(settings: Settings | None = None, seed: int = 1) -> Iterator[Clus
                 warnings.simplefilter("ignore", ResourceWarning)
                 gc.collect()
             gc.unfreeze()
+            for descriptor in memory_files() - before:
+                os.close(descriptor)

@@ -6,6 +6,7 @@ again: so a byte that is read or lands too late is seen.
 """
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,6 @@ class Shape:
     num_blocks: int = 512
 
     def spec(self, engine_id: str) -> EngineSpec:
-        """The engine, as its agent is told."""
         layers = tuple(range(NUM_LAYERS))
         group = GroupSpec(GROUP, layers, self.block_size, NUM_HEADS, HEAD_DIM, "uint8", PARTS)
         return EngineSpec(engine_id, "model", self.tp, (group,))
@@ -117,7 +117,6 @@ class Cache:
         return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """They are free, and hold nothing any more."""
         self._fill(blocks)
         self.free.extend(blocks)
 
@@ -195,10 +194,15 @@ class SimEngine:
         self.main = self.process.loop.create_task(self._run())
         world.watch(self.main, self.process.loop)
 
-    def send(self, message: Any, on_reply: Callable[[Any], None] | None = None) -> None:
-        """Ask the agent; the reply, or the error, goes to ``on_reply``."""
+    def send(
+        self,
+        message: Any,
+        on_reply: Callable[[Any], None] | None = None,
+        *,
+        timeout_s: float = REQUEST_S,
+    ) -> None:
         if self._client is not None:
-            self._client.send(message, timeout_s=REQUEST_S, on_reply=on_reply or self._expect_any)
+            self._client.send(message, timeout_s=timeout_s, on_reply=on_reply or self._expect_any)
 
     def crash(self) -> None:
         """As SIGKILL: the kernel closes what it had."""
@@ -266,17 +270,17 @@ class SimEngine:
         return client
 
     async def _pass(self, attach: SimAttach, message: Any, fds: list[int]) -> None:
-        answered = self.process.loop.create_future()
-        attach.pass_on(message, fds, lambda reply: self._settle(answered, reply))
-        await self._unless_lost(answered)
+        await self._answer(lambda on_reply: attach.pass_on(message, fds, on_reply))
 
     async def _ask(self, client: RequestClient, message: Any) -> None:
-        answered = self.process.loop.create_future()
-        client.send(message, timeout_s=REQUEST_S, on_reply=lambda one: self._settle(answered, one))
-        await self._unless_lost(answered)
+        await self._answer(
+            lambda on_reply: client.send(message, timeout_s=REQUEST_S, on_reply=on_reply)
+        )
 
-    async def _unless_lost(self, answered: "asyncio.Future[Any]") -> None:
+    async def _answer(self, ask: Callable[[Callable[[Any], None]], object]) -> None:
+        answered: asyncio.Future[Any] = self.process.loop.create_future()
         lost = asyncio.ensure_future(self._lost.wait())
+        ask(lambda reply: self._settle(answered, reply))
         await asyncio.wait([answered, lost], return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
         if not answered.done():
@@ -295,7 +299,6 @@ class SimEngine:
         self.process.loop.call_soon(settle)
 
     def _hang_up(self) -> None:
-        """The other end of an attach connection has gone."""
         if self.process.is_alive:
             self.process.loop.call_soon(self._set_lost)
 
@@ -308,9 +311,7 @@ class SimEngine:
             self._hang_up()
 
     def _take(self, notice: Notice) -> None:
-        kinds: dict[str, type[Message]] = {
-            kind.op: kind for kind in (Released, Fetched, BlocksFreed)
-        }
+        kinds: dict[str, type[Message]] = {kind.op: kind for kind in (Released, BlocksFreed)}
         if notice.op in kinds and self._client is not None:
             self.see(from_body(kinds[notice.op], notice.body))
 
@@ -328,7 +329,6 @@ class PrefillEngine(SimEngine):
     role = AgentRole.PREFILL
 
     def offer(self, handoff: Handoff) -> None:
-        """Write the first tokens, and publish them; nothing happens without room."""
         plan = handoff.plan
         blocks = self.cache.take(0, plan.num_tokens) if self.is_ready else None
         if blocks is None:
@@ -337,7 +337,7 @@ class PrefillEngine(SimEngine):
         handoff.source = blocks
         ready = handoff.stops[0]
         self.cache.write(blocks, 0, handoff.content, ready)
-        self.ledger.offering(handoff, self)
+        handoff.is_offered, handoff.offerer = True, self
         self.send(
             MakeOffer(
                 request_id=handoff.name,
@@ -351,34 +351,30 @@ class PrefillEngine(SimEngine):
         )
 
     def withdraw(self, handoff: Handoff) -> None:
-        """End the offer now."""
         if handoff.offer_id and not handoff.released:
             self.send(WithdrawOffer(handoff.offer_id))
 
     def see(self, notice: Message) -> None:
-        if not isinstance(notice, Released):
-            return
-        handoff = self.ledger.find(notice.request_id)
-        blocks, handoff.source = handoff.source, []
-        self.ledger.release(handoff, notice.outcome)
-        self.cache.give_back(blocks)
+        if isinstance(notice, Released):
+            self._take_back(self.ledger.find(notice.request_id), notice.outcome)
 
     def lose_all(self) -> None:
         for handoff in self.ledger.offered_by(self):
-            blocks, handoff.source = handoff.source, []
-            self.ledger.release(handoff, None)
-            self.cache.give_back(blocks)
+            self._take_back(handoff, None)
+
+    def _take_back(self, handoff: Handoff, outcome: Outcome | None) -> None:
+        blocks, handoff.source = handoff.source, []
+        self.ledger.release(handoff, outcome)
+        self.cache.give_back(blocks)
 
     def _offered(self, handoff: Handoff, reply: Any) -> None:
         if handoff.released:  # its session has ended
             return
         if not isinstance(reply, OfferMade):
-            blocks, handoff.source = handoff.source, []
-            self.ledger.release(handoff, None)
-            self.cache.give_back(blocks)
+            self._take_back(handoff, None)
             return
         handoff.offer_id = reply.offer_id
-        self.ledger.offered(handoff, reply.ticket)
+        self.ledger.on_offered(handoff, reply.ticket)
         if len(handoff.stops) > 1:
             self.world.after(handoff.plan.gap_s, self._on_loop, self._go_on, handoff, 1)
 
@@ -387,7 +383,6 @@ class PrefillEngine(SimEngine):
             self.process.loop.call_soon(call, *args)
 
     def _go_on(self, handoff: Handoff, number: int) -> None:
-        """The next tokens, or the end."""
         if handoff.released or not self.process.is_alive:
             return
         if number == len(handoff.stops):
@@ -412,14 +407,13 @@ class DecodeEngine(SimEngine):
     role = AgentRole.DECODE
 
     def fetch(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
-        """Ask for it; nothing happens without room."""
         plan = handoff.plan
         blocks = self.cache.take(plan.first_token, plan.num_tokens) if self.is_ready else None
         if blocks is None:
             self.ledger.skip_fetch(handoff)
             return
         handoff.target = blocks
-        self.ledger.fetching(handoff, self)
+        handoff.fetcher, handoff.asked_at = self, self.world.now
         first = plan.first_token // self.spec.groups[0].block_size
         self.send(
             StartFetch(
@@ -432,23 +426,16 @@ class DecodeEngine(SimEngine):
                 chunk_tokens=plan.chunk_tokens,
                 priority=plan.priority,
             ),
-            lambda reply: self._asked(handoff, reply),
+            lambda reply: self._answered(handoff, reply),
+            timeout_s=math.inf,
         )
 
     def cancel(self, handoff: Handoff) -> None:
-        """It is not wanted any more."""
-        if handoff.is_fetched and not handoff.is_ended:
+        if handoff.fetcher is not None and not handoff.is_ended:
             self.send(CancelFetch(handoff.name, handoff.plan.gives_up_offer))
 
     def see(self, notice: Message) -> None:
-        if isinstance(notice, Fetched):
-            handoff = self.ledger.find(notice.fetch_id)
-            if notice.outcome is Outcome.COMPLETED:
-                self._check(handoff)
-            self.ledger.end(handoff, notice.outcome.value, notice.code)
-            if notice.blocks_free:
-                self._give_back(handoff)
-        elif isinstance(notice, BlocksFreed):
+        if isinstance(notice, BlocksFreed):
             handoff = self.ledger.find(notice.fetch_id)
             if not handoff.is_ended or handoff.is_freed:
                 self.ledger.fail(handoff, "blocks were freed twice, or before the end")
@@ -461,8 +448,14 @@ class DecodeEngine(SimEngine):
             if not handoff.is_freed:
                 self._give_back(handoff)
 
-    def _asked(self, handoff: Handoff, reply: Any) -> None:
-        if isinstance(reply, KVBusError) and not handoff.is_ended:
+    def _answered(self, handoff: Handoff, reply: Any) -> None:
+        if isinstance(reply, Fetched):
+            if reply.outcome is Outcome.COMPLETED:
+                self._check(handoff)
+            self.ledger.end(handoff, reply.outcome.value, reply.code)
+            if reply.blocks_free:
+                self._give_back(handoff)
+        elif not handoff.is_ended:
             self.ledger.end(handoff, "refused", reply.code.value)
             self._give_back(handoff)
 

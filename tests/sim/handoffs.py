@@ -18,7 +18,7 @@ Content: TypeAlias = npt.NDArray[np.uint8]
 PARTS = ("k", "v")
 NUM_HEADS, HEAD_DIM, NUM_LAYERS = 2, 2, 2
 GRACE_S = 1.0
-"""How long behind its deadline a fetch may end by the last word on it: `confirm_grace_s`."""
+"""How long behind its deadline a fetch may end by the last word on it: `TAKE_GRACE_S`."""
 LATE_S = 0.5
 """What messages to an engine, and a busy network, may take on top."""
 
@@ -61,10 +61,13 @@ class Handoff:
     target: list[int] = field(default_factory=list)
     offer_id: str = ""
     is_offered: bool = False
+    offerer: "SimEngine | None" = field(default=None, repr=False)
+    """The engine that has asked its agent, until it has its blocks back."""
     released: bool = False
     outcome: Outcome | None = None
     """Of the offer; None when its engine or agent was gone."""
-    is_fetched: bool = False
+    fetcher: "SimEngine | None" = field(default=None, repr=False)
+    """As ``offerer``."""
     is_ended: bool = False
     is_freed: bool = False
     """Whether the decode engine has its blocks back."""
@@ -74,36 +77,37 @@ class Handoff:
 
     @property
     def name(self) -> str:
-        """The request's, the fetch's."""
         return f"h{self.number}"
+
+    @property
+    def end(self) -> str:
+        """How its fetch ended, and by which code."""
+        return f"{self.ended_as} {self.code}".strip()
 
 
 class Ledger:
     """All handoffs that are not over; counts how they ended.
 
     ``late_s`` says how long the decode side of a handoff was frozen since a time, ``story`` what
-    the agents know of it.
+    the agents know of it; ``on_offered`` gets its ticket.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        late_s: Callable[[Handoff, float], float],
+        story: Callable[[Handoff], str],
+        on_offered: Callable[[Handoff, dict[str, Any]], None],
+    ) -> None:
         self.world = world
         self.ends: Counter[str] = Counter()
-        self.offers: Counter[str] = Counter()
         self.num_started = 0
         self.live: dict[str, Handoff] = {}
-        self.on_offered: Callable[[Handoff, dict[str, Any]], None] = lambda *_: None
-        self.late_s: Callable[[Handoff, float], float] = lambda *_: 0.0
-        self.story: Callable[[Handoff], str] = lambda _: ""
-        self._offers: dict[SimEngine, dict[str, Handoff]] = {}
-        self._fetches: dict[SimEngine, dict[str, Handoff]] = {}
-
-    def forget_engines(self) -> None:
-        """They have ended."""
-        self._offers.clear()
-        self._fetches.clear()
+        self.on_offered = on_offered
+        self._late_s, self._story = late_s, story
 
     def begin(self, plan: Plan) -> Handoff:
-        """A request has come; its KV is random."""
         number = self.num_started
         self.num_started += 1
         shape = NUM_LAYERS, len(PARTS), NUM_HEADS, plan.num_tokens, HEAD_DIM
@@ -116,36 +120,27 @@ class Ledger:
         return handoff
 
     def find(self, name: str) -> Handoff:
-        """The handoff with that name, which must not be over."""
         handoff = self.live.get(name)
         if handoff is None:
             self.world.fail(f"{name}: a notice came after all of it was over")
             raise AssertionError
         return handoff
 
-    def offering(self, handoff: Handoff, engine: "SimEngine") -> None:
-        """The prefill engine has asked its agent."""
-        handoff.is_offered = True
-        self._offers.setdefault(engine, {})[handoff.name] = handoff
-
-    def offered(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
-        """There is a ticket."""
-        self.on_offered(handoff, ticket)
-
     def offered_by(self, engine: "SimEngine") -> list[Handoff]:
         """What was not released."""
-        return list(self._offers.get(engine, {}).values())
+        return [one for one in self.live.values() if one.offerer is engine and not one.released]
+
+    def fetched_by(self, engine: "SimEngine") -> list[Handoff]:
+        """What has not ended, or holds blocks."""
+        return [one for one in self.live.values() if one.fetcher is engine and not one.is_freed]
 
     def release(self, handoff: Handoff, outcome: Outcome | None) -> None:
         """The prefill engine has its blocks back."""
         if handoff.released:
             self.fail(handoff, "its offer was released twice")
-        handoff.released, handoff.outcome = True, outcome
+        handoff.released, handoff.outcome, handoff.offerer = True, outcome, None
         if not (handoff.offer_id or handoff.plan.meets):  # nobody has heard of it
             handoff.is_ended = handoff.is_freed = True
-        self.offers[outcome.value if outcome is not None else "lost"] += 1
-        for held in self._offers.values():
-            held.pop(handoff.name, None)
         if handoff.ended_as == "completed" and outcome not in (None, Outcome.COMPLETED):
             self.fail(handoff, f"completed, but its offer was {outcome}")
         self._close_if_over(handoff)
@@ -153,34 +148,24 @@ class Ledger:
     def skip(self, handoff: Handoff) -> None:
         """The prefill engine had no room, or no agent."""
         handoff.released = True
-        self.offers["skipped"] += 1
         if not handoff.plan.meets:
             handoff.is_ended = handoff.is_freed = True
         self._close_if_over(handoff)
 
-    def fetching(self, handoff: Handoff, engine: "SimEngine") -> None:
-        """The decode engine has asked its agent."""
-        handoff.is_fetched, handoff.asked_at = True, self.world.now
-        self._fetches.setdefault(engine, {})[handoff.name] = handoff
-
-    def fetched_by(self, engine: "SimEngine") -> list[Handoff]:
-        """What has not ended, or holds blocks."""
-        return list(self._fetches.get(engine, {}).values())
-
     def skip_fetch(self, handoff: Handoff) -> None:
         """Nobody fetches it, or the decode engine had no room, or no agent."""
-        handoff.is_ended = handoff.is_freed = True
+        handoff.is_ended = True
         self.ends["skipped"] += 1
-        self._close_if_over(handoff)
+        self.freed(handoff)
 
     def end(self, handoff: Handoff, outcome: str, code: str) -> None:
         """The decode engine was told how it ended."""
         if handoff.is_ended:
             self.fail(handoff, "its fetch ended twice")
         handoff.is_ended, handoff.ended_as, handoff.code = True, outcome, code
-        self.ends[f"{outcome} {code}".strip()] += 1
+        self.ends[handoff.end] += 1
         took_s, allowed_s = self.world.now - handoff.asked_at, handoff.plan.timeout_s + GRACE_S
-        if took_s > allowed_s + LATE_S + self.late_s(handoff, handoff.asked_at):
+        if took_s > allowed_s + LATE_S + self._late_s(handoff, handoff.asked_at):
             self.fail(handoff, f"ended {took_s - allowed_s:.1f} s behind its deadline")
         if outcome == "completed" and handoff.outcome not in (None, Outcome.COMPLETED):
             self.fail(handoff, f"completed, but its offer was {handoff.outcome}")
@@ -189,14 +174,12 @@ class Ledger:
 
     def freed(self, handoff: Handoff) -> None:
         """The decode engine has its blocks back."""
-        handoff.is_freed = True
-        for held in self._fetches.values():
-            held.pop(handoff.name, None)
+        handoff.is_freed, handoff.fetcher = True, None
         self._close_if_over(handoff)
 
     def fail(self, handoff: Handoff, what: str) -> None:
         """Something that must not be, with what the agents know of the handoff."""
-        self.world.fail(f"{handoff.name}: {what}\n{handoff.plan}\n{self.story(handoff)}")
+        self.world.fail(f"{handoff.name}: {what}\n{handoff.plan}\n{self._story(handoff)}")
 
     def _close_if_over(self, handoff: Handoff) -> None:
         if handoff.released and handoff.is_ended and handoff.is_freed:

@@ -18,6 +18,7 @@ import zmq
 
 from tests.sim.world import SimLoop, World
 
+MOST_KEPT = 200
 RECONNECT_S, MAX_RECONNECT_S = 0.05, 1.0
 IPC_S = 20e-6
 _MADE, _LOST = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
@@ -36,15 +37,12 @@ class Process:
 
 
 class SimFrame:
-    """A received frame."""
-
     __slots__ = ("bytes", "more")
 
     def __init__(self, content: bytes, *, more: bool) -> None:
         self.bytes, self.more = content, more
 
     def get(self, option: int) -> Any:
-        """Of the connection; there is no descriptor."""
         raise zmq.ZMQError(errno.EINVAL)
 
 
@@ -62,7 +60,6 @@ class Link:
 
     @property
     def machines(self) -> frozenset[str]:
-        """Between which it is."""
         return frozenset((self.client.process.machine, self.server.process.machine))
 
 
@@ -80,10 +77,11 @@ class Network:
         self.links: dict[int, Link] = {}
         self._cuts: set[frozenset[str]] = set()
         self._numbers = itertools.count(1)
-        self.num_messages = self.num_breaks = 0
+        self.num_breaks = 0
+        self.sent: deque[bytes] = deque(maxlen=MOST_KEPT)
+        """The last frame of each of the last messages."""
 
     def context(self, process: Process) -> "SimContext":
-        """What stands for the ZeroMQ context of a process."""
         return SimContext(self, process)
 
     def cut(self, one: str, other: str) -> None:
@@ -100,11 +98,9 @@ class Network:
                     target.receive(link, frames)
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Whether nothing passes between two machines."""
         return self._is_cut(frozenset((one, other)))
 
     def break_all(self, machine: str) -> None:
-        """All connections of a machine with others break."""
         for link in list(self.links.values()):
             if machine in link.machines and len(link.machines) > 1:
                 self.break_link(link)
@@ -116,18 +112,15 @@ class Network:
             one.close()
 
     def close(self) -> None:
-        """Let go of all sockets."""
         self.bound.clear()
         self.links.clear()
 
     def begin_connecting(self, client: "SimSocket", endpoint: str) -> None:
-        """Connect as soon as that can be."""
         self.world.after(self._delay(endpoint), self._try, client, endpoint, RECONNECT_S)
 
     def put(self, link: Link, target: "SimSocket", frames: list[bytes]) -> None:
-        """Send on a link."""
+        self.sent.append(frames[-1])
         world, is_near = self.world, len(link.machines) == 1
-        self.num_messages += 1
         if not is_near and world.luck.chance(self.breaks):
             self.break_link(link)
             return
@@ -136,7 +129,6 @@ class Network:
         world.after(at - world.now, self._arrive, link, target, frames)
 
     def break_link(self, link: Link) -> None:
-        """It ends, and what is under way is lost."""
         if not link.is_up:
             return
         link.is_up = False
@@ -148,7 +140,6 @@ class Network:
             self.world.after(RECONNECT_S, self._try, link.client, link.client.peer, RECONNECT_S)
 
     def answer_of(self, host: str, port: int, machine: str) -> int:
-        """What a probe of a port hears: 0, or an errno."""
         if self.is_cut(machine, host):
             return errno.EINPROGRESS
         bound = self.bound.get(f"tcp://{host}:{port}")
@@ -192,11 +183,9 @@ class SimContext:
         self._numbers = itertools.count(1)
 
     def socket(self, kind: int) -> "SimSocket":
-        """One of ZeroMQ's kinds that the bus has."""
         return SimSocket(self, kind, next(self._numbers))
 
     def probe_socket(self, family: tcp.AddressFamily, kind: tcp.SocketKind) -> "SimProbe":
-        """A socket of the system."""
         return SimProbe(self)
 
 
@@ -230,28 +219,23 @@ class SimSocket:
         return (_POLLIN if self._inbox else 0) | (_POLLOUT if self.links else 0)
 
     def fileno(self) -> int:
-        """Stands for the socket at the event loop."""
         return self._fd
 
     def bind(self, endpoint: str) -> None:
-        """As ZeroMQ's; one of its sockets has an endpoint."""
         if endpoint in self.network.bound:
             raise zmq.ZMQError(errno.EADDRINUSE)
         self.network.bound[endpoint] = self
         self.endpoint = endpoint
 
     def connect(self, endpoint: str) -> None:
-        """Begin to connect."""
         self.peer = endpoint
         self.network.begin_connecting(self, endpoint)
 
     def disconnect(self, endpoint: str) -> None:
-        """Connect no more."""
         self.peer = ""
         self._hang_up()
 
     def close(self, linger: float | None = None) -> None:
-        """End all connections."""
         if self.closed:
             return
         self.closed = True
@@ -261,16 +245,13 @@ class SimSocket:
         self.process.sockets.remove(self)
 
     def get_monitor_socket(self, _: int) -> "SimSocket":
-        """What tells of its connections."""
         self._monitor = self.context.socket(zmq.PAIR)
         return self._monitor
 
     def disable_monitor(self) -> None:
-        """Tell no more."""
         self._monitor = None
 
     def send(self, part: bytes, flags: int = 0) -> None:
-        """One part; the last one sends the message."""
         self._outgoing.append(part)
         if flags & zmq.SNDMORE:
             return
@@ -295,13 +276,11 @@ class SimSocket:
                 network.put(link, link.client, list(frames))
 
     def recv(self, flags: int = 0, copy: bool = True) -> SimFrame:
-        """The next frame."""
         if not self._inbox:
             raise zmq.Again
         return self._inbox.popleft()
 
     def receive(self, link: Link, frames: list[bytes]) -> None:
-        """A message has come."""
         if self.closed:
             return
         if self.kind == zmq.ROUTER:
@@ -309,7 +288,6 @@ class SimSocket:
         self._take(frames)
 
     def join(self, link: Link) -> None:
-        """There is a connection."""
         self.links[link.identity] = link
         if self.kind == zmq.XPUB:
             for topic in sorted(link.client.topics):
@@ -319,13 +297,11 @@ class SimSocket:
         self._signal()
 
     def lose(self, link: Link) -> None:
-        """The connection has ended."""
         self.links.pop(link.identity, None)
         if self._monitor is not None:
             self._monitor.tell(_LOST)
 
     def tell(self, event: int) -> None:
-        """As a monitor: something happened."""
         if not self.closed:
             self._take([struct.pack("=hi", event, 0), b""])
 
@@ -366,17 +342,14 @@ class SimProbe:
         return self._answer if place[0] == self._machine else errno.EINPROGRESS
 
     def getsockopt(self, *_: int) -> int:
-        """Why it is not connected; 0 while that is not known."""
         return 0 if self._answer == errno.EINPROGRESS else self._answer
 
     def getpeername(self) -> str:
-        """Raises `OSError` unless it is connected."""
         if self._answer != 0:
             raise OSError(errno.ENOTCONN, "not connected")
         return ""
 
     def bind(self, place: tuple[str, int]) -> None:
-        """Raises `OSError` unless the address is of this machine."""
         if place[0] != self._machine:
             raise OSError(errno.EADDRNOTAVAIL, "not here")
 

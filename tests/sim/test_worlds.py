@@ -1,32 +1,34 @@
 """Whole worlds: random requests and faults, by seeds and drawn by Hypothesis."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from tests.examples import num_examples
-from tests.sim.cluster import Fault, FaultKind, Settings, cluster_of
+from tests.sim.cluster import D, Fault, FaultKind, P, cluster_of
 from tests.sim.engine import Shape
 from tests.sim.handoffs import Plan
-from tests.sim.worlds import DECODE, HND, PREFILL, SORTS, D, P, simulate
+from tests.sim.worlds import HND, SORTS, quick, simulate
 
+pytestmark = pytest.mark.timeout(600)  # 15 s of CPU, on a machine that may have other work
 SEEDS = range(num_examples(12))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", SORTS)
 def test_bytes_and_ends_are_right_in_a_world(name: str, seed: int) -> None:
-    run = simulate(SORTS[name], seed=100 + seed, num_handoffs=300)
+    cluster = simulate(SORTS[name], seed=100 + seed, num_handoffs=300)
 
-    assert run.cluster.ledger.ends["completed"] > 20
+    assert cluster.ledger.ends["completed"] > 20
 
 
 def test_the_same_seed_is_the_same_world() -> None:
     first, again = (simulate(SORTS["crashes"], seed=7, num_handoffs=60) for _ in range(2))
 
-    assert first.cluster.ledger.ends == again.cluster.ledger.ends
-    assert first.cluster.world.now == again.cluster.world.now
-    assert first.cluster.world.num_steps == again.cluster.world.num_steps
+    assert first.ledger.ends == again.ledger.ends
+    assert first.world.now == again.world.now
+    assert first.world.num_steps == again.world.num_steps
 
 
 seconds = st.sampled_from([0.0, 0.001, 0.003, 0.01, 0.1, 1.0])
@@ -54,7 +56,7 @@ faults = st.builds(
 shapes = st.sampled_from([(Shape(), Shape()), (Shape(), HND), (HND, Shape(block_size=5))])
 
 
-@settings(max_examples=num_examples(1200))
+@examples(max_examples=num_examples(1200))
 @given(
     shapes=shapes,
     plans=st.lists(st.tuples(plans, seconds), min_size=1, max_size=4),
@@ -69,16 +71,8 @@ def test_bytes_and_ends_are_right_whatever_is_asked_and_goes_wrong(
     part_s: float,
     seed: int,
 ) -> None:
-    world = Settings(
-        prefill=shapes[0],
-        decode=shapes[1],
-        prefill_config=PREFILL,
-        decode_config=DECODE,
-        part_s=part_s,
-    )
-    with cluster_of(world, seed) as cluster:
+    settings = quick(prefill=shapes[0], decode=shapes[1], part_s=part_s)
+    with cluster_of(settings, seed) as cluster:
         for plan, after_s in plans:
             cluster.give(plan, after_s)
-        cluster.suffer(faults)
-
-        cluster.settle()
+        cluster.suffer(*faults)

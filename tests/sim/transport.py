@@ -66,8 +66,6 @@ class Fabric:
 
 
 class SimTransport:
-    """The transport of one agent process."""
-
     is_open = True
 
     def __init__(self, fabric: Fabric, process: Process, name: str) -> None:
@@ -82,21 +80,17 @@ class SimTransport:
         fabric.transports[name] = self
 
     def open(self) -> Future[None]:
-        """It is."""
         return _done(None)
 
     def ping(self) -> Future[None]:
-        """It lives."""
         return _done(None)
 
     def close(self, *, timeout_s: float) -> Future[CloseReport]:
-        """What is posted ends with the process."""
         return _done(CloseReport(num_handles=0, num_registrations=0))
 
     def register(
         self, address: int, size_bytes: int, *, device: int = 0, memory: Any = "DRAM"
     ) -> Future[Registration]:
-        """Memory that is mapped."""
         self._num_keys += 1
         made = Registration(self._num_keys, address, size_bytes, device, memory)
         self._registrations[made.key] = made
@@ -112,11 +106,9 @@ class SimTransport:
         return _done(None)
 
     def metadata(self, registrations: Sequence[Registration] | None = None) -> Future[bytes]:
-        """In NIXL's format, which the other side looks at."""
         return _done(_blob(self.name))
 
     def add_peer(self, metadata: bytes) -> Future[str]:
-        """By its name."""
         name = PeerMetadata.read(metadata).name
         other = self._fabric.transports[name]
         if self._fabric.network.is_cut(self.process.machine, other.process.machine):
@@ -141,7 +133,6 @@ class SimTransport:
         priority: int = 0,
         **_: Any,
     ) -> Read:
-        """Land it part by part."""
         if peer not in self._peers:
             raise LocalError("no such peer", peer=peer)
         num_parts = min(len(local), 1 + self._world.luck.below(MOST_PARTS))
@@ -154,7 +145,6 @@ class SimTransport:
         return Read(partial(self._abort, job))
 
     def hold_progress(self) -> ProgressToken:
-        """Until it is closed."""
         token = ProgressToken()
         self.num_progress += 1
         token.callback(self._end_progress)
@@ -168,7 +158,6 @@ class SimTransport:
         return done
 
     def stats(self) -> TransportStats:
-        """What is counted."""
         return TransportStats(
             outstanding_reads=len(self._jobs),
             outstanding_handles=sum(len(job.posted) for job in self._jobs),
@@ -184,7 +173,6 @@ class SimTransport:
 
     @property
     def is_driven(self) -> bool:
-        """Whether somebody drives its progress."""
         return self.num_progress > 0 or bool(self._jobs)
 
     def _end_progress(self) -> None:
@@ -248,7 +236,6 @@ class SimTransport:
         return cut or ours.loop.is_frozen or theirs.loop.is_frozen or not source.is_driven
 
     def knows(self, row: list[int]) -> bool:
-        """Whether all of it is registered."""
         address, length = row[0], row[1]
         return any(
             one.address <= address and address + length <= one.address + one.size_bytes

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import Context
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -48,7 +49,6 @@ class Luck:
         return share > 0 and self._random.random() < share
 
     def pick(self, some: Sequence[T]) -> T:
-        """One of them."""
         return some[self.below(len(some))]
 
     def delay_s(self, mean_s: float) -> float:
@@ -85,7 +85,6 @@ class SimLoop(asyncio.SelectorEventLoop):
         self.set_exception_handler(self._see_failure)
 
     def time(self) -> float:
-        """Of this process."""
         return self.world.now * self._rate + self._offset_s
 
     def next_at(self) -> float | None:
@@ -103,11 +102,9 @@ class SimLoop(asyncio.SelectorEventLoop):
 
     @property
     def has_more(self) -> bool:
-        """Whether something is to be done at once."""
         return bool(self._ready)
 
     def step(self) -> None:
-        """Do what is due, once."""
         events._set_running_loop(self)
         try:
             self._run_once()
@@ -117,15 +114,12 @@ class SimLoop(asyncio.SelectorEventLoop):
     def add_reader(  # type: ignore[override]  # callers give no arguments
         self, fd: Any, callback: Callable[[], object]
     ) -> None:
-        """Of a simulated socket, whose ``fd`` stands for it."""
         self._readers[fd] = callback
 
     def remove_reader(self, fd: Any) -> bool:
-        """Of a simulated socket."""
         return self._readers.pop(fd, None) is not None
 
     def signal(self, fd: int) -> None:
-        """Something has come for a simulated socket."""
         if fd in self._readers:
             self.call_soon(self._read, fd)
 
@@ -138,16 +132,8 @@ class SimLoop(asyncio.SelectorEventLoop):
     ) -> "asyncio.Future[T]":
         """Call it at some moment soon: no thread is needed for what takes no time here."""
         called: asyncio.Future[T] = self.create_future()
-
-        def call() -> None:
-            try:
-                result = func(*args)
-            except Exception as error:
-                called.set_exception(error)
-            else:
-                called.set_result(result)
-
-        self.call_later(self.world.luck.delay_s(self.world.thread_s), call)
+        delay_s = self.world.luck.delay_s(self.world.thread_s)
+        self.call_later(delay_s, _settle, called, partial(func, *args))
         return called
 
     def call_soon_threadsafe(  # type: ignore[override]  # as asyncio's but for its type variables
@@ -179,20 +165,23 @@ class SimExecutor(Executor):
     def submit(  # type: ignore[override]  # its first two arguments have no names there
         self, fn: Callable[..., T], *args: Any, **kwargs: Any
     ) -> "Future[T]":
-        """As every executor."""
         done: Future[T] = Future()
         world = self._loop.world
         took_s = world.luck.delay_s(world.thread_s)
         self._free_at = max(self._free_at, self._loop.time()) + took_s
 
-        def call() -> None:
-            try:
-                done.set_result(fn(*args, **kwargs))
-            except Exception as error:
-                done.set_exception(error)
-
-        self._loop.call_at(self._free_at, call)
+        self._loop.call_at(self._free_at, _settle, done, partial(fn, *args, **kwargs))
         return done
+
+
+def _settle(future: "Future[T] | asyncio.Future[T]", call: Callable[[], T]) -> None:
+    """With what a call returns or raises."""
+    try:
+        result = call()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 class World:
@@ -209,14 +198,12 @@ class World:
         self._numbers = itertools.count()
 
     def new_loop(self, name: str) -> SimLoop:
-        """For a process that starts now."""
         offset_s, rate = self.luck.uniform(0, 1e4), 1 + self.luck.uniform(-1e-4, 1e-4)
         loop = SimLoop(self, name, offset_s=offset_s, rate=rate)
         self._loops.append(loop)
         return loop
 
     def close(self) -> None:
-        """Let go of all loops."""
         for loop in self._loops:
             loop.close()
         self._loops.clear()
@@ -229,10 +216,6 @@ class World:
     def _see_end(self, main: "asyncio.Task[None]", loop: SimLoop) -> None:
         if not (main.cancelled() or loop.is_dead) and (error := main.exception()) is not None:
             self.failures.append("".join(traceback.format_exception(error)))
-
-    def drop_loop(self, loop: SimLoop) -> None:
-        """Its process has ended: nothing of it runs any more."""
-        self._loops.remove(loop)
 
     def after(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
         """Have something happen that is no process's doing."""
@@ -263,7 +246,6 @@ class World:
         return True
 
     def _step(self, end: float) -> bool:
-        """The next thing that happens; False when that is later than ``end``, or nothing."""
         first, first_at = None, self._calls[0][0] if self._calls else float("inf")
         for loop in self._loops:
             if loop.is_frozen:

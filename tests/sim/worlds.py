@@ -1,18 +1,23 @@
 """What worlds there are: shapes, networks, and how often what goes wrong; and runs of them."""
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from kvbus.protocol import AgentRole
-from tests.sim.cluster import Cluster, Fault, FaultKind, Settings, cluster_of
+from tests.sim.cluster import Cluster, D, Fault, FaultKind, P, Settings, cluster_of
 from tests.sim.engine import Shape
 from tests.sim.handoffs import Plan
 from tests.sim.world import Luck
 
-P, D = AgentRole.PREFILL, AgentRole.DECODE
+LEASE_S, QUARANTINE_S = 3.0, 20.0
 SHORT: dict[str, Any] = {"heartbeat_s": 2.0, "drain_timeout_s": 5.0}
 PREFILL = {**SHORT, "max_lease_s": 10.0, "late_read_s": 5.0}
-DECODE = {**SHORT, "lease_s": 3.0, "request_timeout_s": 2.0, "quarantine_timeout_s": 20.0}
+DECODE = {
+    **SHORT,
+    "lease_s": LEASE_S,
+    "request_timeout_s": 2.0,
+    "quarantine_timeout_s": QUARANTINE_S,
+}
 HND = Shape(tp=2, block_size=6, layout="block,kv,head,token,dim")
 
 
@@ -38,10 +43,17 @@ class Sort:
     num_tokens: int = 24
 
 
-def _with(**some: Any) -> Settings:
+def quick(
+    prefill_config: Mapping[str, Any] | None = None,
+    decode_config: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Settings:
     """Deadlines that a test can wait for; they pass in no time."""
-    decode = {**DECODE, **some.pop("decode_config", {})}
-    return Settings(prefill_config=PREFILL, decode_config=decode, **some)
+    return Settings(
+        prefill_config={**PREFILL, **(prefill_config or {})},
+        decode_config={**DECODE, **(decode_config or {})},
+        **settings,
+    )
 
 
 RESTLESS: dict[str, Any] = {
@@ -50,85 +62,68 @@ RESTLESS: dict[str, Any] = {
 LOSSY: dict[str, Any] = {"breaks": 0.002, "drops": 0.02, "delay_s": 1e-3}
 
 SORTS: dict[str, Sort] = {
-    "plain": Sort(settings=_with()),
-    "lossy": Sort(settings=_with(pairs=2, **LOSSY), fault_every_s=0.5, **RESTLESS),
+    "plain": Sort(settings=quick()),
+    "lossy": Sort(settings=quick(pairs=2, **LOSSY), fault_every_s=0.5, **RESTLESS),
     "packed": Sort(
-        settings=_with(pairs=2, decode=HND, breaks=0.001),
+        settings=quick(pairs=2, decode=HND, breaks=0.001),
         fault_every_s=0.5,
         request_every_s=0.01,
         **RESTLESS,
     ),
     "compared": Sort(
-        settings=_with(pairs=2, decode=HND, decode_config={"digest": "full"}, flips=0.02),
+        settings=quick(pairs=2, decode=HND, decode_config={"digest": "full"}, flips=0.02),
         fault_every_s=1.0,
         request_every_s=0.01,
         **RESTLESS,
     ),
     "crashes": Sort(
-        settings=_with(pairs=2, delay_s=1e-3, part_s=5e-3),
+        settings=quick(pairs=2, delay_s=1e-3, part_s=5e-3),
         fault_every_s=0.7,
         kinds=(FaultKind.CRASH_AGENT, FaultKind.CRASH_ENGINE, FaultKind.DRAIN_AGENT),
         **RESTLESS,
     ),
     "frozen": Sort(
-        settings=_with(pairs=2, delay_s=1e-3, part_s=20e-3),
+        settings=quick(pairs=2, delay_s=1e-3, part_s=20e-3),
         fault_every_s=1.5,
         kinds=(FaultKind.FREEZE_AGENT, FaultKind.FREEZE_ENGINE, FaultKind.CUT),
         lasts_s=8.0,
         **RESTLESS,
     ),
 }
-"""By name."""
 
 
-@dataclass
-class Run:
-    """What became of one run."""
-
-    cluster: Cluster
-    sort: Sort
-    num_handoffs: int
-    faults: list[Fault] = field(default_factory=list)
-
-
-def simulate(sort: Sort, *, seed: int, num_handoffs: int) -> Run:
+def simulate(sort: Sort, *, seed: int, num_handoffs: int) -> Cluster:
     """Hand off so often; raises `Violation`."""
     with cluster_of(sort.settings, seed) as cluster:
-        run = Run(cluster, sort, num_handoffs)
-        _ask_on(run)
-        _go_wrong(run)
-        cluster.until(lambda: cluster.ledger.num_started >= num_handoffs, within_s=1e9)
-        cluster.settle()
-    return run
+        world, ledger = cluster.world, cluster.ledger
+
+        def ask_on() -> None:
+            if ledger.num_started < num_handoffs:
+                if len(ledger.live) < sort.most_live:
+                    cluster.give(plan(sort, world.luck, ledger.num_started))
+                world.after(world.luck.delay_s(sort.request_every_s), ask_on)
+
+        def go_wrong() -> None:
+            """Faults come as long as requests do."""
+            if sort.fault_every_s and ledger.num_started < num_handoffs:
+                cluster.suffer(fault(sort, world.luck))
+                world.after(world.luck.delay_s(sort.fault_every_s), go_wrong)
+
+        ask_on()
+        go_wrong()
+        cluster.until(lambda: ledger.num_started >= num_handoffs, within_s=1e9)
+    return cluster
 
 
-def _ask_on(run: Run) -> None:
-    """Requests come as long as there are some to come."""
-    cluster, sort = run.cluster, run.sort
-    world, ledger = cluster.world, cluster.ledger
-    if ledger.num_started >= run.num_handoffs:
-        return
-    if len(ledger.live) < sort.most_live:
-        cluster.give(plan(sort, world.luck, ledger.num_started))
-    world.after(world.luck.delay_s(sort.request_every_s), _ask_on, run)
-
-
-def _go_wrong(run: Run) -> None:
-    """Faults come as long as requests do."""
-    cluster, sort = run.cluster, run.sort
-    luck = cluster.world.luck
-    if not sort.fault_every_s or cluster.ledger.num_started >= run.num_handoffs:
-        return
-    fault = Fault(
-        kind=luck.pick(sort.kinds),
+def fault(sort: Sort, luck: Luck) -> Fault:
+    """What goes wrong next."""
+    return Fault(
+        luck.pick(sort.kinds),
         role=luck.pick((P, D)),
         number=luck.below(sort.settings.pairs),
         other=luck.below(sort.settings.pairs),
         lasts_s=luck.delay_s(sort.lasts_s),
     )
-    run.faults.append(replace(fault, at_s=cluster.world.now))
-    cluster.suffer([fault])
-    cluster.world.after(luck.delay_s(sort.fault_every_s), _go_wrong, run)
 
 
 def plan(sort: Sort, luck: Luck, number: int) -> Plan:

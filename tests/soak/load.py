@@ -5,7 +5,6 @@ Each side is a process of `tests.engine_program`, which compares every byte.
 
 import asyncio
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,12 +13,9 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from msgspec import to_builtins
-
 from kvbus.geometry import EngineSpec, GroupSpec
 from tests.agents import AgentProcess
-from tests.engine_program import EngineConfig, EngineProcess, Told
-from tests.plain_sockets import ask
+from tests.engine_program import EngineConfig, EngineProcess, Told, fetch_order
 
 CANCELS = 0.03
 NUM_WORKERS = 2
@@ -50,6 +46,16 @@ class Stream:
     layouts: tuple[str, str] = ("NHD", "NHD")
     at_once: int = 1
     grows: bool = False
+
+    def config(self, number: int, role: str, agent: AgentProcess, layout: str) -> EngineConfig:
+        """Of its engine of this role."""
+        return EngineConfig(
+            role=role,
+            attach=str(agent.attach),
+            spec=EngineSpec(f"{role}-{number}", f"model-{number}", 1, (self.group,)),
+            num_blocks={"full": 2 * self.most_blocks * self.at_once * NUM_WORKERS},
+            layout=layout,
+        )
 
 
 SMALL, BIG, LAYERED = cache_of(1, 8), cache_of(4, 8), cache_of(16, 2)
@@ -102,34 +108,21 @@ class Load:
         num_tokens = 16 * self.random.randint(1, stream.most_blocks)
         steps = [num_tokens // 3, 2 * num_tokens // 3, num_tokens]
         gives_up = not stream.grows and self.random.random() < CANCELS
-        key, fetch_key, fetch_id = next(self.keys), next(self.keys), uuid.uuid4().hex
+        key, fetch_key = next(self.keys), next(self.keys)
         order = {"do": "offer", "steps": steps if stream.grows else steps[-1:]}
         offered = source.ask(key, order)
-        fetched = target.ask(
-            fetch_key,
-            {
-                "do": "fetch",
-                "offer": key,
-                "holder": to_builtins(source.config.spec),
-                "ticket": (await offered.made)["ticket"],
-                "num_tokens": num_tokens,
-                "first_token": 0,
-                "fetch_id": fetch_id,
-            },
-        )
+        ticket = (await offered.made)["ticket"]
+        fetch = fetch_order(key, source.config.spec, ticket, num_tokens)
+        fetched = target.ask(fetch_key, fetch)
         if gives_up:
             target.tell({"do": "cancel", "fetch": fetch_key, "release_offer": True})
         end = await fetched.ended
         if end["outcome"] != "completed" and not gives_up:
-            raise AssertionError(f"{end}, {await self._story(target, fetch_id)}")
+            told = await asyncio.to_thread(target.agent.status, fetch_id=fetch["fetch_id"])
+            raise AssertionError(f"{end}, {told['story']}")
         self.counts[end.get("path") or end["code"]] += 1
         await fetched.freed
         await offered.ended
-
-    async def _story(self, target: Engine, fetch_id: str) -> Any:
-        """What happened to a fetch, as its agent tells it."""
-        asked = "status", {"fetch_id": fetch_id}
-        return (await asyncio.to_thread(ask, target.agent.peer, *asked))["ok"]["story"]
 
 
 @asynccontextmanager
@@ -137,8 +130,12 @@ async def load(agents: Mapping[str, AgentProcess], seed: int) -> AsyncIterator[L
     """The engines of all streams, at the agent ``prefill`` and at those of `READERS`."""
     made = Load([], Random(seed), Counter(), [], count(1))
     for number, stream in enumerate(STREAMS):
-        of = stream, number, agents, made.troubles
-        made.pairs.append((stream, _side(*of, "prefill"), _side(*of, "decode")))
+        places = {"prefill": agents["prefill"], "decode": agents[stream.reader]}
+        source, target = (
+            Engine(stream.config(number, role, agent, layout), agent, made.troubles)
+            for (role, agent), layout in zip(places.items(), stream.layouts, strict=True)
+        )
+        made.pairs.append((stream, source, target))
     sides = [side for _, *both in made.pairs for side in both]
     for side in sides:
         await side.start()
@@ -149,22 +146,3 @@ async def load(agents: Mapping[str, AgentProcess], seed: int) -> AsyncIterator[L
     finally:
         for side in sides:
             await side.kill()
-
-
-def _side(
-    stream: Stream,
-    number: int,
-    agents: Mapping[str, AgentProcess],
-    troubles: list[Told],
-    role: str,
-) -> Engine:
-    is_source = role == "prefill"
-    agent = agents["prefill" if is_source else stream.reader]
-    config = EngineConfig(
-        role=role,
-        attach=str(agent.attach),
-        spec=EngineSpec(f"{role}-{number}", f"model-{number}", 1, (stream.group,)),
-        num_blocks={"full": 2 * stream.most_blocks * stream.at_once * NUM_WORKERS},
-        layout=stream.layouts[0 if is_source else 1],
-    )
-    return Engine(config, agent, troubles)

@@ -41,54 +41,38 @@ def test_a_few_seconds_of_a_soak_go_every_way_and_leave_no_descriptor_or_handle(
     assert looks[-1]["ended"].keys() >= {"mapped", "direct", "packed"}
     for name in ("prefill", *READERS):
         assert found["agents"][name]["num_handoffs"]
-        assert found["agents"][name]["grows"].keys() <= {"other_bytes", "anonymous_bytes"}
-        assert looks[-1]["agents"][name]["reply_bytes"]
+        assert found["agents"][name]["grows"].keys() <= {"other_bytes"}
+        assert looks[-1]["agents"][name]["ended_bytes"]
         assert looks[-1]["agents"][name]["anonymous_bytes"] > MIB
 
 
-@given(noise)
-def test_memory_that_goes_up_and_down_is_flat_once_the_caps_are_full(noise: list[int]) -> None:
-    found = judge(_soaked(noise))
-
-    assert found.are_caps_full
-    assert not found.grows
-
-
-@given(noise, st.integers(100, 10_000))
-def test_some_bytes_that_each_handoff_leaves_behind_are_called_growth(
-    noise: list[int], leak_bytes: int
+@given(noise, st.integers(1, 10), st.sampled_from([(CAP_BYTES, 100), (1 << 40, 1000)]))
+def test_bytes_that_each_handoff_leaves_behind_are_growth_and_caches_that_fill_are_not(
+    noise: list[int], times: int, caps: tuple[int, int]
 ) -> None:
-    found = judge(
-        [
-            replace(one, anonymous_bytes=one.anonymous_bytes + leak_bytes * one.num_handoffs)
-            for one in _soaked(noise)
-        ]
-    )
+    cap_bytes, least_bytes = caps
+    leak_bytes, flat = times * least_bytes, _soaked(noise, cap_bytes)
+    leaky = [
+        replace(o, anonymous_bytes=o.anonymous_bytes + leak_bytes * o.num_handoffs) for o in flat
+    ]
 
-    assert found.grows.keys() == {"anonymous_bytes"}
-    assert found.bytes_by_handoff == pytest.approx(leak_bytes, abs=20)
+    assert judge(flat).are_caps_full is (cap_bytes == CAP_BYTES)
+    assert not judge(flat).grows
+    assert judge(leaky).grows.keys() == {"other_bytes"}
+    assert judge(leaky).bytes_by_handoff == pytest.approx(leak_bytes, abs=20)
 
 
-@pytest.mark.parametrize("name", sorted(LIMITS.keys() - {"anonymous_bytes"}))
+@pytest.mark.parametrize("name", sorted(LIMITS.keys() - {"other_bytes"}))
 def test_what_is_left_behind_now_and_then_is_called_growth(name: str) -> None:
     leaky = [
         replace(one, **{name: getattr(one, name) + at * 3})
-        for at, one in enumerate(_soaked([0] * NUM_SAMPLES))
+        for at, one in enumerate(_soaked([0] * NUM_SAMPLES, CAP_BYTES))
     ]
 
     assert judge(leaky).grows.keys() == {name}
 
 
-def test_caches_that_fill_are_no_growth_but_what_grows_beside_them_is() -> None:
-    filling = _soaked([0] * NUM_SAMPLES, cap_bytes=1 << 40)
-    leaky = [replace(o, anonymous_bytes=o.anonymous_bytes + 1000 * o.num_handoffs) for o in filling]
-
-    assert not judge(filling).are_caps_full
-    assert not judge(filling).grows
-    assert judge(leaky).grows.keys() == {"other_bytes"}
-
-
-def _soaked(noise: Sequence[int], cap_bytes: int = CAP_BYTES) -> list[Sample]:
+def _soaked(noise: Sequence[int], cap_bytes: int) -> list[Sample]:
     """An agent without a leak: 400 bytes are kept of each handoff, up to the cap."""
     samples = []
     for at, some in enumerate(noise):
@@ -98,7 +82,7 @@ def _soaked(noise: Sequence[int], cap_bytes: int = CAP_BYTES) -> list[Sample]:
                 START,
                 num_handoffs=at * STEP,
                 anonymous_bytes=START.anonymous_bytes + kept + some,
-                reply_bytes=kept,
+                ended_bytes=kept,
             )
         )
     return samples

@@ -1,6 +1,6 @@
 """Whether what an agent has grows with its handoffs: a line through samples, and limits.
 
-Refuses to judge while caches of a known bound fill: that growth is not a leak.
+What is kept up to a known bound is taken off: that growth is not a leak.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,11 @@ class Sample:
     outstanding_handles: int = 0
     unreleased_handles: int = 0
     ended_bytes: int = 0
-    reply_bytes: int = 0
 
     @property
     def kept_bytes(self) -> int:
         """What is kept on purpose of handoffs that have ended, up to a bound."""
-        return self.ended_bytes + self.reply_bytes
+        return self.ended_bytes
 
     @property
     def other_bytes(self) -> int:
@@ -50,15 +49,15 @@ class Limit:
 
 # Memory is noisy: an allocator keeps pages for later, by the MiB. The rest is counted while nothing
 # is on its way, and may only change as pools of threads and arenas of memory do.
-LIMITS: Mapping[str, Limit] = {
-    "anonymous_bytes": Limit(64, 8 * MIB),
+LIMITS = {
+    "other_bytes": Limit(64, 8 * MIB),
     "num_descriptors": Limit(0, 4),
     "num_threads": Limit(0, 4),
     "num_mappings": Limit(0, 32),
     "unreleased_handles": Limit(0, 0.5),
 }
-WHILE_FILLING = Limit(512, 8 * MIB)
-"""Of `Sample.other_bytes`, which is as rough as the estimate."""
+WHILE_FILLING = LIMITS | {"other_bytes": Limit(512, 8 * MIB)}
+"""As rough as the estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +77,14 @@ def judge(samples: Sequence[Sample]) -> Verdict:
     are_caps_full = full_at <= len(samples) // 2
     first = max(full_at if are_caps_full else 0, int(SHARE_OF_WARM_UP * len(samples)))
     judged = samples[first:]
-    limits = dict(LIMITS)
-    if not are_caps_full:
-        del limits["anonymous_bytes"]
-        limits["other_bytes"] = WHILE_FILLING
+    limits = LIMITS if are_caps_full else WHILE_FILLING
     slopes = {name: _slope(judged, name) for name in limits}
     num_handoffs = judged[-1].num_handoffs - judged[0].num_handoffs
     return Verdict(
         are_caps_full=are_caps_full,
         num_judged=len(judged),
         num_handoffs=num_handoffs,
-        bytes_by_handoff=slopes["anonymous_bytes" if are_caps_full else "other_bytes"],
+        bytes_by_handoff=slopes["other_bytes"],
         grows={
             name: slope
             for name, slope in slopes.items()

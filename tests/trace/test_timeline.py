@@ -1,18 +1,96 @@
-"""The timeline puts all agents on one clock, and says where the time went."""
+"""All agents of a request on one clock: where its time went, how it failed, how that is shown."""
+
+import json
+import socket
+from collections import defaultdict
+from itertools import combinations
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
+from rich.console import Console
+from typer.testing import CliRunner
 
-from kvbus.protocol import AgentRole, Span
-from kvbus.trace import UNKNOWN, Timeline, covered_s
-from tests.trace.traces import agent, fetch, offer
+from kvbus.cli import app
+from kvbus.clocks import ClockOffset
+from kvbus.protocol import AgentRole, Span, Traced
+from kvbus.trace import (
+    UNKNOWN,
+    AgentTrace,
+    Timeline,
+    chrome_file,
+    draw_waterfall,
+    failure_of,
+    reasons,
+)
+
+REASON = "forbidden: the prefill agent at tcp://10.193.143.1:7701 is not connected to: its key " + (
+    "!kL&e*WOay4[.yv!X*qU]X=]P-)wsdXjye^grwMr is not trusted here with the role 'prefill'"
+)
+"""Longer than a terminal is wide."""
+CANCELLED = "cancelled: the engine cancelled the fetch"
+BAR = "█"
+
+
+def agent(role: AgentRole, *spans: Span, offset_s: float = 0.0) -> AgentTrace:
+    """What an agent whose clock is behind ours by ``offset_s`` tells; spans are of our clock."""
+    behind = tuple(
+        replace(one, start_s=one.start_s - offset_s, end_s=one.end_s and one.end_s - offset_s)
+        for one in spans
+    )
+    answer = Traced(f"{role}-0", role, "boot", 0.0, 0.0, behind)
+    return AgentTrace.of(f"tcp://{role}:1", answer, ClockOffset(offset_s, 0.0001))
+
+
+def prefill(*spans: Span) -> AgentTrace:
+    return agent(AgentRole.PREFILL, *spans)
+
+
+def decode(*spans: Span, offset_s: float = 0.0) -> AgentTrace:
+    return agent(AgentRole.DECODE, *spans, offset_s=offset_s)
+
+
+def timeline(*agents: AgentTrace) -> Timeline:
+    return Timeline.of(agents, now_s=30.0)
+
+
+OFFER = (
+    Span("offer", 0.0, 9.0),
+    Span("open", 0.0, 4.0, 1),
+    Span("sealed", 4.0, 9.0, 1),
+    Span("leased", 2.0, 9.0, 1),
+    Span("gathering", 5.0, 6.0, 2, "box 1"),
+)
+FETCH = (
+    Span("fetch", 1.0, 10.0),
+    Span("claiming", 1.0, 2.0, 1),
+    Span("waiting", 2.0, 4.5, 1),
+    Span("reading", 4.5, 9.0, 1),
+    Span("packing", 4.5, 6.0, 2, "leg 0"),
+    Span("READ", 6.0, 8.5, 2, "leg 0"),
+    Span("READ", 6.5, 9.0, 2, "leg 1"),
+    Span("taking", 9.0, 10.0, 1),
+)
+READ = prefill(*OFFER), decode(*FETCH)
+UNREAD = prefill(Span("offer", 0.0, 22.837028), Span("sealed", 0.0, 22.837028, 1))
+
+
+def failed_fetch(*, at_s: float = 22.0, reason: str = REASON) -> AgentTrace:
+    """A fetch that fails in its second stage, 1.7 ms after it began."""
+    return decode(
+        Span("fetch", at_s, at_s + 0.0017, 0, "", reason),
+        Span("resolving", at_s, at_s + 0.001, 1),
+        Span("claiming", at_s + 0.001, at_s + 0.0017, 1, "", reason),
+    )
 
 
 @pytest.mark.parametrize("offset_s", [0.0, 0.05, -12_345.5])
 def test_shares_add_up_to_the_whole_whatever_the_clocks_say(offset_s: float) -> None:
-    timeline = Timeline.of([fetch(offset_s=offset_s), offer()], now_s=20.0)
+    found = timeline(decode(*FETCH, offset_s=offset_s), decode(), prefill(*OFFER))
 
-    assert timeline.total_s == pytest.approx(10.0)
-    assert timeline.shares() == pytest.approx(
+    assert [one.answer.role for one in found.agents] == ["prefill", "decode"]
+    assert found.total_s == pytest.approx(10.0)
+    assert found.shares() == pytest.approx(
         {
             "reading": 4.5,
             "waiting for prefill to compute": 2.5,
@@ -21,83 +99,152 @@ def test_shares_add_up_to_the_whole_whatever_the_clocks_say(offset_s: float) -> 
             "asking whether the bytes are good": 1.0,
         }
     )
-    assert next(iter(timeline.shares())) == "reading"
+    assert next(iter(found.shares())) == "reading"
 
 
-def test_the_verdict_names_the_largest_share_and_what_was_most_of_the_reading() -> None:
-    timeline = Timeline.of([offer(), fetch()], now_s=20.0)
+@pytest.mark.parametrize(
+    ("fetched", "offered", "shares"),
+    [
+        (
+            [("fetch", 0, 6), ("asked", 0, 5, 1), ("reading", 5, 6, 1)],
+            [("offer", 7, 8), ("asked", 7, 8, 1)],
+            {
+                "on the way from the decode engine to its agent": 5.0,
+                "reading": 1.0,
+                "on the way from the prefill engine to its agent": 1.0,
+                UNKNOWN: 1.0,
+            },
+        ),
+        (
+            [("fetch", 5, 6), ("reading", 5, 6, 1), ("pending", 0, 5)],
+            [("offer", 0, 5), ("sealed", 0, 5, 1)],
+            {"waiting in the decode engine for its turn": 5.0, "reading": 1.0},
+        ),
+    ],
+    ids=["ways between engine and agent", "waiting in the decode engine"],
+)
+def test_what_no_stage_of_an_agent_covers_is_named(
+    fetched: list[tuple[Any, ...]], offered: list[tuple[Any, ...]], shares: dict[str, float]
+) -> None:
+    of_fetch, of_offer = ([Span(*one) for one in some] for some in (fetched, offered))
 
-    assert timeline.verdict() == "45% of 10000.000 ms: reading, most of it READ (3000.000 ms)"
-
-
-def test_agents_come_in_order_of_their_first_span_and_without_any_not_at_all() -> None:
-    timeline = Timeline.of([fetch(), agent(AgentRole.DECODE), offer()], now_s=20.0)
-
-    assert [one.answer.role for one in timeline.agents] == ["prefill", "decode"]
-
-
-def test_the_ways_between_engine_and_agent_are_said_to_be_ways() -> None:
-    fetched = (
-        Span("fetch", 0.0, 10.0),
-        Span("asked", 0.0, 5.0, 1),
-        Span("reading", 5.0, 6.0, 1),
-        Span("telling", 6.0, 10.0, 1),
-    )
-    offered = (
-        Span("offer", 11.0, 14.0),
-        Span("asked", 11.0, 12.0, 1),
-        Span("telling", 12.0, 14.0, 1),
-    )
-    timeline = Timeline.of(
-        [agent(AgentRole.DECODE, *fetched), agent(AgentRole.PREFILL, *offered)], now_s=20.0
-    )
-
-    assert timeline.verdict().endswith(": on the way from the decode engine to its agent")
-    assert timeline.shares() == {
-        "on the way from the decode engine to its agent": 5.0,
-        "on the way from the decode agent to its engine": 4.0,
-        "on the way from the prefill agent to its engine": 2.0,
-        "reading": 1.0,
-        "on the way from the prefill engine to its agent": 1.0,
-        UNKNOWN: 1.0,
-    }
+    assert timeline(decode(*of_fetch), prefill(*of_offer)).shares() == shares
 
 
-def test_what_waits_in_the_decode_engine_counts_until_that_asks() -> None:
-    spans = (
-        Span("fetch", 5.0, 6.0),
-        Span("reading", 5.0, 6.0, 1),
-        Span("pending", 0.0, 5.0),
-    )
-    offered = Span("offer", 0.0, 5.0), Span("sealed", 0.0, 5.0, 1)
-    timeline = Timeline.of(
-        [agent(AgentRole.DECODE, *spans), agent(AgentRole.PREFILL, *offered)], now_s=20.0
-    )
-
-    assert timeline.shares() == {
-        "waiting in the decode engine for its turn": 5.0,
-        "reading": 1.0,
-    }
-
-
-def test_what_goes_on_goes_on_until_now() -> None:
-    timeline = Timeline.of(
-        [agent(AgentRole.PREFILL, Span("offer", 1.0), Span("open", 1.0, None, 1))], now_s=3.5
-    )
-
-    assert timeline.total_s == 2.5
-    assert timeline.verdict().startswith("100% of 2500.000 ms: computing the prompt")
+@pytest.mark.parametrize(
+    ("agents", "verdict"),
+    [
+        (READ, "45% of 10000.000 ms: reading, most of it READ (3000.000 ms)"),
+        ((UNREAD, failed_fetch()), "100% of 22837.028 ms: ready, but nobody fetched it"),
+        (
+            (prefill(Span("offer", 27.5), Span("open", 27.5, None, 1)),),  # until now
+            "100% of 2500.000 ms: computing the prompt, before a decode engine asked for it",
+        ),
+    ],
+    ids=["largest", "unread", "open"],
+)
+def test_the_verdict_names_the_largest_share(agents: tuple[AgentTrace, ...], verdict: str) -> None:
+    assert timeline(*agents).verdict() == verdict
 
 
-def test_a_time_of_which_no_agent_knows_is_said_to_be_one() -> None:
-    early, late = Span("offer", 0.0, 1.0), Span("sealed", 0.0, 1.0, 1)
-    timeline = Timeline.of([agent(AgentRole.PREFILL, early, late), fetch(offset_s=-2)], now_s=20.0)
-    gap = agent(AgentRole.DECODE, Span("fetch", 4.0, 5.0), Span("reading", 4.0, 5.0, 1))
+@pytest.mark.parametrize(
+    ("agents", "expected"),
+    [
+        (READ, ""),
+        ((UNREAD, failed_fetch()), f"the fetch failed after 1.700 ms (claiming): {REASON}"),
+        (
+            (UNREAD, failed_fetch(reason=CANCELLED)),
+            f"the fetch was cancelled after 1.700 ms (claiming): {CANCELLED}",
+        ),
+        (
+            (failed_fetch(at_s=9.0), failed_fetch(at_s=3.0, reason="busy"), decode(*FETCH)),
+            f"2 of 3 fetches failed, the last after 1.700 ms (claiming): {REASON}",
+        ),
+        (
+            (decode(Span("fetch", 0.0, 0.5, 0, "", "timeout: no answer")),),
+            "the fetch failed after 500.000 ms: timeout: no answer",
+        ),
+    ],
+    ids=["none", "one", "cancelled", "several", "without stages"],
+)
+def test_a_fetch_that_failed_is_said_with_when_where_and_why(
+    agents: tuple[AgentTrace, ...], expected: str
+) -> None:
+    assert failure_of(timeline(*agents)) == expected
 
-    assert UNKNOWN not in timeline.shares()
-    shares = Timeline.of([agent(AgentRole.PREFILL, early, late), gap], now_s=20.0).shares()
-    assert shares[UNKNOWN] == pytest.approx(3.0)
+
+def test_what_ended_spans_is_said_once_with_the_innermost() -> None:
+    leg = Span("READ", 22.001, 22.0015, 2, "leg 1", "transfer_failed: no route")
+
+    told = reasons(timeline(decode(*failed_fetch().spans, leg)))
+
+    assert told == {REASON: "claiming", "transfer_failed: no route": "READ leg 1"}
 
 
-def test_spans_at_the_same_time_count_once() -> None:
-    assert covered_s([Span("a", 0.0, 2.0), Span("b", 1.0, 3.0), Span("c", 5.0, 6.0)]) == 4.0
+def drawn(shown: Timeline, width: int = 80) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(draw_waterfall(shown, width=width))
+    lines = capture.get().splitlines()
+    assert all(len(line) <= width and "…" not in line for line in lines)
+    return lines
+
+
+def test_each_span_has_its_name_its_times_and_a_bar_where_it_lies() -> None:
+    lines = drawn(timeline(*READ))
+
+    (waiting,) = [line for line in lines if line.strip().startswith("waiting")]
+    (whole,) = [line for line in lines if line.strip().startswith("offer")]
+    assert waiting.split()[:3] == ["waiting", "2000.000", "2500.000"]
+    assert waiting.index(BAR) > whole.index(BAR)
+
+
+def test_many_spans_that_are_alike_are_one_line() -> None:
+    legs = [Span("READ", 1.0 + n, 2.0 + n, 2, f"leg {n}") for n in range(9)]
+
+    lines = drawn(timeline(decode(Span("fetch", 0.0, 10.0), Span("reading", 1.0, 10.0, 1), *legs)))
+
+    (line,) = [line for line in lines if "READ" in line]
+    assert line.split()[:5] == ["READ", "x", "9", "1000.000", "9000.000"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_a_long_reason_takes_no_room_from_names_and_numbers(width: int) -> None:
+    lines = drawn(timeline(UNREAD, failed_fetch()), width)
+
+    rows = {line.split()[0]: line.split()[1:3] for line in lines if line.strip()}
+    assert rows["span"] == ["from", "ms"]
+    assert rows["sealed"] == ["0.000", "22837.028"]
+    assert rows["claiming"] == ["22001.000", "0.700"]
+    assert {"prefill", "decode"} <= rows.keys()
+
+
+def test_the_file_for_perfetto_has_every_span_and_in_a_lane_no_two_that_overlap_in_part() -> None:
+    events = json.loads(chrome_file(timeline(*READ), "r"))["traceEvents"]
+
+    spans = [one for one in events if one["ph"] == "X"]
+    (claiming,) = [one for one in spans if one["name"] == "claiming"]
+    lanes = defaultdict(list)
+    for one in spans:
+        lanes[one["pid"], one["tid"]].append((one["ts"], one["ts"] + one["dur"]))
+    names = {one["args"]["name"] for one in events if one["ph"] == "M"}
+    assert names == {"prefill prefill-0", "decode decode-0"}
+    assert len(spans) == len(OFFER) + len(FETCH)
+    assert (claiming["ts"], claiming["dur"]) == (1e6, 1e6)
+    for lane in lanes.values():
+        for (a, b), (c, d) in combinations(lane, 2):
+            assert b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
+
+
+def test_that_no_agent_answered_is_a_warning_and_status_1_and_no_endpoint_status_2() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+
+        result = CliRunner().invoke(app, ["trace", "r", "--peer", endpoint, "--timeout", "0.1"])
+        refused = CliRunner().invoke(app, ["trace", "r", "--peer", "nowhere"])
+
+    warning, error = result.stderr.splitlines()
+    assert (result.exit_code, refused.exit_code) == (1, 2)
+    assert warning.startswith(f"warning: {endpoint}: timeout: ")
+    assert error.startswith("error: no agent answered")
+    assert "nowhere" in refused.stderr

@@ -6,13 +6,16 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from kvbus.errors import ClosedError, SegmentError
+from kvbus.errors import ClosedError
 from kvbus.transport import CloseReport, ReadOutcome, ReadStatus, Transport
-from tests.transport.conftest import StartPeer, StartReader, until
+from tests.transport.conftest import WITHIN_S, MakeReader, until
+
+NOTHING_LEFT = CloseReport(num_handles=0, num_registrations=0)
+NO_ROWS = np.zeros((0, 3), np.uint64)
 
 
-def test_progress_is_driven_while_demanded_and_not_otherwise(start_reader: StartReader) -> None:
-    transport = start_reader().transport
+def test_progress_is_driven_while_demanded_and_not_otherwise(make_reader: MakeReader) -> None:
+    transport = make_reader().transport
 
     with transport.hold_progress(), transport.hold_progress() as second:
         demands = transport.stats().progress_tokens
@@ -20,120 +23,71 @@ def test_progress_is_driven_while_demanded_and_not_otherwise(start_reader: Start
         second.close()
         left = transport.stats().progress_tokens
         until(lambda: transport.stats().progress_calls > 100)
-    transport.metadata().result(20)  # the thread has passed its last pause
+    transport.metadata().result(WITHIN_S)  # the thread has passed its last pause
     passes = transport.stats().progress_calls
     for _ in range(50):
-        transport.metadata().result(20)
+        transport.metadata().result(WITHIN_S)
 
     assert (demands, left) == (2, 1)
     assert transport.stats().progress_tokens == 0
     assert transport.stats().progress_calls == passes
 
 
-def test_memory_is_counted_until_it_is_given_back(start_reader: StartReader) -> None:
-    reader = start_reader()
-    reader.allocate(8192)
+def test_a_clean_close_leaves_nothing_and_refuses_what_follows(make_reader: MakeReader) -> None:
+    transport = make_reader(room=8192).transport
+    registered_bytes = transport.stats().registered_bytes
 
-    during = reader.transport.stats().registered_bytes
-    reader.transport.deregister(reader.registration).result(20)
+    report = transport.close(timeout_s=5).result(WITHIN_S)
 
-    assert during == 8192
-    assert reader.transport.stats().registered_bytes == 0
-
-
-def test_a_clean_close_leaves_nothing_and_refuses_what_follows(start_reader: StartReader) -> None:
-    reader = start_reader()
-    reader.allocate(8192)
-
-    report = reader.transport.close(timeout_s=5).result(20)
-
-    assert report == CloseReport(num_handles=0, num_registrations=0)
-    with pytest.raises(ClosedError):
-        reader.transport.metadata()
-    with pytest.raises(ClosedError):
-        reader.start("peer", 0, [(0, 0, 1)])
-    with pytest.raises(ClosedError):
-        reader.transport.close(timeout_s=5)
-    reader.transport.hold_progress().close()
+    assert registered_bytes == 8192
+    assert report == NOTHING_LEFT
+    assert transport.stats().registered_bytes == 0
+    for call in (
+        transport.metadata,
+        lambda: transport.read("peer", NO_ROWS, NO_ROWS, on_end=print),
+        lambda: transport.close(timeout_s=5),
+        lambda: Transport("never/started").read("peer", NO_ROWS, NO_ROWS, on_end=print),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+    transport.hold_progress().close()
 
 
-def test_a_transport_that_was_not_started_refuses_reads() -> None:
-    transport = Transport("never/started")
-
-    with pytest.raises(ClosedError):
-        transport.read(
-            "peer", np.zeros((0, 3), np.uint64), np.zeros((0, 3), np.uint64), on_end=print
-        )
-
-
-def test_memory_that_was_registered_before_nixl_is_open_is_read_into_afterwards(
-    start_peer: StartPeer,
+def test_memory_that_was_registered_before_nixl_is_open_is_read_into_afterwards_and_given_back(
+    make_reader: MakeReader,
 ) -> None:
-    peer = start_peer("peer/1")
-    address, metadata = peer.allocate(4096, seed=1)
-    memory, ended = np.zeros(4096, np.uint8), Future[ReadStatus]()
+    place = make_reader().meet(size_bytes=4096)
+    memory, ended = np.zeros(4096, np.uint8), Future[ReadOutcome]()
     transport = Transport("opens/later")
-    transport.start(opens=False).result(20)
-    own, given_back = (
-        transport.register(memory.ctypes.data, 4096).result(20),
-        transport.register(memory.ctypes.data, 64).result(20),
-    )
-    transport.deregister(given_back).result(20)
-    refused = transport.add_peer(metadata)
+    transport.start(opens=False).result(WITHIN_S)
+    own, given_back = [
+        transport.register(memory.ctypes.data, size).result(WITHIN_S) for size in (4096, 64)
+    ]
+    transport.deregister(given_back).result(WITHIN_S)
     with pytest.raises(ClosedError):
-        refused.result(20)
+        transport.add_peer(place.metadata).result(WITHIN_S)
     was_open = transport.is_open
 
-    transport.open().result(20)
-    transport.open().result(20)
-    rows = [np.array([[at, 4096, 0]], np.uint64) for at in (memory.ctypes.data, address)]
-    name = transport.add_peer(metadata).result(20)
-    transport.read(name, *rows, on_end=lambda outcome: ended.set_result(outcome.status))
+    for _ in range(2):
+        transport.open().result(WITHIN_S)
+    rows = [np.array([[at, 4096, 0]], np.uint64) for at in (own.address, place.address)]
+    name = transport.add_peer(place.metadata).result(WITHIN_S)
+    transport.read(name, *rows, on_end=ended.set_result)
+    status = ended.result(WITHIN_S).status
+    transport.deregister(own).result(WITHIN_S)
 
-    assert (was_open, transport.is_open) == (False, True)
-    assert ended.result(20) is ReadStatus.DONE
-    assert memory.any()
-    assert transport.metadata([own]).result(20)
-    transport.deregister(own).result(20)
-    assert transport.close(timeout_s=5).result(20) == CloseReport(
-        num_handles=0, num_registrations=0
-    )
+    assert not was_open
+    assert status is ReadStatus.DONE
+    assert np.array_equal(memory, place.content)
+    assert transport.close(timeout_s=5).result(WITHIN_S) == NOTHING_LEFT
 
 
-def test_a_transport_that_was_never_open_gives_back_what_was_registered() -> None:
-    transport = Transport("opens/never")
-    transport.start(opens=False).result(20)
-    memory = np.zeros(4096, np.uint8)
-    transport.register(memory.ctypes.data, 4096).result(20)
-
-    assert transport.close(timeout_s=5).result(20) == CloseReport(
-        num_handles=0, num_registrations=0
-    )
-
-
-def test_memory_that_does_not_exist_cannot_be_registered(start_reader: StartReader) -> None:
-    transport = start_reader().transport
-
-    with pytest.raises(SegmentError):
-        transport.register(0, 4096)
-    with pytest.raises(SegmentError):
-        transport.register(4096, 0)
-
-
-def test_callbacks_run_on_the_event_loop_and_one_that_raises_stops_none(
-    start_peer: StartPeer,
-) -> None:
-    peer = start_peer("peer/1")
-    address, metadata = peer.allocate(4096, seed=1)
-
+def test_callbacks_run_on_the_event_loop_and_one_that_raises_stops_none() -> None:
     async def read_some() -> tuple[list[ReadStatus], list[str]]:
         loop, complaints = asyncio.get_running_loop(), list[str]()
         loop.set_exception_handler(lambda _, context: complaints.append(str(context["exception"])))
         transport = Transport("loop/boot", deliver=loop.call_soon_threadsafe)
         await asyncio.wrap_future(transport.start())
-        memory = np.zeros(4096, np.uint8)
-        await asyncio.wrap_future(transport.register(memory.ctypes.data, 4096))
-        name = await asyncio.wrap_future(transport.add_peer(metadata))
         ended: asyncio.Queue[ReadStatus] = asyncio.Queue()
 
         def on_end(outcome: ReadOutcome) -> None:
@@ -143,15 +97,13 @@ def test_callbacks_run_on_the_event_loop_and_one_that_raises_stops_none(
         def broken(_: ReadOutcome) -> None:
             raise ValueError("a broken callback")
 
-        here = np.array([[memory.ctypes.data, 4096, 0]], np.uint64)
-        there = np.array([[address, 4096, 0]], np.uint64)
         for callback in (broken, on_end, on_end):
-            transport.read(name, here, there, on_end=callback)
+            transport.read("nobody", *[np.ones((1, 3), np.uint64)] * 2, on_end=callback)
         statuses = [await ended.get(), await ended.get()]
         await asyncio.wrap_future(transport.close(timeout_s=5))
         return statuses, complaints
 
-    statuses, complaints = asyncio.run(asyncio.wait_for(read_some(), 20))
+    statuses, complaints = asyncio.run(asyncio.wait_for(read_some(), WITHIN_S))
 
-    assert statuses == [ReadStatus.DONE, ReadStatus.DONE]
+    assert statuses == [ReadStatus.FAILED, ReadStatus.FAILED]
     assert complaints == ["read callbacks failed (1 sub-exception)"]

@@ -1,6 +1,6 @@
 """Frames that an agent must refuse, each with the code of the answer.
 
-Refuses what depends on what an agent holds: each is refused by an agent that was just started.
+Nothing depends on what an agent holds: each is refused by an agent that was just started.
 """
 
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ CLAIM = {
     "reader_id": "r",
     "lease_s": 1.0,
 }
+LEASE = {"agent_boot": "b", "offer_id": "o", "epoch": 1, "token": SECRET}
 HELLO = {"min_protocol": 1, "max_protocol": 1, "engine_id": "e", "boot": BOOT}
 SEGMENT = {"segment_id": "kv", "size_bytes": 4096}
 
@@ -39,6 +40,12 @@ class Refused:
     frames: tuple[bytes, ...]
     before: tuple[bytes, ...] = ()
 
+    def vector(self) -> dict[str, Any]:
+        """As it is in the file."""
+        frames = {"before": self.before, "frames": self.frames}
+        hexed = {name: [frame.hex() for frame in some] for name, some in frames.items()}
+        return {"why": self.why, "socket": self.socket, "code": self.code, **hexed}
+
 
 def packed(fields: Any) -> bytes:
     frame: bytes = msgpack.packb(fields)
@@ -51,128 +58,104 @@ def status(**changes: Any) -> bytes:
     return packed({key: value for key, value in fields.items() if value is not None})
 
 
-NO_MESSAGES: dict[str, tuple[bytes, ...]] = {
-    "an empty frame": (b"",),
-    "no msgpack": (b"\xc1\xc1\xc1",),
-    "a map that is cut off": (status()[:-3],),
-    "bytes behind the map": (status() + b"\x00",),
-    "a list": (packed([1, 2]),),
-    "keys that are no strings": (packed({1: 2}),),
-    "text that is no UTF-8": (status(op=None)[:-1] + b"\x80\xa2op\xa2\xff\xfe",),
-    "an extension type": (status(body={"fetch_id": msgpack.ExtType(1, b"x")}),),
-    "nested too deep": (status(body=0)[:-1] + b"\x91" * 2_000 + b"\x90",),
-    "two frames": (status(), status()),
-    "no version": (status(v=None),),
-    "a version that is a float": (status(v=1.0),),
-    "a version that is a bool": (status(v=True),),
-    "an op that is empty": (status(op=""),),
-    "an op that is too long": (status(op="o" * 65),),
-    "an op that is bin": (status(op=b"status"),),
-    "an id that is text": (status(id="7"),),
-    "an id that is a float": (status(id=7.0),),
-    "an id below 0": (status(id=-1),),
-    "no boot id": (status(boot=None),),
-    "a boot id that is too long": (status(boot="b" * 65),),
-    "a body that is text": (status(body="x"),),
-    "no body": (status(body=None),),
-    "a reply": (packed({"v": 1, "re": 7, "boot": BOOT, "ok": {}}),),
-    "a notice": (packed({"v": 1, "op": "released", "seq": 1, "boot": BOOT, "body": {}}),),
-}
+def attach(op: str, body: dict[str, Any], **changes: Any) -> bytes:
+    return packed({"op": op, "body": {**body, **changes}})
 
-TWICE: dict[str, tuple[bytes, ...]] = {
-    "a key that is there twice": (b"\x86" + status()[1:] + packed("op") + packed("ping"),),
+
+NO_MESSAGES: dict[str, bytes] = {
+    "an empty frame": b"",
+    "no msgpack": b"\xc1\xc1\xc1",
+    "a map that is cut off": status()[:-3],
+    "bytes behind the map": status() + b"\x00",
+    "a list": packed([1, 2]),
+    "keys that are no strings": packed({1: 2}),
+    "text that is no UTF-8": status(op=None)[:-1] + b"\x80\xa2op\xa2\xff\xfe",
+    "an extension type": status(body={"fetch_id": msgpack.ExtType(1, b"x")}),
+    "nested too deep": status(body=0)[:-1] + b"\x91" * 2_000 + b"\x90",
+    "no version": status(v=None),
+    "a version that is a float": status(v=1.0),
+    "a version that is a bool": status(v=True),
+    "an op that is empty": status(op=""),
+    "an op that is too long": status(op="o" * 65),
+    "an op that is bin": status(op=b"status"),
+    "an id that is text": status(id="7"),
+    "an id that is a float": status(id=7.0),
+    "an id below 0": status(id=-1),
+    "no boot id": status(boot=None),
+    "a boot id that is too long": status(boot="b" * 65),
+    "a body that is text": status(body="x"),
+    "no body": status(body=None),
+    "a reply": packed({"v": 1, "re": 7, "boot": BOOT, "ok": {}}),
+    "a notice": packed({"v": 1, "op": "released", "seq": 1, "boot": BOOT, "body": {}}),
+}
+TWICE: dict[str, bytes] = {
+    "a key that is there twice": b"\x86" + status()[1:] + packed("op") + packed("ping"),
     "a key of the body that is there twice": (
-        status(body=0)[:-1] + b"\x82" + 2 * (packed("fetch_id") + packed("f")),
+        status(body=0)[:-1] + b"\x82" + 2 * (packed("fetch_id") + packed("f"))
     ),
 }
-
-BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a field that is missing": ("claim", {}, "invalid"),
-    "a number for text": ("claim", {**CLAIM, "offer_id": 1}, "invalid"),
-    "text that is empty": ("claim", {**CLAIM, "offer_id": ""}, "invalid"),
-    "text that is too long": ("claim", {**CLAIM, "offer_id": "o" * 257}, "invalid"),
-    "a duration of 0": ("claim", {**CLAIM, "lease_s": 0}, "invalid"),
-    "a duration below 0": ("claim", {**CLAIM, "lease_s": -1.0}, "invalid"),
-    "a secret that is too short": ("claim", {**CLAIM, "secret": "short"}, "invalid"),
-    "a duration that is no number": (
-        "claim",
-        {**CLAIM, "lease_s": float("nan")},
-        "invalid",
-    ),
-    "an epoch of 0": ("confirm", {"agent_boot": "b", "offer_id": "o", "epoch": 0}, "invalid"),
-    "an epoch that is a float": (
-        "confirm",
-        {"agent_boot": "b", "offer_id": "o", "epoch": 1.5, "token": SECRET},
-        "invalid",
-    ),
-    "an epoch that is text": (
-        "confirm",
-        {"agent_boot": "b", "offer_id": "o", "epoch": "one", "token": SECRET},
-        "invalid",
-    ),
-    "a handshake without its engine": ("handshake", {"min_protocol": 1}, "invalid"),
+INVALID: dict[str, tuple[str, dict[str, Any]]] = {
+    "a field that is missing": ("claim", {}),
+    "a number for text": ("claim", {**CLAIM, "offer_id": 1}),
+    "text that is empty": ("claim", {**CLAIM, "offer_id": ""}),
+    "text that is too long": ("claim", {**CLAIM, "offer_id": "o" * 257}),
+    "a duration of 0": ("claim", {**CLAIM, "lease_s": 0}),
+    "a duration below 0": ("claim", {**CLAIM, "lease_s": -1.0}),
+    "a secret that is too short": ("claim", {**CLAIM, "secret": "short"}),
+    "a duration that is no number": ("claim", {**CLAIM, "lease_s": float("nan")}),
+    "an epoch of 0": ("release", {"agent_boot": "b", "offer_id": "o", "epoch": 0}),
+    "an epoch that is a float": ("release", {**LEASE, "epoch": 1.5}),
+    "an epoch that is text": ("release", {**LEASE, "epoch": "one"}),
+    "a handshake without its engine": ("handshake", {"min_protocol": 1}),
+}
+UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
     "a boot id of another process": ("claim", CLAIM, "stale"),
     "an op of the engine socket": ("offer", {}, "unknown_op"),
     "an op that nobody has": ("make_coffee", {}, "unknown_op"),
 }
-
 ATTACH: dict[str, tuple[str, bytes, tuple[bytes, ...]]] = {
     "no msgpack": ("malformed", b"\xc1", ()),
     "a list": ("malformed", packed([1]), ()),
     "no body": ("malformed", packed({"op": "hello"}), ()),
-    "an op that nobody has": ("unknown_op", packed({"op": "make_coffee", "body": {}}), ()),
-    "an engine id that is a number": (
-        "invalid",
-        packed({"op": "hello", "body": {**HELLO, "engine_id": 7}}),
-        (),
-    ),
-    "a boot id that is too long": (
-        "invalid",
-        packed({"op": "hello", "body": {**HELLO, "boot": "b" * 65}}),
-        (),
-    ),
+    "an op that nobody has": ("unknown_op", attach("make_coffee", {}), ()),
+    "an engine id that is a number": ("invalid", attach("hello", HELLO, engine_id=7), ()),
+    "a boot id that is too long": ("invalid", attach("hello", HELLO, boot="b" * 65), ()),
     "versions that the agent does not speak": (
         "unsupported_version",
-        packed({"op": "hello", "body": {**HELLO, "min_protocol": 2, "max_protocol": 3}}),
+        attach("hello", HELLO, min_protocol=2, max_protocol=3),
         (),
     ),
-    "a segment without its size": (
-        "invalid",
-        packed({"op": "segment", "body": {"segment_id": "x"}}),
-        (),
-    ),
-    "a segment before hello": ("not_registered", packed({"op": "segment", "body": SEGMENT}), ()),
+    "a segment without its size": ("invalid", attach("segment", {"segment_id": "x"}), ()),
+    "a segment before hello": ("not_registered", attach("segment", SEGMENT), ()),
     "a segment without its descriptor": (
         "malformed",
-        packed({"op": "segment", "body": SEGMENT}),
-        (packed({"op": "hello", "body": HELLO}),),
+        attach("segment", SEGMENT),
+        (attach("hello", HELLO),),
     ),
     "a second hello": (
         "engine_conflict",
-        packed({"op": "hello", "body": HELLO}),
-        (packed({"op": "hello", "body": {**HELLO, "boot": "raw-engine-again"}}),),
+        attach("hello", HELLO),
+        (attach("hello", HELLO, boot="raw-engine-again"),),
     ),
 }
 
 
 def refused() -> Iterator[Refused]:
     """All of them."""
-    for why, frames in NO_MESSAGES.items():
-        yield Refused(why, "requests", "malformed", frames)
-    for why, frames in TWICE.items():
-        yield Refused(why, "requests", "invalid", frames)
+    for why, frame in NO_MESSAGES.items():
+        yield Refused(why, "requests", "malformed", (frame,))
+    yield Refused("two frames", "requests", "malformed", (status(), status()))
+    for why, frame in TWICE.items():
+        yield Refused(why, "requests", "invalid", (frame,))
     yield Refused("another version", "requests", "unsupported_version", (status(v=2),))
-    for why, (op, body, code) in BODIES.items():
+    for why, (op, body) in INVALID.items():
+        yield Refused(why, "prefill peer", "invalid", (status(op=op, body=body),))
+    for why, (op, body, code) in UNKNOWN.items():
         yield Refused(why, "prefill peer", code, (status(op=op, body=body),))
     for op in ("claim", "fetch"):
         yield Refused(f"'{op}' at a decode agent", "decode peer", "unknown_op", (status(op=op),))
     for op in ("register", "ready", "detach", "offer", "seal", "fetch", "cancel"):
         yield Refused(f"'{op}' before hello", "engine", "not_registered", (status(op=op),))
-    for why, after in {
-        "an id that was used with another op": status(op="check"),
-        "an id that was used with another body": status(body={"offer_id": "o"}),
-    }.items():
-        yield Refused(why, "prefill peer", "invalid", (after,), (status(),))
     for why, (code, message, before) in ATTACH.items():
         yield Refused(why, "attach", code, (_sized(message),), tuple(map(_sized, before)))
     length = (1 << 30).to_bytes(LENGTH_BYTES, "little")

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
-from types import MappingProxyType
 from typing import Any
 
 ANSWERS_WITHIN_S = 180.0
@@ -15,15 +14,11 @@ COMMON = {"model": "model", "temperature": 0, "ignore_eos": True, "return_token_
 
 
 class RefusedError(Exception):
-    """A server answered with an error.
-
-    ``status`` is that of HTTP, and 200 where the error came in a stream; ``body`` is what it sent.
-    """
+    """A server answered with an error; ``status`` is 200 where the error came in a stream."""
 
     def __init__(self, status: int, body: str) -> None:
         super().__init__(f"{status}: {body}")
         self.status = status
-        self.body = body
 
 
 @dataclass(frozen=True)
@@ -36,29 +31,23 @@ class Completion:
 
 @dataclass
 class Call:
-    """A request that was sent; `completion` or `stream` reads it, `abort` hangs up."""
+    """A request that was sent: its answer is read as one of these, which raise `RefusedError`."""
 
     connection: HTTPConnection
 
     def completion(self) -> Completion:
-        """Wait for the whole answer; raises `RefusedError`."""
-        try:
-            answer = json.loads(self._answer().read())
-        finally:
-            self.connection.close()
+        """The whole answer."""
+        answer = self._whole()
         (choice,) = answer["choices"]
         return Completion(choice["token_ids"], answer.get("kv_transfer_params"))
 
     def sequences(self) -> list[list[int]]:
-        """The tokens of each choice of the whole answer, in order; raises `RefusedError`."""
-        try:
-            choices = json.loads(self._answer().read())["choices"]
-        finally:
-            self.connection.close()
-        return [choice["token_ids"] for choice in sorted(choices, key=lambda one: one["index"])]
+        """The tokens of each choice of the whole answer, in order."""
+        choices = sorted(self._whole()["choices"], key=lambda one: one["index"])
+        return [choice["token_ids"] for choice in choices]
 
     def stream(self) -> Iterator[int]:
-        """The tokens of a request with ``stream``, as they come; raises `RefusedError`."""
+        """The tokens of a request with ``stream``, as they come."""
         try:
             for line in self._answer():
                 if line.startswith(b"data: {"):
@@ -74,6 +63,12 @@ class Call:
         """Hang up, as a client that gives up does."""
         self.connection.close()
 
+    def _whole(self) -> Any:
+        try:
+            return json.loads(self._answer().read())
+        finally:
+            self.connection.close()
+
     def _answer(self) -> HTTPResponse:
         response = self.connection.getresponse()
         if response.status != 200:
@@ -83,7 +78,7 @@ class Call:
 
 def ask(
     port: int,
-    prompt: Sequence[int],
+    prompt: Any,
     num_tokens: int,
     *,
     headers: Mapping[str, str] | None = None,
@@ -93,9 +88,8 @@ def ask(
 
     ``fields`` are vLLM's own.
     """
-    asked = {"prompt": list(prompt), "detokenize": False}
-    body = {**COMMON, "max_tokens": num_tokens, **asked, **fields}
-    return _send(port, "/v1/completions", body, headers or {})
+    asked = {"prompt": prompt, "max_tokens": num_tokens, "detokenize": False, **fields}
+    return _send(port, "/v1/completions", asked, headers or {})
 
 
 def ask_in_words(
@@ -103,16 +97,15 @@ def ask_in_words(
 ) -> Call:
     """As `ask`, by the words of the models' tokenizer: of one prompt, or of several."""
     words = [words_of(prompt) for prompt in prompts]
-    asked = {"prompt": words if len(words) > 1 else words[0], "max_tokens": num_tokens}
-    return _send(port, "/v1/completions", {**COMMON, **asked, **fields})
+    prompt = words if len(words) > 1 else words[0]
+    return ask(port, prompt, num_tokens, detokenize=True, **fields)
 
 
 def chat(port: int, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
     """As `ask`, as a chat whose only message is ``prompt``."""
-    asked = {"messages": [{"role": "user", "content": words_of(prompt)}]}
-    return _send(
-        port, "/v1/chat/completions", {**COMMON, "max_tokens": num_tokens, **asked, **fields}
-    )
+    messages = [{"role": "user", "content": words_of(prompt)}]
+    asked = {"messages": messages, "max_tokens": num_tokens, **fields}
+    return _send(port, "/v1/chat/completions", asked, {})
 
 
 def words_of(prompt: Sequence[int]) -> str:
@@ -120,10 +113,8 @@ def words_of(prompt: Sequence[int]) -> str:
     return " ".join(f"t{token}" for token in prompt)
 
 
-def _send(
-    port: int, path: str, body: Mapping[str, Any], more: Mapping[str, str] = MappingProxyType({})
-) -> Call:
+def _send(port: int, path: str, fields: Mapping[str, Any], more: Mapping[str, str]) -> Call:
     connection = HTTPConnection("127.0.0.1", port, timeout=ANSWERS_WITHIN_S)
     headers = {"Content-Type": "application/json", "Connection": "close", **more}
-    connection.request("POST", path, json.dumps(body), headers)
+    connection.request("POST", path, json.dumps({**COMMON, **fields}), headers)
     return Call(connection)

@@ -64,25 +64,24 @@ class Side:
 class Shape:
     """Both sides, and what vLLM does with a request whose KV could not be loaded.
 
-    With ``keys`` the agents have CURVE keys, and sign their tickets. With ``alias`` the servers
-    call kvbus' connector `NixlConnector`. ``turns`` is what the options say of conversations: then
-    each server has an agent of each kind.
+    With ``alias`` the servers call kvbus' connector `NixlConnector`. ``turns`` is what the options
+    say of conversations: then each server has an agent of each kind, and all agents have CURVE keys
+    and sign their tickets.
     """
 
     prefill: Side
     decode: Side
     policy: str = "recompute"
-    keys: bool = False
     alias: bool = False
-    turns: Mapping[str, Any] | None = None
+    turns: Mapping[str, Any] = field(default_factory=dict)
 
 
 _CHUNKED = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
+_ANY_DTYPE = ("--attention-backend", "CPU_MLA")
 _IN_WORDS = (*_CHUNKED, "--no-skip-tokenizer-init")
 _EXPIRES = {"offer_ttl_s": 10.0}
 """For tickets that never reach the decode side's engine, as a client hung up too soon."""
 _TIMES_OUT = {"fetch_timeout_s": 10.0}
-_TURNS = {"decoder_kv_blocks_ttl": 15.0, **_TIMES_OUT}
 CLUSTERS: Mapping[str, Shape] = {
     # Small blocks to large ones, prompts cut into chunks and cached. Memory is mapped, as it is for
     # users who have both servers on one machine; other clusters use NIXL.
@@ -104,21 +103,10 @@ CLUSTERS: Mapping[str, Shape] = {
     "turns": Shape(
         Side("0", "hybrid", block_size=SMALLER, settings=_EXPIRES),
         Side("0|1", "hybrid", tp=2, block_size=LARGER),
-        keys=True,
-        turns=_TURNS,
+        turns={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 15.0, **_TIMES_OUT},
     ),
-    "mla": Shape(Side("0", "mla"), Side("1", "mla")),
-    # make test-vllm-long
-    "windowed": Shape(Side("0", "windowed"), Side("1", "windowed")),
-    "joined": Shape(Side("0|1", tp=2), Side("1")),
-    "others": Shape(Side("0", settings=_EXPIRES), Side("1", "other")),
-    "turns failing": Shape(
-        Side("0", "hybrid", settings=_EXPIRES),
-        Side("1", "hybrid"),
-        policy="fail",
-        keys=True,
-        turns=_TURNS,
-    ),
+    # By the attention that takes float32: vLLM prefers another one, where the machine has AMX.
+    "mla": Shape(Side("0", "mla", flags=_ANY_DTYPE), Side("1", "mla", flags=_ANY_DTYPE)),
 }
 
 
@@ -143,11 +131,6 @@ class Cluster:
     @property
     def decode_agent(self) -> AgentProcess:
         return self.agents.all[1]
-
-    @property
-    def agent_of_answers(self) -> AgentProcess:
-        """With turns, the prefill agent beside decode: it has what decode offers."""
-        return self.agents.all[3]
 
     def params(self, prompt: Sequence[int]) -> dict[str, Any] | None:
         """Have ``prompt`` prefilled; the ``kv_transfer_params`` of the answer."""
@@ -175,13 +158,13 @@ class Cluster:
         """A `handoff` beside others."""
         return self.threads.submit(self.handoff, prompt)
 
-    def stuck(self, prompt: Sequence[int]) -> Call:
-        """A decode request whose fetch waits for the prefill agent, which is stopped."""
-        ticket = self.ticket(prompt)
+    def stuck(self, prompts: Sequence[Sequence[int]]) -> list[Call]:
+        """Decode requests whose fetches wait for the prefill agent, which is stopped."""
+        tickets = [self.ticket(prompt) for prompt in prompts]
         self.prefill_agent.signal(signal.SIGSTOP)
-        call = self.begin(prompt, ticket)
-        wait_until(self.under_way, "the fetch has begun")
-        return call
+        calls = [self.begin(*each) for each in zip(prompts, tickets, strict=True)]
+        wait_until(lambda: self.under_way() == len(calls), "all fetches have begun")
+        return calls
 
     def meeting(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The ``kv_transfer_params`` for decode and for prefill of a request that both get."""
@@ -198,16 +181,16 @@ class Cluster:
             self.prefill.begin(prompt, 1, kv_transfer_params=to_prefill),
         )
 
-    def alone(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    def alone(self, prompt: Sequence[int]) -> list[int]:
         """The tokens that decode says after reading ``prompt`` itself, whatever it has cached."""
         salt = f"alone-{next(_SALTS)}"
-        tokens = self.decode.complete(prompt, num_tokens, cache_salt=salt).tokens
+        tokens = self.decode.complete(prompt, NUM_TOKENS, cache_salt=salt).tokens
         self._said[tuple(prompt)] = tokens
         return tokens
 
-    def again(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    def again(self, prompt: Sequence[int]) -> list[int]:
         """The tokens that decode says alone, where it may find in its cache what it once loaded."""
-        return self.decode.complete(prompt, num_tokens).tokens
+        return self.decode.complete(prompt, NUM_TOKENS).tokens
 
     def router(self, name: str) -> int:
         """The port of a router before both servers, which runs as long as they do."""
@@ -245,7 +228,7 @@ class Cluster:
         """
         said, self._said = self._said, {}
         for prompt, tokens in said.items() if self.repeats_itself else ():
-            assert self.again(prompt, len(tokens)) == tokens
+            assert self.again(prompt) == tokens
         for server in (self.prefill, self.decode):
             if server.alive:
                 wait_until(server.has_no_block_in_use, "no block in use", SETTLES_WITHIN_S)
@@ -292,13 +275,13 @@ def cluster(name: str, models: Path, *, has_agents: bool = True) -> Iterator[Clu
     shape = CLUSTERS[name]
     with ExitStack() as stack:
         agents = stack.enter_context(agents_ended(Agents))
-        every = _agents_of(shape, agents)
-        for agent in every:
+        _prepare(agents, shape)
+        for agent in agents.all:
             agent.runs_first = True  # vLLM's workers spin while they wait, on all cores
         if has_agents:
-            agents.start(*every)
+            agents.start(*agents.all)
         prefill, decode = (
-            _server(every[number::2], side, shape, models)
+            _server(agents.all[number::2], side, shape, models)
             for number, side in enumerate((shape.prefill, shape.decode))
         )
         made = Cluster(agents, prefill, decode, stack, repeats_itself=name != "mla")
@@ -308,7 +291,7 @@ def cluster(name: str, models: Path, *, has_agents: bool = True) -> Iterator[Clu
         stack.callback(made.threads.shutdown, cancel_futures=True)
         for server in (prefill, decode):
             server.wait_started()
-        for agent in every if has_agents else ():
+        for agent in agents.all if has_agents else ():
             wait_until(partial(_knows_its_engine, agent), f"the {agent.role} agent is ready")
         yield made
 
@@ -317,36 +300,39 @@ def _knows_its_engine(agent: AgentProcess) -> bool:
     return list(agent.status()["engines"].values()) == [True]
 
 
-def _agents_of(shape: Shape, agents: Agents) -> list[AgentProcess]:
+def _prepare(agents: Agents, shape: Shape) -> None:
     """An agent of each side's own kind; with turns, then one of the other kind of each."""
     wanted = [(Role.PREFILL, shape.prefill.settings), (Role.DECODE, shape.decode.settings)]
-    if shape.turns is not None:
-        wanted += [(Role.DECODE, {}), (Role.PREFILL, {})]
-    if not shape.keys:
-        return [agents.prepare(role.value, **more) for role, more in wanted]
-    ring, signing = KeyRing(agents.folder), agents.folder / "ticket.key"
-    signing.touch(mode=0o600)
-    signing.write_bytes(base64.b64encode(secrets.token_bytes(32)))
-    keys = {"ticket_keys": [str(signing)]}
-    return [
-        ring.prepare(agents, role, f"{role.value}-{number}", **keys, **more)
-        for number, (role, more) in enumerate(wanted)
-    ]
+    if not shape.turns:
+        for role, settings in wanted:
+            agents.prepare(role.value, **settings)
+        return
+    ring, keys = KeyRing(agents.folder), signing_keys(agents.folder)
+    for number, (role, settings) in enumerate([*wanted, (Role.DECODE, {}), (Role.PREFILL, {})]):
+        ring.prepare(agents, role, f"{role.value}-{number}", **keys, **settings)
+
+
+def signing_keys(folder: Path) -> dict[str, list[str]]:
+    """The setting of agents that sign their tickets."""
+    key = folder / "ticket.key"
+    key.touch(mode=0o600)
+    key.write_bytes(base64.b64encode(secrets.token_bytes(32)))
+    return {"ticket_keys": [str(key)]}
 
 
 def _server(beside: Sequence[AgentProcess], side: Side, shape: Shape, models: Path) -> VllmServer:
     """A server beside one agent, or one of each kind; they need not run yet."""
     module = "kvbus.integrations.vllm"
     endpoints = {one.role: f"{one.settings['runtime_dir']}/attach.sock" for one in beside}
-    extra: dict[str, Any] = {"endpoint": endpoints[beside[0].role]}
-    if shape.turns is not None:
-        extra = {"endpoint": endpoints, "bidirectional_kv_xfer": True, **shape.turns}
     config = {
         "kv_role": "kv_both",
         "kv_load_failure_policy": shape.policy,
         "kv_connector": "NixlConnector" if shape.alias else "KvbusConnector",
         "kv_connector_module_path": f"{module}.nixl" if shape.alias else module,
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {
+            "endpoint": endpoints if shape.turns else endpoints[beside[0].role],
+            **shape.turns,
+        },
     }
     size = [] if side.block_size is None else ["--block-size", str(side.block_size)]
     flags = ["--tensor-parallel-size", str(side.tp), *size, *side.flags]

@@ -1,5 +1,6 @@
 """Real vLLM servers; every test here is skipped, and says why, where vLLM is not installed."""
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -8,20 +9,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.agents import Agents, agents_ended
+from tests.agents import Agents, started
 from tests.vllm.clusters import Cluster, cluster
 from tests.vllm.models import written
 
 if TYPE_CHECKING:
-    from tests.vllm.scheduled import EngineOf
+    from tests.vllm.scheduled import EngineOf, Pair
 
 HERE = Path(__file__).parent
+Running = Callable[..., Cluster]
 TIMEOUT_S = 900
 """For one test with the start of its servers."""
-
-Running = Callable[..., Cluster]
-"""The cluster of a module, a new one if it is not whole; without ``has_agents`` always a new one,
-whose agents a test starts."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,54 +44,62 @@ def models(_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(models: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
-    """That of the module's `CLUSTER`, or of a parameter; it ends before another one starts."""
-    name = getattr(request, "param", None) or request.module.CLUSTER
+    """The module's `CLUSTER`, one at a time: the last one that was started, if it is whole.
+
+    Without ``has_agents`` a new one, whose agents a test starts.
+    """
     last: list[Cluster] = []
     with ExitStack() as now:
 
         def made(*, has_agents: bool = True) -> Cluster:
             if not last or not last[0].whole or not has_agents:
                 now.close()
-                last[:] = [now.enter_context(cluster(name, models, has_agents=has_agents))]
+                one = cluster(request.module.CLUSTER, models, has_agents=has_agents)
+                last[:] = [now.enter_context(one)]
             return last[0]
 
         yield made
 
 
 @pytest.fixture
-def pair(running: Running) -> Iterator[Cluster]:
-    """The cluster, which must hold nothing afterwards."""
-    made = running()
-    yield made
-    made.check()
-
-
-@pytest.fixture
-def without_agents(running: Running) -> Iterator[Cluster]:
-    """As `pair`, of servers that have just started and agents that have not."""
-    made = running(has_agents=False)
+def pair(running: Running, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The cluster, which must hold nothing afterwards; with ``False`` its agents do not run yet."""
+    made = running(has_agents=getattr(request, "param", True))
     yield made
     made.check()
 
 
 @pytest.fixture(scope="session")
-def engine_of(_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> "EngineOf":
+def engine_of(_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator["EngineOf"]:
     """Begins engines that are vLLM's scheduler, without a model."""
     from tests.vllm.scheduled import engines_of
 
-    return engines_of(tmp_path_factory.mktemp("model"))
+    with engines_of(tmp_path_factory.mktemp("model")) as begin:
+        yield begin
 
 
 @pytest.fixture(scope="module")
 def shared_agents() -> Iterator[Agents]:
     """An agent of each kind, without any vLLM."""
-    with agents_ended(Agents) as agents:
-        agents.start(agents.prepare("prefill"), agents.prepare("decode"))
+    with started("prefill", "decode") as agents:
         yield agents
 
 
 @pytest.fixture
 def agents(shared_agents: Agents) -> Iterator[Agents]:
-    """They hold nothing after each test."""
+    """They run before each test, and hold nothing after it."""
+    shared_agents.start(*(agent for agent in shared_agents.all if not agent.alive))
     yield shared_agents
+    for agent in shared_agents.all:
+        if agent.alive:
+            agent.signal(signal.SIGCONT)
     shared_agents.check()
+
+
+@pytest.fixture
+def engines(agents: Agents, engine_of: "EngineOf") -> Iterator["Pair"]:
+    """Engines of models without windows, one beside each agent."""
+    from tests.vllm.scheduled import pair_of
+
+    with pair_of(agents, engine_of) as made:
+        yield made

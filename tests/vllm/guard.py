@@ -19,10 +19,15 @@ PR_SET_CHILD_SUBREAPER = 36
 ENDS_BY_ITSELF_WITHIN_S = 15.0
 
 
+def prctl(option: int, value: int) -> None:
+    """Set an option of this process."""
+    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl")
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants() -> set[int]:
@@ -56,19 +61,15 @@ def end_all() -> None:
         time.sleep(0.01)
 
 
-def main(command: list[str]) -> None:
-    """Run the command until it ends, or the input does."""
-    adopt_orphans()
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as child:
-        pidfd = os.pidfd_open(child.pid)
-        select.select([sys.stdin, pidfd], [], [])
-        if child.poll() is None:
-            child.terminate()
-            select.select([pidfd], [], [], ENDS_BY_ITSELF_WITHIN_S)
-        child.kill()
-        child.wait()
+def watch(pid: int) -> None:
+    """Wait until this child ends, or the input does; then end all."""
+    pidfd = os.pidfd_open(pid)
+    select.select([sys.stdin, pidfd], [], [])
+    os.kill(pid, signal.SIGTERM)
+    select.select([pidfd], [], [], ENDS_BY_ITSELF_WITHIN_S)
     end_all()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    adopt_orphans()
+    watch(subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL).pid)

@@ -41,13 +41,6 @@ def gqa() -> Any:
     return LlamaConfig(**COMMON, **GROUPED)
 
 
-def windowed() -> Any:
-    """A Mistral all of whose layers see the last `WINDOW` tokens only."""
-    from transformers import MistralConfig
-
-    return MistralConfig(**COMMON, **GROUPED, sliding_window=WINDOW)
-
-
 def hybrid() -> Any:
     """A Gemma with layers that see a window and layers that see all: two groups of KV."""
     from transformers import Gemma3TextConfig
@@ -78,14 +71,7 @@ def mla() -> Any:
     )
 
 
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "gqa": gqa,
-    "other": gqa,
-    "windowed": windowed,
-    "hybrid": hybrid,
-    "mla": mla,
-}
-SEEDS = {"other": 1}
+CONFIGS: dict[str, Callable[[], Any]] = {"gqa": gqa, "hybrid": hybrid, "mla": mla}
 
 
 def tokenizer() -> Any:
@@ -117,7 +103,7 @@ def write(name: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(SEEDS.get(name, 0))
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
     model.save_pretrained(folder / name)
     tokenizer().save_pretrained(folder / name)

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvbus.spawn import free_port
 from tests.agents import wait_until
+from tests.forked import Forked
 from tests.vllm.calls import ANSWERS_WITHIN_S, Call, Completion, ask
 
 STARTS_WITHIN_S = 300.0
@@ -25,18 +26,32 @@ ENDS_WITHIN_S = 30.0
 KV_BYTES = 128 << 20
 TAIL_CHARS = 6000
 TROUBLE = re.compile("(WARNING|ERROR).*kvbus", re.IGNORECASE)
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_COLOR": "0",
     "TORCHDYNAMO_DISABLE": "1",  # a part of the sampler, compiled anew by each worker
+    "OMP_NUM_THREADS": "1",  # each worker has one core; a fork has no other thread
 }
 FLAGS = (
     *("--skip-tokenizer-init", "--enforce-eager"),
     *("--dtype", "float32", "--max-model-len", "4096", "--generation-config", "vllm"),
     *("--host", "127.0.0.1", "--kv-cache-memory-bytes", str(KV_BYTES)),
 )
+
+
+class ForkedServer(Forked):
+    """As `Forked`, of what has imported vLLM."""
+
+    imported = (
+        "tests.vllm.serving",
+        "kvbus.integrations.vllm.connector",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        ENTRY,
+    )
 
 
 @dataclass
@@ -78,18 +93,13 @@ class VllmServer:
         another session without any for minutes, and the two vLLM wait for each other.
         """
         self.folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, "-m", ForkedServer.imported[0]]
         command += ["--model", str(self.model), "--served-model-name", "model"]
         command += ["--port", str(self.port), *FLAGS, *self.flags]
-        guard = Path(__file__).with_name("guard.py")
+        env = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": self.cores}
         with self.log_path.open("ab") as log:
-            self.guard = subprocess.Popen(
-                [sys.executable, str(guard), *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-                env=self._environment(),
+            self.guard = ForkedServer(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env
             )
 
     def wait_started(self) -> None:
@@ -155,17 +165,6 @@ class VllmServer:
             if int(stat[2]) == group and title in line:
                 found.append(int(process.name))
         return found
-
-    def cpu_s(self, title: str) -> float:
-        """The processor time that these `pids` have taken so far."""
-        ticks = 0
-        for pid in self.pids(title):
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(stat[11]) + int(stat[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
-    def _environment(self) -> dict[str, str]:
-        return {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": self.cores}
 
     def _healthy(self) -> bool:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=ANSWERS_WITHIN_S)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 pytest.importorskip("vllm.engine.arg_utils", reason="needs vLLM: make test-vllm")
 
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
-from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec
@@ -21,6 +22,7 @@ from kvbus.planning import check_compatible
 from tests.vllm.configured import Configured, configure, full, layers, window
 
 HYBRID = layers(window(48), window(48), full(), window(48), window(48), full())
+GROUPS = {"window-48.0": (0, 3), "window-48.1": (1, 4), "full": (2, 5)}
 
 
 def described(case: Configured, **options: Any) -> EngineSpec:
@@ -28,10 +30,12 @@ def described(case: Configured, **options: Any) -> EngineSpec:
 
 
 @pytest.mark.parametrize(
-    ("specs", "pp_size"), [(HYBRID, 1), (layers(*[full()] * 4), 2)], ids=["hybrid", "stages"]
+    ("specs", "pp_size", "groups"),
+    [(HYBRID, 1, GROUPS), (layers(*[full()] * 4), 2, {"full": (0, 1, 2, 3)})],
+    ids=["hybrid", "stages"],
 )
-def test_scheduler_and_workers_describe_the_same_engine(
-    tmp_path: Path, specs: Any, pp_size: int
+def test_scheduler_and_workers_describe_the_same_engine_in_groups_by_what_they_are(
+    tmp_path: Path, specs: Any, pp_size: int, groups: Mapping[str, tuple[int, ...]]
 ) -> None:
     case = configure(tmp_path, specs, pipeline_parallel_size=pp_size)
 
@@ -39,20 +43,11 @@ def test_scheduler_and_workers_describe_the_same_engine(
 
     assert said == [described(case)] * pp_size
     assert said[0].pp_size == pp_size
-
-
-def test_groups_are_named_by_what_they_are_in_the_order_of_vllms(tmp_path: Path) -> None:
-    case = configure(tmp_path, HYBRID)
-
-    groups = described(case).groups
-
-    assert {group.name: group.layers for group in groups} == {
-        "window-48.0": (0, 3),
-        "window-48.1": (1, 4),
-        "full": (2, 5),
-    }
-    kinds = [type(group.kv_cache_spec).__name__ for group in case.scheduler.transfer_groups]
-    assert [group.window is None for group in groups] == [k == "FullAttentionSpec" for k in kinds]
+    assert {group.name: group.layers for group in said[0].groups} == groups
+    theirs = [type(group.kv_cache_spec).__name__ for group in case.scheduler.transfer_groups]
+    assert [one.window is None for one in said[0].groups] == [
+        kind == "FullAttentionSpec" for kind in theirs
+    ]
 
 
 def test_engines_of_another_parallelism_and_block_size_are_compatible(tmp_path: Path) -> None:
@@ -65,19 +60,6 @@ def test_engines_of_another_parallelism_and_block_size_are_compatible(tmp_path: 
     assert (one.groups[0].block_size, two.groups[0].block_size) == (32, 64)
 
 
-@pytest.mark.parametrize(
-    ("total", "tp_size", "on_each"), [(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 4, 1), (1, 2, 1)]
-)
-def test_kv_heads_are_counted_once_over_all_ranks(
-    tmp_path: Path, total: int, tp_size: int, on_each: int
-) -> None:
-    specs, model = layers(full(on_each)), {"num_key_value_heads": total}
-
-    spec = described(configure(tmp_path, specs, model=model, tensor_parallel_size=tp_size))
-
-    assert (spec.groups[0].num_kv_heads, spec.tp_size) == (total, tp_size)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 47, 48, 49, 200])
 def test_a_window_is_what_the_cache_manager_keeps_for_the_next_token(
     tmp_path: Path, num_tokens: int
@@ -88,15 +70,6 @@ def test_a_window_is_what_the_cache_manager_keeps_for_the_next_token(
     kept = SlidingWindowManager.get_num_skipped_tokens(manager, num_tokens)
 
     assert group.positions(0, num_tokens) == (kept, num_tokens)
-
-
-def test_a_latent_is_one_head_on_every_rank(tmp_path: Path) -> None:
-    mla = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-
-    (group,) = described(configure(tmp_path, layers(mla, mla), tensor_parallel_size=2)).groups
-
-    assert (group.name, group.parts, group.num_kv_heads) == ("latent", ("latent",), 1)
-    assert (group.head_dim, group.block_size, group.dtype) == (576, 16, "bfloat16")
 
 
 def test_the_model_is_its_path_revision_and_quantisation_or_what_the_option_says(
@@ -124,10 +97,11 @@ class Refused:
 
 STATE = MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))
 DRAFTS = SimpleNamespace(uses_draft_kv_cache=lambda: True)
+QUANTISED = full(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+IN_STAGES = {"pipeline_parallel_size": 2}
+DECODE_CONTEXTS, PREFILL_CONTEXTS = "decode_context_parallel_size", "prefill_context_parallel_size"
 REFUSED = {
-    "quantised": Refused(
-        "kv_cache_dtype", specs=2 * (full(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),)
-    ),
+    "quantised": Refused("kv_cache_dtype", specs=(QUANTISED, QUANTISED)),
     "state": Refused("groups", specs=(STATE, STATE)),
     "heads of two sizes": Refused("head_size_v", specs=2 * (full(head_size_v=16),)),
     "compressed": Refused("groups", specs=2 * (full(tokens_per_state=2),)),
@@ -149,15 +123,11 @@ REFUSED = {
         "pipeline_parallel_size",
         "pipeline",
         specs=(window(48), window(48), full(), full()),
-        options={"pipeline_parallel_size": 2},
+        options=IN_STAGES,
     ),
-    "decode contexts": Refused(
-        "decode_context_parallel_size",
-        config={"parallel_config.decode_context_parallel_size": 2},
-    ),
+    "decode contexts": Refused(DECODE_CONTEXTS, config={f"parallel_config.{DECODE_CONTEXTS}": 2}),
     "prefill contexts": Refused(
-        "prefill_context_parallel_size",
-        config={"parallel_config.prefill_context_parallel_size": 2},
+        PREFILL_CONTEXTS, config={f"parallel_config.{PREFILL_CONTEXTS}": 2}
     ),
     "drafts": Refused("speculative_config", "speculative", config={"speculative_config": DRAFTS}),
     "layers of drafts": Refused("groups", "draft", group={"is_eagle_group": True}),
@@ -170,19 +140,13 @@ def test_what_cannot_be_served_is_refused_with_what_it_is(tmp_path: Path, name: 
     refused = REFUSED[name]
     case = configure(tmp_path, layers(*refused.specs), **refused.options)
     for path, value in refused.config.items():
-        *parts, last = path.split(".")
-        of = case.vllm_config
-        for part in parts:
-            of = getattr(of, part)
-        setattr(of, last, value)
+        owner, _, last = path.rpartition(".")
+        setattr(attrgetter(owner)(case.vllm_config) if owner else case.vllm_config, last, value)
     for key, value in refused.group.items():
         setattr(case.scheduler.kv_cache_groups[0], key, value)
+    caches = case.workers[0] if name == "layers that differ" else case.scheduler
 
     with pytest.raises(GeometryError, match=refused.match) as found:
-        describe_engine(
-            case.vllm_config,
-            case.workers[0] if name == "layers that differ" else case.scheduler,
-            engine_id="e",
-        )
+        describe_engine(case.vllm_config, caches, engine_id="e")
 
     assert found.value.detail["field"] == refused.named

@@ -4,7 +4,8 @@ Where its layers write is measured; what strides cannot say is refused before an
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,12 @@ import torch
 pytest.importorskip("vllm.engine.arg_utils", reason="needs vLLM: make test-vllm")
 pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla")
 
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.errors import GeometryError
@@ -23,22 +29,12 @@ from kvbus.geometry import AxisName, EngineSpec, validate_ranks
 from kvbus.integrations.vllm.description import describe_engine
 from kvbus.integrations.vllm.memory_export import SharedRank, share_rank
 from kvbus.memory import SegmentMapping
-from tests.vllm.configured import (
-    Configured,
-    attention,
-    caches,
-    configure,
-    full,
-    latent_attention,
-    layers,
-    window,
-)
+from tests.vllm.configured import Configured, configure, full, layers, window
 
 B, T, H, D = AxisName.BLOCK, AxisName.TOKEN, AxisName.HEAD, AxisName.DIM
 HYBRID = layers(window(48), window(48), full(), window(48), window(48), full())
+NAME = next(iter(layers(full())))
 Write = Callable[..., None]
-Places = Mapping[str, tuple[int, Mapping[AxisName, int]]]
-"""By part: bytes from the cache's beginning, and of a step of each axis."""
 
 
 class Worker:
@@ -46,48 +42,61 @@ class Worker:
 
     def __init__(self, case: Configured, rank: int = 0, *, isa: str = "vec") -> None:
         self.rank, self.case = rank, case
-        self.config = case.workers[rank]
-        self.caches = caches(self.config)
-        self.engine: EngineSpec = describe_engine(case.vllm_config, self.config, engine_id="e")
-        self.layers = {
-            name: attention(case.vllm_config, cache, isa=isa) for name, cache in self.caches.items()
+        self.engine: EngineSpec = describe_engine(
+            case.vllm_config, case.workers[rank], engine_id="e"
+        )
+        self.caches: dict[str, torch.Tensor] = allocate_kv_cache(
+            case.workers[rank], torch.device("cpu"), KVCacheLayout.LBHNC
+        )
+        self.layers: dict[str, Any] = {
+            name: attention(case, cache, isa) for name, cache in self.caches.items()
         }
 
-    def has(self, cache: torch.Tensor, layer: Any) -> None:
-        """Its only layer writes into ``cache``."""
-        (name,) = self.layers
-        self.caches[name], self.layers[name] = cache, layer
-
-    def share(self) -> SharedRank:
-        context = self.case.vllm_config.compilation_config.static_forward_context
-        context.clear()
-        context.update(self.layers)
-        return share_rank(
+    @contextmanager
+    def shared(self) -> Iterator[SharedRank]:
+        """What other processes get."""
+        self.case.vllm_config.compilation_config.static_forward_context = self.layers
+        shared = share_rank(
             self.engine,
             self.rank,
             vllm_config=self.case.vllm_config,
-            kv_cache_config=self.config,
+            kv_cache_config=self.case.workers[self.rank],
             kv_caches=self.caches,
         )
-
-    def places(self) -> Places:
-        """Where its only layer has each part."""
-        shared = self.share()
-        shared.close()
-        return {
-            region.parts[0]: (
-                region.offset_bytes,
-                {axis.name: axis.stride_bytes for axis in region.axes},
-            )
-            for region in shared.rank.regions
-        }
+        try:
+            yield shared
+        finally:
+            shared.close()
 
     def write(self, name: str, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the layer was given for those slots, by part: [slot, head, dim]."""
-        layer = self.layers[name]
-        rows = {part: torch.rand(len(slots), layer.kv_cache.shape[1], 32) for part in "kv"}
-        layer.impl.do_kv_cache_update(layer, rows["k"], rows["v"], self.caches[name], slots)
+        layer, cache = self.layers[name], self.caches[name]
+        shape = (len(slots), cache.shape[1], cache.shape[-1] // 2)
+        rows = {part: torch.rand(shape).to(cache.dtype) for part in "kv"}
+        layer.impl.do_kv_cache_update(layer, rows["k"], rows["v"], cache, slots)
         return rows
+
+
+def attention(case: Configured, cache: torch.Tensor, isa: str) -> Any:
+    """A layer of the CPU backend, which writes to caches as in a worker."""
+    with set_current_vllm_config(case.vllm_config):
+        impl = CPUAttentionBackendImpl(
+            num_heads=cache.shape[1],
+            head_size=cache.shape[-1] // 2,
+            scale=1.0,
+            num_kv_heads=cache.shape[1],
+            alibi_slopes=None,
+            sliding_window=None,
+            kv_cache_dtype="auto",
+        )
+    scales = {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
+    return SimpleNamespace(impl=impl, isa=isa, kv_cache=cache, **scales)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    """Of one layer."""
+    return Worker(configure(tmp_path, layers(full())))
 
 
 def read(
@@ -107,18 +116,33 @@ def read(
     return rows
 
 
-@pytest.mark.parametrize("specs", [layers(full(), full()), HYBRID], ids=["full", "hybrid"])
-def test_what_layers_write_is_read_by_description(tmp_path: Path, specs: Any) -> None:
-    worker = Worker(configure(tmp_path, specs))
+def alike(size: int, dim: int, dtype: str) -> tuple[Any, Mapping[str, Any]]:
+    """Two layers, and vLLM's options for them."""
+    spec = full(block_size=size, head_size=dim, dtype=getattr(torch, dtype))
+    return layers(spec, spec), {"dtype": dtype, "block_size": size}
 
-    shared = worker.share()
 
-    for number, name in enumerate(worker.caches):
-        slots = 32 * number + 32 + torch.randperm(32)  # a block of its own: groups share bytes
-        for part, written in worker.write(name, slots).items():
-            seen = read(worker.engine, shared, int(name.split(".")[2]), part, slots)
-            assert torch.equal(seen, written), (name, part)
-    shared.close()
+@pytest.mark.parametrize(
+    ("specs", "options", "isa"),
+    [
+        (HYBRID, {}, "vec"),
+        *[(*alike(32, 32, dtype), "vec") for dtype in ("float32", "float16", "bfloat16")],
+        (*alike(64, 128, "float16"), "vec"),
+        (*alike(32, 80, "bfloat16"), "vec16"),
+    ],
+    ids=["hybrid", "float32", "float16", "bfloat16", "large", "vec16"],
+)
+def test_what_layers_write_is_read_by_description(
+    tmp_path: Path, specs: Any, options: Mapping[str, Any], isa: str
+) -> None:
+    worker = Worker(configure(tmp_path, specs, **options), isa=isa)
+
+    with worker.shared() as shared:
+        for number, name in enumerate(worker.caches):
+            slots = 64 * (number + 1) + torch.randperm(32)  # a block of its own: groups share bytes
+            for part, written in worker.write(name, slots).items():
+                seen = read(worker.engine, shared, int(name.split(".")[2]), part, slots)
+                assert torch.equal(seen, written), (name, part)
 
 
 def test_tensors_keep_their_values_shapes_and_strides_and_become_one_segment(
@@ -130,19 +154,15 @@ def test_tensors_keep_their_values_shapes_and_strides_and_become_one_segment(
     before = (cache.shape, cache.stride(), cache.data_ptr())
     random = torch.get_rng_state()
 
-    first = worker.share()
-    address = cache.data_ptr()
-    again = worker.share()
+    with worker.shared() as first, worker.shared() as again:
+        (segment,) = first.rank.segments
 
     assert (cache.shape, cache.stride()) == before[:2]
     assert bool((cache == 5).all())
-    assert worker.layers[name].kv_cache.data_ptr() == cache.data_ptr() == address != before[2]
+    assert worker.layers[name].kv_cache.data_ptr() == cache.data_ptr() != before[2]
     assert again.rank == first.rank
-    (segment,) = first.rank.segments
     assert segment.size_bytes == cache.untyped_storage().nbytes()
     assert torch.equal(torch.get_rng_state(), random)
-    first.close()
-    again.close()
 
 
 @pytest.mark.parametrize(
@@ -156,84 +176,68 @@ def test_ranks_hold_the_heads_that_vllm_gives_them(
     case = configure(tmp_path, specs, model=model, tensor_parallel_size=tp_size)
     workers = [Worker(case, rank) for rank in range(tp_size)]
 
-    shared = [worker.share() for worker in workers]
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(worker.shared()).rank for worker in workers]
 
-    validate_ranks(workers[0].engine, [one.rank for one in shared])
-    assert [one.rank.regions[0].first_head for one in shared] == first_heads
-    for one in shared:
-        one.close()
-
-
-def test_stages_hold_the_layers_by_their_numbers_in_the_model(tmp_path: Path) -> None:
-    case = configure(tmp_path, layers(*[full()] * 4), pipeline_parallel_size=2)
-    workers = [Worker(case, rank) for rank in (0, 1)]
-
-    shared = [worker.share() for worker in workers]
-
-    validate_ranks(workers[0].engine, [one.rank for one in shared])
-    held = [sorted({one.layers for one in each.rank.regions}) for each in shared]
-    assert held == [[(0,), (2,)], [(1,), (3,)]]
-    for one in shared:
-        one.close()
+    engine = workers[0].engine
+    validate_ranks(engine, ranks)
+    assert (engine.groups[0].num_kv_heads, engine.tp_size) == (total, tp_size)
+    assert [rank.regions[0].first_head for rank in ranks] == first_heads
 
 
-def test_a_layer_that_uses_the_cache_of_another_is_not_described(tmp_path: Path) -> None:
-    worker = Worker(configure(tmp_path, layers(full(), full())))
-    first = next(iter(worker.caches))
-    worker.caches["model.layers.2.self_attn.attn"] = worker.caches[first]
-    worker.layers["model.layers.2.self_attn.attn"] = worker.layers[first]
+def test_a_layer_that_uses_the_cache_of_another_is_not_described(worker: Worker) -> None:
+    for made in (worker.caches, worker.layers):
+        made["model.layers.2.self_attn.attn"] = made[NAME]
 
-    shared = worker.share()
-
-    assert {region.layers for region in shared.rank.regions} == {(0,), (1,)}
-    shared.close()
+    with worker.shared() as shared:
+        assert {region.layers for region in shared.rank.regions} == {(0,)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("size", "dim", "isa"), [(32, 32, "vec"), (64, 128, "vec"), (32, 80, "vec16")]
-)
-def test_the_cpu_backend_has_keys_by_element_and_values_by_token(
-    tmp_path: Path, dtype: str, size: int, dim: int, isa: str
-) -> None:
-    spec = full(block_size=size, head_size=dim, dtype=getattr(torch, dtype))
-    case = configure(tmp_path, layers(spec), dtype=dtype, block_size=size)
-
-    found = Worker(case, isa=isa).places()
-
-    one = 4 if dtype == "float32" else 2
-    outer = {B: 8 * size * dim * one, H: 2 * size * dim * one}
-    assert found["k"] == (0, {**outer, D: size * one, T: one})
-    assert found["v"] == (size * dim * one, {**outer, T: dim * one, D: one})
+def has(worker: Worker, cache: torch.Tensor, **layer: Any) -> None:
+    """Its only layer, which is another one, writes into ``cache``."""
+    worker.caches[NAME] = cache
+    worker.layers[NAME] = SimpleNamespace(**{"kv_cache": cache, **layer})
 
 
-@pytest.mark.skipif(
-    "amx_tile" not in Path("/proc/cpuinfo").read_text(), reason="this CPU has no AMX"
-)
-def test_the_tiles_of_amx_are_refused_with_the_layer_and_what_to_do(tmp_path: Path) -> None:
-    case = configure(tmp_path, layers(full(dtype=torch.bfloat16)), dtype="bfloat16")
-
-    with pytest.raises(GeometryError, match=r"no strides .* 'k' .* --dtype float16") as refused:
-        Worker(case, isa="amx").share()
-
-    assert refused.value.detail["layer"] == "model.layers.0.self_attn.attn"
+def places(worker: Worker) -> Mapping[str, tuple[int, Mapping[AxisName, int]]]:
+    """Where its only layer has each part: bytes from the cache's beginning, and steps of axes."""
+    with worker.shared() as shared:
+        return {
+            region.parts[0]: (
+                region.offset_bytes,
+                {axis.name: axis.stride_bytes for axis in region.axes},
+            )
+            for region in shared.rank.regions
+        }
 
 
 def test_a_latent_is_the_compressed_kv_and_the_rotated_key_in_one_row(tmp_path: Path) -> None:
     mla = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-    worker = Worker(configure(tmp_path, layers(mla), block_size=16))
+    case = configure(tmp_path, layers(mla), block_size=16, tensor_parallel_size=2)
     cache = torch.zeros(16, 1, 16, 576)
-    worker.has(cache, latent_attention(cache, kv_lora_rank=512))
+    worker = Worker(case)
+    has(
+        worker,
+        cache,
+        impl=CPUMLAImpl.__new__(CPUMLAImpl),  # what it writes with needs none of its set-up
+        kv_lora_rank=512,
+        kv_cache=cache.squeeze(1),
+        kv_cache_dtype="auto",
+        _k_scale=torch.ones(()),
+    )
 
-    assert worker.places() == {"latent": (0, {B: 16 * 576 * 4, T: 576 * 4, D: 4})}
+    found = places(worker)
+
+    (group,) = worker.engine.groups
+    assert found == {"latent": (0, {B: 16 * 576 * 4, T: 576 * 4, D: 4})}
+    assert (group.name, group.num_kv_heads, group.head_dim) == ("latent", 1, 576)
 
 
-def writing(write: Write | None, cache: torch.Tensor) -> Any:
-    writes = {} if write is None else {"do_kv_cache_update": write}
-    return SimpleNamespace(impl=SimpleNamespace(**writes), kv_cache=cache)
+def writing(write: Write) -> Any:
+    return SimpleNamespace(do_kv_cache_update=write)
 
 
-def test_any_order_of_axes_is_found(tmp_path: Path) -> None:
+def test_any_order_of_axes_is_found(worker: Worker) -> None:
     cache = torch.zeros(16, 2, 32, 4, 32).permute(0, 3, 2, 4, 1)  # [block, head, token, dim, part]
 
     def write(_: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slots: Any) -> None:
@@ -241,13 +245,10 @@ def test_any_order_of_axes_is_found(tmp_path: Path) -> None:
             cache[slot // 32, :, slot % 32, :, 0] = v
             cache[slot // 32, :, slot % 32, :, 1] = k
 
-    worker = Worker(configure(tmp_path, layers(full())))
-    worker.has(cache, writing(write, cache))
-
-    found = worker.places()
+    has(worker, cache, impl=writing(write))
 
     strides = {B: 2 * 32 * 4 * 32 * 4, T: 4 * 32 * 4, H: 32 * 4, D: 4}
-    assert found == {"v": (0, strides), "k": (32 * 4 * 32 * 4, strides)}
+    assert places(worker) == {"v": (0, strides), "k": (32 * 4 * 32 * 4, strides)}
 
 
 def plain(_: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: Any) -> None:
@@ -265,11 +266,6 @@ def swizzled(layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slo
     plain(layer, torch.where(odd, swapped, key), value, cache, slots)
 
 
-def last_block_apart(layer: Any, key: torch.Tensor, value: Any, cache: Any, slots: Any) -> None:
-    """Blocks do not follow each other as the first two do."""
-    plain(layer, key, value, cache, torch.where(slots >= 64, (slots - 64 + 16) % 32 + 64, slots))
-
-
 def with_scales(layer: Any, key: Any, value: Any, cache: torch.Tensor, slots: Any) -> None:
     plain(layer, key, value, cache, slots)
     for slot, k in zip(slots.tolist(), key, strict=True):
@@ -280,67 +276,43 @@ def failing(layer: Any, key: torch.Tensor, value: torch.Tensor, cache: Any, slot
     raise RuntimeError("no kernel")
 
 
-REFUSED: Mapping[str, tuple[str, Write | None]] = {
-    "swizzled": ("no strides describe where 'k' is", swizzled),
-    "last block apart": ("no strides describe where 'k' is", last_block_apart),
-    "scaled": ("no strides describe where 'k' is", lambda a, k, v, *b: plain(a, k * 2, v, *b)),
-    "negative": ("'k' runs backwards", lambda a, k, v, *b: plain(a, k.flip(-1), v, *b)),
-    "twice": ("'k' is written to 2 places", lambda a, k, v, *b: plain(a, k, k + v, *b)),
-    "nothing": ("'k' is written to 0 places", lambda *_: None),
-    "failing": ("does not write it: no kernel", failing),
-    "scales beside it": ("holds more than the KV", with_scales),
-    "while it attends": ("while it attends", None),
+REFUSED: Mapping[str, tuple[str, Any]] = {
+    "swizzled": ("no strides describe where 'k' is", writing(swizzled)),
+    "negative": ("'k' runs backwards", writing(lambda a, k, v, *b: plain(a, k.flip(-1), v, *b))),
+    "twice": ("'k' is written to 2 places", writing(lambda a, k, v, *b: plain(a, k, k + v, *b))),
+    "nothing": ("'k' is written to 0 places", writing(lambda *_: None)),
+    "failing": ("does not write it: no kernel", writing(failing)),
+    "scales beside it": ("holds more than the KV", writing(with_scales)),
+    "while it attends": ("while it attends", SimpleNamespace()),
 }
 
 
-def test_the_plain_writer_is_described(tmp_path: Path) -> None:
-    worker, cache = Worker(configure(tmp_path, layers(full()))), torch.zeros(16, 4, 32, 64)
-    worker.has(cache, writing(plain, cache))
-
-    assert worker.places().keys() == {"k", "v"}
-
-
 @pytest.mark.parametrize("how", REFUSED)
-def test_what_strides_cannot_say_is_refused_and_not_moved(tmp_path: Path, how: str) -> None:
-    match, write = REFUSED[how]
-    cache = torch.zeros(16, 4, 32, 65 if write is with_scales else 64)
-    worker = Worker(configure(tmp_path, layers(full())))
-    worker.has(cache, writing(write, cache))
-    before = cache.data_ptr()
-
-    with pytest.raises(GeometryError, match=match) as refused:
-        worker.share()
-
-    assert refused.value.detail["layer"] == "model.layers.0.self_attn.attn"
-    assert cache.data_ptr() == before
-
-
-def test_one_layer_that_cannot_be_described_leaves_all_where_they_are(tmp_path: Path) -> None:
+def test_what_strides_cannot_say_is_refused_and_no_layer_is_moved(tmp_path: Path, how: str) -> None:
+    match, impl = REFUSED[how]
     worker = Worker(configure(tmp_path, layers(full(), full())))
-    *_, last = worker.layers.values()
-    last.impl.do_kv_cache_update = lambda *_: None
+    has(worker, torch.zeros(16, 4, 32, 65 if how == "scales beside it" else 64), impl=impl)
     before = [cache.data_ptr() for cache in worker.caches.values()]
 
-    with pytest.raises(GeometryError, match=r"model\.layers\.1\."):
-        worker.share()
+    with pytest.raises(GeometryError, match=match) as refused:
+        worker.shared().__enter__()
 
+    assert refused.value.detail["layer"] == NAME
     assert [cache.data_ptr() for cache in worker.caches.values()] == before
 
 
 @pytest.mark.parametrize("seen_by", ["cache", "layer"])
 def test_a_backend_that_splits_blocks_is_refused_before_memory_moves(
-    tmp_path: Path, seen_by: str
+    worker: Worker, seen_by: str
 ) -> None:
-    worker = Worker(configure(tmp_path, layers(full())))
-    ((name, cache),) = worker.caches.items()
-    split = cache.view(32, 4, 16, 64)
+    cache = worker.caches[NAME]
+    split, before = cache.view(32, 4, 16, 64), cache.data_ptr()
     if seen_by == "cache":
-        worker.caches[name] = split
+        worker.caches[NAME] = split
     else:
-        worker.layers[name].kv_cache = split
-    before = cache.data_ptr()
+        worker.layers[NAME].kv_cache = split
 
     with pytest.raises(GeometryError, match="Lower --block-size"):
-        worker.share()
+        worker.shared().__enter__()
 
     assert cache.data_ptr() == before

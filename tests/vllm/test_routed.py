@@ -48,50 +48,36 @@ def seed(name: str) -> int:
 def test_clients_at_the_same_time_get_what_decode_says_alone(
     pair: Cluster, port: int, seed: int
 ) -> None:
-    prompts = [prompt_of(40 + 50 * number, seed=seed + number) for number in range(8)]
+    prompts = [prompt_of(40 + 80 * number, seed=seed + number) for number in range(5)]
+    chatted = prompt_of(CHUNK_TOKENS + 50, seed=seed + 20)
     before = pair.decode.from_elsewhere()
 
     calls = [ask_in_words(port, [prompt], NUM_TOKENS) for prompt in prompts]
+    streamed = list(chat(port, chatted, NUM_TOKENS, stream=True).stream())
     said = [call.completion().tokens for call in calls]
 
-    assert said == [pair.alone(prompt) for prompt in prompts]
-    assert pair.decode.from_elsewhere() - before == sum(len(prompt) for prompt in prompts)
+    assert [*said, streamed] == [pair.alone(prompt) for prompt in (*prompts, chatted)]
+    loaded = sum(len(prompt) for prompt in (*prompts, chatted))
+    assert pair.decode.from_elsewhere() - before == loaded
 
 
-def test_a_chat_that_streams_says_the_same(pair: Cluster, port: int, seed: int) -> None:
-    prompt = prompt_of(CHUNK_TOKENS + 50, seed=seed + 20)
-    before = pair.decode.from_elsewhere()
-
-    streamed = list(chat(port, prompt, NUM_TOKENS, stream=True).stream())
-
-    assert streamed == pair.alone(prompt)
-    assert pair.decode.from_elsewhere() - before == len(prompt)
-
-
-def test_several_sequences_of_a_prompt_are_handed_off_once(
+def test_of_several_prompts_or_sequences_what_the_router_hands_off_is_handed_off_once(
     pair: Cluster, port: int, seed: int, name: str
 ) -> None:
-    """Smg and the proxy send them to the decode server alone."""
+    """Smg and the proxy send several sequences to the decode server alone, it several prompts."""
     prompt = prompt_of(CHUNK_TOKENS + 50, seed=seed + 25)
-    before = pair.decode.from_elsewhere()
-
-    call = ask_in_words(port, [prompt], NUM_TOKENS, **ALL_THE_SAME)
-
-    assert call.sequences() == 3 * [pair.alone(prompt)]
-    assert pair.decode.from_elsewhere() - before == (len(prompt) if name == "vllm-router" else 0)
-
-
-def test_of_several_prompts_the_first_is_handed_off(
-    pair: Cluster, port: int, seed: int, name: str
-) -> None:
-    """The proxy sends them to the decode server alone."""
     prompts = [prompt_of(200 + number, seed=seed + 30 + number) for number in range(3)]
-    before = pair.decode.from_elsewhere()
+    loaded = [pair.decode.from_elsewhere()]
 
-    said = ask_in_words(port, prompts, NUM_TOKENS).sequences()
+    of_one = ask_in_words(port, [prompt], NUM_TOKENS, **ALL_THE_SAME).sequences()
+    loaded.append(pair.decode.from_elsewhere())
+    of_several = ask_in_words(port, prompts, NUM_TOKENS).sequences()
+    loaded.append(pair.decode.from_elsewhere())
 
-    assert said == [pair.alone(prompt) for prompt in prompts]
-    assert pair.decode.from_elsewhere() - before == (0 if name == "proxy" else len(prompts[0]))
+    assert of_one == 3 * [pair.alone(prompt)]
+    assert of_several == [pair.alone(each) for each in prompts]
+    assert loaded[1] - loaded[0] == (len(prompt) if name == "vllm-router" else 0)
+    assert loaded[2] - loaded[1] == (0 if name == "proxy" else len(prompts[0]))
 
 
 def test_a_client_that_hangs_up_leaves_nothing_whenever_it_does_so(
@@ -163,22 +149,17 @@ def test_a_request_with_a_wrong_ticket_is_an_error_and_those_beside_it_are_serve
     assert pair.moved() > before
 
 
-def test_a_request_whose_offer_has_expired_is_an_error(pair: Cluster) -> None:
-    prompt = prompt_of(200, seed=201)
-    ticket = pair.ticket(prompt)
+def test_a_request_whose_offer_has_expired_or_whose_agent_is_killed_is_an_error(
+    pair: Cluster,
+) -> None:
+    late = prompt_of(200, seed=201)
+    ticket = pair.ticket(late)
     wait_until(pair.prefill_agent.idle, "the offer has expired")
     wait_until(lambda: not pair.prefill.blocks_in_use(), "its blocks are vLLM's again")
 
-    assert status(pair.begin(prompt, ticket)) == 500
-
-
-def test_a_request_whose_prefill_agent_is_killed_during_its_fetch_is_an_error(
-    pair: Cluster,
-) -> None:
-    call = pair.stuck(prompt_of(400, seed=202))
-
+    assert status(pair.begin(late, ticket)) == 500
+    (call,) = pair.stuck([prompt_of(400, seed=202)])
     pair.prefill_agent.kill()
-
     assert status(call) == 500
     pair.prefill_agent.start()
     works_again(pair, seed=20000)

@@ -17,9 +17,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM: make tes
 
 from tests.agents import Agents
 from tests.examples import num_examples
-from tests.vllm.scheduled import LONGEST, EngineOf, Scheduled, prompt_of, what_follows
+from tests.vllm.scheduled import LONGEST, TO_DECODE, EngineOf, Scheduled, prompt_of, what_follows
 
-TO_DECODE = {"do_remote_decode": True}
 TALKS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1, "decoder_kv_blocks_share": 1.0}
 SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 SOME = settings(max_examples=num_examples(40), suppress_health_check=SLOW)
@@ -39,10 +38,7 @@ def prefilled(
         return engine.answer(prompt, 1, asks).params
     name = uuid.uuid4().hex
     engine.answer(prompt, 1, {**asks, "transfer_id": name})
-    return {
-        "do_remote_prefill": True,
-        "rendezvous": {"transfer_id": name, "endpoint": meets_at},
-    }
+    return {"do_remote_prefill": True, "rendezvous": {"transfer_id": name, "endpoint": meets_at}}
 
 
 @dataclass(frozen=True)
@@ -64,18 +60,39 @@ class Handoff:
     beside: bool = False
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """Block sizes of three engines, the first prompt, its answer, and what is new in the next."""
+
+    window: int
+    sizes: tuple[int, int, int]
+    num_tokens: int
+    num_said: int
+    num_new: int
+    at_once: bool = False
+
+
 HANDOFFS = st.builds(
     Handoff,
-    WINDOWS,
-    SIZES,
-    SIZES,
-    LENGTHS,
-    st.integers(1, 40),
-    LENGTHS,
-    st.sampled_from([2, 8]),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
+    window=WINDOWS,
+    theirs=SIZES,
+    ours=SIZES,
+    num_tokens=LENGTHS,
+    num_said=st.integers(1, 40),
+    common=LENGTHS,
+    num_requests=st.sampled_from([2, 8]),
+    has_full=st.booleans(),
+    at_once=st.booleans(),
+    beside=st.booleans(),
+)
+CONVERSATIONS = st.builds(
+    Conversation,
+    window=WINDOWS,
+    sizes=st.tuples(SIZES, SIZES, SIZES),
+    num_tokens=LENGTHS,
+    num_said=st.integers(2, 40),
+    num_new=st.integers(0, 30),
+    at_once=st.booleans(),
 )
 
 
@@ -91,14 +108,12 @@ def test_nothing_is_read_that_nobody_wrote(
     prompt, said = prompt_of(case.num_tokens), case.num_said
     alike = [[*prompt[: case.common], *prompt_of(30, seed)] for seed in (1, 2)]
     ours = {"of": case.window, "has_full": case.has_full}
-    few = {"num_requests": case.num_requests}
     with (
         engine_of((offering, None), case.theirs, **ours) as prefill,
-        engine_of((None, loading), case.ours, **ours, **few) as decode,
+        engine_of((None, loading), case.ours, num_requests=case.num_requests, **ours) as decode,
     ):
         meets_at = offering.peer if case.at_once else None
-        params = prefilled(prefill, prompt, TO_DECODE, meets_at)
-        first = decode.ask(prompt, said, params)
+        first = decode.ask(prompt, said, prefilled(prefill, prompt, meets_at=meets_at))
         if not case.beside:
             decode.until_ended(first)
         others = [decode.ask(prompt, said), decode.ask(alike[0])]
@@ -111,29 +126,6 @@ def test_nothing_is_read_that_nobody_wrote(
         assert last.tokens == what_follows(alike[1], 2)
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Block sizes of three engines, the first prompt, its answer, and what is new in the next."""
-
-    window: int
-    sizes: tuple[int, int, int]
-    num_tokens: int
-    num_said: int
-    num_new: int
-    at_once: bool = False
-
-
-CONVERSATIONS = st.builds(
-    Conversation,
-    WINDOWS,
-    st.tuples(SIZES, SIZES, SIZES),
-    LENGTHS,
-    st.integers(2, 40),
-    st.integers(0, 30),
-    st.booleans(),
-)
-
-
 @SOME
 @given(CONVERSATIONS)
 @example(Conversation(16, (8, 32, 32), num_tokens=60, num_said=2, num_new=5))
@@ -143,16 +135,15 @@ def test_nothing_is_read_that_nobody_wrote_in_a_conversation(
     shared_agents: Agents, engine_of: EngineOf, case: Conversation
 ) -> None:
     """From the first engine to the second, its answer to the third, the next turn to the first."""
-    offering, loading = shared_agents.all
     prompt = prompt_of(case.num_tokens)
     with ExitStack() as stack:
         engines = [
-            stack.enter_context(engine_of((offering, loading), size, of=case.window, **TALKS))
+            stack.enter_context(engine_of(shared_agents.all, size, of=case.window, **TALKS))
             for size in case.sizes
         ]
         answer = engines[1].answer(prompt, case.num_said, prefilled(engines[0], prompt))
         turn = [*prompt, *answer.tokens, *prompt_of(case.num_new, 3)]
-        meets_at = offering.peer if case.at_once else None
+        meets_at = shared_agents.all[0].peer if case.at_once else None
         asks = {**TO_DECODE, **(answer.params or {})}
         last = engines[0].answer(turn, 2, prefilled(engines[2], turn, asks, meets_at))
         again = [engine.answer(turn) for engine in engines]
@@ -175,7 +166,7 @@ def test_blocks_that_prefill_has_whole_are_found_again(
         engine_of((None, loading), 16, of=40) as decode,
     ):
         meets_at = offering.peer if at_once else None
-        decode.answer(prompt, 2, prefilled(prefill, prompt, TO_DECODE, meets_at))
+        decode.answer(prompt, 2, prefilled(prefill, prompt, meets_at=meets_at))
 
         again = decode.answer(prompt)
 
@@ -194,15 +185,14 @@ def test_a_prompt_that_found_a_block_with_a_gap_is_looked_up_again(
         engine_of((None, loading), 16, of=40) as decode,
     ):
         first = decode.ask(prompt, 2, prefilled(prefill, prompt))
-        loaded = decode.requests[-1]
-        decode.until(lambda: loaded.request_id in decode.scheduler.finished_recving_kv_req_ids)
+        loaded, other = decode.requests[-1], decode.request(prompt)
         cache, connector = decode.scheduler.kv_cache_manager, decode.scheduler.connector
+        decode.until(lambda: loaded.request_id in decode.scheduler.finished_recving_kv_req_ids)
         cache.cache_blocks(loaded, loaded.num_computed_tokens)
-        other = decode.request(prompt)
-        found = [cache.get_computed_blocks(other)[1]]
-        asked = [connector.get_num_new_matched_tokens(other, found[0])]
-        found.append(cache.get_computed_blocks(other)[1])
-        asked.append(connector.get_num_new_matched_tokens(other, found[1]))
+        found, asked = [], []
+        for _ in range(2):
+            found.append(cache.get_computed_blocks(other)[1])
+            asked.append(connector.get_num_new_matched_tokens(other, found[-1]))
         decode.until_ended(first)
 
         assert found == [96, 0]

@@ -12,6 +12,21 @@ from kvbus.spawn import free_port
 Params = Mapping[str, Any]
 ROUTED = ("do_remote_prefill", "do_remote_decode")
 """What vLLM's routers look at; the other keys are the connector's."""
+OF_NIXL_CONNECTOR = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_engine_id": "8a1b",
+    "remote_request_id": "cmpl-1",
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+    "tp_size": 1,
+}
+NEEDED = (
+    *("ticket", "remote_num_tokens", "prompt_digest"),
+    *("agent_id", "agent_boot", "endpoint", "engine_id", "engine_instance", "offer_id"),
+    *("request_id", "num_tokens", "secret"),
+)
 
 
 def _with(**fields: Any) -> Callable[[Params], Params]:
@@ -28,35 +43,17 @@ def _without(missing: str) -> Callable[[Params], Params]:
     return left
 
 
-def _of_nixl_connector(_: Params) -> Params:
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [[1, 2, 3]],
-        "remote_engine_id": "8a1b",
-        "remote_request_id": "cmpl-1",
-        "remote_host": "127.0.0.1",
-        "remote_port": free_port(),
-        "tp_size": 1,
-    }
-
-
 def unreachable(params: Params) -> Params:
     """Of an agent that is not there: it is looked for until the fetch's deadline."""
     return _with(endpoint=f"tcp://127.0.0.1:{free_port()}")(params)
 
 
-NEEDED = (
-    *("ticket", "remote_num_tokens", "prompt_digest"),
-    *("agent_id", "agent_boot", "endpoint", "engine_id", "engine_instance", "offer_id"),
-    *("request_id", "num_tokens", "secret"),
-)
 WRONG: Mapping[str, Callable[[Params], Params]] = {
     "nothing but what routers look at": lambda params: {k: params[k] for k in ROUTED},
     "values of another type": lambda params: {
         key: value if key in ROUTED else [value] for key, value in params.items()
     },
-    "of vLLM's own connector": _of_nixl_connector,
+    "of vLLM's own connector": lambda _: OF_NIXL_CONNECTOR,
     "of another engine": _with(engine_id="nobody"),
     "of an engine that has restarted": _with(engine_instance=uuid.uuid4().hex),
     "of an agent that has restarted": _with(agent_boot=uuid.uuid4().hex),

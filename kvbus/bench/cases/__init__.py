@@ -1,7 +1,7 @@
 """The cases of the benchmark: agents and engines up, the cases in turn, everything down."""
 
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from kvbus.bench.cases.reshapes import OF_NAIVE, PACKED_OF_NAIVE, measure_reshap
 from kvbus.bench.cases.transfers import measure_fixed, measure_transfer
 from kvbus.bench.cases.warm import measure_warm
 from kvbus.bench.engines import Bench
-from kvbus.bench.figures import CaseName, Figure, Figures, Scale
+from kvbus.bench.figures import CaseName, Figure, Scale
 from kvbus.bench.processes import agent, answering
 from kvbus.bench.shapes import (
     BIG,
@@ -39,6 +39,7 @@ from kvbus.console import Console
 from kvbus.errors import KVBusError
 
 Case = Callable[[Bench, Scale], Awaitable[list[Figure]]]
+Measured = MutableMapping[CaseName, Sequence[Figure]]
 
 CASES: Mapping[CaseName, Case] = {
     CaseName.CONTIGUOUS_64M: partial(
@@ -90,19 +91,22 @@ CASES: Mapping[CaseName, Case] = {
 }
 
 
-def run_cases(names: Sequence[CaseName], scale: Scale) -> Figures:
-    """Measure the cases; raises `KVBusError`, alone or in groups, when a handoff fails."""
+def run_cases(names: Sequence[CaseName], scale: Scale, measured: Measured) -> None:
+    """Measure the cases; raises `KVBusError`, alone or in groups, when a handoff fails.
+
+    What was ``measured`` is there also when this raises.
+    """
     with tempfile.TemporaryDirectory(prefix="kvbus-bench-") as folder:
-        return anyio.run(_run, names, scale, Path(folder), Console(stderr=True))
+        anyio.run(_run, names, scale, measured, Path(folder), Console(stderr=True))
 
 
-async def _run(names: Sequence[CaseName], scale: Scale, folder: Path, console: Console) -> Figures:
-    measured: dict[CaseName, list[Figure]] = {}
+async def _run(
+    names: Sequence[CaseName], scale: Scale, measured: Measured, folder: Path, console: Console
+) -> None:
     with running(folder, console) as bench:
         for name in names:
             with console.status(f"measuring {name}"):
                 measured[name] = await CASES[name](bench, scale)
-    return measured
 
 
 @contextmanager

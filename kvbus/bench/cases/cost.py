@@ -8,7 +8,7 @@ from kvbus.bench.figures import Figure, Scale, Target
 from kvbus.bench.shapes import BIG, scattered
 from kvbus.bench.stats import quantile
 from kvbus.bus import ask_agent
-from kvbus.protocol.cost import Cost
+from kvbus.protocol.status import Cost
 
 NUM_LEARNED, NUM_PREDICTED = 100, 200
 MAX_BLOCKS = 256
@@ -56,5 +56,5 @@ async def _error(pair: EnginePair, num_blocks: int, *, seed: int) -> float:
     predicted = await ask_agent(endpoint, asked, timeout_s=TIMEOUT_S)
     stages = (await pair.fetch(ticket, tables)).fetched.stages_s
     await pair.source.ended()
-    took_s = stages.queued + stages.claiming + stages.reading + stages.confirming
+    took_s = stages.queued + stages.claiming + stages.reading + stages.taking
     return abs(predicted.predicted_s - took_s) / took_s

@@ -13,7 +13,7 @@ from kvbus.bench.stats import in_turn, median_ratio, quantile
 MIB = 1 << 20
 FIXED = Target(1.0)
 NUM_SMALL = 1000
-STAGES = ("resolving", "queued", "claiming", "waiting", "reading", "confirming")
+STAGES = ("resolving", "queued", "claiming", "waiting", "reading", "taking")
 
 
 async def measure_transfer(

@@ -14,7 +14,7 @@ READING, ENGINE = "reading", "engine"
 PARTS = {
     "meeting": ("meeting", "resolving"),
     "turns": ("queued",),
-    "round_trips": ("claiming", "confirming"),
+    "round_trips": ("claiming", "taking"),
     "tokens": ("waiting",),
     READING: ("reading",),
 }

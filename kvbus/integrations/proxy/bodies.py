@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.integrations.proxy.access_log import RequestRecord
 from kvbus.integrations.proxy.servers import Server
-from kvbus.protocol.traceparent import known_trace
+from kvbus.protocol.trace import known_trace
 
 Headers = list[tuple[bytes, bytes]]
 TransferParams = Mapping[str, Any]

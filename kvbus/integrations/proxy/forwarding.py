@@ -41,7 +41,7 @@ from kvbus.integrations.proxy.options import IfPrefillFails, ProxyOptions
 from kvbus.integrations.proxy.releases import TicketReleases
 from kvbus.integrations.proxy.servers import Server
 from kvbus.integrations.proxy.upstream import Upstream, translated
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol.ticket import Rendezvous
 
 ASK_FOR_TICKET: TransferParams = {"do_remote_decode": True}
 
@@ -103,7 +103,7 @@ class Forwarding:
     async def _serve(self, request: ClientRequest, send: Send) -> None:
         """Both steps; cancelled at any point, the server's connection is closed."""
         if self._options.overlap and not why_alone(request.body):
-            server = next(self._upstream.prefill.in_turn(), None)
+            server = self._upstream.prefill.next_one
             meets = server and self._agents.meet(server, request.record.request_id)
             if server and meets and await self._served_at_once(request, server, meets, send):
                 return
@@ -127,6 +127,7 @@ class Forwarding:
         self, request: ClientRequest, server: Server, meets: Rendezvous, send: Send
     ) -> bool:
         """Ask both servers; False when prefill failed and the client has heard nothing yet."""
+        next(self._upstream.prefill.in_turn())  # which is this server
         record, (to_prefill, to_decode) = request.record, params_of(meets)
         to_prefill = {**self._turn_of(request), **to_prefill}
         record.prefill, record.handover = server.url, "met"

@@ -11,8 +11,7 @@ from typing import Any
 from kvbus.errors import ProtocolError
 from kvbus.integrations.proxy.bodies import TransferParams
 from kvbus.integrations.proxy.servers import Server
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.ticket import Rendezvous, Ticket
 
 
 class PrefillAgents:

@@ -49,6 +49,11 @@ class ServerPool:
         """Whether a request would find a server."""
         return any(server.trouble is None for server in self.servers)
 
+    @property
+    def next_one(self) -> Server | None:
+        """The healthy server that waited longest, which waits on."""
+        return next((server for server in self._waiting if server.trouble is None), None)
+
     def in_turn(self) -> Iterator[Server]:
         """The healthy servers, each once, the one that waited longest first."""
         for server in list(self._waiting):

@@ -16,7 +16,7 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
 
 from kvbus.errors import ConfigError
 from kvbus.integrations.keeper import KeptAgent
-from kvbus.protocol.rendezvous import MAX_REQUEST_ID, Rendezvous
+from kvbus.protocol.ticket import MAX_REQUEST_ID, Rendezvous
 
 MAX_NAMES = 1024
 """Names that were given to one side of a request and not yet to the other."""

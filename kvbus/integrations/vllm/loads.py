@@ -22,7 +22,7 @@ from kvbus.integrations.vllm.shared_tickets import SharedTickets, ticket_key
 from kvbus.integrations.vllm.stats import StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams
 from kvbus.protocol.engine import Outcome
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol.ticket import Rendezvous
 
 logger = logging.getLogger("vllm.kvbus")
 

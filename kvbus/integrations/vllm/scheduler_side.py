@@ -46,7 +46,7 @@ from kvbus.integrations.vllm.transfer_params import (
     read_transfer_id,
 )
 from kvbus.protocol.message import MAX_PRIORITY, MIN_PRIORITY
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol.ticket import Rendezvous
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

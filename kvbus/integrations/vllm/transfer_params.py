@@ -14,7 +14,7 @@ import msgspec
 from kvbus.errors import ProtocolError
 from kvbus.protocol.message import Readers, Secret
 from kvbus.protocol.ticket import Ticket
-from kvbus.protocol.traceparent import known_trace
+from kvbus.protocol.trace import known_trace
 
 ASKS_TO_OFFER = "do_remote_decode"
 ASKS_TO_FETCH = "do_remote_prefill"

@@ -30,9 +30,8 @@ from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.client import AttachClient
 from kvbus.memory.attach.connect import connect_to_agent
 from kvbus.memory.attach.folder import check_folder, prepare_folder
-from kvbus.memory.attach.path import AttachPlace
+from kvbus.memory.attach.path import ENGINE_SOCKET, AttachPlace
 from kvbus.memory.attach.process_end import ProcessEnd
-from kvbus.memory.attach.seat import NUM_SEATS, Seat
 from kvbus.memory.attach.server import AttachConnection, AttachServer, PassingAnswer
 from kvbus.memory.attach.wire import (
     LENGTH_BYTES,
@@ -45,9 +44,9 @@ from kvbus.memory.attach.wire import (
 )
 
 __all__ = [
+    "ENGINE_SOCKET",
     "LENGTH_BYTES",
     "MAX_BODY_BYTES",
-    "NUM_SEATS",
     "AttachClient",
     "AttachConnection",
     "AttachPlace",
@@ -55,7 +54,6 @@ __all__ = [
     "FrameChannel",
     "PassingAnswer",
     "ProcessEnd",
-    "Seat",
     "check_folder",
     "close_fds",
     "connect_to_agent",

@@ -1,7 +1,6 @@
 """Owns the place of an attach socket in the file system: its lock, its file.
 
-Refuses a path that Linux cannot hold, and to take the place of an agent that lives: it has to hand
-it over.
+A path that Linux cannot hold is refused, and so is the place of an agent that lives.
 """
 
 import fcntl
@@ -17,18 +16,18 @@ from kvbus.memory.attach.folder import prepare_folder
 
 MAX_PATH_BYTES = 107  # sun_path without its NUL
 _BACKLOG = 64
+ENGINE_SOCKET = "engine.sock"
+"""In the folder of the attach socket; ZeroMQ binds it."""
 
 
 class AttachPlace:
     """A socket that listens at a path, and the lock beside it; given back at the end of ``with``.
 
-    Both can be handed over to another process, which shares them then. The file stays at the end
-    while ``is_shared``.
+    The agent's other socket in that folder is its own as well, by the same lock.
     """
 
     def __init__(self, path: Path, listener: socket.socket, lock: IO[bytes]) -> None:
         self.path, self.listener, self._lock = path, listener, lock
-        self.is_shared = False
 
     @classmethod
     def take(cls, path: Path) -> Self:
@@ -48,28 +47,14 @@ class AttachPlace:
             lock.close()
             raise
 
-    @classmethod
-    def of_fds(cls, path: Path, fds: list[int]) -> Self:
-        """The place of another process, from what its `fds` gave; takes the descriptors."""
-        lock_fd, listener_fd = fds.pop(), fds.pop()
-        return cls(path, socket.socket(fileno=listener_fd), os.fdopen(lock_fd, "ab"))
-
-    def fds(self) -> list[int]:
-        """Copies of its descriptors, to be handed over; the caller's to close."""
-        return [os.dup(self.listener.fileno()), os.dup(self._lock.fileno())]
-
-    def listen(self) -> None:
-        """Be the process that who connects from now on sees at the other end (SO_PEERCRED)."""
-        self.listener.listen(_BACKLOG)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Listen no more; remove the file, unless another process listens there."""
+        """Listen no more, and remove the files; ZeroMQ leaves its own behind."""
         with self._lock, self.listener:
-            if not self.is_shared:
-                self.path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
+            self.path.with_name(ENGINE_SOCKET).unlink(missing_ok=True)
 
 
 def check_path_length(path: Path) -> None:
@@ -132,7 +117,4 @@ def _remove_stale_file(path: Path) -> None:
 
 
 def _in_use(path: Path) -> ConfigError:
-    return ConfigError(
-        f"another agent is alive at {path}: stop it, take over from it with --replace, or choose "
-        "another path"
-    )
+    return ConfigError(f"another agent is alive at {path}: stop it, or choose another path")

@@ -61,7 +61,7 @@ Handler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[Answ
 
 
 class AttachServer:
-    """Listens at ``path`` while ``serve`` runs, or at a place that was handed over to it.
+    """Listens at ``path`` while ``serve`` runs.
 
     ``on_message(connection, message, fds)`` returns the answer, or raises a ``KVBusError`` that
     becomes the error reply. It owns the descriptors that it takes out of the
@@ -91,47 +91,16 @@ class AttachServer:
         self._max_process_connections = max_process_connections
         self._frame_timeout_s = frame_timeout_s
         self._connections: set[AttachConnection] = set()
-        self.place: AttachPlace | None = None
-        self._tasks: TaskGroup | None = None
-        self._accepting: anyio.CancelScope | None = None
-        self._resumed = anyio.Event()
 
-    async def serve(
-        self,
-        place: AttachPlace | None = None,
-        *,
-        task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
-    ) -> None:
+    async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; started once clients can connect. Raises ``ConfigError``."""
-        with place or AttachPlace.take(self.path) as self.place:
-            async with anyio.create_task_group() as self._tasks:
+        with AttachPlace.take(self.path) as place:
+            async with anyio.create_task_group() as tasks:
                 task_status.started()
-                while True:
-                    with anyio.CancelScope() as self._accepting:
-                        await self._accept_all(self.place.listener)
-                    await self._resumed.wait()
+                await self._accept_all(place.listener, tasks)
 
-    # Who connects sees the process that has called `listen` last (SO_PEERCRED), and waits in the
-    # socket's queue for whoever accepts. So who takes a place over calls `listen` first. Those in
-    # the queue by then belong to who has accepted here so far, who takes them, and stops.
-    def pause(self) -> None:
-        """Let those in who connected so far, and nobody else."""
-        if self.place is None or self._tasks is None or self._accepting is None:
-            return
-        self._resumed = anyio.Event()
-        self._accepting.cancel()
-        with suppress(OSError):
-            while True:
-                self._let_in(self.place.listener.accept()[0], self._tasks)
-
-    def resume(self) -> None:
-        """Let them in again after `pause`."""
-        if self.place is not None:
-            self.place.listen()
-        self._resumed.set()
-
-    async def _accept_all(self, listener: socket.socket) -> None:
-        while self._tasks is not None:
+    async def _accept_all(self, listener: socket.socket, tasks: TaskGroup) -> None:
+        while True:
             await anyio.wait_readable(listener)
             try:
                 accepted, _ = listener.accept()
@@ -141,7 +110,7 @@ class AttachServer:
                 log.warning("attach.accept_failed", error=str(error))
                 await anyio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            self._let_in(accepted, self._tasks)
+            self._let_in(accepted, tasks)
 
     def _let_in(self, accepted: socket.socket, tasks: TaskGroup) -> None:
         connection = AttachConnection(accepted, frame_timeout_s=self._frame_timeout_s)
@@ -167,8 +136,7 @@ class AttachServer:
         if pid and sum(other.peer.pid == pid for other in self._connections) >= limit:
             self.counts.num_refused_busy += 1
             return LocalError(
-                f"process {pid} has {limit} attach connections, which is the limit "
-                "(max_process_connections)",
+                f"process {pid} has {limit} attach connections, which is the limit",
                 code=ErrorCode.BUSY,
             )
         return None

@@ -8,8 +8,8 @@ from typing import Any
 import msgpack
 
 from kvbus.errors import ErrorCode, KVBusError, ProtocolError
+from kvbus.protocol.envelope import unpack_map
 from kvbus.protocol.message import error_body, refusal
-from kvbus.protocol.unpack import unpack_map
 
 LENGTH_BYTES = 4
 MAX_BODY_BYTES = 65_536

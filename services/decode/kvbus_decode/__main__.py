@@ -1,7 +1,7 @@
 """The command ``kvbus-decode``: runs a decode agent until it is told to stop."""
 
-from kvbus.agent.process.command import agent_command
-from kvbus.agent.process.defaults import DECODE_DEFAULTS
+from kvbus.agent.command import agent_command
+from kvbus.agent.config import DECODE_DEFAULTS
 from kvbus.protocol.engine import AgentRole
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.bus import new_secret
+from kvbus.agent.engines import LocalEngine
 from kvbus.planning import whole_spans
-from kvbus.protocol.rendezvous import UNKNOWN
+from kvbus.protocol.ticket import UNKNOWN
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.peer.directory import Peer
 from kvbus_decode.peer.route import Route
@@ -13,20 +12,18 @@ from kvbus_decode.peer.route import Route
 
 @dataclass(slots=True, eq=False)
 class ActiveFetch:
-    """One fetch that is under way, and what it uses; ``peers`` are held until its end.
-
-    ``take_token`` is this fetch's own: a yes to its `take` is said again to nobody else.
-    """
+    """One fetch that is under way, and what it uses; ``peers`` are held until its end."""
 
     requested: ev.Requested
     engine: LocalEngine
     deadline: float
     peers: list[Peer] = field(default_factory=list)
     route: Route | None = None
+    choice: object = None
+    """How it is read, chosen with the route."""
     replica_index: int = 0
     was_alone: bool = True
     """Whether no other fetch was under way at any time meanwhile."""
-    take_token: str = field(default_factory=new_secret, repr=False)
 
     @property
     def fetch_id(self) -> str:
@@ -38,8 +35,8 @@ class ActiveFetch:
         """Whether no window's first block has a gap once all is read, see `Fetched`."""
         if self.route is None:
             return False
-        wanted, groups = self.requested, self.engine.spec.groups
-        tokens = wanted.first_token, wanted.num_tokens
+        asked, groups = self.requested.asked, self.engine.spec.groups
+        tokens = asked.first_token, asked.num_tokens
         read = whole_spans(groups, self.route.prefill.groups, *tokens)
         return read == whole_spans(groups, groups, *tokens)
 

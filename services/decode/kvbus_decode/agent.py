@@ -1,48 +1,41 @@
 """The decode agent: requests become events of the fetch table, its commands become work."""
 
-from collections.abc import Callable, Hashable
-from functools import partial
+import dataclasses
+from collections.abc import Callable
 
 import anyio
 import structlog
-from msgspec.structs import replace
+from msgspec import structs
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.service import Agent
-from kvbus.agent.process.ticket_keys import load_ticket_keys
-from kvbus.bus import Call, Handlers
+from kvbus.agent.access import load_ticket_keys
+from kvbus.agent.engines import LocalEngine
+from kvbus.agent.service import Agent
+from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.cost import Cost, Predicted
-from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
+from kvbus.protocol.engine import BlocksFreed, CancelFetch, Landed, StartFetch
 from kvbus.protocol.events import FetchEvent
-from kvbus.protocol.mapped import Sharing
-from kvbus.protocol.peer import Status
-from kvbus.protocol.peer_view import PeerView
-from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol.peer import CancelPart, FetchPart
+from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
+from kvbus.protocol.ticket import Rendezvous
 from kvbus.protocol.trace import Remembered, Span, Trace
 from kvbus.table import Driver
-from kvbus_decode.active import ActiveFetch
+from kvbus.table.events import DrainStarted, EngineLost, Stopped
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.costs import CostBook
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.state import FetchState
+from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
-from kvbus_decode.metrics import READINGS, DecodeMetrics
+from kvbus_decode.observe import READINGS, DecodeMetrics, FetchSpans, log_fetched
+from kvbus_decode.parts import Part, PartClient, PartServer
 from kvbus_decode.peer.directory import PeerAddress
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.lease_client import LeaseClient
-from kvbus_decode.peer.meeting_client import MeetingClient
 from kvbus_decode.peer.route import Route
 from kvbus_decode.peer.warm import WarmPeers
 from kvbus_decode.read.chunk import check_tables, make_chunk
-from kvbus_decode.read.delegate import DelegateServer
-from kvbus_decode.read.events import ChunkEnded
-from kvbus_decode.read.leg import Leg, Stage
+from kvbus_decode.read.paths import ahead_of
 from kvbus_decode.read.reader import Reader
-from kvbus_decode.read.remote_ranks import DelegateJob
-from kvbus_decode.read_ahead import ahead_of
-from kvbus_decode.spans import FetchSpans
+from kvbus_decode.read.table import ChunkEnded
 from kvbus_decode.tickets import TicketGate
 
 log = structlog.get_logger()
@@ -53,37 +46,38 @@ class DecodeService:
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent, self._config = agent, config
-        self._table = FetchTable(limits=config.fetch_limits)
+        identity = agent.identity
+        limits = dataclasses.replace(
+            config.fetch_limits, reader_agent=identity.agent_id, reader_boot=identity.boot
+        )
+        self._table = FetchTable(limits=limits)
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
         self._dispatch = self._driver.dispatch
-        self._leases = leases = LeaseClient(agent, config, self._dispatch, self._prepare)
+        self._tickets = TicketGate(identity.agent_id, load_ticket_keys(config.ticket_keys))
+        self._leases = leases = LeaseClient(
+            agent, config, self._tickets, self._dispatch, self._prepare
+        )
         self._metrics = DecodeMetrics(agent.metrics)
-        self._reader = Reader(agent, config, leases.peers, self._metrics, self._fail_fetch)
+        self._reader = Reader(agent, config, self._metrics)
         self._costs = CostBook(agent, leases, self._reader)
         self._warm = WarmPeers(agent, config, leases.peers, leases.routes, self._reader.warm_up)
         leases.on_news = self._warm.see_peer
-        self._tickets = TicketGate(agent.identity.agent_id, load_ticket_keys(config.ticket_keys))
-        self._delegates = DelegateServer(agent, self._tickets, leases, self._reader)
-        meetings = MeetingClient(leases, self._tickets, self._dispatch)
+        self._parts = PartServer(self._begin_part, self._dispatch)
+        others = PartClient(agent, config, leases, self._dispatch)
         self._driver.commands |= {
-            ev.SendMeet: meetings.meet,
-            ev.SendForgo: meetings.forgo,
+            ev.Ask: leases.ask,
+            ev.Tell: leases.tell,
             ev.ResolvePeer: leases.resolve,
             ev.HoldPeer: leases.hold_peer,
-            ev.SendClaim: leases.claim,
-            ev.SendRenew: leases.renew,
             ev.ReadChunk: self._read_chunk,
             ev.StopRead: self._stop_read,
-            ev.SendConfirm: leases.confirm,
-            ev.SendTake: leases.take,
-            ev.SendRelease: leases.release,
-            ev.SendWithdraw: leases.withdraw,
+            ev.AskOthers: others.ask,
+            ev.StopOthers: others.stop,
             ev.ReportLanded: self._report_landed,
             ev.ReportFetched: self._report_fetched,
             ev.ReportBlocksFreed: self._report_blocks_freed,
         }
-        reader = self._reader
-        self._spans = FetchSpans(self._table, reader.story_of, reader.stories_for_others)
+        self._spans = FetchSpans(self._table, self._reader.story_of)
         self._idle = anyio.Event()
         agent.metrics.add_readings(self._readings, READINGS)
 
@@ -98,14 +92,14 @@ class DecodeService:
     def peer_handlers(self) -> Handlers:
         """Another decode agent asks for help, with an engine of ours; or a router what it costs."""
         return {
-            Delegate: self._delegates.delegate,
-            AbortDelegate: self._delegates.abort,
+            FetchPart: self._parts.fetch,
+            CancelPart: self._parts.cancel,
             Cost: lambda asked, call: call.reply(self.cost(asked)),
         }
 
     def cost(self, asked: Cost) -> Predicted:
         """What a fetch would take now; raises `LocalError`."""
-        return self._costs.cost(asked, self._table.queued())
+        return self._costs.cost(asked)
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
         """What its copies need is made ready."""
@@ -114,9 +108,8 @@ class DecodeService:
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its fetches end; nobody is there to be told."""
-        self._dispatch(ev.EngineLost(engine.engine_id))
+        self._dispatch(EngineLost(engine.engine_id))
         self._reader.lose_engine(engine)
-        self._costs.forget(engine)
         self._leases.routes.forget_engine(engine)
 
     async def copied(self, engine: LocalEngine) -> None:
@@ -130,18 +123,16 @@ class DecodeService:
     def start_draining(self) -> None:
         """No new fetches; those that are live go on."""
         self._driver.on_settled = self._check_idle
-        self._dispatch(ev.DrainStarted())
+        self._dispatch(DrainStarted())
 
     async def drained(self) -> None:
         """Return when the last fetch has ended and its blocks are free."""
         await self._idle.wait()
-        await self._delegates.drained()
 
     def stop(self) -> None:
         """Fail what is left."""
-        self._dispatch(ev.Stopped())
+        self._dispatch(Stopped())
         self._driver.stop()
-        self._delegates.stop()
         self._reader.stop()
 
     def counts(self) -> dict[str, int]:
@@ -151,7 +142,7 @@ class DecodeService:
             "fetches": len(self._table.live),
             "queued_fetches": self._table.num_in(FetchState.QUEUED),
             "draining_fetches": draining,
-            "delegated_reads": self._delegates.num_reads,
+            "parts": self._parts.num_live,
             "slots": self._reader.num_slots_in_use,
         }
 
@@ -165,7 +156,7 @@ class DecodeService:
         return self._leases.routes.borrower.sharing()
 
     def silent_peers(self) -> dict[str, float]:
-        """The agents that do not answer, and in how many seconds each is tried again."""
+        """The agents that do not answer, and for how many seconds nothing has come from each."""
         return self._leases.peers.silent()
 
     def key_of(self, endpoint: str) -> str:
@@ -175,66 +166,101 @@ class DecodeService:
     def view(self, endpoint: str) -> PeerView:
         """Whether it is listed and warm, and what came of handshakes with it."""
         routes, listed = self._leases.routes, self._warm.view(endpoint)
-        return replace(
+        return structs.replace(
             listed,
             num_routes=routes.num_from(endpoint),
             problem=listed.problem or routes.refusals.get(endpoint, ""),
         )
 
     def story(self, asked: Status) -> list[str]:
-        """What happened to a fetch, and to its reads: those here, and those for another agent."""
+        """What happened to a fetch, or to a part of one that is another agent's, and its reads."""
         found = self._table.called(asked.fetch_id)
         lines = [line for fetch in found for line in fetch.story.lines()]
-        reads = [line for fetch in found for line in self._reader.story(fetch.key)]
-        reads += self._delegates.story(asked.fetch_id)
-        return lines + [f"read  {line}" for line in reads]
+        reads = [self._reader.story_of(fetch.key) for fetch in found]
+        return lines + [f"read  {line}" for read in reads if read for line in read.lines()]
 
     def recent(self, number: int) -> list[Callable[[], list[Span]]]:
         """The newest fetches."""
         return self._spans.recent(number)
 
     def spans(self, asked: Trace) -> Remembered:
-        """What is remembered of fetches, and of reads for another agent."""
+        """What is remembered of fetches, and of parts of those of another agent."""
         return self._spans.remembered(asked)
 
-    def _start_fetch(self, fetch: StartFetch, call: Call) -> None:
+    def _start_fetch(self, asked: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
-        shown = self._tickets.admit(fetch, engine.engine_id)
+        shown = self._tickets.admit(asked, engine.engine_id)
         meets = shown if isinstance(shown, Rendezvous) else None
         ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
-        if fetch.first_token > fetch.num_tokens:
+        boot = ticket.agent_boot if meets is None else None
+        self._leases.peers.check_answers(PeerAddress.of(ticket), boot)
+        self._request(
+            ev.Requested(
+                fetch_id=ev.fetch_key(engine.engine_id, asked.fetch_id),
+                engine_id=engine.engine_id,
+                asked=asked,
+                ticket=ticket,
+                timeout_s=asked.timeout_s or self._config.fetch_timeout_s,
+                reply_to=call,
+                has_state=_has_state(engine),
+                take_token=new_secret(),
+                meets=meets,
+                others=engine.others,
+            ),
+            engine,
+        )
+
+    def _begin_part(self, part: FetchPart, asker: Part) -> None:
+        """A part of another agent's fetch; its home has looked at what the ticket is for."""
+        engine = self._agent.engines.part(part.engine_id, part.ranks, access=part.access)
+        ticket = self._tickets.read(part.ticket)
+        route = self._leases.routes.find(ticket, engine)
+        if route is not None and route.memory_ids != part.memory_ids:
+            self._leases.routes.forget(route)  # a rank of the prefill engine has come back since
+        asked = StartFetch(
+            fetch_id=part.fetch_id,
+            ticket=part.ticket,
+            num_tokens=part.num_tokens,
+            tables=part.tables,
+            first_token=part.first_token,
+            zero_tail=part.zero_tail,
+            priority=part.priority,
+            traceparent=part.traceparent,
+        )
+        self._request(
+            ev.Requested(
+                fetch_id=asker.key,
+                engine_id=engine.engine_id,
+                asked=asked,
+                ticket=ticket,
+                timeout_s=part.timeout_s,
+                reply_to=asker,
+                has_state=_has_state(engine),
+                take_token=new_secret(),
+                access=part.access,
+            ),
+            engine,
+        )
+
+    def _request(self, requested: ev.Requested, engine: LocalEngine) -> None:
+        """Hand it to the table, with the route if that is known; raises `LocalError`.
+
+        Then with what can be read ahead of a lease, too.
+        """
+        asked = requested.asked
+        if asked.first_token > asked.num_tokens:
             raise LocalError(
-                f"first_token {fetch.first_token} is behind num_tokens {fetch.num_tokens}",
+                f"first_token {asked.first_token} is behind num_tokens {asked.num_tokens}",
                 field="first_token",
             )
-        check_tables(engine, fetch.tables, fetch.first_token, fetch.num_tokens)
-        boot = ticket.agent_boot if meets is None else None
-        answers = self._leases.peers.answers(PeerAddress.of(ticket), boot)
-        requested = ev.Requested(
-            fetch_id=ev.fetch_key(engine.engine_id, fetch.fetch_id),
-            engine_id=engine.engine_id,
-            ticket=ticket,
-            first_token=fetch.first_token,
-            num_tokens=fetch.num_tokens,
-            tables=fetch.tables,
-            timeout_s=fetch.timeout_s or self._config.fetch_timeout_s,
-            has_state=any(group.state for group in engine.spec.groups),
-            zero_tail=fetch.zero_tail,
-            chunk_tokens=fetch.chunk_tokens,
-            reply_to=call,
-            meets=meets,
-            prompt_digest=fetch.prompt_digest,
-            priority=fetch.priority,
-            traceparent=fetch.traceparent,
-            asked_s=fetch.asked_s,
-            wanted_s=fetch.wanted_s,
-            name=fetch.fetch_id,
-        )
-        route = self._leases.routes.find(ticket, engine) if meets is None else None
-        if route is not None and self._reader.is_ready(route, requested):
-            may_read = self._config.optimistic and answers  # else READs would stall, and blocks
-            ahead = ahead_of(requested, route, self._reader) if may_read else None
-            requested = replace(requested, route=route, ahead=ahead)
+        check_tables(engine, asked.tables, asked.first_token, asked.num_tokens)
+        ticket = requested.ticket
+        route = None if requested.meets else self._leases.routes.find(ticket, engine)
+        if route is not None:
+            choice = self._reader.choose(route, asked.first_token, asked.num_tokens)
+            if self._reader.is_ready(choice, requested):
+                ahead = ahead_of(requested, route, choice) if choice else None
+                requested = structs.replace(requested, route=route, choice=choice, ahead=ahead)
         self._dispatch(requested)
 
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
@@ -244,66 +270,17 @@ class DecodeService:
             raise LocalError(f"no fetch '{cancel.fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)
         self._dispatch(ev.CancelRequested(key, call, cancel.release_offer))
 
-    async def _prepare(self, route: Route, requested: ev.Requested) -> None:
-        await self._reader.prepare(route, requested)
+    async def _prepare(self, route: Route, requested: ev.Requested) -> object:
+        return await self._reader.prepare(route, requested)
 
     def _read_chunk(self, command: ev.ReadChunk) -> None:
-        """Read here, and have the agents with other ranks of the engine read."""
         fetch = self._leases.active[command.fetch_id]
-        requested, route = fetch.requested, fetch.route
         try:
-            if route is None:
-                raise LocalError("the fetch has no route", code=ErrorCode.INTERNAL)
-            chunk = make_chunk(
-                route,
-                offer_id=requested.ticket.offer_id,
-                epoch=command.epoch,
-                token=command.token,
-                source=command.tables,
-                target=requested.tables,
-                whole=(requested.first_token, requested.num_tokens),
-                part=(command.start, command.stop),
-                last=command.last,
-                zero_tail=requested.zero_tail,
-                replica_index=fetch.replica_index,
-                deadline=fetch.deadline,
-                secret=requested.ticket.secret,
-                one_in=self._config.digest_one_in,
-                priority=requested.priority,
-            )
+            chunk = make_chunk(fetch, command, one_in=self._config.digest_one_in)
         except KVBusError as error:
             self._dispatch(ev.ChunkRead(command.fetch_id, 0, error))
             return
-        remote_legs = [self._remote_leg(fetch, command, other) for other in fetch.engine.others]
-        self._reader.start(command.fetch_id, chunk, self._on_chunk_ended, remote_legs=remote_legs)
-
-    def _remote_leg(self, fetch: ActiveFetch, command: ev.ReadChunk, other: AgentRanks) -> Leg:
-        requested = fetch.requested
-        question = Delegate(
-            fetch_id=requested.name,
-            engine_id=fetch.engine.engine_id,
-            access=other.access,
-            ranks=other.ranks,
-            ticket=requested.ticket.to_json(),
-            memory_ids=fetch.route.memory_ids if fetch.route else (),
-            epoch=command.epoch,
-            token=command.token,
-            source=dict(command.tables),
-            target=dict(requested.tables),
-            first_token=requested.first_token,
-            num_tokens=requested.num_tokens,
-            start=command.start,
-            stop=command.stop,
-            last=command.last,
-            zero_tail=requested.zero_tail,
-            timeout_s=max(1e-3, fetch.deadline - self._agent.loop.time()),
-            one_in=self._config.digest_one_in,
-            priority=requested.priority,
-        )
-        return Leg((Stage.DELEGATE,), DelegateJob(other, question, fetch.peers))
-
-    def _fail_fetch(self, key: Hashable, error: KVBusError) -> None:
-        self._dispatch(ev.StepFailed(str(key), error))
+        self._reader.start(command.fetch_id, chunk, fetch.choice, self._on_chunk_ended)
 
     def _on_chunk_ended(self, ended: ChunkEnded) -> None:
         self._dispatch(ev.ChunkRead(str(ended.key), ended.num_bytes, ended.error, ended.path))
@@ -319,104 +296,65 @@ class DecodeService:
     def _name_of(self, fetch_id: str) -> str:
         """What the engine calls the fetch."""
         fetch = self._table.find(fetch_id)
-        return "" if fetch is None else fetch.requested.name
+        return "" if fetch is None else fetch.requested.asked.fetch_id
 
-    def _report_fetched(self, fetched: ev.ReportFetched) -> None:
+    def _report_fetched(self, report: ev.ReportFetched) -> None:
         """The engine first: it waits, while the log and the counters do not."""
-        code = fetched.error.code.value if fetched.error else ""
-        fetch = self._leases.active.get(fetched.fetch_id)
-        name = self._name_of(fetched.fetch_id)
-        self._notify(
-            fetched.fetch_id,
-            Fetched(
-                fetch_id=name,
-                request_id=fetched.request_id,
-                outcome=fetched.outcome,
-                stage=fetched.stage,
-                blocks_free=fetched.blocks_free,
-                code=code,
-                message=fetched.error.message if fetched.error else "",
-                num_bytes=fetched.num_bytes,
-                path=fetched.path,
-                stages_s=fetched.stages_s,
-                whole_blocks=fetch is not None and fetch.fills_blocks,
-            ),
-            is_last=fetched.blocks_free,
-        )
-        if fetch is not None and fetched.error is None:
+        fetch_id, fetch = report.fetch_id, self._leases.active.get(report.fetch_id)
+        fills = fetch is not None and fetch.fills_blocks
+        fetched = structs.replace(report.fetched, whole_blocks=fills)
+        part = self._parts.find(fetch_id)
+        if part is not None:
+            part.reply(fetched)
+        elif fetch is None or not fetch.engine.lost:  # else its sessions end, and nothing is said
+            report.reply_to.reply(fetched)
+        if fetch is not None and part is None:
+            fetch.engine.notify_ranks(fetched)
+        if fetch is not None and not fetched.code:
             self._tickets.complete(fetch.requested.ticket)
             self._costs.observe(fetched, fetch)
         if fetched.blocks_free:
-            self._leases.end(fetched.fetch_id)
-            self._export(fetched.fetch_id)
+            self._leases.end(fetch_id)
+            self._export(fetch_id)
         else:
-            self._leases.drain(fetched.fetch_id)
-        total_s = self._metrics.observe(fetched)
-        self._log_fetched(fetched, name, total_s)
-        event = FetchEvent(fetch_id=name, request_id=fetched.request_id, code=code)
+            self._leases.drain(fetch_id)
+        self._metrics.observe(report)
+        log_fetched(structs.replace(report, fetched=fetched))
+        if fetched.code and self._config.log_level == "debug":
+            story = self.story(Status(fetch_id=fetched.fetch_id))
+            log.debug("handoff.story", fetch_id=fetched.fetch_id, story=story)
+        event = FetchEvent(
+            fetch_id=fetched.fetch_id, request_id=fetched.request_id, code=fetched.code
+        )
         self._agent.publisher.publish(f"fetch.{fetched.outcome}", event)
 
     def _report_blocks_freed(self, freed: ev.ReportBlocksFreed) -> None:
         name = self._name_of(freed.fetch_id)
         log.info("blocks.freed", fetch_id=name)
-        self._notify(freed.fetch_id, BlocksFreed(fetch_id=name), is_last=True)
+        part = self._parts.find(freed.fetch_id)
+        if part is not None:
+            part.end()
+        else:
+            self._notify(freed.fetch_id, BlocksFreed(fetch_id=name))
         self._leases.end(freed.fetch_id)
         self._export(freed.fetch_id)
 
     def _export(self, fetch_id: str) -> None:
         """Its spans go to the collector, if there is one."""
         fetch = self._table.find(fetch_id)
-        if self._agent.outbox is not None and fetch is not None:
-            asked, ticket = fetch.requested, fetch.requested.ticket
-            trace_name = asked.name if asked.meets else ticket.offer_id  # it may never have met one
+        if self._agent.sender is not None and fetch is not None:
+            requested, ticket = fetch.requested, fetch.requested.ticket
+            asked = requested.asked
+            # it may never have met an offer
+            trace_name = asked.fetch_id if requested.meets else ticket.offer_id
             traces = asked.traceparent, ticket.traceparent
-            self._agent.outbox.put(self._spans.later(fetch), trace_name, *traces)
+            self._agent.sender.put(self._spans.later(fetch), trace_name, *traces)
 
-    def _notify(
-        self, fetch_id: str, notice: Landed | Fetched | BlocksFreed, *, is_last: bool = False
-    ) -> None:
+    def _notify(self, fetch_id: str, notice: Landed | BlocksFreed) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
         fetch = self._leases.active.get(fetch_id)
         if fetch is not None:
-            on_told = partial(self._note_told, fetch_id) if is_last else None
-            fetch.engine.notify(notice, on_told)
-
-    def _note_told(self, fetch_id: str, told_at: float) -> None:
-        self._table.note_told(fetch_id, told_at, self._driver.now)
-
-    def _log_fetched(self, fetched: ev.ReportFetched, name: str, total_s: float) -> None:
-        """The canonical line of a handoff."""
-        error, stages = fetched.error, fetched.stages_s
-        if error is not None:
-            story = self.story(Status(fetch_id=name))
-            log.debug("handoff.story", fetch_id=name, story=story)
-        failure: dict[str, str | bool] = {}
-        if error is not None:
-            failure |= {"code": error.code.value, "reason": error.message}
-        if fetched.undecided:
-            failure["undecided"] = True
-        level = log.info if error is None else log.warning
-        level(
-            f"handoff.{fetched.outcome}",
-            request_id=fetched.request_id,
-            fetch_id=name,
-            engine_id=fetched.engine_id,
-            stage=fetched.stage,
-            num_bytes=fetched.num_bytes,
-            path=fetched.path,
-            ahead=fetched.ahead,
-            leased=fetched.leased,
-            blocks_free=fetched.blocks_free,
-            total_ms=round(total_s * 1e3, 3),
-            meeting_ms=round(stages.meeting * 1e3, 3),
-            resolving_ms=round(stages.resolving * 1e3, 3),
-            queued_ms=round(stages.queued * 1e3, 3),
-            claiming_ms=round(stages.claiming * 1e3, 3),
-            waiting_ms=round(stages.waiting * 1e3, 3),
-            reading_ms=round(stages.reading * 1e3, 3),
-            confirming_ms=round(stages.confirming * 1e3, 3),
-            **failure,
-        )
+            fetch.engine.notify(notice)
 
     def _check_idle(self) -> None:
         if not self._table.live:
@@ -443,3 +381,7 @@ class DecodeService:
             "registered_bytes": stats.registered_bytes,
             "mapped_bytes": self._leases.routes.borrower.num_bytes,
         }
+
+
+def _has_state(engine: LocalEngine) -> bool:
+    return any(group.state for group in engine.spec.groups)

@@ -1,18 +1,26 @@
-"""The keys of a decode agent's configuration; `kvbus.agent.process.config` reads and checks."""
+"""The keys of a decode agent's configuration; `kvbus.agent.config` reads and checks."""
 
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from kvbus.agent.process.config import AgentConfig, Bound, Duration
+from kvbus.agent.config import AgentConfig, Bound, Duration
 from kvbus.planning.digests import SAMPLED_ONE_IN
-from kvbus_decode.fetch.state import FetchLimits
+from kvbus_decode.fetch.entry import FetchLimits
 from kvbus_decode.read.table import ReadLimits
 
 LISTING = r"^tcp://[^\s/;,]+:[0-9]{1,5}( [!-~]{40})?$"
 WORDS = "tcp://HOST:PORT for each, and behind a space the agent's public key if it has one"
 Listing = Annotated[str, Meta(pattern=LISTING, max_length=300, extra={"words": WORDS})]
 """Where a prefill agent is, and its public key."""
+
+TAKE_GRACE_S = 1.0
+"""The answer to a take that was asked by the deadline of its fetch counts so much longer.
+
+A yes has ended the offer, and the fetch completes so much late.
+"""
+BOXES_IN_FLIGHT = 3
+"""Most packed boxes of one fetch that are on their way."""
 
 
 class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,21 +47,6 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     request_timeout_s: Annotated[
         Duration, Meta(description="Deadline of one request to a prefill agent.")
     ] = 5.0
-    confirm_grace_s: Annotated[
-        Duration,
-        Meta(
-            description="How long after the deadline of a fetch the prefill agent's last word on "
-            "it still counts, when it was asked for before: its yes has ended the offer, and the "
-            "fetch completes so much late."
-        ),
-    ] = 1.0
-    busy_retry_s: Annotated[
-        Duration,
-        Meta(
-            description="Pause before an offer that another reader has is claimed again, when "
-            "the prefill agent does not say how long; up to twice as long, by chance."
-        ),
-    ] = 0.05
     allowed_peers: Annotated[
         tuple[str, ...],
         Meta(
@@ -73,14 +66,11 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             "service of Kubernetes, is all of them. They have to allow it (shake_hands_ahead).",
         ),
     ] = ()
-    peers_file: Annotated[
-        str, Meta(description="File with more of them, one a line; read again when it changes.")
-    ] = ""
     peers_refresh_s: Annotated[
         Duration,
         Meta(
-            description="How often names in `peers` are looked up, `peers_file` is looked at, and "
-            "these agents are asked for their engines."
+            description="How often names in `peers` are looked up, and these agents are asked for "
+            "their engines."
         ),
     ] = 15.0
     max_peers: Annotated[
@@ -94,13 +84,6 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             "from it shakes hands again."
         ),
     ] = 600.0
-    forget_peer_s: Annotated[
-        Duration,
-        Meta(
-            description="A prefill agent that answers nothing for so long is left; the next fetch "
-            "from it resolves its name and connects anew."
-        ),
-    ] = 60.0
     quarantine_timeout_s: Annotated[
         Duration,
         Meta(
@@ -108,9 +91,6 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             "is stopped or cut off; then NIXL is made anew, and the blocks come back."
         ),
     ] = 60.0
-    silence_s: Annotated[
-        Duration, Meta(description="Time without heartbeat after which a peer is logged as silent.")
-    ] = 5.0
 
     path: Annotated[
         Literal["auto", "direct", "packed", "reordered", "mapped"],
@@ -118,17 +98,10 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             description="How KV is read: `direct` straight from blocks into blocks, `packed` "
             "through staging slots of both agents, `reordered` through slots of the prefill agent "
             "that have our order, `mapped` by one copy out of a prefill engine's memory on this "
-            "machine, `auto` mapped where that is open, else by whichever is predicted to be "
-            "fastest."
+            "machine, `auto` mapped where that is open, else direct where runs are long and no "
+            "two ranks read the same, else packed."
         ),
     ] = "auto"
-    optimistic: Annotated[
-        bool,
-        Meta(
-            description="Whether blocks that a ticket names are read before the prefill agent has "
-            "granted the lease; it still has the last word on what was read."
-        ),
-    ] = True
     digest: Annotated[
         Literal["off", "sampled", "full"],
         Meta(
@@ -138,16 +111,9 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             "agent that makes no digests fails, too. Read again for it: every byte, on both sides."
         ),
     ] = "off"
-    calibrate: Annotated[
-        bool, Meta(description="Whether rates of this machine are measured; otherwise defaults.")
-    ] = True
     copy_threads: Annotated[
         int, Meta(ge=1, le=64, description="Threads that scatter boxes into blocks.")
     ] = 1
-    boxes_in_flight: Annotated[
-        int,
-        Meta(ge=1, le=64, description="Most packed boxes of one fetch that are on their way."),
-    ] = 3
 
     @property
     def fetch_limits(self) -> FetchLimits:
@@ -157,8 +123,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             num_places=self.fetches_at_once,
             lease_s=self.lease_s,
             request_timeout_s=self.request_timeout_s,
-            busy_retry_s=self.busy_retry_s,
-            confirm_grace_s=self.confirm_grace_s,
+            take_grace_s=TAKE_GRACE_S,
             max_retired_bytes=self.max_ended_bytes,
         )
 
@@ -170,7 +135,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     def read_limits(self, *, num_slots: int) -> ReadLimits:
         """The bounds of the read table."""
         return ReadLimits(
-            legs_in_flight=self.boxes_in_flight,
+            legs_in_flight=BOXES_IN_FLIGHT,
             num_slots=num_slots,
             quarantine_s=self.quarantine_timeout_s,
         )

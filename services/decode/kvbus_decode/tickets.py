@@ -11,9 +11,7 @@ from typing import Any
 
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import StartFetch
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket
-from kvbus.protocol.ticket_keys import TicketKeys
+from kvbus.protocol.ticket import Rendezvous, Ticket, TicketKeys
 
 MAX_COMPLETED = 65_536
 
@@ -56,7 +54,7 @@ class TicketGate:
         return ticket
 
     def complete(self, ticket: Ticket) -> None:
-        """The offer was read and confirmed: its ticket is no good any more."""
+        """The offer was read and taken: its ticket is no good any more."""
         if self._keys is not None:
             self._completed[ticket.agent_boot, ticket.offer_id] = None
             if len(self._completed) > MAX_COMPLETED:

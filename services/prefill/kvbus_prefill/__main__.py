@@ -1,7 +1,7 @@
 """The command ``kvbus-prefill``: runs a prefill agent until it is told to stop."""
 
-from kvbus.agent.process.command import agent_command
-from kvbus.agent.process.defaults import PREFILL_DEFAULTS
+from kvbus.agent.command import agent_command
+from kvbus.agent.config import PREFILL_DEFAULTS
 from kvbus.protocol.engine import AgentRole
 from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.config import PrefillConfig

@@ -1,17 +1,22 @@
 """The keys of a prefill agent's configuration.
 
-Refuses nothing itself; `kvbus.agent.process.config` reads and checks.
+Refuses nothing itself; `kvbus.agent.config` reads and checks.
 """
 
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from kvbus.agent.process.config import AgentConfig, Bound, Duration
+from kvbus.agent.config import AgentConfig, Bound, Duration
 from kvbus.protocol.ticket import MAX_TICKET_BLOCKS
-from kvbus_prefill.meeting.entry import MeetingLimits
 from kvbus_prefill.offer.entry import OfferLimits
 from kvbus_prefill.slots.entry import SlotLimits
+
+MAX_PACKS = 1024
+"""Most boxes that wait for a staging slot, beside those that are packed.
+
+More are `busy`, those of the agent that has most first.
+"""
 
 
 class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,13 +70,6 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     pack_threads: Annotated[
         int, Meta(ge=1, le=64, description="Most boxes that are packed at the same time.")
     ] = 1
-    max_packs: Annotated[
-        Bound,
-        Meta(
-            description="Most boxes that wait for a staging slot, beside those that are packed; "
-            "more are `busy`, those of who has most first."
-        ),
-    ] = 1024
 
     @property
     def offer_limits(self) -> OfferLimits:
@@ -84,11 +82,6 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
         )
 
     @property
-    def meeting_limits(self) -> MeetingLimits:
-        """The bounds of the table of offers that are known by a name."""
-        return MeetingLimits(max_names=self.max_offers, max_retired_bytes=self.max_ended_bytes)
-
-    @property
     def max_gathers(self) -> int:
         """Boxes that are gathered at once: one starts when another ends."""
         return self.pack_threads + 1
@@ -96,7 +89,7 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def max_unpacked(self) -> int:
         """Boxes that were asked for and are not packed yet."""
-        return self.max_packs + self.max_gathers
+        return MAX_PACKS + self.max_gathers
 
     def slot_limits(self, *, num_slots: int) -> SlotLimits:
         """The bounds of the slot table; a slot is leased like an offer, and no longer."""

@@ -1,20 +1,22 @@
-"""Answers readers that ask for digests of what they have read, or are about to read.
+"""Answers readers that ask for digests of what they have read.
 
-Refuses boxes that the offer does not have, and who has no right to its bytes: a digest tells of
-them.
+A digest tells of bytes: boxes that the offer does not have, and readers without its secret, are
+refused.
 """
 
+from collections.abc import Callable
 from functools import partial
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.engines.rank_memory import RankMemory
-from kvbus.agent.process.service import Agent
-from kvbus.agent.staging.digests import Digester, Digesting, Wanted
+from kvbus.agent.digests import Digester, Wanted
+from kvbus.agent.engines import LocalEngine
+from kvbus.agent.service import Agent
 from kvbus.bus import Call
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
-from kvbus.geometry import Box, GroupSpec, canonical_order, slot_region
+from kvbus.geometry import canonical_order, slot_region
+from kvbus.memory.digest_pieces import Digests as Found
 from kvbus.planning.digests import num_pieces
-from kvbus.protocol.digests import MAX_DIGESTS, Digest, Digests
+from kvbus.protocol.peer import MAX_DIGESTS, Digest, Digests
+from kvbus.table import Key
 from kvbus_prefill.gather import Packing
 from kvbus_prefill.gather_box import check_rank_has
 from kvbus_prefill.offer.entry import OfferedBox
@@ -22,57 +24,58 @@ from kvbus_prefill.offer.table import OfferTable
 
 
 class DigestServer:
-    """The digests of a prefill agent, made in the threads that gather.
-
-    When they are made does not matter: what the reader has counts once its lease, or the offer, is
-    found to have lasted until after that.
-    """
+    """The digests of a prefill agent, made in the threads that gather."""
 
     def __init__(self, agent: Agent, packing: Packing, offers: OfferTable) -> None:
         self._packing, self._offers = packing, offers
         slice_bytes = agent.transport.limits.slice_bytes
         self._digester = Digester(packing.copiers, job_bytes=slice_bytes)
 
-    def forget(self, engine: LocalEngine) -> None:
-        """The engine is gone."""
-        self._digester.forget(engine)
-
     def digest(self, asked: Digest, call: Call) -> None:
         """Reply when the digests are made; raises `LocalError`, `GeometryError`."""
         engine = self._packing.engine(asked.engine_id, asked.memory_id, asked.access)
         memory, group = check_rank_has(engine, asked.rank, asked.box, asked.table)
-        _check_pieces(group, asked.box)
-        if engine.control is not None:
-            offered = OfferedBox(
-                offer_id=asked.offer_id,
-                epoch=0,
-                token="",
-                group=group.name,
-                table=asked.table,
-                stop=asked.box.stop,
-                opaque=bool(group.state),
-                secret=asked.secret,
+        if num_pieces(asked.box) > MAX_DIGESTS:
+            raise GeometryError(
+                f"a box of {num_pieces(asked.box)} pieces, digests are made of at most "
+                f"{MAX_DIGESTS}: ask for a smaller one",
+                field="box",
             )
-            self._offers.check_read(offered, engine.engine_id)
-        wanted = Wanted(asked.box, asked.table, asked.offer_id, asked.one_in)
-        on_end = partial(_reply, call, memory)
-        digesting = self._digester.start(wanted, on_end, engine=engine, ranks=(memory,))
-        call.on_end = partial(digesting.stop, LocalError("nobody waits", code=ErrorCode.CANCELLED))
+        slot_region(group, asked.box, canonical_order())
+        check = partial(self._check_offer, asked, engine, opaque=bool(group.state))
+        check()
+        wanted = Wanted(asked.box, asked.table, asked.offer_id, asked.one_in, Key(asked.offer_id))
+        on_end = partial(_reply, call, check)
+        work = self._digester.start(wanted, on_end, engine=engine, rank=memory)
+        if work is not None:
+            error = LocalError("nobody waits", code=ErrorCode.CANCELLED)
+            call.on_end = partial(work.stop, error)
 
-
-def _check_pieces(group: GroupSpec, box: Box) -> None:
-    """Raise `GeometryError` unless they are of the group, and no more than one reply holds."""
-    if num_pieces(box) > MAX_DIGESTS:
-        raise GeometryError(
-            f"a box of {num_pieces(box)} pieces, digests are made of at most {MAX_DIGESTS}: ask "
-            "for a smaller one",
-            field="box",
+    def _check_offer(self, asked: Digest, engine: LocalEngine, *, opaque: bool) -> None:
+        """Raise unless the offer is live, if it is here, and the box is of it."""
+        if engine.control is None:
+            return
+        offered = OfferedBox(
+            offer_id=asked.offer_id,
+            epoch=0,
+            token="",
+            group=asked.box.group,
+            table=asked.table,
+            stop=asked.box.stop,
+            opaque=opaque,
+            secret=asked.secret,
         )
-    slot_region(group, box, canonical_order())
+        self._offers.check_read(offered, engine.engine_id)
 
 
-def _reply(call: Call, memory: RankMemory, error: KVBusError | None, digesting: Digesting) -> None:
-    if error is not None:
+# An offer that ends while its blocks are digested may have other bytes in them by then. So it is
+# looked at twice: before, for who may ask, and when the digests are made, for what they are worth.
+def _reply(call: Call, check: Callable[[], None], found: Found | KVBusError) -> None:
+    try:
+        if isinstance(found, KVBusError):
+            raise found
+        check()
+    except KVBusError as error:
         call.refuse(error)
     else:
-        call.reply(Digests(digests=digesting.found[memory].astype("<u8").tobytes()))
+        call.reply(Digests(digests=found.astype("<u8").tobytes()))

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.guard import guarded
-from kvbus.agent.process.service import Agent
-from kvbus.agent.staging.copiers import Copiers
-from kvbus.agent.staging.slot_memory import SlotMemory
+from kvbus.agent.copiers import Copiers
+from kvbus.agent.engines import LocalEngine
+from kvbus.agent.loop import guarded
+from kvbus.agent.service import Agent
+from kvbus.agent.slots import SlotMemory
 from kvbus.bus import Call, Handlers, Shared
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.message import Empty
-from kvbus.protocol.remote_ranks import CheckMemory
-from kvbus.protocol.staging import Pack, Packed, Unpack
+from kvbus.protocol.peer import CheckMemory, Pack, Packed, Unpack
 from kvbus.table import Driver
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather_box import Gather, check_box
@@ -45,7 +44,7 @@ class Packing:
 
     Each device has a slot table of its own; their ids are shared. A box of an offer that is here is
     checked against ``offers``. What an engine offers elsewhere, of which only some ranks are here,
-    is bounded by the leases of the slots alone: its reader confirms where the offer is.
+    is bounded by the leases of the slots alone: its reader takes where the offer is.
     """
 
     def __init__(
@@ -231,6 +230,7 @@ class Packing:
         if not isinstance(gather, Gather):
             raise TypeError(f"{gather} is nothing to gather")
         self.copiers.start(
+            command.turn,
             partial(self._gather, gather, memory, command.slot),
             lambda error: driver.dispatch(ev.GatherEnded(slot_id, error)),
             engine=gather.engine,

@@ -6,8 +6,8 @@ refused by the copy itself, before any byte moves.
 
 from dataclasses import dataclass
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.engines.rank_memory import RankMemory
+from kvbus.agent.engines import LocalEngine
+from kvbus.agent.segments import RankMemory
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
     DTYPE_SIZES_BYTES,
@@ -18,7 +18,7 @@ from kvbus.geometry import (
     slot_bytes,
     slot_region,
 )
-from kvbus.protocol.staging import Pack
+from kvbus.protocol.peer import Pack
 
 
 @dataclass(frozen=True, slots=True)

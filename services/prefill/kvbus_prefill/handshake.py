@@ -8,16 +8,16 @@ import asyncio
 
 import structlog
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.guard import guarded
-from kvbus.agent.process.identity import check_protocol
-from kvbus.agent.process.service import Agent
+from kvbus.agent.engines import LocalEngine
+from kvbus.agent.identity import check_protocol
+from kvbus.agent.loop import guarded
+from kvbus.agent.service import Agent
 from kvbus.bus import Call
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import check_compatible
 from kvbus.protocol.envelope import PROTOCOL_VERSION
+from kvbus.protocol.message import check_right
 from kvbus.protocol.peer import Handshake, HandshakeDone
-from kvbus.protocol.rights import check_right
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.lending import MemoryLender
 from kvbus_prefill.offer.table import OfferTable

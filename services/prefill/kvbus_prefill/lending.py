@@ -10,23 +10,23 @@ from typing import Any
 
 import structlog
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.config import MEMORY_SOCKET
-from kvbus.agent.process.machine import machine_id, sharing
-from kvbus.agent.process.refusals import Refusals
-from kvbus.agent.process.service import Agent
+from kvbus.agent.config import MEMORY_SOCKET
+from kvbus.agent.engines import LocalEngine
+from kvbus.agent.identity import machine_id, sharing
+from kvbus.agent.observe import Refusals
+from kvbus.agent.service import Agent
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer
 from kvbus.memory.mapping import SegmentMapping
-from kvbus.protocol.mapped import (
+from kvbus.protocol.attach import (
     MAX_LENT_AT_ONCE,
     LendMemory,
     LentSegment,
     MemoryLent,
     MemorySocket,
-    Sharing,
 )
 from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.status import Sharing
 from kvbus_prefill.config import PrefillConfig
 
 log = structlog.get_logger()

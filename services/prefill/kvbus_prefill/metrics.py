@@ -5,7 +5,7 @@ Refuses labels without a bound: no request, offer or peer is a label.
 
 from prometheus_client import Counter, Histogram
 
-from kvbus.agent.process.metrics import STAGE_BUCKETS_S, AgentMetrics
+from kvbus.agent.observe import STAGE_BUCKETS_S, AgentMetrics
 
 READINGS = {
     "offers": "Offers that are live.",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.engines import LocalEngine
 from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable, GroupSpec, num_blocks_for
 

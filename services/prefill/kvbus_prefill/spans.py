@@ -6,41 +6,33 @@ Refuses to record anything: all of it comes out of the stories of the tables.
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from kvbus.protocol.trace import Remembered, Span, Trace
-from kvbus.protocol.traceparent import trace_attributes
-from kvbus.table import Story
+from msgspec.structs import replace
+
+from kvbus.protocol.trace import Remembered, Span, Trace, trace_attributes
 from kvbus.table.spans import (
     Reading,
+    asked_span,
     command_spans,
     forgotten_span,
     last_end,
     nested,
     state_spans,
-    way_spans,
 )
-from kvbus_prefill.meeting.entry import MeetingState
-from kvbus_prefill.meeting.table import MeetingTable
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry, OfferState
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.slots.entry import SlotEntry, SlotState
 
 OFFER = Reading(ends=(OfferState.RELEASED,))
-NAME = Reading(ends=tuple(state for state in MeetingState if state is not MeetingState.AWAITED))
 BOX = Reading(ends=(SlotState.OVER,))
 LEASE = "leased"
 
 
 class OfferSpans:
-    """The offers of ``offers``, the names of ``meetings``, and boxes by the id of their offer."""
+    """The offers of ``offers``, and boxes by the id of their offer."""
 
-    def __init__(
-        self,
-        offers: OfferTable,
-        meetings: MeetingTable,
-        boxes: Callable[[str], Iterable[SlotEntry]],
-    ) -> None:
-        self._offers, self._meetings, self._boxes = offers, meetings, boxes
+    def __init__(self, offers: OfferTable, boxes: Callable[[str], Iterable[SlotEntry]]) -> None:
+        self._offers, self._boxes = offers, boxes
 
     def remembered(self, asked: Trace) -> Remembered:
         """The offers that are asked for; boxes of an offer whose engine has its home elsewhere."""
@@ -57,37 +49,36 @@ class OfferSpans:
         return [self.later(one) if one.is_over else partial(list, self.of(one)) for one in newest]
 
     def of(self, offer: OfferEntry) -> list[Span]:
-        """One offer: who waited for it, itself, its states, its leases, and the boxes in these."""
+        """One offer: itself, its states, its leases, and the boxes in these."""
         return self.later(offer)()
 
     def later(self, offer: OfferEntry) -> Callable[[], list[Span]]:
         """`of`, to be called in any thread when the offer has ended; no table is asked then."""
-        meeting, boxes = self._meetings.of_offer(offer.key), self._boxes(offer.key)
-        return partial(_spans, offer, None if meeting is None else meeting.story, tuple(boxes))
+        return partial(_spans, offer, tuple(self._boxes(offer.key)))
 
     def _found(self, asked: Trace) -> list[OfferEntry]:
-        found, meeting = self._offers.named(asked.request_id), self._meetings.find(asked.request_id)
-        offer = self._offers.find(asked.offer_id if meeting is None else meeting.offer_id)
+        found, offer = self._offers.named(asked.request_id), self._offers.find(asked.offer_id)
         if offer is None or any(one is offer for one in found):
             return found
         return [*found, offer]
 
 
-def _spans(offer: OfferEntry, waits: Story | None, boxes: Iterable[SlotEntry]) -> list[Span]:
+def _spans(offer: OfferEntry, boxes: Iterable[SlotEntry]) -> list[Span]:
     story, states = offer.story, state_spans(offer.story, OFFER, depth=1)
-    states = forgotten_span(story, depth=1) + states
-    there, back = way_spans(story, offer.opened.asked_s, last_end(states), depth=1)
-    parts = there + states + back
+    waited = [replace(one, depth=0) for one in states if one.name == OfferState.AWAITED]
+    states = forgotten_span(story, depth=1) + states[len(waited) :]
+    made_at = offer.opened_at
+    there = asked_span(story, offer.asked_s, depth=1, started_at=made_at)
+    parts = there + states
     root = Span(
         name="offer",
-        start_s=parts[0].start_s if parts else offer.opened_at,
-        end_s=last_end(parts) or (offer.opened_at if not parts else None),
+        start_s=parts[0].start_s if parts else made_at,
+        end_s=last_end(parts) or (made_at if not parts else None),
         attributes=_attributes(offer),
     )
     leases = command_spans(story, ev.BeginLease, ev.EndLease, name=LEASE, depth=1)
-    waited = [] if waits is None else state_spans(waits, NAME, depth=0)
     inner = nested(leases, _box_spans(boxes, depth=2))
-    return [*waited, root, *there, *states, *inner, *back]
+    return [*waited, root, *there, *states, *inner] if made_at else waited
 
 
 def _box_spans(boxes: Iterable[SlotEntry], *, depth: int) -> list[Span]:
@@ -111,13 +102,12 @@ def _of_box(span: Span, box: SlotEntry) -> Span:
 
 
 def _attributes(offer: OfferEntry) -> dict[str, str | int | float]:
-    opened = offer.opened
     return {
-        "request_id": opened.request_id,
-        "offer_id": opened.offer_id,
-        "engine_id": opened.engine_id,
+        "request_id": offer.request_id,
+        "offer_id": offer.offer_id,
+        "engine_id": offer.engine_id,
         "state": str(offer.outcome or offer.state),
         "num_tokens": offer.num_tokens,
-        "readers": opened.readers,
-        **trace_attributes(opened.traceparent),
+        "readers": offer.readers,
+        **trace_attributes(offer.traceparent),
     }

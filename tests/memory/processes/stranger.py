@@ -1,8 +1,9 @@
-"""Another user: gives up root, connects, says what the agent's first words are."""
+"""Another user: gives up root, connects and asks, says what the agent's words are."""
 
 import os
 import socket
 import sys
+from contextlib import suppress
 
 NOBODY = 65534
 
@@ -11,7 +12,11 @@ os.setgid(NOBODY)
 os.setuid(NOBODY)
 with socket.socket(socket.AF_UNIX) as connected:
     connected.connect(path)
+    with suppress(OSError):  # it may be refused already
+        connected.sendall(b"\x01\x00\x00\x00\x80")  # an empty message, which is answered
+        connected.shutdown(socket.SHUT_WR)
     words = b""
-    while chunk := connected.recv(65536):
-        words += chunk
+    with suppress(ConnectionResetError):  # the end, when the agent left the question unread
+        while chunk := connected.recv(65536):
+            words += chunk
 sys.stdout.buffer.write(words)

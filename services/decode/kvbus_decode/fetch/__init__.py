@@ -1,8 +1,8 @@
 """Fetches: one state machine for all of them (pure)."""
 
 from kvbus_decode.fetch import events
-from kvbus_decode.fetch.ahead import Ahead
-from kvbus_decode.fetch.state import FetchLimits, FetchState
+from kvbus_decode.fetch.entry import FetchLimits, FetchState
+from kvbus_decode.fetch.events import Ahead
 from kvbus_decode.fetch.table import FetchTable
 
 __all__ = ["Ahead", "FetchLimits", "FetchState", "FetchTable", "events"]

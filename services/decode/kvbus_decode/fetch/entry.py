@@ -1,17 +1,94 @@
 """One fetch: what was asked for, how far it is, and how it ends."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome, StageTimes
+from kvbus.protocol.engine import Fetched, Outcome, StageTimes
 from kvbus.protocol.peer import Granted
-from kvbus.table import Story
+from kvbus.table import Context as AnyContext
+from kvbus.table import Key, Story
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.ahead import Ahead
-from kvbus_decode.fetch.state import ENDS, STAGES, UNDER_WAY, Context, FetchState
+
+
+class FetchState(StrEnum):
+    """Where a fetch is. The last three are ends; draining is one as well, but for its blocks."""
+
+    MEETING = "meeting"
+    """There is no ticket yet: the prefill agent is asked for it."""
+
+    RESOLVING = "resolving"
+    """The prefill agent is being connected to, and asked whether its engine fits ours."""
+
+    QUEUED = "queued"
+    """As many fetches as may be are under way: it waits for its turn, without a lease."""
+
+    CLAIMING = "claiming"
+    """The lease is waited for: it was asked for, or is again as another reader has it."""
+
+    WAITING = "waiting"
+    """What was ready is read; the prefill engine still computes, or other agents of ours read."""
+
+    READING = "reading"
+    """A chunk, all that was ready when it began, is on its way into the blocks."""
+
+    TAKING = "taking"
+    """All bytes have landed; only the prefill agent knows whether they are good."""
+
+    DRAINING = "draining"
+    """The fetch has ended and said so, but bytes can still land: its blocks are not free."""
+
+    COMPLETED = "completed"
+    """The KV is valid."""
+
+    FAILED = "failed"
+    """There is no KV, and nothing in flight."""
+
+    CANCELLED = "cancelled"
+    """The engine did not want the KV any more; nothing is in flight."""
+
+
+STAGES = (
+    FetchState.MEETING,
+    FetchState.RESOLVING,
+    FetchState.QUEUED,
+    FetchState.CLAIMING,
+    FetchState.WAITING,
+    FetchState.READING,
+    FetchState.TAKING,
+)
+ENDS = (FetchState.COMPLETED, FetchState.FAILED, FetchState.CANCELLED)
+UNDER_WAY = (FetchState.CLAIMING, FetchState.READING, FetchState.TAKING)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """Bounds of the table; durations in seconds.
+
+    A fetch whose transfers cannot be stopped counts in ``max_fetches`` until they end. To begin, it
+    needs one of ``num_places``, and has it for at most ``patience_s``. A read without a lease asks
+    for one when it has taken ``claim_after_s``. What was asked by the deadline may be answered
+    ``take_grace_s`` after it. Readers are of the process ``reader_boot`` of ``reader_agent``.
+    """
+
+    max_fetches: int = 4096
+    num_places: int = 32
+    patience_s: float = 1.0
+    max_retired: int = 65_536
+    max_retired_bytes: int = 32 << 20
+    lease_s: float = 10.0
+    request_timeout_s: float = 5.0
+    busy_retry_s: float = 0.05
+    claim_after_s: float = 0.01
+    take_grace_s: float = 1.0
+    reader_agent: str = ""
+    reader_boot: str = ""
+
+
+Context = AnyContext[FetchLimits]
 
 
 @dataclass(slots=True)
@@ -35,6 +112,7 @@ class FetchEntry:
     True when news came in while a claim, a renewal or a take was under way, whose reply may be
     older. ``in_doubt`` while only the ticket says what the offer is.
     ``routers_names`` are those of its rendezvous, by which the router knows it when it has met.
+    ``asking`` while other agents of the engine may write for their parts.
     ``place`` is None before its turn, and after it let others begin; then ``place_until`` has no
     meaning.
     """
@@ -56,6 +134,7 @@ class FetchEntry:
     num_read: int = 0
     last_was_read: bool = False
     chunk: ev.ReadChunk | None = None
+    asking: bool = False
     hinted: bool = False
     num_bytes: int = 0
     path: str = ""
@@ -65,11 +144,11 @@ class FetchEntry:
     error: KVBusError | None = None
     routers_names: tuple[str, ...] = field(default=(), repr=False)
     story: Story = field(default_factory=Story, compare=False)
+    key: str = field(init=False)
+    fetch_id: str = field(init=False)
 
-    @property
-    def fetch_id(self) -> str:
-        """The engine's own name of the fetch."""
-        return self.requested.fetch_id
+    def __post_init__(self) -> None:
+        self.key = self.fetch_id = self.requested.fetch_id
 
     @property
     def agent_boot(self) -> str:
@@ -77,9 +156,19 @@ class FetchEntry:
         return self.requested.ticket.agent_boot
 
     @property
+    def turn(self) -> Key:
+        """What it waits for a place under."""
+        return Key(self.agent_boot, self.requested.asked.priority)
+
+    @property
     def read_to(self) -> int:
         """Tokens up to here are in the engine's blocks."""
-        return self.requested.first_token + self.num_read
+        return self.requested.asked.first_token + self.num_read
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether something may write into its blocks, here or by another agent."""
+        return self.chunk is not None or self.asking
 
     def next_chunk(self) -> ev.ReadChunk | None:
         """All that is ready and not read yet, or the state that came with the seal, or None.
@@ -87,12 +176,12 @@ class FetchEntry:
         Less of it when the engine wants smaller chunks. None though the offer is sealed means that
         everything was read.
         """
-        requested = self.requested
-        wanted, chunk_tokens = requested.num_tokens, requested.chunk_tokens
+        asked, has_state = self.requested.asked, self.requested.has_state
+        wanted, chunk_tokens = asked.num_tokens, asked.chunk_tokens
         stop = min(self.num_ready, wanted)
         if chunk_tokens:
             stop = min(stop, (self.read_to // chunk_tokens + 1) * chunk_tokens)
-        does_more = (requested.has_state or requested.zero_tail) and wanted > requested.first_token
+        does_more = (has_state or asked.zero_tail) and wanted > asked.first_token
         lacks_last = self.sealed and does_more and not self.last_was_read
         if stop <= self.read_to and not lacks_last:
             return None
@@ -106,11 +195,6 @@ class FetchEntry:
     def lease(self) -> tuple[int, str]:
         """The epoch and the token of the lease; 0 and nothing before there is one."""
         return (self.held.epoch, self.held.token) if self.held else (0, "")
-
-    @property
-    def key(self) -> str:
-        """Names the fetch in the table."""
-        return self.requested.fetch_id
 
     @property
     def is_over(self) -> bool:
@@ -127,7 +211,7 @@ class FetchEntry:
             times.append(self.place_until)
         if self.ask_again_at is not None:
             times.append(self.ask_again_at)
-        if self.held is not None and self.state is not FetchState.CONFIRMING:
+        if self.held is not None and self.state is not FetchState.TAKING:
             times.append(self.held.expires_at)
             if not self.held.renewing:
                 times.append(self.held.renew_at)
@@ -136,7 +220,7 @@ class FetchEntry:
     # A yes ends the offer, and its reply takes a while. Who gives up at the deadline while it is on
     # its way fails a fetch that has all its bytes, and an offer is gone that nobody can read again:
     #
-    #     reader   last byte ─▶ confirm ───┐        deadline      ┌─▶ completed, a little late
+    #     reader   last byte ─▶ take ──────┐        deadline      ┌─▶ completed, a little late
     #     offer                            └▶ yes: released ──────┘
     #     time     ─────────────────────────────────────┼──────────────────┤ answer_until
     #
@@ -145,7 +229,7 @@ class FetchEntry:
     @property
     def is_undecided(self) -> bool:
         """Whether it was asked for a yes, and no answer has come."""
-        return self.state is FetchState.CONFIRMING and self.ask_again_at is None
+        return self.state is FetchState.TAKING and self.ask_again_at is None
 
     @property
     def ends_at(self) -> float:
@@ -170,9 +254,15 @@ class FetchEntry:
     def retire(self) -> None:
         """Keep no tables, and not the request that is answered."""
         self.tables = {}
-        ticket = replace(self.requested.ticket, blocks="")
+        requested = self.requested
         self.requested = replace(
-            self.requested, ticket=ticket, tables={}, reply_to=None, route=None, ahead=None
+            requested,
+            asked=replace(requested.asked, ticket={}, tables={}),
+            ticket=replace(requested.ticket, blocks=""),
+            reply_to=None,
+            route=None,
+            choice=None,
+            ahead=None,
         )
 
     def enter(self, state: FetchState, now: float) -> None:
@@ -182,7 +272,7 @@ class FetchEntry:
             self.stages_s[self.state] = spent
         self.state, self.entered_at = state, now
 
-    def know(self, ahead: Ahead) -> None:
+    def know(self, ahead: ev.Ahead) -> None:
         """Take the ticket's word for what the offer is; the prefill agent's follows."""
         self.read_ahead, self.in_doubt, self.sealed = True, True, True
         self.tables, self.num_ready = dict(ahead.tables), self.requested.ticket.num_tokens
@@ -205,7 +295,7 @@ class FetchEntry:
             raise _taken_back("number of tokens", self.num_ready, granted.num_tokens)
         if self.sealed and not granted.sealed:
             raise _taken_back("seal", self.sealed, granted.sealed)
-        wanted = self.requested.num_tokens
+        wanted = self.requested.asked.num_tokens
         if granted.sealed and granted.num_tokens < wanted:
             message = f"the offer has {granted.num_tokens} tokens, {wanted} were asked for"
             raise LocalError(message, num_tokens=granted.num_tokens)
@@ -238,6 +328,12 @@ class FetchEntry:
             self.num_read += chunk.stop - chunk.start
             self.last_was_read = chunk.last
 
+    def end_others(self, ended: ev.OthersEnded) -> None:
+        """No other agent writes for it any more."""
+        self.asking = False
+        self.num_bytes += ended.num_bytes
+        self.path = self.path or ended.path
+
     def report(
         self,
         outcome: Outcome,
@@ -246,18 +342,25 @@ class FetchEntry:
         blocks_free: bool,
         undecided: bool = False,
     ) -> ev.ReportFetched:
-        """The one message that tells the engine how the fetch ended."""
-        return ev.ReportFetched(
-            fetch_id=self.fetch_id,
-            engine_id=self.requested.engine_id,
+        """How the fetch ended; ``stage`` is the state that it ended in."""
+        error = self.error
+        fetched = Fetched(
+            fetch_id=self.requested.asked.fetch_id,
             request_id=self.requested.ticket.request_id,
             outcome=outcome,
             stage=stage.value,
             blocks_free=blocks_free,
+            code="" if error is None else error.code.value,
+            message="" if error is None else error.message,
             num_bytes=self.num_bytes,
-            stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
-            error=self.error,
             path=self.path,
+            stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
+        )
+        return ev.ReportFetched(
+            fetch_id=self.fetch_id,
+            engine_id=self.requested.engine_id,
+            fetched=fetched,
+            reply_to=self.requested.reply_to,
             ahead=self.read_ahead,
             leased=self.held is not None,
             undecided=undecided,

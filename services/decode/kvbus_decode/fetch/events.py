@@ -5,14 +5,16 @@ to which command. ``reply_to`` is what the agent uses to answer the request that
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
-from kvbus.errors import ErrorCode, KVBusError
+from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome, StageTimes
-from kvbus.protocol.peer import Granted
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.engine import AgentRanks, Fetched, StartFetch
+from kvbus.protocol.message import Message, Request
+from kvbus.protocol.peer import Forgo, PeerWithdraw, Release
+from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.table.events import (
     DeadlinePassed,
     DrainStarted,
@@ -22,96 +24,74 @@ from kvbus.table.events import (
     Stopped,
     Value,
 )
-from kvbus_decode.fetch.ahead import Ahead
 
-__all__ = [
-    "CancelRequested",
-    "ChunkRead",
-    "Command",
-    "DeadlinePassed",
-    "DrainStarted",
-    "EngineLost",
-    "Event",
-    "FetchEvent",
-    "HoldPeer",
-    "LeaseConfirmed",
-    "LeaseGranted",
-    "OfferAdvanced",
-    "OfferMet",
-    "PeerGone",
-    "PeerReady",
-    "ReadChunk",
-    "Refuse",
-    "RenewFailed",
-    "ReportBlocksFreed",
-    "ReportFetched",
-    "ReportLanded",
-    "Requested",
-    "ResolvePeer",
-    "SendClaim",
-    "SendConfirm",
-    "SendForgo",
-    "SendMeet",
-    "SendRelease",
-    "SendRenew",
-    "SendReply",
-    "SendTake",
-    "SendWithdraw",
-    "StepFailed",
-    "StopRead",
-    "Stopped",
-    "TableEvent",
-    "TurnCame",
-]
+
+# Why bytes that were read without a lease can never be wrong tokens:
+#
+#     blocks   last write ───────────────────────────────────────── released, written anew
+#     ticket      └ names them ──▶
+#     offer           sealed
+#     fetch                        READ ──────────┤ last byte
+#                                    claim ─▶ lease      take ─▶ yes
+#
+# The prefill engine writes to the blocks of an offer until the ticket names them, and again after
+# the release. The take is sent after the last byte, and its yes says that the offer was
+# sealed and live then and that these were its blocks: so the READ lies between the two. A lease
+# adds nothing to the bytes. It keeps the offer from expiring under a long read, keeps other readers
+# away, and makes the prefill agent drive what needs its progress. A yes ends the offer, so that of
+# many readers one gets it. It is said again to the fetch that got it and to nobody else: to who
+# shows its token, which is new for each fetch.
+#
+# An engine that names the blocks itself seals at the same moment, and the ticket may be faster than
+# the seal. What the prefill agent says of an offer that is still open bears nothing out: a lease on
+# it is kept, and no more. The tables are compared when it says that the offer is sealed, or by the
+# take, which is refused before the seal and asked again.
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The offer's block tables, as the ticket names them.
+
+    With ``claims`` the lease is asked for at once, beside the read; without, when the read takes
+    long.
+    """
+
+    tables: Mapping[str, BlockTable]
+    claims: bool
 
 
 class Requested(Value, frozen=True):
-    """The engine asks for tokens [first_token, num_tokens) of the ticket's request.
+    """What was ``asked`` for, with all that the agent knows of it.
 
-    ``has_state`` when the engine has groups of opaque state: theirs is that of the last token, so
-    it is read once the offer is sealed. ``zero_tail`` when it wants the unused slots of its last
-    blocks zeroed. With ``chunk_tokens`` it wants chunks that end at multiples of it, and to be told
-    of each that has landed; 0 without. ``route`` is how the prefill engine is read, None when that
-    is not known yet and the peer has to be resolved, or when this agent is not ready to read.
-    ``ahead`` when the route is known and the ticket's own blocks can be read at once. While it
-    ``meets``, there is no ticket yet, and ``ticket`` says what is known of it; it is to be of the
-    prompt with ``prompt_digest``. ``traceparent`` is what the engine said of the trace, ``asked_s``
-    when it asked by its own word, and ``wanted_s`` since when it had the request. ``name`` is the
-    engine's fetch id; those of two engines may be equal, which `fetch_key` tells apart.
+    ``fetch_id`` is the key of the fetch, see `fetch_key`; ``asked`` has the name that its engine
+    gave it. ``ticket`` is what was shown; while the fetch ``meets``, there is none yet, and it says
+    what is known of it. ``has_state`` when the engine has groups of opaque state: theirs is that of
+    the last token, so it is read once the offer is sealed. ``route`` is how the prefill engine is
+    read, None when that is not known yet and the peer has to be resolved, or when this agent is not
+    ready to read; ``choice`` is the path that was chosen on it. ``ahead`` when the ticket's own
+    blocks can be read at once. With the ``take_token``, drawn for this fetch, a yes to its take is
+    said again, and to no other. ``others`` are the agents that have other ranks of the engine: each
+    is asked for its part. One that is a part of another agent's fetch has the ``access`` to its
+    engine, whose home is there.
     """
 
     fetch_id: str
     engine_id: str
+    asked: StartFetch
     ticket: Ticket
-    first_token: int
-    num_tokens: int
-    tables: Mapping[str, BlockTable]
     timeout_s: float
     reply_to: object
     has_state: bool = False
-    zero_tail: bool = False
-    chunk_tokens: int = 0
-    route: object = None
-    ahead: Ahead | None = None
+    take_token: str = ""
     meets: Rendezvous | None = None
-    prompt_digest: str = ""
-    priority: int = 0
-    traceparent: str = ""
-    asked_s: float | None = None
-    wanted_s: float | None = None
-    name: str = ""
+    others: tuple[AgentRanks, ...] = ()
+    access: str = ""
+    route: object = None
+    choice: object = None
+    ahead: Ahead | None = None
 
 
 def fetch_key(engine_id: str, name: str) -> str:
     """What an agent calls a fetch that its engine calls ``name``: another for each engine."""
     return blake2b(f"{len(engine_id)} {engine_id} {name}".encode(), digest_size=16).hexdigest()
-
-
-class OfferMet(Value, frozen=True):
-    """The offer was made: this is its ticket."""
-
-    fetch_id: str
-    ticket: Ticket
 
 
 class PeerReady(Value, frozen=True):
@@ -126,39 +106,33 @@ class TurnCame(Value, frozen=True):
     fetch_id: str
 
 
-class LeaseGranted(Value, frozen=True):
-    """The reply to a claim or renewal that was sent at ``sent_at``: the lease counts from there.
+class Answered(Value, frozen=True):
+    """What became of an `Ask`: the reply to its ``message``, or the error in its place.
 
-    The reply to a claim brings the ticket: its lease is given back though its fetch be forgotten.
+    The reply to `Meet` is a `Ticket` that may be used here. A lease counts from ``sent_at``.
+    ``ticket`` is that of the fetch when it asked: a lease is given back though its fetch be
+    forgotten. ``luck``, drawn from 0 to 1, lengthens the pause after ``busy``, so that agents that
+    wait for the same thing do not ask in step.
     """
 
     fetch_id: str
-    sent_at: float
-    granted: Granted
-    claimed: Ticket | None = None
+    message: Request[Any]
+    outcome: Message | Ticket | KVBusError
+    ticket: Ticket
+    sent_at: float = 0.0
+    luck: float = 0.0
+
+    @property
+    def error(self) -> KVBusError | None:
+        """Why there is no reply that counts."""
+        return self.outcome if isinstance(self.outcome, KVBusError) else None
 
 
 class StepFailed(Value, frozen=True):
-    """A command of this fetch ended with an error: meet, resolve, claim, confirm or take.
-
-    ``luck``, drawn from 0 to 1, lengthens the pause after ``busy``, so that agents that wait for
-    the same thing do not ask in step.
-    """
+    """The fetch cannot go on: its peer is gone, was not found, or lost the memory to read."""
 
     fetch_id: str
     error: KVBusError
-    luck: float = 0.0
-
-
-class RenewFailed(Value, frozen=True):
-    """A renewal ended with an error; a confirm of the same fetch may be under way by then.
-
-    ``luck`` is as in `StepFailed`.
-    """
-
-    fetch_id: str
-    error: KVBusError
-    luck: float = 0.0
 
 
 class OfferAdvanced(Value, frozen=True):
@@ -179,10 +153,15 @@ class ChunkRead(Value, frozen=True):
     path: str = ""
 
 
-class LeaseConfirmed(Value, frozen=True):
-    """The prefill agent says that what was read is good, after the last byte had landed."""
+class OthersEnded(Value, frozen=True):
+    """Nothing of the parts of other agents is in flight any more; a failure is told before.
+
+    ``num_bytes`` were read by all of them, ``path`` is how one did.
+    """
 
     fetch_id: str
+    num_bytes: int
+    path: str = ""
 
 
 class CancelRequested(Value, frozen=True):
@@ -200,33 +179,35 @@ class PeerGone(Value, frozen=True):
 
 
 FetchEvent = (
-    OfferMet
+    Answered
     | PeerReady
     | TurnCame
-    | LeaseGranted
     | StepFailed
-    | RenewFailed
     | OfferAdvanced
     | ChunkRead
-    | LeaseConfirmed
+    | OthersEnded
     | CancelRequested
 )
 TableEvent = PeerGone | EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = Requested | FetchEvent | TableEvent
 
 
-class SendMeet(Value, frozen=True):
-    """Ask for the ticket for so long; answer `OfferMet` or `StepFailed`."""
+class Ask(Value, frozen=True):
+    """Ask the agent of the fetch's ticket; exactly one `Answered` follows."""
 
-    fetch_id: str
-    timeout_s: float
     requested: Requested
+    message: Request[Any]
+    timeout_s: float
 
 
-class SendForgo(Value, frozen=True):
-    """Say that nobody will read the offer; the answer does not matter, as it ends by itself."""
+class Tell(Value, frozen=True):
+    """Ask the agent of ``ticket`` to end something that nobody needs any more.
 
-    meets: Rendezvous
+    The answer does not matter: a lease and an offer end by themselves as well.
+    """
+
+    ticket: Ticket
+    message: Release | PeerWithdraw | Forgo
 
 
 class ResolvePeer(Value, frozen=True):
@@ -242,24 +223,6 @@ class HoldPeer(Value, frozen=True):
 
     fetch_id: str
     requested: Requested
-
-
-class SendClaim(Value, frozen=True):
-    """Ask for the lease, by the route that it came with; answer `LeaseGranted` or `StepFailed`."""
-
-    fetch_id: str
-    timeout_s: float
-    requested: Requested
-
-
-class SendRenew(Value, frozen=True):
-    """Ask for more time and for news; answer `LeaseGranted` or `RenewFailed`."""
-
-    fetch_id: str
-    epoch: int
-    token: str
-    timeout_s: float
-    known_blocks: Mapping[str, int]
 
 
 class ReadChunk(Value, frozen=True):
@@ -284,36 +247,19 @@ class StopRead(Value, frozen=True):
     fetch_id: str
 
 
-class SendConfirm(Value, frozen=True):
-    """Ask whether the lease is live; answer `LeaseConfirmed` or `StepFailed`."""
+class AskOthers(Value, frozen=True):
+    """Ask the other agents of the engine for their parts; answer `OthersEnded`, once.
+
+    If one fails, `StepFailed` before that.
+    """
 
     fetch_id: str
-    epoch: int
-    token: str
-    timeout_s: float
 
 
-class SendTake(Value, frozen=True):
-    """Ask whether what was read of ``tables`` is good; answer `LeaseConfirmed` or `StepFailed`."""
+class StopOthers(Value, frozen=True):
+    """Have the other agents end their parts; `OthersEnded` follows when they have."""
 
     fetch_id: str
-    tables: Mapping[str, BlockTable]
-    timeout_s: float
-
-
-class SendRelease(Value, frozen=True):
-    """Give a lease back; the answer does not matter, the lease ends by itself as well."""
-
-    ticket: Ticket
-    epoch: int
-    token: str
-    code: ErrorCode
-
-
-class SendWithdraw(Value, frozen=True):
-    """End an offer that nobody will read; the answer does not matter, it ends by itself as well."""
-
-    ticket: Ticket
 
 
 class ReportLanded(Value, frozen=True):
@@ -324,23 +270,16 @@ class ReportLanded(Value, frozen=True):
 
 
 class ReportFetched(Value, frozen=True):
-    """Tell the engine how the fetch ended; ``stage`` is the state that it ended in.
+    """A fetch has ended: ``fetched`` is the answer to its engine, and the record for all others.
 
-    ``num_bytes`` are those that have landed by then, ``path`` how the last of them were read.
     ``ahead`` when it was read before the lease, ``leased`` when it got one. ``undecided`` when the
     prefill agent was asked for its yes and did not answer: the offer may be completed.
     """
 
     fetch_id: str
     engine_id: str
-    request_id: str
-    outcome: Outcome
-    stage: str
-    blocks_free: bool
-    num_bytes: int
-    stages_s: StageTimes
-    error: KVBusError | None = None
-    path: str = ""
+    fetched: Fetched
+    reply_to: Any
     ahead: bool = False
     leased: bool = False
     undecided: bool = False
@@ -356,18 +295,14 @@ class ReportBlocksFreed(Value, frozen=True):
 Command = (
     SendReply
     | Refuse
-    | SendMeet
-    | SendForgo
+    | Ask
+    | Tell
     | ResolvePeer
     | HoldPeer
-    | SendClaim
-    | SendRenew
     | ReadChunk
     | StopRead
-    | SendConfirm
-    | SendTake
-    | SendRelease
-    | SendWithdraw
+    | AskOthers
+    | StopOthers
     | ReportLanded
     | ReportFetched
     | ReportBlocksFreed

@@ -1,12 +1,12 @@
 """All fetches of one decode agent: admission, deadlines, and the dispatch of events (sans-IO)."""
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.peer import Claim, Granted
 from kvbus.table import Context, FairPool, Table
+from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import FetchEntry
-from kvbus_decode.fetch.state import FetchLimits, FetchState
-from kvbus_decode.fetch.steps import Commands
+from kvbus_decode.fetch.entry import FetchEntry, FetchLimits, FetchState
+from kvbus_decode.fetch.steps import Commands, release
 from kvbus_decode.fetch.transitions import (
     TRANSITIONS,
     begin,
@@ -33,11 +33,11 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             max_retired_bytes=limits.max_retired_bytes,
         )
         self.draining = False
-        self._places: FairPool[str, str] = FairPool(limits.num_places, may_have=lambda *_: True)
+        self._places: FairPool[str] = FairPool(limits.num_places, may_have=lambda *_: True)
 
     # Depth first: of many fetches the first ones end early, and no lease waits for its read.
     #
-    #   requested ─▶ resolving ─▶ queued ─ place ─▶ claiming ─▶ reading ─▶ confirming ─▶ end
+    #   requested ─▶ resolving ─▶ queued ─ place ─▶ claiming ─▶ reading ─▶ taking ─▶ end
     #   └▶ meeting ─▶ ┘           agent by agent        └─▶ waiting ─▶ ┘  (no place from here on)
     #
     # The bound is on what begins. A fetch lets the next one begin when it ends, though its blocks
@@ -47,16 +47,16 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     # urgent fetches come first, but not in each turn.
     def _handle(self, event: ev.Event, now: float) -> Commands:
         commands = self._handle_one(event, now)
-        return commands + self._take_turns(now)
+        return commands + self._take_turns(now) if self._places.num_waiting else commands
 
     def _handle_one(self, event: ev.Event, now: float) -> Commands:
         if isinstance(event, ev.Requested):
             try:
                 return self._request(event, now)
             except KVBusError as error:
-                return [ev.Refuse(event.reply_to, error)]
+                return [Refuse(event.reply_to, error)]
         if isinstance(event, ev.TableEvent):
-            self.draining |= isinstance(event, ev.DrainStarted | ev.Stopped)
+            self.draining |= isinstance(event, DrainStarted | Stopped)
             return self._apply_all(self._hit_by(event), event, now)
         fetch = self.find(event.fetch_id)
         return _answer_forgotten(event) if fetch is None else self._apply(fetch, event, now)
@@ -65,29 +65,27 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         """Fetches in ``state`` now."""
         return sum(fetch.state is state for fetch in self.live.values())
 
-    def queued(self) -> set[str]:
-        """The ids of those that wait for their turn."""
-        return {one.key for one in self.live.values() if one.state is FetchState.QUEUED}
-
     def num_quarantined_blocks(self) -> int:
         """Blocks of ended fetches that a read can still write into."""
         draining = (f for f in self.live.values() if f.state is FetchState.DRAINING)
-        return sum(len(table) for f in draining for table in f.requested.tables.values())
+        return sum(len(table) for f in draining for table in f.requested.asked.tables.values())
 
     def called(self, name: str) -> list[FetchEntry]:
         """The fetches that their engines call so, one of each engine."""
-        return [one for one in self.named(name) if one.requested.name == name]
+        return [one for one in self.named(name) if one.requested.asked.fetch_id == name]
 
     def _names_of(self, entry: FetchEntry) -> tuple[str, ...]:
         requested = entry.requested
-        return tuple({requested.ticket.request_id, requested.name, *entry.routers_names} - {""})
+        return tuple(
+            {requested.ticket.request_id, requested.asked.fetch_id, *entry.routers_names} - {""}
+        )
 
     def _request(self, event: ev.Requested, now: float) -> Commands:
         """Admit a fetch; raises `LocalError`."""
         if self.draining:
             raise LocalError("the agent is draining", code=ErrorCode.DRAINING)
         if self.find(event.fetch_id) is not None:
-            name = event.name or event.fetch_id
+            name = event.asked.fetch_id
             raise LocalError(
                 f"fetch '{name}' exists already", code=ErrorCode.FETCH_EXISTS, fetch_id=name
             )
@@ -98,7 +96,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
                 max_fetches=self.limits.max_fetches,
             )
         deadline = now + event.timeout_s
-        answer_until = deadline + self.limits.confirm_grace_s
+        answer_until = deadline + self.limits.take_grace_s
         meets = event.meets
         names = () if meets is None else (meets.transfer_id, meets.request_id)
         fetch = FetchEntry(
@@ -118,7 +116,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
 
     def _take_place(self, fetch: FetchEntry, now: float) -> bool:
         """Whether a new fetch may begin; it waits for its turn otherwise."""
-        self._places.wait(fetch.agent_boot, fetch.key, fetch.requested.priority)
+        self._places.wait(fetch.turn, fetch.key)
         granted = self._places.acquire()  # nobody else waits while a place is free
         if granted is not None:
             fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
@@ -139,13 +137,13 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         commands = super()._apply(entry, event, now)
         is_queued = entry.state is FetchState.QUEUED
         if is_queued and not was_queued:
-            self._places.wait(entry.agent_boot, entry.key, entry.requested.priority)
+            self._places.wait(entry.turn, entry.key)
         elif was_queued and not is_queued and entry.place is None:
-            self._places.leave(entry.agent_boot, entry.key)
+            self._places.leave(entry.turn, entry.key)
         if entry.place is not None and not entry.makes_progress(now):
             self._places.release(entry.place)
             entry.place = None
-            self._deadlines.set(entry.key, None if entry.is_over else entry.due_at)
+            self.deadlines.set(entry.key, None if entry.is_over else entry.due_at)
         return commands
 
     def _expire(self, now: float) -> Commands:
@@ -159,9 +157,9 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         match event:
             case ev.PeerGone(agent_boot):
                 return [f for f in list(self.live.values()) if f.agent_boot == agent_boot]
-            case ev.EngineLost(engine_id):
+            case EngineLost(engine_id):
                 return [f for f in list(self.live.values()) if f.requested.engine_id == engine_id]
-            case ev.Stopped():
+            case Stopped():
                 return list(self.live.values())
         return []
 
@@ -171,7 +169,7 @@ def _answer_forgotten(event: ev.FetchEvent) -> Commands:
     match event:
         case ev.CancelRequested(fetch_id, reply_to):
             error = LocalError(f"no fetch '{fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)
-            return [ev.Refuse(reply_to, error)]
-        case ev.LeaseGranted(granted=granted, claimed=Ticket() as ticket):
-            return [ev.SendRelease(ticket, granted.epoch, granted.token, ErrorCode.CANCELLED)]
+            return [Refuse(reply_to, error)]
+        case ev.Answered(message=Claim(), outcome=Granted() as granted, ticket=ticket):
+            return [release(ticket, granted.epoch, granted.token, ErrorCode.CANCELLED)]
     return []

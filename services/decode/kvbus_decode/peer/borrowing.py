@@ -12,16 +12,17 @@ from pathlib import Path
 import anyio
 import structlog
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.loop import in_thread
-from kvbus.agent.process.machine import machine_id, sharing
-from kvbus.agent.process.service import Agent
-from kvbus.agent.staging.devices import HOST
+from kvbus.agent.engines import LocalEngine
+from kvbus.agent.identity import machine_id, sharing
+from kvbus.agent.loop import in_thread
+from kvbus.agent.service import Agent
+from kvbus.agent.slots import HOST
 from kvbus.errors import KVBusError, ProtocolError
 from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.mapping import LentMapping
-from kvbus.protocol.mapped import MemorySocket, Sharing
+from kvbus.protocol.attach import MemorySocket
 from kvbus.protocol.peer import HandshakeDone
+from kvbus.protocol.status import Sharing
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.lend_client import LentSegments, connect
 from kvbus_decode.peer.mapped_memory import MappedMemory

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import anyio
 import structlog
 
-from kvbus.agent.process.service import Agent
+from kvbus.agent.service import Agent
 from kvbus.bus import (
     AllowedPeers,
     EventListener,
@@ -21,20 +21,24 @@ from kvbus.bus import (
     SocketOptions,
     new_boot_id,
 )
-from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RequestTimeout
+from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RemoteError
 from kvbus.keys.roles import Role
 from kvbus.protocol.message import R, Request
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peer.reach_book import ReachBook
 
 log = structlog.get_logger()
+
+SILENCE_S = 5.0
+"""A peer without a heartbeat for so long is logged as silent."""
+FORGET_PEER_S = 60.0
+"""A peer that answers nothing for so long is left; the next fetch from it connects again."""
 
 REQUESTS_OF_A_FETCH = 8
 """At most so many of one wait for replies of one peer: a claim or renewal, packs, releases."""
 
-REACH_OF_A_PEER = 4
-"""How many are remembered as silent for each that may be connected."""
+SILENT_S, RETRY_S = 5.0, 1.0
+"""A peer that was pinged each second and gave no sign of life for so long is silent."""
 
 TOPICS = ("offer.extended", "offer.sealed", "lease.revoked", "lease.expired", "lease.ended")
 """Of an offer that is read, or waited for while another reader has it."""
@@ -65,7 +69,6 @@ class Peer:
 
     address: PeerAddress
     client: RequestClient
-    reach: ReachBook = field(repr=False)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     nixl_turn: anyio.Lock = field(default_factory=anyio.Lock)
     events_endpoint: str = ""
@@ -75,6 +78,8 @@ class Peer:
     num_users: int = 0
     used_at: float = 0.0
     """When the last fetch from it ended, while there is none."""
+    num_refused: int = 0
+    """Fetches that were refused because it is silent, since it was last heard."""
 
     @property
     def endpoint(self) -> str:
@@ -83,21 +88,15 @@ class Peer:
 
     def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> None:
         """Send a request; what keeps it from being sent goes to ``on_reply`` as well."""
-        asked_at = self.client.timers.now()
-
-        def settle(outcome: R | KVBusError) -> None:
-            if isinstance(outcome, RequestTimeout):
-                self.note_timeout(asked_at)
-            on_reply(outcome)
-
         try:
-            self.client.send(message, timeout_s=timeout_s, on_reply=settle)
+            self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
         except KVBusError as error:
             on_reply(error)
 
-    def note_timeout(self, asked_at: float) -> None:
-        """A request of then has had no answer."""
-        self.reach.note_timeout(self.address, self.client, asked_at, self.endpoint)
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is asked for a sign of life in vain."""
+        return self.client.silent_s > SILENT_S
 
     def check_alive(self, boot: str) -> None:
         """Raise `PeerLost` when its process ``boot`` is gone."""
@@ -135,14 +134,13 @@ class PeerDirectory:
         self._on_boot, self._on_gone, self._on_dropped = on_boot, on_gone, on_dropped
         self._room = REQUESTS_OF_A_FETCH * config.max_fetches
         self._peers: dict[PeerAddress, Peer] = {}
-        self._reach = ReachBook(agent.loop, max_known=REACH_OF_A_PEER * config.max_peers)
         self._by_events: dict[str, Peer] = {}
         self._allowed = AllowedPeers(config.allowed_peers) if config.allowed_peers else None
         self._subscriber = EventSubscriber(
             agent.context,
             listener,
             topics=(*TOPICS, ENGINE_READY),
-            silence_s=config.silence_s,
+            silence_s=SILENCE_S,
             max_endpoints=config.max_peers,
             on_fault=_log_fault,
             keys=agent.access.keys,
@@ -174,33 +172,40 @@ class PeerDirectory:
         """The peer at ``address``, if it is known."""
         return self._peers.get(address)
 
-    def answers(self, address: PeerAddress, boot: str | None) -> bool:
-        """False for the one that tries whether an agent that was silent answers again.
+    def check_answers(self, address: PeerAddress, boot: str | None) -> None:
+        """Raise `RemoteError` (``peer_unreachable``) for an agent that is silent.
 
-        ``boot`` is its process by the ticket, None when it is not told. Raises `RemoteError`
-        (``peer_unreachable``) when it is not the time to try.
+        A fetch would only wait for it; pings find out when it answers again. A ticket of another
+        process there, ``boot``, is newer than what is known.
         """
-        return self._reach.admit(address, self._client(address), address.endpoint, boot)
+        peer = self._peers.get(address)
+        if peer is None:
+            return
+        if not peer.is_silent or boot not in (None, peer.client.peer_boot):
+            peer.num_refused = 0
+            return
+        peer.num_refused += 1
+        raise RemoteError(
+            f"the prefill agent at {peer.endpoint} has not answered for "
+            f"{peer.client.silent_s:.0f} s; it is asked again and again",
+            code=ErrorCode.PEER_UNREACHABLE,
+            endpoint=peer.endpoint,
+            retry_after_s=RETRY_S,
+        )
 
     def silent(self) -> dict[str, float]:
-        """The agents that do not answer, and in how many seconds each is tried again."""
-        known = [who for who in self._reach.known() if isinstance(who, PeerAddress)]
-        waits = ((who.endpoint, self._reach.retry_s(who, self._client(who))) for who in known)
-        return {endpoint: wait_s for endpoint, wait_s in waits if wait_s is not None}
+        """The agents that do not answer, and for how many seconds nothing has come from each."""
+        return {one.endpoint: one.client.silent_s for one in self._peers.values() if one.is_silent}
 
     def key_of_silent(self, endpoint: str) -> str:
         """The key of one of `silent`; empty without keys."""
-        known = [who for who in self._reach.known() if isinstance(who, PeerAddress)]
-        return next((who.server_key for who in known if who.endpoint == endpoint), "")
+        known = (one for one in self._peers.values() if one.endpoint == endpoint and one.is_silent)
+        return next((one.address.server_key for one in known), "")
 
     @property
     def num_refused(self) -> int:
         """Fetches that were refused for those, as of `silent`."""
-        return self._reach.num_refused
-
-    def _client(self, address: PeerAddress) -> RequestClient | None:
-        peer = self._peers.get(address)
-        return peer.client if peer is not None else None
+        return sum(one.num_refused for one in self._peers.values() if one.is_silent)
 
     def release(self, peer: Peer) -> None:
         """One user less."""
@@ -235,7 +240,7 @@ class PeerDirectory:
             max_pending=self._room,
             options=replace(options, allowed=self._allowed),
         )
-        peer = Peer(address, client, self._reach)
+        peer = Peer(address, client)
         self._agent.tasks.start_soon(self._run, peer)
         return peer
 
@@ -245,7 +250,7 @@ class PeerDirectory:
 
     async def _drop_unused(self) -> None:
         """Leave peers that nobody reads from: some answer nothing and may have moved."""
-        forget_s, idle_s = self._config.forget_peer_s, self._config.idle_peer_s
+        forget_s, idle_s = FORGET_PEER_S, self._config.idle_peer_s
         while True:
             await anyio.sleep(min(forget_s, idle_s) / 4)
             now = self._agent.loop.time()

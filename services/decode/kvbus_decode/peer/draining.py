@@ -9,7 +9,7 @@ from collections.abc import Callable
 import anyio
 import structlog
 
-from kvbus.agent.process.service import Agent
+from kvbus.agent.service import Agent
 from kvbus.errors import KVBusError
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.peer.memory_check import check_memory

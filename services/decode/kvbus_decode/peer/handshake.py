@@ -4,7 +4,7 @@ Refuses an engine whose KV ours cannot use; both sides log the field and both va
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -13,10 +13,9 @@ import anyio
 import structlog
 from msgspec import structs
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.guard import guarded
-from kvbus.agent.process.loop import in_thread
-from kvbus.agent.process.service import Agent
+from kvbus.agent.engines import LocalEngine
+from kvbus.agent.loop import guarded, in_thread
+from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, RequestTimeout
 from kvbus.planning import check_compatible
 from kvbus.protocol.engine import AgentRanks
@@ -275,7 +274,7 @@ class RouteBook:
         )
         timeout_s = max(1e-3, shaken.deadline - self._agent.loop.time())
         asking = ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
-        done = await self._watched(peer, asking)
+        done = await asking
         check_compatible(done.memory.engine, shaken.engine.spec)
         home = await self._source(peer, ticket.agent_boot, done, shaken)
         self._peers.listen(peer, done.events_endpoint)
@@ -293,7 +292,7 @@ class RouteBook:
             )
             timeout_s = max(1e-3, shaken.deadline - self._agent.loop.time())
             asking = ask_any_handshake(peer.client, handshake, timeout_s=timeout_s)
-            boot, done = await self._watched(peer, asking)
+            boot, done = await asking
             if done.memory.engine != home.memory.engine:
                 raise GeometryError(
                     f"the agents of engine '{home.memory.engine.engine_id}' disagree about it",
@@ -303,16 +302,6 @@ class RouteBook:
             return await self._source(peer, boot, done, shaken)
         finally:
             self._peers.release(peer)
-
-    async def _watched(self, peer: Peer, asking: Awaitable[Answer]) -> Answer:
-        """The answer; that there is none is remembered of the peer."""
-        asked_at = self._agent.loop.time()
-        try:
-            return await asking
-        except KVBusError as error:
-            if error.code is ErrorCode.PEER_UNREACHABLE:
-                peer.note_timeout(asked_at)
-            raise
 
     def _handshake(self, shaken: _Round, engine_id: str) -> Handshake:
         """But for the right to it."""

@@ -6,17 +6,16 @@ Every answer goes back to the table as an event, exactly one for each command.
 import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import structlog
 
-from kvbus.agent.process.guard import guarded
-from kvbus.agent.process.service import Agent
+from kvbus.agent.loop import guarded
+from kvbus.agent.service import Agent
 from kvbus.bus import EventListener
 from kvbus.errors import ErrorCode, KVBusError, RequestTimeout
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import Claim, Confirm, Granted, PeerWithdraw, Release, Renew, Take
+from kvbus.protocol.message import Message
+from kvbus.protocol.peer import Met, Release, Take
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
@@ -26,16 +25,12 @@ from kvbus_decode.peer.draining import Draining
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
+from kvbus_decode.tickets import TicketGate
 
 log = structlog.get_logger()
 
 RELEASE_TIMEOUT_S = 5.0
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
-
-
-def luck() -> float:
-    """From 0 to 1, for pauses."""
-    return random.random()  # noqa: S311 - no secret
 
 
 class LeaseClient(EventListener):
@@ -48,11 +43,12 @@ class LeaseClient(EventListener):
         self,
         agent: Agent,
         config: DecodeConfig,
+        tickets: TicketGate,
         dispatch: Callable[[ev.Event], None],
-        prepare: Callable[[Route, ev.Requested], Awaitable[None]],
+        prepare: Callable[[Route, ev.Requested], Awaitable[object]],
     ) -> None:
         self._agent, self._config, self._dispatch = agent, config, dispatch
-        self._prepare = prepare
+        self._tickets, self._prepare = tickets, prepare
         self.active: dict[str, ActiveFetch] = {}
         """The fetches that are under way, by id."""
         self._by_offer: defaultdict[str, set[str]] = defaultdict(set)
@@ -97,126 +93,105 @@ class LeaseClient(EventListener):
 
     def hold_peer(self, command: ev.HoldPeer) -> None:
         """Keep the peers of a fetch that asks for nothing yet."""
-        self._begin_on_route(command.requested)
+        try:
+            fetch = self.begin(command.requested)
+            if fetch.route is None:
+                self._hold_route(fetch, command.requested.route, command.requested.choice)
+        except KVBusError as error:
+            self._dispatch(ev.StepFailed(command.fetch_id, error))
 
-    def claim(self, command: ev.SendClaim) -> None:
-        """Ask for the lease; for a fetch that had not to wait this is the first step."""
-        fetch_id, requested = command.fetch_id, command.requested
-        ticket, sent_at = requested.ticket, self._agent.loop.time()
-        fetch = self._begin_on_route(requested)
-        if fetch is None:
-            return
-        if fetch.route is not None and fetch.route.others:
-            self._hold_progress(fetch, fetch.route, command.timeout_s)
-        message = Claim(
-            agent_boot=ticket.agent_boot,
-            offer_id=ticket.offer_id,
-            reader_id=self._reader_id(fetch_id),
-            lease_s=self._config.lease_s,
-            secret=ticket.secret,
-            reader_agent=self._agent.identity.agent_id,
-            reader_boot=self._agent.identity.boot,
-        )
-        on_reply = partial(self._on_granted, fetch_id, sent_at, ticket)
-        fetch.home.ask(message, command.timeout_s, on_reply)
+    def ask(self, command: ev.Ask) -> None:
+        """Ask the agent of the ticket; what it says, or why it was not asked, is `Answered`."""
+        requested, message = command.requested, command.message
+        fetch_id, ticket, sent_at = requested.fetch_id, requested.ticket, self._agent.loop.time()
 
-    def renew(self, command: ev.SendRenew) -> None:
-        """Ask for a longer lease, and for what is new."""
-        fetch, sent_at = self.active[command.fetch_id], self._agent.loop.time()
-        if fetch.route is not None and fetch.route.others:
-            self._hold_progress(fetch, fetch.route, command.timeout_s)
-        ticket = fetch.requested.ticket
-        message = Renew(
-            agent_boot=ticket.agent_boot,
-            offer_id=ticket.offer_id,
-            epoch=command.epoch,
-            token=command.token,
-            lease_s=self._config.lease_s,
-            known_blocks=dict(command.known_blocks),
-        )
-        on_reply = partial(self._on_granted, command.fetch_id, sent_at, None)
-        fetch.home.ask(message, command.timeout_s, on_reply)
-
-    def confirm(self, command: ev.SendConfirm, *, others_have: bool = False) -> None:
-        """Ask whether what was read is valid: the agents without the lease first, then its home."""
-        fetch = self.active.get(command.fetch_id)
-        if fetch is None:  # it ended while the others were asked
-            return
-        ticket, route = fetch.requested.ticket, fetch.route
-        if route is None or not route.others or others_have:
-            message = Confirm(
-                agent_boot=ticket.agent_boot,
-                offer_id=ticket.offer_id,
-                epoch=command.epoch,
-                token=command.token,
+        def settle(outcome: Message | KVBusError) -> None:
+            self._dispatch(
+                ev.Answered(
+                    fetch_id=fetch_id,
+                    message=message,
+                    outcome=self._usable(outcome, requested),
+                    ticket=ticket,
+                    sent_at=sent_at,
+                    luck=random.random(),  # noqa: S311 - no secret
+                )
             )
-            on_reply = partial(self._on_confirmed, command.fetch_id)
-            fetch.home.ask(message, command.timeout_s, on_reply)
+
+        try:
+            fetch = self.begin(requested)
+            if fetch.route is None:
+                self._hold_route(fetch, requested.route, requested.choice)
+        except KVBusError as error:
+            settle(error)
             return
+        route = fetch.route
+        if route is None or not route.others:
+            fetch.home.ask(message, command.timeout_s, settle)
+        elif isinstance(message, Take):
+            self._take_of_many(fetch, route, message, command.timeout_s, settle)
+        else:
+            self._hold_progress(fetch, route, command.timeout_s)
+            fetch.home.ask(message, command.timeout_s, settle)
+
+    def _usable(
+        self, outcome: Message | KVBusError, requested: ev.Requested
+    ) -> Message | Ticket | KVBusError:
+        """The reply, of `Meet` the ticket; an error if that may not be used here."""
+        if not isinstance(outcome, Met):
+            return outcome
+        try:
+            return self._tickets.admit_ticket(
+                outcome.ticket, requested.engine_id, requested.asked.prompt_digest
+            )
+        except KVBusError as error:
+            return error
+
+    def _take_of_many(
+        self,
+        fetch: ActiveFetch,
+        route: Route,
+        message: Take,
+        timeout_s: float,
+        settle: Callable[[Message | KVBusError], None],
+    ) -> None:
+        """Ask the agents without the lease first whether their memory is still the same."""
 
         def on_checked(error: KVBusError | None) -> None:
+            if self.active.get(fetch.fetch_id) is not fetch:  # it ended while they were asked
+                return
             if error is None and self._agent.loop.time() < fetch.deadline:
-                self.confirm(command, others_have=True)
+                fetch.home.ask(message, timeout_s, settle)
                 return
             self.routes.forget(route)
             late = RequestTimeout("the other agents of the engine answered after the deadline")
-            self._dispatch(ev.StepFailed(command.fetch_id, error or late))
+            settle(error or late)
 
-        timeout_s, offer_id = command.timeout_s, ticket.offer_id
+        offer_id = fetch.requested.ticket.offer_id
         check_memory(route, route.others, offer_id, timeout_s=timeout_s, on_end=on_checked)
 
-    def take(self, command: ev.SendTake) -> None:
-        """Ask whether what was read without a lease is valid; the answer ends the offer."""
-        fetch_id, known = command.fetch_id, self.active.get(command.fetch_id)
-        fetch = self._begin_on_route(known.requested) if known is not None else None
-        if fetch is None:  # the table is about to hear why
-            return
-        ticket = fetch.requested.ticket
-        message = Take(
-            agent_boot=ticket.agent_boot,
-            offer_id=ticket.offer_id,
-            reader_id=self._reader_id(fetch_id),
-            secret=ticket.secret,
-            token=fetch.take_token,
-            tables=dict(command.tables),
-            reader_agent=self._agent.identity.agent_id,
-            reader_boot=self._agent.identity.boot,
-        )
-        fetch.home.ask(message, command.timeout_s, partial(self._on_confirmed, fetch_id))
+    def tell(self, command: ev.Tell) -> None:
+        """Have an agent end something; when that fails, it ends by itself.
 
-    def release(self, command: ev.SendRelease) -> None:
-        """Return a lease; when that fails, it ends by itself.
-
-        The route may be why the fetch failed: a rank at another agent may have come back, or the
-        connection is broken, which all routes to that agent share.
+        A lease is given back over the connection that there is. The route may be why the fetch
+        failed: a rank at another agent may have come back, or the connection is broken, which all
+        routes to that agent share.
         """
-        if command.code is not ErrorCode.CANCELLED:
-            self.routes.forget_multi_agent(command.ticket)
-        if command.code is ErrorCode.PEER_LOST:
-            self.routes.forget_connection(command.ticket.agent_boot)
-        peer = self.peers.find(PeerAddress.of(command.ticket))
-        if peer is None:
+        ticket, message = command.ticket, command.message
+        address = PeerAddress.of(ticket)
+        if isinstance(message, Release):
+            if message.code != ErrorCode.CANCELLED:
+                self.routes.forget_multi_agent(ticket)
+            if message.code == ErrorCode.PEER_LOST:
+                self.routes.forget_connection(ticket.agent_boot)
+            known = self.peers.find(address)
+            if known is not None:
+                known.ask(message, RELEASE_TIMEOUT_S, lambda _: None)
             return
-        message = Release(
-            agent_boot=command.ticket.agent_boot,
-            offer_id=command.ticket.offer_id,
-            epoch=command.epoch,
-            token=command.token,
-            code=command.code.value,
-        )
-        peer.ask(message, RELEASE_TIMEOUT_S, lambda _: None)
-
-    def withdraw(self, command: ev.SendWithdraw) -> None:
-        """End an offer; when that fails, it ends by itself."""
-        ticket = command.ticket
         try:
-            peer = self.peers.acquire(PeerAddress.of(ticket))
+            peer = self.peers.acquire(address)
         except KVBusError as error:
             log.info("offer.kept", offer_id=ticket.offer_id, reason=error.message)
             return
-        message = PeerWithdraw(
-            agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, secret=ticket.secret
-        )
         peer.ask(message, RELEASE_TIMEOUT_S, lambda _: self.peers.release(peer))
 
     def on_event(self, endpoint: str, event: Notice) -> None:
@@ -259,7 +234,11 @@ class LeaseClient(EventListener):
         """
         fetch = self.active.get(requested.fetch_id)
         if fetch is None:
-            engine = self._agent.engines.engine(requested.engine_id)
+            engines, engine_id = self._agent.engines, requested.engine_id
+            if requested.access:
+                engine = engines.part(engine_id, (), access=requested.access)
+            else:
+                engine = engines.engine(engine_id)
             fetch = ActiveFetch(requested, engine, self._agent.loop.time() + requested.timeout_s)
             for other in self.active.values() if len(self.active) == 1 else ():
                 other.was_alone = False  # of more, all are marked already
@@ -288,27 +267,13 @@ class LeaseClient(EventListener):
         if not self._by_offer[offer_id]:
             del self._by_offer[offer_id]
 
-    def _begin_on_route(self, requested: ev.Requested) -> ActiveFetch | None:
-        """The fetch, whose route is known, is under way; None when it cannot be."""
-        try:
-            fetch = self.begin(requested)
-            if fetch.route is None:
-                self._hold_route(fetch, requested.route)
-        except KVBusError as error:
-            self._dispatch(ev.StepFailed(requested.fetch_id, error))
-            return None
-        return fetch
-
-    def _reader_id(self, fetch_id: str) -> str:
-        return f"{self._agent.identity.boot}/{fetch_id}"
-
     async def _resolve(self, fetch: ActiveFetch, timeout_s: float) -> None:
         async def find_route() -> None:
             ticket, engine = fetch.requested.ticket, fetch.engine
             route = await self.routes.route(fetch.home, ticket, engine, timeout_s=timeout_s)
-            await self._prepare(route, fetch.requested)
+            choice = await self._prepare(route, fetch.requested)
             if self.active.get(fetch.fetch_id) is fetch:  # else it has ended meanwhile
-                self._hold_route(fetch, route)
+                self._hold_route(fetch, route, choice)
                 self._dispatch(ev.PeerReady(fetch.fetch_id))
 
         def fail(error: KVBusError) -> None:
@@ -316,13 +281,14 @@ class LeaseClient(EventListener):
 
         await guarded(find_route, fail)
 
-    def _hold_route(self, fetch: ActiveFetch, route: object) -> None:
-        """Hold every peer of the route."""
+    def _hold_route(self, fetch: ActiveFetch, route: object, choice: object) -> None:
+        """Hold every peer of the route, on which this path was chosen."""
         if isinstance(route, Route):
             num_held = len(fetch.peers) - 1
             for source in route.others[num_held:]:
                 fetch.peers.append(self.peers.acquire(source.peer.address))
             fetch.route, fetch.replica_index = route, route.next_replica_index()
+            fetch.choice = choice
 
     def _hold_progress(self, fetch: ActiveFetch, route: Route, timeout_s: float) -> None:
         """Tell the agents without the lease that they are read as long as it lasts."""
@@ -341,22 +307,6 @@ class LeaseClient(EventListener):
             on_end=on_checked,
             progress_s=lease_s,
         )
-
-    def _on_granted(
-        self, fetch_id: str, sent_at: float, claimed: Ticket | None, reply: Granted | KVBusError
-    ) -> None:
-        if isinstance(reply, Granted):
-            self._dispatch(ev.LeaseGranted(fetch_id, sent_at, reply, claimed))
-        elif claimed is not None:
-            self._dispatch(ev.StepFailed(fetch_id, reply, luck()))
-        else:
-            self._dispatch(ev.RenewFailed(fetch_id, reply, luck()))
-
-    def _on_confirmed(self, fetch_id: str, reply: Empty | KVBusError) -> None:
-        if isinstance(reply, KVBusError):
-            self._dispatch(ev.StepFailed(fetch_id, reply, luck()))
-        else:
-            self._dispatch(ev.LeaseConfirmed(fetch_id))
 
     def _drop_peer(self, peer: Peer) -> None:
         self.routes.forget_peer(peer)

@@ -7,8 +7,8 @@ too small, files that are no memory; and a socket that is not an agent's.
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbus.agent.process.config import MEMORY_SOCKET
-from kvbus.agent.process.loop import in_thread
+from kvbus.agent.config import MEMORY_SOCKET
+from kvbus.agent.loop import in_thread
 from kvbus.errors import ConfigError, ErrorCode, PeerLost, ProtocolError, RemoteError
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
@@ -16,7 +16,7 @@ from kvbus.memory.attach.connect import connect_to_agent
 from kvbus.memory.attach.folder import check_folder
 from kvbus.memory.mapping import LentMapping
 from kvbus.memory.room import check_mappings
-from kvbus.protocol.mapped import LendMemory, LentSegment, MemoryLent
+from kvbus.protocol.attach import LendMemory, LentSegment, MemoryLent
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import EngineMemory, HandshakeDone
 

@@ -25,7 +25,7 @@ Lent = Mapping[tuple[int, str], LentMapping]
 #     its file is cut                SIGBUS in a copy ──▶ zeros there, `is_open` is False; the loop
 #                                    then hangs up, and all of it is zeros
 #     nobody of ours wants it        the route is dropped: nothing changes for a fetch that still
-#                                    holds this object, as its confirm may say yes
+#                                    holds this object, as its take may get a yes
 #     nobody holds it                the connection is hung up, and the addresses go
 #
 # A copy that has read a zero for a byte therefore finds `is_open` False when it asks afterwards.

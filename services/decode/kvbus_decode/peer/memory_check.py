@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvbus.errors import KVBusError
 from kvbus.protocol.message import Empty
-from kvbus.protocol.remote_ranks import CheckMemory
+from kvbus.protocol.peer import CheckMemory
 from kvbus_decode.peer.route import Route, Source
 
 OnChecked = Callable[[KVBusError | None], None]

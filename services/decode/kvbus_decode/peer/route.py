@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.engines import LocalEngine
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
     DTYPE_SIZES_BYTES,

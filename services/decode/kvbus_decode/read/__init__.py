@@ -1,7 +1,6 @@
 """Reads: how the chunks of fetches get into the engine's blocks."""
 
-from kvbus_decode.read import events
-from kvbus_decode.read.leg import Leg, LegState, Stage
-from kvbus_decode.read.table import ReadLimits, ReadTable
+from kvbus_decode.read import table as events
+from kvbus_decode.read.table import Leg, LegState, ReadLimits, ReadTable, Stage
 
 __all__ = ["Leg", "LegState", "ReadLimits", "ReadTable", "Stage", "events"]

@@ -1,16 +1,15 @@
-"""A chunk: tokens of a fetch that are read together.
-
-Refuses tables that leave the cache or are not exactly the blocks of the tokens, before any byte
-moves.
-"""
+"""A chunk: tokens of a fetch that are read together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.errors import GeometryError
+from kvbus.agent.engines import LocalEngine
+from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, Box, num_blocks_for
 from kvbus.planning import Spans, chunk_spans, tail_spans, whole_spans
+from kvbus.table import Key
+from kvbus_decode.active import ActiveFetch
+from kvbus_decode.fetch.events import ReadChunk
 from kvbus_decode.peer.route import Route
 
 
@@ -53,6 +52,16 @@ class Chunk:
     one_in: int
     priority: int
 
+    @property
+    def turn(self) -> Key:
+        """What its copies wait for a thread under: those of one lease have one turn."""
+        return Key((self.offer_id, self.epoch), self.priority)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the chunk, for all ranks that are here."""
+        return self.route.num_bytes(self.spans)
+
     def blocks_of(self, box: Box) -> BlockTable:
         """The prefill engine's blocks that hold a box."""
         table = self.source[box.group]
@@ -62,32 +71,34 @@ class Chunk:
         return BlockTable(ids=table.ids[4 * at : 4 * (at + end - first)], first_block=first)
 
 
-def make_chunk(
-    route: Route,
-    *,
-    offer_id: str,
-    epoch: int,
-    token: str,
-    source: Mapping[str, BlockTable],
-    target: Mapping[str, BlockTable],
-    whole: tuple[int, int],
-    part: tuple[int, int],
-    last: bool,
-    zero_tail: bool,
-    replica_index: int,
-    deadline: float,
-    secret: str,
-    one_in: int,
-    priority: int,
-) -> Chunk:
-    """Tokens [part) of a fetch of tokens [whole); with the ``last`` chunk comes the state, and the
-    tail if it is zeroed. Raises `GeometryError` when the offer's tables do not hold them.
+def make_chunk(fetch: ActiveFetch, wanted: ReadChunk, *, one_in: int) -> Chunk:
+    """What the fetch wants read now; with the last chunk comes the tail, if that is zeroed.
+
+    Raises `GeometryError` when the offer's tables do not hold it.
     """
-    groups = route.engine.spec.groups
-    spans = chunk_spans(groups, route.prefill.groups, whole, part, last=last)
-    route.check_tables(source, spans)
+    route, requested = fetch.route, fetch.requested
+    if route is None:
+        raise LocalError("the fetch has no route", code=ErrorCode.INTERNAL)
+    asked, ticket = requested.asked, requested.ticket
+    whole, groups = (asked.first_token, asked.num_tokens), route.engine.spec.groups
+    part = wanted.start, wanted.stop
+    spans = chunk_spans(groups, route.prefill.groups, whole, part, last=wanted.last)
+    route.check_tables(wanted.tables, spans)
     tail: Spans = {}
-    if zero_tail and last:
+    if asked.zero_tail and wanted.last:
         tail = tail_spans(groups, whole_spans(groups, groups, *whole))
-    lease, tables, place = (offer_id, epoch, token), (source, target), (replica_index, deadline)
-    return Chunk(route, *lease, *tables, spans, tail, *place, secret, one_in, priority)
+    return Chunk(
+        route=route,
+        offer_id=ticket.offer_id,
+        epoch=wanted.epoch,
+        token=wanted.token,
+        source=wanted.tables,
+        target=asked.tables,
+        spans=spans,
+        tail=tail,
+        replica_index=fetch.replica_index,
+        deadline=fetch.deadline,
+        secret=ticket.secret,
+        one_in=one_in,
+        priority=asked.priority,
+    )

@@ -1,92 +1,61 @@
-"""Compares what was read with what the holder has, piece by piece, before a chunk ends well.
+"""Compares what was read with what the holder has, piece by piece, before a chunk ends well."""
 
-Refuses to say that the holder's bytes are the offer's: that is the confirm's, which comes later.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import structlog
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.engines.rank_memory import RankMemory
-from kvbus.agent.process.service import Agent
-from kvbus.agent.staging.copiers import Copiers
-from kvbus.agent.staging.digests import Digester, Digesting, Places, Wanted
-from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError, RequestRefused
+from kvbus.agent.copiers import Copiers
+from kvbus.agent.digests import Digester, Wanted
+from kvbus.agent.service import Agent
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box
 from kvbus.memory.digest_pieces import Digests
 from kvbus.planning import Share
 from kvbus.planning.digests import Numbers, piece_of
-from kvbus.protocol import digests as wire
-from kvbus_decode.metrics import DecodeMetrics
+from kvbus.protocol import peer as wire
+from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.peer.route import Source
-from kvbus_decode.read import events as ev
 from kvbus_decode.read.chunk import Chunk
-from kvbus_decode.read.leg import LegState
+from kvbus_decode.read.table import Begin, Event, StageEnded
 
 log = structlog.get_logger()
-
-MAX_LOGGED = 16
-"""Pieces that differ and are named in the log."""
-
-LONG_BYTES = 8 << 20
-ASK_LONG_AFTER_S = 1e-3
-"""A read of so many bytes takes longer than this."""
 
 
 @dataclass(slots=True, eq=False)
 class CompareJob:
-    """One box of a share: the holder's digests, once they are here, and ours, while we make them.
+    """One box of a share; ``found`` has the digests of our ranks, and under None the holder's.
 
-    ``places`` are those of the pieces in our memory, if they were found before all has landed,
-    ``different`` the first of those that differ.
-
-    Refuses a source that makes none, with `LocalError` (``incompatible``).
+    Raises `LocalError` (``incompatible``) for a source that makes none.
     """
 
     chunk: Chunk
     source: Source
     share: Share
     box: Box
-    expected: Digests | None = None
-    places: Mapping[RankMemory, Places] | None = None
-    copying: Digesting | None = None
-    different: list[dict[str, Any]] = field(default_factory=list)
+    found: dict[int | None, Digests] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.source.digests:
             raise cannot_compare(f"prefill agent at {self.source.peer.endpoint}")
 
     @property
-    def ranks(self) -> Mapping[RankMemory, int]:
-        """The ranks of ours that it was read for, with their numbers."""
-        ranks = self.chunk.route.engine.ranks
-        return {ranks[number]: number for number in self.share.readers}
-
     def wanted(self) -> Wanted:
         """What is digested here."""
         chunk, box = self.chunk, self.box
-        return Wanted(box, chunk.target[box.group], chunk.offer_id, chunk.one_in)
+        return Wanted(box, chunk.target[box.group], chunk.offer_id, chunk.one_in, chunk.turn)
 
 
-# The prefill engine does not write to the blocks between the first question and the confirm, so
-# the holder's digests may be made before, while or after the bytes are read. They are asked for
-# while these move, and cost no time of their own where cores are free.
+# The holder answers if the offer is live once its digests are made, and it is asked when all has
+# landed. So an answer is of the bytes that were read, and bytes that differ are never those of an
+# offer that ended meanwhile, whose blocks have other uses then:
 #
-#     holder             digests ──▶┤
-#     read      READ, copy ────────────▶┤ all has landed
-#     ours       └ask ─▶ places?        └─ digests ─▶ equal? ─▶ chunk ended ─▶ confirm, or take
-#
-# To ask takes Python, and so would keep a thread from beginning to copy: of a long read it comes
-# a little later, when threads copy and this one waits. So does the search for the few pieces that
-# are digested here.
-#
-# The yes to that says that the offer was live all along: so the digests were of its bytes, too.
-# Where they differ no confirm follows, so the holder is asked once more whether the offer lives.
+#     read       READ, copy ──▶ all has landed
+#     ours                      ├─ digests ───────────────┐
+#     holder                    └─ask─▶ digests ─▶ live? ─┴▶ equal? ─▶ chunk ended ─▶ take
+#     offer      live ──────────────────────────────▶
 class Comparison:
     """The legs that compare, of all reads; ``dispatch`` takes what comes of them."""
 
@@ -95,39 +64,15 @@ class Comparison:
         agent: Agent,
         copiers: Copiers,
         metrics: DecodeMetrics,
-        dispatch: Callable[[ev.Event], None],
+        dispatch: Callable[[Event], None],
     ) -> None:
         self._agent, self._dispatch = agent, dispatch
         self._digester = Digester(copiers, job_bytes=agent.transport.limits.slice_bytes)
         self._equal, self._different = map(metrics.digests.labels, ("equal", "different"))
 
-    def forget(self, engine: LocalEngine) -> None:
-        """The engine is gone."""
-        self._digester.forget(engine)
-
-    def ask(self, command: ev.AskDigests) -> None:
-        """Ask the holder, as soon as that holds up nothing."""
-        chunk: Chunk = command.leg.work.chunk
-        if chunk.route.num_bytes(chunk.spans) < LONG_BYTES:
-            self._ask(command)
-        else:
-            self._agent.loop.call_later(ASK_LONG_AFTER_S, self._ask_late, command)
-
-    def _ask_late(self, command: ev.AskDigests) -> None:
-        """Unless nobody wants to know any more."""
+    def start(self, command: Begin) -> None:
+        """Ask the holder, and digest what has landed meanwhile."""
         work: CompareJob = command.leg.work
-        if command.leg.state is not LegState.ASKING:
-            return
-        self._ask(command)
-        engine, ranks = work.chunk.route.engine, tuple(work.ranks)
-        work.places = self._digester.places(work.wanted(), engine=engine, ranks=ranks)
-
-    def _ask(self, command: ev.AskDigests) -> None:
-        self._request(command.leg.work, partial(self._on_reply, command))
-
-    def _request(
-        self, work: CompareJob, on_reply: Callable[[wire.Digests | KVBusError], None]
-    ) -> None:
         chunk, source = work.chunk, work.source
         message = wire.Digest(
             agent_boot=source.agent_boot,
@@ -142,76 +87,48 @@ class Comparison:
             access=source.access,
         )
         timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())
-        source.peer.ask(message, timeout_s, on_reply)
+        source.peer.ask(message, timeout_s, partial(self._on_reply, command))
+        engine = chunk.route.engine
+        for rank in work.share.readers:
+            on_end = partial(self._take, command, rank)
+            self._digester.start(work.wanted, on_end, engine=engine, rank=engine.ranks[rank])
 
-    def start(self, command: ev.StartCompare) -> None:
-        """Digest what has landed."""
-        work: CompareJob = command.leg.work
-        work.copying = self._digester.start(
-            work.wanted(),
-            partial(self._on_digested, command, work),
-            engine=work.chunk.route.engine,
-            ranks=tuple(work.ranks),
-            places=work.places,
-        )
-
-    def _on_reply(self, command: ev.AskDigests, reply: wire.Digests | KVBusError) -> None:
-        key, leg = command.key, command.leg
-        if isinstance(reply, KVBusError):
-            self._dispatch(ev.CompareEnded(key, leg, reply))
-            return
-        leg.work.expected = np.frombuffer(reply.digests[: len(reply.digests) // 8 * 8], "<u8")
-        self._dispatch(ev.DigestsCame(key, leg))
-
-    def _on_digested(
-        self,
-        command: ev.StartCompare,
-        work: CompareJob,
-        error: KVBusError | None,
-        digesting: Digesting,
-    ) -> None:
-        work.copying = None
-        for rank, found in digesting.found.items() if error is None else ():
-            error = error or self._compare(work, work.ranks[rank], found)
-        if error is None or error.code is not ErrorCode.DIGEST_MISMATCH:
-            self._dispatch(ev.CompareEnded(command.key, command.leg, error))
+    def _on_reply(self, command: Begin, reply: wire.Digests | KVBusError) -> None:
+        if isinstance(reply, wire.Digests):
+            told = np.frombuffer(reply.digests[: len(reply.digests) // 8 * 8], "<u8")
+            self._take(command, None, told)
         else:
-            self._request(work, partial(self._on_asked_again, command, error))
+            self._take(command, None, reply)
 
-    def _on_asked_again(
-        self, command: ev.StartCompare, mismatch: KVBusError, reply: wire.Digests | KVBusError
-    ) -> None:
-        """Bytes differ. If the offer has ended meanwhile they may, and that is why it failed."""
-        if isinstance(reply, RequestRefused):
-            self._dispatch(ev.CompareEnded(command.key, command.leg, reply))
+    def _take(self, command: Begin, rank: int | None, found: Digests | KVBusError) -> None:
+        """The last digests that come are compared; a leg that is over hears nothing of it."""
+        work: CompareJob = command.leg.work
+        if isinstance(found, KVBusError):
+            self._dispatch(StageEnded(command.key, command.leg, error=found))
             return
-        self._different.inc(float(mismatch.detail["num_different"]))
-        log.error(
-            "digest.failed",
-            read=str(command.key),
-            reason=mismatch.message,
-            pieces=command.leg.work.different,
-            **mismatch.detail,
-        )
-        self._dispatch(ev.CompareEnded(command.key, command.leg, mismatch))
+        work.found[rank] = found
+        if len(work.found) <= len(work.share.readers):
+            return
+        errors = (self._compare(work, rank, work.found[None]) for rank in work.share.readers)
+        error = next(filter(None, errors), None)
+        if error is not None:
+            log.error("digest.failed", read=str(command.key), reason=error.message, **error.detail)
+        self._dispatch(StageEnded(command.key, command.leg, error=error))
 
-    def _compare(self, work: CompareJob, rank: int, found: Digests) -> KVBusError | None:
-        """Why the read has failed, if one of its pieces differs."""
-        expected = work.expected
-        if expected is None or expected.size != found.size:
-            told = 0 if expected is None else expected.size
+    def _compare(self, work: CompareJob, rank: int, expected: Digests) -> KVBusError | None:
+        """Why the read has failed, if a piece of the rank differs."""
+        found = work.found[rank]
+        if expected.size != found.size:
             return RemoteError(
-                f"the prefill agent told {told} digests, {found.size} pieces are compared",
+                f"the prefill agent told {expected.size} digests, {found.size} pieces are compared",
                 code=ErrorCode.INVALID,
             )
         wrong = np.flatnonzero(expected != found)
         self._equal.inc(found.size - wrong.size)
+        self._different.inc(wrong.size)
         if not wrong.size:
             return None
-        numbers = work.wanted().pieces()[wrong]
-        some = numbers[:MAX_LOGGED].tolist()
-        work.different = [piece_of(work.box, number)._asdict() for number in some]
-        return _mismatch(work, rank, numbers, found.size)
+        return _mismatch(work, rank, work.wanted.pieces()[wrong], found.size)
 
 
 def cannot_compare(agent: str) -> LocalError:
@@ -236,10 +153,6 @@ def _mismatch(work: CompareJob, rank: int, wrong: Numbers, num_compared: int) ->
         rank=rank,
         holder=holder,
         group=work.box.group,
-        layer=piece.layer,
-        part=piece.part,
-        head=piece.head,
-        first_token=piece.start,
-        end_token=piece.stop,
         num_different=int(wrong.size),
+        **piece._asdict(),
     )

@@ -10,10 +10,10 @@ import os
 import anyio
 import structlog
 
-from kvbus.agent.process.service import Agent
+from kvbus.agent.service import Agent
 from kvbus.errors import KVBusError, TransferFailed
 from kvbus.transport.types import RecycleReport
-from kvbus_decode.read.events import RecycleTransport
+from kvbus_decode.read.table import RecycleTransport
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ class Recycling:
         self._under_way, self._is_unlinked = False, False
 
     def begin(self, _: RecycleTransport) -> None:
-        """READs drain that will not end."""
+        """Some READs never end."""
         if not self._under_way:
             self._under_way = True
             self._agent.tasks.start_soon(self._recycle)

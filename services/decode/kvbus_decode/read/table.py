@@ -1,23 +1,358 @@
-"""All reads of one decode agent: turns, slots of ours, deadlines, and how a read ends (sans-IO).
+"""All reads of one decode agent: the legs of each, slots of ours, and how a read ends (sans-IO).
 
-    ChunkWanted ─▶ legs ─▶ at most so many packed ones at a time ─▶ ... ─▶ last legs ─▶ ChunkEnded
+    ChunkWanted ─▶ legs ─▶ at most so many packed ones at a time ─▶ ... ─▶ next round ─▶ ChunkEnded
                               │ ▲
                               ▼ │ slots of ours, holder by holder in fair turn
 
-A read ends when none of its legs can write any more, and at no other time. So `ChunkEnded` is the
-one place where blocks become free, whatever was aborted, lost or late before.
+A leg goes through its stages, one after the other:
+
+    direct       wanted ────────────────────────▶ reading ─────────────▶ over
+    reordered    wanted ─▶ packing ─────────────▶ reading ─────────────▶ over
+    packed       wanted ─▶ packing ─▶ packed ───▶ reading ─▶ copying ──▶ over
+    mapped       wanted ───────────────────────────────────▶ copying ──▶ over
+    zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
+    comparing    wanted ─▶ comparing ──────────────────────────────────▶ over
+
+What may write into the engine's blocks is reading (unless into a slot of ours) or copying. Such a
+leg is never over before the agent has said that it ended: NIXL and a thread cannot be called back.
+All others are over as soon as they are stopped. So `ChunkEnded` is the one place where blocks
+become free, whatever was aborted, lost or late before.
+
+The legs of a read come in rounds: those that bring bytes, those that zero, and those that compare,
+so these see what the read leaves in the blocks.
+
+One READ that feeds several of our ranks is a packed leg whose copy writes to all of them. So its
+slot of ours is given on when none of them is copied to any more.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain
+from typing import Any
 
-from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.table import FairPool, Story, Table
-from kvbus_decode.read import events as ev
-from kvbus_decode.read.entry import DelegatedKey, ReadEntry, ReadState
-from kvbus_decode.read.leg import Leg, LegState
-from kvbus_decode.read.transitions import TRANSITIONS, Commands
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
+from kvbus.table import FairPool, Key, Story, Table, Transition
+from kvbus.table.events import DeadlinePassed, Stopped, Value
+
+USABLE_SHARE = 0.99
+"""Of the lease of a slot: its holder counts by another clock, and ours may be the slower one. The
+lease of an offer needs no such share: whether it has ended is asked. Of a slot nobody asks: what a
+READ found there too late would be taken for good.
+"""
+
+
+class LegState(StrEnum):
+    """Where a leg is."""
+
+    WANTED = "wanted"
+    """Its turn has not come: as many legs of its read are under way as may be."""
+
+    PACKING = "packing"
+    """Its holder was asked to gather the box into a slot there."""
+
+    PACKED = "packed"
+    """The box lies in a slot there, and the leg waits for a slot here."""
+
+    READING = "reading"
+    """A READ is planned or posted."""
+
+    COPYING = "copying"
+    """Threads copy into the engine's blocks: out of a slot of ours, mapped memory, or zeros."""
+
+    COMPARING = "comparing"
+    """Its holder and threads here make digests of the box."""
+
+    OVER = "over"
+    """Nothing of it can write anywhere."""
+
+
+class Stage(StrEnum):
+    """What a leg needs done, in this order; a leg in it is in the state of this value."""
+
+    PACK = LegState.PACKING.value
+    READ = LegState.READING.value
+    COPY = LegState.COPYING.value
+    COMPARE = LegState.COMPARING.value
+
+
+WANTED, PACKING, PACKED = LegState.WANTED, LegState.PACKING, LegState.PACKED
+READING, COPYING = LegState.READING, LegState.COPYING
+COMPARING, OVER = LegState.COMPARING, LegState.OVER
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One leg; ``work`` is what the agent needs to carry it out, and means nothing here.
+
+    ``source`` is the holder's agent, ``device`` where the slots of ours are that it reads into.
+    ``slot_id`` names the slot there while it is the leg's, ``slot`` is the number of ours.
+    """
+
+    stages: tuple[Stage, ...]
+    work: Any
+    source: Hashable = None
+    device: Hashable = None
+    number: int = 0
+    state: LegState = WANTED
+    asked_at: float = 0.0
+    slot_id: int | None = None
+    slot_expires_at: float | None = None
+    slot: int | None = None
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether it is read into a slot of ours."""
+        return Stage.READ in self.stages and Stage.COPY in self.stages
+
+
+class ChunkWanted(Value, frozen=True):
+    """Read a chunk into the blocks of ``engine``, by legs in rounds.
+
+    The first ones bring the bytes; the next round begins when all legs of one are over.
+
+    ``path`` is only passed on to `ChunkEnded`. Legs of a greater ``priority`` are given slots of
+    ours first.
+    """
+
+    key: Hashable
+    engine: Hashable
+    rounds: tuple[tuple[Leg, ...], ...]
+    path: str = ""
+    priority: int = 0
+
+
+class StageEnded(Value, frozen=True):
+    """The stage that a leg is in has ended, whatever became of it; said once.
+
+    After READ and COPY nothing writes for it any more. ``num_bytes`` were read. A box that was
+    packed lies in slot ``slot_id`` at its holder, for ``slot_lease_s`` since it was asked for.
+    """
+
+    key: Hashable
+    leg: Leg
+    num_bytes: int = 0
+    error: KVBusError | None = None
+    slot_id: int | None = None
+    slot_lease_s: float = 0.0
+
+
+class ReadStopped(Value, frozen=True):
+    """The fetch has ended, because of ``error``."""
+
+    key: Hashable
+    error: KVBusError
+
+
+class EngineGone(Value, frozen=True):
+    """The engine whose blocks are written is lost."""
+
+    engine: Hashable
+    error: KVBusError
+
+
+class LegDue(Value, frozen=True):
+    """The leg may start; the table itself says when."""
+
+
+class SlotGranted(Value, frozen=True):
+    """A slot of ours is the leg's from now on; the table itself says when."""
+
+    slot: int
+
+
+class LegStopped(Value, frozen=True):
+    """The read of the leg has failed or was stopped; the table itself says so."""
+
+
+Event = ChunkWanted | StageEnded | ReadStopped | EngineGone | Stopped | DeadlinePassed
+
+
+class Begin(Value, frozen=True):
+    """Begin ``stage`` of the leg; answer `StageEnded`, once.
+
+    ``done`` are slots at its holder that are read, and come back with a request to pack.
+    """
+
+    key: Hashable
+    leg: Leg
+    stage: Stage
+    done: tuple[int, ...] = ()
+
+
+class Abort(Value, frozen=True):
+    """Begin no further part of what the leg is at; `StageEnded` follows when nothing runs."""
+
+    leg: Leg
+
+
+class ReleaseSlots(Value, frozen=True):
+    """Give slots back to their holder; when that fails their lease ends by itself."""
+
+    source: Hashable
+    slot_ids: tuple[int, ...]
+
+
+class RecycleTransport(Value, frozen=True):
+    """Aborted READs do not end: end them from outside; `StageEnded` follows for each."""
+
+
+class ChunkEnded(Value, frozen=True):
+    """Nothing can write into the engine's blocks for this read any more; said once.
+
+    ``error`` is None when all bytes are there.
+    """
+
+    key: Hashable
+    num_bytes: int
+    path: str
+    error: KVBusError | None = None
+
+
+Command = Begin | Abort | ReleaseSlots | RecycleTransport | ChunkEnded
+Commands = list[Command]
+
+
+class ReadState(StrEnum):
+    """Where a read is; draining is an end, but for what can still write."""
+
+    READING = "reading"
+    DRAINING = "draining"
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class ReadEntry:
+    """One read; ``live`` are the legs that were started and are not over.
+
+    ``waiting`` are legs that wait for their turn, ``read_slots`` slots of each source that are read
+    and go back with the next request to it. From ``recycle_at`` on, READs that still drain never
+    end by themselves.
+    """
+
+    wanted: ChunkWanted
+    story: Story
+    state: ReadState = ReadState.READING
+    live: dict[Leg, None] = field(default_factory=dict)
+    waiting: deque[Leg] = field(init=False)
+    rounds: deque[tuple[Leg, ...]] = field(init=False)
+    read_slots: dict[Hashable, list[int]] = field(default_factory=dict)
+    num_bytes: int = 0
+    recycle_at: float = 0.0
+    error: KVBusError | None = None
+    key: Hashable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = self.wanted.key
+        first, *later = self.wanted.rounds
+        self.waiting, self.rounds = deque(first), deque(later)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `ChunkEnded` was said."""
+        return self.state is ReadState.OVER
+
+    @property
+    def due_at(self) -> float | None:
+        """The end of the first lease of a slot that is still to be read; fetches have deadlines.
+
+        While it drains, the end of our patience with its READs.
+        """
+        if self.state is not ReadState.READING:
+            has_reads = any(leg.state is READING for leg in self.live)
+            return self.recycle_at if has_reads else None
+        times = [leg.slot_expires_at for leg in self.live if leg.slot_expires_at is not None]
+        return min(times, default=None)
+
+    def turn_of(self, leg: Leg) -> Key:
+        """What one of its legs waits for a slot of ours under."""
+        return Key(leg.source, self.wanted.priority)
+
+    def next_leg(self, most_packed: int) -> Leg | None:
+        """The leg to start now, taken from those that wait; ``most_packed`` are live at a time."""
+        if not self.waiting:
+            return None
+        if Stage.PACK in self.waiting[0].stages:
+            num_packed = sum(Stage.PACK in leg.stages for leg in self.live)
+            if num_packed >= most_packed:
+                return None
+        return self.waiting.popleft()
+
+    def release_slots(self) -> Commands:
+        """Give back the slots that were read of sources to which no further request goes."""
+        asked = {leg.source for leg in self.waiting}
+        sources = [source for source in self.read_slots if source not in asked]
+        return [ReleaseSlots(source, tuple(self.read_slots.pop(source))) for source in sources]
+
+    def retire(self) -> None:
+        """Keep no legs, whose work holds descriptors and memory."""
+        self.wanted = ChunkWanted(self.wanted.key, self.wanted.engine, ())
+        self.rounds.clear()
+
+
+def start(read: ReadEntry, leg: Leg, _event: LegDue, now: float) -> Commands:
+    """Its first stage."""
+    leg.asked_at = now
+    return _begin(read, leg, leg.stages[0])
+
+
+def go_on(read: ReadEntry, leg: Leg, event: StageEnded, _now: float) -> Commands:
+    """A stage has ended: the next one, if nothing of the read has failed; or the leg is over.
+
+    Had the lease of a slot ended before its READ, so would the read have.
+    """
+    read.num_bytes += event.num_bytes
+    read.error = read.error or event.error
+    if event.slot_id is not None:
+        leg.slot_id = event.slot_id
+        leg.slot_expires_at = leg.asked_at + USABLE_SHARE * event.slot_lease_s
+    stage = Stage(leg.state.value)
+    if read.error is not None or stage is leg.stages[-1]:
+        leg.state = OVER
+        return []
+    if stage is Stage.PACK and leg.needs_slot:
+        leg.state = PACKED
+        return []
+    return _begin(read, leg, leg.stages[leg.stages.index(stage) + 1])
+
+
+def read_into_slot(read: ReadEntry, leg: Leg, event: SlotGranted, _now: float) -> Commands:
+    """A slot of ours is free."""
+    leg.slot = event.slot
+    return _begin(read, leg, Stage.READ)
+
+
+def drop(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Commands:
+    """Nothing writes for it, so it is over at once."""
+    leg.state = OVER
+    return []
+
+
+def abort(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Commands:
+    """NIXL cannot take back what was posted, and a thread finishes the part that it is at."""
+    return [Abort(leg)]
+
+
+def _begin(read: ReadEntry, leg: Leg, stage: Stage) -> Commands:
+    leg.state = LegState(stage.value)
+    done = tuple(read.read_slots.pop(leg.source, ())) if stage is Stage.PACK else ()
+    return [Begin(read.key, leg, stage, done)]
+
+
+TRANSITIONS: Mapping[tuple[LegState, type[Any]], Transition[LegState]] = {
+    (WANTED, LegDue): Transition(start, (PACKING, READING, COPYING, COMPARING)),
+    (PACKING, StageEnded): Transition(go_on, (PACKED, READING, OVER)),
+    (PACKING, LegStopped): Transition(drop, (OVER,)),
+    (PACKED, SlotGranted): Transition(read_into_slot, (READING,)),
+    (PACKED, LegStopped): Transition(drop, (OVER,)),
+    (READING, StageEnded): Transition(go_on, (COPYING, OVER)),
+    (READING, LegStopped): Transition(abort, (READING,)),
+    (COPYING, StageEnded): Transition(go_on, (OVER,)),
+    (COPYING, LegStopped): Transition(abort, (COPYING,)),
+    (COMPARING, StageEnded): Transition(go_on, (OVER,)),
+    (COMPARING, LegStopped): Transition(drop, (OVER,)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +369,8 @@ class ReadLimits:
     max_retired_bytes: int = 32 << 20
 
 
-class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
+class ReadTable(Table[Hashable, ReadEntry, ReadLimits, Command]):
     """All reads by key; retired ones keep their story, and one of the same key goes on with it."""
-
-    transitions = TRANSITIONS
 
     def __init__(self, limits: ReadLimits) -> None:
         super().__init__(
@@ -46,7 +379,7 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
             max_retired_bytes=limits.max_retired_bytes,
         )
         self.stopped = False
-        self._pools: defaultdict[Hashable, FairPool[Hashable, Leg]] = defaultdict(self._new_pool)
+        self._pools: defaultdict[Hashable, FairPool[Leg]] = defaultdict(self._new_pool)
         self._read_of: dict[Leg, ReadEntry] = {}
 
     @property
@@ -54,65 +387,46 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
         """Slots of ours that are read into or copied from."""
         return sum(pool.num_in_use for pool in self._pools.values())
 
-    def _names_of(self, entry: ReadEntry) -> tuple[str, ...]:
-        return (entry.key.fetch_id,) if isinstance(entry.key, DelegatedKey) else ()
-
     def num_reads(self, engine: Hashable) -> int:
         """Reads that can still write into the engine's blocks."""
         return sum(read.wanted.engine == engine for read in self.live.values())
 
-    def _handle(self, event: ev.Event, now: float) -> Commands:
+    def _handle(self, event: Event, now: float) -> Commands:
         """A leg that is over wants nothing; but a slot that is packed for it has to go back."""
         commands: Commands = []
         match event:
-            case ev.ChunkWanted():
-                return self._start(event, now)
-            case ev.ReadStopped(key, error):
-                return self._stop_all([self.live[key]] if key in self.live else [], error, now)
-            case ev.EngineGone(engine, error):
-                return self._lose_engine(engine, error, now)
-            case ev.Stopped():
+            case ChunkWanted():
+                commands = self._start(event, now)
+            case ReadStopped(key, error):
+                commands = self._stop_all(filter(None, [self.live.get(key)]), error, now)
+            case EngineGone(engine, error):
+                lost = [read for read in self.live.values() if read.wanted.engine == engine]
+                commands = self._stop_all(lost, error, now)
+            case Stopped():
                 self.stopped = True
-                return self._stop_all(self.live.values(), _stopped(), now)
-            case ev.DeadlinePassed():
-                pass
-            case _ if read := self._read_of.get(event.leg):
-                commands = self._apply_leg(read, event.leg, event, now) + self._go_on(read, now)
-            case ev.SlotPacked(leg=leg, slot_id=slot_id):
-                commands = [ev.ReleaseSlots(leg.source, (slot_id,))]
+                commands = self._stop_all(self.live.values(), _stopped(), now)
+            case StageEnded(leg=leg) if read := self._read_of.get(leg):
+                commands = self._apply_leg(read, leg, event, now) + self._go_on(read, now)
+            case StageEnded(leg=leg, slot_id=int(slot_id)):
+                commands = [ReleaseSlots(leg.source, (slot_id,))]
         return commands
 
-    def _start(self, wanted: ev.ChunkWanted, now: float) -> Commands:
+    def _start(self, wanted: ChunkWanted, now: float) -> Commands:
         if self.stopped or wanted.key in self.live:
             error = _stopped() if self.stopped else LocalError("the read is under way")
-            return [ev.ChunkEnded(wanted.key, 0, "", 0.0, error)]
-        for number, leg in enumerate(wanted.legs + wanted.last_legs):
+            return [ChunkEnded(wanted.key, 0, "", error)]
+        for number, leg in enumerate(chain.from_iterable(wanted.rounds)):
             leg.number = number
         before = self._forget(wanted.key)
-        read = ReadEntry(wanted, now, Story() if before is None else before.story)
+        read = ReadEntry(wanted, Story() if before is None else before.story)
         self._add(read, wanted, now, ())
         return self._go_on(read, now)
 
-    def _lose_engine(self, engine: Hashable, error: KVBusError, now: float) -> Commands:
-        """What it has at other agents is not waited for any longer."""
-        lost = [read for read in self.live.values() if read.wanted.engine == engine]
-        commands = self._stop_all(lost, error, now, settle=False)
-        event = ev.EngineGone(engine, error)
-        for read in lost:
-            for leg in [leg for leg in read.live if leg.state is LegState.DELEGATED]:
-                commands += self._apply_leg(read, leg, event, now)
-            commands += self._go_on(read, now)
-        return commands
-
-    def _stop_all(
-        self, reads: Iterable[ReadEntry], error: KVBusError, now: float, *, settle: bool = True
-    ) -> Commands:
+    def _stop_all(self, reads: Iterable[ReadEntry], error: KVBusError, now: float) -> Commands:
         commands: Commands = []
         for read in list(reads):
             read.error = read.error or error
-            commands += self._stop_legs(read, now)
-            if settle:
-                commands += self._go_on(read, now)
+            commands += self._stop_legs(read, now) + self._go_on(read, now)
         return commands
 
     def _stop_legs(self, read: ReadEntry, now: float) -> Commands:
@@ -121,9 +435,9 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
             return []
         read.state, read.recycle_at = ReadState.DRAINING, now + self.limits.quarantine_s
         for leg in read.waiting:
-            leg.state = LegState.OVER
+            leg.state = OVER
         read.waiting.clear()
-        event = ev.LegStopped()
+        event = LegStopped()
         return [c for leg in list(read.live) for c in self._apply_leg(read, leg, event, now)]
 
     def _apply_leg(self, read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
@@ -135,17 +449,17 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
         commands: Commands = TRANSITIONS[before, type(event)].handler(read, leg, event, now)
         state = leg.state
         read.story.note(now, event, state, commands, f"leg {leg.number}")
-        if before is LegState.WANTED:
+        if before is WANTED:
             read.live[leg] = None
             self._read_of[leg] = read
-        if state is LegState.PACKED:
-            self._pools[leg.device].wait(leg.source, leg, read.wanted.priority)
-        elif before is LegState.PACKED and leg.slot is None:
-            self._pools[leg.device].leave(leg.source, leg)
-        if leg.slot_id is not None and state in (LegState.COPYING, LegState.OVER):
+        if state is PACKED:
+            self._pools[leg.device].wait(read.turn_of(leg), leg)
+        elif before is PACKED and leg.slot is None:
+            self._pools[leg.device].leave(read.turn_of(leg), leg)
+        if leg.slot_id is not None and state in (COPYING, OVER):
             read.read_slots.setdefault(leg.source, []).append(leg.slot_id)
             leg.slot_id = leg.slot_expires_at = None
-        if state is LegState.OVER:
+        if state is OVER:
             del read.live[leg], self._read_of[leg]
             if leg.slot is not None:
                 self._pools[leg.device].release(leg.slot)
@@ -158,32 +472,26 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
         """Start what may start, hand out slots of ours, and end what is over."""
         commands: Commands = []
         while leg := read.next_leg(self.limits.legs_in_flight):
-            commands += self._apply_leg(read, leg, ev.LegDue(), now)
+            commands += self._apply_leg(read, leg, LegDue(), now)
         for pool in self._pools.values():
             while (granted := pool.acquire()) is not None:
                 leg, slot = granted
-                commands += self._apply_leg(self._read_of[leg], leg, ev.SlotGranted(slot), now)
+                commands += self._apply_leg(self._read_of[leg], leg, SlotGranted(slot), now)
         if read.read_slots:
             commands += read.release_slots()
-        if read.has_landed and not read.is_over:
+        if not read.waiting and not read.live and not read.is_over:
             commands += self._finish(read, now)
-        self._deadlines.set(read.key, read.due_at)
+        self.deadlines.set(read.key, read.due_at)
         return commands
 
     def _finish(self, read: ReadEntry, now: float) -> Commands:
-        """No leg moves bytes: zero what is behind the chunk, once; compare; then it has ended."""
-        read.landed_at = now if read.landed_at is None else read.landed_at
-        if read.error is None and read.last_legs:
-            read.waiting.extend(read.last_legs)
-            read.last_legs = ()
+        """The legs of a round are over: begin the next one, if the read has not failed."""
+        if read.error is None and read.rounds:
+            read.waiting.extend(read.rounds.popleft())
             return self._go_on(read, now)
-        if read.live:
-            known = [leg for leg in read.live if leg.state is LegState.KNOWN]
-            return [c for leg in known for c in self._apply_leg(read, leg, ev.OthersOver(), now)]
         read.state = ReadState.OVER
-        seconds = read.landed_at - read.started_at
-        path = read.path if read.num_bytes else ""
-        ended = ev.ChunkEnded(read.key, read.num_bytes, path, seconds, read.error)
+        path = read.wanted.path if read.num_bytes else ""
+        ended = ChunkEnded(read.key, read.num_bytes, path, read.error)
         read.story.note(now, ended, read.state, ())
         self._retire(read)
         return [ended]
@@ -191,16 +499,18 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
     def _expire(self, now: float) -> Commands:
         commands: Commands = []
         recycles = False
-        for key in self._deadlines.pop_due(now):
+        for key in self.deadlines.pop_due(now):
             read = self.live[key]
             if read.state is ReadState.READING:
-                commands += self._stop_all([read], read.lateness(now), now)
+                message = "the lease of a staging slot ended before it was read"
+                late = RemoteError(message, code=ErrorCode.LEASE_EXPIRED)
+                commands += self._stop_all([read], late, now)
                 continue
             recycles, read.recycle_at = True, now + self.limits.quarantine_s
-            self._deadlines.set(key, read.due_at)
-        return [*commands, ev.RecycleTransport()] if recycles else commands
+            self.deadlines.set(key, read.due_at)
+        return [*commands, RecycleTransport()] if recycles else commands
 
-    def _new_pool(self) -> FairPool[Hashable, Leg]:
+    def _new_pool(self) -> FairPool[Leg]:
         """A holder that stopped while it is read keeps half of the slots at most, the next such
         one half of the rest, and so on: none takes all.
         """

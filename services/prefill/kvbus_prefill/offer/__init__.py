@@ -1,4 +1,4 @@
-"""Offers and the leases on them: one state machine for all of them (pure)."""
+"""Offers, the leases on them, and the names that they are awaited by: one state machine (pure)."""
 
 from kvbus_prefill.offer import events
 from kvbus_prefill.offer.entry import OfferedBox, OfferLimits, OfferState

@@ -1,32 +1,36 @@
-"""One offer and the leases on it: what it holds, and how either ends.
+"""One offer, the leases on it, and who waits for it by its name.
 
 A lease is not a state of its own: an offer that is open or sealed has a live lease for each of its
 readers at most.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-
-from msgspec.structs import replace
+from typing import Any
 
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.events import LeaseEvent, OfferEvent
-from kvbus.protocol.rights import check_right
+from kvbus.protocol.message import check_right
+from kvbus.protocol.peer import Claim, Granted, PeerWithdraw, Release, Renew, Take
 from kvbus.table import Context as AnyContext
 from kvbus.table import Story
 from kvbus_prefill.offer import events as ev
 
 
 class OfferState(StrEnum):
-    """Where an offer is: its blocks belong to the agent until it is released."""
+    """Where an offer is: its blocks belong to the agent from the opening to the release."""
+
+    AWAITED = "awaited"
+    """Readers wait for it by its name; the engine has not made it."""
 
     OPEN = "open"
     """The engine still computes: blocks and tokens are added."""
 
     SEALED = "sealed"
-    """All tokens are there; only now can a reader confirm."""
+    """All tokens are there; only now can a reader take it."""
 
     RELEASED = "released"
     """Over, and said so: no lease is live, the blocks are the engine's again."""
@@ -37,8 +41,14 @@ class OfferLimits:
     """Bounds of the table; durations in seconds.
 
     ``max_lease_s`` caps one grant, ``max_hold_s`` all renewals of one lease together, and all
-    leases with which one reader follows itself. Who finds another's lease is told to come again
-    when it ends, or in ``busy_retry_s`` if that is sooner.
+    leases with which one reader follows itself. A reader that finds another's lease is told to ask
+    again when it ends, or in ``busy_retry_s`` if that is sooner.
+
+    Of names, ``max_offers`` may be awaited at a time, each by ``max_waiting`` readers for
+    ``max_wait_s``. They wait until ``engine_grace_s`` after the last engine is lost, as it may come
+    back; a reader that found no offer may ask again after ``early_retry_s``.
+
+    An offer has at most ``max_parts`` leases of parts that are live or done.
     """
 
     max_offers: int = 4096
@@ -47,6 +57,12 @@ class OfferLimits:
     max_lease_s: float = 30.0
     max_hold_s: float = 600.0
     busy_retry_s: float = 0.25
+    max_waiting: int = 16
+    max_wait_s: float = 30.0
+    engine_grace_s: float = 2.0
+    early_retry_s: float = 0.001
+    max_names: int = 16_384
+    max_parts: int = 1024
 
 
 Context = AnyContext[OfferLimits]
@@ -74,38 +90,62 @@ class OfferedBox:
 class Lease:
     """A reader's right to read; ``held_until`` is the end that no renewal moves.
 
-    ``holder`` is the key of its reader. One that is over has an ``end``, what a late reader is
-    told, and ``is_done`` when its reader has everything: then it may say so again.
+    ``holder`` is the CURVE key of its reader, ``reader_agent`` and ``reader_boot`` are the process
+    that reads, empty where it did not say so. A lease that is over has an ``end``, the code for a
+    late reader; it ``is_done`` when the reader has taken the offer, and may take it again. One that
+    ``is_part`` is read beside its reader, by another agent of the same engine.
     """
 
     epoch: int
     reader_id: str
+    token: str = field(repr=False)
+    holder: str
+    reader_agent: str
+    reader_boot: str
     expires_at: float
     held_until: float
-    process: ev.ReaderProcess = ev.NAMELESS
-    token: str = field(default="", repr=False)
-    holder: str = ""
     end: ErrorCode | None = None
     is_done: bool = False
+    is_part: bool = False
+
+    def is_outlived_by(self, message: Claim | Take, holder: str) -> bool:
+        """Whether it belongs to an earlier process of the agent that asks.
+
+        Agents have names, not proofs of them. But the claim shows the ticket's secret, which could
+        end the offer as well: ending one lease of it by a wrong name is no more.
+        """
+        is_of_same = bool(self.reader_agent) and self.reader_agent == message.reader_agent
+        return is_of_same and self.reader_boot != message.reader_boot and self.holder == holder
 
 
 @dataclass(slots=True)
 class OfferEntry:
     """One offer; ``expires_at`` counts only while there is no live lease.
 
-    Readers that wait for its seal without one put it off, but not beyond ``hold_ends_at``.
-    ``leases`` are by epoch: those that are live or done, and as many others of the last numbers as
-    it has readers. ``epoch`` is the last number, ``num_done`` how many readers have everything;
-    ``ended_by`` is how the offer ended.
+    Until it is made only ``offer_id``, ``transfer_id`` and ``waiting`` have a meaning: the calls
+    that wait for its ticket, each with the end of its wait. Readers that ask for its seal put its
+    expiry off, but not beyond ``hold_ends_at``. ``leases`` are by epoch: those that are live or
+    done, and as many others of the last numbers as it has readers. ``epoch`` is the last number,
+    ``num_done`` how many readers have everything; ``ended_by`` is how the offer ended.
     """
 
-    opened: ev.Opened
-    state: OfferState
-    num_tokens: int
-    tables: dict[str, BlockTable]
-    expires_at: float
-    hold_ends_at: float | None = None
+    offer_id: str
+    transfer_id: str = field(default="", repr=False)
+    state: OfferState = OfferState.AWAITED
+    waiting: list[tuple[float, object]] = field(default_factory=list)
+    engine_id: str = ""
+    request_id: str = ""
+    secret: str = field(default="", repr=False)
+    ticket: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    ttl_s: float = 0.0
+    readers: int = 1
+    traceparent: str = ""
+    asked_s: float | None = None
+    num_tokens: int = 0
+    tables: dict[str, BlockTable] = field(default_factory=dict)
     opened_at: float = 0.0
+    expires_at: float = 0.0
+    hold_ends_at: float | None = None
     epoch: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
     num_done: int = 0
@@ -116,7 +156,7 @@ class OfferEntry:
     @property
     def key(self) -> str:
         """Names the offer in the table."""
-        return self.opened.offer_id
+        return self.offer_id
 
     @property
     def is_over(self) -> bool:
@@ -124,15 +164,11 @@ class OfferEntry:
         return self.state is OfferState.RELEASED
 
     @property
-    def offer_id(self) -> str:
-        """The id that tickets carry."""
-        return self.opened.offer_id
-
-    @property
-    def due_at(self) -> float:
+    def due_at(self) -> float | None:
         """When somebody must look at this offer again."""
-        ends = [lease.expires_at for lease in self.live_leases]
-        return min(ends) if ends else self.expires_at
+        if self.state is OfferState.AWAITED:
+            return min((until for until, _ in self.waiting), default=None)
+        return min((lease.expires_at for lease in self.live_leases), default=self.expires_at)
 
     @property
     def live_leases(self) -> list[Lease]:
@@ -143,34 +179,40 @@ class OfferEntry:
         """Do not expire before ``when``."""
         self.expires_at = max(self.expires_at, when)
 
-    def retire(self) -> None:
-        """Keep no tables, and not the request that is answered."""
-        self.opened = replace(self.opened, tables={}, ticket={}, reply_to=None)
+    def tables_with(self, more: Mapping[str, BlockTable]) -> dict[str, BlockTable]:
+        """Its tables once ``more`` blocks are added."""
+        known = self.tables
+        return known | {
+            group: known[group].extended(added) if group in known else added
+            for group, added in more.items()
+        }
 
-    # Who asks must hold the right: the ticket's secret for the offer, the token for the lease. What
-    # is said of a lease that is not kept is stale whatever it shows.
-    def check_right(self, event: ev.RequestEvent) -> None:
-        """Raise `LocalError` (``forbidden``) when what ``event`` shows is not the right to ask."""
-        match event:
-            case (
-                ev.Claimed(secret=secret)
-                | ev.Taken(secret=secret)
-                | ev.Withdrawn(secret=str(secret))
-            ):
-                check_right(secret, self.opened.secret)
-            case ev.Renewed() | ev.Confirmed() | ev.Returned():
-                self.check_token(event.epoch, event.token)
-                self._check_holder(event.epoch, event.holder)
+    def retire(self) -> None:
+        """Keep no tables: a late message asks how it ended, and no more."""
+        self.tables, self.ticket, self.waiting = {}, {}, []
+
+    def check_right(self, event: ev.Asked[Any]) -> None:
+        """Raise `LocalError` (``forbidden``) unless the message shows the right to ask.
+
+        That is the ticket's secret for the offer, and the token for the lease, which belongs to the
+        key that claimed it: another one that was told its token may have boxes packed and no more.
+        A lease that is not known is not looked at: it is stale whatever is shown. An engine may ask
+        for its own offers (else ``offer_unknown``).
+        """
+        match event.message:
+            case Claim(secret=secret) | Take(secret=secret) | PeerWithdraw(secret=secret):
+                check_right(secret, self.secret)
+            case Renew(epoch=epoch, token=token) | Release(epoch=epoch, token=token):
+                self.check_token(epoch, token)
+                if (lease := self.leases.get(epoch)) is not None:
+                    check_right(event.holder, lease.holder)
+            case _ if event.engine_id != self.engine_id and not self.is_over:
+                raise LocalError("the offer is another engine's", code=ErrorCode.OFFER_UNKNOWN)
 
     def check_token(self, epoch: int, token: str) -> None:
         """Raise `LocalError` (``forbidden``) when ``token`` is not that of the lease ``epoch``."""
         if (lease := self.leases.get(epoch)) is not None:
             check_right(token, lease.token)
-
-    def _check_holder(self, epoch: int, holder: str) -> None:
-        """A lease is of the key that claimed it: whoever is told its token may pack and no more."""
-        if (lease := self.leases.get(epoch)) is not None:
-            check_right(holder, lease.holder)
 
     def live_lease(self, epoch: int) -> Lease:
         """The lease of ``epoch``, if it is live; raises `LocalError` otherwise.
@@ -190,15 +232,33 @@ class OfferEntry:
         return lease
 
     def add_lease(self, lease: Lease) -> None:
-        """A lease under a new number; who gave up long ago is forgotten, who is done never."""
+        """A lease under a new number; ended ones are forgotten by and by, done ones never."""
         self.epoch = lease.epoch
-        forgotten = lease.epoch - self.opened.readers
+        forgotten = lease.epoch - self.readers
         self.leases = {
             epoch: one
             for epoch, one in self.leases.items()
             if one.end is None or one.is_done or epoch > forgotten
         }
         self.leases[lease.epoch] = lease
+
+    def grant(
+        self, lease: Lease, lease_s: float, known_blocks: Mapping[str, int], at: Context
+    ) -> Granted:
+        """Lengthen a lease; the reply has the blocks that its reader does not know yet."""
+        wanted = min(at.now + min(lease_s, at.limits.max_lease_s), lease.held_until)
+        lease.expires_at = max(lease.expires_at, wanted)
+        return Granted(
+            epoch=lease.epoch,
+            token=lease.token,
+            lease_s=max(lease.expires_at - at.now, 1e-6),
+            num_tokens=self.num_tokens,
+            sealed=self.state is OfferState.SEALED,
+            tables={
+                group: _after(table, known_blocks.get(group, 0))
+                for group, table in self.tables.items()
+            },
+        )
 
     def check_box(self, box: OfferedBox) -> None:
         """Raise `LocalError` or `GeometryError` unless the offer has ``box`` by now."""
@@ -226,35 +286,26 @@ class OfferEntry:
     def end_lease(
         self, lease: Lease, reason: str, code: ErrorCode = ErrorCode.STALE
     ) -> list[ev.Command]:
-        """End a live lease, because it was confirmed, returned, revoked or late."""
+        """End a live lease: it was given back or taken (ended), expired, or was revoked."""
         lease.end = code
         return [
             ev.EndLease(self.offer_id, lease.epoch, reason, code),
             ev.Publish(f"lease.{reason}", LeaseEvent(offer_id=self.offer_id, epoch=lease.epoch)),
         ]
 
-    def count_reader(self) -> list[ev.Command]:
-        """One more reader has everything; with the last one the offer is done."""
-        self.num_done += 1
-        if self.num_done < self.opened.readers:
-            return []
-        return self.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
-
     def release(self, outcome: Outcome, code: ErrorCode) -> list[ev.Command]:
-        """End the offer, its live leases first, so that its blocks are nobody else's."""
+        """End the offer, its live leases first, so that nobody else has its blocks."""
         commands: list[ev.Command] = []
         for lease in self.live_leases:
             commands += self.end_lease(lease, "revoked", code)
-        self.state, self.outcome, self.tables = OfferState.RELEASED, outcome, {}
-        self.ended_by = code
-        opened = self.opened
+        self.state, self.outcome, self.ended_by = OfferState.RELEASED, outcome, code
         report = ev.ReportReleased(
-            opened.engine_id,
-            opened.offer_id,
-            opened.request_id,
-            outcome,
-            self.num_tokens,
-            self.opened_at,
+            engine_id=self.engine_id,
+            offer_id=self.offer_id,
+            request_id=self.request_id,
+            outcome=outcome,
+            num_tokens=self.num_tokens,
+            opened_at=self.opened_at,
         )
         return [*commands, report, self.published("offer.released")]
 
@@ -264,3 +315,9 @@ class OfferEntry:
         return ev.Publish(
             op, OfferEvent(offer_id=self.offer_id, num_tokens=self.num_tokens, outcome=outcome)
         )
+
+
+def _after(table: BlockTable, known_blocks: int) -> BlockTable:
+    """The part of a table behind the blocks that the reader already knows."""
+    skipped = min(known_blocks, len(table))
+    return BlockTable(ids=table.ids[4 * skipped :], first_block=table.first_block + skipped)

@@ -1,17 +1,13 @@
-"""What can happen to offers, and what the agent is told to do about it.
+"""What happens to offers, and what the agent is told to do about it: values without behaviour.
 
-Refuses behaviour: these are values. `kvbus_prefill.offer.table` says which event leads to which
-command.
-``reply_to`` is whatever the agent uses to answer the request that caused an event, ``holder`` the
-CURVE key of who asks, empty without keys.
+A request is its own event: `Asked` carries its message as it came.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
 from kvbus.errors import ErrorCode
-from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol.engine import MakeOffer, Outcome
 from kvbus.protocol.message import Message
 from kvbus.table.events import (
     DeadlinePassed,
@@ -23,162 +19,66 @@ from kvbus.table.events import (
     Value,
 )
 
-__all__ = [
-    "BeginLease",
-    "Claimed",
-    "Command",
-    "Confirmed",
-    "DeadlinePassed",
-    "DrainStarted",
-    "EndLease",
-    "EngineLost",
-    "Event",
-    "Extended",
-    "Opened",
-    "Publish",
-    "Refuse",
-    "Renewed",
-    "ReportReleased",
-    "RequestEvent",
-    "Returned",
-    "Sealed",
-    "SendReply",
-    "Stopped",
-    "TableEvent",
-    "Taken",
-    "Withdrawn",
-]
+M = TypeVar("M", bound=Message)
+
+
+class Asked(Value, Generic[M], frozen=True):
+    """A request about one offer or one name, which ``reply_to`` answers.
+
+    A request of a local engine has its ``engine_id``. Any other has the CURVE key of its sender as
+    ``holder``, empty without keys, and in ``fresh`` a secret or an id for what it may begin.
+    """
+
+    message: M
+    reply_to: object
+    engine_id: str = ""
+    holder: str = ""
+    fresh: str = ""
 
 
 class Opened(Value, frozen=True):
-    """The engine offers the KV of a request; ``ttl_s`` runs while nobody holds a lease.
+    """An engine makes an offer; ``message`` was checked against its memory.
 
-    Whoever claims the offer, or withdraws it from outside, shows its ``secret``. The engine itself
-    may name ``ticket_blocks`` of its blocks in the ticket. It is done when ``readers`` have all.
-    ``traceparent`` is the trace of the request, empty for none; ``asked_s`` is when the engine
-    asked by its own word.
+    ``ttl_s`` counts while no lease is live. Who shows ``secret`` may claim the offer or withdraw
+    it. The engine may name ``ticket_blocks`` of its blocks in the ``ticket`` itself.
     """
 
-    offer_id: str
+    message: MakeOffer
+    reply_to: object
     engine_id: str
-    request_id: str
-    num_tokens: int
-    tables: Mapping[str, BlockTable]
-    sealed: bool
+    offer_id: str
+    secret: str
     ttl_s: float
-    secret: str
     ticket: Mapping[str, Any]
-    reply_to: object
     ticket_blocks: int = 0
-    readers: int = 1
-    traceparent: str = ""
-    asked_s: float | None = None
 
 
-class Extended(Value, frozen=True):
-    """The engine has computed more; ``tables`` hold only what is new, ``num_tokens`` the sum."""
+class Abandoned(Value, frozen=True):
+    """A reader that waited for the offer of this name waits no longer."""
 
-    offer_id: str
-    num_tokens: int
-    tables: Mapping[str, BlockTable]
+    transfer_id: str
     reply_to: object
 
 
-class Sealed(Value, frozen=True):
-    """The engine will add no more."""
-
-    offer_id: str
-    reply_to: object
+class EngineReady(Value, frozen=True):
+    """An engine of the agent is ready to make offers."""
 
 
-class Withdrawn(Value, frozen=True):
-    """The engine ends the offer, with None for the ``secret``; or a router, which shows it."""
-
-    offer_id: str
-    secret: str | None
-    reply_to: object
+class EnginesGone(Value, frozen=True):
+    """No engine of the agent is ready to make offers: the last one is lost, or none has come."""
 
 
-class ReaderProcess(NamedTuple):
-    """The process of the agent that reads; without a name when it does not say so."""
-
-    agent_id: str = ""
-    boot: str = ""
-
-    def follows(self, other: "ReaderProcess") -> bool:
-        """Whether it is another process of the same agent."""
-        return bool(self.agent_id) and self.agent_id == other.agent_id and self.boot != other.boot
-
-
-NAMELESS = ReaderProcess()
-
-
-class Claimed(Value, frozen=True):
-    """A reader that shows the offer's ``secret`` asks for the lease, which gets the ``token``."""
-
-    offer_id: str
-    secret: str
-    reader_id: str
-    lease_s: float
-    token: str
-    reply_to: object
-    holder: str = ""
-    process: ReaderProcess = NAMELESS
-
-
-class Renewed(Value, frozen=True):
-    """A reader asks for more time, and for the blocks that it does not know yet."""
-
-    offer_id: str
-    epoch: int
-    token: str
-    lease_s: float
-    known_blocks: Mapping[str, int]
-    reply_to: object
-    holder: str = ""
-
-
-class Confirmed(Value, frozen=True):
-    """A reader has all bytes and asks whether its lease was live all along."""
-
-    offer_id: str
-    epoch: int
-    token: str
-    reply_to: object
-    holder: str = ""
-
-
-class Taken(Value, frozen=True):
-    """A reader without a lease has all bytes of ``tables``, and asks whether they were good.
-
-    It shows the offer's ``secret``; with the ``token``, its own, it can ask again.
-    """
-
-    offer_id: str
-    secret: str
-    reader_id: str
-    token: str
-    tables: Mapping[str, BlockTable]
-    reply_to: object
-    holder: str = ""
-    process: ReaderProcess = NAMELESS
-
-
-class Returned(Value, frozen=True):
-    """A reader gives its lease back without having used it."""
-
-    offer_id: str
-    epoch: int
-    token: str
-    reply_to: object
-    holder: str = ""
-
-
-RequestEvent = (
-    Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Taken | Returned
+Event = (
+    Asked[Any]
+    | Opened
+    | Abandoned
+    | EngineReady
+    | EnginesGone
+    | EngineLost
+    | DrainStarted
+    | Stopped
+    | DeadlinePassed
 )
-TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
-Event = RequestEvent | TableEvent
 
 
 class ReportReleased(Value, frozen=True):
@@ -207,10 +107,7 @@ class BeginLease(Value, frozen=True):
 
 
 class EndLease(Value, frozen=True):
-    """The lease is over, for whatever ``reason``: confirmed, returned, expired or revoked.
-
-    ``code`` says it to a reader that still uses it.
-    """
+    """The lease is over: ``reason`` is ended, expired or revoked; ``code`` is for its reader."""
 
     offer_id: str
     epoch: int

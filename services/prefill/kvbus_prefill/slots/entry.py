@@ -101,7 +101,7 @@ Commands = list[ev.Command]
 def start(pack: SlotEntry, event: ev.TurnCame, _: Context) -> Commands:
     """The slot is this box's from now on."""
     pack.state, pack.slot = GATHERING, event.slot
-    return [ev.StartGather(pack.slot_id, event.slot, pack.asked.work)]
+    return [ev.StartGather(pack.slot_id, event.slot, pack.asked.work, pack.asked.turn)]
 
 
 def end_gather(pack: SlotEntry, event: ev.GatherEnded, at: Context) -> Commands:

@@ -8,6 +8,7 @@ A ``lease`` is any key: (offer id, epoch) of an offer here, the reader's own key
 from collections.abc import Hashable
 
 from kvbus.errors import ErrorCode, KVBusError
+from kvbus.table import Key
 from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, Stopped, Value
 
 __all__ = [
@@ -45,6 +46,11 @@ class SlotWanted(Value, frozen=True):
     reply_to: object
     priority: int = 0
     offer_id: str = ""
+
+    @property
+    def turn(self) -> Key:
+        """What it waits under, for a slot and then for a thread."""
+        return Key(self.lease, self.priority)
 
 
 class TurnCame(Value, frozen=True):
@@ -110,6 +116,7 @@ class StartGather(Value, frozen=True):
     slot_id: int
     slot: int
     work: object
+    turn: Key
 
 
 class StartWipe(Value, frozen=True):

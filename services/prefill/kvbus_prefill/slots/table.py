@@ -30,7 +30,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
         self._num_copies = 0
         self._leases: defaultdict[Hashable, dict[int, SlotEntry]] = defaultdict(dict)
         most = limits.max_slots_of_a_lease
-        self._pool: FairPool[Hashable, int] = FairPool(
+        self._pool: FairPool[int] = FairPool(
             limits.num_slots, may_have=lambda held, _free: held < most
         )
 
@@ -98,7 +98,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
         slot_lease_s = min(asked.slot_lease_s, self.limits.max_slot_lease_s)
         box = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
         self._leases[asked.lease][box.slot_id] = box
-        self._pool.wait(asked.lease, box.slot_id, asked.priority)
+        self._pool.wait(asked.turn, box.slot_id)
         self._add(box, asked, now, ())
 
     def _take_turns(self, now: float) -> Commands:
@@ -118,7 +118,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
         if not self._leases[lease]:
             del self._leases[lease]
         if entry.slot is None:
-            self._pool.leave(lease, entry.slot_id)
+            self._pool.leave(entry.asked.turn, entry.slot_id)
         else:
             self._pool.release(entry.slot)
         super()._retire(entry)

@@ -1,0 +1,376 @@
+"""Configuration of an agent: what was given into typed structs, and its addresses."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvbus.agent.sources import Given, gather, in_words, kinds_of, variable
+from kvbus.errors import ConfigError
+
+PREFILL_DEFAULTS: Mapping[str, str] = MappingProxyType(
+    {
+        "agent_id": "prefill-0",
+        "peer_bind": "tcp://127.0.0.1:7701",
+        "events_bind": "tcp://127.0.0.1:7702",
+        "http_bind": "127.0.0.1:7703",
+    }
+)
+DECODE_DEFAULTS: Mapping[str, str] = MappingProxyType(
+    {
+        "agent_id": "decode-0",
+        "peer_bind": "tcp://127.0.0.1:7711",
+        "events_bind": "tcp://127.0.0.1:7712",
+        "http_bind": "127.0.0.1:7713",
+    }
+)
+
+
+BINDS = ("peer_bind", "events_bind")
+"""The keys of addresses that ZeroMQ binds."""
+MAX_PORT = 65_535
+
+
+def bind_host(address: str) -> str:
+    """The host of tcp://HOST:PORT, with the brackets of an IPv6 address."""
+    return address.removeprefix("tcp://").rpartition(":")[0]
+
+
+def advertised(host: str, endpoint: str) -> str:
+    """The endpoint as others reach it, by ``host`` if that is given."""
+    return f"tcp://{host}:{endpoint.rpartition(':')[2]}" if host else endpoint
+
+
+def check_address(address: str, *, key: str, source: str, is_named: bool) -> None:
+    """Raise `ConfigError` unless the address can be bound, and others can be told of it."""
+    host, ports = bind_host(address), address.rpartition(":")[2].split("-")
+    if not address.startswith("tcp://") or not host or not _are_ports(ports):
+        raise ConfigError(
+            f"{source}: key '{key}': '{address}' is neither tcp://HOST:PORT nor "
+            f"tcp://HOST:FIRST-LAST, with ports up to {MAX_PORT}",
+            key=key,
+        )
+    if host in ("*", "0.0.0.0", "[::]") and not is_named:  # noqa: S104 - compared
+        raise ConfigError(
+            f"{source}: key 'advertise_host': needed, because {key} binds every interface",
+            key="advertise_host",
+        )
+
+
+def http_address(bind: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of a checked HOST:PORT."""
+    host, _, port = bind.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def check_http_address(bind: str, *, source: str) -> None:
+    """Raise `ConfigError` unless it is HOST:PORT."""
+    host, _, port = bind.rpartition(":")
+    if not host or not _are_ports([port]):
+        message = (
+            f"{source}: key 'http_bind': '{bind}' is not HOST:PORT, with a port up to {MAX_PORT}"
+        )
+        raise ConfigError(message, key="http_bind")
+
+
+def _are_ports(ports: list[str]) -> bool:
+    """Whether these are one port, or the first and the last of some."""
+    if not all(port.isascii() and port.isdigit() and int(port) <= MAX_PORT for port in ports):
+        return False  # ZeroMQ would wrap a larger one
+    return len(ports) == 1 or (len(ports) == 2 and 0 < int(ports[0]) <= int(ports[1]))
+
+
+Duration = Annotated[float, Meta(gt=0, le=86_400)]
+Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
+MEMORY_SOCKET = "memory.sock"
+
+
+class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the agent moves bytes with NIXL."""
+
+    slice_bytes: Annotated[
+        int,
+        Meta(
+            ge=4096,
+            le=1 << 30,
+            description="Largest post of one transfer, and largest part of a copy out of mapped "
+            "memory, in bytes.",
+        ),
+    ] = 8 << 20
+    slice_descriptors: Annotated[
+        int, Meta(ge=1, le=1 << 16, description="Most descriptors in one post.")
+    ] = 2048
+    close_timeout_s: Annotated[
+        float,
+        Meta(gt=0, le=86_400, description="How long a stop waits for posted transfers to end."),
+    ] = 5.0
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both agents need; each service adds its own keys. ``called`` is for messages."""
+
+    called: ClassVar[str] = "an agent"
+
+    agent_id: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._-]{1,64}$",
+            extra={"words": "1 to 64 letters of ASCII, digits, dots, underscores and hyphens"},
+            description="Name of this agent in logs, metrics and tickets; unique in the cluster.",
+        ),
+    ]
+    peer_bind: Annotated[
+        str,
+        Meta(
+            description="Where other agents reach this one, tcp://HOST:PORT; port 0 takes a free "
+            "one, FIRST-LAST the first free one of a range."
+        ),
+    ]
+    events_bind: Annotated[
+        str, Meta(description="Where subscribers get this agent's events; as peer_bind.")
+    ]
+    advertise_host: Annotated[
+        str,
+        Meta(description="Host name that others use; needed when an address above is a wildcard."),
+    ] = ""
+    key_file: Annotated[
+        str,
+        Meta(
+            description="Secret key of this agent, of mode 0600; made by: kvbus keys new. Empty: "
+            "its sockets are neither encrypted nor closed to anybody."
+        ),
+    ] = ""
+    authorized_keys: Annotated[
+        str,
+        Meta(
+            description="Folder of the public keys that are trusted; made by: kvbus keys trust. It "
+            "is read again when it changes."
+        ),
+    ] = ""
+    insecure: Annotated[
+        bool, Meta(description="Whether an address above may be not loopback without keys.")
+    ] = False
+    data_interfaces: Annotated[
+        tuple[str, ...],
+        Meta(
+            max_length=64,
+            description="Network interfaces or RDMA devices that KV passes over, such as "
+            '["eth0"] or ["mlx5_0:1"]. Empty: what UCX_NET_DEVICES names, or loopback when the '
+            "addresses above are loopback.",
+        ),
+    ] = ()
+    data_ports: Annotated[
+        str,
+        Meta(
+            pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$",
+            description="TCP ports at which UCX may listen, FIRST-LAST, for the rules of a "
+            "firewall: 16 for each agent of the machine. Empty: any, or what UCX_TCP_PORT_RANGE "
+            "names.",
+        ),
+    ] = ""
+    ticket_keys: Annotated[
+        tuple[str, ...],
+        Meta(
+            max_length=16,
+            description="Files with the keys of the site that sign tickets, one in each, of mode "
+            "0600. The first signs, any of them verifies. Empty: tickets are not signed, and "
+            "anyone's are taken.",
+        ),
+    ] = ()
+    runtime_dir: Annotated[
+        str,
+        Meta(
+            description="Folder of the sockets for the local engine, of mode 0700, below folders "
+            "that only this user and root write into. Empty: kvbus-UID/AGENT_ID below "
+            "XDG_RUNTIME_DIR, or below /tmp."
+        ),
+    ] = ""
+    http_bind: Annotated[
+        str,
+        Meta(
+            description="HOST:PORT for /metrics, /healthz, /readyz and /status; empty: no port. "
+            "One that is not loopback needs http_token_file."
+        ),
+    ] = ""
+    http_token_file: Annotated[
+        str,
+        Meta(
+            description="File of mode 0600 with the token that all of http_bind but /healthz and "
+            "/readyz asks for: as a bearer's, or as the password of any user."
+        ),
+    ] = ""
+    ready_needs_engine: Annotated[
+        bool, Meta(description="Whether /readyz is 503 until an engine is attached.")
+    ] = False
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            pattern=r"^(https?://[^\s/]+(/\S*)?)?$",
+            extra={"words": "http://HOST:PORT or https://HOST:PORT, or nothing"},
+            description="Where an OpenTelemetry collector takes spans by OTLP over HTTP, such as "
+            "http://127.0.0.1:4318; needs kvbus[otel]. Empty: nothing is sent.",
+        ),
+    ] = ""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="Least severe level that is logged."),
+    ] = "info"
+    log_format: Annotated[
+        Literal["auto", "json", "console"],
+        Meta(description="auto: console on a terminal, JSON lines otherwise."),
+    ] = "auto"
+    drain_timeout_s: Annotated[
+        Duration, Meta(description="How long a stop waits for what runs before it fails it.")
+    ] = 30.0
+    heartbeat_s: Annotated[Duration, Meta(description="Time between heartbeat events.")] = 2.0
+    max_engine_processes: Annotated[
+        Bound, Meta(description="Most attach connections of local engines at a time.")
+    ] = 64
+    max_refusal_lines_s: Annotated[
+        Bound,
+        Meta(
+            description="Most lines a second in the log about refused requests and keys; "
+            "a quarter of them about the same peer."
+        ),
+    ] = 20
+    max_ended_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            le=1 << 40,
+            description="Memory for what is known of offers or fetches that have ended, some 2 KiB "
+            "each, so that who asks again when a reply was lost gets the same answer. It is "
+            "forgotten after a minute, but the last 1,024.",
+        ),
+    ] = 40 << 20
+    staging_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 40,
+            description="Memory of this agent that packed transfers pass through; 0 turns them "
+            "off, so that KV of another shape goes in small pieces.",
+        ),
+    ] = 128 << 20
+    mapped: Annotated[
+        bool,
+        Meta(
+            description="Whether a prefill agent lends the memory of its engines, read-only, to "
+            "decode agents of this machine and user, and whether a decode agent maps it and "
+            "copies from there."
+        ),
+    ] = True
+    exposure: Annotated[
+        Literal["memory", "staging"],
+        Meta(
+            description="What NIXL is told of: `memory`, the KV caches of engines and the staging "
+            "slots; `staging`, the slots alone, which a prefill agent zeroes after use."
+        ),
+    ] = "memory"
+    slot_bytes: Annotated[
+        int,
+        Meta(
+            ge=4096,
+            le=1 << 30,
+            multiple_of=4096,
+            description="Size of one staging slot, and so of the largest packed box.",
+        ),
+    ] = 8 << 20
+    transport: TransportConfig = TransportConfig()
+
+    @property
+    def runtime_path(self) -> Path:
+        """The runtime folder, with the default filled in."""
+        if self.runtime_dir:
+            return Path(self.runtime_dir)
+        base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 - made 0700, owner checked
+        return Path(base) / f"kvbus-{os.getuid()}" / self.agent_id
+
+    @property
+    def attach_path(self) -> Path:
+        """The socket that engines are told."""
+        return self.runtime_path / "attach.sock"
+
+    @property
+    def memory_path(self) -> Path:
+        """The socket at which a prefill agent lends memory, in its first seat."""
+        return self.runtime_path / MEMORY_SOCKET
+
+
+C = TypeVar("C", bound=AgentConfig)
+
+
+def load_config(kind: type[C], path: Path | None, *, settings: Iterable[str] = ()) -> C:
+    """What the file, the environment and ``settings`` give; raises `ConfigError` that names key and
+    source.
+    """
+    return _converted(kind, gather(kind, path, settings=settings, called=kind.called), path)
+
+
+def load_shared_config(path: Path | None) -> AgentConfig:
+    """The keys that all agents have, of whatever role; the others are not looked at.
+
+    Raises `ConfigError` that names key and source.
+    """
+    return _converted(AgentConfig, gather(AgentConfig, path, knows_all=False), path)
+
+
+def _converted(kind: type[C], given: Given, path: Path | None) -> C:
+    source = str(path or "the environment and --set")
+    for field in msgspec.structs.fields(kind):
+        key = field.encode_name
+        if field.required and key not in given.values:
+            raise ConfigError(
+                f"{source}: key '{key}' is missing: write it into CONFIG.toml (--print-config "
+                f"shows one), or set {variable(key)} or --set {key}=VALUE",
+                key=key,
+            )
+    return convert_config(kind, given.nested(), source=source, origins=given.origins)
+
+
+def convert_config(
+    kind: type[C],
+    fields: dict[str, Any],
+    *,
+    source: str,
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> C:
+    """The typed config of ``fields``; raises `ConfigError` that names the key and where it stands.
+
+    That is ``source``, unless ``origins`` says otherwise.
+    """
+    try:
+        config = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        where = str(error).partition(" - at `$.")[2]
+        key = where.rstrip("`").partition("[")[0]
+        reason = in_words(error, _value_at(fields, key), dict(kinds_of(kind)).get(key))
+        named = f"key '{key}': " if key else ""
+        raise ConfigError(f"{origins.get(key, source)}: {named}{reason}", key=key) from error
+    for key in BINDS:
+        is_named = bool(config.advertise_host)
+        origin = origins.get(key, source)
+        check_address(getattr(config, key), key=key, source=origin, is_named=is_named)
+    if config.http_bind:
+        check_http_address(config.http_bind, source=origins.get("http_bind", source))
+    _check_staging(config, origins.get("staging_bytes", source))
+    return config
+
+
+def _value_at(fields: Any, key: str) -> Any:
+    for name in key.split("."):
+        fields = fields.get(name) if isinstance(fields, dict) else None
+    return fields
+
+
+def _check_staging(config: AgentConfig, source: str) -> None:
+    if 0 < config.staging_bytes < config.slot_bytes:
+        raise ConfigError(
+            f"{source}: key 'staging_bytes': {config.staging_bytes} is less than one slot of "
+            f"'slot_bytes' = {config.slot_bytes}; make it larger, or 0 to turn packing off",
+            key="staging_bytes",
+        )

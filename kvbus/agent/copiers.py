@@ -1,0 +1,344 @@
+"""The threads that copy memory of local engines, slots, and memory mapped here, in fair turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import anyio
+import structlog
+
+from kvbus.agent.engines import LocalEngine, engine_lost
+from kvbus.agent.segments import RankMemory
+from kvbus.errors import KVBusError
+from kvbus.geometry import GroupSpec
+from kvbus.memory.libc import load_library
+from kvbus.table import FairQueue, Key
+
+if TYPE_CHECKING:
+    from kvbus.memory.paged import PagedMemory
+
+log = structlog.get_logger()
+
+Job = Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Jobs that are done for one purpose; ``error`` is why it was stopped, or failed."""
+
+    turn: Key
+    on_end: Callable[[Exception | None], None]
+    jobs: deque[Job] = field(default_factory=deque)
+    num_threads: int = 1
+    error: Exception | None = None
+
+    def stop(self, error: Exception) -> None:
+        """Begin no further job; its end follows when none runs."""
+        self.error = self.error or error
+
+    def do_next(self) -> bool:
+        """Do one job; returns whether there may be another."""
+        try:
+            job = self.jobs.popleft()
+        except IndexError:  # another thread may have taken the last one
+            return False
+        if self.error is not None:
+            return False
+        try:
+            job()
+        except Exception as error:
+            self.stop(error)
+        return self.error is None and bool(self.jobs)
+
+
+# The queue of the threads holds each work as often as threads may serve it, and never a job. A
+# thread takes a work, does one job of it, and puts it to the end of those with its key:
+#
+#     queue   [large] [small] [large]    small waits for one job of each owner before it,
+#                │                       however many more these have
+#                └─ one job ─▶ to the end, or out when nothing is left
+#
+# What each thread does next it finds by itself: the event loop hears of the end alone.
+class FairThreads:
+    """At most ``num_threads`` jobs at once, in the turns of `kvbus.table.FairQueue`."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        num_threads: int,
+        new_executor: Callable[[int, str], Executor] = ThreadPoolExecutor,
+    ) -> None:
+        self._loop, self._num_threads = loop, num_threads
+        self._threads = new_executor(num_threads, "kvbus-copy")
+        self._lock = Lock()
+        self._waiting: FairQueue[Callable[[], None]] = FairQueue()
+
+    def start(
+        self,
+        turn: Key,
+        jobs: Iterable[Job],
+        on_end: Callable[[Exception | None], None],
+    ) -> Work:
+        """Have the jobs done; ``on_end`` is called in the event loop, once, with why they failed.
+
+        That is when none of them runs any more.
+        """
+        work = Work(turn, on_end, deque(jobs))
+        self._serve(work)
+        return work
+
+    def start_planned(
+        self,
+        turn: Key,
+        plan: Callable[[], Iterable[Job]],
+        on_end: Callable[[Exception | None], None],
+    ) -> Work:
+        """Have the jobs of ``plan`` done, which is called in a thread itself; else as `start`."""
+        work = Work(turn, on_end)
+        self._queue(work, partial(self._plan, work, plan))
+        return work
+
+    def _plan(self, work: Work, plan: Callable[[], Iterable[Job]]) -> None:
+        """No other thread serves the work yet."""
+        work.jobs.append(lambda: work.jobs.extend(plan()))
+        work.do_next()
+        self._serve(work)
+
+    def _serve(self, work: Work) -> None:
+        """By as many threads as it has jobs for."""
+        work.num_threads = max(1, min(self._num_threads, len(work.jobs)))
+        for _ in range(work.num_threads):
+            self._queue(work, partial(self._turn, work))
+
+    def _queue(self, work: Work, turn: Callable[[], None]) -> None:
+        """A thread for each turn, but not each for its own."""
+        with self._lock:
+            self._waiting.add(work.turn, turn)
+        self._threads.submit(self._take_turn)
+
+    def _take_turn(self) -> None:
+        with self._lock:
+            taken = self._waiting.take()
+        if taken is not None:  # there is a call for each that waits
+            _, turn = taken
+            turn()
+
+    def _turn(self, work: Work) -> None:
+        if work.do_next():
+            self._queue(work, partial(self._turn, work))
+        else:
+            self._loop.call_soon_threadsafe(self._leave, work)
+
+    def _leave(self, work: Work) -> None:
+        """In the event loop: one thread less serves the work."""
+        work.num_threads -= 1
+        if not work.num_threads:
+            work.jobs.clear()  # what was not begun holds memory
+            work.on_end(work.error)
+
+
+OnEnd = Callable[[KVBusError | None], None]
+
+LARGEST_LIBRARY = "libtorch_cpu.so"
+
+
+class Copiers:
+    """At most ``num_threads`` copies at once; those of many jobs and those of one take fair turns.
+
+    Copies with tensors get those of one group on each rank. These are made once, in a thread, and
+    kept until the engine is forgotten. A copy that waits for a thread starts as soon as
+    another ends, without the event loop's doing.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        num_threads: int,
+        new_executor: Callable[[int, str], Executor] = ThreadPoolExecutor,
+    ) -> None:
+        self._threads = FairThreads(loop, num_threads=num_threads, new_executor=new_executor)
+        self._new_executor = new_executor
+        self._ready: Future[None] | None = None
+        self._paged: dict[tuple[RankMemory, str], PagedMemory] = {}
+        self._running: defaultdict[LocalEngine, set[Work]] = defaultdict(set)
+        self._idle: dict[LocalEngine, anyio.Event] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether a copy with tensors starts at once, as torch is imported."""
+        return self._ready is not None and self._ready.done()
+
+    @property
+    def num_running(self) -> int:
+        """Copies of engines' memory that have not ended."""
+        return sum(map(len, self._running.values()))
+
+    def prepare_for(self, engine: LocalEngine) -> None:
+        """Begin with `prepare` for an engine of which all KV passes through slots."""
+        if not all(rank.direct for rank in engine.ranks.values()):
+            self.prepare()
+
+    def prepare(self) -> Future[None]:
+        """Have torch imported in a thread of its own, once; done when it is."""
+        if self._ready is None:
+            thread = self._new_executor(1, "kvbus-import")
+            self._ready = thread.submit(_import_torch)
+            thread.shutdown(wait=False)
+        return self._ready
+
+    # A job cannot be stopped, and a thread that copies holds addresses. So who asked hears of the
+    # end of its copy and of nothing before: else its slot would be given on while it is still read
+    # or written. The engine's end is looked at twice. Before each job, as nothing may be copied for
+    # an engine that is lost; and after, as tensors that are kept would hold on to its memory. In
+    # between `quiesce` waits, for the copies that run.
+    def start(
+        self,
+        turn: Key,
+        copy: Callable[[PagedMemory], None],
+        on_end: OnEnd,
+        *,
+        engine: LocalEngine,
+        memories: Collection[RankMemory],
+        group: GroupSpec,
+    ) -> Work | None:
+        """Have ``copy`` called in threads, once for each of ``memories``.
+
+        ``on_end`` gets why it failed, or None, when nothing of it runs. That is called in the event
+        loop, once; at once, and nothing is returned, for an engine that is lost.
+        """
+        imported = self.prepare()
+        known = {one: paged for one in memories if (paged := self._paged.get((one, group.name)))}
+
+        def in_thread(memory: RankMemory) -> None:
+            imported.result()
+            paged = known[memory] = known.get(memory) or _paged_memory(memory, group)
+            if memory.stream is None:
+                copy(paged)
+            else:
+                memory.stream.run(lambda: copy(paged), gone=lambda: engine.lost)
+
+        def end(error: KVBusError | None) -> None:
+            if error is None and not engine.lost:
+                self._paged |= {(memory, group.name): paged for memory, paged in known.items()}
+            on_end(error)
+
+        jobs = [partial(in_thread, memory) for memory in memories]
+        start = partial(self._threads.start, turn, jobs)
+        return self._start(engine, end, start)
+
+    def start_jobs(
+        self,
+        turn: Key,
+        plan: Callable[[], Iterable[Job]],
+        on_end: OnEnd,
+        *,
+        engine: LocalEngine,
+        at_once: bool = False,
+    ) -> Work | None:
+        """Have the jobs of ``plan`` done in threads, and ``plan`` called there; else as `start`.
+
+        With ``at_once`` all is done by this call, in the event loop: for what takes no longer than
+        the way to a thread.
+        """
+        if at_once and not engine.lost:
+            on_end(_done_at_once(plan))
+            return None
+        start = partial(self._threads.start_planned, turn, plan)
+        return self._start(engine, on_end, start)
+
+    def start_alone(self, job: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """Have ``job``, which touches no engine's memory, called in a thread, then ``on_end``.
+
+        That is called in the event loop, once; a job that fails is logged.
+        """
+
+        def end(error: Exception | None) -> None:
+            if error is not None:
+                _failure(error)
+            on_end()
+
+        self._threads.start(Key("alone"), [job], end)
+
+    def _start(
+        self,
+        engine: LocalEngine,
+        on_end: OnEnd,
+        begin: Callable[[Callable[[Exception | None], None]], Work],
+    ) -> Work | None:
+        if engine.lost:
+            on_end(engine_lost())
+            return None
+
+        def end(error: Exception | None) -> None:
+            running = self._running[engine]
+            running.discard(work)
+            if not running:
+                del self._running[engine]
+                self._idle.pop(engine, anyio.Event()).set()
+            on_end(None if error is None else _failure(error))
+
+        work = begin(end)
+        self._running[engine].add(work)
+        return work
+
+    async def quiesce(self, engine: LocalEngine) -> None:
+        """Return when nothing copies from or to the engine's memory any more."""
+        if engine in self._running:
+            await self._idle.setdefault(engine, anyio.Event()).wait()
+
+    def forget(self, engine: LocalEngine) -> None:
+        """The engine is lost: begin no job, and keep no tensors of its memory."""
+        for work in self._running.get(engine, ()):
+            work.stop(engine_lost())
+        lost = set(engine.ranks.values())
+        self._paged = {key: paged for key, paged in self._paged.items() if key[0] not in lost}
+
+
+# Torch is imported for the first copy with tensors, or once an engine is there that needs such
+# copies, not at the agent's start: most agents make none, as their engines have equal shapes, and
+# it takes 1 to 2 s and 190 MB. An import holds the interpreter while it loads a library: a third of
+# a second for the largest one, on a quiet machine. So that one is loaded before, without: the event
+# loop stops for some 0.08 s then. Whatever counts seconds of a lease must not start before `ready`.
+# It has a thread of its own: copies without torch go on meanwhile.
+def _import_torch() -> None:
+    torch = find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        load_library(str(Path(torch.origin).parent / "lib" / LARGEST_LIBRARY))
+    from kvbus.memory.copying import copy_on_one_thread  # noqa: PLC0415  # imports torch
+
+    copy_on_one_thread()
+
+
+def _done_at_once(plan: Callable[[], Iterable[Job]]) -> KVBusError | None:
+    try:
+        for job in plan():
+            job()
+    except Exception as error:
+        return _failure(error)
+    return None
+
+
+def _failure(error: Exception) -> KVBusError:
+    """What nobody foresaw is logged with its trace, and fails this copy alone."""
+    if isinstance(error, KVBusError):
+        return error
+    log.error("step.failed", exc_info=error)
+    return KVBusError(f"failed inside: {type(error).__name__}; the agent's log says more")
+
+
+def _paged_memory(memory: RankMemory, group: GroupSpec) -> PagedMemory:
+    from kvbus.memory.paged import PagedMemory  # noqa: PLC0415  # imports torch: seconds
+
+    buffers = {name: mapping.tensor for name, mapping in memory.mappings.items()}
+    return PagedMemory(group, memory.rank.regions, buffers)

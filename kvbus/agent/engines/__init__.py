@@ -1,1 +1,0 @@
-"""The local engines of an agent: their processes and their memory."""

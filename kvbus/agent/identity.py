@@ -1,0 +1,97 @@
+"""Who an agent is, where it can be reached, and which machine it runs on."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbus.errors import ErrorCode, LocalError
+from kvbus.protocol.attach import FEATURES, Hello, Welcome
+from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.envelope import PROTOCOL_VERSION
+from kvbus.protocol.status import Sharing
+
+
+@dataclass(frozen=True, slots=True)
+class AgentIdentity:
+    """The name, the boot id, and the endpoints as others reach them."""
+
+    agent_id: str
+    boot: str
+    role: AgentRole
+    engine_endpoint: str
+    peer_endpoint: str
+    events_endpoint: str
+    server_key: str = ""
+
+    def welcome(self, hello: Hello) -> Welcome:
+        """The answer to an engine's hello; raises `LocalError` (``unsupported_version``)."""
+        check_protocol(hello.min_protocol, hello.max_protocol)
+        return Welcome(
+            protocol=PROTOCOL_VERSION,
+            agent_id=self.agent_id,
+            agent_boot=self.boot,
+            role=self.role,
+            engine_endpoint=self.engine_endpoint,
+            peer_endpoint=self.peer_endpoint,
+            events_endpoint=self.events_endpoint,
+            features=FEATURES,
+            server_key=self.server_key,
+        )
+
+
+def check_protocol(theirs_min: int, theirs_max: int) -> None:
+    """Raise `LocalError` unless the other side's range has the version that this side speaks."""
+    if not theirs_min <= PROTOCOL_VERSION <= theirs_max:
+        raise LocalError(
+            f"the other side speaks protocol {theirs_min} to {theirs_max}, "
+            f"this agent speaks {PROTOCOL_VERSION}",
+            code=ErrorCode.UNSUPPORTED_VERSION,
+            theirs=f"{theirs_min}..{theirs_max}",
+            ours=PROTOCOL_VERSION,
+        )
+
+
+_NAMESPACES = Path("/proc/self/ns")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+# Containers of one machine have machine ids of their own, or that of their image, and share memory
+# all the same; a machine that was cloned has that of the first. The kernel's boot id is one for all
+# containers of a kernel, and another after each boot. Where it is equal by mistake, as in machines
+# that were restored from one snapshot, the socket is not there, or its agent has another boot id.
+def machine_id() -> str:
+    """The boot id of the kernel; empty where it does not tell."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def mount_namespace() -> str:
+    """What the kernel calls the mount namespace: paths of another lead elsewhere."""
+    return _namespace("mnt")
+
+
+def pid_namespace() -> str:
+    """What the kernel calls the PID namespace: UCX reads the memory of its processes alone."""
+    return _namespace("pid")
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return str((_NAMESPACES / kind).readlink())
+    except OSError:
+        return ""
+
+
+def sharing(*, path: str = "", closed: str = "", engines: dict[str, str] | None = None) -> Sharing:
+    """What an agent says of itself, with what it lends or maps."""
+    return Sharing(
+        machine=machine_id(),
+        uid=os.geteuid(),
+        mount_namespace=mount_namespace(),
+        pid_namespace=pid_namespace(),
+        path=path,
+        closed=closed,
+        engines=engines or {},
+    )

@@ -1,0 +1,68 @@
+"""The event loop of an agent, its threads, and steps of requests that fail alone.
+
+A callback has the context of who schedules it, and passes it on to what it schedules. In the empty
+one of a thread anyio does not know its event loop, where sniffio is installed, and starts no task.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, copy_context
+from functools import partial
+from typing import TypeVar, TypeVarTuple, Unpack
+
+import anyio
+import structlog
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from kvbus.errors import KVBusError
+
+log = structlog.get_logger()
+
+Result = TypeVar("Result")
+Ts = TypeVarTuple("Ts")
+
+NUM_THREADS = 40
+"""For what would block the event loop, but for copies, which have threads of their own."""
+
+
+class AgentLoop(asyncio.SelectorEventLoop):
+    """Made where the agent begins to run, whose context it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._home = copy_context()
+        threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvbus-blocking")
+        self.set_default_executor(threads)
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        """As asyncio's, in the agent's own context."""
+        return super().call_soon_threadsafe(callback, *args, context=context or self._home)
+
+
+async def in_thread(function: Callable[[Unpack[Ts]], Result], *args: *Ts) -> Result:
+    """What ``function`` returns in a thread of the event loop; a cancelled caller waits for it."""
+    await checkpoint_if_cancelled()
+    call = partial(copy_context().run, function, *args)
+    called = asyncio.get_running_loop().run_in_executor(None, call)
+    with anyio.CancelScope(shield=True):
+        await asyncio.wait([called])
+    return called.result()
+
+
+async def guarded(
+    step: Callable[[], Awaitable[None]], on_failure: Callable[[KVBusError], None]
+) -> None:
+    """Await ``step``; ``on_failure`` gets the error that it ended with, if it did."""
+    try:
+        await step()
+    except KVBusError as error:
+        on_failure(error)
+    except Exception as error:  # a task that fails would take the whole agent with it
+        log.exception("step.failed")
+        on_failure(KVBusError(f"failed inside: {type(error).__name__}; the agent's log says more"))

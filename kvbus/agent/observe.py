@@ -1,0 +1,214 @@
+"""What an agent lets others see of it: log lines, metrics, and the requests that it refused."""
+
+import asyncio
+import collections
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from typing import BinaryIO
+
+import msgspec
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from structlog.typing import EventDict
+
+from kvbus.bus import Call
+from kvbus.errors import ErrorCode, KVBusError, TooEarly
+from kvbus.protocol.peer import Release
+from kvbus.text import printable, printable_values
+
+
+def configure_logs(*, level: str, style: str, **context: str) -> None:
+    """Set up structlog for the whole process; ``context`` is on every line.
+
+    ``level`` is a name of `logging`; ``style`` is ``auto``, ``json`` or ``console``. Lines go to
+    stderr, so that stdout stays for results.
+    """
+    pretty = style == "console" or (style == "auto" and sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            partial(_add_context, context),
+            structlog.processors.add_log_level,
+            _add_time,
+            structlog.processors.format_exc_info,
+            *((printable_values, structlog.dev.ConsoleRenderer()) if pretty else (_render_json,)),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+        ),
+        logger_factory=lambda *_: _LineWriter(sys.stderr.buffer),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _add_context(
+    context: Mapping[str, str], _logger: object, _method: str, event: EventDict
+) -> EventDict:
+    """What is the same for the whole process; context variables would miss other threads."""
+    event.update(context)
+    return event
+
+
+def _add_time(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """UTC, as structlog's own stamper has it, in a third of its time."""
+    now = datetime.now(UTC).isoformat(timespec="microseconds")
+    event["timestamp"] = now.removesuffix("+00:00") + "Z"
+    return event
+
+
+class _LineWriter:
+    """Writes rendered lines; a disk that is full, or a reader that is gone, loses lines only."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def msg(self, line: str) -> None:
+        """Write one line at once."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(line.encode(errors="replace") + b"\n")
+            self._stream.flush()
+
+    debug = info = warning = error = critical = exception = msg
+
+
+def _render_json(_logger: object, _method: str, event: EventDict) -> str:
+    """One line of JSON, by msgspec, which takes a tenth of the time of the standard library."""
+    return printable(msgspec.json.encode(event, enc_hook=repr).decode())
+
+
+STAGE_BUCKETS_S = (
+    0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
+)  # fmt: skip
+LAG_INTERVAL_S = 0.1
+LAG_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+
+
+class _Readings(Collector):
+    """Gauges that are read when somebody looks, not kept up to date in between."""
+
+    def __init__(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
+        self._read = read
+        self._meanings = meanings
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        for name, value in self._read().items():
+            yield GaugeMetricFamily(f"kvbus_{name}", self._meanings[name], value=value)
+
+
+class AgentMetrics:
+    """The registry of one agent, with the metrics that both kinds of agent have."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.loop_lag_s = Histogram(
+            "kvbus_event_loop_lag_seconds",
+            "How much later than asked for the event loop ran a timer.",
+            buckets=LAG_BUCKETS_S,
+            registry=self.registry,
+        )
+
+        self.refusals = Counter(
+            "kvbus_refusals",
+            "Requests that were refused, by code.",
+            ["code"],
+            registry=self.registry,
+        )
+
+    async def watch_loop_lag(self) -> None:
+        """Observe how late the event loop is, until cancelled; costs about 0.1 % of a core."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)  # less work than anyio's, ten times a second
+            self.loop_lag_s.observe(max(0.0, loop.time() - due))
+
+    def add_readings(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
+        """Serve what ``read`` returns at each look; ``meanings`` has a sentence for each name."""
+        self.registry.register(_Readings(read, meanings))
+
+
+log = structlog.get_logger()
+
+WINDOW_S = 1.0
+_SHARE = 4
+
+
+class LimitedLog:
+    """At most ``lines_s`` lines a second, and a quarter of them about the same one.
+
+    Made and used in a running event loop.
+    """
+
+    def __init__(self, *, lines_s: int) -> None:
+        self._loop, self._lines_s = asyncio.get_running_loop(), lines_s
+        self._window_ends = 0.0
+        self._num_by_who: collections.Counter[str] = collections.Counter()
+        self._num_lines = self._num_left_out = 0
+
+    def warning(self, event: str, *, who: str, **fields: object) -> None:
+        """Log a warning about ``who``, as far as there is room."""
+        self.write(event, who=who, level="warning", **fields)
+
+    def write(self, event: str, *, who: str, level: str, **fields: object) -> None:
+        """Log an event about ``who`` at ``level``, as far as there is room."""
+        if self._loop.time() >= self._window_ends:
+            self._open_window()
+        most_of_one = max(1, self._lines_s // _SHARE)
+        if self._num_lines >= self._lines_s or self._num_by_who[who] >= most_of_one:
+            self._leave_out()
+            return
+        self._num_lines += 1
+        self._num_by_who[who] += 1
+        getattr(log, level)(event, **fields)
+
+    def _open_window(self) -> None:
+        self._window_ends = self._loop.time() + WINDOW_S
+        self._num_by_who.clear()
+        self._num_lines = 0
+
+    def _leave_out(self) -> None:
+        self._num_left_out += 1
+        if self._num_left_out == 1:
+            self._loop.call_at(self._window_ends, self._tell_left_out)
+
+    def _tell_left_out(self) -> None:
+        log.warning("lines.left_out", num_lines=self._num_left_out)
+        self._num_left_out = 0
+
+
+_MISTAKES = (ErrorCode.FORBIDDEN, ErrorCode.INVALID)
+
+
+class Refusals:
+    """The refusals of one socket; each has lines of its own, so that strangers leave room."""
+
+    def __init__(self, metrics: AgentMetrics, *, lines_s: int) -> None:
+        self._metrics, self._lines = metrics, LimitedLog(lines_s=lines_s)
+
+    def of_call(self, error: KVBusError, call: Call) -> None:
+        """A call was refused."""
+        self.note(call.op, call.session.boot[:8], error)
+
+    def note(self, op: str, peer: str, error: KVBusError) -> None:
+        """A request of ``peer``, the start of a boot id or a process, was refused."""
+        if isinstance(error, TooEarly):
+            return
+        self._metrics.refusals.labels(error.code.value).inc()
+        fields = {
+            "op": op,
+            "peer_boot": peer,
+            "code": error.code.value,
+            "reason": error.message,
+            **{f"detail_{name}": value for name, value in error.detail.items()},
+        }
+        if op == Release.op and error.code not in _MISTAKES:
+            log.debug("request.refused", **fields)  # the lease had ended by itself: so it should
+        else:
+            level = "info" if error.code is ErrorCode.OFFER_OPEN else "warning"
+            self._lines.write("request.refused", who=peer, level=level, **fields)

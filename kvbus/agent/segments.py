@@ -1,0 +1,274 @@
+"""The memory of a local engine as its agent holds it: mapped, registered, and given back.
+
+Addresses are kept while a transfer may still touch them; the bytes go at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from kvbus.agent.loop import in_thread
+from kvbus.agent.slots import HOST, StagingDevices
+from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError, SegmentError
+from kvbus.geometry import AxisName, EngineSpec, RankSpec
+from kvbus.memory.bus_errors import BusErrors
+from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory.pages import Pages
+from kvbus.planning import PlacedRank
+from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
+from kvbus.protocol.message import Empty
+from kvbus.transport import Registration, Transport
+
+if TYPE_CHECKING:
+    from kvbus.memory.copy_stream import CopyStream
+    from kvbus.memory.cuda_mapping import CudaMapping
+
+MAX_PROCESS_SEGMENTS = 4096
+"""Most segments of memory on one attach connection."""
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class RankMemory:
+    """One rank: its spec, and its segments, mapped; registered with NIXL or not.
+
+    ``device`` is where all of it is, and so the slots that it is copied to and from. On a GPU,
+    copies run on ``stream``.
+    """
+
+    rank: RankSpec
+    mappings: Mapping[str, SegmentMapping | CudaMapping]
+    registrations: tuple[Registration, ...]
+    device: str = HOST
+    stream: CopyStream | None = None
+    num_blocks: dict[str, int] = field(init=False)
+    """Blocks that this rank's cache has, by group."""
+
+    def __post_init__(self) -> None:
+        self.num_blocks = {}
+        for region in self.rank.regions:
+            size = region.size(AxisName.BLOCK)
+            self.num_blocks[region.group] = min(size, self.num_blocks.get(region.group, size))
+
+    @property
+    def direct(self) -> bool:
+        """Whether NIXL reads and writes its blocks; else its KV goes through slots."""
+        return bool(self.registrations)
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Where each registered segment begins in this process."""
+        return self.mapped_addresses if self.direct else {}
+
+    @property
+    def mapped_addresses(self) -> dict[str, int]:
+        """Where each segment begins in this process, registered or not; none on a GPU."""
+        mapped = self.mappings.items()
+        return {name: one.address for name, one in mapped if isinstance(one, SegmentMapping)}
+
+    def placed(self, engine: EngineSpec) -> PlacedRank:
+        """The rank as the planner of READs wants it."""
+        return PlacedRank(engine, self.rank, self.addresses)
+
+    def mapped(self, engine: EngineSpec) -> PlacedRank:
+        """The rank as the planner of copies in this process wants it."""
+        return PlacedRank(engine, self.rank, self.mapped_addresses)
+
+
+class Segments:
+    """The segments that one engine process has passed, until it registers them or dies.
+
+    ``direct`` is False when one of them stays unregistered: then NIXL is told of none. With
+    ``lend`` they can be passed to other agents of this machine. ``on_cut`` is called in the event
+    loop with the id of one that the process has truncated.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        staging: StagingDevices,
+        bus_errors: BusErrors,
+        *,
+        lend: bool,
+        on_cut: Callable[[str], None],
+    ) -> None:
+        self.mappings: dict[str, SegmentMapping | CudaMapping] = {}
+        self.direct, self.unmapped = True, False
+        self._transport, self._staging, self._bus_errors = transport, staging, bus_errors
+        self._lend, self._on_cut = lend, on_cut
+        self._registrations: dict[str, Registration] = {}
+        self._device: str | None = None
+        self._events: dict[bytes, None] = {}
+        self._lock = anyio.Lock()  # of `register` and `unmap`: neither finds the other half done
+
+    async def take(self, segment: PassSegment, fds: list[int]) -> SegmentPassed:
+        """Map the one descriptor of ``fds``, in a thread, as reserving its pages can take long.
+
+        Raises `ProtocolError`, `SegmentError`, `LocalError`, and `ConfigError` for unregistered
+        memory where there are no slots.
+        """
+        if len(fds) != 1:
+            raise ProtocolError(f"a segment comes with 1 descriptor, not {len(fds)}")
+        direct = segment.direct and not self._staging.only
+        if not direct:
+            self._staging.check_packs()
+        self._check_new(segment.segment_id, HOST)
+        opened = partial(SegmentMapping, fds.pop(), size_bytes=segment.size_bytes, lend=self._lend)
+        mapping = await in_thread(opened)
+        await self._keep(segment.segment_id, mapping, HOST)
+        self.direct &= direct
+        if not mapping.sealed:
+            in_loop = asyncio.get_running_loop().call_soon_threadsafe
+            on_cut = partial(in_loop, self._on_cut, segment.segment_id)
+            mapping.survive_cuts(self._bus_errors, on_cut)
+        return SegmentPassed(sealed=mapping.sealed)
+
+    async def take_cuda(self, segment: PassCuda) -> Empty:
+        """Open memory of a GPU, in a thread, and have slots for that GPU.
+
+        Raises `SegmentError`, `LocalError`, and `ConfigError` without slots.
+        """
+        self._check_new(segment.segment_id, segment.device)
+        await self._staging.make(segment.device)
+        mapping = await in_thread(_open_cuda, segment)
+        await self._keep(segment.segment_id, mapping, segment.device)
+        self.direct = False
+        if segment.event is not None:
+            self._events[segment.event] = None
+        return Empty()
+
+    async def register(self, rank: RankSpec) -> RankMemory:
+        """Register every segment of ``rank``, unless one stays unregistered.
+
+        Raises `LocalError` when a segment was not passed.
+        """
+        async with self._lock:
+            if self.unmapped:
+                raise _ended()
+            self._check_passed(rank)
+            for name, mapping in list(self.mappings.items()):  # more may be passed meanwhile
+                if not self.direct or not isinstance(mapping, SegmentMapping):
+                    break
+                if name not in self._registrations:
+                    future = self._transport.register(mapping.address, mapping.size_bytes)
+                    self._registrations[name] = await asyncio.wrap_future(future)
+            return RankMemory(
+                rank=rank,
+                mappings=self.mappings,
+                registrations=tuple(self._registrations.values()),
+                device=self._device or HOST,
+                stream=await self._copy_stream(),
+            )
+
+    # An engine's memory goes in two steps, as a transfer may be under way when the engine dies:
+    #
+    #     discard   at once: the bytes go, the addresses stay (zeros); live READs hit those
+    #     unmap     once no copy runs and no handle is live: deregistered, then the addresses go
+    #
+    # `take` and `register` wait in threads, so either may find `unmapped` set when it comes back:
+    # what it made is given back there, as nobody else knows of it.
+    def discard(self) -> None:
+        """Give the bytes back to the machine now; the addresses stay, as private zeros.
+
+        Those of a GPU have to wait for `unmap`. In a thread: it takes long for a large cache.
+        """
+        for mapping in list(self.mappings.values()):
+            mapping.discard()
+
+    def registered_pages(self) -> list[Pages]:
+        """What holds the addresses that NIXL was told of; they go when it is collected."""
+        mapped = (self.mappings[name] for name in self._registrations)
+        return [mapping.pages for mapping in mapped if isinstance(mapping, SegmentMapping)]
+
+    async def unmap(self) -> None:
+        """Deregister and give the addresses back; nothing may be in flight any more."""
+        self.unmapped = True
+        async with self._lock:
+            for registration in self._registrations.values():
+                await asyncio.wrap_future(self._transport.deregister(registration))
+            self._registrations.clear()
+            await in_thread(_unmap, list(self.mappings.values()))
+
+    def _check_new(self, segment_id: str, device: str) -> None:
+        """Raise a `KVBusError` for a segment that the process may not pass beside its others."""
+        if len(self.mappings) >= MAX_PROCESS_SEGMENTS:
+            raise SegmentError(
+                f"this process has passed {MAX_PROCESS_SEGMENTS} segments, which is the limit: "
+                "pass fewer and larger ones",
+                code=ErrorCode.BUSY,
+                limit=MAX_PROCESS_SEGMENTS,
+            )
+        if segment_id in self.mappings:
+            raise LocalError(f"segment '{segment_id}' was passed already", segment_id=segment_id)
+        if self._device not in (None, device):
+            raise LocalError(
+                f"segment '{segment_id}' is on {device}, those before it on {self._device}: a rank "
+                "has all of its memory on one device",
+                segment_id=segment_id,
+            )
+
+    async def _keep(
+        self, segment_id: str, mapping: SegmentMapping | CudaMapping, device: str
+    ) -> None:
+        try:
+            if self.unmapped:
+                raise _ended()
+            self._check_new(segment_id, device)  # another may have come meanwhile
+        except KVBusError:
+            await in_thread(mapping.unmap)
+            raise
+        self._device = device
+        self.mappings[segment_id] = mapping
+
+    async def _copy_stream(self) -> CopyStream | None:
+        for mapping in self.mappings.values():
+            if not isinstance(mapping, SegmentMapping):
+                return await in_thread(_open_stream, mapping.ordinal, tuple(self._events))
+        return None
+
+    def _check_passed(self, rank: RankSpec) -> None:
+        for segment in rank.segments:
+            mapping = self.mappings.get(segment.segment_id)
+            if mapping is None or mapping.size_bytes < segment.size_bytes:
+                raise LocalError(
+                    f"segment '{segment.segment_id}' of {segment.size_bytes} bytes was not passed",
+                    segment_id=segment.segment_id,
+                )
+
+
+def _unmap(mappings: Iterable[SegmentMapping | CudaMapping]) -> None:
+    """All of them; raises the first `KVBusError` then."""
+    failures: list[KVBusError] = []
+    for mapping in mappings:
+        try:
+            mapping.unmap()
+        except KVBusError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _open_cuda(segment: PassCuda) -> CudaMapping:
+    from kvbus.memory.cuda_mapping import CudaMapping  # noqa: PLC0415  # imports torch: seconds
+
+    return CudaMapping(
+        segment.device,
+        segment.handle,
+        offset_bytes=segment.offset_bytes,
+        size_bytes=segment.size_bytes,
+    )
+
+
+def _open_stream(ordinal: int, events: tuple[bytes, ...]) -> CopyStream:
+    from kvbus.memory.copy_stream import CopyStream  # noqa: PLC0415  # imports torch: seconds
+
+    return CopyStream(ordinal, events)
+
+
+def _ended() -> LocalError:
+    return LocalError("the process ended", code=ErrorCode.ENGINE_LOST)

@@ -1,0 +1,141 @@
+"""What a service adds to the runtime that both agents share.
+
+Refuses sockets and threads: they are the runtime's, handed over in `Agent`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from anyio.abc import TaskGroup
+
+from kvbus.agent.access import Access
+from kvbus.agent.data_plane import DataPlane
+from kvbus.agent.engines import EngineDirectory, LocalEngine
+from kvbus.agent.identity import AgentIdentity
+from kvbus.agent.observe import AgentMetrics
+from kvbus.agent.slots import StagingDevices
+from kvbus.bus import BusContext, EventPublisher, Handlers
+from kvbus.memory.bus_errors import BusErrors
+from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
+from kvbus.protocol.trace import Remembered, Span, Trace
+from kvbus.transport import Transport
+
+if TYPE_CHECKING:
+    from kvbus.agent.otlp import SpanSender
+
+NewExecutor = Callable[[int, str], Executor]
+"""Called with the number of threads and what their names begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """What a service may use of its agent; ``folder`` is for sockets of its own.
+
+    ``sender`` takes what has ended where a collector wants spans, ``new_executor`` makes threads.
+    """
+
+    identity: AgentIdentity
+    transport: Transport
+    engines: EngineDirectory
+    publisher: EventPublisher
+    metrics: AgentMetrics
+    context: BusContext
+    tasks: TaskGroup
+    loop: asyncio.AbstractEventLoop
+    staging: StagingDevices
+    data_plane: DataPlane
+    access: Access
+    bus_errors: BusErrors
+    folder: Path
+    sender: "SpanSender | None" = None
+    new_executor: NewExecutor = ThreadPoolExecutor
+
+
+class Service(Protocol):
+    """The part of an agent that is its own: offers and leases, or fetches and peers.
+
+    Handlers may raise a `KVBusError`, which refuses the request.
+    """
+
+    async def start(self) -> None:
+        """Open what is its own; awaited before anybody can ask for anything."""
+        ...
+
+    def engine_handlers(self) -> Handlers:
+        """For requests of a local engine, other than registration."""
+        ...
+
+    def peer_handlers(self) -> Handlers:
+        """For requests on the peer socket."""
+        ...
+
+    def on_engine_ready(self, engine: LocalEngine) -> None:
+        """All of the engine is there; offers and fetches of it follow."""
+        ...
+
+    def on_engine_lost(self, engine: LocalEngine) -> None:
+        """The engine is gone; what it asked for ends."""
+        ...
+
+    async def copied(self, engine: LocalEngine) -> None:
+        """Return when no copy can touch the memory of a lost engine any more."""
+        ...
+
+    async def quiesce(self, engine: LocalEngine) -> None:
+        """Return when no transfer can touch the memory of a lost engine any more."""
+        ...
+
+    def start_draining(self) -> None:
+        """Refuse new work from now on."""
+        ...
+
+    def stop(self) -> None:
+        """Fail what still runs."""
+        ...
+
+    async def drained(self) -> None:
+        """Return when nothing runs any more; only awaited once draining has started."""
+        ...
+
+    def counts(self) -> dict[str, int]:
+        """What the agent holds, for `Status` and for metrics."""
+        ...
+
+    def sharing(self) -> Sharing:
+        """What memory it lends to others of this machine, or maps of theirs."""
+        ...
+
+    def silent_peers(self) -> dict[str, float]:
+        """Agents that do not answer, and for how many seconds nothing has come from each."""
+        ...
+
+    def key_of(self, endpoint: str) -> str:
+        """The CURVE key of one of `silent_peers`; empty without keys."""
+        ...
+
+    def view(self, endpoint: str) -> PeerView:
+        """What it knows of another agent; who it is itself is not in it."""
+        ...
+
+    def cost(self, asked: Cost) -> Predicted:
+        """What a fetch would take now; raises `LocalError`, as a prefill agent does always."""
+        ...
+
+    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
+        """What makes the spans of each of the newest offers or fetches, in any thread.
+
+        The newest first, live ones before others.
+        """
+        ...
+
+    def spans(self, asked: Trace) -> Remembered:
+        """What is remembered of the request, fetch or offer that is asked for."""
+        ...
+
+    def story(self, asked: Status) -> list[str]:
+        """What happened to the fetch or offer that is asked for, a line for each event."""
+        ...

@@ -1,0 +1,260 @@
+"""The staging slots of an agent, on each device that KV memory is on, registered with NIXL.
+
+Who uses which slot is the service's to say.
+"""
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import anyio
+import structlog
+
+from kvbus.agent.config import AgentConfig
+from kvbus.agent.loop import in_thread
+from kvbus.errors import ConfigError, ErrorCode, GeometryError, KVBusError, LocalError, SegmentError
+from kvbus.memory.segment import SharedSegment
+from kvbus.transport import MemoryKind, Registration, Transport
+from kvbus.transport.bare_pair import LONG_BYTES, NUM_PLACES
+from kvbus.transport.calibration import Area, measure_wire
+
+if TYPE_CHECKING:
+    from kvbus.memory.gpus import GpuSlots
+
+log = structlog.get_logger()
+
+
+class SlotStorage(Protocol):
+    """What the slots are cut from."""
+
+    @property
+    def address(self) -> int:
+        """Where the first byte is in this process."""
+        ...
+
+    @property
+    def tensor(self) -> Any:
+        """All bytes, as a uint8 tensor."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+class SlotMemory:
+    """Slots 0 to ``num_slots`` - 1 of ``slot_bytes`` each, one behind the other."""
+
+    def __init__(
+        self,
+        segment: SlotStorage,
+        registration: Registration,
+        transport: Transport,
+        *,
+        slot_bytes: int,
+    ) -> None:
+        self.registration, self.slot_bytes = registration, slot_bytes
+        self.num_slots = registration.size_bytes // slot_bytes
+        self.memory: MemoryKind = registration.memory
+        self.device = registration.device
+        self._segment, self._transport = segment, transport
+
+    @classmethod
+    async def open(cls, transport: Transport, *, num_slots: int, slot_bytes: int) -> Self:
+        """Make and register the memory; raises `SegmentError`.
+
+        Its pages are reserved, and come into this process when a slot is first used.
+        """
+        size_bytes = num_slots * slot_bytes
+        segment = await in_thread(_host_memory, size_bytes)
+        try:
+            future = transport.register(segment.address, size_bytes)
+            registration = await asyncio.wrap_future(future)
+        except BaseException:
+            segment.close()
+            raise
+        return cls(segment, registration, transport, slot_bytes=slot_bytes)
+
+    def address(self, slot: int) -> int:
+        """Where slot number ``slot`` begins in this process."""
+        if not 0 <= slot < self.num_slots:
+            raise GeometryError(f"slot {slot} of {self.num_slots} slots", slot=slot)
+        return self._segment.address + slot * self.slot_bytes
+
+    def tensor(self, slot: int) -> Any:
+        """The bytes of slot number ``slot``: a contiguous uint8 torch tensor.
+
+        Imports torch, which takes seconds the first time: call it in the thread that copies.
+        """
+        offset_bytes = self.address(slot) - self._segment.address
+        return self._segment.tensor[offset_bytes : offset_bytes + self.slot_bytes]
+
+    def wipe(self, slot: int) -> None:
+        """Write zeros over slot number ``slot``; call it in the thread that copies."""
+        self.tensor(slot).zero_()[0].item()  # reading one back waits for a GPU
+
+    async def close(self) -> None:
+        """Deregister, then give the memory back; nothing may copy into it or out of it any more.
+
+        Raises `LocalError` (``busy``), and keeps it, while a transfer writes into it.
+        """
+        await asyncio.wrap_future(self._transport.deregister(self.registration))
+        self._segment.close()
+
+
+def _host_memory(size_bytes: int) -> SharedSegment:
+    try:
+        return SharedSegment(size_bytes, name="kvbus-staging")
+    except SegmentError as error:
+        raise SegmentError(
+            f"key 'staging_bytes': {error.message}", code=error.code, **error.detail
+        ) from error
+
+
+KINDS: tuple[MemoryKind, ...] = ("VRAM", "DRAM")
+
+
+async def open_gpu_slots(
+    transport: Transport, gpu: str, *, num_slots: int, slot_bytes: int
+) -> SlotMemory:
+    """The slots, registered; raises `SegmentError` when NIXL registers neither kind of memory."""
+    ordinal = await in_thread(_ordinal, gpu)
+    rates: dict[MemoryKind, float] = {}
+    for kind in KINDS:
+        measure = partial(_rate, transport.name, kind, ordinal)
+        rates[kind] = await in_thread(measure)
+    memory = preferred(rates)
+    size_bytes = num_slots * slot_bytes
+    slots = await in_thread(partial(_make, size_bytes, memory, ordinal))
+    try:
+        future = transport.register(
+            slots.address, size_bytes, device=_device(memory, ordinal), memory=memory
+        )
+        registration = await asyncio.wrap_future(future)
+    except BaseException:
+        slots.close()
+        raise
+    log.info(
+        "staging.placed",
+        gpu=gpu,
+        memory=memory,
+        vram_bytes_per_s=round(rates["VRAM"]),
+        pinned_bytes_per_s=round(rates["DRAM"]),
+    )
+    return SlotMemory(slots, registration, transport, slot_bytes=slot_bytes)
+
+
+def preferred(rates: dict[MemoryKind, float]) -> MemoryKind:
+    """The GPU's own memory, unless pinned host memory was read faster; 0 stands for not at all."""
+    return "DRAM" if rates["DRAM"] > rates["VRAM"] else "VRAM"
+
+
+def _ordinal(gpu: str) -> int:
+    from kvbus.memory.gpus import gpu_ordinal  # noqa: PLC0415  # imports torch: seconds
+
+    return gpu_ordinal(gpu)
+
+
+def _make(size_bytes: int, memory: MemoryKind, ordinal: int) -> "GpuSlots":
+    from kvbus.memory.gpus import GpuSlots  # noqa: PLC0415  # imports torch: seconds
+
+    return GpuSlots(size_bytes, ordinal, pinned=memory == "DRAM")
+
+
+def _device(memory: MemoryKind, ordinal: int) -> int:
+    return ordinal if memory == "VRAM" else 0
+
+
+def _rate(name: str, memory: MemoryKind, ordinal: int) -> float:
+    """Bytes per second from such memory into such memory; 0 where NIXL cannot."""
+    size_bytes = NUM_PLACES * LONG_BYTES
+    try:
+        made = [_make(size_bytes, memory, ordinal) for _ in range(2)]
+        device = _device(memory, ordinal)
+        areas = [Area(one.address, size_bytes, device, memory, one) for one in made]
+        return measure_wire(f"{name}/{memory}", *areas)
+    except KVBusError as error:
+        log.warning("staging.unmeasured", memory=memory, code=error.code, reason=error.message)
+        return 0.0
+
+
+HOST = "host"
+"""All memory that is not a GPU's; GPUs are known by their UUIDs."""
+
+
+class StagingDevices:
+    """The slots of an agent, device by device: the host's from the start, a GPU's once it is used.
+
+    All have ``num_slots`` slots of ``slot_bytes``; both are 0 when packing is turned off. With
+    ``only`` they are all that NIXL is told of: the engines' own memory is not registered.
+    """
+
+    def __init__(
+        self, transport: Transport, *, num_slots: int, slot_bytes: int, only: bool = False
+    ) -> None:
+        self.only = only
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes if num_slots else 0
+        self._transport = transport
+        self._slots: dict[str, SlotMemory] = {}
+        self._lock = anyio.Lock()
+
+    @classmethod
+    async def open(cls, config: AgentConfig, transport: Transport) -> "StagingDevices":
+        """What the configuration asks for, with the host's slots made and registered.
+
+        Raises `SegmentError`.
+        """
+        num_slots = config.staging_bytes // config.slot_bytes
+        devices = cls(
+            transport,
+            num_slots=num_slots,
+            slot_bytes=config.slot_bytes,
+            only=config.exposure == "staging",
+        )
+        if num_slots:
+            devices._slots[HOST] = await SlotMemory.open(
+                transport, num_slots=num_slots, slot_bytes=config.slot_bytes
+            )
+        return devices
+
+    @property
+    def packs(self) -> bool:
+        """Whether there are slots at all."""
+        return self.num_slots > 0
+
+    def check_packs(self) -> None:
+        """Raise `ConfigError` when the configuration turned packing off."""
+        if not self.packs:
+            raise ConfigError(
+                "this agent packs nothing: key 'staging_bytes' of its configuration is 0",
+                key="staging_bytes",
+            )
+
+    def at(self, device: str) -> SlotMemory:
+        """The slots of a device; raises `LocalError` when it has none."""
+        slots = self._slots.get(device)
+        if slots is None:
+            self.check_packs()
+            raise LocalError(f"no staging slots for {device}", code=ErrorCode.INTERNAL)
+        return slots
+
+    def registrations(self, devices: set[str]) -> list[Registration]:
+        """What peers have to know of to read slots of these devices; nothing without slots."""
+        return [slots.registration for name, slots in self._slots.items() if name in devices]
+
+    async def make(self, gpu: str) -> None:
+        """Have slots for a GPU that this process sees, made by the first who asks.
+
+        Takes a second or so, as it measures. Raises `SegmentError`, `ConfigError`.
+        """
+        self.check_packs()
+        async with self._lock:
+            if gpu not in self._slots:
+                self._slots[gpu] = await open_gpu_slots(
+                    self._transport, gpu, num_slots=self.num_slots, slot_bytes=self.slot_bytes
+                )
+
+    async def close(self) -> None:
+        """Deregister and give back all; nothing may copy into it or out of it any more."""
+        for device in list(self._slots):
+            await self._slots.pop(device).close()

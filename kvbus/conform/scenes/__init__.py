@@ -1,1 +1,0 @@
-"""What conform does to an engine: scenes, each with steps that end in expectations."""

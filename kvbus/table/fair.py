@@ -1,0 +1,127 @@
+"""Whose turn it is of those that wait: urgent ones first, owner by owner, and nobody for ever.
+
+    priority 9   a: 1 2 3   b: 4      1, 4, 2, 3: the greatest priority, and there owner by owner
+    priority 0   c: 5 6     d: 7      in every 8th turn 5, 7, 6: the priority that has not had a
+                                      turn for longest, and there owner by owner as well
+
+So where items of m priorities wait, each priority has one turn of 8 m at least, whatever comes
+later, and in these turns no owner has a second one before each other owner has had one.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+FAIR_TURN = 8
+"""In every so many turns urgency does not matter."""
+
+
+class Key(NamedTuple):
+    """What an item waits under; a greater ``priority`` is more urgent."""
+
+    owner: Hashable
+    priority: int = 0
+
+
+def _anyone(_: Hashable) -> bool:
+    return True
+
+
+class FairQueue(Generic[T]):
+    """Items that wait, each once; those of one key are served as they came."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[int, OrderedDict[Hashable, dict[T, None]]] = OrderedDict()
+        self._num_waiting = self._num_taken = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def add(self, key: Key, item: T) -> None:
+        """Wait behind the key's own items; a key that had none waits behind all others."""
+        self._waiting.setdefault(key.priority, OrderedDict()).setdefault(key.owner, {})[item] = None
+        self._num_waiting += 1
+
+    def discard(self, key: Key, item: T) -> None:
+        """Do not wait any more; raises `KeyError`."""
+        owners = self._waiting[key.priority]
+        del owners[key.owner][item]
+        self._num_waiting -= 1
+        if not owners[key.owner]:
+            del owners[key.owner]
+        if not owners:
+            del self._waiting[key.priority]
+
+    def take(self, may: Callable[[Hashable], bool] = _anyone) -> tuple[Key, T] | None:
+        """The item whose turn it is, with its key; None when no owner that waits ``may``."""
+        is_fair = (self._num_taken + 1) % FAIR_TURN == 0
+        for priority in self._waiting if is_fair else sorted(self._waiting, reverse=True):
+            owner = next(filter(may, self._waiting[priority]), self)
+            if owner is not self:
+                return self._take(Key(owner, priority))
+        return None
+
+    def _take(self, key: Key) -> tuple[Key, T]:
+        owners = self._waiting[key.priority]
+        item = next(iter(owners[key.owner]))
+        self._num_taken += 1
+        self._waiting.move_to_end(key.priority)
+        owners.move_to_end(key.owner)
+        self.discard(key, item)
+        return key, item
+
+
+class FairPool(Generic[T]):
+    """Slots 0 to ``num_slots`` - 1, and the items that wait for one.
+
+    ``may_have(num_held, num_free)`` says whether an owner that holds so many may have one more.
+    """
+
+    def __init__(self, num_slots: int, *, may_have: Callable[[int, int], bool]) -> None:
+        self._may_have = may_have
+        self._free = list(reversed(range(num_slots)))
+        self._owners: dict[int, Hashable] = {}
+        self._num_held: Counter[Hashable] = Counter()
+        self._waiting: FairQueue[T] = FairQueue()
+
+    @property
+    def num_in_use(self) -> int:
+        """Slots that somebody has."""
+        return len(self._owners)
+
+    @property
+    def num_waiting(self) -> int:
+        """Items without a slot."""
+        return len(self._waiting)
+
+    def wait(self, key: Key, item: T) -> None:
+        """Wait for a slot."""
+        self._waiting.add(key, item)
+
+    def leave(self, key: Key, item: T) -> None:
+        """Do not wait any more; raises `KeyError`."""
+        self._waiting.discard(key, item)
+
+    def acquire(self) -> tuple[T, int] | None:
+        """The item whose turn it is, and its slot; None when no slot is free for any that waits."""
+        num_free = len(self._free)
+        if not num_free:
+            return None
+        taken = self._waiting.take(lambda owner: self._may_have(self._num_held[owner], num_free))
+        if taken is None:
+            return None
+        key, item = taken
+        slot = self._free.pop()
+        self._owners[slot] = key.owner
+        self._num_held[key.owner] += 1
+        return item, slot
+
+    def release(self, slot: int) -> None:
+        """The slot is free again; raises `KeyError` when nobody had it."""
+        owner = self._owners.pop(slot)
+        self._num_held[owner] -= 1
+        if not self._num_held[owner]:
+            del self._num_held[owner]
+        self._free.append(slot)

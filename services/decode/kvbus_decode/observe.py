@@ -1,0 +1,222 @@
+"""What is told of fetches that have ended: metrics, the log line, and spans.
+
+All of it comes out of one record, `ReportFetched`, and the stories of the tables.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import partial
+
+import structlog
+from msgspec import structs
+from prometheus_client import Counter, Histogram
+
+from kvbus.agent.observe import STAGE_BUCKETS_S, AgentMetrics
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.trace import OtherAgent, Remembered, Span, Trace, trace_attributes
+from kvbus.table import Story
+from kvbus.table.spans import (
+    Reading,
+    asked_span,
+    forgotten_span,
+    last_end,
+    nested,
+    pending_span,
+    state_spans,
+)
+from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry
+from kvbus_decode.fetch.table import FetchTable
+from kvbus_decode.read.table import LegState
+
+log = structlog.get_logger()
+
+READINGS = {
+    "fetches": "Fetches that are live, draining ones included.",
+    "parts": "Parts of fetches that are read for engines whose home is another agent.",
+    "queued_fetches": "Fetches that wait for their turn.",
+    "draining_fetches": "Fetches that ended while transfers were in flight.",
+    "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",
+    "peers": "Prefill agents that this agent talks to.",
+    "silent_peers": "Prefill agents that do not answer pings.",
+    "silent_peer_refusals": "Fetches that were refused at once, as the prefill agent is silent.",
+    "listed_peers": "Prefill agents that are listed in peers.",
+    "warm_peers": "Those of them that are ready for the first fetch, with an engine on both sides.",
+    "engines": "Local engines.",
+    "slots": "Staging slots in use.",
+    "ended_bytes": "What is known of fetches that have ended.",
+    "copies": "Copies out of slots, or of mapped memory, that have not ended.",
+    "outstanding_handles": "NIXL handles that are not terminal.",
+    "outstanding_bytes": "Bytes under NIXL handles that are not terminal.",
+    "unreleased_handles": "NIXL handles that could not be given back.",
+    "recycled_transports": "How often NIXL was made anew, as transfers never ended.",
+    "recycled_timestamp_seconds": "When that was last, in seconds since 1970; 0: never.",
+    "registered_bytes": "Memory registered with NIXL.",
+    "mapped_bytes": "Memory of prefill engines of this machine that is mapped here.",
+}
+
+
+class DecodeMetrics:
+    """What became of handoffs, how many bytes they moved, and where the time went."""
+
+    def __init__(self, agent: AgentMetrics) -> None:
+        registry = agent.registry
+        self._handoffs = Counter(
+            "kvbus_handoffs",
+            "Handoffs that ended, by outcome and error code.",
+            ["outcome", "code"],
+            registry=registry,
+        )
+        self._undecided = Counter(
+            "kvbus_undecided_fetches",
+            "Fetches that ended before the prefill agent had answered whether their bytes are "
+            "good, by error code: it may have completed the offer.",
+            ["code"],
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "kvbus_read_bytes", "Bytes that ended fetches have read.", registry=registry
+        )
+        self._stages_s = Histogram(
+            "kvbus_stage_seconds",
+            "Time that a handoff spent in a stage.",
+            ["stage"],
+            buckets=STAGE_BUCKETS_S,
+            registry=registry,
+        )
+        self._handoff_s = Histogram(
+            "kvbus_handoff_seconds",
+            "Time from a fetch to its end.",
+            buckets=STAGE_BUCKETS_S,
+            registry=registry,
+        )
+        self.digests = Counter(
+            "kvbus_digests",
+            "Pieces of KV that were compared with the prefill engine's, by what came of it.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._by_stage = {stage.value: self._stages_s.labels(stage.value) for stage in STAGES}
+
+    def observe(self, report: ev.ReportFetched) -> None:
+        """Count a fetch that has ended."""
+        fetched = report.fetched
+        self._handoffs.labels(fetched.outcome.value, fetched.code).inc()
+        if report.undecided:
+            self._undecided.labels(fetched.code).inc()
+        self._bytes.inc(fetched.num_bytes)
+        for stage, histogram in self._by_stage.items():
+            spent_s: float = getattr(fetched.stages_s, stage)
+            if spent_s:
+                histogram.observe(spent_s)
+        self._handoff_s.observe(fetched.stages_s.total)
+
+
+def log_fetched(report: ev.ReportFetched) -> None:
+    """Write the canonical line of a handoff."""
+    fetched = report.fetched
+    failure: dict[str, str | bool] = {}
+    if fetched.code:
+        failure |= {"code": fetched.code, "reason": fetched.message}
+    if report.undecided:
+        failure["undecided"] = True
+    stages_s = structs.asdict(fetched.stages_s)
+    level = log.warning if fetched.outcome is Outcome.FAILED else log.info
+    level(
+        f"handoff.{fetched.outcome}",
+        request_id=fetched.request_id,
+        fetch_id=fetched.fetch_id,
+        engine_id=report.engine_id,
+        stage=fetched.stage,
+        num_bytes=fetched.num_bytes,
+        path=fetched.path,
+        ahead=report.ahead,
+        leased=report.leased,
+        blocks_free=fetched.blocks_free,
+        total_ms=round(fetched.stages_s.total * 1e3, 3),
+        **{f"{stage}_ms": round(spent_s * 1e3, 3) for stage, spent_s in stages_s.items()},
+        **failure,
+    )
+
+
+FETCH = Reading(ends=ENDS, cuts=(ev.ReadChunk,))
+LEGS = Reading(
+    ends=(LegState.OVER,),
+    names={
+        ("", LegState.READING): "READ",
+        (LegState.PACKING, LegState.READING): "READ",
+        (LegState.PACKED, LegState.READING): "READ",
+        (LegState.READING, LegState.COPYING): "scattering",
+    },
+)
+StoryOf = Callable[[Hashable], Story | None]
+
+
+class FetchSpans:
+    """The fetches of ``table``, and the reads of which ``reads`` has the stories, by key."""
+
+    def __init__(self, table: FetchTable, reads: StoryOf) -> None:
+        self._table, self._reads = table, reads
+
+    def remembered(self, asked: Trace) -> Remembered:
+        """The fetches that are asked for, and the parts here of a fetch of another agent."""
+        fetches = self._found(asked)
+        entries = [self.of(fetch) for fetch in fetches]
+        tickets = [fetch.requested.ticket for fetch in fetches]
+        others = {OtherAgent(ticket.endpoint, ticket.server_key): None for ticket in tickets}
+        return Remembered(tuple(map(tuple, entries)), tuple(others))
+
+    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
+        """What makes the spans of the newest fetches, in any thread; live ones come first."""
+        newest = self._table.newest(number)
+        return [self.later(one) if one.is_over else partial(list, self.of(one)) for one in newest]
+
+    def of(self, fetch: FetchEntry) -> list[Span]:
+        """One fetch: itself, its stages, below each the legs that began in it; its wait before."""
+        return self.later(fetch)()
+
+    def later(self, fetch: FetchEntry) -> Callable[[], list[Span]]:
+        """`of`, to be called in any thread when the fetch has ended; no table is asked then."""
+        return partial(_spans, fetch, self._reads(fetch.key))
+
+    def _found(self, asked: Trace) -> list[FetchEntry]:
+        found = self._table.named(asked.request_id)
+        known = {fetch.key for fetch in found}
+        return found + [one for one in self._table.called(asked.fetch_id) if one.key not in known]
+
+
+def _spans(fetch: FetchEntry, reads: Story | None) -> list[Span]:
+    story, requested = fetch.story, fetch.requested
+    stages = forgotten_span(story, depth=1) + state_spans(story, FETCH, depth=1)
+    there = asked_span(story, requested.asked.asked_s, depth=1)
+    pending = [span for asked in there for span in pending_span(requested.asked.wanted_s, asked)]
+    stages = there + stages
+    started_at = stages[0].start_s if stages else story.started_at or 0.0
+    root = Span(
+        name="fetch",
+        start_s=started_at,
+        end_s=last_end(stages) or (started_at if not stages else None),
+        error="" if fetch.error is None else f"{fetch.error.code}: {fetch.error.message}",
+        attributes=_attributes(fetch),
+    )
+    return [root, *nested(stages, _leg_spans(reads, depth=2)), *pending]
+
+
+def _leg_spans(reads: Story | None, *, depth: int) -> list[Span]:
+    spans = [] if reads is None else state_spans(reads, LEGS, depth=depth)
+    return [span for span in spans if span.about]
+
+
+def _attributes(fetch: FetchEntry) -> dict[str, str | int | float]:
+    requested, ticket = fetch.requested, fetch.requested.ticket
+    return {
+        "request_id": ticket.request_id,
+        "fetch_id": requested.asked.fetch_id,
+        "offer_id": ticket.offer_id,
+        "engine_id": requested.engine_id,
+        "state": fetch.state.value,
+        "num_tokens": requested.asked.num_tokens,
+        "num_bytes": fetch.num_bytes,
+        "path": fetch.path,
+        "prefill_agent": ticket.agent_id,
+        **trace_attributes(requested.asked.traceparent, ticket.traceparent),
+    }

@@ -1,0 +1,327 @@
+"""Parts: what each agent fetches of a fetch for an engine whose ranks are at several agents.
+
+The home asks each other agent for its part (`PartClient`). There it is a fetch like any other, but
+that it answers another agent and not an engine (`PartServer`).
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+
+from kvbus.agent.service import Agent
+from kvbus.bus import Call, new_secret
+from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RequestRefused
+from kvbus.keys.roles import Role
+from kvbus.protocol.engine import AgentRanks, Fetched
+from kvbus.protocol.message import Empty, Message
+from kvbus.protocol.peer import CancelPart, FetchPart, PartFetched
+from kvbus_decode.active import ActiveFetch
+from kvbus_decode.config import DecodeConfig
+from kvbus_decode.fetch import events as ev
+from kvbus_decode.peer.directory import Peer, PeerAddress
+from kvbus_decode.peer.lease_client import LeaseClient
+
+ASK_S, PAUSE_S = 2.0, 0.5
+LATE_S = 30.0
+"""A request that was sent comes within this, or never: TCP gives up after 20 s (`TCP_MAXRT`)."""
+EXITS_WITHIN_S = 5.0
+"""Once an agent has closed its transport."""
+MAX_ENDED = 4096
+"""Parts that have ended or were cancelled before they came: they do not begin again."""
+
+OF_THE_CONNECTION = (ErrorCode.FORBIDDEN, ErrorCode.CLOSED, ErrorCode.STALE)
+"""With these a server refuses what it has begun, too: our key or its own end ended the session."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """The part of one other agent, as its home sees it; ``wakes`` when there is news of it."""
+
+    other: AgentRanks
+    question: FetchPart
+    answer: PartFetched | KVBusError | None = None
+    is_sent: bool = False
+    is_stopped: bool = False
+    wakes: anyio.Event = field(default_factory=anyio.Event)
+
+    @property
+    def address(self) -> PeerAddress:
+        """Where it is asked for."""
+        return PeerAddress(self.other.endpoint, self.other.server_key, Role.DECODE)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it is in flight at the other agent."""
+        if not self.is_sent or isinstance(self.answer, PartFetched | PeerLost):
+            return True
+        error = self.answer
+        return isinstance(error, RequestRefused) and error.code not in OF_THE_CONNECTION
+
+    def note_sent(self) -> None:
+        """From here on the other agent may write."""
+        self.is_sent = True
+
+    def settle(self, answer: PartFetched | KVBusError) -> None:
+        """The other agent has answered, or does not."""
+        self.answer = answer
+        self.wakes.set()
+
+    def stop(self) -> None:
+        """The fetch has ended."""
+        self.is_stopped = True
+        self.wakes.set()
+
+
+# The other agent writes into the blocks of our engine. What ends that, and what does not:
+#
+#     its answer to the `fetch_part`        nothing is in flight there
+#     it was never sent                     nothing ever was
+#     a new boot id at its address          its process is gone, and a process that is gone writes
+#                                           nothing: its kernel has ended its queue pairs, too
+#     it is on this machine, and its port   killed: the kernel closes the port when the last thread
+#     stays closed for `_exits_s`           is gone. Ended: it closes the port first, then the
+#                                           transport, then it exits
+#     any other error of the `fetch_part`   nothing is known: our key was refused for a while, it
+#                                           hung up, we dropped the connection. The fetch fails at
+#                                           once, and its blocks are withheld
+#
+# When the fetch fails, the `fetch_part` is sent no more, and `cancel_part` is asked, on whatever
+# connection there is, until it is answered. That answer is final: the other agent refuses a
+# `fetch_part` that comes later, as one on another connection may.
+#
+# An agent on another machine that cannot be reached may be gone, or may be cut off and read on. (A
+# port that is closed there says nothing: a firewall can refuse in its name.) One that is cut off
+# ends by itself, and so the blocks come back:
+#
+#      fetch failed         last `fetch_part` comes   its deadline          its READs were ended
+#      ────┼─────── LATE_S ────────┼───── timeout_s ───────┼── quarantine_timeout_s ──┼──▶ free
+#
+# Both agents have the same quarantine_timeout_s; copies end with the piece that they are at. A
+# process that is stopped (SIGSTOP) keeps no deadline: it may write on as soon as it continues. Its
+# kernel keeps the connection, so while there is a connection the time does not count.
+class PartClient:
+    """Asks the other agents of an engine whose home is here for their parts."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        config: DecodeConfig,
+        leases: LeaseClient,
+        dispatch: Callable[[ev.Event], None],
+    ) -> None:
+        self._agent, self._leases, self._dispatch = agent, leases, dispatch
+        self._exits_s = config.transport.close_timeout_s + EXITS_WITHIN_S
+        self._drains_s = LATE_S + config.quarantine_timeout_s
+        self._asked: dict[str, list[_Asked]] = {}
+
+    def ask(self, command: ev.AskOthers) -> None:
+        """Have each other agent fetch its part."""
+        fetch = self._leases.active[command.fetch_id]
+        parts = [_Asked(other, self._question(fetch, other)) for other in fetch.requested.others]
+        self._asked[fetch.fetch_id] = parts
+        self._agent.tasks.start_soon(self._fetch, fetch, parts)
+
+    def stop(self, command: ev.StopOthers) -> None:
+        """Have them end."""
+        for one in self._asked.get(command.fetch_id, ()):
+            one.stop()
+
+    def _question(self, fetch: ActiveFetch, other: AgentRanks) -> FetchPart:
+        requested, asked = fetch.requested, fetch.requested.asked
+        return FetchPart(
+            token=new_secret(),
+            fetch_id=asked.fetch_id,
+            engine_id=requested.engine_id,
+            access=other.access,
+            ranks=other.ranks,
+            ticket=requested.ticket.to_json(),
+            memory_ids=fetch.route.memory_ids if fetch.route else (),
+            first_token=asked.first_token,
+            num_tokens=asked.num_tokens,
+            tables=asked.tables,
+            timeout_s=max(1e-3, fetch.deadline - self._agent.loop.time()),
+            zero_tail=asked.zero_tail,
+            priority=asked.priority,
+            traceparent=asked.traceparent,
+        )
+
+    async def _fetch(self, fetch: ActiveFetch, parts: list[_Asked]) -> None:
+        async with anyio.create_task_group() as tasks:
+            for one in parts:
+                tasks.start_soon(self._fetch_one, fetch, one)
+        del self._asked[fetch.fetch_id]
+        fetched = [one.answer for one in parts if isinstance(one.answer, PartFetched)]
+        path = next((one.path for one in fetched if one.path), "")
+        num_bytes = sum(one.num_bytes for one in fetched)
+        self._dispatch(ev.OthersEnded(fetch.fetch_id, num_bytes, path))
+
+    async def _fetch_one(self, fetch: ActiveFetch, part: _Asked) -> None:
+        """Return when the other agent has fetched its part, or cannot write any more."""
+        if part.is_stopped:
+            return
+        try:
+            peer = self._leases.peers.acquire(part.address)
+            fetch.peers.append(peer)
+            request_id = peer.client.send(
+                part.question, timeout_s=math.inf, on_reply=part.settle, on_sent=part.note_sent
+            )
+        except KVBusError as error:
+            self._dispatch(ev.StepFailed(fetch.fetch_id, error))
+            return
+        await part.wakes.wait()
+        peer.client.take_back(request_id)
+        if isinstance(part.answer, KVBusError):
+            self._dispatch(ev.StepFailed(fetch.fetch_id, part.answer))
+        if not part.has_ended:
+            await self._wait_for_end(part, peer)
+
+    async def _wait_for_end(self, part: _Asked, peer: Peer) -> None:
+        loop, alone_since = self._agent.loop, math.inf
+        while not await self._is_over(part):
+            client = peer.client
+            if client.closed or client.missing:
+                alone_since = min(alone_since, loop.time())
+                alone_s = loop.time() - alone_since
+                if alone_s >= self._drains_s + part.question.timeout_s:
+                    return
+                if client.is_gone_here and alone_s >= self._exits_s:
+                    return
+            else:
+                alone_since = math.inf
+            await anyio.sleep(PAUSE_S)
+            peer = self._leases.peers.find(part.address) or peer
+
+    async def _is_over(self, part: _Asked) -> bool:
+        """Whether the other agent says that the part has ended, or is a new process."""
+        try:
+            peer = self._leases.peers.acquire(part.address)
+        except KVBusError:  # its key is not trusted any more
+            return False
+        try:
+            await peer.client.ask(CancelPart(token=part.question.token), timeout_s=ASK_S)
+        except KVBusError as error:
+            return isinstance(error, PeerLost)
+        finally:
+            self._leases.peers.release(peer)
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A part that is fetched here; ``key`` names it in the fetch table.
+
+    ``calls`` ask for it: several, where the home has made a new connection. ``cancelled_by`` wants
+    to know its end, too. Its ``answer`` is said when its blocks are free.
+    """
+
+    key: str
+    on_end: Callable[["Part"], None]
+    calls: list[Call]
+    cancelled_by: Call | None = None
+    answer: PartFetched | KVBusError | None = None
+
+    def reply(self, fetched: Fetched) -> None:
+        """The fetch has ended."""
+        if fetched.code:
+            self.answer = LocalError(fetched.message, code=ErrorCode(fetched.code))
+        else:
+            self.answer = PartFetched(num_bytes=fetched.num_bytes, path=fetched.path)
+        if fetched.blocks_free:
+            self.end()
+
+    def refuse(self, error: KVBusError) -> None:
+        """The fetch did not begin."""
+        self.answer = error
+        self.end()
+
+    def end(self) -> None:
+        """Nothing of it is in flight any more."""
+        self.on_end(self)
+
+
+class _Unheard:
+    """Takes the answer to a cancellation: what counts is the end of the part."""
+
+    def reply(self, _: Message) -> None: ...
+
+    def refuse(self, _: KVBusError) -> None: ...
+
+
+class PartServer:
+    """Has parts fetched for homes elsewhere; ``begin`` makes a fetch of one, or raises."""
+
+    def __init__(
+        self, begin: Callable[[FetchPart, Part], None], dispatch: Callable[[ev.Event], None]
+    ) -> None:
+        self._begin, self._dispatch = begin, dispatch
+        self._live: dict[str, Part] = {}
+        self._ended: OrderedDict[str, PartFetched | KVBusError] = OrderedDict()
+
+    @property
+    def num_live(self) -> int:
+        """Parts that are fetched now, or whose blocks are not free."""
+        return len(self._live)
+
+    def find(self, key: str) -> Part | None:
+        """The live part that is called so in the fetch table."""
+        return self._live.get(key)
+
+    def fetch(self, asked: FetchPart, call: Call) -> None:
+        """Fetch the part; asked again it goes on, or its answer is said again."""
+        key = _key(asked.token)
+        if (answer := self._ended.get(key)) is not None:
+            _say(answer, call)
+            return
+        if (live := self._live.get(key)) is not None:
+            live.calls.append(call)
+            return
+        self._live[key] = part = Part(key, self._end, [call])
+        try:
+            self._begin(asked, part)
+        except KVBusError as error:
+            part.refuse(error)
+        except Exception:  # a defect, which the server tells
+            part.refuse(LocalError("the part failed inside", code=ErrorCode.INTERNAL))
+            raise
+
+    def cancel(self, asked: CancelPart, call: Call) -> None:
+        """End the part; answered when nothing of it is in flight, nor will be."""
+        key = _key(asked.token)
+        part = self._live.get(key)
+        if part is None:
+            cancelled = LocalError("the part was cancelled", code=ErrorCode.CANCELLED)
+            self._remember(key, self._ended.get(key, cancelled))
+            call.reply(Empty())
+            return
+        if part.cancelled_by is not None:
+            part.cancelled_by.refuse(LocalError("it was asked again", code=ErrorCode.BUSY))
+        part.cancelled_by = call
+        self._dispatch(ev.CancelRequested(key, _Unheard()))
+
+    def _end(self, part: Part) -> None:
+        answer = part.answer or LocalError("nothing was read", code=ErrorCode.INTERNAL)
+        del self._live[part.key]
+        self._remember(part.key, answer)
+        for call in part.calls:
+            _say(answer, call)
+        if part.cancelled_by is not None:
+            part.cancelled_by.reply(Empty())
+
+    def _remember(self, key: str, answer: PartFetched | KVBusError) -> None:
+        self._ended[key] = answer
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+
+def _key(token: str) -> str:
+    return ev.fetch_key("part", token)
+
+
+def _say(answer: PartFetched | KVBusError, call: Call) -> None:
+    if isinstance(answer, KVBusError):
+        call.refuse(answer)
+    else:
+        call.reply(answer)

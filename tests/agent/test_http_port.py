@@ -1,0 +1,221 @@
+"""The HTTP port of an agent: who is answered, with what, and what it says of a loop that hangs."""
+
+import asyncio
+import base64
+import http.client
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from kvbus.agent import AgentConfig, Door, Health, LoopAsker, convert_config
+from kvbus.errors import ConfigError
+from kvbus.protocol import Fault
+from kvbus.spawn import free_port
+from tests.agents import AgentProcess, started
+
+TOKEN = "a-token-of-some-length"
+
+
+def token_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
+    path = folder / "token"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess]:
+    """An agent at an IPv6 address that asks for a token."""
+    path = token_file(tmp_path_factory.mktemp("token"), f"{TOKEN}\n".encode())
+    with started("prefill", http_bind=f"[::1]:{free_port()}", http_token_file=path) as agents:
+        yield agents.all[0]
+
+
+@contextmanager
+def answered(
+    agent: AgentProcess, path: str, *, method: str = "GET", **headers: str
+) -> Iterator[http.client.HTTPResponse]:
+    host, _, port = agent.settings["http_bind"].rpartition(":")
+    with closing(http.client.HTTPConnection(host.strip("[]"), int(port), timeout=60)) as connection:
+        connection.request(method, path, headers=headers)
+        yield connection.getresponse()
+
+
+def basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
+
+
+BEARER = f"Bearer {TOKEN}"
+WRONG = [
+    *("", TOKEN, "Bearer", "Bearer x", BEARER + "x"),
+    *(basic("x"), "Basic x", "Basic /w==", "Basic ä"),
+]
+HERE = ["127.0.0.1:1", "127.8.8.8", "localhost:7703", "[::1]:7703"]
+ELSEWHERE = ["kvbus.example", "127.0.0.1.example", "[::1].example", "lo", ""]
+ASKED: list[tuple[str, str, dict[str, str], int, str]] = [
+    *(("guarded", "/metrics", {"Authorization": shown}, 401, "http_token_file") for shown in WRONG),
+    *(
+        ("guarded", "/metrics", {"Authorization": shown}, 200, "kvbus_")
+        for shown in (BEARER, f"bearer {TOKEN}", basic(TOKEN))
+    ),
+    ("guarded", "/healthz", {}, 200, "ok"),
+    ("guarded", "/other", {}, 401, ""),
+    *(("prefill", "/metrics", {"Host": host}, 200, "kvbus_") for host in HERE),
+    *(("prefill", "/metrics", {"Host": host}, 403, "") for host in ELSEWHERE),
+    ("prefill", "/metrics", {"method": "POST"}, 405, ""),
+    ("prefill", "/metrics", {"method": "HEAD"}, 200, ""),
+    ("prefill", "/other", {}, 404, "/metrics"),
+    ("prefill", "/metrics", {"Long": 20_000 * "x"}, 431, ""),
+]
+
+
+@pytest.mark.parametrize(("agent", "path", "more", "status", "words"), ASKED)
+def test_who_is_answered_with_what(  # noqa: PLR0917 - the columns of the table
+    request: pytest.FixtureRequest,
+    agent: str,
+    path: str,
+    more: dict[str, Any],
+    status: int,
+    words: str,
+) -> None:
+    """A stranger is told how to show the token; without one a local address is to be named."""
+    with answered(request.getfixturevalue(agent), path, **more) as answer:
+        assert answer.status == status
+        assert words in answer.read().decode()
+        asks_for_a_password = "Basic" in (answer.getheader("WWW-Authenticate") or "")
+        assert asks_for_a_password == (status == 401)
+
+
+@pytest.mark.parametrize("sends", [False, True], ids=["silent", "slow"])
+def test_connections_without_a_whole_request_keep_others_out_for_a_few_seconds_at_most(
+    prefill: AgentProcess, sends: bool
+) -> None:
+    host, _, port = prefill.settings["http_bind"].rpartition(":")
+    ended = threading.Event()
+    with ExitStack() as stack:
+        waiting = [
+            stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(100)
+        ]
+        sender = threading.Thread(target=send_slowly, args=(waiting if sends else [], ended))
+        sender.start()
+        stack.callback(sender.join)
+        stack.callback(ended.set)
+        for _ in range(3):
+            with answered(prefill, "/healthz") as answer:
+                assert answer.status == 200
+
+
+def send_slowly(connections: list[socket.socket], ended: threading.Event) -> None:
+    """A header that goes on and on."""
+    text = b"GET /healthz HTTP/1.1\r\nX: "
+    while not ended.wait(0.2):
+        for one in connections:
+            with suppress(OSError):  # it was closed
+                one.sendall(text)
+        text = b"x"
+
+
+def config(**changes: object) -> AgentConfig:
+    binds = {"peer_bind": "tcp://127.0.0.1:0", "events_bind": "tcp://127.0.0.1:0"}
+    return convert_config(AgentConfig, {"agent_id": "a", **binds, **changes}, source="the test")
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "reason"),
+    [
+        (b"short\n", 0o600, "16 to 1024"),
+        (b"two lines of it\nand more", 0o600, "one line"),
+        ("nicht-nur-ä-sondern-auch-ö".encode(), 0o600, "printable"),
+        (TOKEN.encode(), 0o644, "chmod 0600"),
+        (None, 0o600, "No such file"),
+    ],
+)
+def test_a_wrong_token_file_is_named_with_its_key(
+    tmp_path: Path, content: bytes | None, mode: int, reason: str
+) -> None:
+    path = str(tmp_path / "none") if content is None else token_file(tmp_path, content, mode)
+
+    with pytest.raises(ConfigError, match=reason) as refused:
+        Door.open(config(http_bind="0.0.0.0:0", http_token_file=path))
+
+    assert "http_token_file" in refused.value.message
+    assert path in refused.value.message
+    assert TOKEN not in refused.value.message
+
+
+def test_a_port_that_others_reach_needs_a_token_or_is_said_to_be_insecure() -> None:
+    with pytest.raises(ConfigError, match="http_token_file"):
+        Door.open(config(http_bind="0.0.0.0:0"))
+    assert Door.open(config(http_bind="0.0.0.0:0", insecure=True)) == Door()
+
+
+@pytest.fixture
+def asker() -> Iterator[LoopAsker]:
+    """Asks an event loop that runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield LoopAsker(loop)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def pong() -> Future[None]:
+    answered: Future[None] = Future()
+    answered.set_result(None)
+    return answered
+
+
+def verdict(ask_health: Callable[[], Any]) -> tuple[str, str]:
+    answer = ask_health()
+    return str(answer.status.value), answer.body.decode()
+
+
+GOOD = ("200", "ok\n")
+
+
+def test_an_agent_whose_loop_or_transport_hangs_is_not_alive_and_one_that_is_not_ready_says_why(
+    asker: LoopAsker,
+) -> None:
+    health, without = Health(asker, pong, lambda: []), Health(asker, Future, lambda: [])
+    faults = [Fault("no engine", ""), Fault("draining", "")]
+    faulty = Health(asker, pong, lambda: faults)
+    goes_on, hangs = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        goes_on.wait(60)
+
+    assert verdict(health.healthz) == verdict(health.readyz) == GOOD
+    asker.ask(lambda: asyncio.get_running_loop().call_soon(hang))
+    hangs.wait()
+    alive, ready = verdict(health.healthz), verdict(health.readyz)
+    goes_on.set()
+
+    assert (alive[0], ready[0]) == ("503", "503")
+    assert "event loop" in alive[1]
+    assert verdict(health.healthz) == GOOD
+    status, words = verdict(without.healthz)
+    assert (status, "transport" in words) == ("503", True)
+    assert verdict(without.readyz) == verdict(faulty.healthz) == GOOD
+    assert verdict(faulty.readyz) == ("503", "no engine\ndraining\n")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TimeoutError])
+def test_what_a_function_raises_in_the_loop_is_not_taken_for_the_loop_s_own(
+    asker: LoopAsker, error: type[Exception]
+) -> None:
+    def fails() -> NoReturn:
+        raise error("its own")
+
+    with pytest.raises(error, match="its own"):
+        asker.ask(fails)

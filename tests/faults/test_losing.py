@@ -1,0 +1,208 @@
+"""An agent is dead, stopped, or in another place than it seems: who waits for it is told.
+
+What ends a handoff in its middle, by each way of its bytes, is in `tests/process/test_ends.py`, and
+what is decided then in `tests/sim`. Here are the SDK, and signals at other moments.
+"""
+
+import signal
+from typing import Any
+
+import pytest
+
+from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.engine.bounce import HostPrefill
+from kvbus.errors import AgentHungUp, ErrorCode, KVBusError, PeerLost
+from tests.agents import AgentProcess, until
+from tests.engines import (
+    LARGE,
+    NUM_LARGE_BLOCKS,
+    engine,
+    failure_of,
+    make_spec,
+    pair,
+    start_long_read,
+    works,
+)
+from tests.faults.conftest import (
+    LONG,
+    LONG_TOKENS,
+    NOTHING,
+    ONE_BLOCK,
+    ONE_POST,
+    SLOW_READS,
+    Started,
+)
+from tests.host_engines import host_engine
+from tests.memories import NHD, Memory
+from tests.namespaces import HAVE_NAMESPACES
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_save_after_its_agent_has_gone_says_so_and_frees_the_ring(fresh: Started) -> None:
+    fresh.start(prefill := fresh.prefill())
+    ring: dict[str, Any] = {"num_blocks": 512, "ring_blocks": {"full": 512}}
+    spec = make_spec(groups=(LARGE,))
+    async with host_engine(
+        PrefillSession, prefill.attach, spec, memory=Memory(), piece_bytes=1 << 20, **ring
+    ) as source:
+        assert isinstance(source.host, HostPrefill)
+        offered, begun = [
+            await source.host.begin(name, num_tokens=LONG_TOKENS // 2) for name in "rs"
+        ]
+        await offered.offer()
+
+        prefill.kill()
+        with pytest.raises(PeerLost):
+            await offered.released()
+        with pytest.raises(KVBusError, match="its offer has ended"):
+            await offered.save(LARGE.block_size, {"full": [1]})
+        with pytest.raises(PeerLost):
+            await begun.offer()
+        await begun.abort()
+
+        assert source.ring.num_held == 0
+
+
+async def test_a_fetch_of_an_agent_that_is_stopped_for_good_ends_and_its_blocks_stay_in_doubt(
+    fresh: Started,
+) -> None:
+    prefill, decode = fresh.both()
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        heard: list[str] = []
+        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
+        fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK, timeout_s=0.5)
+        fetch.when_ended(lambda: heard.append("ended"))
+        fetch.when_freed(lambda: heard.append("freed"))
+
+        decode.signal(signal.SIGSTOP)
+        failure = await failure_of(fetch)
+        free_early = fetch.are_blocks_free
+        decode.signal(signal.SIGCONT)
+        await fetch.blocks_freed()
+
+        assert (failure.code, failure.stage) == (ErrorCode.TIMEOUT, "silent")
+        assert (failure.blocks_free, free_early) == (False, False)
+        assert "not known" in failure.message
+        assert heard == ["ended", "freed"]
+        await offer.withdraw()
+
+
+async def test_blocks_stay_in_doubt_when_an_agent_hangs_up_on_the_engine_and_lives_on(
+    fresh: Started,
+) -> None:
+    prefill, decode = fresh.both(**SLOW_READS)
+    theirs, ours = (make_spec(groups=(LARGE,)) for _ in range(2))
+    large: dict[str, Any] = {
+        "num_tokens": LONG_TOKENS,
+        "block_ids": {"full": list(range(NUM_LARGE_BLOCKS))},
+    }
+    async with (
+        engine(PrefillSession, prefill.attach, theirs, num_blocks=NUM_LARGE_BLOCKS) as source,
+        DecodeSession(decode.attach, ours) as control,
+    ):
+        async with MemorySession(decode.attach, ours, 0) as memory:
+            await memory.allocate(NHD, num_blocks=NUM_LARGE_BLOCKS)
+            await control.register()
+            await control.ready()
+            offer = await source.prefill.offer("r", **large)
+            fetch = control.fetch(offer.ticket, **large)
+            await until(lambda: decode.metric("outstanding_handles") > 0)
+
+        failure = await failure_of(fetch)  # a rank has left, and with it the engine
+        with pytest.raises(AgentHungUp):
+            await fetch.blocks_freed()
+
+        assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
+        assert not failure.blocks_free
+        await offer.withdraw()
+
+
+async def test_blocks_are_free_when_an_agent_that_waited_for_its_transfers_has_ended(
+    fresh: Started,
+) -> None:
+    transport = {**SLOW_READS["transport"], "close_timeout_s": 3.0}
+    prefill, decode = fresh.both(
+        SLOW_READS, {**SLOW_READS, "transport": transport, "drain_timeout_s": 0.2}
+    )
+    async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
+        _, fetch = await start_long_read(source, target)
+
+        prefill.signal(signal.SIGSTOP)  # what was posted does not end
+        decode.signal(signal.SIGTERM)
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+        decode_lives = decode.alive
+        prefill.kill()  # one that went on might be aborted by UCX, as a reader died meanwhile
+
+        assert (failure.code, failure.blocks_free) == (ErrorCode.DRAINING, False)
+        assert not decode_lives
+
+
+async def test_a_reader_that_comes_back_when_nobody_drives_its_read_any_more_harms_nobody(
+    fresh: Started,
+) -> None:
+    """Its blocks come back without another handoff, which would drive the prefill agent."""
+    prefill, decode = fresh.both(**ONE_POST)
+    async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
+        while True:
+            offer, fetch = await start_long_read(source, target)
+            decode.signal(signal.SIGSTOP)
+            if prefill.status()["counts"]["leases"]:
+                break
+            decode.signal(signal.SIGCONT)  # it had ended already
+            await fetch.completed()
+        prefill.says("lease.expired", offer_id=offer.offer_id)
+        await until(lambda: not prefill.metric("progress_tokens"))
+        decode.signal(signal.SIGCONT)
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+        await offer.withdraw()
+        await offer.released()
+
+        assert failure.code in (ErrorCode.LEASE_EXPIRED, ErrorCode.STALE)
+        assert await works(source, target)
+
+
+# Memory of the same machine that cannot be mapped
+
+
+def in_own_mounts(agent: AgentProcess, *mount: object) -> None:
+    """Have the agent start in a mount namespace of its own, where this was mounted."""
+    line = " ".join(["mount", *map(str, mount), "&&", 'exec "$@"'])
+    agent.runner = ("unshare", "--mount", "sh", "-c", line, "sh")
+
+
+ONE_USER = pytest.mark.skipif(not HAVE_NAMESPACES, reason="only root makes mount namespaces")
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("no socket file", "no agent at"),
+        pytest.param("another mount namespace", "no agent at", marks=ONE_USER),
+        pytest.param("another agent there", "another process of the agent", marks=ONE_USER),
+    ],
+)
+async def test_without_a_way_to_the_memory_it_is_read_with_nixl_and_the_log_says_why_once(
+    fresh: Started, place: str, reason: str
+) -> None:
+    prefill, other, decode = fresh.prefill(), fresh.prefill(), fresh.decode(mapped=True)
+    folder = prefill.settings["runtime_dir"]
+    fresh.start(prefill, other)
+    match place:
+        case "no socket file":
+            (prefill.attach.parent / prefill.status()["sharing"]["path"]).unlink()
+        case "another mount namespace":
+            in_own_mounts(decode, "-t", "tmpfs", "-o", "mode=0700", "none", folder)
+        case _:
+            in_own_mounts(decode, "--bind", other.settings["runtime_dir"], folder)
+    fresh.start(decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        for _ in range(3):
+            assert await works(source, target)
+
+        (closed,) = decode.logged("mapped.closed")
+        assert reason in closed["reason"]
+        assert list(decode.status()["sharing"]["engines"].values()) == [closed["reason"]]
+        assert other.metric("memory_readers") == 0

@@ -1,0 +1,134 @@
+"""The sides of a drawn handoff in real memory, and all of it moved through staging slots."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+
+from kvbus.geometry import AxisName, Box, SlotOrder, canonical_order, slot_bytes
+from kvbus.memory import PagedMemory, Slot, gather, scatter, zero_positions
+from kvbus.planning import (
+    DirectPlan,
+    PlacedRank,
+    ReadMap,
+    Share,
+    SlotReads,
+    cut_into_boxes,
+    reader_order,
+)
+from tests.planning.handoffs import Case, Side, reads_in, where_elements_lie
+
+
+class InMemory:
+    """One side of a handoff; ``content`` is that of its memory, by default what was drawn."""
+
+    def __init__(self, side: Side, content: bytes = b"", *, device: str = "cpu") -> None:
+        self.side = side
+        self.bytes = torch.frombuffer(bytearray(content or side.memory), dtype=torch.uint8)
+        self.bytes = self.bytes.to(device)
+
+    def content(self) -> bytes:
+        return self.bytes.cpu().numpy().tobytes()
+
+    def placed(self, rank: int) -> PlacedRank:
+        """The rank at its true addresses."""
+        placed, moved = self.side.ranks[rank], self.bytes.data_ptr() - self.side.base
+        return replace(placed, addresses={n: at + moved for n, at in placed.addresses.items()})
+
+    def paged(self, rank: int, group: str) -> PagedMemory:
+        placed = self.side.ranks[rank]
+        buffers = {}
+        for segment in placed.rank.segments:
+            first = placed.addresses[segment.segment_id] - self.side.base
+            buffers[segment.segment_id] = self.bytes[first : first + segment.size_bytes]
+        return PagedMemory(placed.engine.group(group), placed.rank.regions, buffers)
+
+
+def plan_between(case: Case, prefill: InMemory, decode: InMemory) -> DirectPlan:
+    """At true addresses."""
+    holders, readers = (
+        {rank: side.placed(rank) for rank in side.side.ranks} for side in (prefill, decode)
+    )
+    return DirectPlan(holders, readers, ReadMap(*case.ranks).shares(case.replica_index))
+
+
+orders = st.one_of(
+    st.none(),
+    st.just(canonical_order()),
+    st.builds(SlotOrder, st.permutations(list(AxisName)).map(tuple), st.integers(1, 6)),
+)
+"""How boxes lie in their slots; None for the order of each reader."""
+
+
+def boxes_of(
+    case: Case, order: SlotOrder | None, *, room: int
+) -> Iterator[tuple[Share, Box, SlotOrder, bool]]:
+    """Boxes of up to ``room`` times the least one; True where they are read block by block."""
+    reads, spans = ReadMap(*case.ranks), case.spans()
+    for share in (reads.joined if order else reads.shares)(case.replica_index):
+        placed = case.decode.ranks[share.reader]
+        group = placed.engine.group(share.group)
+        readers = None if order else reader_order(placed.rank.regions, group)
+        used = readers or order or canonical_order()
+        least = share.position_bytes(group) // len(share.layers) * used.block_size
+        for box in cut_into_boxes(
+            share, group, spans[share.group], order=used, box_bytes=room * least
+        ):
+            yield share, box, used, readers is not None
+
+
+def move_through_slots(
+    case: Case,
+    prefill: InMemory,
+    decode: InMemory,
+    order: SlotOrder | None,
+    *,
+    room: int = 4,
+    new_slot: Callable[[int], torch.Tensor],
+    is_apart: bool = False,
+) -> None:
+    """Gather each box; scatter it, or read blocks out of a slot that is in the reader's order.
+
+    ``is_apart`` has slots on what torch takes for another device than the ranks'.
+    """
+    for share, box, used, by_blocks in boxes_of(case, order, room=room):
+        holder = prefill.paged(share.holder, share.group)
+        readers = {rank: decode.paged(rank, share.group) for rank in share.readers}
+        if is_apart:
+            for memory in (holder, *readers.values()):
+                memory.device = torch.device("cpu", 0)
+        num_bytes = slot_bytes(holder.group, box, used)
+        slot = Slot(new_slot(num_bytes), used)
+        beyond = slot.buffer[num_bytes:].clone()
+        num_moved = (box.stop - box.start) * share.position_bytes(holder.group)
+        num_moved = num_moved // len(share.layers) * len(box.layers)
+
+        assert gather(holder, case.prefill.tables[box.group], box, slot) == num_moved
+        for rank, memory in readers.items():
+            table = case.decode.tables[box.group]
+            if not by_blocks:
+                assert scatter(memory, table, box, slot) == num_moved
+                continue
+            reads = SlotReads(case.decode.ranks[rank]).descriptors(box, used, table=table)
+            for target, source, size in reads_in(reads):
+                to = target - case.decode.base
+                decode.bytes[to : to + size] = slot.buffer[source : source + size]
+        assert torch.equal(slot.buffer[num_bytes:], beyond)
+
+
+def zero_what_is_moved(case: Case, decode: InMemory) -> None:
+    """The positions of a fetch, in all that each rank has of each group."""
+    for rank, placed in case.decode.ranks.items():
+        for group in {region.group for region in placed.rank.regions}:
+            table, span = case.decode.tables[group], case.spans()[group]
+            zero_positions(decode.paged(rank, group), table, *span)
+
+
+def zeroed_by_loops(case: Case) -> bytes:
+    """The memory of the decode side afterwards."""
+    after = bytearray(case.decode.memory)
+    for placed in case.decode.ranks.values():
+        for _, at, num_bytes in where_elements_lie(case.decode, placed, case.moved()):
+            after[at : at + num_bytes] = bytes(num_bytes)
+    return bytes(after)

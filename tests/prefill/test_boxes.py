@@ -1,0 +1,299 @@
+"""Boxes and digests out of a real engine's memory: what a reader gets, and what it is refused.
+
+Axes of a box in canonical order: layer, part, token, head, dim; all as raw bits.
+"""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from kvbus.engine import MemorySession
+from kvbus.errors import ErrorCode, RequestRefused
+from kvbus.geometry import AxisName, BlockTable, Box, KvPart, SlotOrder
+from kvbus.planning import chosen_pieces, num_pieces, piece_of
+from kvbus.protocol import Digests, Packed
+from tests.agents import until
+from tests.engines import FULL, NUM_BLOCKS, Engine, make_spec
+from tests.memories import NHD, Memory
+from tests.prefill.inside import SETTINGS, PrefillAgent, given_back, prefill_agent
+from tests.prefill.leases import BOX, IDS, SECRET, Case, leased
+from tests.strict_sessions import bits
+
+pytestmark = pytest.mark.anyio
+
+HND_OF_32 = SlotOrder(
+    (AxisName.BLOCK, AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.TOKEN, AxisName.DIM), 32
+)
+SLOT_LEASE_S, IMPORT_S, MAX_IMPORT_S = 5.0, 0.3, 60.0
+
+
+async def test_a_box_in_canonical_order_holds_its_tokens_one_after_the_other(case: Case) -> None:
+    packed = await case.packed()
+
+    assert packed.num_bytes == 2 * 2 * 30 * 4 * FULL.head_dim * 2
+    assert torch.equal(case.slot(packed), case.wanted())
+
+
+async def test_a_box_in_the_order_of_its_reader_holds_its_blocks(case: Case) -> None:
+    packed = await case.packed(order=HND_OF_32)
+
+    blocks = case.slot(packed).view(torch.int16).view(2, 2, 2, 4, 32, FULL.head_dim)
+    rows = blocks.permute(1, 2, 0, 4, 3, 5).reshape(2, 2, 64, 4, FULL.head_dim)[:, :, 10:40]
+    assert torch.equal(rows.contiguous().view(torch.uint8).flatten(), case.wanted())
+
+
+def digests_of(case: Case) -> list[int]:
+    """The digest of each piece of `BOX`, token by token."""
+    views, digests = case.source.views(), []
+    for number in range(num_pieces(BOX)):
+        piece = piece_of(BOX, number)
+        view = views[0, piece.layer, piece.part]
+        rows = [
+            view[IDS[at // 16], at % 16, piece.head].contiguous().numpy().tobytes()
+            for at in range(piece.start, piece.stop)
+        ]
+        digests.append(xxhash.xxh3_64_intdigest(b"".join(rows)))
+    return digests
+
+
+def numbers(told: Digests) -> list[int]:
+    found: list[int] = np.frombuffer(told.digests, "<u8").tolist()
+    return found
+
+
+async def test_digests_are_of_the_tokens_in_memory_now_all_or_those_that_are_expected(
+    case: Case,
+) -> None:
+    before = await case.reader.ask(case.digest())
+    first_wanted = digests_of(case)
+    case.source.views()[0, 1, "v"][3, 5, 2, 7] ^= 1
+    after = await case.reader.ask(case.digest())
+    some = await case.reader.ask(case.digest(one_in=3))
+
+    wanted, chosen = digests_of(case), chosen_pieces(BOX, offer_id=case.offer_id, one_in=3)
+    assert (numbers(before), numbers(after)) == (first_wanted, wanted)
+    assert sum(old != new for old, new in zip(first_wanted, wanted, strict=True)) == 1
+    assert 0 < len(chosen) < num_pieces(BOX)
+    assert numbers(some) == [wanted[one] for one in chosen.tolist()]
+
+
+Wrong = tuple[dict[str, Any], ErrorCode, str]
+GEOMETRY, STALE, FORBIDDEN = ErrorCode.GEOMETRY, ErrorCode.STALE, ErrorCode.FORBIDDEN
+OTHER_MEMORY: list[Wrong] = [
+    ({"agent_boot": "earlier"}, STALE, "earlier process"),
+    ({"engine_id": "another"}, ErrorCode.ENGINE_LOST, "has ended"),
+    ({"memory_id": "earlier"}, STALE, "other memory"),
+    ({"access": SECRET}, FORBIDDEN, "not yours"),
+]
+OTHER_BOX: list[Wrong] = [
+    ({"offer_id": "another"}, ErrorCode.OFFER_UNKNOWN, "no offer"),
+    ({"rank": 1}, GEOMETRY, "rank 1"),
+    ({"table": BlockTable.of([7, 3])}, GEOMETRY, "need 3 blocks"),
+    ({"table": BlockTable.of([7, 3, NUM_BLOCKS])}, GEOMETRY, "out of range"),
+    ({"table": BlockTable.of([7, 3, 6])}, GEOMETRY, "not those of the offer"),
+    ({"box.group": "none"}, GEOMETRY, "no group 'none'"),
+    ({"box.layers": (0, 2)}, GEOMETRY, "layers"),
+    ({"box.parts": ("latent",)}, GEOMETRY, "part"),
+    ({"box.num_heads": FULL.num_kv_heads}, GEOMETRY, "heads 1 to 7"),
+    ({"box.stop": 41}, GEOMETRY, "token 41"),
+    ({"box.start": 40}, GEOMETRY, "0 blocks"),
+]
+WRONG: dict[str, list[Wrong]] = {
+    "check": OTHER_MEMORY,
+    "digest": [
+        *(*OTHER_MEMORY, *OTHER_BOX),
+        ({"secret": SECRET}, FORBIDDEN, "not yours"),
+        ({"box.num_heads": 2**31 - 1}, GEOMETRY, "smaller one"),
+    ],
+    "pack": [
+        *(*OTHER_MEMORY, *OTHER_BOX),
+        ({"epoch": 2}, STALE, "not live"),
+        ({"token": SECRET}, FORBIDDEN, "not yours"),
+        ({"table": BlockTable.of([7, 3, 7])}, GEOMETRY, "twice"),
+        ({"order.block_size": 2**30}, GEOMETRY, "larger than a slot of 65536 bytes"),
+        ({"order.axes": (AxisName.DIM,) * 6}, GEOMETRY, "six axes"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("question", "changes", "code", "words"),
+    [(question, *wrong) for question, wrongs in WRONG.items() for wrong in wrongs],
+)
+async def test_what_is_not_the_readers_to_have_is_refused_before_it_has_a_slot(
+    case: Case, question: str, changes: dict[str, Any], code: ErrorCode, words: str
+) -> None:
+    questions: Any = {"pack": case.pack, "digest": case.digest, "check": case.check}
+
+    with pytest.raises(RequestRefused, match=words) as refused:
+        await case.reader.ask(questions[question](**changes))
+
+    assert refused.value.code is code
+    assert case.agent.counts["slots"] == 0
+
+
+async def test_heads_that_another_rank_holds_are_refused(agent: PrefillAgent) -> None:
+    async with (
+        agent.engine(make_spec(tp=2)) as source,
+        agent.reader() as reader,
+        leased(agent, source, reader) as case,
+    ):
+        assert (await case.refusal()).code is ErrorCode.GEOMETRY
+        assert agent.counts["slots"] == 0
+
+
+async def test_digests_are_made_of_tokens_that_are_ready_of_an_offer_that_is_not_over(
+    case: Case,
+) -> None:
+    offer = await case.source.prefill.offer(
+        "open", num_tokens=20, block_ids={"full": [1, 2]}, sealed=False
+    )
+    table, secret = BlockTable.of([1, 2]), offer.ticket["secret"]
+    own = {"offer_id": offer.offer_id, "secret": secret, "table": table, "box.stop": 20}
+
+    ready = await case.reader.ask(case.digest(**own))
+    with pytest.raises(RequestRefused) as early:
+        await case.reader.ask(case.digest(**own | {"box.stop": 21}))
+    await offer.withdraw()
+    await case.take()
+    with pytest.raises(RequestRefused) as late:
+        await case.reader.ask(case.digest())
+
+    assert len(numbers(ready)) == num_pieces(msgspec.structs.replace(BOX, stop=20))
+    assert early.value.code is ErrorCode.GEOMETRY
+    assert late.value.code is ErrorCode.OFFER_COMPLETED
+
+
+async def test_another_engines_offer_opens_nothing(case: Case) -> None:
+    async with case.agent.engine() as other, leased(case.agent, other, case.reader) as theirs:
+        with pytest.raises(RequestRefused) as refused:
+            await case.reader.ask(case.digest(**theirs.memory))
+
+    assert refused.value.code is ErrorCode.FORBIDDEN
+
+
+async def test_slots_are_free_when_their_reader_says_so_whatever_else_it_asks(case: Case) -> None:
+    in_use = []
+    first = await case.packed()
+    second = await case.packed(done=(first.slot_id,))
+    in_use.append(case.agent.counts["slots"])
+    async with case.agent.reader() as other:
+        await Case(case.agent, case.source, other, "", 0).give_back(second)
+    in_use.append(case.agent.counts["slots"])
+    await case.refusal(rank=5, done=(second.slot_id,))
+    in_use.append(case.agent.counts["slots"])
+    await case.packed()
+    third = await case.packed()
+    await case.give_back(first, third)
+    in_use.append(case.agent.counts["slots"])
+    await case.take()
+    in_use.append(case.agent.counts["slots"])
+
+    assert second.slot_id != first.slot_id
+    assert in_use == [1, 1, 0, 1, 0]
+
+
+async def test_a_check_has_progress_driven_no_longer_than_a_lease_may_last(folder: Path) -> None:
+    async with (
+        prefill_agent(folder, max_lease_s=0.1) as agent,
+        agent.engine() as source,
+        agent.reader() as reader,
+    ):
+        case = Case(agent, source, reader, "", 0)
+        before = agent.runtime.transport.stats().progress_tokens
+
+        await reader.ask(case.check(offer_id="read elsewhere", progress_s=86_400))
+
+        await until(lambda: agent.runtime.transport.stats().progress_tokens == before)
+
+
+async def test_ranks_whose_home_is_elsewhere_are_packed_under_the_lease_of_the_slot(
+    agent: PrefillAgent,
+) -> None:
+    spec = make_spec(tp=2)
+    async with (
+        agent.reader() as reader,
+        MemorySession(agent.attach, spec, 1, access=SECRET) as memory,
+    ):
+        cache = await memory.allocate(NHD, num_blocks=NUM_BLOCKS)
+        view = bits(cache.view(1, KvPart.KEY)).random_(-(2**15), 2**15)
+        here = Engine(spec, memory, [cache], NUM_BLOCKS)  # type: ignore[arg-type] # no control
+        case = Case(agent, here, reader, "elsewhere", 3)
+        processes = list(case.local.processes)
+
+        done = await case.shake(ranks=(1,), access=SECRET)
+        box = Box("full", (1,), (KvPart.KEY,), 3, 3, 0, 40)
+        packed = await case.packed(memory_id=done.memory_id, rank=1, box=box, slot_lease_s=0.2)
+
+        content = case.slot(packed).view(torch.int16).view(40, 3, FULL.head_dim)
+        assert torch.equal(content, view[IDS].reshape(-1, 3, FULL.head_dim)[:40])
+        await until(lambda: not agent.counts["slots"])
+    await until(lambda: all(given_back(process) for process in processes))
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings", "is_wiped"),
+    [
+        (Memory(direct=False), {"late_read_s": 86_400}, False),
+        (Memory(), {"exposure": "staging"}, True),
+    ],
+    ids=["unregistered", "exposed by its agent only through slots"],
+)
+async def test_of_memory_that_is_not_read_directly_nixl_is_told_the_slots_alone(
+    folder: Path, memory: Memory, settings: dict[str, Any], is_wiped: bool
+) -> None:
+    """And its end does not wait for late reads, which the end of the engine would see here."""
+    async with (
+        prefill_agent(folder, **settings) as agent,
+        agent.engine(memory=memory) as source,
+        agent.reader() as reader,
+        leased(agent, source, reader) as case,
+    ):
+        done, packed = await case.shake(), await case.packed()
+        is_right = torch.equal(case.slot(packed), case.wanted())
+        await case.give_back(packed)
+        await until(lambda: agent.counts["slots"] == 0)
+
+        assert (done.memory_id, done.slot_bytes) == (case.local.memory_id, SETTINGS["slot_bytes"])
+        assert (done.memory.addresses, done.others) == (({},), ())
+        registered_bytes = agent.runtime.transport.stats().registered_bytes
+        assert registered_bytes == SETTINGS["staging_bytes"]
+        assert is_right
+        assert bool(case.slot(packed).any()) is not is_wiped
+
+
+async def test_a_slot_is_leased_once_torch_is_there_and_for_as_much_longer_as_that_took(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, there, packed = threading.Event(), threading.Event(), list[Packed]()
+
+    def import_slowly() -> None:
+        begun.set()
+        there.wait(MAX_IMPORT_S)
+
+    async def ask() -> None:
+        packed.append(await case.packed(slot_lease_s=SLOT_LEASE_S))
+
+    monkeypatch.setattr("kvbus.agent.copiers._import_torch", import_slowly)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await until(begun.is_set)
+        loop = asyncio.get_running_loop()
+        begun_at = loop.time()
+        await until(lambda: loop.time() > begun_at + IMPORT_S)
+        counts = case.agent.counts
+        there.set()
+    again = await case.packed(slot_lease_s=SLOT_LEASE_S)
+
+    assert (counts["packs"], counts["slots"]) == (0, 0)
+    assert torch.equal(case.slot(packed[0]), case.wanted())
+    assert SLOT_LEASE_S + IMPORT_S <= packed[0].slot_lease_s < SLOT_LEASE_S + MAX_IMPORT_S
+    assert again.slot_lease_s == SLOT_LEASE_S

@@ -1,0 +1,72 @@
+"""The driver does all that an event leads to, in order, whatever goes wrong in between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvbus.table import Driver
+from kvbus.table.table import Deadlines
+
+
+class Clock:
+    """Stands still; keeps the alarms."""
+
+    def __init__(self) -> None:
+        self.alarms: list[float] = []
+
+    def time(self) -> float:
+        return 1.0
+
+    def call_at(self, when: float, _: Callable[[], Any]) -> Any:
+        self.alarms.append(when)
+
+
+class Plan:
+    """A table whose events are the commands that they lead to."""
+
+    def __init__(self) -> None:
+        self.deadlines: Deadlines[str] = Deadlines()
+
+    def handle(self, event: list[Any], now: float) -> list[Any]:
+        self.deadlines.set("", now + 1.0)
+        return event
+
+
+class FailError(Exception):
+    pass
+
+
+def driver() -> tuple[Driver[Any], list[Any], Clock]:
+    """Strings are written down; a list is another event, and an integer fails."""
+    clock, done = Clock(), list[Any]()
+    one: Driver[Any] = Driver(Plan(), clock)  # type: ignore[arg-type] # less than a table
+
+    def fail(number: int) -> None:
+        raise FailError(number)
+
+    one.commands |= {str: done.append, list: one.dispatch, int: fail}
+    one.on_settled = lambda: done.append("settled")
+    return one, done, clock
+
+
+def test_what_a_command_causes_comes_after_the_commands_beside_it() -> None:
+    one, done, _ = driver()
+
+    one.dispatch(["a", ["b", ["c"], "d"], "e"])
+
+    assert done == ["a", "e", "b", "d", "c", "settled"]
+
+
+@pytest.mark.parametrize("numbers", [[1], [1, 2]])
+def test_a_command_that_fails_leaves_none_out_and_is_raised(numbers: list[int]) -> None:
+    one, done, clock = driver()
+
+    with pytest.raises((FailError, ExceptionGroup)) as failure:
+        one.dispatch(["a", *numbers, ["c"], "b"])
+
+    group = failure.value.exceptions if isinstance(failure.value, ExceptionGroup) else None
+    errors = list(group or [failure.value])
+    assert [error.args for error in errors] == [(number,) for number in numbers]
+    assert done == ["a", "b", "c", "settled"]
+    assert clock.alarms[0] == 2.0
