@@ -5,6 +5,8 @@ print what it likes between them.
 """
 
 import os
+import select
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -44,10 +46,19 @@ class EngineProcess:
         os.set_blocking(self._output(), False)
 
     def stop(self, within_s: float = END_S) -> int | None:
-        """Close its stdin, kill it if it takes longer; its exit status, None if there is none."""
+        """Close its stdin, read what it says, kill it if it takes longer.
+
+        Returns its exit status, None if it was not started.
+        """
         if self._child is None:
             return None
-        status = self._child.end(within_s)
+        self.hush()
+        end = time.monotonic() + within_s
+        while (left := end - time.monotonic()) > 0:
+            ready, _, _ = select.select([self._output()], [], [], left)
+            if ready and not self.on_readable():
+                break
+        status = self._child.end(max(0.0, left))
         self._child = None
         return status
 

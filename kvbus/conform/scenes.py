@@ -53,6 +53,8 @@ def play(
                 on_scene(name)
                 if not _play_scene(stage, scene):
                     break
+        stage.engine.stop()
+        stage.check_once()
     own = PREFILL if role is AgentRole.PREFILL else DECODE
     return book.outcomes((*BOTH, *own))
 

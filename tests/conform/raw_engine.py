@@ -7,6 +7,7 @@ The allocator is `stack` (the block that came back last is used first), `queue` 
 It knows nothing of kvbus but its protocol page, and docs/conformance.md.
 """
 
+import atexit
 import ctypes
 import fcntl
 import json
@@ -302,7 +303,7 @@ class Prefill(Engine):
             if FLAW != "end_not_told":
                 tell("released", body["request_id"], body["outcome"])
             if FLAW == "told_twice":
-                tell("released", body["request_id"], body["outcome"])
+                atexit.register(tell, "released", body["request_id"], body["outcome"])
 
 
 class Decode(Engine):
@@ -380,8 +381,10 @@ class Decode(Engine):
             tell("fetched", name, outcome)
             return
         num_wrong = 0 if FLAW == "does_not_look" else self.num_wrong(name)
-        for _ in range(2 if FLAW == "told_twice" else 1):
-            tell("fetched", name, outcome, self.jobs[name].get("early", num_wrong))
+        told = "fetched", name, outcome, self.jobs[name].get("early", num_wrong)
+        tell(*told)
+        if FLAW == "told_twice":
+            atexit.register(tell, *told)
 
 
 if __name__ == "__main__":
