@@ -20,6 +20,7 @@ from statistics import median
 
 import anyio
 
+from kvbus.agent.spans import ASKED
 from kvbus.bench.cases.rate import measure_rate
 from kvbus.bench.engines import Bench, EnginePair
 from kvbus.bench.figures import Scale
@@ -27,12 +28,11 @@ from kvbus.bench.processes import agent, answering
 from kvbus.bench.shapes import BIG, scattered
 from kvbus.bench.stats import in_turn, median_ratio
 from kvbus.spawn import free_port
-from kvbus.table.spans import ASKED, TELLING
 
 MIB = 1 << 20
 SIZES_MIB = (1, 16, 64)
 OFF, ON = "without", "with spans"
-WAYS = ASKED, TELLING
+WAYS = (ASKED,)
 ACKNOWLEDGED_S = 0.1
 """More than an engine takes to say when it was told of the last end."""
 
@@ -130,7 +130,7 @@ async def compare_times(benches: dict[str, Bench], rounds: int, num_mib: int) ->
         await anyio.sleep(ACKNOWLEDGED_S)
         fetches = made[OFF].fetches[-50:]
         spans = [spans_s(port, one.fetched.fetch_id) for one in fetches]
-        for what, left_out in (("", ()), (" without the ways to the agent and back", WAYS)):
+        for what, left_out in (("", ()), (" without the way to the agent", WAYS)):
             sums = [sum(s for name, s in some.items() if name not in left_out) for some in spans]
             shares = sorted(s / one.seconds for s, one in zip(sums, fetches, strict=True))
             told = f"{median(shares):.1%} ({shares[0]:.1%} to {shares[-1]:.1%})"

@@ -1,7 +1,4 @@
-"""Drives a sans-IO table: events in, commands out, and an alarm for its next deadline.
-
-Refuses to nest: an event that a command causes waits until the commands before it are done.
-"""
+"""Drives a sans-IO table: events in, commands out, and an alarm for its next deadline."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,14 +10,6 @@ from kvbus.table.table import Table
 E = TypeVar("E")
 
 
-class Alarm(Protocol):
-    """A call that a clock has been asked for."""
-
-    def cancel(self) -> None:
-        """Do not make it."""
-        ...
-
-
 class Clock(Protocol):
     """What a driver needs of an event loop."""
 
@@ -28,17 +17,17 @@ class Clock(Protocol):
         """Now, in seconds."""
         ...
 
-    def call_at(self, when: float, callback: Callable[[], Any], /) -> Alarm:
-        """Have ``callback`` called at ``when``."""
+    def call_at(self, when: float, callback: Callable[[], Any], /) -> Any:
+        """Have ``callback`` called at ``when``; the result has a ``cancel``."""
         ...
 
 
 class Driver(Generic[E]):
     """Feeds ``table``, and hands each command to the one of ``commands`` for its class.
 
-    All in the event loop's thread. ``on_settled``, when somebody has set it, is called when all
-    that an event led to is done. Replies go to the call that was asked with; ``commands`` has what
-    is done for the others, and is filled by its owner before the first event.
+    All in the event loop's thread. Replies go to the call that was asked with; ``commands`` has
+    what is done for the others, and is filled by its owner before the first event. ``on_settled``,
+    where it is set, is called when all that an event led to is done.
     """
 
     def __init__(self, table: Table[Any, Any, Any, Any], loop: Clock) -> None:
@@ -50,7 +39,7 @@ class Driver(Generic[E]):
         self._table, self._loop = table, loop
         self._events: deque[E | DeadlinePassed] = deque()
         self._running = False
-        self._alarm: Alarm | None = None
+        self._alarm: Any = None
         self._alarm_at = float("inf")
 
     @property

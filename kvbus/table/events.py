@@ -1,7 +1,6 @@
-"""Events and commands that the tables of both agents have.
+"""Events and commands that the tables of both agents have: values without behaviour.
 
-Refuses behaviour: these are values. ``reply_to`` is whatever the agent uses to answer the request
-that caused an event.
+``reply_to`` is whatever the agent uses to answer the request that caused an event.
 """
 
 from typing import Any
@@ -15,7 +14,7 @@ class Value(Discreet, frozen=True):
 
 
 class EngineLost(Value, frozen=True):
-    """A local engine is gone: what it asked for ends, and nobody is there to be told."""
+    """A local engine is gone: what it asked for ends, and there is no one to be told."""
 
     engine_id: str
 

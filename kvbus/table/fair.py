@@ -1,4 +1,6 @@
-"""Whose turn it is of those that wait: urgent ones first, owner by owner, and nobody for ever.
+"""Who comes next, and who has how much, where there is not enough for all (pure).
+
+A `FairQueue` serves urgent items first, owner by owner, and keeps none waiting for ever:
 
     priority 9   a: 1 2 3   b: 4      1, 4, 2, 3: the greatest priority, and there owner by owner
     priority 0   c: 5 6     d: 7      in every 8th turn 5, 7, 6: the priority that has not had a
@@ -6,11 +8,16 @@
 
 So where items of m priorities wait, each priority has one turn of 8 m at least, whatever comes
 later, and in these turns no owner has a second one before each other owner has had one.
+
+Of what is bounded and does not wait, `Places` takes from the party that has most.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
+
+from kvbus.errors import ErrorCode, LocalError
+from kvbus.table.table import Deadlines
 
 T = TypeVar("T", bound=Hashable)
 
@@ -88,7 +95,7 @@ class FairPool(Generic[T]):
 
     @property
     def num_in_use(self) -> int:
-        """Slots that somebody has."""
+        """Slots that an owner has."""
         return len(self._owners)
 
     @property
@@ -119,9 +126,92 @@ class FairPool(Generic[T]):
         return item, slot
 
     def release(self, slot: int) -> None:
-        """The slot is free again; raises `KeyError` when nobody had it."""
+        """The slot is free again; raises `KeyError` when no owner had it."""
         owner = self._owners.pop(slot)
         self._num_held[owner] -= 1
         if not self._num_held[owner]:
             del self._num_held[owner]
         self._free.append(slot)
+
+
+Party = Hashable
+"""Who pays for what is asked for: a key, or a connection where there are no keys."""
+
+
+class Shares:
+    """What each party has, in any unit; each call takes O(log n) for n parties."""
+
+    def __init__(self) -> None:
+        self._held: dict[Party, int] = {}
+        self._most_first: Deadlines[Party] = Deadlines()
+
+    def of(self, party: Party) -> int:
+        """What a party has."""
+        return self._held.get(party, 0)
+
+    def add(self, party: Party, amount: int) -> None:
+        """It has ``amount`` more, or less."""
+        held = self._held[party] = self.of(party) + amount
+        if not held:
+            del self._held[party]
+        self._most_first.set(party, -held if held else None)
+
+    def largest(self) -> Party | None:
+        """The party that has most, None when none has anything."""
+        return self._most_first.first()
+
+    def gives_way_to(self, party: Party) -> Party | None:
+        """Who has to give one to ``party``, so that their shares come closer; None if none has."""
+        largest = self.largest()
+        return largest if self.of(largest) > self.of(party) + 1 else None
+
+
+class Places(Generic[T]):
+    """At most ``most`` things at a time, in fair shares of the parties that want any.
+
+    A party alone may have all. When all are taken, one that has fewer gets the newest of the one
+    that has most: an equal share is never refused or lost, whatever others ask for.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._shares = Shares()
+        self._things: dict[Party, dict[T, None]] = {}
+        self._party_of: dict[T, Party] = {}
+
+    def __len__(self) -> int:
+        return len(self._party_of)
+
+    def __contains__(self, thing: object) -> bool:
+        return thing in self._party_of
+
+    def enter(self, party: Party, thing: T) -> T | None:
+        """Give ``thing`` a place; returns what has lost its own for it.
+
+        Raises `LocalError` (``busy``) when all are taken, and others have no more than ``party``.
+        """
+        lost = None
+        if len(self) >= self._most:
+            largest = self._shares.gives_way_to(party)
+            if largest is None:
+                raise LocalError(
+                    f"all {self._most} places are taken, {self._shares.of(party)} of them by this "
+                    "sender",
+                    code=ErrorCode.BUSY,
+                )
+            lost = next(reversed(self._things[largest]))
+            self.leave(lost)
+        self._things.setdefault(party, {})[thing] = None
+        self._party_of[thing] = party
+        self._shares.add(party, 1)
+        return lost
+
+    def leave(self, thing: T) -> None:
+        """It needs its place no more; one that has none is ok."""
+        party = self._party_of.pop(thing, None)
+        if party is None:
+            return
+        self._shares.add(party, -1)
+        del self._things[party][thing]
+        if not self._things[party]:
+            del self._things[party]

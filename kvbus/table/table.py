@@ -1,10 +1,10 @@
 """A sans-IO state machine for many entries: `handle` is the only way to change anything.
 
     event, now ──▶ handle ──▶ what is due by now expires first
-                          ──▶ TRANSITIONS[entry.state, type(event)] ──▶ commands, in order
+                          ──▶ TRANSITIONS[entry.state, kind of event] ──▶ commands, in order
                           ──▶ the entry's next deadline is set, or the entry is retired
 
-Refuses clocks, sockets, logs and random numbers: events and times come in, commands come out.
+There is no clock, socket, log or random number: events and times come in, commands come out.
 """
 
 import heapq
@@ -25,13 +25,37 @@ L = TypeVar("L")
 C = TypeVar("C")
 S = TypeVar("S", bound=StrEnum)
 
+MAX_STEPS = 32
+ENTRY_BYTES, STEP_BYTES = 1808, 192
+"""About what a retired entry takes, and a step of its story: measured, on Python 3.12."""
+KEPT_S, KEPT_ANYWAY = 60.0, 1024
+"""How long a retired entry is kept where the bounds allow it, and how many of them for longer."""
+MOST_NAMESAKES = 64
+"""Retired entries of one name that are found by it, the newest: names are the engines' to give."""
+
+Handler = Callable[..., list[Any]]
+Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
+"""When, about which part, the kind of event, the state after it, kinds of commands, the error."""
+
 
 @dataclass(frozen=True, slots=True)
 class Transition(Generic[S]):
     """``handler(entry, event, context)`` returns the commands, in order."""
 
-    handler: Callable[..., list[Any]]
+    handler: Handler
     to: tuple[S, ...]
+
+
+def transitions(
+    *rows: tuple[Sequence[S], Sequence[type[Any]], Handler, Sequence[S]],
+) -> Mapping[tuple[S, type[Any]], Transition[S]]:
+    """Of rows (states, kinds of events, handler, states after it); without any, none changes."""
+    return {
+        (state, kind): Transition(handler, tuple(to) or (state,))
+        for states, kinds, handler, to in rows
+        for state in states
+        for kind in kinds
+    }
 
 
 class Context(msgspec.Struct, Generic[L], frozen=True):
@@ -46,21 +70,11 @@ def kind_of(event: object) -> type[Any]:
     return type(getattr(event, "message", event))
 
 
-MAX_STEPS = 32
-ENTRY_BYTES, STEP_BYTES = 1808, 192
-"""About what a retired entry takes, and a step of its story: measured, on Python 3.12."""
-KEPT_S, KEPT_ANYWAY = 60.0, 1024
-"""How long a retired entry is kept where the bounds allow it, and how many of them for longer."""
-MOST_NAMESAKES = 64
-"""Retired entries of one name that are found by it, the newest: names are the engines' to give."""
-Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
-
-
 class Story:
     """What happened to one entry: the last `MAX_STEPS` events, and what each led to, oldest first.
 
-    Refuses to keep what events and commands carry, but for the text of an error: a story must not
-    keep block tables, requests or tracebacks alive.
+    Of events and commands it keeps the kinds, and the text of an error: a story must not keep block
+    tables, requests or tracebacks alive.
     """
 
     __slots__ = ("_steps", "kept_bytes", "retired_at", "started_at")
@@ -69,21 +83,13 @@ class Story:
         self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
         self.started_at: float | None = None
         """When the first event came, kept or not."""
-        self.kept_bytes = 0
-        """What its entry counted for when it was retired."""
-        self.retired_at = 0.0
-        """When that was."""
+        self.retired_at, self.kept_bytes = 0.0, 0
+        """When its entry was retired, and about how much memory it takes since."""
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """Those that are kept, the oldest first."""
         return tuple(self._steps)
-
-    @property
-    def num_bytes(self) -> int:
-        """About what it takes."""
-        texts = [len(step[1]) + len(step[-1]) for step in self._steps]
-        return STEP_BYTES * len(texts) + sum(texts)
 
     def note(
         self, now: float, event: object, state: str, commands: Sequence[object], about: str = ""
@@ -95,6 +101,12 @@ class Story:
         text = "" if error is None else f"{error.code}: {error.message}"
         kinds = tuple(map(type, commands))
         self._steps.append((now, about, kind_of(event), state, kinds, text))
+
+    def retire(self) -> None:
+        """Its entry is over, with the last step."""
+        texts = [len(step[1]) + len(step[-1]) for step in self._steps]
+        self.retired_at = self._steps[-1][0]
+        self.kept_bytes = ENTRY_BYTES + STEP_BYTES * len(texts) + sum(texts)
 
     def lines(self) -> Iterator[str]:
         """A line for each step; its time counts from the first that is kept."""
@@ -124,7 +136,7 @@ class Entry(Protocol):
 
     @property
     def due_at(self) -> float | None:
-        """When somebody must look at it again, None while only events move it."""
+        """When the table must look at it again, None while only events move it."""
 
     def retire(self) -> None:
         """It is over: let go of what only a live entry needs."""
@@ -154,7 +166,8 @@ class Deadlines(Generic[K]):
         self._order += 1
         heapq.heappush(self._heap, (when, self._order, key))
         if len(self._heap) > 64 + 4 * len(self._when):
-            self._rebuild()
+            self._heap = [(at, order, one) for order, (one, at) in enumerate(self._when.items())]
+            heapq.heapify(self._heap)
         self.bound = self._heap[0][0]
 
     def next(self) -> float | None:
@@ -166,7 +179,7 @@ class Deadlines(Generic[K]):
         return heap[0][0] if heap else None
 
     def first(self) -> K | None:
-        """Whose deadline is the earliest."""
+        """The key whose deadline is the earliest."""
         return self._heap[0][2] if self.next() is not None else None
 
     def pop_due(self, now: float) -> Iterator[K]:
@@ -176,10 +189,6 @@ class Deadlines(Generic[K]):
             del self._when[key]
             yield key
 
-    def _rebuild(self) -> None:
-        self._heap = [(when, order, key) for order, (key, when) in enumerate(self._when.items())]
-        heapq.heapify(self._heap)
-
 
 class Table(Generic[K, N, L, C]):
     """Live entries by key, and the last retired ones, so that a late event finds out what became.
@@ -188,22 +197,21 @@ class Table(Generic[K, N, L, C]):
     """
 
     transitions: ClassVar[Mapping[tuple[Any, type[Any]], Transition[Any]]] = {}
-    kept_s: ClassVar[float] = KEPT_S
 
     def __init__(self, limits: L, *, max_retired: int, max_retired_bytes: int) -> None:
         self.limits = limits
-        self.retired_bytes = 0
         self.live: dict[K, N] = {}
         self.retired: OrderedDict[K, N] = OrderedDict()
-        self._max_retired, self._max_retired_bytes = max_retired, max_retired_bytes
+        self.retired_bytes = 0
         self.deadlines: Deadlines[K] = Deadlines()
+        self._max_retired, self._max_retired_bytes = max_retired, max_retired_bytes
         self._retired_as: dict[str, tuple[K, ...]] = {}
 
     def handle(self, event: Any, now: float) -> list[C]:
         """Apply ``event`` at time ``now`` and return what the agent has to do, in order.
 
-        Whatever is due by ``now`` expires first: what comes too late is too late also when nobody
-        told the table in between that time went by.
+        Whatever is due by ``now`` expires first: what comes too late is too late also when no
+        `DeadlinePassed` came in between.
         """
         if now < self.deadlines.bound:
             return self._handle(event, now)
@@ -239,7 +247,7 @@ class Table(Generic[K, N, L, C]):
         return [] if entry is None else list(entry.story.lines())
 
     def _names_of(self, _entry: N) -> tuple[str, ...]:
-        """What an entry is looked for by, and others may be as well; none where nobody looks."""
+        """What an entry is looked for by, and others may be as well."""
         return ()
 
     def _add(self, entry: N, event: object, now: float, commands: Sequence[C]) -> None:
@@ -272,9 +280,8 @@ class Table(Generic[K, N, L, C]):
         """It is over; its deadline is forgotten already."""
         del self.live[entry.key]
         entry.retire()
+        entry.story.retire()
         self.retired[entry.key] = entry
-        entry.story.retired_at = entry.story.steps[-1][0]
-        entry.story.kept_bytes = ENTRY_BYTES + entry.story.num_bytes
         self.retired_bytes += entry.story.kept_bytes
         for name in self._names_of(entry):
             others = self._retired_as.get(name, ())[1 - MOST_NAMESAKES :]
@@ -291,7 +298,7 @@ class Table(Generic[K, N, L, C]):
             return True
         if num_retired <= KEPT_ANYWAY:
             return False
-        return next(iter(self.retired.values())).story.retired_at < now - self.kept_s
+        return next(iter(self.retired.values())).story.retired_at < now - KEPT_S
 
     def _forget(self, key: K) -> N | None:
         """Drop a retired entry, if it is one."""
@@ -299,10 +306,7 @@ class Table(Generic[K, N, L, C]):
         if entry is not None:
             self.retired_bytes -= entry.story.kept_bytes
             for name in self._names_of(entry):
-                self._forget_name(name, key)
+                left = tuple(one for one in self._retired_as.pop(name, ()) if one != key)
+                if left:
+                    self._retired_as[name] = left
         return entry
-
-    def _forget_name(self, name: str, key: K) -> None:
-        left = tuple(one for one in self._retired_as.pop(name, ()) if one != key)
-        if left:
-            self._retired_as[name] = left

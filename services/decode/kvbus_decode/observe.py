@@ -11,10 +11,7 @@ from msgspec import structs
 from prometheus_client import Counter, Histogram
 
 from kvbus.agent.observe import STAGE_BUCKETS_S, AgentMetrics
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.trace import OtherAgent, Remembered, Span, Trace, trace_attributes
-from kvbus.table import Story
-from kvbus.table.spans import (
+from kvbus.agent.spans import (
     Reading,
     asked_span,
     forgotten_span,
@@ -23,6 +20,9 @@ from kvbus.table.spans import (
     pending_span,
     state_spans,
 )
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.trace import OtherAgent, Remembered, Span, Trace, trace_attributes
+from kvbus.table import Story
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry
 from kvbus_decode.fetch.table import FetchTable

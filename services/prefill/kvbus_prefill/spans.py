@@ -8,8 +8,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from kvbus.protocol.trace import Remembered, Span, Trace, trace_attributes
-from kvbus.table.spans import (
+from kvbus.agent.spans import (
     Reading,
     asked_span,
     command_spans,
@@ -18,6 +17,7 @@ from kvbus.table.spans import (
     nested,
     state_spans,
 )
+from kvbus.protocol.trace import Remembered, Span, Trace, trace_attributes
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry, OfferState
 from kvbus_prefill.offer.table import OfferTable

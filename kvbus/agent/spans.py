@@ -3,7 +3,7 @@
     steps   t0 queued   t1 claiming   t2 reading   t3 reading, a new chunk   t4 completed
     spans      ├ queued ┤├ claiming ──┤├ reading ──┤├ reading ────────────────┤
 
-Refuses to know more than the story, which keeps the last steps only.
+A story keeps the last steps only.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvbus.protocol.trace import Span
-from kvbus.table.table import Story
+from kvbus.table import Story
 
 FORGOTTEN = "forgotten"
 """The name of the time before the first step that is kept."""

@@ -7,15 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol import Span
-from kvbus.table import (
+from kvbus.agent.spans import (
     ASKED,
     FORGOTTEN,
-    MAX_STEPS,
     PENDING,
     Reading,
-    Story,
     asked_span,
     command_spans,
     forgotten_span,
@@ -24,6 +20,9 @@ from kvbus.table import (
     pending_span,
     state_spans,
 )
+from kvbus.errors import ErrorCode, LocalError
+from kvbus.protocol import Span
+from kvbus.table import MAX_STEPS, Story
 
 
 class Came:
