@@ -4,6 +4,7 @@ Each case is a script: events, some with the time and what must be said to them.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 from msgspec.structs import replace as altered
 
 from kvbus.errors import ErrorCode, KVBusError
-from kvbus.geometry import BlockTable
+from kvbus.geometry import BlockTable, Box, canonical_order
 from kvbus.protocol import (
     Claim,
     ExtendOffer,
     Granted,
     MakeOffer,
     Outcome,
+    Pack,
     PeerWithdraw,
     Release,
     Renew,
@@ -36,6 +38,7 @@ from kvbus.table.events import (
     Stopped,
 )
 from kvbus_prefill import offer
+from tests.prefill.tickets import ticket_for
 
 ev = offer.events
 SECRET, TOKEN = "secret", "token"
@@ -51,15 +54,8 @@ DONE, GEOMETRY = ErrorCode.OFFER_COMPLETED, ErrorCode.GEOMETRY
 def opened(offer_id: str = "o1", *, ttl_s: float = 8.0, **changes: Any) -> ev.Opened:
     """A sealed offer of 32 tokens, with 8 s to live."""
     fields = {"num_tokens": 32, "tables": {"full": BlockTable.of([3, 4])}, **changes}
-    return ev.Opened(
-        message=MakeOffer(request_id=f"request-{offer_id}", **fields),
-        reply_to="open",
-        engine_id="engine",
-        offer_id=offer_id,
-        secret=SECRET,
-        ttl_s=ttl_s,
-        ticket={"offer_id": offer_id},
-    )
+    message = MakeOffer(request_id=f"request-{offer_id}", **fields)
+    return ev.Opened(message, "open", ticket_for(message, offer_id, SECRET), ttl_s)
 
 
 def asked(message: Request[Any], *, holder: str = "", fresh: str = "") -> ev.Asked[Any]:
@@ -155,13 +151,37 @@ LOST, STOPPED, DUE = EngineLost("engine"), Stopped(), DeadlinePassed()
 OPEN, SEALED = opened(sealed=False), opened()
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A box that a reader asks to have packed under its lease."""
+
+    pack: Pack
+    is_state: bool
+
+
 def box(
-    blocks: tuple[int, ...] = (4,), first_block: int = 1, stop: int = 32, **changes: Any
-) -> offer.OfferedBox:
-    """What a reader asks to have packed under its lease."""
-    table = BlockTable.of(blocks, first_block=first_block)
-    wanted = {"epoch": 1, "token": TOKEN, "opaque": False, **changes}
-    return offer.OfferedBox("o1", group="full", table=table, stop=stop, **wanted)
+    blocks: tuple[int, ...] = (4,),
+    first_block: int = 1,
+    stop: int = 32,
+    *,
+    epoch: int = 1,
+    token: str = TOKEN,
+    is_state: bool = False,
+) -> Wanted:
+    pack = Pack(
+        **OF,
+        engine_id="engine",
+        memory_id="memory",
+        epoch=epoch,
+        rank=0,
+        box=Box("full", (0,), ("k",), 0, 1, 0, stop),
+        order=canonical_order(),
+        table=BlockTable.of(blocks, first_block=first_block),
+        slot_lease_s=1.0,
+        token=token,
+        access=SECRET,
+    )
+    return Wanted(pack, is_state)
 
 
 def said(commands: list[ev.Command]) -> list[Any]:
@@ -178,17 +198,17 @@ def said(commands: list[ev.Command]) -> list[Any]:
             case ev.EndLease():
                 words.append(f"end {command.epoch} {command.code}")
             case ev.ReportReleased():
-                words.append(command.outcome)
+                words.append(command.released.outcome)
     return words
 
 
-def answer(table: offer.OfferTable, one: ev.Event | offer.OfferedBox, now: float) -> list[Any]:
+def answer(table: offer.OfferTable, one: ev.Event | Wanted, now: float) -> list[Any]:
     """What is said to an event, or to who asks for a box, which changes nothing."""
-    if not isinstance(one, offer.OfferedBox):
+    if not isinstance(one, Wanted):
         return said(table.handle(one, now))
     before = table.num_leases, table.next_deadline()
     try:
-        table.check_box(one, now)
+        table.check_pack(one.pack, now, is_state=one.is_state)
     except KVBusError as error:
         return [error.code]
     finally:
@@ -196,7 +216,7 @@ def answer(table: offer.OfferTable, one: ev.Event | offer.OfferedBox, now: float
     return ["may be packed"]
 
 
-What = ev.Event | offer.OfferedBox
+What = ev.Event | Wanted
 Step = What | tuple[float, What] | tuple[float, What, list[Any]]
 
 
@@ -222,7 +242,7 @@ def led(
 
 
 BEFORE_ALL = opened(tables={"full": BlockTable.of([3, 4], first_block=2)}, num_tokens=64)
-STATE = box((3,), 0, stop=1, opaque=True)
+STATE = box((3,), 0, stop=1, is_state=True)
 PACKED = ["may be packed"]
 TAKE_ENDS = ["ok", "end 1 offer_completed", COMPLETED]
 # fmt: off

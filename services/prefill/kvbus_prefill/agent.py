@@ -16,7 +16,8 @@ from kvbus.agent.engines import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, Shared, new_secret
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
+from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer, WithdrawOffer
+from kvbus.protocol.events import LeaseEvent, OfferEvent
 from kvbus.protocol.message import Message
 from kvbus.protocol.peer import (
     Claim,
@@ -188,10 +189,9 @@ class PrefillService:
         self._agent.tasks.start_soon(shake, handshake, call)
 
     def _forward(self, message: Message, call: Call) -> None:
-        """The table answers; a claim that it grants gets the token, an awaited offer the id."""
-        fresh = uuid.uuid4().hex if isinstance(message, Meet | Forgo) else new_secret()
-        holder = call.session.sender.key
-        self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=holder, fresh=fresh))
+        """The table answers."""
+        key, fresh = call.session.sender.key, new_secret()
+        self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))
 
     def _meet(self, meet: Meet, call: Call) -> None:
         left = ev.Abandoned(transfer_id=meet.transfer_id, reply_to=call)
@@ -201,45 +201,37 @@ class PrefillService:
     def _open(self, offer: MakeOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
-        name = offer.transfer_id
-        offer_id = (name and self._table.awaited_as(name)) or uuid.uuid4().hex
-        identity, secret = self._agent.identity, new_secret()
-        max_blocks, traceparent = self._config.ticket_blocks, known_trace(offer.traceparent)
+        identity, max_blocks = self._agent.identity, self._config.ticket_blocks
         ticket = Ticket(
             agent_id=identity.agent_id,
             agent_boot=identity.boot,
             endpoint=identity.peer_endpoint,
             engine_id=engine.engine_id,
             engine_instance=engine.instance,
-            offer_id=offer_id,
+            offer_id=uuid.uuid4().hex,
             request_id=offer.request_id,
             num_tokens=offer.num_tokens,
-            secret=secret,
+            secret=new_secret(),
             server_key=identity.server_key,
             audience=offer.audience,
             prompt_digest=offer.prompt_digest,
             blocks=packed_tables(offer.tables, max_blocks=max_blocks) if offer.sealed else "",
-            traceparent=traceparent,
+            traceparent=known_trace(offer.traceparent),
         )
         if self._ticket_keys is not None:
             lifetime_s = self._config.ticket_lifetime_s
             ticket = self._ticket_keys.sign(ticket, now_s=time.time(), lifetime_s=lifetime_s)
+        # The engine may name blocks itself, at the end, but not in what the site signs.
+        may_name = not offer.sealed and self._ticket_keys is None
         self._driver.dispatch(
             ev.Opened(
                 message=offer,
                 reply_to=call,
-                engine_id=engine.engine_id,
-                offer_id=offer_id,
-                secret=secret,
+                ticket=ticket,
                 ttl_s=offer.ttl_s or self._config.offer_ttl_s,
-                ticket=ticket.to_json(),
-                ticket_blocks=max_blocks if self._may_name_blocks(offer) else 0,
+                ticket_blocks=max_blocks if may_name else 0,
             )
         )
-
-    def _may_name_blocks(self, offer: MakeOffer) -> bool:
-        """Whether the engine may do so, at the end: not in what the site signs."""
-        return not offer.sealed and self._ticket_keys is None
 
     def _extend(self, more: ExtendOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -265,52 +257,47 @@ class PrefillService:
 
     def _begin_lease(self, command: ev.BeginLease) -> None:
         """Connection set-up and READs need progress here."""
-        token = self._agent.transport.hold_progress()
-        self._tokens[command.offer_id, command.epoch] = token
+        lease = command.offer_id, command.epoch
+        self._tokens[lease] = self._agent.transport.hold_progress()
+        self._agent.publisher.publish("lease.granted", LeaseEvent(*lease))
 
     def _end_lease(self, command: ev.EndLease) -> None:
         """A reader that came to its end needs no progress; a late one, so that it can end."""
-        offer_id, epoch, reason = command.offer_id, command.epoch, command.reason
+        lease, reason = (command.offer_id, command.epoch), command.reason
         self._metrics.leases.labels(reason).inc()
-        self._packing.end_lease(offer_id, epoch, command.code)
-        token = self._tokens.pop((offer_id, epoch))
+        self._packing.end_lease(*lease, command.code)
+        self._agent.publisher.publish(f"lease.{reason}", LeaseEvent(*lease))
+        token = self._tokens.pop(lease)
         if reason == "ended":
             token.close()
             return
-        log.warning(f"lease.{reason}", offer_id=offer_id, epoch=epoch)
+        log.warning(f"lease.{reason}", offer_id=command.offer_id, epoch=command.epoch)
         self._agent.loop.call_later(self._config.late_read_s, token.close)
 
-    def _report_released(self, released: ev.ReportReleased) -> None:
+    def _report_released(self, report: ev.ReportReleased) -> None:
         """The engine first: it waits for its blocks, while the log and the counters do not."""
-        engine = self._agent.engines.engines.get(released.engine_id)
+        released = report.released
+        engine = self._agent.engines.engines.get(report.engine_id)
         if engine is not None:
-            engine.notify(
-                Released(
-                    offer_id=released.offer_id,
-                    request_id=released.request_id,
-                    outcome=released.outcome,
-                )
-            )
-        self._export(released.offer_id)
-        lived_s = self._driver.now - released.opened_at
+            engine.notify(released)
+        event = OfferEvent(released.offer_id, report.num_tokens, released.outcome.value)
+        self._agent.publisher.publish("offer.released", event)
+        offer = self._table.find(released.offer_id)
+        if self._agent.sender is not None and offer is not None:
+            make_spans = self._spans.later(offer)
+            self._agent.sender.put(make_spans, offer.offer_id, offer.traceparent)
+        lived_s = self._driver.now - report.opened_at
         self._metrics.offers.labels(released.outcome).inc()
         self._metrics.offer_life_s.observe(lived_s)
         log.info(
             "offer.released",
             request_id=released.request_id,
             offer_id=released.offer_id,
-            engine_id=released.engine_id,
+            engine_id=report.engine_id,
             outcome=released.outcome.value,
-            num_tokens=released.num_tokens,
+            num_tokens=report.num_tokens,
             lived_s=round(lived_s, 6),
         )
-
-    def _export(self, offer_id: str) -> None:
-        """Its spans go to the collector, if there is one."""
-        offer = self._table.find(offer_id)
-        if self._agent.sender is not None and offer is not None:
-            make_spans = self._spans.later(offer)
-            self._agent.sender.put(make_spans, offer_id, offer.traceparent)
 
     def _check_idle(self) -> None:
         if not self._table.live:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 
 from kvbus.agent.digests import Digester, Wanted
-from kvbus.agent.engines import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.bus import Call
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
@@ -19,7 +18,6 @@ from kvbus.protocol.peer import MAX_DIGESTS, Digest, Digests
 from kvbus.table import Key
 from kvbus_prefill.gather import Packing
 from kvbus_prefill.gather_box import check_rank_has
-from kvbus_prefill.offer.entry import OfferedBox
 from kvbus_prefill.offer.table import OfferTable
 
 
@@ -42,7 +40,13 @@ class DigestServer:
                 field="box",
             )
         slot_region(group, asked.box, canonical_order())
-        check = partial(self._check_offer, asked, engine, opaque=bool(group.state))
+        is_state = bool(group.state)
+        offered_here = engine.control is not None
+
+        def check() -> None:
+            if offered_here:
+                self._offers.check_digest(asked, is_state=is_state)
+
         check()
         wanted = Wanted(asked.box, asked.table, asked.offer_id, asked.one_in, Key(asked.offer_id))
         on_end = partial(_reply, call, check)
@@ -50,22 +54,6 @@ class DigestServer:
         if work is not None:
             error = LocalError("nobody waits", code=ErrorCode.CANCELLED)
             call.on_end = partial(work.stop, error)
-
-    def _check_offer(self, asked: Digest, engine: LocalEngine, *, opaque: bool) -> None:
-        """Raise unless the offer is live, if it is here, and the box is of it."""
-        if engine.control is None:
-            return
-        offered = OfferedBox(
-            offer_id=asked.offer_id,
-            epoch=0,
-            token="",
-            group=asked.box.group,
-            table=asked.table,
-            stop=asked.box.stop,
-            opaque=opaque,
-            secret=asked.secret,
-        )
-        self._offers.check_read(offered, engine.engine_id)
 
 
 # An offer that ends while its blocks are digested may have other bytes in them by then. So it is

@@ -25,7 +25,6 @@ from kvbus.table import Driver
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather_box import Gather, check_box
 from kvbus_prefill.metrics import PrefillMetrics
-from kvbus_prefill.offer.entry import OfferedBox
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.progress_lease import ProgressLeases
 from kvbus_prefill.slots import events as ev
@@ -158,16 +157,8 @@ class Packing:
             offer_id=pack.offer_id,
         )
         if offered_here:
-            offered = OfferedBox(
-                offer_id=pack.offer_id,
-                epoch=pack.epoch,
-                token=pack.token,
-                group=pack.box.group,
-                table=pack.table,
-                stop=pack.box.stop,
-                opaque=bool(gather.group.state),
-            )
-            self._offers.check_box(offered, self._agent.loop.time())
+            now, is_state = self._agent.loop.time(), bool(gather.group.state)
+            self._offers.check_pack(pack, now, is_state=is_state)
         device = gather.memory.device
         _, driver = self._devices.get(device) or self._open(device)
         call.on_end = partial(driver.dispatch, ev.Abandoned(wanted.lease, call))

@@ -109,7 +109,7 @@ def _engine(
         return engines.engine(wanted, instance=handshake.engine_instance)
     offered = offers.check_reader(handshake.offer_id, handshake.secret)
     engine = engines.engine(wanted, instance=handshake.engine_instance)
-    check_right(wanted, offered)
+    check_right(wanted, offered.engine_id)
     return engine
 
 

@@ -11,13 +11,16 @@ from typing import Any
 
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.events import LeaseEvent, OfferEvent
+from kvbus.protocol.engine import Outcome, Released
+from kvbus.protocol.events import OfferEvent
 from kvbus.protocol.message import check_right
-from kvbus.protocol.peer import Claim, Granted, PeerWithdraw, Release, Renew, Take
+from kvbus.protocol.peer import Claim, Digest, Granted, Pack, PeerWithdraw, Release, Renew, Take
+from kvbus.protocol.ticket import Ticket
 from kvbus.table import Context as AnyContext
 from kvbus.table import Story
 from kvbus_prefill.offer import events as ev
+
+NO_BLOCKS = BlockTable(b"")
 
 
 class OfferState(StrEnum):
@@ -68,24 +71,6 @@ class OfferLimits:
 Context = AnyContext[OfferLimits]
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedBox:
-    """Positions up to ``stop`` of the blocks of ``table``, as a reader wants them gathered.
-
-    ``opaque`` says that they are a state, which is there once the offer is sealed. ``epoch`` and
-    ``token`` are those of the reader's lease; without one it shows the ticket's ``secret``.
-    """
-
-    offer_id: str
-    epoch: int
-    token: str = field(repr=False)
-    group: str
-    table: BlockTable
-    stop: int
-    opaque: bool
-    secret: str | None = field(default=None, repr=False)
-
-
 @dataclass(slots=True)
 class Lease:
     """A reader's right to read; ``held_until`` is the end that no renewal moves.
@@ -102,41 +87,44 @@ class Lease:
     holder: str
     reader_agent: str
     reader_boot: str
+    is_part: bool
     expires_at: float
     held_until: float
     end: ErrorCode | None = None
     is_done: bool = False
-    is_part: bool = False
 
-    def is_outlived_by(self, message: Claim | Take, holder: str) -> bool:
+    def is_outlived_by(self, event: ev.Asked[Claim] | ev.Asked[Take]) -> bool:
         """Whether it belongs to an earlier process of the agent that asks.
 
         Agents have names, not proofs of them. But the claim shows the ticket's secret, which could
         end the offer as well: ending one lease of it by a wrong name is no more.
         """
+        message = event.message
         is_of_same = bool(self.reader_agent) and self.reader_agent == message.reader_agent
-        return is_of_same and self.reader_boot != message.reader_boot and self.holder == holder
+        return (
+            is_of_same and self.reader_boot != message.reader_boot and self.holder == event.holder
+        )
 
 
 @dataclass(slots=True)
 class OfferEntry:
     """One offer; ``expires_at`` counts only while there is no live lease.
 
-    Until it is made only ``offer_id``, ``transfer_id`` and ``waiting`` have a meaning: the calls
-    that wait for its ticket, each with the end of its wait. Readers that ask for its seal put its
-    expiry off, but not beyond ``hold_ends_at``. ``leases`` are by epoch: those that are live or
-    done, and as many others of the last numbers as it has readers. ``epoch`` is the last number,
-    ``num_done`` how many readers have everything; ``ended_by`` is how the offer ended.
+    Until it is made only ``transfer_id`` and ``waiting`` have a meaning: the calls that wait for
+    its ticket, with the end of the wait of each. Readers that ask for its seal put its expiry off,
+    but not beyond ``hold_ends_at``. ``leases`` are by epoch: those that are live or done, and as
+    many others of the last numbers as it has readers; ``epoch`` is the last number. ``ended_by`` is
+    how the offer ended, for those who come late.
     """
 
     offer_id: str
     transfer_id: str = field(default="", repr=False)
     state: OfferState = OfferState.AWAITED
-    waiting: list[tuple[float, object]] = field(default_factory=list)
+    waiting: dict[object, float] = field(default_factory=dict)
     engine_id: str = ""
     request_id: str = ""
     secret: str = field(default="", repr=False)
-    ticket: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    ticket: Ticket | None = None
     ttl_s: float = 0.0
     readers: int = 1
     traceparent: str = ""
@@ -148,7 +136,6 @@ class OfferEntry:
     hold_ends_at: float | None = None
     epoch: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
-    num_done: int = 0
     outcome: Outcome | None = None
     ended_by: ErrorCode = ErrorCode.OFFER_UNKNOWN
     story: Story = field(default_factory=Story, compare=False)
@@ -165,15 +152,24 @@ class OfferEntry:
 
     @property
     def due_at(self) -> float | None:
-        """When somebody must look at this offer again."""
+        """When the table must look at this offer again."""
         if self.state is OfferState.AWAITED:
-            return min((until for until, _ in self.waiting), default=None)
+            return min(self.waiting.values(), default=None)
         return min((lease.expires_at for lease in self.live_leases), default=self.expires_at)
 
     @property
     def live_leases(self) -> list[Lease]:
         """Those that are not over, the oldest first."""
         return [lease for lease in self.leases.values() if lease.end is None]
+
+    @property
+    def num_done(self) -> int:
+        """How many readers have everything."""
+        return sum(lease.is_done and not lease.is_part for lease in self.leases.values())
+
+    def retire(self) -> None:
+        """Keep no tables: a late message asks how it ended, and no more."""
+        self.tables, self.ticket, self.waiting = {}, None, {}
 
     def wait_until(self, when: float) -> None:
         """Do not expire before ``when``."""
@@ -186,10 +182,6 @@ class OfferEntry:
             group: known[group].extended(added) if group in known else added
             for group, added in more.items()
         }
-
-    def retire(self) -> None:
-        """Keep no tables: a late message asks how it ended, and no more."""
-        self.tables, self.ticket, self.waiting = {}, {}, []
 
     def check_right(self, event: ev.Asked[Any]) -> None:
         """Raise `LocalError` (``forbidden``) unless the message shows the right to ask.
@@ -214,6 +206,33 @@ class OfferEntry:
         if (lease := self.leases.get(epoch)) is not None:
             check_right(token, lease.token)
 
+    def check_box(self, asked: Pack | Digest, *, is_state: bool) -> None:
+        """Raise `LocalError` or `GeometryError` unless the offer has the box by now.
+
+        That of a group that ``is_state`` is there once the offer is sealed.
+        """
+        group, stop, table = asked.box.group, asked.box.stop, asked.table
+        if is_state and self.state is OfferState.OPEN:
+            raise LocalError(
+                f"group '{group}' is a state, it is there once the offer is sealed",
+                code=ErrorCode.OFFER_OPEN,
+            )
+        if not is_state and stop > self.num_tokens:
+            raise GeometryError(
+                f"box ends at token {stop}, the offer has {self.num_tokens} now",
+                stop=stop,
+                num_tokens=self.num_tokens,
+            )
+        known = self.tables.get(group, NO_BLOCKS)
+        skipped = table.first_block - known.first_block
+        if skipped < 0 or known.ids[4 * skipped : 4 * skipped + len(table.ids)] != table.ids:
+            raise GeometryError(
+                f"blocks {table.first_block} to {table.first_block + len(table)} of group "
+                f"'{group}' are not those of the offer",
+                offer_id=self.offer_id,
+                group=group,
+            )
+
     def live_lease(self, epoch: int) -> Lease:
         """The lease of ``epoch``, if it is live; raises `LocalError` otherwise.
 
@@ -231,23 +250,39 @@ class OfferEntry:
             )
         return lease
 
-    def add_lease(self, lease: Lease) -> None:
-        """A lease under a new number; ended ones are forgotten by and by, done ones never."""
-        self.epoch = lease.epoch
-        forgotten = lease.epoch - self.readers
+    def add_lease(
+        self, event: ev.Asked[Claim] | ev.Asked[Take], token: str, now: float, held_until: float
+    ) -> Lease:
+        """A lease under a new number, which has no time yet; ended ones are forgotten one by one.
+
+        Those that are done never are.
+        """
+        message = event.message
+        self.epoch += 1
+        forgotten = self.epoch - self.readers
         self.leases = {
             epoch: one
             for epoch, one in self.leases.items()
             if one.end is None or one.is_done or epoch > forgotten
         }
-        self.leases[lease.epoch] = lease
+        lease = self.leases[self.epoch] = Lease(
+            epoch=self.epoch,
+            reader_id=message.reader_id,
+            token=token,
+            holder=event.holder,
+            reader_agent=message.reader_agent,
+            reader_boot=message.reader_boot,
+            is_part=message.part,
+            expires_at=now,
+            held_until=held_until,
+        )
+        return lease
 
-    def grant(
-        self, lease: Lease, lease_s: float, known_blocks: Mapping[str, int], at: Context
-    ) -> Granted:
+    def grant(self, lease: Lease, message: Claim | Renew, at: Context) -> Granted:
         """Lengthen a lease; the reply has the blocks that its reader does not know yet."""
-        wanted = min(at.now + min(lease_s, at.limits.max_lease_s), lease.held_until)
+        wanted = min(at.now + min(message.lease_s, at.limits.max_lease_s), lease.held_until)
         lease.expires_at = max(lease.expires_at, wanted)
+        known_blocks = message.known_blocks if isinstance(message, Renew) else {}
         return Granted(
             epoch=lease.epoch,
             token=lease.token,
@@ -260,61 +295,24 @@ class OfferEntry:
             },
         )
 
-    def check_box(self, box: OfferedBox) -> None:
-        """Raise `LocalError` or `GeometryError` unless the offer has ``box`` by now."""
-        if box.opaque and self.state is OfferState.OPEN:
-            raise LocalError(
-                f"group '{box.group}' is a state, it is there once the offer is sealed",
-                code=ErrorCode.OFFER_OPEN,
-            )
-        if not box.opaque and box.stop > self.num_tokens:
-            raise GeometryError(
-                f"box ends at token {box.stop}, the offer has {self.num_tokens} now",
-                stop=box.stop,
-                num_tokens=self.num_tokens,
-            )
-        table, known = box.table, self.tables.get(box.group, BlockTable(b""))
-        skipped = table.first_block - known.first_block
-        if skipped < 0 or known.ids[4 * skipped : 4 * skipped + len(table.ids)] != table.ids:
-            raise GeometryError(
-                f"blocks {table.first_block} to {table.first_block + len(table)} of group "
-                f"'{box.group}' are not those of the offer",
-                offer_id=self.offer_id,
-                group=box.group,
-            )
-
     def end_lease(
         self, lease: Lease, reason: str, code: ErrorCode = ErrorCode.STALE
-    ) -> list[ev.Command]:
+    ) -> ev.EndLease:
         """End a live lease: it was given back or taken (ended), expired, or was revoked."""
         lease.end = code
-        return [
-            ev.EndLease(self.offer_id, lease.epoch, reason, code),
-            ev.Publish(f"lease.{reason}", LeaseEvent(offer_id=self.offer_id, epoch=lease.epoch)),
-        ]
+        return ev.EndLease(self.offer_id, lease.epoch, reason, code)
 
-    def release(self, outcome: Outcome, code: ErrorCode) -> list[ev.Command]:
-        """End the offer, its live leases first, so that nobody else has its blocks."""
-        commands: list[ev.Command] = []
-        for lease in self.live_leases:
-            commands += self.end_lease(lease, "revoked", code)
+    def release(self, outcome: Outcome, code: ErrorCode) -> ev.Commands:
+        """End the offer, its live leases first, so that no one else has its blocks."""
+        revoked = [self.end_lease(lease, "revoked", code) for lease in self.live_leases]
         self.state, self.outcome, self.ended_by = OfferState.RELEASED, outcome, code
-        report = ev.ReportReleased(
-            engine_id=self.engine_id,
-            offer_id=self.offer_id,
-            request_id=self.request_id,
-            outcome=outcome,
-            num_tokens=self.num_tokens,
-            opened_at=self.opened_at,
-        )
-        return [*commands, report, self.published("offer.released")]
+        released = Released(self.offer_id, self.request_id, outcome)
+        report = ev.ReportReleased(self.engine_id, released, self.num_tokens, self.opened_at)
+        return [*revoked, report]
 
     def published(self, op: str) -> ev.Publish:
         """The event ``op`` with what subscribers may know of this offer."""
-        outcome = "" if self.outcome is None else str(self.outcome)
-        return ev.Publish(
-            op, OfferEvent(offer_id=self.offer_id, num_tokens=self.num_tokens, outcome=outcome)
-        )
+        return ev.Publish(op, OfferEvent(self.offer_id, self.num_tokens))
 
 
 def _after(table: BlockTable, known_blocks: int) -> BlockTable:

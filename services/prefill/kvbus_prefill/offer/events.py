@@ -3,12 +3,13 @@
 A request is its own event: `Asked` carries its message as it came.
 """
 
-from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import MakeOffer, Outcome
+from kvbus.protocol.engine import MakeOffer, Released
+from kvbus.protocol.events import OfferEvent
 from kvbus.protocol.message import Message
+from kvbus.protocol.ticket import Ticket
 from kvbus.table.events import (
     DeadlinePassed,
     DrainStarted,
@@ -26,7 +27,7 @@ class Asked(Value, Generic[M], frozen=True):
     """A request about one offer or one name, which ``reply_to`` answers.
 
     A request of a local engine has its ``engine_id``. Any other has the CURVE key of its sender as
-    ``holder``, empty without keys, and in ``fresh`` a secret or an id for what it may begin.
+    ``holder``, empty without keys, and a ``fresh`` secret for what it may begin.
     """
 
     message: M
@@ -37,19 +38,16 @@ class Asked(Value, Generic[M], frozen=True):
 
 
 class Opened(Value, frozen=True):
-    """An engine makes an offer; ``message`` was checked against its memory.
+    """The engine of ``ticket`` makes an offer; ``message`` was checked against its memory.
 
-    ``ttl_s`` counts while no lease is live. Who shows ``secret`` may claim the offer or withdraw
-    it. The engine may name ``ticket_blocks`` of its blocks in the ``ticket`` itself.
+    ``ttl_s`` counts while no lease is live. The engine may name ``ticket_blocks`` of its blocks in
+    the ticket itself.
     """
 
     message: MakeOffer
     reply_to: object
-    engine_id: str
-    offer_id: str
-    secret: str
+    ticket: Ticket
     ttl_s: float
-    ticket: Mapping[str, Any]
     ticket_blocks: int = 0
 
 
@@ -82,12 +80,10 @@ Event = (
 
 
 class ReportReleased(Value, frozen=True):
-    """Tell the engine that the offer's blocks are its own again."""
+    """Tell the engine that the offer's blocks are its own again, and subscribers, too."""
 
     engine_id: str
-    offer_id: str
-    request_id: str
-    outcome: Outcome
+    released: Released
     num_tokens: int
     opened_at: float
 
@@ -96,7 +92,7 @@ class Publish(Value, frozen=True):
     """Tell subscribers; ``op`` is the event's name on the wire."""
 
     op: str
-    body: Message
+    body: OfferEvent
 
 
 class BeginLease(Value, frozen=True):
@@ -116,3 +112,4 @@ class EndLease(Value, frozen=True):
 
 
 Command = SendReply | Refuse | ReportReleased | Publish | BeginLease | EndLease
+Commands = list[Command]

@@ -7,12 +7,13 @@ from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.message import check_right
-from kvbus.protocol.peer import Forgo, Meet
+from kvbus.protocol.peer import Digest, Forgo, Meet, Pack
 from kvbus.table import Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
 from kvbus_prefill.offer import events as ev
-from kvbus_prefill.offer.entry import OfferedBox, OfferEntry, OfferLimits, OfferState
-from kvbus_prefill.offer.transitions import TRANSITIONS, Commands, done, draining, ended, given_up
+from kvbus_prefill.offer.entry import OfferEntry, OfferLimits, OfferState
+from kvbus_prefill.offer.events import Commands
+from kvbus_prefill.offer.transitions import TRANSITIONS, done, draining, ended, given_up
 
 NAMES_KEPT_S = 600.0
 """How long a name that was used or given up is remembered: an engine may come to it late."""
@@ -23,14 +24,13 @@ class UsedName(NamedTuple):
 
     used_at: float
     code: ErrorCode
-    offer_id: str
 
 
 class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     """All offers of one agent, by offer id; the retired ones tell a late message what became.
 
-    Refuses more offers, and more names that are awaited, than the limit, and a request or a name
-    that is offered already.
+    More offers, or more names that are awaited, than the limit are refused, as is a request or a
+    name that is offered already.
     """
 
     transitions = TRANSITIONS
@@ -68,68 +68,56 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         sealed = (one for one in self.live.values() if one.state is OfferState.SEALED)
         return sum(len(offer.live_leases) for offer in sealed)
 
-    def awaited_as(self, transfer_id: str) -> str | None:
-        """The id of the offer of this name that readers wait for, None when nobody does.
+    # Questions: nothing changes.
 
-        Raises `LocalError` when an offer of this name was made, or shall not be made.
+    def check_pack(self, pack: Pack, now: float, *, is_state: bool) -> None:
+        """Raise `LocalError` or `GeometryError` unless the lease is live and the offer has the box.
+
+        A lease whose time is up is not live, also when it has not been told yet.
         """
-        known = self._named.get(transfer_id) or self._used_names.get(transfer_id)
-        if known is None:
-            return None
-        if isinstance(known, OfferEntry) and known.state is OfferState.AWAITED:
-            return known.offer_id
-        if isinstance(known, UsedName) and known.code is ErrorCode.CANCELLED:
-            raise given_up()
-        raise LocalError(
-            "an offer with this transfer_id was made before",
-            code=ErrorCode.OFFER_EXISTS,
-            offer_id=known.offer_id,
-        )
-
-    def check_box(self, box: OfferedBox, now: float) -> None:
-        """Raise `LocalError` or `GeometryError` unless the lease is live and the offer has it.
-
-        A question: nothing changes. A lease whose time is up is not live, also when it has not
-        been told yet.
-        """
-        offer = self._known(box.offer_id)
-        offer.check_token(box.epoch, box.token)
-        lease = offer.live_lease(box.epoch)
-        if lease.expires_at <= now:
+        offer = self._known(pack.offer_id)
+        offer.check_token(pack.epoch, pack.token)
+        if offer.live_lease(pack.epoch).expires_at <= now:
             raise LocalError("the lease of the offer ended", code=ErrorCode.LEASE_EXPIRED)
-        offer.check_box(box)
+        offer.check_box(pack, is_state=is_state)
 
-    def check_read(self, box: OfferedBox, engine_id: str) -> None:
-        """As `check_box`, for the ticket's secret in place of a lease: the offer must be live."""
-        check_right(engine_id, self.check_reader(box.offer_id, box.secret))
-        self._known(box.offer_id).check_box(box)
+    def check_digest(self, asked: Digest, *, is_state: bool) -> None:
+        """As `check_pack`, for the ticket's secret in place of a lease: the offer must be live."""
+        offer = self.check_reader(asked.offer_id, asked.secret)
+        check_right(asked.engine_id, offer.engine_id)
+        offer.check_box(asked, is_state=is_state)
 
-    def check_reader(self, offer_id: str, secret: str | None) -> str:
-        """The engine of the live offer that has this secret; raises `LocalError`."""
+    def check_reader(self, offer_id: str, secret: str | None) -> OfferEntry:
+        """The live offer that has this secret; raises `LocalError`."""
         offer = self._known(offer_id)
         check_right(secret, offer.secret)
         if offer.is_over:
             raise ended(offer)
-        return offer.engine_id
+        return offer
 
     def _names_of(self, entry: OfferEntry) -> tuple[str, ...]:
         return tuple(name for name in (entry.request_id, entry.transfer_id) if name)
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
         """A handler that refuses does so by raising; it changes no more than how long to wait."""
-        if isinstance(event, ev.Asked | ev.Opened):
-            try:
-                return self._answer(event, now)
-            except KVBusError as error:
-                return [Refuse(event.reply_to, error)]
-        return self._apply_all(self._hit_by(event, now), event, now)
+        if not isinstance(event, ev.Asked | ev.Opened):
+            return self._apply_all(self._hit_by(event, now), event, now)
+        try:
+            if isinstance(event, ev.Opened):
+                return self._apply(self._admit(event), event, now)
+            if isinstance(event.message, Meet | Forgo):
+                return self._answer_by_name(event, event.message, now)
+            offer = self._known(event.message.offer_id)
+            offer.check_right(event)
+            return self._apply(offer, event, now)
+        except KVBusError as error:
+            return [Refuse(event.reply_to, error)]
 
     def _hit_by(self, event: ev.Event, now: float) -> list[OfferEntry]:
         """The offers that an event is about which names no request."""
         match event:
             case ev.Abandoned(transfer_id):
-                offer = self._named.get(transfer_id)
-                return [] if offer is None else [offer]
+                return [self._named[transfer_id]] if transfer_id in self._named else []
             case EngineLost(engine_id):
                 return [one for one in self.live.values() if one.engine_id == engine_id]
             case ev.EngineReady():
@@ -142,33 +130,24 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 return self._awaited() if isinstance(event, DrainStarted) else [*self.live.values()]
         return []
 
-    def _answer(self, event: ev.Asked[Any] | ev.Opened, now: float) -> Commands:
-        if isinstance(event, ev.Opened):
-            return self._open(event, now)
-        if isinstance(event.message, Meet | Forgo):
-            return self._answer_by_name(event, event.message, now)
-        offer = self._known(event.message.offer_id)
-        offer.check_right(event)
-        return self._apply(offer, event, now)
-
-    def _open(self, event: ev.Opened, now: float) -> Commands:
-        self._check_admission(event)
-        name = event.message.transfer_id or ""
-        offer = self._named.get(name) or self._new(event.offer_id, name)
-        self._requests[event.engine_id, event.message.request_id] = event.offer_id
-        return self._apply(offer, event, now)
-
-    def _check_admission(self, event: ev.Opened) -> None:
+    def _admit(self, event: ev.Opened) -> OfferEntry:
+        """The offer that is about to be made, which readers may wait for; raises `LocalError`."""
+        ticket, name = event.ticket, event.message.transfer_id or ""
+        request = ticket.engine_id, ticket.request_id
+        offer, used = self._named.get(name), self._used_names.get(name)
         if self.draining:
             raise draining()
-        if event.message.transfer_id:
-            self.awaited_as(event.message.transfer_id)
-        known = self._requests.get((event.engine_id, event.message.request_id))
-        if known is not None:
+        if used is not None and used.code is ErrorCode.CANCELLED:
+            raise given_up()
+        if used is not None or (offer is not None and offer.state is not OfferState.AWAITED):
             raise LocalError(
-                f"request '{event.message.request_id}' is already offered",
+                "an offer with this transfer_id was made before", code=ErrorCode.OFFER_EXISTS
+            )
+        if request in self._requests:
+            raise LocalError(
+                f"request '{ticket.request_id}' is already offered",
                 code=ErrorCode.OFFER_EXISTS,
-                offer_id=known,
+                offer_id=self._requests[request],
             )
         if self.num_offers >= self.limits.max_offers:
             raise LocalError(
@@ -176,6 +155,11 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 code=ErrorCode.BUSY,
                 max_offers=self.limits.max_offers,
             )
+        self._requests[request] = ticket.offer_id
+        if offer is not None:  # it was awaited under another id
+            del self.live[offer.offer_id]
+            self.deadlines.set(offer.offer_id, None)
+        return self._enter(ticket.offer_id, name, offer)
 
     def _answer_by_name(self, event: ev.Asked[Any], message: Meet | Forgo, now: float) -> Commands:
         """The offer is awaited, made, over, or not known yet."""
@@ -190,7 +174,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         elif offer is None or offer.state is OfferState.AWAITED:
             event = self._within_grace(event, message, now)
             self._check_room_for(offer)
-        return self._apply(offer or self._new(event.fresh, name), event, now)
+        return self._apply(offer or self._enter(event.fresh, name), event, now)
 
     # An engine that is gone makes no offer, so its reader had better compute at once. It may also
     # be between two sessions, as when its agent was started again: that takes a moment.
@@ -212,7 +196,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return replace(event, message=replace(message, wait_s=min(message.wait_s, until - now)))
 
     def _check_room_for(self, offer: OfferEntry | None) -> None:
-        """Raise `LocalError` when nobody waits for the name yet, and too many are waited for."""
+        """Raise `LocalError` when no one waits for the name yet, and too many are waited for."""
         if offer is not None:
             return
         if self.draining:
@@ -226,11 +210,13 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     def _awaited(self) -> list[OfferEntry]:
         return [one for one in self._named.values() if one.state is OfferState.AWAITED]
 
-    def _new(self, offer_id: str, transfer_id: str) -> OfferEntry:
+    def _enter(self, offer_id: str, name: str, offer: OfferEntry | None = None) -> OfferEntry:
         """A name that is awaited, or an offer that is about to be made."""
-        offer = self.live[offer_id] = OfferEntry(offer_id=offer_id, transfer_id=transfer_id)
-        if transfer_id:
-            self._named[transfer_id] = offer
+        offer = offer or OfferEntry(offer_id, name)
+        offer.offer_id = offer_id
+        self.live[offer_id] = offer
+        if name:
+            self._named[name] = offer
         return offer
 
     def _known(self, offer_id: str) -> OfferEntry:
@@ -243,22 +229,17 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
 
     def _retire(self, offer: OfferEntry) -> None:
         """One that was never made is not kept; a name that was given up is."""
-        if offer.transfer_id:
-            del self._named[offer.transfer_id]
-        if offer.outcome is not None:
+        name = offer.transfer_id
+        self._named.pop(name, None)
+        if offer.outcome is None:
+            del self.live[offer.offer_id]
+        else:
             del self._requests[offer.engine_id, offer.request_id]
             super()._retire(offer)
-            self._remember_name(offer, ErrorCode(f"offer_{offer.outcome}"))
-            return
-        del self.live[offer.offer_id]
-        if offer.ended_by is ErrorCode.CANCELLED:
-            self._remember_name(offer, ErrorCode.CANCELLED)
-
-    def _remember_name(self, offer: OfferEntry, code: ErrorCode) -> None:
-        if not offer.transfer_id:
+        if not name or offer.ended_by is ErrorCode.OFFER_UNKNOWN:
             return
         names, now = self._used_names, offer.story.steps[-1][0]
-        names[offer.transfer_id] = UsedName(now, code, offer.offer_id)
+        names[name] = UsedName(now, offer.ended_by)
         while (
             len(names) > self.limits.max_names
             or next(iter(names.values())).used_at < now - NAMES_KEPT_S

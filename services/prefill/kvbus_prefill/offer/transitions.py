@@ -1,10 +1,9 @@
-"""Which event does what to an offer in which state: the table, and its handlers.
+"""Which event does what to an offer in which state: the handlers, and the table of them.
 
 A handler refuses by raising `LocalError` before anything has changed but how long the offer waits;
 `OfferTable` turns that into a reply. It returns the commands for the agent, in order.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from kvbus.errors import ErrorCode, LocalError, TooEarly
@@ -16,10 +15,9 @@ from kvbus.protocol.engine import (
     SealOffer,
     WithdrawOffer,
 )
-from kvbus.protocol.events import LeaseEvent
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import Claim, Forgo, Meet, Met, PeerWithdraw, Release, Renew, Take
-from kvbus.table import Transition
+from kvbus.table import transitions
 from kvbus.table.events import (
     DeadlinePassed,
     DrainStarted,
@@ -30,85 +28,15 @@ from kvbus.table.events import (
 )
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import Context, Lease, OfferEntry, OfferState
+from kvbus_prefill.offer.events import Commands
 
 AWAITED, OPEN = OfferState.AWAITED, OfferState.OPEN
 SEALED, RELEASED = OfferState.SEALED, OfferState.RELEASED
-
-Commands = list[ev.Command]
 
 
 def done(event: ev.Asked[Any]) -> SendReply:
     """The answer that says no more than ok."""
     return SendReply(event.reply_to, Empty())
-
-
-# Before the offer is made: its readers wait for it by name.
-
-
-def wait(offer: OfferEntry, event: ev.Asked[Meet], at: Context) -> Commands:
-    """There is no offer yet: the answer comes with it."""
-    if len(offer.waiting) >= at.limits.max_waiting:
-        raise LocalError(
-            f"{len(offer.waiting)} readers wait for this offer, which is the limit",
-            code=ErrorCode.BUSY,
-        )
-    offer.waiting.append((at.now + min(event.message.wait_s, at.limits.max_wait_s), event.reply_to))
-    return []
-
-
-def end_waits(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
-    """Some have waited long enough."""
-    early = TooEarly(
-        "the prefill engine has not made this offer yet", retry_after_s=at.limits.early_retry_s
-    )
-    over = [reply_to for until, reply_to in offer.waiting if until <= at.now]
-    _keep_waiting(offer, [one for one in offer.waiting if one[0] > at.now])
-    return [Refuse(reply_to, early) for reply_to in over]
-
-
-def leave(offer: OfferEntry, event: ev.Abandoned, _: Context) -> Commands:
-    """One waits no longer."""
-    _keep_waiting(offer, [one for one in offer.waiting if one[1] is not event.reply_to])
-    return []
-
-
-def turn_away(offer: OfferEntry, event: ev.Event, _: Context) -> Commands:
-    """Nobody here can make the offer any more, or the reader gave it up for all."""
-    waiting = offer.waiting
-    _keep_waiting(offer, [])
-    match event:
-        case ev.EnginesGone():
-            error = LocalError("the prefill engine is gone", code=ErrorCode.ENGINE_LOST)
-        case ev.Asked():
-            offer.ended_by, error = ErrorCode.CANCELLED, given_up()
-        case _:
-            error = draining()
-    refused: Commands = [Refuse(reply_to, error) for _, reply_to in waiting]
-    return [*refused, done(event)] if isinstance(event, ev.Asked) else refused
-
-
-def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
-    """The engine has made it: all that wait are given the ticket."""
-    message = event.message
-    offer.state = SEALED if message.sealed else OPEN
-    offer.engine_id, offer.request_id = event.engine_id, message.request_id
-    offer.secret, offer.ticket, offer.ttl_s = event.secret, event.ticket, event.ttl_s
-    offer.readers, offer.asked_s = message.readers, message.asked_s
-    offer.traceparent = event.ticket.get("traceparent", "")
-    offer.num_tokens, offer.tables = message.num_tokens, dict(message.tables)
-    offer.opened_at, offer.expires_at = at.now, at.now + event.ttl_s
-    waiting, offer.waiting = offer.waiting, []
-    made = OfferMade(event.offer_id, dict(event.ticket), event.ticket_blocks)
-    return [
-        SendReply(event.reply_to, made),
-        *(SendReply(reply_to, Met(dict(event.ticket))) for _, reply_to in waiting),
-        offer.published("offer.opened"),
-    ]
-
-
-def tell(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
-    """It was made before its reader asked."""
-    return [SendReply(event.reply_to, Met(dict(offer.ticket)))]
 
 
 def draining() -> LocalError:
@@ -121,10 +49,91 @@ def given_up() -> LocalError:
     return LocalError("the reader of this offer has given it up", code=ErrorCode.CANCELLED)
 
 
-def _keep_waiting(offer: OfferEntry, waiting: list[tuple[float, object]]) -> None:
-    """An offer that was not made is nothing once nobody waits for it."""
-    offer.waiting = waiting
-    if not waiting:
+def ended(offer: OfferEntry) -> LocalError:
+    """What became of an offer that is over."""
+    return LocalError(
+        f"the offer is over: {offer.ended_by}", code=offer.ended_by, offer_id=offer.offer_id
+    )
+
+
+# Before the offer is made: its readers wait for it by name. One that was not made is nothing once
+# no reader waits for it.
+
+
+def wait(offer: OfferEntry, event: ev.Asked[Meet], at: Context) -> Commands:
+    """There is no offer yet: the answer comes with it."""
+    if len(offer.waiting) >= at.limits.max_waiting:
+        raise LocalError(
+            f"{len(offer.waiting)} readers wait for this offer, which is the limit",
+            code=ErrorCode.BUSY,
+        )
+    offer.waiting[event.reply_to] = at.now + min(event.message.wait_s, at.limits.max_wait_s)
+    return []
+
+
+def end_waits(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
+    """Some have waited long enough."""
+    early = TooEarly(
+        "the prefill engine has not made this offer yet", retry_after_s=at.limits.early_retry_s
+    )
+    over = [reply_to for reply_to, until in offer.waiting.items() if until <= at.now]
+    for reply_to in over:
+        _leave(offer, reply_to)
+    return [Refuse(reply_to, early) for reply_to in over]
+
+
+def leave(offer: OfferEntry, event: ev.Abandoned, _: Context) -> Commands:
+    """One waits no longer."""
+    _leave(offer, event.reply_to)
+    return []
+
+
+def turn_away(offer: OfferEntry, event: ev.Event, _: Context) -> Commands:
+    """The offer cannot be made here any more, or the reader gave it up for all."""
+    offer.state, done_with = RELEASED, Commands()
+    match event:
+        case ev.EnginesGone():
+            error = LocalError("the prefill engine is gone", code=ErrorCode.ENGINE_LOST)
+        case ev.Asked():
+            offer.ended_by, error = ErrorCode.CANCELLED, given_up()
+            done_with = [done(event)]
+        case _:
+            error = draining()
+    return [*(Refuse(reply_to, error) for reply_to in offer.waiting), *done_with]
+
+
+def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
+    """The engine has made it: all that wait are given the ticket."""
+    message, ticket = event.message, event.ticket
+    offer.state = SEALED if message.sealed else OPEN
+    offer.engine_id, offer.request_id = ticket.engine_id, ticket.request_id
+    offer.secret, offer.ticket, offer.ttl_s = ticket.secret, ticket, event.ttl_s
+    offer.readers, offer.asked_s = message.readers, message.asked_s
+    offer.traceparent = ticket.traceparent
+    offer.num_tokens, offer.tables = message.num_tokens, dict(message.tables)
+    offer.opened_at, offer.expires_at = at.now, at.now + event.ttl_s
+    waiting, offer.waiting = offer.waiting, {}
+    fields = ticket.to_json()
+    return [
+        SendReply(event.reply_to, OfferMade(offer.offer_id, fields, event.ticket_blocks)),
+        *(SendReply(reply_to, Met(fields)) for reply_to in waiting),
+        offer.published("offer.opened"),
+    ]
+
+
+def tell(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
+    """It was made before its reader asked."""
+    return [] if offer.ticket is None else [SendReply(event.reply_to, Met(offer.ticket.to_json()))]
+
+
+def ignore(_offer: OfferEntry, _event: ev.Event, _: Context) -> Commands:
+    """The reader has its ticket."""
+    return []
+
+
+def _leave(offer: OfferEntry, reply_to: object) -> None:
+    offer.waiting.pop(reply_to, None)
+    if not offer.waiting:
         offer.state = RELEASED
 
 
@@ -167,14 +176,14 @@ def end_with_agent(offer: OfferEntry, _event: Stopped, _: Context) -> Commands:
 
 
 def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
-    """End the leases that were not renewed, then an offer that nobody has read in time.
+    """End the leases that were not renewed, then an offer that was not read in time.
 
-    One that some, but not all, of its readers have taken is completed: nobody else came.
+    One that some, but not all, of its readers have taken is completed: no other came.
     """
     commands: Commands = []
     for lease in offer.live_leases:
         if lease.expires_at <= at.now:
-            commands += offer.end_lease(lease, "expired", ErrorCode.LEASE_EXPIRED)
+            commands.append(offer.end_lease(lease, "expired", ErrorCode.LEASE_EXPIRED))
     if not offer.live_leases and offer.expires_at <= at.now:
         outcome = Outcome.COMPLETED if offer.num_done else Outcome.EXPIRED
         commands += offer.release(outcome, ErrorCode.OFFER_EXPIRED)
@@ -188,77 +197,46 @@ def claim(offer: OfferEntry, event: ev.Asked[Claim], at: Context) -> Commands:
     """Grant a lease under a new epoch; a reader may claim again, one too many has to wait.
 
     A reader that claims again does not hold the offer longer than by renewing. The leases of an
-    earlier process of its agent end: nobody is there to give them back.
+    earlier process of its agent end: it is not there to give them back.
     """
-    message = event.message
-    own, outlived = _leases_of(offer, event.message, event.holder)
-    _check_room(offer, message, [*own, *outlived], at)
+    own, outlived = _leases_of(offer, event)
+    _check_room(offer, event.message, [*own, *outlived], at)
     held_until = min([at.now + at.limits.max_hold_s, *(lease.held_until for lease in own)])
-    revoked: Commands = []
-    for lease in (*outlived, *own):
-        revoked += offer.end_lease(lease, "revoked")
-    lease = _lease(
-        offer, message, event.holder, token=event.fresh, expires_at=at.now, held_until=held_until
-    )
-    offer.add_lease(lease)
+    revoked = [offer.end_lease(lease, "revoked") for lease in (*outlived, *own)]
+    lease = offer.add_lease(event, event.fresh, at.now, held_until)
     return [
         *revoked,
-        SendReply(event.reply_to, offer.grant(lease, message.lease_s, {}, at)),
+        SendReply(event.reply_to, offer.grant(lease, event.message, at)),
         ev.BeginLease(offer.offer_id, offer.epoch),
-        ev.Publish("lease.granted", LeaseEvent(offer_id=offer.offer_id, epoch=offer.epoch)),
     ]
 
 
 def renew(offer: OfferEntry, event: ev.Asked[Renew], at: Context) -> Commands:
     """More time under the same epoch, and what was added since."""
-    message = event.message
-    lease = offer.live_lease(message.epoch)
-    granted = offer.grant(lease, message.lease_s, message.known_blocks, at)
-    return [SendReply(event.reply_to, granted)]
+    lease = offer.live_lease(event.message.epoch)
+    return [SendReply(event.reply_to, offer.grant(lease, event.message, at))]
 
 
 def give_back(offer: OfferEntry, event: ev.Asked[Release], _: Context) -> Commands:
     """The reader gave up; the offer waits for another one."""
     lease = offer.live_lease(event.message.epoch)
-    return [done(event), *offer.end_lease(lease, "ended")]
+    return [done(event), offer.end_lease(lease, "ended")]
 
 
 def _leases_of(
-    offer: OfferEntry, message: Claim | Take, holder: str
+    offer: OfferEntry, event: ev.Asked[Claim] | ev.Asked[Take]
 ) -> tuple[list[Lease], list[Lease]]:
     """The live leases that this reader has, and those of an earlier process of its agent."""
-    live = offer.live_leases
-    outlived = [one for one in live if one.is_outlived_by(message, holder)]
+    live, message = offer.live_leases, event.message
+    outlived = [one for one in live if one.is_outlived_by(event)]
     own = [
         one
         for one in live
         if one not in outlived
         and one.reader_id == message.reader_id
-        and (isinstance(message, Claim) or one.holder == holder)
+        and (isinstance(message, Claim) or one.holder == event.holder)
     ]
     return own, outlived
-
-
-def _lease(
-    offer: OfferEntry,
-    message: Claim | Take,
-    holder: str,
-    *,
-    token: str,
-    expires_at: float,
-    held_until: float,
-) -> Lease:
-    return Lease(
-        epoch=offer.epoch + 1,
-        reader_id=message.reader_id,
-        token=token,
-        holder=holder,
-        reader_agent=message.reader_agent,
-        reader_boot=message.reader_boot,
-        expires_at=expires_at,
-        held_until=held_until,
-        is_part=message.part,
-    )
 
 
 # An engine at several agents is one reader of an offer, and each of its agents has a lease:
@@ -308,30 +286,25 @@ def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
     if _has_taken(offer, event):
         return [done(event)]
     message = event.message
-    own, outlived = _leases_of(offer, event.message, event.holder)
-    ending = [*own, *outlived]
+    own, outlived = _leases_of(offer, event)
     if message.tables is None and not own:
         raise _without_lease(offer, event)
-    _check_room(offer, message, ending, at)
+    _check_room(offer, message, [*own, *outlived], at)
     if message.tables is not None and offer.tables != message.tables:
         raise LocalError(
             "the blocks that were read are not those of the offer: was the ticket altered?",
             code=ErrorCode.GEOMETRY,
             offer_id=offer.offer_id,
         )
-    ended: Commands = []
-    for lease in ending:
-        ended += offer.end_lease(lease, "ended", ErrorCode.OFFER_COMPLETED)
+    completed = ErrorCode.OFFER_COMPLETED
+    commands: Commands = [done(event)]
+    commands += [offer.end_lease(lease, "ended", completed) for lease in (*own, *outlived)]
     # A number of its own: what is said of the lease before, maybe another reader's, is stale.
-    taken = _lease(
-        offer, message, event.holder, token=message.token, expires_at=at.now, held_until=at.now
-    )
-    taken.end, taken.is_done = ErrorCode.OFFER_COMPLETED, True
-    offer.add_lease(taken)
-    offer.num_done += not message.part
+    taken = offer.add_lease(event, message.token, at.now, at.now)
+    taken.end, taken.is_done = completed, True
     if offer.num_done == offer.readers:
-        ended += offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
-    return [done(event), *ended]
+        commands += offer.release(Outcome.COMPLETED, completed)
+    return commands
 
 
 def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
@@ -363,14 +336,7 @@ def refuse_early_take(offer: OfferEntry, _event: ev.Asked[Take], at: Context) ->
     raise LocalError("the offer is not sealed yet", code=ErrorCode.OFFER_OPEN)
 
 
-# After it has ended.
-
-
-def take_again(offer: OfferEntry, event: ev.Asked[Take], _: Context) -> Commands:
-    """The reply to the reader's take was lost: say it again, to nobody else."""
-    if not _has_taken(offer, event):
-        raise ended(offer)
-    return [done(event)]
+# When it is sealed or over.
 
 
 def refuse_sealed(offer: OfferEntry, _event: ev.Asked[Any], _: Context) -> Commands:
@@ -378,15 +344,16 @@ def refuse_sealed(offer: OfferEntry, _event: ev.Asked[Any], _: Context) -> Comma
     raise LocalError("the offer is sealed", code=ErrorCode.OFFER_SEALED, offer_id=offer.offer_id)
 
 
-def refuse_ended(offer: OfferEntry, _event: ev.Asked[Any], _: Context) -> Commands:
-    """Says what became of the offer."""
+def refuse_ended(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
+    """Says what became of the offer, or of the lease."""
+    if isinstance(event.message, Renew | Release):
+        offer.live_lease(event.message.epoch)
     raise ended(offer)
 
 
-def refuse_late(offer: OfferEntry, event: ev.Asked[Renew | Release], _: Context) -> Commands:
-    """No lease of an ended offer is live: say how it ended."""
-    offer.live_lease(event.message.epoch)
-    return []
+def take_again(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
+    """The reply to the reader's take was lost: say it again, to no one else."""
+    return [done(event)] if _has_taken(offer, event) else refuse_ended(offer, event, at)
 
 
 def withdraw_again(_offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
@@ -394,48 +361,29 @@ def withdraw_again(_offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Comm
     return [done(event)]
 
 
-def ended(offer: OfferEntry) -> LocalError:
-    """What became of an offer that is over."""
-    return LocalError(
-        f"the offer is over: {offer.ended_by}", code=offer.ended_by, offer_id=offer.offer_id
-    )
-
-
-def _table() -> dict[tuple[OfferState, type[Any]], Transition[OfferState]]:
-    rows: dict[tuple[OfferState, type[Any]], Transition[OfferState]] = {
-        (AWAITED, Meet): Transition(wait, (AWAITED,)),
-        (AWAITED, ev.Abandoned): Transition(leave, (AWAITED, RELEASED)),
-        (AWAITED, DeadlinePassed): Transition(end_waits, (AWAITED, RELEASED)),
-        (AWAITED, MakeOffer): Transition(make, (OPEN, SEALED)),
-        (OPEN, ExtendOffer): Transition(extend, (OPEN,)),
-        (OPEN, SealOffer): Transition(seal, (SEALED,)),
-        (OPEN, Take): Transition(refuse_early_take, (OPEN,)),
-        (SEALED, ExtendOffer): Transition(refuse_sealed, (SEALED,)),
-        (SEALED, SealOffer): Transition(refuse_sealed, (SEALED,)),
-        (SEALED, Take): Transition(take, (SEALED, RELEASED)),
-        (RELEASED, Take): Transition(take_again, (RELEASED,)),
-    }
-    kind: type[Any]
-    for kind in (Forgo, ev.EnginesGone, DrainStarted, Stopped):
-        rows[AWAITED, kind] = Transition(turn_away, (RELEASED,))
-    for state in (OPEN, SEALED):
-        rows[state, Meet] = Transition(tell, (state,))
-        rows[state, Claim] = Transition(claim, (state,))
-        rows[state, Renew] = Transition(renew, (state,))
-        rows[state, Release] = Transition(give_back, (state,))
-        rows[state, ev.Abandoned] = Transition(lambda *_: [], (state,))
-        rows[state, EngineLost] = Transition(end_with_engine, (RELEASED,))
-        rows[state, Stopped] = Transition(end_with_agent, (RELEASED,))
-        rows[state, DeadlinePassed] = Transition(expire, (state, RELEASED))
-        for kind in (WithdrawOffer, PeerWithdraw, Forgo):
-            rows[state, kind] = Transition(withdraw, (RELEASED,))
-    for kind in (ExtendOffer, SealOffer, Claim):
-        rows[RELEASED, kind] = Transition(refuse_ended, (RELEASED,))
-    for kind in (Renew, Release):
-        rows[RELEASED, kind] = Transition(refuse_late, (RELEASED,))
-    for kind in (WithdrawOffer, PeerWithdraw):
-        rows[RELEASED, kind] = Transition(withdraw_again, (RELEASED,))
-    return rows
-
-
-TRANSITIONS: Mapping[tuple[OfferState, type[Any]], Transition[OfferState]] = _table()
+LIVE = (OPEN, SEALED)
+TRANSITIONS = transitions(
+    ((AWAITED,), (Meet,), wait, ()),
+    ((AWAITED,), (ev.Abandoned,), leave, (AWAITED, RELEASED)),
+    ((AWAITED,), (DeadlinePassed,), end_waits, (AWAITED, RELEASED)),
+    ((AWAITED,), (Forgo, ev.EnginesGone, DrainStarted, Stopped), turn_away, (RELEASED,)),
+    ((AWAITED,), (MakeOffer,), make, LIVE),
+    (LIVE, (Meet,), tell, ()),
+    (LIVE, (ev.Abandoned,), ignore, ()),
+    ((OPEN,), (ExtendOffer,), extend, ()),
+    ((OPEN,), (SealOffer,), seal, (SEALED,)),
+    ((SEALED,), (ExtendOffer, SealOffer), refuse_sealed, ()),
+    (LIVE, (WithdrawOffer, PeerWithdraw, Forgo), withdraw, (RELEASED,)),
+    (LIVE, (EngineLost,), end_with_engine, (RELEASED,)),
+    (LIVE, (Stopped,), end_with_agent, (RELEASED,)),
+    ((OPEN,), (DeadlinePassed,), expire, (OPEN, RELEASED)),
+    ((SEALED,), (DeadlinePassed,), expire, (SEALED, RELEASED)),
+    (LIVE, (Claim,), claim, ()),
+    (LIVE, (Renew,), renew, ()),
+    (LIVE, (Release,), give_back, ()),
+    ((OPEN,), (Take,), refuse_early_take, ()),
+    ((SEALED,), (Take,), take, (SEALED, RELEASED)),
+    ((RELEASED,), (Take,), take_again, ()),
+    ((RELEASED,), (WithdrawOffer, PeerWithdraw), withdraw_again, ()),
+    ((RELEASED,), (ExtendOffer, SealOffer, Claim, Renew, Release), refuse_ended, ()),
+)
