@@ -1,48 +1,47 @@
 """Writes the tables of ``docs/protocol.md``: ``python docs/generate_protocol.py``.
 
-Types, ranges and defaults come from the structs, meanings from ``protocol_fields.toml`` beside
-this file. Refuses a field without a meaning, and a meaning without a field.
+All is said where a message is declared: types, ranges and defaults by its fields, what they mean by
+the strings below them. Refuses a field, a type or an error code without such a string.
 """
 
-import tomllib
-from collections.abc import Iterable, Iterator
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import inspect as types
 
+from kvbus import geometry
 from kvbus.errors import ErrorCode
-from kvbus.geometry import (
-    Axis,
-    BlockTable,
-    Box,
-    EngineSpec,
-    GroupSpec,
-    RankSpec,
-    Region,
-    Segment,
-    SlotOrder,
-    StatePart,
+from kvbus.protocol import attach, engine, peer, status, trace
+from kvbus.protocol.message import (
+    EVENTS,
+    NOTICES,
+    REQUESTS,
+    Empty,
+    ErrorBody,
+    Request,
+    Role,
+    Socket,
 )
-from kvbus.protocol import attach, engine, events, peer, status, trace
-from kvbus.protocol.message import Empty, ErrorBody, Message, Request
 from kvbus.protocol.ticket import Rendezvous, Ticket
 
-FOLDER = Path(__file__).parent
-PAGE = FOLDER / "protocol.md"
-WORDS: dict[str, dict[str, str]] = tomllib.loads((FOLDER / "protocol_fields.toml").read_text())
-SHARED = (
-    EngineSpec,
-    GroupSpec,
-    StatePart,
-    RankSpec,
-    Segment,
-    Region,
-    Axis,
-    BlockTable,
-    Box,
-    SlotOrder,
+PAGE = Path(__file__).with_name("protocol.md")
+SHARED: tuple[type[msgspec.Struct], ...] = (
+    geometry.EngineSpec,
+    geometry.GroupSpec,
+    geometry.StatePart,
+    geometry.RankSpec,
+    geometry.Segment,
+    geometry.Region,
+    geometry.Axis,
+    geometry.BlockTable,
+    geometry.Box,
+    geometry.SlotOrder,
     engine.AgentRanks,
     peer.EngineMemory,
     attach.MemorySocket,
@@ -53,19 +52,20 @@ SHARED = (
     trace.Span,
     trace.OtherAgent,
 )
-ROOMS: dict[str, tuple[type[Request[Any]], ...]] = {
-    "attach": attach.ATTACH_REQUESTS,
-    "engine": engine.ENGINE_REQUESTS,
-    "prefill": engine.PREFILL_REQUESTS,
-    "decode": engine.DECODE_REQUESTS,
-    "peer": tuple(dict.fromkeys(peer.PREFILL_PEER_REQUESTS + peer.DECODE_PEER_REQUESTS)),
-    "memory": attach.MEMORY_REQUESTS,
+SECTIONS: dict[str, tuple[Socket, ...]] = {
+    "attach": (Socket.ATTACH,),
+    "engine": (Socket.ENGINE,),
+    "prefill": (Socket.PREFILL,),
+    "decode": (Socket.DECODE,),
+    "peer": (Socket.PREFILL_PEER, Socket.DECODE_PEER),
+    "memory": (Socket.MEMORY,),
 }
-EVENT_KINDS = tuple(dict.fromkeys(events.EVENTS.values()))
+MODULES = [f"kvbus.protocol.{name}" for name in ("message", "engine", "peer", "status", "ticket")]
+"""Where types of fields have names and strings below them."""
 
 
 class Undocumented(Exception):
-    """A struct and ``protocol_fields.toml`` do not name the same fields or codes."""
+    """A field, a type or a code without a string that says what it means."""
 
 
 def page(text: str) -> str:
@@ -80,11 +80,14 @@ def page(text: str) -> str:
 
 
 def _sections() -> Iterator[tuple[str, list[str]]]:
-    for room, requests in ROOMS.items():
-        yield room, [line for kind in requests for line in _request(kind)]
-    yield "notices", [line for kind in engine.NOTICES for line in _message(kind)]
-    yield "events", [line for kind in EVENT_KINDS for line in _event(kind)]
-    yield "types", [line for kind in SHARED for line in _struct(kind)]
+    for name, sockets in SECTIONS.items():
+        kinds = dict.fromkeys(kind for one in sockets for kind in REQUESTS[one].values())
+        yield name, [line for kind in kinds for line in _request(kind)]
+    yield "notices", [line for op, kind in NOTICES.items() for line in _struct(f"`{op}`", kind)]
+    events = {kind: [op for op in EVENTS if EVENTS[op] is kind] for kind in EVENTS.values()}
+    headings = {kind: ", ".join(f"`{op}`" for op in ops) for kind, ops in events.items()}
+    yield "events", [line for kind, ops in headings.items() for line in _struct(ops, kind)]
+    yield "types", [line for kind in SHARED for line in _struct(kind.__name__, kind)]
     yield "ticket", list(_table(Ticket))
     yield "rendezvous", list(_table(Rendezvous))
     yield "error", list(_table(ErrorBody))
@@ -92,44 +95,35 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
 
 
 def _request(kind: type[Request[Any]]) -> Iterator[str]:
-    yield from _message(kind)
-    reply = kind.reply
-    if reply is Empty:
+    yield from _struct(f"`{kind.op}`", kind)
+    if kind.reply is Empty:
         yield from ("Reply: an empty map.", "")
     else:
-        yield from (f"Reply, `{reply.__name__}`:", "")
-        yield from _table(reply)
-    codes = WORDS["refusals"][kind.__name__].split()
-    yield f"Refusals of its own: {', '.join(f'`{ErrorCode(code)}`' for code in codes) or 'none'}."
-    yield ""
+        yield from (f"Reply, `{kind.reply.__name__}`:", "")
+        yield from _table(kind.reply)
+    told = [f"Refusals of its own: {', '.join(f'`{one}`' for one in kind.refusals) or 'none'}."]
+    if kind.askers:
+        roles = [f"`{role}`" for role in Role if role in kind.askers]
+        told.append(f"Keys that may ask it: {', '.join(roles)}.")
+    if not kind.repeatable:
+        told.append("It is not the same when it is done twice.")
+    yield from (" ".join(told), "")
 
 
-def _message(kind: type[Message]) -> Iterator[str]:
-    yield from (f"#### `{kind.op}`", "", WORDS["messages"][kind.__name__], "")
-    yield from _table(kind)
-
-
-def _event(kind: type[Message]) -> Iterator[str]:
-    ops = ", ".join(f"`{op}`" for op, event in events.EVENTS.items() if event is kind)
-    yield from (f"#### {ops}", "", WORDS["messages"][kind.__name__], "")
-    yield from _table(kind)
-
-
-def _struct(kind: type[msgspec.Struct]) -> Iterator[str]:
-    yield from (f"#### {kind.__name__}", "", WORDS["messages"][kind.__name__], "")
+def _struct(heading: str, kind: type[msgspec.Struct]) -> Iterator[str]:
+    yield from (f"#### {heading}", "", text_of(kind), "")
     yield from _table(kind)
 
 
 def _table(kind: type[msgspec.Struct]) -> Iterator[str]:
-    fields, words = msgspec.structs.fields(kind), WORDS.get(kind.__name__, {})
-    if {field.name for field in fields} != set(words):
-        raise Undocumented(f"{kind.__name__}: {sorted({f.name for f in fields} ^ set(words))}")
-    if not fields:
+    described, words = types.type_info(kind), meanings(kind)
+    assert isinstance(described, types.StructType)  # noqa: S101  every struct is described as one
+    if not described.fields:
         yield from ("No fields.", "")
         return
     yield from ("| field | type and range | when absent | meaning |", "| --- | --- | --- | --- |")
-    described = types.type_info(kind)
-    assert isinstance(described, types.StructType)  # noqa: S101  every struct is described as one
+    if missing := [field.name for field in described.fields if not words[field.name]]:
+        raise Undocumented(f"{kind.__name__}: nothing says what {', '.join(missing)} means")
     for field in described.fields:
         absent = "required" if field.required else _default(field)
         yield f"| `{field.name}` | {type_name(field.type)} | {absent} | {words[field.name]} |"
@@ -137,12 +131,66 @@ def _table(kind: type[msgspec.Struct]) -> Iterator[str]:
 
 
 def _codes() -> Iterator[str]:
-    when, then = WORDS["codes"], WORDS["remedies"]
-    known = {code.value for code in ErrorCode}
-    if differing := (set(when) ^ known) | (set(then) ^ known):
-        raise Undocumented(f"codes: {sorted(differing)}")
     yield from ("| code | when | what the caller should do |", "| --- | --- | --- |")
-    yield from (f"| `{code.value}` | {when[code]} | {then[code]} |" for code in ErrorCode)
+    for code, text in code_texts().items():
+        when, _, then = text.partition(" Do: ")
+        if not then:
+            raise Undocumented(f"nothing says when '{code}' comes, and what to do then")
+        yield f"| `{code.value}` | {when} | {then[:1].upper()}{then[1:]} |"
+
+
+def text_of(kind: type) -> str:
+    """The string below a class, as the page has it."""
+    return _line(kind.__doc__ or "")
+
+
+def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """What each field means: the string below it, or below its type; empty without either."""
+    fields = _strings(kind.__module__)[kind.__name__]
+    words = {name: text for module in MODULES for name, (_, text) in _strings(module)[""].items()}
+    return {
+        name: text or words.get(annotation.removesuffix(" | None"), "")
+        for name, (annotation, text) in fields.items()
+        if name in kind.__struct_fields__
+    }
+
+
+def code_texts() -> dict[ErrorCode, str]:
+    """Of each error code, when it comes and what the caller should do."""
+    texts = _strings("kvbus.errors")["ErrorCode"]
+    return {code: texts[code.name][1] for code in ErrorCode}
+
+
+@cache
+def _strings(module: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """By class, "" for the module itself: each name, its annotation, and the string below it."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    types_named = {one.name: ("", _line(ast.get_docstring(one) or "")) for one in classes}
+    return {
+        "": types_named | dict(_names(tree.body)),
+        **{one.name: dict(_names(one.body)) for one in classes},
+    }
+
+
+def _names(body: list[ast.stmt]) -> Iterator[tuple[str, tuple[str, str]]]:
+    for statement, below in zip(body, [*body[1:], ast.Pass()], strict=True):
+        match statement:
+            case ast.AnnAssign(target=ast.Name(name), annotation=annotation):
+                of = ast.unparse(annotation)
+            case ast.Assign(targets=[ast.Name(name)]):
+                of = ""
+            case _:
+                continue
+        match below:
+            case ast.Expr(ast.Constant(str(text))):
+                yield name, (of, _line(text))
+            case _:
+                yield name, (of, "")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
 
 
 def _default(field: types.Field) -> str:
@@ -213,15 +261,6 @@ def _range(of: types.StrType | types.BytesType | types.VarTupleType, what: str) 
     if high is None:
         return "any number of items" if what == "items" and not low else ""
     return f"of {low or 0} to {high:,} {what}" if what != "items" else f"{low or 0} to {high:,}"
-
-
-def documented() -> Iterable[str]:
-    """The names of all structs that the page describes."""
-    requests = [kind for kinds in ROOMS.values() for kind in kinds]
-    kinds: list[type[msgspec.Struct]] = [*requests, *engine.NOTICES, *EVENT_KINDS, *SHARED]
-    kinds += [Ticket, Rendezvous, ErrorBody]
-    replies = [kind.reply for kind in requests]
-    return {kind.__name__ for kind in [*kinds, *replies]}
 
 
 if __name__ == "__main__":

@@ -23,44 +23,106 @@ from enum import StrEnum
 
 
 class ErrorCode(StrEnum):
-    """Why a request or a handoff failed. Values are the wire form and never change meaning."""
+    """Why a request or a handoff failed. Values are the wire form and never change meaning.
+
+    Below each is when it comes, and what the caller should do: docs/protocol.md has it from here.
+    """
 
     MALFORMED = "malformed"
+    """The frame is not an envelope of this protocol. Do: correct the sender."""
     TOO_LARGE = "too_large"
+    """The frame is over the limit. Do: send less at once."""
     UNSUPPORTED_VERSION = "unsupported_version"
+    """No version is spoken by both, or the ticket is of another version. Do: update one of the
+    two."""
     UNKNOWN_OP = "unknown_op"
+    """This socket does not know the operation. Do: check the socket and the agent's role."""
     INVALID = "invalid"
+    """A field is missing, has a wrong type or is out of range, or the request makes no sense now.
+    Do: correct the request; the message names the field."""
     BUSY = "busy"
+    """A bound is reached, or another reader has the lease. Do: try again, not before
+    ``retry_after_s`` of the detail, and [not in step with others](#when-an-agent-is-busy)."""
     DRAINING = "draining"
+    """The side is about to stop and takes nothing new. Do: use another agent."""
     STALE = "stale"
+    """The message names a boot id, an engine or a lease epoch that is not the current one, or is
+    older than the replies that are kept. Do: drop what the message was about. Shake hands or
+    register anew."""
     FORBIDDEN = "forbidden"
+    """Who asks has not shown the right to it: the ticket's secret, the lease's token, the access to
+    the memory, or a key of the right role. Nothing has changed. Do: ask with a ticket as the
+    prefill engine gave it, and have the keys trusted on both sides."""
     TIMEOUT = "timeout"
+    """It was not done in time. Do: try again, or compute the request without the handoff."""
     CANCELLED = "cancelled"
+    """The engine cancelled it. Do: nothing."""
     CLOSED = "closed"
+    """The side is closing its sockets. Do: connect again, or use another agent."""
     INTERNAL = "internal"
+    """A defect of the side that answers; its log says more. Do: report it. Compute the request
+    without the handoff."""
     CONFIG = "config"
+    """A process is configured wrongly, or not for what was asked. Do: correct the configuration."""
     GEOMETRY = "geometry"
+    """A description of memory, a block table or a box is impossible, or too large for a staging
+    slot. Do: correct the description; the detail names the field."""
     INCOMPATIBLE = "incompatible"
+    """KV of one engine cannot be used by the other; the detail has ``field``, ``prefill`` and
+    ``decode``. Do: do not pair these two engines."""
     SEGMENT = "segment"
+    """Shared memory cannot be mapped, or was not passed. Do: pass the segment first, of the size
+    that was said."""
     NOT_REGISTERED = "not_registered"
+    """The session has not said ``hello`` or ``register``. Do: say ``hello`` on the attach socket,
+    then ``register``."""
     ENGINE_UNKNOWN = "engine_unknown"
+    """The agent has no engine of that name. Do: check the ticket, and whether the engine runs."""
     ENGINE_CONFLICT = "engine_conflict"
+    """Another live process has that engine id or rank, or the specs of two sessions differ. Do:
+    wait until the old process is gone, or use another id."""
     ENGINE_NOT_READY = "engine_not_ready"
+    """Not all ranks of the engine are registered, or the agent has no engine that could make the
+    offer. Do: try again a little later."""
     ENGINE_LOST = "engine_lost"
+    """The engine's process is gone. Do: start the engine anew."""
     OFFER_UNKNOWN = "offer_unknown"
+    """No such offer, or it ended so long ago that it is forgotten. Do: compute the request without
+    the handoff."""
     OFFER_EXISTS = "offer_exists"
+    """The request has a live offer. Do: withdraw that offer first; the detail names it."""
     OFFER_OPEN = "offer_open"
+    """The offer is not sealed, so it cannot be taken, and has no states yet. Do: renew until the
+    offer is sealed."""
     OFFER_SEALED = "offer_sealed"
+    """The offer is sealed, so it cannot change. Do: make a new offer."""
     OFFER_WITHDRAWN = "offer_withdrawn"
+    """The offer was withdrawn. Do: nothing; the request was given up."""
     OFFER_EXPIRED = "offer_expired"
+    """The offer was not read in time. Do: compute the request without the handoff; raise ``ttl_s``
+    if this is common."""
     OFFER_COMPLETED = "offer_completed"
+    """The offer was read and taken. Do: nothing; it was handed over."""
     LEASE_EXPIRED = "lease_expired"
+    """The lease, or that of a staging slot, ended before the bytes had been read. Do: try again,
+    with a longer lease."""
     FETCH_UNKNOWN = "fetch_unknown"
+    """No such fetch, or it ended so long ago that it is forgotten. Do: nothing; it is over."""
     FETCH_EXISTS = "fetch_exists"
+    """The fetch id was used already. Do: use a new id."""
     PEER_UNREACHABLE = "peer_unreachable"
+    """The other agent cannot be reached. Do: check the endpoint and the network. Try again, or
+    compute the request without the handoff."""
     PEER_LOST = "peer_lost"
+    """The other agent is gone, or came back as a new process. Do: compute the request without the
+    handoff."""
     TRANSFER_FAILED = "transfer_failed"
+    """NIXL ended a transfer with an error. Do: try again, or compute the request without the
+    handoff."""
     DIGEST_MISMATCH = "digest_mismatch"
+    """What was read has other bytes than the prefill engine: a layer, a head and tokens are named.
+    Do: do not use the KV. Try again, once; then compute the request without the handoff, and have
+    the machines looked at."""
 
 
 class KVBusError(Exception):

@@ -17,10 +17,10 @@ import typer
 from kvbus.bus import ClientCurve, EventListener, EventSubscriber, ask_agent, new_context
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, RequestTimeout
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
-from kvbus.keys.roles import may_hear
 from kvbus.output import fail, json_text, write_text
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.events import EVENTS, Heartbeat
+from kvbus.protocol.events import Heartbeat
+from kvbus.protocol.message import EVENTS, may_hear
 from kvbus.protocol.status import AgentStatus, Status
 from kvbus.text import printable
 

@@ -86,7 +86,7 @@ static void fetch(long name, const char *rest) {
     pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
     pack_text(&pk, "ticket");
     if (ticket_pack(&pk, rest + used))
-        ask(control, "fetch", &body, on_fetched, name);
+        ask(control, KVBUS_OP_FETCH, &body, on_fetched, name);
     else
         on_fetched(name, NULL, "bad_ticket");
     msgpack_sbuffer_destroy(&body);
@@ -105,7 +105,7 @@ static void cancel(long name) {
     begin(&body, &pk);
     msgpack_pack_map(&pk, 1);
     pack_text(&pk, "fetch_id"), pack_text(&pk, j->fetch_id);
-    ask(control, "cancel", &body, on_cancelled, name);
+    ask(control, KVBUS_OP_CANCEL, &body, on_cancelled, name);
     msgpack_sbuffer_destroy(&body);
 }
 
@@ -122,7 +122,7 @@ void on_line(char *line) {
 }
 
 void on_notice(const char *op, const msgpack_object *body) {
-    if (strcmp(op, "blocks_freed"))
+    if (strcmp(op, KVBUS_NOTICE_BLOCKS_FREED))
         return;
     for (job *j = jobs; j < jobs + MAX_JOBS; j++)
         if (j->name && is_text(get(body, "fetch_id"), j->fetch_id))

@@ -43,7 +43,7 @@ static void enroll(session *s) {
     pack_text(&pk, "groups"), cache_pack_groups(&pk);
     if (s != control)
         pack_text(&pk, "rank"), cache_pack_rank(&pk);
-    ask(s, "register", &body, on_registered, 0);
+    ask(s, KVBUS_OP_REGISTER, &body, on_registered, 0);
     msgpack_sbuffer_destroy(&body);
 }
 

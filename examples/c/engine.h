@@ -6,8 +6,11 @@
  *   message.c             maps of msgpack
  *   cache.c               KV memory that the agent maps, and its blocks
  *   ticket.c              tickets as JSON
+ *   protocol.h            names and limits of the protocol, generated
  */
 #pragma once
+
+#include "protocol.h"
 
 #include <msgpack.h>
 #include <stdbool.h>

@@ -72,11 +72,11 @@ static void go_on(job *j) {
         pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
         if (has_new)
             pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, before);
-        ask(control, "extend", &body, on_answer, j->name);
+        ask(control, KVBUS_OP_EXTEND, &body, on_answer, j->name);
     } else {
         msgpack_pack_map(&pk, 1);
         pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
-        ask(control, "seal", &body, on_last_answer, j->name);
+        ask(control, KVBUS_OP_SEAL, &body, on_last_answer, j->name);
     }
     msgpack_sbuffer_destroy(&body);
 }
@@ -124,7 +124,7 @@ static void offer(long name, char *rest) {
     pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
     pack_text(&pk, "sealed");
     j->num_counts == 1 ? msgpack_pack_true(&pk) : msgpack_pack_false(&pk);
-    ask(control, "offer", &body, on_offered, name);
+    ask(control, KVBUS_OP_OFFER, &body, on_offered, name);
     msgpack_sbuffer_destroy(&body);
 }
 
@@ -137,7 +137,7 @@ static void withdraw(long name) {
     begin(&body, &pk);
     msgpack_pack_map(&pk, 1);
     pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
-    ask(control, "withdraw", &body, on_last_answer, name);
+    ask(control, KVBUS_OP_WITHDRAW, &body, on_last_answer, name);
     msgpack_sbuffer_destroy(&body);
 }
 
@@ -154,7 +154,7 @@ void on_line(char *line) {
 }
 
 void on_notice(const char *op, const msgpack_object *body) {
-    if (strcmp(op, "released"))
+    if (strcmp(op, KVBUS_NOTICE_RELEASED))
         return;
     char outcome[32], request_id[32];
     copy_text(get(body, "outcome"), outcome, sizeof outcome);

@@ -90,10 +90,10 @@ static bool say_hello(session *s) {
     msgpack_packer pk;
     begin(&message, &pk);
     msgpack_pack_map(&pk, 2);
-    pack_text(&pk, "op"), pack_text(&pk, "hello");
+    pack_text(&pk, "op"), pack_text(&pk, KVBUS_OP_HELLO);
     pack_text(&pk, "body"), msgpack_pack_map(&pk, 4);
-    pack_text(&pk, "min_protocol"), msgpack_pack_int(&pk, 1);
-    pack_text(&pk, "max_protocol"), msgpack_pack_int(&pk, 1);
+    pack_text(&pk, "min_protocol"), msgpack_pack_int(&pk, KVBUS_PROTOCOL_VERSION);
+    pack_text(&pk, "max_protocol"), msgpack_pack_int(&pk, KVBUS_PROTOCOL_VERSION);
     pack_text(&pk, "engine_id"), pack_text(&pk, ENGINE_ID);
     pack_text(&pk, "boot"), pack_text(&pk, s->boot);
     msgpack_unpacked welcome;
@@ -119,7 +119,7 @@ static bool pass_memory(session *s, int memory) {
     msgpack_packer pk;
     begin(&message, &pk);
     msgpack_pack_map(&pk, 2);
-    pack_text(&pk, "op"), pack_text(&pk, "segment");
+    pack_text(&pk, "op"), pack_text(&pk, KVBUS_OP_SEGMENT);
     pack_text(&pk, "body"), msgpack_pack_map(&pk, 2);
     pack_text(&pk, "segment_id"), pack_text(&pk, "kv");
     pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, cache_bytes());
@@ -180,7 +180,7 @@ static void post(session *s, request *r) {
     msgpack_packer pk;
     begin(&frame, &pk);
     msgpack_pack_map(&pk, 6);
-    pack_text(&pk, "v"), msgpack_pack_int(&pk, 1);
+    pack_text(&pk, "v"), msgpack_pack_int(&pk, KVBUS_PROTOCOL_VERSION);
     pack_text(&pk, "op"), pack_text(&pk, r->op);
     pack_text(&pk, "id"), msgpack_pack_uint64(&pk, r->id = s->next_id++);
     pack_text(&pk, "boot"), pack_text(&pk, s->boot);
@@ -214,7 +214,7 @@ static void take_reply(session *s, uint64_t id, const msgpack_object *message) {
         if (++r == s->requests + MAX_REQUESTS)
             return; /* that of a ping */
     const msgpack_object *error = get(message, "error");
-    if (is_text(get(error, "code"), "busy")) {
+    if (is_text(get(error, "code"), KVBUS_CODE_BUSY)) {
         r->again = now() + number(get(get(error, "detail"), "retry_after_s"), 0.2);
         return;
     }
@@ -258,6 +258,6 @@ void session_work(session *s) {
             post(s, r);
     if (now() > s->heard + 1.0) {
         s->heard = now();
-        ask(s, "ping", NULL, NULL, 0);
+        ask(s, KVBUS_OP_PING, NULL, NULL, 0);
     }
 }

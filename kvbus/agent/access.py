@@ -25,8 +25,8 @@ from kvbus.bus import (
 )
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, RemoteError
 from kvbus.keys.files import read_private, read_secret
-from kvbus.keys.roles import Role, may_ask, may_hear
 from kvbus.keys.trusted import TrustedKeys
+from kvbus.protocol.message import Role, may_ask, may_hear
 from kvbus.protocol.ticket import TicketKeys
 
 log = structlog.get_logger()

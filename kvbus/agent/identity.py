@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol.attach import FEATURES, Hello, Welcome
+from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.status import Sharing
@@ -34,7 +34,6 @@ class AgentIdentity:
             engine_endpoint=self.engine_endpoint,
             peer_endpoint=self.peer_endpoint,
             events_endpoint=self.events_endpoint,
-            features=FEATURES,
             server_key=self.server_key,
         )
 

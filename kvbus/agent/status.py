@@ -11,10 +11,10 @@ from msgspec import structs
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.ending import Ending
 from kvbus.agent.service import Agent, Service
-from kvbus.keys.roles import Role
 from kvbus.keys.shell import key_options
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import PROTOCOL_VERSION
+from kvbus.protocol.message import Role
 from kvbus.protocol.status import AgentStatus, Fault, Live, PeerView, Status
 from kvbus.protocol.trace import MAX_OTHERS, Span, Trace, Traced
 

@@ -11,15 +11,9 @@ from kvbus.conform.attach import Connection
 from kvbus.conform.rules import Book
 from kvbus.conform.wire import BadMapError, read_map
 from kvbus.errors import ProtocolError
-from kvbus.protocol.engine import (
-    DECODE_REQUESTS,
-    ENGINE_REQUESTS,
-    PREFILL_REQUESTS,
-    AgentRole,
-    Register,
-)
+from kvbus.protocol.engine import AgentRole, Register
 from kvbus.protocol.envelope import RequestFrame, decode
-from kvbus.protocol.message import Message, Request, from_body
+from kvbus.protocol.message import REQUESTS, Message, Socket, from_body
 
 KEYS = {"v", "op", "id", "boot", "body"}
 
@@ -101,7 +95,7 @@ def read_request(frames: list[bytes], role: AgentRole, book: Book) -> ReadFrame 
 
 
 def _read_body(request: RequestFrame, role: AgentRole, book: Book) -> ReadFrame:
-    kinds = _kinds(role)
+    kinds = REQUESTS[Socket.ENGINE] | REQUESTS[Socket(role)]
     if request.op not in kinds:
         problem = f"a {role} agent knows no `{request.op}`"
         book.expect("frames.body", False, problem)
@@ -113,11 +107,6 @@ def _read_body(request: RequestFrame, role: AgentRole, book: Book) -> ReadFrame:
         return ReadFrame(request, None, error.message)
     book.expect("frames.body", True, "")
     return ReadFrame(request, body, "")
-
-
-def _kinds(role: AgentRole) -> dict[str, type[Request[Any]]]:
-    own = PREFILL_REQUESTS if role is AgentRole.PREFILL else DECODE_REQUESTS
-    return {kind.op: kind for kind in (*ENGINE_REQUESTS, *own)}
 
 
 def _op(fields: dict[str, Any]) -> str:

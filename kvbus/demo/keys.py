@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kvbus.bus import ClientCurve, KeyPair, new_key_pair
 from kvbus.keys.files import TrustedKey, write_secret, write_trusted
-from kvbus.keys.roles import Role
+from kvbus.protocol.message import Role
 
 AGENTS = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 

@@ -22,15 +22,16 @@ BlockIds = npt.NDArray[np.uint32]
 
 
 class BlockTable(msgspec.Struct, frozen=True):
-    """Blocks of one group: entry i of ``ids`` is block ``first_block + i`` of the request.
-
-    Block j holds token positions from j * block_size on. ``ids`` is little-endian uint32, as on
-    the wire. A table that starts late (``first_block`` > 0)
-    describes a request whose earlier blocks are not offered, or not asked for.
+    """The blocks of one group: entry i of ``ids`` is block ``first_block`` + i of the request, and
+    block j holds token positions from j * ``block_size`` on; see [Block tables](#block-tables). A
+    table that starts late describes a request whose earlier blocks are not offered, or not asked
+    for.
     """
 
     ids: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BLOCKS)]
+    """Block ids as little-endian uint32, 4 bytes each."""
     first_block: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)] = 0
+    """Which block of the request the first id is."""
 
     @classmethod
     def of(cls, block_ids: npt.ArrayLike, *, first_block: int = 0) -> "BlockTable":

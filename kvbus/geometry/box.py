@@ -31,30 +31,38 @@ CANONICAL_AXES = (
 
 
 class Box(msgspec.Struct, frozen=True):
-    """Layers x parts x positions [start, stop) x heads of one group: a part of what a rank holds.
-
-    Positions are those of the group's block table; for all but a state these are tokens.
+    """Layers x parts x positions [``start``, ``stop``) x heads of one group; see
+    [Packed reads](#packed-reads). Positions are those of the group's block table; for all but a
+    state these are tokens.
     """
 
     group: Name
+    """The group."""
     layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    """Layers of the group, none twice; the order is that along the layer axis."""
     parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)]
+    """Parts of the group with heads of one size, none twice; the order is that along the kv
+    axis."""
     first_head: Index
+    """First global KV head, or unit."""
     num_heads: Count
+    """Number of heads, or units."""
     start: Index
+    """First position of the block table."""
     stop: Index
+    """One past the last position; over ``start``."""
 
 
 class SlotOrder(msgspec.Struct, frozen=True):
-    """How a box lies in its slot: all six axes, outermost first, without gaps.
-
-    The canonical order is ``[layer, kv, block, token, head, dim]`` with blocks of one position:
-    `canonical_order`. With a reader's order and block size each of its blocks lies in one piece,
-    as it will in the reader's memory.
+    """How a box lies in a staging slot, without gaps; see [Packed reads](#packed-reads). In the
+    canonical order, layer, kv, block, token, head, dim, blocks have one position. With a reader's
+    order and block size each of its blocks lies in one piece, as it will in the reader's memory.
     """
 
     axes: Annotated[tuple[AxisName, ...], msgspec.Meta(min_length=6, max_length=6)]
+    """All six axes, outermost first."""
     block_size: Count
+    """Positions in a block of the slot: 1 in the canonical order."""
 
 
 def canonical_order() -> SlotOrder:

@@ -49,35 +49,47 @@ class KvPart(StrEnum):
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """One axis: its name, its size, and the bytes from one index to the next."""
+    """One axis of a region."""
 
     name: AxisName
+    """What changes along it."""
     size: Count
+    """Number of indices."""
     stride_bytes: SizeBytes
+    """Bytes from one index to the next."""
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """One shared memory object of a rank; `segment_id` is unique within the rank."""
+    """One shared memory object."""
 
     segment_id: Name
+    """Name, unique within the rank."""
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+    """Bytes."""
 
 
 class Region(msgspec.Struct, frozen=True):
-    """The memory of one tensor on one rank: of one layer, or of several (cross-layer blocks).
-
-    Element (block b, layer l, part p, token t, head h, dim d) starts at ``offset_bytes`` of the
-    segment plus the sum of index * stride over the axes; an axis that is absent has size 1.
+    """The memory of one tensor on one rank, of one layer or of several; see [Memory](#memory).
+    Element (block, layer, part, token, head, dim) starts at ``offset_bytes`` of the segment plus
+    the sum of index * stride over the axes; an axis that is absent has size 1.
     """
 
     segment_id: Name
+    """The segment that holds it."""
     offset_bytes: SizeBytes
+    """Where its first element starts."""
     group: Name
+    """The group of its layers."""
     layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    """The layers along the layer axis, in that order."""
     parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)]
+    """The parts along the kv axis, in that order."""
     first_head: Index
+    """First global KV head, or unit of a state, along the head axis."""
     num_heads: Count
+    """Number of heads, or units, along the head axis."""
     axes: Annotated[tuple[Axis, ...], msgspec.Meta(min_length=1, max_length=6)]
+    """Its axes in any order, none twice. An axis of size 1 may be left out."""
 
     def size(self, name: AxisName) -> int:
         """Number of indices along ``name``; 1 when the region does not have that axis."""
@@ -89,15 +101,16 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class StatePart(msgspec.Struct, frozen=True):
-    """One named part of an opaque state: ``num_units`` of ``unit_bytes`` each, for each layer.
-
-    Units are to a state what KV heads are to attention: rank r of tp_size holds those from
-    r * num_units // tp_size on. A part of one unit is held whole by every rank.
+    """One named part of an opaque state; see [Memory](#memory). Units are to a state what KV heads
+    are to attention: rank r of ``tp_size`` holds those from r * ``num_units`` // ``tp_size`` on.
     """
 
     name: Name
+    """Name of the part, unique in the group."""
     num_units: Count
+    """Units of the part for one layer, over all ranks of a stage. 1: every rank holds all of it."""
     unit_bytes: Count
+    """Bytes of one unit."""
 
 
 class PartShape(NamedTuple):
@@ -108,25 +121,31 @@ class PartShape(NamedTuple):
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
-    """Layers that share a block table.
-
-    ``block_size`` counts tokens, ``head_dim`` elements, ``window`` tokens (None: full attention).
-    ``parts`` is what each layer caches: K and V, or one latent (MLA).
-    A group with ``state`` is opaque, as of a recurrent layer: see `state_group`.
-    """
+    """Layers that share a block table; with ``state``, opaque bytes."""
 
     name: Name
+    """Name of the group, the same on both sides."""
     layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    """Numbers of the layers, in the model's counting."""
     block_size: Count
+    """Tokens in a block. 1 for a state."""
     num_kv_heads: Count
+    """KV heads of the whole model, over all ranks. 1 for a latent and for a state."""
     head_dim: Count
+    """Elements of one head, or of the latent. 1 for a state."""
     dtype: Name
+    """``float32``, ``float16``, ``bfloat16``, ``float8_e4m3fn``, ``float8_e5m2``, ``int8`` or
+    ``uint8``. ``uint8`` for a state."""
     parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)] = (
         KvPart.KEY,
         KvPart.VALUE,
     )
+    """Names of what each layer caches: ``k`` and ``v``, or ``latent`` (MLA), or others; of a state
+    those in ``state``, in that order. None twice. All but a state's have one shape."""
     window: Count | None = None
+    """Tokens of a sliding window; nil for full attention and for a state."""
     state: Annotated[tuple[StatePart, ...], msgspec.Meta(max_length=64)] = ()
+    """The parts of an opaque state, such as a recurrent layer's. Empty for attention."""
 
     def part_shape(self, part: str) -> PartShape:
         """Heads and head size of ``part``; units and their bytes, if it is one of a state.
@@ -165,17 +184,19 @@ def state_group(name: str, layers: tuple[int, ...], parts: tuple[StatePart, ...]
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """What both sides must know of an engine before any byte moves.
-
-    ``model`` names weights and revision: two engines exchange KV only when it is equal. Rank
-    numbers count tensor parallel ranks first: ``stage * tp_size + tp_rank``.
-    """
+    """What both sides must know of an engine."""
 
     engine_id: Name
+    """Name of the engine, unique at its agent."""
     model: Name
+    """Names weights and revision. KV is exchanged only between equal ones."""
     tp_size: Count
+    """Ranks of one pipeline stage."""
     groups: Annotated[tuple[GroupSpec, ...], msgspec.Meta(min_length=1, max_length=64)]
+    """All groups, with names that differ. No layer is in two."""
     pp_size: Count = 1
+    """Pipeline stages. Rank numbers count through the stages: ``stage * tp_size`` + number within
+    the stage."""
 
     @property
     def num_ranks(self) -> int:
@@ -191,11 +212,14 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """One rank's memory: its segments and the regions inside them."""
+    """The memory of one worker of an engine."""
 
     rank: Index
+    """Number of the rank, below ``tp_size * pp_size``."""
     segments: Annotated[tuple[Segment, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    """Its shared memory, with ids that differ."""
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=16384)]
+    """Its tensors. Together they hold each part of each layer of its stage once."""
 
 
 def head_interval(rank: int, tp_size: int, num_kv_heads: int) -> tuple[int, int]:

@@ -4,11 +4,10 @@ Refuses to know sockets: `kvbus.bus` has the keys, agents and commands bring the
 """
 
 from kvbus.keys.files import TrustedKey, read_secret, write_secret, write_trusted
-from kvbus.keys.roles import MAY_ASK, Role
 from kvbus.keys.trusted import TrustedKeys
+from kvbus.protocol.message import Role
 
 __all__ = [
-    "MAY_ASK",
     "Role",
     "TrustedKey",
     "TrustedKeys",

@@ -23,9 +23,9 @@ from kvbus.keys.files import (
     write_secret,
     write_trusted,
 )
-from kvbus.keys.roles import Role
 from kvbus.keys.trusted import TrustedKeys
 from kvbus.output import fail, write_json, write_text
+from kvbus.protocol.message import Role
 
 NAME_PATTERN_CHARS = "._-"
 DASH_FIRST = {"ignore_unknown_options": True}

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvbus.bus import KeyPair, key_pair_of, require_key
 from kvbus.errors import ConfigError
-from kvbus.keys.roles import Role
+from kvbus.protocol.message import Role
 
 MAX_FILE_BYTES = 4096
 SUFFIX = ".toml"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvbus.errors import ConfigError
 from kvbus.keys.files import SUFFIX, TrustedKey, read_trusted, require_unwritable
-from kvbus.keys.roles import Role
+from kvbus.protocol.message import Role
 
 MAX_KEYS = 4096
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)

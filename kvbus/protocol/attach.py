@@ -1,137 +1,163 @@
 """Messages of the Unix sockets: an engine passes memory, a prefill agent lends it."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import msgspec
 
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import Name
-from kvbus.protocol.message import Empty, Id, Message, Request, Secret, Size, Text
+from kvbus.protocol.message import (
+    AgentBoot,
+    AgentId,
+    Empty,
+    EngineId,
+    Id,
+    MaxProtocol,
+    MemoryAccess,
+    MemoryId,
+    Message,
+    MinProtocol,
+    Protocol,
+    Request,
+    SegmentBytes,
+    SegmentId,
+    Size,
+    Socket,
+    Text,
+    request,
+)
 
 CudaHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
-
-
-FEATURES = ("cuda", "end_codes", "release_offer")
-"""What an agent of this version can do besides the first one; see ``docs/protocol.md``."""
-
-
-class Welcome(Message, frozen=True):
-    """Reply to `Hello`: who the agent is, where its other sockets are, and what it can.
-
-    ``features`` are names: one that an agent does not list it cannot do.
-    """
-
-    protocol: int
-    agent_id: Id
-    agent_boot: Id
-    role: AgentRole
-    engine_endpoint: Id
-    peer_endpoint: Id
-    events_endpoint: Id
-    features: tuple[Id, ...] = ()
-    server_key: Text = ""
-
-
-class Hello(Request[Welcome], frozen=True):
-    """First message on an attach connection; ``boot`` is the one used on the engine socket."""
-
-    op: ClassVar[str] = "hello"
-
-    min_protocol: int
-    max_protocol: int
-    engine_id: Id
-    boot: Name
-
-
-class SegmentPassed(Message, frozen=True):
-    """Reply to `PassSegment`; ``sealed`` is False when the engine could still shrink the file."""
-
-    sealed: bool
-
-
-class PassSegment(Request[SegmentPassed], frozen=True):
-    """Passes one file descriptor of shared memory, of at least ``size_bytes``.
-
-    With ``direct`` False NIXL is not told of it, and no NIC reads or writes it: a rank with such a
-    segment is *unregistered*, its KV goes through the agent's slots, or stays on this machine.
-    """
-
-    op: ClassVar[str] = "segment"
-
-    segment_id: Id
-    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
-    direct: bool = True
-
-
-class PassCuda(Request[Empty], frozen=True):
-    """Passes memory of a GPU, by the handles of CUDA's driver; the rank is unregistered.
-
-    ``event`` is one that the engine records before it says that KV is ready, or that its blocks
-    may be written; None when it waits for its GPU work before it says so.
-    """
-
-    op: ClassVar[str] = "cuda"
-
-    segment_id: Id
-    device: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    handle: CudaHandle
-    offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
-    event: CudaHandle | None = None
-
-
-ATTACH_REQUESTS: tuple[type[Request[Any]], ...] = (Hello, PassSegment, PassCuda)
-
-
 MAX_LENT_AT_ONCE = 64
 """Segments of one reply, as no message carries more descriptors."""
 
 
-class MemorySocket(msgspec.Struct, frozen=True):
-    """Where an agent of the same machine gets the memory of an engine, to map it.
+class Welcome(Message, frozen=True):
+    """Reply to `Hello`: what the agent is, and where its other sockets are."""
 
-    ``machine`` is the boot id of the kernel. ``closed`` says why there is none, and is empty
-    otherwise.
+    protocol: Protocol
+    agent_id: AgentId
+    agent_boot: Id
+    """Boot id of the agent's process."""
+    role: AgentRole
+    engine_endpoint: Id
+    """ZeroMQ endpoint of the engine socket."""
+    peer_endpoint: Id
+    """ZeroMQ endpoint of the peer socket."""
+    events_endpoint: Id
+    """ZeroMQ endpoint of the events socket."""
+    server_key: Text = ""
+    """CURVE key of both, in Z85; empty when they have none. Another agent's ``others`` names it."""
+
+
+@request(
+    "hello",
+    Socket.ATTACH,
+    repeatable=False,
+    refusals="unsupported_version engine_conflict stale",
+)
+class Hello(Request[Welcome], frozen=True):
+    """The first message on an attach connection. It says which engine this process belongs to."""
+
+    min_protocol: MinProtocol
+    max_protocol: MaxProtocol
+    engine_id: Id
+    """Name of the engine, the same in all of its processes."""
+    boot: Name
+    """The boot id that this process uses on the engine socket. It ties the two connections
+    together. One for each attach connection: it is ended with it, and ``stale`` after that."""
+
+
+class SegmentPassed(Message, frozen=True):
+    """Reply to `PassSegment`."""
+
+    sealed: bool
+    """Whether the kernel forbids to shrink the file (F_SEAL_SHRINK). When false, an engine that
+    shrinks it is sent away, and its offers and fetches end."""
+
+
+@request("segment", Socket.ATTACH, repeatable=False, refusals="not_registered segment config")
+class PassSegment(Request[SegmentPassed], frozen=True):
+    """Passes one shared memory object. Exactly one file descriptor comes with it. Refused with
+    ``config`` where the agent has no staging slots and ``direct`` is false.
     """
 
+    segment_id: SegmentId
+    size_bytes: SegmentBytes
+    """Bytes of it. The file has exactly that size."""
+    direct: bool = True
+    """Whether NIXL may register it, so that peers read it, or read into it, without a copy. False
+    makes the rank *unregistered*: its KV goes through staging slots, or is copied by an agent of
+    this machine that maps it, and nothing but this machine's processors touches the segment. One
+    such segment makes the whole rank so."""
+
+
+@request("cuda", Socket.ATTACH, repeatable=False, refusals="not_registered segment config")
+class PassCuda(Request[Empty], frozen=True):
+    """Passes memory of a GPU that this process allocated; see [CUDA memory](#cuda-memory). No file
+    descriptor comes with it. Its rank is unregistered.
+    """
+
+    segment_id: SegmentId
+    device: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    """UUID of the GPU, as ``nvidia-smi -L`` prints it: ``GPU-`` and 36 characters."""
+    handle: CudaHandle
+    """The allocation's ``CUipcMemHandle``, of ``cuIpcGetMemHandle`` or ``cudaIpcGetMemHandle``."""
+    offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    """Where the segment begins in the allocation."""
+    size_bytes: SegmentBytes
+    """Bytes of the segment."""
+    event: CudaHandle | None = None
+    """The ``CUipcEventHandle`` of an event that the engine records before each ``offer``,
+    ``extend``, ``seal`` and ``fetch`` that is about this memory. Nil when the engine waits for its
+    GPU work to end before it sends them."""
+
+
+class MemorySocket(msgspec.Struct, frozen=True):
+    """Where memory is lent; see [Memory socket](#memory-socket)."""
+
     path: Text = ""
+    """Path of the Unix socket; empty when ``closed`` is not."""
     machine: Text = ""
+    """Boot id of the agent's kernel (``/proc/sys/kernel/random/boot_id``): where that is another,
+    the path leads nowhere or elsewhere."""
     closed: Text = ""
+    """Why the memory is not lent, for people; empty when it is."""
 
 
 class LentSegment(msgspec.Struct, frozen=True):
-    """One segment of a rank, and the size of its file."""
+    """One segment that was lent."""
 
     rank: Size
-    segment_id: Id
-    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+    """Number of the rank."""
+    segment_id: SegmentId
+    size_bytes: SegmentBytes
+    """Size of its file, at least that of the rank's segment. Map all of it, or as much of it as the
+    rank names."""
 
 
 class MemoryLent(Message, frozen=True):
-    """Reply to `LendMemory`: some of the ``num_segments``, a descriptor with each, in order.
-
-    ``agent_boot`` is that of who answers: at the same path may be another agent, in another mount
-    namespace.
-    """
+    """Reply to `LendMemory`."""
 
     agent_boot: Id
+    """Boot id of who answers. Take nothing from another than you asked for: at the same path may be
+    another agent, in another mount namespace."""
     num_segments: Size
+    """How many segments the ranks have in all."""
     segments: Annotated[tuple[LentSegment, ...], msgspec.Meta(max_length=MAX_LENT_AT_ONCE)]
+    """Up to 64 of them. The descriptors of the message belong to them, in the same order."""
 
 
+@request("lend", Socket.MEMORY, refusals="forbidden stale engine_unknown engine_lost config")
 class LendMemory(Request[MemoryLent], frozen=True):
-    """Asks for the segments of the ranks of one handshake from number ``first`` on, read-only.
-
-    The connection stays open while they are mapped: its end means that the engine is gone.
+    """Asks for descriptors of the segments of all ranks of a handshake, open for reading only. One
+    connection is for one engine, and its end means that the engine is gone.
     """
 
-    op: ClassVar[str] = "lend"
-
-    agent_boot: Id
-    engine_id: Id
-    memory_id: Id
-    access: Secret
+    agent_boot: AgentBoot
+    engine_id: EngineId
+    memory_id: MemoryId
+    access: MemoryAccess
     first: Size = 0
-
-
-MEMORY_REQUESTS: tuple[type[Request[Any]], ...] = (LendMemory,)
+    """Number of the first segment that is wanted, from 0; ask with how many you have until you have
+    all."""

@@ -3,67 +3,67 @@
 An event may be lost: it says that something is to be asked, never that it is so.
 """
 
-from typing import ClassVar
+from kvbus.protocol.message import (
+    EngineId,
+    Epoch,
+    FetchId,
+    Message,
+    OfferId,
+    Size,
+    Text,
+    Tokens,
+    event,
+)
 
-from kvbus.protocol.message import Epoch, Id, Message, Size, Text, Tokens
+
+@event("heartbeat")
+class Heartbeat(Message, frozen=True):
+    """The agent is alive. It comes every two seconds (``heartbeat_s``)."""
+
+    seqs: dict[str, Size]
+    """The last ``seq`` of each topic."""
+    uptime_s: float
+    """Seconds since the agent started to publish."""
+    reads: Size = 0
+    """Live leases on offers of this agent that have all their tokens: how many read from it now."""
 
 
+@event("offer.opened", "offer.extended", "offer.sealed", "offer.released")
 class OfferEvent(Message, frozen=True):
-    """Event ``offer.*``: opened, extended, sealed or released."""
+    """An offer was opened, extended, sealed or released."""
 
-    offer_id: Id
+    offer_id: OfferId
     num_tokens: Tokens
+    """Tokens ready."""
     outcome: Text = ""
+    """As in ``released``; empty while the offer lives."""
 
 
+@event("lease.granted", "lease.revoked", "lease.expired", "lease.ended")
 class LeaseEvent(Message, frozen=True):
-    """Event ``lease.*``: granted, revoked, expired or ended."""
+    """A lease was granted; revoked, as its offer was withdrawn or its reader claimed again;
+    expired; or ended by its reader.
+    """
 
-    offer_id: Id
+    offer_id: OfferId
     epoch: Epoch
 
 
+@event("fetch.completed", "fetch.failed", "fetch.cancelled")
 class FetchEvent(Message, frozen=True):
-    """Event ``fetch.*``: completed, failed or cancelled."""
+    """A fetch has ended."""
 
-    fetch_id: Id
+    fetch_id: FetchId
     request_id: Text
+    """The request id in the ticket."""
     code: Text = ""
+    """As in ``fetched``; empty when it completed."""
 
 
+@event("engine.ready", "engine.lost")
 class EngineEvent(Message, frozen=True):
-    """Event ``engine.*``: ready or lost."""
+    """An engine is complete and can be used, or is gone."""
 
-    engine_id: Id
+    engine_id: EngineId
     engine_instance: Text = ""
-
-
-class Heartbeat(Message, frozen=True):
-    """Event ``heartbeat``: the agent is alive, and the last ``seq`` of each topic.
-
-    ``reads`` is how many leases are live on its offers that have all their tokens.
-    """
-
-    op: ClassVar[str] = "heartbeat"
-
-    seqs: dict[str, Size]
-    uptime_s: float
-    reads: Size = 0
-
-
-EVENTS: dict[str, type[Message]] = {
-    "heartbeat": Heartbeat,
-    "offer.opened": OfferEvent,
-    "offer.extended": OfferEvent,
-    "offer.sealed": OfferEvent,
-    "offer.released": OfferEvent,
-    "lease.granted": LeaseEvent,
-    "lease.revoked": LeaseEvent,
-    "lease.expired": LeaseEvent,
-    "lease.ended": LeaseEvent,
-    "fetch.completed": FetchEvent,
-    "fetch.failed": FetchEvent,
-    "fetch.cancelled": FetchEvent,
-    "engine.ready": EngineEvent,
-    "engine.lost": EngineEvent,
-}
+    """Its instance: a new one each time that a control session registers."""

@@ -1,43 +1,84 @@
-"""A message body as a typed struct, and the only way between it and the map on the wire.
+"""What a message declares: the one source of codec, roles, protocol page, schema and C header.
 
-Refuses a body that lacks a field, has one of a wrong type or out of range: `ProtocolError` with
-code ``invalid`` that names the field. Fields that this version does not know are ignored, so that
-a minor version may add some.
+A request says in front of its class how it is asked, and below each field what that means:
+
+    @request("seal", Socket.PREFILL, refusals="offer_unknown")
+    class SealOffer(Request[Empty], frozen=True):
+        ...
+        offer_id: OfferId
+
+The strings below classes and fields are the text of the page, in its words (nil, the op of another
+message). A field without one means what the string below its type says.
+
+A body that lacks a field, or has one of a wrong type or out of range, is `ProtocolError` with code
+``invalid`` that names the field. Fields that this version does not know are ignored, so that a
+minor version may add some.
 """
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 
 import msgspec
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError, RequestRefused
 
-Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^tcp://[^\s/;,]+:[0-9]{1,5}$")]
-"""Where another agent is; no other transport of ZeroMQ leads to one."""
 MAX_TEXT_CHARS = 4096
 MAX_DETAILS = 32
 PLAIN = str | int | float
 BUSY_RETRY_S = 0.1
 """When to ask again who is busy, if nothing better is known."""
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
+Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 Echo = Annotated[str, msgspec.Meta(max_length=2 * MAX_TEXT_CHARS)]
-"""More than a packet of most networks holds."""
+"""Comes back as it is: the answer is no smaller than the question, and than most packets."""
+Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^tcp://[^\s/;,]+:[0-9]{1,5}$")]
+"""ZeroMQ endpoint of the agent's peer socket."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
-Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
-"""How urgent something is: more, the greater it is; 0 as a rule."""
-Secret = Annotated[str, msgspec.Meta(min_length=16, max_length=128)]
-"""The right to something: random, of 128 bits or more; never in an event, a log line or a repr."""
+SegmentBytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 # An address plus an offset in a segment fits into a signed 64-bit integer.
 Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]
+Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+"""How urgent it is: more, the greater it is; 0 as a rule. See [priority](#priority)."""
+Secret = Annotated[str, msgspec.Meta(min_length=16, max_length=128)]
+"""The right to something: 128 random bits or more, never to be published or logged."""
 
+MinProtocol = int
+"""Lowest protocol version that the sender speaks."""
+MaxProtocol = int
+"""Highest protocol version that the sender speaks."""
+Protocol = int
+"""The version that both will speak."""
+AgentId = Id
+"""Name of the agent."""
+AgentBoot = Id
+"""Boot id of the agent's process, from its ticket or handshake; another process is ``stale``."""
+ServerKey = Text
+"""CURVE key of the agent, in Z85; empty when it has none."""
+EngineId = Id
+"""The engine."""
+SegmentId = Id
+"""Name of the segment, unique within the rank. Regions refer to it."""
+OfferId = Id
+"""The offer."""
+FetchId = Id
+"""The fetch."""
+OfferSecret = Secret
+"""The secret of the offer's ticket."""
+Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+"""The lease."""
+LeaseToken = Secret
+"""The right to the lease, from the reply to ``claim``."""
+MemoryId = Id
+"""The ranks, as the handshake named them; others are ``stale``."""
+MemoryAccess = Secret
+"""What the handshake with this agent gave."""
 
 UNSPOKEN = frozenset(
     {"secret", "token", "access", "transfer_id", "signature", "ticket", "body", "ok"}
@@ -45,11 +86,44 @@ UNSPOKEN = frozenset(
 """Fields that are a right, or may hold one: no repr shows them."""
 
 
+class Socket(StrEnum):
+    """Where a request is asked, and which agents answer it there."""
+
+    ATTACH = "attach"
+    ENGINE = "engine"
+    """The engine socket, of every agent."""
+    PREFILL = "prefill"
+    """The engine socket of a prefill agent."""
+    DECODE = "decode"
+    PREFILL_PEER = "prefill_peer"
+    DECODE_PEER = "decode_peer"
+    MEMORY = "memory"
+
+
+class Role(StrEnum):
+    """What a key is trusted as."""
+
+    PREFILL = "prefill"
+    """An agent that decode agents may connect to; it asks for the status and for traces only."""
+    DECODE = "decode"
+    """An agent that reads, and that others of its engine may connect to."""
+    ROUTER = "router"
+    """Withdraws offers by their tickets."""
+    OBSERVER = "observer"
+    """Asks for the status and for traces, and hears events."""
+
+
+READER = (Role.DECODE,)
+ANYBODY = tuple(Role)
+HEARS_EVENTS = frozenset((Role.DECODE, Role.ROUTER, Role.OBSERVER))
+OFFER_ENDED = "offer_withdrawn offer_expired offer_completed engine_lost draining"
+"""What all is refused with that is about an offer which has ended."""
+
+
 class Discreet(msgspec.Struct, frozen=True):
     """A struct whose repr leaves out what is a right to something."""
 
     def __repr__(self) -> str:
-        """Field by field, with dots for those of `UNSPOKEN`."""
         shown = (
             f"{name}={'...' if name in UNSPOKEN else repr(getattr(self, name))}"
             for name in self.__struct_fields__
@@ -63,6 +137,7 @@ class Message(Discreet, frozen=True):
     op: ClassVar[str] = ""
 
 
+M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
 
 
@@ -70,11 +145,15 @@ class Request(Message, Generic[R], frozen=True):
     """The body of a request. `Request[Granted]` is answered with a `Granted`, or refused.
 
     One that is answered ``at_once`` never waits, or takes one of the places of its own kind: an
-    agent that is full of what waits takes it.
+    agent that is full of what waits takes it. One that is ``repeatable`` is the same when done
+    twice. ``askers`` are the roles of keys that may ask it, on a peer socket: without one nobody.
     """
 
     reply: ClassVar[type[Message]]
     at_once: ClassVar[bool] = False
+    repeatable: ClassVar[bool] = True
+    askers: ClassVar[frozenset[Role]] = frozenset()
+    refusals: ClassVar[tuple[ErrorCode, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -85,15 +164,79 @@ class Empty(Message, frozen=True):
     """The reply that says no more than ok."""
 
 
+REQUESTS: dict[Socket, dict[str, type[Request[Any]]]] = {socket: {} for socket in Socket}
+NOTICES: dict[str, type[Message]] = {}
+EVENTS: dict[str, type[Message]] = {}
+_ASKERS: dict[str, frozenset[Role]] = {}
+_NOBODY: frozenset[Role] = frozenset()
+Q = TypeVar("Q", bound=Request[Any])
+
+
+def request(
+    op: str,
+    *sockets: Socket,
+    refusals: str,
+    may_ask: Collection[Role] = (),
+    at_once: bool = False,
+    repeatable: bool = True,
+) -> Callable[[type[Q]], type[Q]]:
+    """Declare the request ``op`` of ``sockets``; see `Request`.
+
+    ``refusals`` are the error codes, between spaces, that it has beside those of all requests.
+    """
+
+    def declare(kind: type[Q]) -> type[Q]:
+        kind.op, kind.at_once, kind.repeatable = op, at_once, repeatable
+        kind.askers, kind.refusals = frozenset(may_ask), tuple(map(ErrorCode, refusals.split()))
+        if may_ask:
+            _ASKERS[op] = kind.askers
+        for socket in sockets:
+            REQUESTS[socket][op] = kind
+        return kind
+
+    return declare
+
+
+def notice(op: str) -> Callable[[type[M]], type[M]]:
+    """Declare a notice of agents to engines."""
+
+    def declare(kind: type[M]) -> type[M]:
+        kind.op, NOTICES[op] = op, kind
+        return kind
+
+    return declare
+
+
+def event(*ops: str) -> Callable[[type[M]], type[M]]:
+    """Declare the body of the events ``ops``, which are their topics, too."""
+
+    def declare(kind: type[M]) -> type[M]:
+        kind.op = ops[0] if len(ops) == 1 else ""
+        EVENTS.update(dict.fromkeys(ops, kind))
+        return kind
+
+    return declare
+
+
+def may_ask(roles: Iterable[Role], op: str) -> bool:
+    """Whether a key of these ``roles`` may ask for ``op`` on a peer socket."""
+    return not _ASKERS.get(op, _NOBODY).isdisjoint(roles)
+
+
+def may_hear(roles: Iterable[str]) -> bool:
+    """Whether a key of these ``roles`` may subscribe to events."""
+    return not HEARS_EVENTS.isdisjoint(roles)
+
+
 class ErrorBody(Message, frozen=True):
-    """The ``error`` of a reply: code, a sentence for a person, and plain values for a program."""
+    """The ``error`` of a reply."""
 
     code: ErrorCode
+    """What happened, for programs."""
     message: Text
+    """What happened, for people."""
     detail: dict[str, str | int | float] = {}
-
-
-M = TypeVar("M", bound=Message)
+    """Plain values, such as the field and both sides' values."""
 
 
 def to_body(message: Message) -> dict[str, Any]:
@@ -111,9 +254,9 @@ def from_body(kind: type[M], body: Mapping[str, Any]) -> M:
         raise ProtocolError(f"{name}: {error}", code=ErrorCode.INVALID, op=name) from error
 
 
-def read_reply(request: Request[R], body: Mapping[str, Any]) -> R:
-    """The typed reply to ``request``; raises `ProtocolError` as `from_body` does."""
-    return cast("R", from_body(request.reply, body))
+def read_reply(asked: Request[R], body: Mapping[str, Any]) -> R:
+    """The typed reply to ``asked``; raises `ProtocolError` as `from_body` does."""
+    return cast("R", from_body(asked.reply, body))
 
 
 def error_body(error: KVBusError) -> dict[str, Any]:

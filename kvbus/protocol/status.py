@@ -1,19 +1,25 @@
 """Messages that routers and tools ask any agent with: its status, what a handoff would cost."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import (
+    ANYBODY,
+    AgentId,
     Echo,
     Endpoint,
-    Id,
+    EngineId,
     Message,
     Request,
+    Role,
+    ServerKey,
     Size,
+    Socket,
     Text,
     Tokens,
+    request,
 )
 from kvbus.protocol.trace import Span
 
@@ -21,115 +27,140 @@ AnySeconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class PeerView(msgspec.Struct, frozen=True):
-    """What an agent speaks and is known by, and what it knows of the agent that was asked about.
-
-    ``server_key`` is its own CURVE key, ``roles`` what it trusts the other's key as. The rest is
-    that of a decode agent: whether its configuration lists the other, and all of that is ready
-    for the first fetch; the routes that it knows; why the last handshake came to nothing.
+    """What an agent says of another one that it is asked about in ``status``, and what it speaks
+    itself. From ``listed`` on it is what a decode agent knows that has met it.
     """
 
     min_protocol: Size = 0
+    """Lowest protocol version that the agent speaks."""
     max_protocol: Size = 0
-    server_key: Text = ""
+    """Highest protocol version that the agent speaks."""
+    server_key: ServerKey = ""
     roles: tuple[Text, ...] = ()
+    """What the agent trusts ``key`` as; empty when it does not, or has no keys."""
     listed: bool = False
+    """Whether a decode agent is told of ``peer`` in its configuration."""
     warm: bool = False
+    """Whether that is met, and its first fetch costs what the next one does."""
     num_routes: Size = 0
+    """Routes from engines of ``peer``, which handshakes have made."""
     problem: Text = ""
+    """Why the last handshake with ``peer`` came to nothing, or why it is not warm; empty otherwise.
+    The text is for people and may change."""
 
 
 class Sharing(msgspec.Struct, frozen=True):
-    """Whether an agent shares memory with others of its machine, and what decides that.
-
-    A prefill agent lends at ``path``. ``engines`` are those that a decode agent has met, and for
-    each ``open``, or why its memory is not mapped. ``closed`` says why there is none at all.
-    """
+    """What an agent says of memory that it lends or maps; see [Memory socket](#memory-socket)."""
 
     machine: Text = ""
+    """Boot id of the agent's kernel."""
     uid: Size = 0
+    """User of the agent's process."""
     mount_namespace: Text = ""
+    """Its mount namespace, as the kernel names it; empty where it does not."""
     pid_namespace: Text = ""
+    """Its PID namespace, likewise: UCX reads the memory of another one over TCP."""
     path: Text = ""
+    """Path of a prefill agent's memory socket; empty when it has none."""
     closed: Text = ""
+    """Why it neither lends nor maps anything, for people; empty when it may."""
     engines: dict[str, Text] = {}
+    """Of each engine that a decode agent has met, ``open`` when its memory is mapped, or why it is
+    not, for people."""
 
 
 class AgentStatus(Message, frozen=True):
-    """Reply to `Status`: what the agent holds now; ``engines`` maps engine id to whether ready.
+    """Reply to `Status`: what the agent holds now."""
 
-    ``data_endpoints`` are the HOST:PORT at which NIXL listens, empty where it uses no TCP.
-    ``story`` has a line for each of the last events of what was asked for, the oldest first.
-    ``sharing`` is about memory that agents of one machine map.
-    ``silent_peers`` are the endpoints of agents that do not answer, and for how many seconds
-    nothing has come from each. ``engine_instances`` are the processes behind ``engines``; the two
-    endpoints are where others reach the agent, as its tickets have it. ``echo`` is that of the
-    question, and ``view`` is about the peer that it names.
-    """
-
-    agent_id: Id
+    agent_id: AgentId
     role: AgentRole
     engines: dict[str, bool]
+    """Engine ids, and whether each is ready."""
     draining: bool
+    """Whether it takes no new offers or fetches."""
     counts: dict[str, int]
+    """How many of what it holds, such as offers, leases and fetches. Names may be added."""
     data_endpoints: tuple[Text, ...] = ()
+    """HOST:PORT of each TCP socket at which the agent's NIXL listens; empty where it uses no TCP,
+    or was not needed so far. Empty, too, for a sender that neither shows a key nor is a process of
+    the same user (or root) on this machine."""
     story: tuple[Text, ...] = ()
+    """What happened to the fetch or offer that was asked for: a line for each of its last events,
+    the oldest first. Empty when it is not known. The text is for people and may change."""
     sharing: Sharing | None = None
+    """Whether memory is shared with agents of the same machine; nil from an agent that never does.
+    Also nil for a sender that neither shows a key nor is of the same user."""
     silent_peers: dict[str, float] = msgspec.field(default_factory=dict)
+    """Endpoints of agents that do not answer, and for how many seconds nothing came from each."""
     engine_instances: dict[str, str] = msgspec.field(default_factory=dict)
+    """Of each engine, its ``engine_instance`` in tickets."""
     peer_endpoint: Text = ""
+    """Where others reach this socket: the ``endpoint`` in tickets."""
     events_endpoint: Text = ""
+    """Where its events are."""
     echo: Echo = ""
     view: PeerView | None = None
+    """What the agent knows of the ``peer`` that it was asked about; nil when it was asked about
+    none."""
 
 
+@request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, may_ask=ANYBODY, refusals="")
 class Status(Request[AgentStatus], frozen=True):
-    """Asks what an agent holds; with a fetch or offer id also for its story.
-
-    With a ``peer``, its endpoint in tickets, and its CURVE ``key`` also for what the agent knows of
-    that agent. ``echo`` comes back as it is, so that the answer is as large as the question.
-    """
-
-    op: ClassVar[str] = "status"
+    """Asks what an agent holds now. This is what a subscriber resyncs with."""
 
     fetch_id: Text = ""
+    """A fetch of this decode agent whose story is wanted; empty for none."""
     offer_id: Text = ""
+    """An offer of this prefill agent whose story is wanted; empty for none."""
     echo: Echo = ""
     peer: Text = ""
+    """Endpoint, as tickets have it, of another agent; its ``view`` is wanted if this or ``key`` is
+    not empty."""
     key: Text = ""
+    """CURVE key of that agent, in Z85."""
 
 
 class Predicted(Message, frozen=True):
-    """Reply to `Cost`: ``predicted_s`` from the request of a fetch to its end.
-
-    ``queue_s`` of that is due to fetches that are under way, and to reads by other agents from that
-    prefill agent, which its heartbeats tell: each is taken to be as large. ``path`` is empty, and
-    the rest a guess, for engines that have not met. ``num_observed`` handoffs from that agent by
-    that path correct the prediction, the last of which ended ``observed_s_ago``.
-    """
+    """Reply to `Cost`."""
 
     predicted_s: AnySeconds
+    """Seconds from the request of the fetch to its end."""
     queue_s: AnySeconds
+    """How many of them are due to fetches that are under way here, and to other agents that read
+    from that one, by its heartbeats; each is taken to be as large."""
     num_bytes: Size
-    decode_engine: Id
+    """Bytes that it would move."""
+    decode_engine: EngineId
     path: Text = ""
+    """How it would be read. Empty where the engines have not met: what is told is a guess then,
+    with 0.1 s for that."""
     num_observed: Size = 0
+    """By how many handoffs from that prefill agent, on this path, the prediction was corrected."""
     observed_s_ago: AnySeconds | None = None
+    """When the last of them ended; nil when there was none."""
 
 
+@request(
+    "cost",
+    Socket.DECODE_PEER,
+    may_ask=(Role.DECODE, Role.ROUTER, Role.OBSERVER),
+    refusals="engine_unknown engine_not_ready",
+)
 class Cost(Request[Predicted], frozen=True):
-    """Asks a decode agent what a fetch would take now; it changes nothing.
-
-    ``endpoint`` is the prefill agent's, as in its tickets. Engines need a name where the agents
-    have several. The first ``first_token`` tokens are in the decode engine's cache already.
+    """Asks a decode agent what a fetch would take now, for routers that choose between engines. It
+    changes nothing.
     """
 
-    op: ClassVar[str] = "cost"
-
     endpoint: Endpoint
+    """The prefill agent's, as in its tickets."""
     num_tokens: Tokens
+    """Tokens of the request, those in the decode engine's cache included."""
     first_token: Tokens = 0
+    """How many of them the decode engine has already."""
     prefill_engine: Text = ""
+    """Which engine of the prefill agent; may be empty where it has one that the two agents know."""
     decode_engine: Text = ""
+    """Which engine of this agent; may be empty where it has one."""
 
 
 class Fault(msgspec.Struct, frozen=True):

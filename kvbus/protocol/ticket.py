@@ -17,9 +17,21 @@ from kvbus.errors import ErrorCode, LocalError, ProtocolError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Tables
 from kvbus.protocol.envelope import unpack_map
-from kvbus.protocol.message import Discreet, Endpoint, Id, Secret, Size, Text, Tokens
+from kvbus.protocol.message import (
+    AgentId,
+    Discreet,
+    Endpoint,
+    EngineId,
+    Id,
+    OfferId,
+    Secret,
+    ServerKey,
+    Size,
+    Text,
+    Tokens,
+)
 
-TICKET_VERSION = RENDEZVOUS_VERSION = 1
+TICKET_VERSION = 1
 MAX_REQUEST_ID = 256
 UNKNOWN = "-"
 MAX_TICKET_BLOCKS = 16_384
@@ -27,13 +39,23 @@ MAX_TICKET_BLOCKS = 16_384
 CLOCK_TOLERANCE_S = 30
 """How far the clocks of two agents may be apart."""
 _Base64 = Annotated[str, msgspec.Meta(max_length=131_072)]
+Audience = Text
+"""The decode engine or agent that may use it; empty for any. Looked at where tickets are signed."""
+IssuedAt = Size
+"""When it was signed, in seconds since 1970; 0 when it is not."""
+ExpiresAt = Size
+"""How long it is good, in seconds since 1970; 0 when it is not signed."""
+Version = int
+"""Version of the ticket, or rendezvous: 1."""
+Signature = Text
+"""HMAC-SHA256, in 64 hexadecimal digits, by a key of the site; see
+[Signed tickets](#signed-tickets). Empty when the site signs none."""
 
 
 class Carried(Discreet, frozen=True):
-    """A map of strings and integers, called ``what``, of one ``version``."""
+    """A map of strings and integers, called ``what``."""
 
     what: ClassVar[str]
-    version: ClassVar[int]
 
     def to_json(self) -> dict[str, Any]:
         """Strings and integers only, safe to pass through any JSON."""
@@ -49,48 +71,52 @@ class Carried(Discreet, frozen=True):
         except (msgspec.ValidationError, OverflowError, UnicodeError) as error:
             raise ProtocolError(f"{cls.what}: {error}", code=ErrorCode.INVALID) from error
         theirs: int = getattr(carried, "kvbus", 0)
-        if theirs != cls.version:
+        if theirs != TICKET_VERSION:
             raise ProtocolError(
-                f"{cls.what} is of version {theirs}, this side reads {cls.version}",
+                f"{cls.what} is of version {theirs}, this side reads {TICKET_VERSION}",
                 code=ErrorCode.UNSUPPORTED_VERSION,
                 theirs=theirs,
-                ours=cls.version,
+                ours=TICKET_VERSION,
             )
         return carried
 
 
 class Ticket(Carried, frozen=True):
-    """Names one offer of one prefill agent; whoever shows its ``secret`` may claim the offer.
-
-    ``server_key`` is the agent's CURVE key, in Z85; empty when it has none. Only the decode engine
-    or agent of the name ``audience`` may use it; all when that is empty. It is good until
-    ``expires_at_s`` (seconds since 1970), where the site signs its tickets (`TicketKeys`).
-    ``blocks`` are the tables of an offer that the engine does not write to any more, see `tables`;
-    empty when it still does, or they are too many. ``traceparent`` is the trace of the request, and
-    opens nothing: it is not signed.
-    """
+    """Names one offer of one prefill agent; whoever shows its ``secret`` may claim the offer."""
 
     what: ClassVar[str] = "ticket"
-    version: ClassVar[int] = TICKET_VERSION
 
-    agent_id: Id
+    agent_id: AgentId
     agent_boot: Id
+    """Boot id of its process."""
     endpoint: Endpoint
-    engine_id: Id
+    engine_id: EngineId
     engine_instance: Id
-    offer_id: Id
+    """Stands for the engine's control session: the agent draws a new one each time that one
+    registers."""
+    offer_id: OfferId
     request_id: Id
+    """The prefill engine's name of the request."""
     num_tokens: Tokens
+    """Tokens ready when the ticket was made; more may follow."""
     secret: Secret
-    server_key: Text = ""
-    audience: Text = ""
+    """The right to the offer: 128 random bits. Who shows it may claim the offer, or withdraw it."""
+    server_key: ServerKey = ""
+    audience: Audience = ""
     prompt_digest: Text = ""
-    issued_at_s: Size = 0
-    expires_at_s: Size = 0
-    kvbus: int = TICKET_VERSION
-    signature: Text = ""
+    """From ``offer``."""
+    issued_at_s: IssuedAt = 0
+    expires_at_s: ExpiresAt = 0
+    kvbus: Version = TICKET_VERSION
+    signature: Signature = ""
     blocks: _Base64 = ""
+    """The block tables of an offer that is not written to any more: base64 of the msgpack map that
+    ``offer`` had as ``tables``. A reader may read them at once, and ``take`` the offer after the
+    last byte. Empty when the offer was open, unless its engine named them (``ticket_blocks``), or
+    has more blocks than the agent's ``ticket_blocks``."""
     traceparent: Text = ""
+    """The trace of the request, as the prefill engine said; empty for none. It is not signed, and
+    opens nothing."""
 
     def tables(self) -> dict[str, BlockTable]:
         """The block tables in ``blocks``, none when it is empty; raises `ProtocolError`."""
@@ -106,24 +132,22 @@ class Ticket(Carried, frozen=True):
 
 
 class Rendezvous(Carried, frozen=True):
-    """Names an offer before there is one; made by whoever sends both engines the request.
-
-    ``transfer_id`` is random, and the right to the ticket. ``endpoint`` is the prefill agent's peer
-    socket, ``server_key`` its CURVE key; ``request_id`` is for logs. The rest is as in a `Ticket`.
-    """
+    """Names an offer before there is one; made by whoever sends both engines the request."""
 
     what: ClassVar[str] = "rendezvous"
-    version: ClassVar[int] = RENDEZVOUS_VERSION
 
     transfer_id: Secret
+    """The name of the offer, and the right to its ticket: 128 random bits. The router has the
+    prefill engine told the same."""
     endpoint: Endpoint
-    server_key: Text = ""
+    server_key: ServerKey = ""
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID)] = ""
-    audience: Text = ""
-    issued_at_s: Size = 0
-    expires_at_s: Size = 0
-    kvbus: int = RENDEZVOUS_VERSION
-    signature: Text = ""
+    """What the router calls the request, for logs."""
+    audience: Audience = ""
+    issued_at_s: IssuedAt = 0
+    expires_at_s: ExpiresAt = 0
+    kvbus: Version = TICKET_VERSION
+    signature: Signature = ""
 
     @classmethod
     def is_one(cls, fields: object) -> bool:
@@ -155,7 +179,6 @@ def packed_tables(tables: Mapping[str, BlockTable], *, max_blocks: int) -> str:
 
 
 T = TypeVar("T", Ticket, Rendezvous)
-_CONTEXT = {Ticket: b"kvbus ticket\n", Rendezvous: b"kvbus rendezvous\n"}
 
 
 class TicketKeys:
@@ -218,4 +241,4 @@ def _signature(key: bytes, ticket: Ticket | Rendezvous) -> str:
         del fields["blocks"]
     fields.pop("traceparent", None)
     unsigned = msgspec.json.encode(fields)
-    return hmac.digest(key, _CONTEXT[type(ticket)] + unsigned, "sha256").hex()
+    return hmac.digest(key, f"kvbus {ticket.what}\n".encode() + unsigned, "sha256").hex()

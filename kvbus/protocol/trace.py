@@ -2,12 +2,24 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.message import Discreet, Endpoint, Id, Message, Request, Text
+from kvbus.protocol.message import (
+    ANYBODY,
+    AgentId,
+    Discreet,
+    Endpoint,
+    Id,
+    Message,
+    Request,
+    ServerKey,
+    Socket,
+    Text,
+    request,
+)
 
 MAX_SPANS = 512
 """Most spans in one answer."""
@@ -16,54 +28,66 @@ Value = str | int | float
 
 
 class Span(Discreet, frozen=True):
-    """A time in which something went on; times in seconds of the agent's own clock.
-
-    Spans are listed parents first: one of a greater ``depth`` is a part of the last one before it
-    of a smaller. ``about`` says which of several, ``end_s`` is None while it goes on, ``error`` is
-    what ended it.
-    """
+    """A time in which something went on, by the agent's own clock."""
 
     name: Id
+    """What went on: ``offer`` or ``fetch``, a state of one, or a step of a read. Names may be
+    added."""
     start_s: float
+    """When it began, by the agent's clock."""
     end_s: float | None = None
+    """When it ended; nil while it goes on."""
     depth: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    """0 for an offer or a fetch itself. A span is a part of the last one before it of a smaller
+    depth."""
     about: Text = ""
+    """Which of several, such as the leg of a read; empty where there is one."""
     error: Text = ""
+    """The error that ended it; empty for none."""
     attributes: dict[str, Value] = msgspec.field(default_factory=dict)
+    """Plain values that say more, such as ids and numbers of bytes. Names may be added."""
 
 
 class OtherAgent(Discreet, frozen=True):
-    """Another agent that was part of it; ``server_key`` is its CURVE key, empty for none."""
+    """Another agent that has a part in what was asked for."""
 
     endpoint: Endpoint
-    server_key: Text = ""
+    server_key: ServerKey = ""
 
 
 class Traced(Message, frozen=True):
-    """Reply to `Trace`: what the agent remembers, the oldest first.
+    """Reply to `Trace`."""
 
-    ``now_s`` is the agent's clock, that of the spans, as it answered; ``wall_s`` are the seconds
-    since 1970 then. ``cut`` says that there is more than fits into the reply.
-    """
-
-    agent_id: Id
+    agent_id: AgentId
     role: AgentRole
     boot: Id
+    """Boot id of the agent."""
     now_s: float
+    """The agent's clock as it answered: seconds since any time, of which only differences mean
+    something."""
     wall_s: float
+    """Seconds since 1970 then, as its machine believes."""
     spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
+    """What it remembers, entry by entry, the oldest first; parents before what is in them."""
     cut: bool = False
+    """Whether it remembers more than fits: the oldest entries are left out."""
     others: Annotated[tuple[OtherAgent, ...], msgspec.Meta(max_length=MAX_OTHERS)] = ()
+    """Agents that have a part in it: a decode agent names the prefill agents of its tickets."""
 
 
+@request("trace", Socket.PREFILL_PEER, Socket.DECODE_PEER, may_ask=ANYBODY, refusals="")
 class Trace(Request[Traced], frozen=True):
-    """Asks what went on for a request, an offer or a fetch; what has any of these names counts."""
-
-    op: ClassVar[str] = "trace"
+    """Asks what went on for a request, an offer or a fetch, and what the agent's clock says; see
+    [Traces](#traces). With all three empty it is only asked for its clock.
+    """
 
     request_id: Text = ""
+    """A request, as its offer and its ticket name it, or the ``transfer_id`` or ``request_id`` of
+    its rendezvous. Empty for none, as are the others."""
     offer_id: Text = ""
+    """An offer of this prefill agent, or of another, which had boxes gathered here."""
     fetch_id: Text = ""
+    """A fetch of this decode agent, or of another, which had a part of it read here."""
 
 
 class Remembered(Discreet, frozen=True):

@@ -8,36 +8,15 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from kvbus.errors import ProtocolError
-from kvbus.protocol import (
-    ATTACH_REQUESTS,
-    DECODE_PEER_REQUESTS,
-    DECODE_REQUESTS,
-    ENGINE_REQUESTS,
-    EVENTS,
-    MEMORY_REQUESTS,
-    NOTICES,
-    PREFILL_PEER_REQUESTS,
-    PREFILL_REQUESTS,
-    Empty,
-    ErrorBody,
-    Message,
-)
+from kvbus.protocol import EVENTS, NOTICES, REQUESTS, Empty, ErrorBody, Message
 
-REQUESTS = (
-    *ATTACH_REQUESTS,
-    *ENGINE_REQUESTS,
-    *PREFILL_REQUESTS,
-    *DECODE_REQUESTS,
-    *PREFILL_PEER_REQUESTS,
-    *DECODE_PEER_REQUESTS,
-    *MEMORY_REQUESTS,
-)
+KINDS = tuple(kind for kinds in REQUESTS.values() for kind in kinds.values())
 MESSAGES: tuple[type[Message], ...] = tuple(
     dict.fromkeys(
         chain(
-            REQUESTS,
-            (kind.reply for kind in REQUESTS),
-            NOTICES,
+            KINDS,
+            (kind.reply for kind in KINDS),
+            NOTICES.values(),
             EVENTS.values(),
             (Empty, ErrorBody),
         )

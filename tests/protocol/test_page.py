@@ -2,46 +2,69 @@
 
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 
 from docs import generate_protocol
-from docs.generate_protocol import PAGE, WORDS, Undocumented, documented, page
+from docs.generate_header import HEADER, header
+from docs.generate_protocol import PAGE, Undocumented, page
+from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable
-from tests.protocol.strategies import MESSAGES
+from kvbus.protocol import REQUESTS, Message, Role, Socket
 from tests.vectors.golden import FOLDER
 
 TEXT = PAGE.read_text()
 EXAMPLE_STRIDES = re.findall(r"^\| ([^|]+) \| ((?:\w+ \d+, )+\w+ \d+) \| ([\d, ]+) \|$", TEXT, re.M)
 
 
-def test_the_tables_are_what_the_structs_say_today_and_name_every_message() -> None:
-    lists = {"messages", "refusals", "codes", "remedies"}
-    explained = {*WORDS, *WORDS["messages"], *WORDS["refusals"]}
+def test_the_tables_are_what_the_declarations_say_today_and_name_every_message() -> None:
+    shown = set(re.findall(r"^(?:#### `([a-z_]+)`|Reply, `(\w+)`:)$", TEXT, re.M))
+    replies = {kind.reply for kinds in REQUESTS.values() for kind in kinds.values()}
 
     assert page(TEXT) == TEXT, "stale: run python docs/generate_protocol.py"
-    assert {kind.__name__ for kind in MESSAGES} <= set(documented())
-    assert explained - lists <= set(documented()), "nothing is explained that does not exist"
+    assert {op for kinds in REQUESTS.values() for op in kinds} <= {op for op, _ in shown}
+    assert {kind.__name__ for kind in replies} - {"Empty"} == {name for _, name in shown} - {""}
+
+
+def test_the_header_for_engines_in_c_is_what_the_declarations_say_today() -> None:
+    assert HEADER.read_text() == header(), "stale: run python docs/generate_header.py"
+
+
+class Unsaid(Message, frozen=True):
+    """A message with a field that nothing says the meaning of."""
+
+    said: int
+    """What it means."""
+    unsaid: int
+
+
+TOLD = dict.fromkeys(ErrorCode, "When. Do: then.")
 
 
 @pytest.mark.parametrize(
-    ("section", "gone", "added"),
+    ("name", "value", "missing"),
     [
-        ("Claim", "offer_id", {}),
-        ("codes", "busy", {}),
-        ("remedies", "stale", {}),
-        ("Claim", "gone", {"gone": "x"}),
+        ("SHARED", (Unsaid,), "Unsaid: nothing says what unsaid means"),
+        ("code_texts", lambda: TOLD | {ErrorCode.STALE: "It is old."}, "stale"),
     ],
 )
-def test_a_field_without_a_meaning_or_a_meaning_without_a_field_is_refused(
-    section: str, gone: str, added: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_a_field_or_a_code_without_a_meaning_is_refused(
+    name: str, value: Any, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = {name: word for name, word in WORDS[section].items() if name != gone}
-    monkeypatch.setitem(generate_protocol.WORDS, section, words | added)
+    monkeypatch.setattr(generate_protocol, name, value)
 
-    with pytest.raises(Undocumented, match=gone):
+    with pytest.raises(Undocumented, match=missing):
         page(TEXT)
+
+
+# A client asks all again that has no answer when its connection is made anew.
+def test_what_agents_ask_each_other_is_the_same_when_done_twice_and_for_a_role() -> None:
+    for socket in (Socket.PREFILL_PEER, Socket.DECODE_PEER):
+        for kind in REQUESTS[socket].values():
+            assert kind.repeatable, kind
+            assert Role.DECODE in kind.askers, kind
 
 
 @pytest.mark.parametrize("name", [PAGE.name, "minimal-engine.md", "geometry.md"])

@@ -16,7 +16,7 @@ from kvbus.cli import app
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.keys import Role
-from kvbus.protocol import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS, Ticket
+from kvbus.protocol import REQUESTS, Socket, Ticket
 from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
 from tests.engines import begin, engine, failure_of, pair, spread_engine, works
 from tests.keyring import KeyRing, envelope, hand_over
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.anyio
 
 NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
 OPS = {
-    "prefill": {kind.op for kind in PREFILL_PEER_REQUESTS},
-    "decode": {kind.op for kind in DECODE_PEER_REQUESTS},
+    "prefill": set(REQUESTS[Socket.PREFILL_PEER]),
+    "decode": set(REQUESTS[Socket.DECODE_PEER]),
 }
 ALLOWED = {
     Role.PREFILL: {"status", "trace"},

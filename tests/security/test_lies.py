@@ -21,16 +21,7 @@ import zmq
 from msgspec import inspect as types
 
 from kvbus.engine import DecodeSession, PrefillSession
-from kvbus.protocol import (
-    DECODE_PEER_REQUESTS,
-    DECODE_REQUESTS,
-    ENGINE_REQUESTS,
-    PREFILL_PEER_REQUESTS,
-    PREFILL_REQUESTS,
-    Detach,
-    Request,
-    Ticket,
-)
+from kvbus.protocol import REQUESTS, Detach, Request, Socket, Ticket
 from tests.agents import AgentProcess
 from tests.engines import Engine, engine, works
 from tests.keyring import KeyRing
@@ -39,11 +30,14 @@ from tests.security.conftest import signed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
 
-PEER_REQUESTS = {"prefill": PREFILL_PEER_REQUESTS, "decode": DECODE_PEER_REQUESTS}
-STAYING = tuple(kind for kind in ENGINE_REQUESTS if kind is not Detach)
+PEER_REQUESTS = {
+    "prefill": tuple(REQUESTS[Socket.PREFILL_PEER].values()),
+    "decode": tuple(REQUESTS[Socket.DECODE_PEER].values()),
+}
+STAYING = tuple(kind for kind in REQUESTS[Socket.ENGINE].values() if kind is not Detach)
 LOCAL_REQUESTS = {
-    "prefill": (*STAYING, *PREFILL_REQUESTS),
-    "decode": (*STAYING, *DECODE_REQUESTS),
+    "prefill": (*STAYING, *REQUESTS[Socket.PREFILL].values()),
+    "decode": (*STAYING, *REQUESTS[Socket.DECODE].values()),
 }
 OF_COST = ("engine_unknown", "invalid")
 """What a request is refused with that observers may make, and that names engines."""

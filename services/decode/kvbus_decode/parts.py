@@ -14,9 +14,8 @@ import anyio
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, new_secret
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RequestRefused
-from kvbus.keys.roles import Role
 from kvbus.protocol.engine import AgentRanks, Fetched
-from kvbus.protocol.message import Empty, Message
+from kvbus.protocol.message import Empty, Message, Role
 from kvbus.protocol.peer import CancelPart, FetchPart, PartFetched
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig

@@ -22,8 +22,7 @@ from kvbus.bus import (
     new_boot_id,
 )
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RemoteError
-from kvbus.keys.roles import Role
-from kvbus.protocol.message import R, Request
+from kvbus.protocol.message import R, Request, Role
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
 
