@@ -16,9 +16,9 @@ from kvbus_decode.fetch import transitions as decode
 from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.read import table as read
 from kvbus_decode.read.table import LegState
+from kvbus_prefill import slots
 from kvbus_prefill.offer import transitions as prefill
 from kvbus_prefill.offer.entry import OfferState
-from kvbus_prefill.slots import entry as pack
 
 PAGE = Path(__file__).with_name("state-machines.md")
 S = TypeVar("S", bound=StrEnum)
@@ -53,9 +53,9 @@ def page() -> str:
     )
     box = section(
         "A box in a staging slot, at the prefill agent",
-        pack.SlotState,
-        pack.TRANSITIONS,
-        {pack.SlotState.WAITING: "Asked"},
+        slots.SlotState,
+        slots.TRANSITIONS,
+        {slots.SlotState.WAITING: "Asked"},
     )
     fetch = section(
         "A fetch, at the decode agent",

@@ -62,8 +62,7 @@ PURE_FOLDERS = (
     "services/decode/kvbus_decode/fetch",
 )
 PURE_MODULES = (
-    "services/prefill/kvbus_prefill/spans.py",
-    *(f"services/prefill/kvbus_prefill/slots/{name}.py" for name in ("events", "entry", "table")),
+    "services/prefill/kvbus_prefill/slots.py",
     "services/decode/kvbus_decode/read/table.py",
 )
 MOST_MODULES, MOST_PRIVATE = 80, 12

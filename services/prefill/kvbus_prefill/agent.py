@@ -5,7 +5,7 @@ Refuses to hold any state of an offer itself.
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import anyio
@@ -15,13 +15,13 @@ from kvbus.agent.access import load_ticket_keys
 from kvbus.agent.engines import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, Shared, new_secret
-from kvbus.errors import ErrorCode, LocalError
+from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.geometry import BlockTable, GroupSpec, num_blocks_for
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer, WithdrawOffer
 from kvbus.protocol.events import LeaseEvent, OfferEvent
 from kvbus.protocol.message import Message
 from kvbus.protocol.peer import (
     Claim,
-    Digest,
     Forgo,
     Handshake,
     Meet,
@@ -37,20 +37,15 @@ from kvbus.table import Driver
 from kvbus.table.events import DrainStarted, EngineLost, Stopped
 from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
-from kvbus_prefill.digests import DigestServer
 from kvbus_prefill.gather import Packing
 from kvbus_prefill.handshake import answer_handshake
 from kvbus_prefill.lending import MemoryLender
-from kvbus_prefill.metrics import READINGS, PrefillMetrics
+from kvbus_prefill.observe import READINGS, OfferSpans, PrefillMetrics
 from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.entry import NO_BLOCKS
 from kvbus_prefill.offer.table import OfferTable
-from kvbus_prefill.requests import check_tables
-from kvbus_prefill.spans import OfferSpans
 
 log = structlog.get_logger()
-
-MOST_DIGESTS = 256
-"""Boxes that are digested, or wait for it, at a time: packs take turns with them."""
 
 
 class PrefillService:
@@ -72,7 +67,6 @@ class PrefillService:
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, self._table)
         self._spans = OfferSpans(self._table, self._packing.boxes_of)
-        self._digests = DigestServer(agent, self._packing, self._table)
         self._lender = MemoryLender(agent, config)
         agent.metrics.add_readings(self._readings, READINGS)
 
@@ -99,7 +93,6 @@ class PrefillService:
             **dict.fromkeys(about_offers, self._forward),
             Meet: Shared(self._meet, self._config.max_offers),
             **self._packing.handlers(),
-            Digest: Shared(self._digests.digest, MOST_DIGESTS),
         }
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
@@ -117,13 +110,13 @@ class PrefillService:
 
     async def copied(self, engine: LocalEngine) -> None:
         """Return when nothing gathers from the engine's memory any more."""
-        await self._packing.quiesce(engine)
+        await self._packing.copiers.quiesce(engine)
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """A reader may still be served late reads; its agent aborts them when its lease is over."""
         log.debug("engine.retiring", engine_id=engine.engine_id)
         await anyio.sleep(self._config.late_read_s)
-        await self._packing.quiesce(engine)
+        await self._packing.copiers.quiesce(engine)
 
     def start_draining(self) -> None:
         """No new offers; those that are live wait for their readers."""
@@ -314,3 +307,47 @@ class PrefillService:
             "registered_bytes": stats.registered_bytes,
             "memory_readers": self._lender.num_readers,
         }
+
+
+def check_tables(
+    engine: LocalEngine, tables: Mapping[str, BlockTable], num_tokens: int, *, sealed: bool
+) -> None:
+    """Raise `GeometryError` unless ``tables`` hold what ``num_tokens`` tokens need of each group.
+
+    While an offer is open, a group may have no table yet if no token needs it, and one with a
+    window may lack blocks that its end does not need.
+    """
+    groups = {group.name: group for group in engine.spec.groups}
+    if tables.keys() - groups.keys() or (sealed and tables.keys() != groups.keys()):
+        raise GeometryError(
+            f"tables are of groups {sorted(tables)}, the engine has {sorted(groups)}"
+        )
+    for name, group in groups.items():
+        table = tables.get(name, NO_BLOCKS)
+        table.check_ids(engine.num_blocks(name))
+        _check_table(group, table, num_tokens, sealed=sealed)
+
+
+def _check_table(group: GroupSpec, table: BlockTable, num_tokens: int, *, sealed: bool) -> None:
+    start, stop = group.positions(0, num_tokens)
+    needed, given = num_blocks_for(stop, group.block_size), table.first_block + len(table)
+    if given < needed:
+        raise GeometryError(
+            f"group '{group.name}': {num_tokens} tokens need {needed} blocks, "
+            f"the table ends at block {given}",
+            needed=needed,
+            given=given,
+        )
+    if group.state and given > 1:
+        raise GeometryError(
+            f"group '{group.name}' is a state: its table has one block, not {given}", given=given
+        )
+    if group.window is None and table.first_block:
+        raise GeometryError(f"group '{group.name}' has no window, its table must start at block 0")
+    if sealed and stop > start and table.first_block > start // group.block_size:
+        raise GeometryError(
+            f"group '{group.name}': a window of {group.window} tokens before token {num_tokens} "
+            f"starts in block {start // group.block_size}, the table in {table.first_block}",
+            needed=start // group.block_size,
+            given=table.first_block,
+        )

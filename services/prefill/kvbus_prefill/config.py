@@ -10,7 +10,7 @@ from msgspec import Meta
 from kvbus.agent.config import AgentConfig, Bound, Duration
 from kvbus.protocol.ticket import MAX_TICKET_BLOCKS
 from kvbus_prefill.offer.entry import OfferLimits
-from kvbus_prefill.slots.entry import SlotLimits
+from kvbus_prefill.slots import SlotLimits
 
 MAX_PACKS = 1024
 """Most boxes that wait for a staging slot, beside those that are packed.
@@ -95,9 +95,7 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
         """The bounds of the slot table; a slot is leased like an offer, and no longer."""
         return SlotLimits(
             num_slots=num_slots,
-            slot_bytes=self.slot_bytes,
             max_gathers=self.max_gathers,
-            max_waiting=self.max_unpacked,
             max_slot_lease_s=self.max_lease_s,
             wipe=self.exposure == "staging",
         )

@@ -1,11 +1,12 @@
-"""Gathers the boxes that readers ask for into staging slots, in worker threads.
+"""Boxes of KV that readers ask for: gathered into staging slots, or digested, in worker threads.
 
-Refuses, as ``stale``, readers of memory that is not there any more; who may have a slot, and when,
-is the slot table's. The memory of an engine is not given back while a gather reads it.
+Who may have a slot, and when, is the slot table's to say. A reader of memory that is not there any
+more is ``stale``. The memory of an engine is not given back while a thread reads it.
 """
 
 import asyncio
 import time
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -13,33 +14,59 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from kvbus.agent.copiers import Copiers
+from kvbus.agent.digests import Digester, Wanted
 from kvbus.agent.engines import LocalEngine
 from kvbus.agent.loop import guarded
+from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
 from kvbus.agent.slots import SlotMemory
 from kvbus.bus import Call, Handlers, Shared
-from kvbus.errors import ErrorCode, LocalError
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
+from kvbus.geometry import GroupSpec, canonical_order, slot_bytes, slot_region
+from kvbus.memory.digest_pieces import Digests as Found
+from kvbus.planning.digests import num_pieces
 from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import CheckMemory, Pack, Packed, Unpack
-from kvbus.table import Driver
+from kvbus.protocol.peer import (
+    MAX_DIGESTS,
+    CheckMemory,
+    Digest,
+    Digests,
+    Pack,
+    Packed,
+    Unpack,
+)
+from kvbus.table import Driver, Key, Places
+from kvbus.table.events import EngineLost, Stopped
+from kvbus.transport import ProgressToken
+from kvbus_prefill import slots
 from kvbus_prefill.config import PrefillConfig
-from kvbus_prefill.gather_box import Gather, check_box
-from kvbus_prefill.metrics import PrefillMetrics
+from kvbus_prefill.observe import PrefillMetrics
 from kvbus_prefill.offer.table import OfferTable
-from kvbus_prefill.progress_lease import ProgressLeases
-from kvbus_prefill.slots import events as ev
-from kvbus_prefill.slots.entry import SlotEntry
-from kvbus_prefill.slots.table import SlotTable
 
 MOST_LOST = 64
 """Engines that are gone, whose late readers are served so that their READs end."""
+MOST_DIGESTS = 256
+"""Boxes that are digested, or wait for it, at a time: packs take turns with them."""
+Reader = tuple[str, str]
+"""The boot id of a reader's session, and the offer that it reads."""
 
 if TYPE_CHECKING:
     from kvbus.memory.paged import PagedMemory
 
 
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The box of ``pack``, to be copied from the memory of a rank."""
+
+    engine: LocalEngine
+    memory: RankMemory
+    group: GroupSpec
+    pack: Pack
+    num_bytes: int
+
+
 class Packing:
-    """The packed path of a prefill agent: its requests, its slots and its gathers.
+    """What readers ask the memory of engines for, its slots and its threads.
 
     Each device has a slot table of its own; their ids are shared. A box of an offer that is here is
     checked against ``offers``. What an engine offers elsewhere, of which only some ranks are here,
@@ -55,27 +82,31 @@ class Packing:
     ) -> None:
         self._agent, self._config, self._metrics = agent, config, metrics
         self._offers = offers
-        self._devices: dict[str, tuple[SlotTable, Driver[ev.Event]]] = {}
+        self._devices: dict[str, tuple[slots.SlotTable, Driver[slots.Event]]] = {}
         self._lost: dict[str, LocalEngine] = {}
         self._slot_ids = count(1)
         self.copiers = Copiers(
             agent.loop, num_threads=config.pack_threads, new_executor=agent.new_executor
         )
         """Its threads, for whatever else reads the memory of engines."""
-        self._progress_leases = ProgressLeases(
-            agent.transport, agent.loop, max_readers=config.max_offers
-        )
+        self._digester = Digester(self.copiers, job_bytes=agent.transport.limits.slice_bytes)
+        self._places: Places[Reader] = Places(config.max_offers)
+        self._served: dict[Reader, tuple[ProgressToken, asyncio.TimerHandle]] = {}
 
     def handlers(self) -> Handlers:
-        """A reader wants a box, gives slots back, or asks whether the memory is still the same."""
-        pack = Shared(self._pack, self._config.max_unpacked)
-        return {Pack: pack, Unpack: self._unpack, CheckMemory: self._check}
+        """What readers ask about boxes, and about the memory that they read."""
+        return {
+            Pack: Shared(self._pack, self._config.max_unpacked),
+            Unpack: self._unpack,
+            CheckMemory: self._check,
+            Digest: Shared(self._digest, MOST_DIGESTS),
+        }
 
     def end_lease(self, offer_id: str, epoch: int, code: ErrorCode) -> None:
         """Nothing that was gathered under this lease is valid any more; ``code`` says why."""
         for table, driver in self._devices.values():
             if table.live:
-                driver.dispatch(ev.LeaseEnded((offer_id, epoch), code))
+                driver.dispatch(slots.LeaseEnded((offer_id, epoch), code))
 
     def end_engine(self, engine: LocalEngine) -> None:
         """Its slots are free, but those that are gathered into."""
@@ -83,16 +114,12 @@ class Packing:
             self._lost[engine.memory_id] = engine
         if len(self._lost) > MOST_LOST:
             del self._lost[next(iter(self._lost))]
-        self._dispatch_all(ev.EngineLost(engine.engine_id))
+        self._dispatch_all(EngineLost(engine.engine_id))
         self.copiers.forget(engine)
-
-    async def quiesce(self, engine: LocalEngine) -> None:
-        """Return when no gather reads the engine's memory any more."""
-        await self.copiers.quiesce(engine)
 
     def stop(self) -> None:
         """Refuse what waits."""
-        self._dispatch_all(ev.Stopped())
+        self._dispatch_all(Stopped())
         for _, driver in self._devices.values():
             driver.stop()
 
@@ -104,64 +131,109 @@ class Packing:
             "slots": sum(table.num_slots_in_use for table in tables),
         }
 
-    def boxes_of(self, offer_id: str) -> list[SlotEntry]:
+    def boxes_of(self, offer_id: str) -> list[slots.SlotEntry]:
         """The boxes that were asked for under leases of an offer, as far as they are known."""
         return [box for table, _ in self._devices.values() for box in table.named(offer_id)]
 
-    def _dispatch_all(self, event: ev.Event) -> None:
+    def _dispatch_all(self, event: slots.Event) -> None:
         for _, driver in list(self._devices.values()):
             driver.dispatch(event)
+
+    def _engine(self, asked: Pack | Digest | CheckMemory) -> LocalEngine:
+        """The engine with exactly these processes, for a reader with access; or `LocalError`."""
+        engine = self._agent.engines.engines.get(asked.engine_id)
+        if engine is None:
+            raise LocalError(
+                f"engine '{asked.engine_id}' is not here, or has ended",
+                code=ErrorCode.ENGINE_LOST,
+                engine_id=asked.engine_id,
+            )
+        engine.check_access(asked.access)
+        if engine.memory_id != asked.memory_id:
+            raise LocalError(
+                f"engine '{asked.engine_id}' came back with other memory",
+                code=ErrorCode.STALE,
+                engine_id=asked.engine_id,
+                theirs=asked.memory_id,
+                ours=engine.memory_id,
+            )
+        return engine
+
+    # The memory that is read.
 
     def _check(self, check: CheckMemory, call: Call) -> None:
         """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
         reader = call.session.name, check.offer_id
         lost = self._lost.get(check.memory_id)
         if lost is None:
-            self.engine(check.engine_id, check.memory_id, check.access)
+            self._engine(check)
         else:
             lost.check_access(check.access)
         if check.progress_s:
             for_s = min(check.progress_s, self._config.max_lease_s) + self._config.late_read_s
-            self._progress_leases.begin(reader, call.session.party, for_s=for_s)
+            self._serve(reader, call, for_s)
         else:
-            self._progress_leases.end(reader)
+            self._end_serving(reader)
         if lost is not None:  # what is still in flight ends, and counts for nothing
-            self.engine(check.engine_id, check.memory_id, check.access)
+            self._engine(check)
         call.reply(Empty())
 
+    # This agent does not see the reads of leases that are held elsewhere. NIXL serves nothing over
+    # TCP, and sets no connection up, unless progress is driven here; readers ask for it again.
+    def _serve(self, reader: Reader, call: Call, for_s: float) -> None:
+        """Drive progress for a reader, for ``for_s`` from now; raises `LocalError` (``busy``)."""
+        if reader in self._served:
+            token, until = self._served[reader]
+            until.cancel()
+        else:
+            if (lost := self._places.enter(call.session.party, reader)) is not None:
+                self._end_serving(lost)  # another reader of a party that has many
+            token = self._agent.transport.hold_progress()
+        until = self._agent.loop.call_later(for_s, self._end_serving, reader)
+        self._served[reader] = token, until
+
+    def _end_serving(self, reader: Reader) -> None:
+        """Nothing more is read; a reader that is not known is ok."""
+        self._places.leave(reader)
+        if reader in self._served:
+            token, until = self._served.pop(reader)
+            until.cancel()
+            token.close()
+
+    # Boxes that are packed.
+
     def _unpack(self, unpack: Unpack, call: Call) -> None:
-        self._dispatch_all(ev.GivenBack(unpack.slot_ids, call.session.name))
+        self._dispatch_all(slots.GivenBack(unpack.slot_ids, call.session.name))
         call.reply(Empty())
 
     def _pack(self, pack: Pack, call: Call) -> None:
-        reader = call.session.name
+        reader, lease = call.session.name, (pack.offer_id, pack.epoch)
         if pack.done:
-            self._dispatch_all(ev.GivenBack(pack.done, reader))
+            self._dispatch_all(slots.GivenBack(pack.done, reader))
         self._agent.staging.check_packs()
-        engine = self.engine(pack.engine_id, pack.memory_id, pack.access)
-        gather = check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
+        engine = self._engine(pack)
+        work = _check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
         if not self.copiers.ready:
             self._agent.tasks.start_soon(self._pack_when_ready, pack, call)
             return
-        lease = pack.offer_id, pack.epoch
         offered_here = engine.control is not None
-        wanted = ev.SlotWanted(
+        if offered_here:
+            now, is_state = self._agent.loop.time(), bool(work.group.state)
+            self._offers.check_pack(pack, now, is_state=is_state)
+        wanted = slots.SlotWanted(
             lease=lease if offered_here else (reader, *lease),
             reader=reader,
             engine_id=engine.engine_id,
-            num_bytes=gather.num_bytes,
+            num_bytes=work.num_bytes,
             slot_lease_s=pack.slot_lease_s,
-            work=gather,
+            work=work,
             reply_to=call,
             priority=pack.priority,
             offer_id=pack.offer_id,
         )
-        if offered_here:
-            now, is_state = self._agent.loop.time(), bool(gather.group.state)
-            self._offers.check_pack(pack, now, is_state=is_state)
-        device = gather.memory.device
+        device = work.memory.device
         _, driver = self._devices.get(device) or self._open(device)
-        call.on_end = partial(driver.dispatch, ev.Abandoned(wanted.lease, call))
+        call.on_end = partial(driver.dispatch, slots.Abandoned(wanted.lease, call))
         driver.dispatch(wanted)
 
     # The first box waits for torch before its offer is asked and a slot is leased: the import can
@@ -181,52 +253,33 @@ class Packing:
 
         await guarded(retry, call.refuse)
 
-    def engine(self, engine_id: str, memory_id: str, access: str) -> LocalEngine:
-        """The engine with exactly these processes, for who may read it; raises `LocalError`."""
-        engine = self._agent.engines.engines.get(engine_id)
-        if engine is None:
-            raise LocalError(
-                f"engine '{engine_id}' is not here, or has ended",
-                code=ErrorCode.ENGINE_LOST,
-                engine_id=engine_id,
-            )
-        engine.check_access(access)
-        if engine.memory_id != memory_id:
-            raise LocalError(
-                f"engine '{engine_id}' came back with other memory",
-                code=ErrorCode.STALE,
-                engine_id=engine_id,
-                theirs=memory_id,
-                ours=engine.memory_id,
-            )
-        return engine
-
-    def _open(self, device: str) -> tuple[SlotTable, Driver[ev.Event]]:
+    def _open(self, device: str) -> tuple[slots.SlotTable, Driver[slots.Event]]:
         """The table of a device, with what its commands do; raises `LocalError` without slots."""
         memory = self._agent.staging.at(device)
-        table = SlotTable(self._config.slot_limits(num_slots=memory.num_slots), self._slot_ids)
-        driver: Driver[ev.Event] = Driver(table, self._agent.loop)
+        limits = self._config.slot_limits(num_slots=memory.num_slots)
+        table = slots.SlotTable(limits, self._slot_ids)
+        driver: Driver[slots.Event] = Driver(table, self._agent.loop)
         driver.commands |= {
-            ev.StartGather: partial(self._start_gather, memory, driver),
-            ev.StartWipe: partial(self._start_wipe, memory, driver),
-            ev.ReplyPacked: partial(self._reply_packed, memory),
+            slots.StartGather: partial(self._start_gather, memory, driver),
+            slots.StartWipe: partial(self._start_wipe, memory, driver),
+            slots.ReplyPacked: partial(self._reply_packed, memory),
         }
         self._devices[device] = table, driver
         return table, driver
 
     def _start_gather(
-        self, memory: SlotMemory, driver: Driver[ev.Event], command: ev.StartGather
+        self, memory: SlotMemory, driver: Driver[slots.Event], command: slots.StartGather
     ) -> None:
-        gather, slot_id = command.work, command.slot_id
-        if not isinstance(gather, Gather):
-            raise TypeError(f"{gather} is nothing to gather")
+        work, slot_id = command.work, command.slot_id
+        if not isinstance(work, Gather):
+            raise TypeError(f"{work} is nothing to gather")
         self.copiers.start(
             command.turn,
-            partial(self._gather, gather, memory, command.slot),
-            lambda error: driver.dispatch(ev.GatherEnded(slot_id, error)),
-            engine=gather.engine,
-            memories=(gather.memory,),
-            group=gather.group,
+            partial(self._gather, work, memory, command.slot),
+            lambda error: driver.dispatch(slots.GatherEnded(slot_id, error)),
+            engine=work.engine,
+            memories=(work.memory,),
+            group=work.group,
         )
 
     def _gather(self, work: Gather, memory: SlotMemory, slot: int, paged: "PagedMemory") -> None:
@@ -234,19 +287,19 @@ class Packing:
         from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
 
         started_at = time.perf_counter()
-        buffer = copying.Slot(memory.tensor(slot), work.order)
-        copying.gather(paged, work.table, work.box, buffer)
+        buffer = copying.Slot(memory.tensor(slot), work.pack.order)
+        copying.gather(paged, work.pack.table, work.pack.box, buffer)
         self._metrics.gather_s.observe(time.perf_counter() - started_at)
 
     def _start_wipe(
-        self, memory: SlotMemory, driver: Driver[ev.Event], command: ev.StartWipe
+        self, memory: SlotMemory, driver: Driver[slots.Event], command: slots.StartWipe
     ) -> None:
         self.copiers.start_alone(
             lambda: memory.wipe(command.slot),
-            lambda: driver.dispatch(ev.WipeEnded(command.slot_id)),
+            lambda: driver.dispatch(slots.WipeEnded(command.slot_id)),
         )
 
-    def _reply_packed(self, memory: SlotMemory, command: ev.ReplyPacked) -> None:
+    def _reply_packed(self, memory: SlotMemory, command: slots.ReplyPacked) -> None:
         self._metrics.packed_bytes.inc(command.num_bytes)
         if isinstance(command.reply_to, Call):
             packed = Packed(
@@ -258,3 +311,85 @@ class Packing:
                 device=memory.device,
             )
             command.reply_to.reply(packed)
+
+    # Boxes that are digested. A digest tells of bytes: it needs the secret of the offer. One that
+    # ends while its blocks are digested may have other bytes in them by then. So it is looked at
+    # twice: before, for who may ask, and when the digests are made, for what they are worth.
+
+    def _digest(self, asked: Digest, call: Call) -> None:
+        """Reply when the digests are made; raises `LocalError`, `GeometryError`."""
+        engine, box = self._engine(asked), asked.box
+        memory, group = _holder(engine, asked)
+        if num_pieces(box) > MAX_DIGESTS:
+            raise GeometryError(
+                f"a box of {num_pieces(box)} pieces, digests are made of at most {MAX_DIGESTS}: "
+                "ask for a smaller one",
+                field="box",
+            )
+        slot_region(group, box, canonical_order())  # refuses a box that is none of the group's
+        offered_here, is_state = engine.control is not None, bool(group.state)
+
+        def check() -> None:
+            if offered_here:
+                self._offers.check_digest(asked, is_state=is_state)
+
+        def reply(found: Found | KVBusError) -> None:
+            try:
+                if isinstance(found, KVBusError):
+                    raise found
+                check()
+            except KVBusError as error:
+                call.refuse(error)
+            else:
+                call.reply(Digests(digests=found.astype("<u8").tobytes()))
+
+        check()
+        wanted = Wanted(box, asked.table, asked.offer_id, asked.one_in, Key(asked.offer_id))
+        work = self._digester.start(wanted, reply, engine=engine, rank=memory)
+        if work is not None:
+            error = LocalError("nobody waits", code=ErrorCode.CANCELLED)
+            call.on_end = partial(work.stop, error)
+
+
+def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RankMemory, GroupSpec]:
+    """The memory and the group of a box; raises `GeometryError` for a table that is not theirs.
+
+    What the rank does not hold of the box is refused by the copy itself, before any byte moves.
+    """
+    box, table = asked.box, asked.table
+    memory, groups = engine.ranks.get(asked.rank), {one.name: one for one in engine.spec.groups}
+    if memory is None:
+        raise GeometryError(
+            f"rank {asked.rank} of engine '{engine.engine_id}' is not here, but "
+            f"{', '.join(map(str, sorted(engine.ranks)))}",
+            field="rank",
+        )
+    group = groups.get(box.group)
+    if group is None:
+        raise GeometryError(
+            f"no group '{box.group}', the engine has {', '.join(sorted(groups))}", field="group"
+        )
+    table.check_covers(box.start, box.stop, group.block_size)
+    table.check_ids(memory.num_blocks.get(group.name, 0))
+    return memory, group
+
+
+def _check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> Gather:
+    """What to copy for ``pack``; raises `GeometryError` for a box that is not there, or too large.
+
+    The size comes first: only to describe a far too large one would take memory and time.
+    """
+    memory, group = _holder(engine, pack)
+    part = pack.box.parts[0]
+    if part not in group.parts:
+        raise GeometryError(f"group '{group.name}' has no part '{part}'", field="parts")
+    num_bytes = slot_bytes(group, pack.box, pack.order)
+    if num_bytes > max_bytes:
+        raise GeometryError(
+            f"a box of {num_bytes} bytes is larger than a slot of {max_bytes} bytes: ask for a "
+            "smaller one",
+            box_bytes=num_bytes,
+            slot_bytes=max_bytes,
+        )
+    slot_region(group, pack.box, pack.order)  # refuses a box that is none of the group's
+    return Gather(engine, memory, group, pack, num_bytes)

@@ -1,0 +1,139 @@
+"""What is told of offers: metrics, and spans, which come out of the stories of the tables."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from msgspec.structs import replace
+from prometheus_client import Counter, Histogram
+
+from kvbus.agent.observe import STAGE_BUCKETS_S, AgentMetrics
+from kvbus.agent.spans import (
+    Reading,
+    asked_span,
+    command_spans,
+    forgotten_span,
+    last_end,
+    nested,
+    state_spans,
+)
+from kvbus.protocol.trace import Remembered, Span, Trace, trace_attributes
+from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.entry import OfferEntry, OfferState
+from kvbus_prefill.offer.table import OfferTable
+from kvbus_prefill.slots import SlotEntry, SlotState
+
+READINGS = {
+    "offers": "Offers that are live.",
+    "leases": "Leases that are live.",
+    "awaited_offers": "Requests for tickets of offers that have not been made yet.",
+    "packs": "Boxes that wait for a staging slot.",
+    "slots": "Staging slots in use.",
+    "ended_bytes": "What is known of offers that have ended.",
+    "engines": "Local engines.",
+    "progress_tokens": "Reasons to drive NIXL's progress: live leases, late reads, handshakes.",
+    "registered_bytes": "Memory registered with NIXL.",
+    "memory_readers": "Maps of an engine's memory that decode agents of this machine have.",
+}
+
+
+class PrefillMetrics:
+    """What became of offers and leases, how long offers lived, and what was packed.
+
+    No request, offer or peer is a label: those have no bound.
+    """
+
+    def __init__(self, agent: AgentMetrics) -> None:
+        registry = agent.registry
+        self.offers = Counter(
+            "kvbus_offers", "Offers that ended, by outcome.", ["outcome"], registry=registry
+        )
+        self.leases = Counter(
+            "kvbus_leases", "Leases that ended, by reason.", ["reason"], registry=registry
+        )
+        self.offer_life_s = Histogram(
+            "kvbus_offer_life_seconds",
+            "Time from an offer to its release.",
+            buckets=STAGE_BUCKETS_S,
+            registry=registry,
+        )
+        self.packed_bytes = Counter(
+            "kvbus_packed_bytes", "Bytes gathered into staging slots.", registry=registry
+        )
+        self.gather_s = Histogram(
+            "kvbus_gather_seconds",
+            "Time of one gather into a staging slot, in its thread.",
+            buckets=STAGE_BUCKETS_S,
+            registry=registry,
+        )
+
+
+OFFER = Reading(ends=(OfferState.RELEASED,))
+BOX = Reading(ends=(SlotState.OVER,))
+LEASE = "leased"
+
+
+class OfferSpans:
+    """The offers of ``offers``, and boxes by the id of their offer."""
+
+    def __init__(self, offers: OfferTable, boxes: Callable[[str], Iterable[SlotEntry]]) -> None:
+        self._offers, self._boxes = offers, boxes
+
+    def remembered(self, asked: Trace) -> Remembered:
+        """The offers that are asked for; boxes of an offer whose engine has its home elsewhere."""
+        offers, named = self._offers.named(asked.request_id), self._offers.find(asked.offer_id)
+        if named is not None and named not in offers:
+            offers.append(named)
+        entries = [self.later(offer)() for offer in offers]
+        if asked.offer_id and not offers:
+            boxes = _box_spans(self._boxes(asked.offer_id), depth=0)
+            entries += [boxes] if boxes else []
+        return Remembered(tuple(map(tuple, entries)))
+
+    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
+        """What makes the spans of the newest offers, in any thread; live ones come first."""
+        newest = self._offers.newest(number)
+        return [
+            self.later(one) if one.is_over else partial(list, self.later(one)()) for one in newest
+        ]
+
+    def later(self, offer: OfferEntry) -> Callable[[], list[Span]]:
+        """What makes the spans of one offer: itself, its states, its leases, and boxes in these.
+
+        When the offer has ended that may be called in any thread: it asks no table.
+        """
+        return partial(_spans, offer, tuple(self._boxes(offer.key)))
+
+
+def _spans(offer: OfferEntry, boxes: Iterable[SlotEntry]) -> list[Span]:
+    story, states = offer.story, state_spans(offer.story, OFFER, depth=1)
+    waited = [replace(one, depth=0) for one in states if one.name == OfferState.AWAITED]
+    states = forgotten_span(story, depth=1) + states[len(waited) :]
+    made_at = offer.opened_at
+    there = asked_span(story, offer.asked_s, depth=1, started_at=made_at)
+    parts = there + states
+    root = Span(
+        name="offer",
+        start_s=parts[0].start_s if parts else made_at,
+        end_s=last_end(parts) or (made_at if not parts else None),
+        attributes={
+            "request_id": offer.request_id,
+            "offer_id": offer.offer_id,
+            "engine_id": offer.engine_id,
+            "state": str(offer.outcome or offer.state),
+            "num_tokens": offer.num_tokens,
+            "readers": offer.readers,
+            **trace_attributes(offer.traceparent),
+        },
+    )
+    leases = command_spans(story, ev.BeginLease, ev.EndLease, name=LEASE, depth=1)
+    inner = nested(leases, _box_spans(boxes, depth=2))
+    return [*waited, root, *there, *states, *inner] if made_at else waited
+
+
+def _box_spans(boxes: Iterable[SlotEntry], *, depth: int) -> list[Span]:
+    spans = [
+        replace(span, about=f"box {box.slot_id}", attributes={"num_bytes": box.asked.num_bytes})
+        for box in boxes
+        for span in state_spans(box.story, BOX, depth=depth)
+    ]
+    return sorted(spans, key=lambda span: span.start_s)
