@@ -38,7 +38,7 @@ from kvbus.table.events import DrainStarted, EngineLost, Stopped
 from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather import Packing
-from kvbus_prefill.handshake import answer_handshake
+from kvbus_prefill.handshake import Handshakes
 from kvbus_prefill.lending import MemoryLender
 from kvbus_prefill.observe import READINGS, OfferSpans, PrefillMetrics
 from kvbus_prefill.offer import events as ev
@@ -68,6 +68,7 @@ class PrefillService:
         self._packing = Packing(agent, config, self._metrics, self._table)
         self._spans = OfferSpans(self._table, self._packing.boxes_of)
         self._lender = MemoryLender(agent, config)
+        self._handshakes = Handshakes(agent, config, self._table, self._lender)
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
@@ -80,16 +81,14 @@ class PrefillService:
         """An offer, or what becomes of one."""
         return {
             MakeOffer: self._open,
-            ExtendOffer: self._extend,
-            SealOffer: self._seal,
-            WithdrawOffer: self._change,
+            **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change),
         }
 
     def peer_handlers(self) -> Handlers:
         """A reader shakes hands, uses a lease or wants boxes packed, or a router withdraws."""
         about_offers = (Claim, Renew, Take, Release, PeerWithdraw, Forgo)
         return {
-            Handshake: self._shake_hands,
+            Handshake: self._handshakes.answer,
             **dict.fromkeys(about_offers, self._forward),
             Meet: Shared(self._meet, self._config.max_offers),
             **self._packing.handlers(),
@@ -175,12 +174,6 @@ class PrefillService:
         """What is remembered of offers."""
         return self._spans.remembered(asked)
 
-    def _shake_hands(self, handshake: Handshake, call: Call) -> None:
-        shake = partial(
-            answer_handshake, self._agent, self._config, self._table, lender=self._lender
-        )
-        self._agent.tasks.start_soon(shake, handshake, call)
-
     def _forward(self, message: Message, call: Call) -> None:
         """The table answers."""
         key, fresh = call.session.sender.key, new_secret()
@@ -226,24 +219,18 @@ class PrefillService:
             )
         )
 
-    def _extend(self, more: ExtendOffer, call: Call) -> None:
-        engine = self._agent.engines.engine_of(call)
-        offer = self._table.live.get(more.offer_id)
-        if offer is not None and offer.engine_id == engine.engine_id:
-            check_tables(engine, offer.tables_with(more.tables), more.num_tokens, sealed=False)
-        self._change(more, call)
-
-    def _seal(self, sealed: SealOffer, call: Call) -> None:
-        engine = self._agent.engines.engine_of(call)
-        offer = self._table.live.get(sealed.offer_id)
-        if offer is not None and offer.engine_id == engine.engine_id:
-            check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
-        self._change(sealed, call)
-
-    def _change(self, message: Message, call: Call) -> None:
+    def _change(self, message: ExtendOffer | SealOffer | WithdrawOffer, call: Call) -> None:
         """What an engine wants of its own offer."""
-        engine_id = self._agent.engines.engine_of(call).engine_id
-        self._driver.dispatch(ev.Asked(message=message, reply_to=call, engine_id=engine_id))
+        engine = self._agent.engines.engine_of(call)
+        offer = self._table.live.get(message.offer_id)
+        if offer is not None and offer.engine_id == engine.engine_id:
+            match message:
+                case ExtendOffer(num_tokens=num_tokens, tables=more):
+                    check_tables(engine, offer.tables_with(more), num_tokens, sealed=False)
+                case SealOffer():
+                    check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
+        changed = ev.Asked(message=message, reply_to=call, engine_id=engine.engine_id)
+        self._driver.dispatch(changed)
 
     def _publish(self, command: ev.Publish) -> None:
         self._agent.publisher.publish(command.op, command.body)

@@ -1,6 +1,6 @@
 """Lends the memory of engines to decode agents of this machine, read-only, by a Unix socket.
 
-Refuses other users, who does not hold the right to the memory, and a second engine on one
+Other users are refused, readers without the right to the memory, and a second engine on one
 connection: its end is how a reader learns that the engine is gone.
 """
 
@@ -33,29 +33,28 @@ log = structlog.get_logger()
 
 MAX_CONNECTIONS = 256
 MAX_PROCESS_CONNECTIONS = 192
-"""One for each engine of ours that a decode agent reads; others find room besides."""
+"""One for each engine here that a decode agent reads; others find room besides."""
 
 
 class MemoryLender:
     """The memory socket; ``socket_for`` is what a handshake tells of it."""
 
     def __init__(self, agent: Agent, config: PrefillConfig) -> None:
-        self._agent = agent
+        self._agent, self._config = agent, config
         self._readers: dict[AttachConnection, LocalEngine] = {}
         self._refusals = Refusals(agent.metrics, lines_s=config.max_refusal_lines_s)
         self._closed = "closed by the prefill agent's config (mapped = false)"
         self._server = AttachServer(
             agent.folder / MEMORY_SOCKET,
             self._answer,
-            self._end,
+            lambda connection: self._readers.pop(connection, None),
             max_connections=MAX_CONNECTIONS,
             max_process_connections=MAX_PROCESS_CONNECTIONS,
         )
-        self._opens = config.mapped
 
     async def open(self) -> None:
         """Listen, unless the config says no; what keeps it from that is told in each handshake."""
-        if not self._opens:
+        if not self._config.mapped:
             return
         try:
             await self._agent.tasks.start(self._server.serve)
@@ -72,14 +71,13 @@ class MemoryLender:
 
     def socket_for(self, engine: LocalEngine) -> MemorySocket:
         """Where the engine's memory is lent, or why it is not."""
-        closed = self._closed
-        if not closed and any(mapping is None for *_, mapping in _segments(engine)):
+        closed, mappings = self._closed, [mapping for *_, mapping in _segments(engine)]
+        if not closed and None in mappings:
             closed = "the prefill engine is on a GPU"
-        if not closed and any(mapping.lent_fd is None for *_, mapping in _lent(engine)):
+        if not closed and any(one is not None and one.lent_fd is None for one in mappings):
             closed = "the prefill agent has too many open files (ulimit -n) to lend more"
-        if closed:
-            return MemorySocket(machine=machine_id(), closed=closed)
-        return MemorySocket(path=str(self._server.path), machine=machine_id())
+        path = "" if closed else str(self._server.path)
+        return MemorySocket(path=path, machine=machine_id(), closed=closed)
 
     def sharing(self) -> Sharing:
         """What the status says of it."""
@@ -92,7 +90,7 @@ class MemoryLender:
                 connection.hang_up()
 
     async def _answer(
-        self, connection: AttachConnection, message: dict[str, Any], fds: list[int]
+        self, connection: AttachConnection, message: dict[str, Any], _: list[int]
     ) -> PassingAnswer:
         try:
             return self._lend(connection, message)
@@ -110,14 +108,14 @@ class MemoryLender:
         engine = self._engine(wanted)
         if self._readers.setdefault(connection, engine) is not engine:
             raise LocalError("this connection is for another engine", code=ErrorCode.STALE)
-        lent = list(_lent(engine))
+        lent = [(rank, name, one) for rank, name, one in _segments(engine) if one is not None]
         some = lent[wanted.first : wanted.first + MAX_LENT_AT_ONCE]
         segments = tuple(LentSegment(rank, name, one.size_bytes) for rank, name, one in some)
         answer = MemoryLent(self._agent.identity.boot, len(lent), segments)
         return PassingAnswer(to_body(answer), _duplicates([one for *_, one in some]))
 
     def _engine(self, wanted: LendMemory) -> LocalEngine:
-        """The engine that is asked for, for who has the right to it; raises `LocalError`."""
+        """The engine that is asked for, if the right to it is shown; raises `LocalError`."""
         if wanted.agent_boot != self._agent.identity.boot:
             raise LocalError("another process of the agent is here", code=ErrorCode.STALE)
         engine = self._agent.engines.part(wanted.engine_id, (), access=wanted.access)
@@ -126,9 +124,6 @@ class MemoryLender:
         if closed := self.socket_for(engine).closed:
             raise LocalError(f"the memory is not lent: {closed}", code=ErrorCode.CONFIG)
         return engine
-
-    def _end(self, connection: AttachConnection) -> None:
-        self._readers.pop(connection, None)
 
 
 def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, SegmentMapping | None]]:
@@ -140,14 +135,8 @@ def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, SegmentMapping | 
             yield memory.rank.rank, segment.segment_id, shared
 
 
-def _lent(engine: LocalEngine) -> Iterator[tuple[int, str, SegmentMapping]]:
-    for rank, name, mapping in _segments(engine):
-        if mapping is not None:
-            yield rank, name, mapping
-
-
 # A reply may wait for its reader, and the engine end meanwhile. Its descriptors are closed then,
-# and their numbers may be those of other files at once: what is sent is a copy of our own.
+# and their numbers may be those of other files at once: what is sent is a copy of them.
 def _duplicates(mappings: list[SegmentMapping]) -> list[int]:
     """A descriptor of each; raises `LocalError` (``busy``) when no more can be had."""
     fds: list[int] = []
