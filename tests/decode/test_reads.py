@@ -12,6 +12,7 @@ import pytest
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.table.events import DeadlinePassed, Stopped
 from kvbus_decode import read
+from kvbus_decode.fetch.events import ReadEnded, StopReads
 
 ev = read.events
 Stage = read.Stage
@@ -85,7 +86,7 @@ def compared(number: int = 0, error: KVBusError | None = None) -> Make:
 
 
 def stopped(of: Chunk) -> ev.Event:
-    return ev.ReadStopped(of.key, ABORTED)
+    return StopReads(of.key)
 
 
 def gone(engine: str = "engine") -> Make:
@@ -112,7 +113,7 @@ def done(commands: list[ev.Command], of: Chunk) -> list[str]:
                 words.append(f"release {command.slot_ids[0]}")
             case ev.RecycleTransport():
                 words.append("recycle")
-            case ev.ChunkEnded():
+            case ReadEnded():
                 error = "" if command.error is None else f" {command.error.code}"
                 words.append(f"end {command.num_bytes} {command.path}{error}".replace("  ", " "))
             case ev.Begin():

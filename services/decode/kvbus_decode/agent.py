@@ -11,8 +11,8 @@ from kvbus.agent.access import load_ticket_keys
 from kvbus.agent.engines import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, new_secret
-from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.engine import BlocksFreed, CancelFetch, Landed, StartFetch
+from kvbus.errors import ErrorCode, LocalError
+from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
 from kvbus.protocol.events import FetchEvent
 from kvbus.protocol.peer import CancelPart, FetchPart
 from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
@@ -32,10 +32,9 @@ from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.lease_client import LeaseClient
 from kvbus_decode.peer.route import Route
 from kvbus_decode.peer.warm import WarmPeers
-from kvbus_decode.read.chunk import check_tables, make_chunk
+from kvbus_decode.read.chunk import check_tables
 from kvbus_decode.read.paths import ahead_of
 from kvbus_decode.read.reader import Reader
-from kvbus_decode.read.table import ChunkEnded
 from kvbus_decode.tickets import TicketGate
 
 log = structlog.get_logger()
@@ -58,24 +57,22 @@ class DecodeService:
             agent, config, self._tickets, self._dispatch, self._prepare
         )
         self._metrics = DecodeMetrics(agent.metrics)
-        self._reader = Reader(agent, config, self._metrics)
+        self._reader = Reader(agent, config, self._metrics, leases.active, self._dispatch)
         self._costs = CostBook(agent, leases, self._reader)
         self._warm = WarmPeers(agent, config, leases.peers, leases.routes, self._reader.warm_up)
         leases.on_news = self._warm.see_peer
         self._parts = PartServer(self._begin_part, self._dispatch)
-        others = PartClient(agent, config, leases, self._dispatch)
+        self._others = PartClient(agent, config, leases, self._dispatch)
         self._driver.commands |= {
             ev.Ask: leases.ask,
             ev.Tell: leases.tell,
             ev.ResolvePeer: leases.resolve,
             ev.HoldPeer: leases.hold_peer,
-            ev.ReadChunk: self._read_chunk,
-            ev.StopRead: self._stop_read,
-            ev.AskOthers: others.ask,
-            ev.StopOthers: others.stop,
-            ev.ReportLanded: self._report_landed,
+            ev.ReadChunk: self._reader.read_chunk,
+            ev.StopReads: self._stop_reads,
+            ev.AskOthers: self._others.ask,
+            ev.Notify: self._notify,
             ev.ReportFetched: self._report_fetched,
-            ev.ReportBlocksFreed: self._report_blocks_freed,
         }
         self._spans = FetchSpans(self._table, self._reader.story_of)
         self._idle = anyio.Event()
@@ -255,7 +252,7 @@ class DecodeService:
             )
         check_tables(engine, asked.tables, asked.first_token, asked.num_tokens)
         ticket = requested.ticket
-        route = None if requested.meets else self._leases.routes.find(ticket, engine)
+        route = None if not requested.has_met else self._leases.routes.find(ticket, engine)
         if route is not None:
             choice = self._reader.choose(route, asked.first_token, asked.num_tokens)
             if self._reader.is_ready(choice, requested):
@@ -273,30 +270,9 @@ class DecodeService:
     async def _prepare(self, route: Route, requested: ev.Requested) -> object:
         return await self._reader.prepare(route, requested)
 
-    def _read_chunk(self, command: ev.ReadChunk) -> None:
-        fetch = self._leases.active[command.fetch_id]
-        try:
-            chunk = make_chunk(fetch, command, one_in=self._config.digest_one_in)
-        except KVBusError as error:
-            self._dispatch(ev.ChunkRead(command.fetch_id, 0, error))
-            return
-        self._reader.start(command.fetch_id, chunk, fetch.choice, self._on_chunk_ended)
-
-    def _on_chunk_ended(self, ended: ChunkEnded) -> None:
-        self._dispatch(ev.ChunkRead(str(ended.key), ended.num_bytes, ended.error, ended.path))
-
-    def _stop_read(self, command: ev.StopRead) -> None:
-        error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
-        self._reader.stop_read(command.fetch_id, error)
-
-    def _report_landed(self, command: ev.ReportLanded) -> None:
-        name = self._name_of(command.fetch_id)
-        self._notify(command.fetch_id, Landed(fetch_id=name, num_tokens=command.num_tokens))
-
-    def _name_of(self, fetch_id: str) -> str:
-        """What the engine calls the fetch."""
-        fetch = self._table.find(fetch_id)
-        return "" if fetch is None else fetch.requested.asked.fetch_id
+    def _stop_reads(self, command: ev.StopReads) -> None:
+        self._others.stop(command)
+        self._reader.stop_reads(command)
 
     def _report_fetched(self, report: ev.ReportFetched) -> None:
         """The engine first: it waits, while the log and the counters do not."""
@@ -314,8 +290,7 @@ class DecodeService:
             self._tickets.complete(fetch.requested.ticket)
             self._costs.observe(fetched, fetch)
         if fetched.blocks_free:
-            self._leases.end(fetch_id)
-            self._export(fetch_id)
+            self._end(fetch_id)
         else:
             self._leases.drain(fetch_id)
         self._metrics.observe(report)
@@ -328,33 +303,29 @@ class DecodeService:
         )
         self._agent.publisher.publish(f"fetch.{fetched.outcome}", event)
 
-    def _report_blocks_freed(self, freed: ev.ReportBlocksFreed) -> None:
-        name = self._name_of(freed.fetch_id)
-        log.info("blocks.freed", fetch_id=name)
-        part = self._parts.find(freed.fetch_id)
-        if part is not None:
-            part.end()
-        else:
-            self._notify(freed.fetch_id, BlocksFreed(fetch_id=name))
-        self._leases.end(freed.fetch_id)
-        self._export(freed.fetch_id)
+    def _notify(self, command: ev.Notify) -> None:
+        """Tell the engine that asked; one that came back under its id does not know the fetch."""
+        fetch_id, notice = command.fetch_id, command.message
+        part, fetch = self._parts.find(fetch_id), self._leases.active.get(fetch_id)
+        if part is None and fetch is not None:
+            fetch.engine.notify(notice)
+        if isinstance(notice, BlocksFreed):
+            log.info("blocks.freed", fetch_id=notice.fetch_id)
+            if part is not None:
+                part.end()
+            self._end(fetch_id)
 
-    def _export(self, fetch_id: str) -> None:
-        """Its spans go to the collector, if there is one."""
+    def _end(self, fetch_id: str) -> None:
+        """It holds nothing any more; its spans go to the collector, if there is one."""
+        self._leases.end(fetch_id)
         fetch = self._table.find(fetch_id)
         if self._agent.sender is not None and fetch is not None:
             requested, ticket = fetch.requested, fetch.requested.ticket
             asked = requested.asked
             # it may never have met an offer
-            trace_name = asked.fetch_id if requested.meets else ticket.offer_id
+            trace_name = ticket.offer_id if requested.has_met else asked.fetch_id
             traces = asked.traceparent, ticket.traceparent
             self._agent.sender.put(self._spans.later(fetch), trace_name, *traces)
-
-    def _notify(self, fetch_id: str, notice: Landed | BlocksFreed) -> None:
-        """Tell the engine that asked; one that came back under its id does not know the fetch."""
-        fetch = self._leases.active.get(fetch_id)
-        if fetch is not None:
-            fetch.engine.notify(notice)
 
     def _check_idle(self) -> None:
         if not self._table.live:

@@ -3,7 +3,7 @@
 All of it comes out of one record, `ReportFetched`, and the stories of the tables.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -148,7 +148,7 @@ LEGS = Reading(
         (LegState.READING, LegState.COPYING): "scattering",
     },
 )
-StoryOf = Callable[[Hashable], Story | None]
+StoryOf = Callable[[str], Story | None]
 
 
 class FetchSpans:

@@ -123,7 +123,7 @@ class PartClient:
         self._asked[fetch.fetch_id] = parts
         self._agent.tasks.start_soon(self._fetch, fetch, parts)
 
-    def stop(self, command: ev.StopOthers) -> None:
+    def stop(self, command: ev.StopReads) -> None:
         """Have them end."""
         for one in self._asked.get(command.fetch_id, ()):
             one.stop()
@@ -155,7 +155,7 @@ class PartClient:
         fetched = [one.answer for one in parts if isinstance(one.answer, PartFetched)]
         path = next((one.path for one in fetched if one.path), "")
         num_bytes = sum(one.num_bytes for one in fetched)
-        self._dispatch(ev.OthersEnded(fetch.fetch_id, num_bytes, path))
+        self._dispatch(ev.ReadEnded(fetch.fetch_id, num_bytes, None, path, elsewhere=True))
 
     async def _fetch_one(self, fetch: ActiveFetch, part: _Asked) -> None:
         """Return when the other agent has fetched its part, or cannot write any more."""

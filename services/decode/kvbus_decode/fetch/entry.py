@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Fetched, Outcome, StageTimes
-from kvbus.protocol.peer import Granted
+from kvbus.protocol.message import Request
+from kvbus.protocol.peer import Claim, Granted, Take
 from kvbus.table import Context as AnyContext
 from kvbus.table import Key, Story
 from kvbus_decode.fetch import events as ev
@@ -51,15 +53,7 @@ class FetchState(StrEnum):
     """The engine did not want the KV any more; nothing is in flight."""
 
 
-STAGES = (
-    FetchState.MEETING,
-    FetchState.RESOLVING,
-    FetchState.QUEUED,
-    FetchState.CLAIMING,
-    FetchState.WAITING,
-    FetchState.READING,
-    FetchState.TAKING,
-)
+STAGES = tuple(FetchState)[: list(FetchState).index(FetchState.DRAINING)]
 ENDS = (FetchState.COMPLETED, FetchState.FAILED, FetchState.CANCELLED)
 UNDER_WAY = (FetchState.CLAIMING, FetchState.READING, FetchState.TAKING)
 
@@ -98,67 +92,55 @@ class ReaderLease:
     epoch: int
     token: str = field(repr=False)
     expires_at: float
-    renew_at: float
-    renewing: bool = False
 
 
 @dataclass(slots=True)
 class FetchEntry:
     """One fetch; ``deadline`` is absolute, and so is ``answer_until``, the end of its grace.
 
-    ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``read_to`` is where the
-    chunks that have landed end. ``chunk`` is set from ReadChunk to ChunkRead. ``claiming`` while a
-    claim is under way; ``ask_again_at`` is when the next is due, or the next take. ``hinted`` is
-    True when news came in while a claim, a renewal or a take was under way, whose reply may be
-    older. ``in_doubt`` while only the ticket says what the offer is.
-    ``routers_names`` are those of its rendezvous, by which the router knows it when it has met.
-    ``asking`` while other agents of the engine may write for their parts.
-    ``place`` is None before its turn, and after it let others begin; then ``place_until`` has no
-    meaning.
+    ``question`` is what the prefill agent was asked last and has not answered, ``ask_at`` when it
+    is asked next. ``hinted`` is True when news came in between: the answer may be older.
+    ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``in_doubt`` while only
+    the ticket says so. ``num_read`` tokens have landed. In flight are the ``chunk``, and while
+    ``others_read`` the parts of other agents. ``place`` is None before its turn, and after it let
+    others begin; then ``place_until`` has no meaning.
     """
 
     requested: ev.Requested
     deadline: float
     answer_until: float
-    state: FetchState = FetchState.RESOLVING
-    entered_at: float = 0.0
+    state: FetchState
+    entered_at: float
     stages_s: dict[FetchState, float] = field(default_factory=dict)
+    question: Request[Any] | None = None
+    ask_at: float | None = None
+    hinted: bool = False
     held: ReaderLease | None = None
-    claiming: bool = False
-    ask_again_at: float | None = None
     place: int | None = None
     place_until: float = 0.0
     tables: dict[str, BlockTable] = field(default_factory=dict)
     num_ready: int = 0
     sealed: bool = False
+    in_doubt: bool = False
     num_read: int = 0
     last_was_read: bool = False
     chunk: ev.ReadChunk | None = None
-    asking: bool = False
-    hinted: bool = False
+    others_read: bool = False
     num_bytes: int = 0
     path: str = ""
     read_ahead: bool = False
-    in_doubt: bool = False
-    ends_as: FetchState = FetchState.FAILED
+    ends_as: FetchState = FetchState.COMPLETED
     error: KVBusError | None = None
-    routers_names: tuple[str, ...] = field(default=(), repr=False)
     story: Story = field(default_factory=Story, compare=False)
     key: str = field(init=False)
-    fetch_id: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = self.fetch_id = self.requested.fetch_id
-
-    @property
-    def agent_boot(self) -> str:
-        """The process that has the offer."""
-        return self.requested.ticket.agent_boot
+        self.key = self.requested.fetch_id
 
     @property
     def turn(self) -> Key:
         """What it waits for a place under."""
-        return Key(self.agent_boot, self.requested.asked.priority)
+        return Key(self.requested.ticket.agent_boot, self.requested.asked.priority)
 
     @property
     def read_to(self) -> int:
@@ -168,33 +150,7 @@ class FetchEntry:
     @property
     def in_flight(self) -> bool:
         """Whether something may write into its blocks, here or by another agent."""
-        return self.chunk is not None or self.asking
-
-    def next_chunk(self) -> ev.ReadChunk | None:
-        """All that is ready and not read yet, or the state that came with the seal, or None.
-
-        Less of it when the engine wants smaller chunks. None though the offer is sealed means that
-        everything was read.
-        """
-        asked, has_state = self.requested.asked, self.requested.has_state
-        wanted, chunk_tokens = asked.num_tokens, asked.chunk_tokens
-        stop = min(self.num_ready, wanted)
-        if chunk_tokens:
-            stop = min(stop, (self.read_to // chunk_tokens + 1) * chunk_tokens)
-        does_more = (has_state or asked.zero_tail) and wanted > asked.first_token
-        lacks_last = self.sealed and does_more and not self.last_was_read
-        if stop <= self.read_to and not lacks_last:
-            return None
-        last = self.sealed and stop == wanted
-        epoch, token = self.lease
-        return ev.ReadChunk(
-            self.fetch_id, epoch, token, dict(self.tables), self.read_to, stop, last
-        )
-
-    @property
-    def lease(self) -> tuple[int, str]:
-        """The epoch and the token of the lease; 0 and nothing before there is one."""
-        return (self.held.epoch, self.held.token) if self.held else (0, "")
+        return self.chunk is not None or self.others_read
 
     @property
     def is_over(self) -> bool:
@@ -202,23 +158,12 @@ class FetchEntry:
         return self.state in ENDS
 
     @property
-    def due_at(self) -> float | None:
-        """When somebody must look at this fetch again; None while only its read can end it."""
-        if self.state is FetchState.DRAINING or self.state in ENDS:
-            return None
-        times = [self.ends_at]
-        if self.place is not None:
-            times.append(self.place_until)
-        if self.ask_again_at is not None:
-            times.append(self.ask_again_at)
-        if self.held is not None and self.state is not FetchState.TAKING:
-            times.append(self.held.expires_at)
-            if not self.held.renewing:
-                times.append(self.held.renew_at)
-        return min(times)
+    def is_claiming(self) -> bool:
+        """Whether it was asked for a lease, and no answer has come."""
+        return isinstance(self.question, Claim)
 
     # A yes ends the offer, and its reply takes a while. Who gives up at the deadline while it is on
-    # its way fails a fetch that has all its bytes, and an offer is gone that nobody can read again:
+    # its way fails a fetch that has all its bytes, and an offer is gone that cannot be read again:
     #
     #     reader   last byte ─▶ take ──────┐        deadline      ┌─▶ completed, a little late
     #     offer                            └▶ yes: released ──────┘
@@ -229,27 +174,57 @@ class FetchEntry:
     @property
     def is_undecided(self) -> bool:
         """Whether it was asked for a yes, and no answer has come."""
-        return self.state is FetchState.TAKING and self.ask_again_at is None
+        return isinstance(self.question, Take)
 
     @property
     def ends_at(self) -> float:
         """When it has failed, whatever happens after that."""
         return self.answer_until if self.is_undecided else self.deadline
 
+    def timeout_s(self, at: Context) -> float:
+        """How long what is asked now may take: a take is asked again before the deadline only."""
+        longest_s, left_s = at.limits.request_timeout_s, self.deadline - at.now
+        if self.state is FetchState.TAKING:
+            return longest_s if longest_s < left_s else self.answer_until - at.now
+        return max(1e-3, min(longest_s, left_s))
+
+    @property
+    def due_at(self) -> float | None:
+        """When the table must look at it again; None while only the end of its reads can end it."""
+        if self.state is FetchState.DRAINING or self.state in ENDS:
+            return None
+        times = [self.ends_at]
+        if self.place is not None:
+            times.append(self.place_until)
+        if self.ask_at is not None:
+            times.append(self.ask_at)
+        if self.held is not None and self.state is not FetchState.TAKING:
+            times.append(self.held.expires_at)
+        return min(times)
+
     def makes_progress(self, now: float) -> bool:
         """Whether it keeps its place: it does nothing while it waits for tokens, or has stalled."""
-        waits = self.ask_again_at is not None and self.chunk is None
-        is_active = self.state in UNDER_WAY and not waits
-        return is_active and now < self.place_until
+        waits = self.ask_at is not None and self.chunk is None
+        return self.state in UNDER_WAY and not waits and now < self.place_until
 
-    def request_timeout_s(self, at: Context) -> float:
-        """How long one request for this fetch may take."""
-        return max(1e-3, min(at.limits.request_timeout_s, self.deadline - at.now))
+    def next_chunk(self) -> ev.ReadChunk | None:
+        """All that is ready and not read yet, or the state that came with the seal, or None.
 
-    def yes_timeout_s(self, at: Context) -> float:
-        """How long a question for the yes may take: it is asked again before the deadline only."""
-        ends_in_time = at.now + at.limits.request_timeout_s < self.deadline
-        return at.limits.request_timeout_s if ends_in_time else self.answer_until - at.now
+        Less of it when the engine wants smaller chunks. None though the offer is sealed means that
+        everything was read.
+        """
+        asked, has_state = self.requested.asked, self.requested.has_state
+        wanted, chunk_tokens, start = asked.num_tokens, asked.chunk_tokens, self.read_to
+        stop = min(self.num_ready, wanted)
+        if chunk_tokens:
+            stop = min(stop, (start // chunk_tokens + 1) * chunk_tokens)
+        does_more = (has_state or asked.zero_tail) and wanted > asked.first_token
+        lacks_last = self.sealed and does_more and not self.last_was_read
+        if stop <= start and not lacks_last:
+            return None
+        last = self.sealed and stop == wanted
+        epoch, token = (self.held.epoch, self.held.token) if self.held else (0, "")
+        return ev.ReadChunk(self.key, epoch, token, dict(self.tables), start, stop, last)
 
     def retire(self) -> None:
         """Keep no tables, and not the request that is answered."""
@@ -271,11 +246,6 @@ class FetchEntry:
             spent = self.stages_s.get(self.state, 0.0) + now - self.entered_at
             self.stages_s[self.state] = spent
         self.state, self.entered_at = state, now
-
-    def know(self, ahead: ev.Ahead) -> None:
-        """Take the ticket's word for what the offer is; the prefill agent's follows."""
-        self.read_ahead, self.in_doubt, self.sealed = True, True, True
-        self.tables, self.num_ready = dict(ahead.tables), self.requested.ticket.num_tokens
 
     def hold(self, sent_at: float, granted: Granted) -> None:
         """Take over what a claim or a renewal granted.
@@ -313,43 +283,31 @@ class FetchEntry:
         self.num_ready, self.sealed = granted.num_tokens, granted.sealed
 
     def receive(self, sent_at: float, granted: Granted) -> None:
-        """The lease is ours, to use or to give back."""
-        lease_s = granted.lease_s
-        self.held = ReaderLease(
-            granted.epoch, granted.token, sent_at + lease_s, sent_at + lease_s / 3
-        )
+        """The lease is ours, to use or to give back; it is renewed after a third of its time."""
+        lease_s, self.question = granted.lease_s, None
+        self.held = ReaderLease(granted.epoch, granted.token, sent_at + lease_s)
+        self.ask_at = sent_at + lease_s / 3
 
-    def land(self, ended: ev.ChunkRead) -> None:
-        """The chunk is over; its tokens count when all its bytes have landed."""
-        chunk, self.chunk = self.chunk, None
+    def land(self, ended: ev.ReadEnded) -> None:
+        """The chunk is over, and its tokens count when all its bytes have landed; or the parts."""
         self.num_bytes += ended.num_bytes
-        self.path = ended.path or self.path
+        if ended.elsewhere:
+            self.others_read, self.path = False, self.path or ended.path
+            return
+        chunk, self.chunk, self.path = self.chunk, None, ended.path or self.path
         if chunk is not None and ended.error is None:
             self.num_read += chunk.stop - chunk.start
             self.last_was_read = chunk.last
 
-    def end_others(self, ended: ev.OthersEnded) -> None:
-        """No other agent writes for it any more."""
-        self.asking = False
-        self.num_bytes += ended.num_bytes
-        self.path = self.path or ended.path
-
-    def report(
-        self,
-        outcome: Outcome,
-        stage: FetchState,
-        *,
-        blocks_free: bool,
-        undecided: bool = False,
-    ) -> ev.ReportFetched:
+    def report(self, stage: FetchState, *, undecided: bool = False) -> ev.ReportFetched:
         """How the fetch ended; ``stage`` is the state that it ended in."""
-        error = self.error
+        error, requested = self.error, self.requested
         fetched = Fetched(
-            fetch_id=self.requested.asked.fetch_id,
-            request_id=self.requested.ticket.request_id,
-            outcome=outcome,
+            fetch_id=requested.asked.fetch_id,
+            request_id=requested.ticket.request_id,
+            outcome=Outcome(self.ends_as.value),
             stage=stage.value,
-            blocks_free=blocks_free,
+            blocks_free=self.state is not FetchState.DRAINING,
             code="" if error is None else error.code.value,
             message="" if error is None else error.message,
             num_bytes=self.num_bytes,
@@ -357,10 +315,10 @@ class FetchEntry:
             stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
         )
         return ev.ReportFetched(
-            fetch_id=self.fetch_id,
-            engine_id=self.requested.engine_id,
+            fetch_id=self.key,
+            engine_id=requested.engine_id,
             fetched=fetched,
-            reply_to=self.requested.reply_to,
+            reply_to=requested.reply_to,
             ahead=self.read_ahead,
             leased=self.held is not None,
             undecided=undecided,

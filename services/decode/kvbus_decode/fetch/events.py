@@ -1,7 +1,7 @@
-"""What can happen to fetches, and what the agent is told to do about it.
+"""What can happen to fetches, and what the agent is told to do about it: values without behaviour.
 
-Refuses behaviour: these are values. `kvbus_decode.fetch.transitions` says which event leads
-to which command. ``reply_to`` is what the agent uses to answer the request that caused an event.
+``fetch_id`` is the key of a fetch, see `fetch_key`; ``reply_to`` is what the agent uses to answer
+the request that caused an event.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from typing import Any
 
 from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import AgentRanks, Fetched, StartFetch
+from kvbus.protocol.engine import AgentRanks, BlocksFreed, Fetched, Landed, StartFetch
 from kvbus.protocol.message import Message, Request
 from kvbus.protocol.peer import Forgo, PeerWithdraw, Release
-from kvbus.protocol.ticket import Rendezvous, Ticket
+from kvbus.protocol.ticket import UNKNOWN, Rendezvous, Ticket
 from kvbus.table.events import (
     DeadlinePassed,
     DrainStarted,
@@ -28,7 +28,7 @@ from kvbus.table.events import (
 
 # Why bytes that were read without a lease can never be wrong tokens:
 #
-#     blocks   last write ───────────────────────────────────────── released, written anew
+#     blocks   last write ───────────────────────────────────────── released, written again
 #     ticket      └ names them ──▶
 #     offer           sealed
 #     fetch                        READ ──────────┤ last byte
@@ -39,8 +39,8 @@ from kvbus.table.events import (
 # sealed and live then and that these were its blocks: so the READ lies between the two. A lease
 # adds nothing to the bytes. It keeps the offer from expiring under a long read, keeps other readers
 # away, and makes the prefill agent drive what needs its progress. A yes ends the offer, so that of
-# many readers one gets it. It is said again to the fetch that got it and to nobody else: to who
-# shows its token, which is new for each fetch.
+# many readers one gets it. It is said again to the fetch that got it and to no other: to the one
+# that shows its token, which is new for each fetch.
 #
 # An engine that names the blocks itself seals at the same moment, and the ticket may be faster than
 # the seal. What the prefill agent says of an offer that is still open bears nothing out: a lease on
@@ -61,16 +61,14 @@ class Ahead:
 class Requested(Value, frozen=True):
     """What was ``asked`` for, with all that the agent knows of it.
 
-    ``fetch_id`` is the key of the fetch, see `fetch_key`; ``asked`` has the name that its engine
-    gave it. ``ticket`` is what was shown; while the fetch ``meets``, there is none yet, and it says
-    what is known of it. ``has_state`` when the engine has groups of opaque state: theirs is that of
-    the last token, so it is read once the offer is sealed. ``route`` is how the prefill engine is
-    read, None when that is not known yet and the peer has to be resolved, or when this agent is not
-    ready to read; ``choice`` is the path that was chosen on it. ``ahead`` when the ticket's own
-    blocks can be read at once. With the ``take_token``, drawn for this fetch, a yes to its take is
-    said again, and to no other. ``others`` are the agents that have other ranks of the engine: each
-    is asked for its part. One that is a part of another agent's fetch has the ``access`` to its
-    engine, whose home is there.
+    ``ticket`` is what was shown; before the fetch has met the offer of ``meets``, it says what is
+    known of it. ``has_state`` when the engine has groups of opaque state: theirs is that of the
+    last token, so it is read once the offer is sealed. ``route`` is how the prefill engine is read,
+    None when the peer has to be resolved, or when this agent is not ready to read; ``choice`` is
+    the path that was chosen on it. ``ahead`` when the ticket's own blocks can be read at once. With
+    the ``take_token``, drawn for this fetch, a yes to its take is said again, and to no other.
+    ``others`` are the agents that have other ranks of the engine. A part of another agent's fetch
+    has the ``access`` to its engine, whose home is there.
     """
 
     fetch_id: str
@@ -87,6 +85,11 @@ class Requested(Value, frozen=True):
     route: object = None
     choice: object = None
     ahead: Ahead | None = None
+
+    @property
+    def has_met(self) -> bool:
+        """Whether there is a ticket."""
+        return self.ticket.offer_id != UNKNOWN
 
 
 def fetch_key(engine_id: str, name: str) -> str:
@@ -141,54 +144,32 @@ class OfferAdvanced(Value, frozen=True):
     fetch_id: str
 
 
-class ChunkRead(Value, frozen=True):
-    """Nothing of the chunk is in flight any more; ``error`` is None when all bytes have landed.
+class ReadEnded(Value, frozen=True):
+    """Nothing of the chunk is in flight; ``error`` is None when all bytes have landed.
 
-    ``path`` names how they were read, empty when nothing was.
+    ``path`` names how they were read, empty when nothing was. ``elsewhere``: of the parts of other
+    agents, whose failure a `StepFailed` has told before.
     """
 
     fetch_id: str
-    num_bytes: int
+    num_bytes: int = 0
     error: KVBusError | None = None
     path: str = ""
-
-
-class OthersEnded(Value, frozen=True):
-    """Nothing of the parts of other agents is in flight any more; a failure is told before.
-
-    ``num_bytes`` were read by all of them, ``path`` is how one did.
-    """
-
-    fetch_id: str
-    num_bytes: int
-    path: str = ""
+    elsewhere: bool = False
 
 
 class CancelRequested(Value, frozen=True):
-    """The engine does not want the KV any more; with ``release_offer`` nobody does."""
+    """The engine does not want the KV any more; with ``release_offer`` no other reader does."""
 
     fetch_id: str
     reply_to: object
     release_offer: bool = False
 
 
-class PeerGone(Value, frozen=True):
-    """The process that the fetch reads from is gone, or has come back as another."""
-
-    agent_boot: str
-
-
 FetchEvent = (
-    Answered
-    | PeerReady
-    | TurnCame
-    | StepFailed
-    | OfferAdvanced
-    | ChunkRead
-    | OthersEnded
-    | CancelRequested
+    Answered | PeerReady | TurnCame | StepFailed | OfferAdvanced | ReadEnded | CancelRequested
 )
-TableEvent = PeerGone | EngineLost | DrainStarted | Stopped | DeadlinePassed
+TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = Requested | FetchEvent | TableEvent
 
 
@@ -201,7 +182,7 @@ class Ask(Value, frozen=True):
 
 
 class Tell(Value, frozen=True):
-    """Ask the agent of ``ticket`` to end something that nobody needs any more.
+    """Ask the agent of ``ticket`` to end something that is not needed any more.
 
     The answer does not matter: a lease and an offer end by themselves as well.
     """
@@ -226,7 +207,7 @@ class HoldPeer(Value, frozen=True):
 
 
 class ReadChunk(Value, frozen=True):
-    """Read a chunk, tokens [start, stop), out of ``tables``; answer `ChunkRead`, once.
+    """Read a chunk, tokens [start, stop), out of ``tables``; answer `ReadEnded`, once.
 
     Chunks of a fetch follow each other, one at a time. Groups of state are read with the ``last``
     one, which may have no tokens. Without a lease ``epoch`` is 0: nothing can be packed for it.
@@ -241,14 +222,8 @@ class ReadChunk(Value, frozen=True):
     last: bool
 
 
-class StopRead(Value, frozen=True):
-    """Post nothing more of the chunk; `ChunkRead` follows when what was posted is terminal."""
-
-    fetch_id: str
-
-
 class AskOthers(Value, frozen=True):
-    """Ask the other agents of the engine for their parts; answer `OthersEnded`, once.
+    """Ask the other agents of the engine for their parts; answer `ReadEnded` elsewhere, once.
 
     If one fails, `StepFailed` before that.
     """
@@ -256,17 +231,20 @@ class AskOthers(Value, frozen=True):
     fetch_id: str
 
 
-class StopOthers(Value, frozen=True):
-    """Have the other agents end their parts; `OthersEnded` follows when they have."""
+class StopReads(Value, frozen=True):
+    """Begin nothing more of the chunk and of the parts; `ReadEnded` follows when all has ended."""
 
     fetch_id: str
 
 
-class ReportLanded(Value, frozen=True):
-    """Tell the engine that tokens up to here are in its blocks; not yet that they are valid."""
+class Notify(Value, frozen=True):
+    """Tell the engine: tokens are in its blocks, not yet valid; or an ended fetch writes no more.
+
+    After `BlocksFreed` nothing follows.
+    """
 
     fetch_id: str
-    num_tokens: int
+    message: Landed | BlocksFreed
 
 
 class ReportFetched(Value, frozen=True):
@@ -285,13 +263,6 @@ class ReportFetched(Value, frozen=True):
     undecided: bool = False
 
 
-class ReportBlocksFreed(Value, frozen=True):
-    """Tell the engine that nothing writes into the blocks of an ended fetch any more."""
-
-    fetch_id: str
-    engine_id: str
-
-
 Command = (
     SendReply
     | Refuse
@@ -300,10 +271,8 @@ Command = (
     | ResolvePeer
     | HoldPeer
     | ReadChunk
-    | StopRead
     | AskOthers
-    | StopOthers
-    | ReportLanded
+    | StopReads
+    | Notify
     | ReportFetched
-    | ReportBlocksFreed
 )

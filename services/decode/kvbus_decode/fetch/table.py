@@ -6,21 +6,14 @@ from kvbus.table import Context, FairPool, Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchEntry, FetchLimits, FetchState
-from kvbus_decode.fetch.steps import Commands, release
-from kvbus_decode.fetch.transitions import (
-    TRANSITIONS,
-    begin,
-    meet_first,
-    resolve,
-    wait_for_turn,
-)
+from kvbus_decode.fetch.transitions import TRANSITIONS, Commands, ask, release, resolve, start
 
 
 class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
-    """All fetches of one agent, by fetch id.
+    """All fetches of one agent, by key.
 
-    ``live`` are those that have not ended or whose blocks are not free yet. Refuses more fetches
-    than the limit, and a fetch id that was used already.
+    ``live`` are those that have not ended or whose blocks are not free yet. More fetches than the
+    limit are refused, and a key that was used already.
     """
 
     transitions = TRANSITIONS
@@ -50,16 +43,22 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return commands + self._take_turns(now) if self._places.num_waiting else commands
 
     def _handle_one(self, event: ev.Event, now: float) -> Commands:
+        if isinstance(event, ev.FetchEvent):
+            fetch = self.find(event.fetch_id)
+            return _answer_forgotten(event) if fetch is None else self._apply(fetch, event, now)
         if isinstance(event, ev.Requested):
             try:
                 return self._request(event, now)
             except KVBusError as error:
                 return [Refuse(event.reply_to, error)]
-        if isinstance(event, ev.TableEvent):
-            self.draining |= isinstance(event, DrainStarted | Stopped)
-            return self._apply_all(self._hit_by(event), event, now)
-        fetch = self.find(event.fetch_id)
-        return _answer_forgotten(event) if fetch is None else self._apply(fetch, event, now)
+        self.draining |= isinstance(event, DrainStarted | Stopped)
+        hit = [
+            fetch
+            for fetch in self.live.values()
+            if isinstance(event, Stopped)
+            or (isinstance(event, EngineLost) and fetch.requested.engine_id == event.engine_id)
+        ]
+        return self._apply_all(hit, event, now)
 
     def num_in(self, state: FetchState) -> int:
         """Fetches in ``state`` now."""
@@ -75,13 +74,36 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return [one for one in self.named(name) if one.requested.asked.fetch_id == name]
 
     def _names_of(self, entry: FetchEntry) -> tuple[str, ...]:
-        requested = entry.requested
-        return tuple(
-            {requested.ticket.request_id, requested.asked.fetch_id, *entry.routers_names} - {""}
-        )
+        """The engine's, and that of the offer; and those by which a router knows a rendezvous."""
+        requested, meets = entry.requested, entry.requested.meets
+        names = {requested.ticket.request_id, requested.asked.fetch_id}
+        if meets is not None:
+            names |= {meets.transfer_id, meets.request_id}
+        return tuple(names - {""})
 
     def _request(self, event: ev.Requested, now: float) -> Commands:
         """Admit a fetch; raises `LocalError`."""
+        self._check_room(event)
+        deadline, at = now + event.timeout_s, Context(now, self.limits)
+        fetch = FetchEntry(
+            requested=event,
+            deadline=deadline,
+            answer_until=deadline + self.limits.take_grace_s,
+            state=_first_state(event),
+            entered_at=now,
+        )
+        if fetch.state is FetchState.MEETING:
+            commands: Commands = [ask(fetch, at)]
+        elif fetch.state is FetchState.RESOLVING:
+            commands = [resolve(fetch, at)]
+        else:
+            commands = start(fetch, event, at) if self._take_place(fetch, now) else []
+            if not any(isinstance(one, ev.Ask) for one in commands):  # which holds its peer
+                commands.insert(0, ev.HoldPeer(fetch.key, event))
+        self._add(fetch, event, now, commands)
+        return commands
+
+    def _check_room(self, event: ev.Requested) -> None:
         if self.draining:
             raise LocalError("the agent is draining", code=ErrorCode.DRAINING)
         if self.find(event.fetch_id) is not None:
@@ -95,29 +117,11 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
                 code=ErrorCode.BUSY,
                 max_fetches=self.limits.max_fetches,
             )
-        deadline = now + event.timeout_s
-        answer_until = deadline + self.limits.take_grace_s
-        meets = event.meets
-        names = () if meets is None else (meets.transfer_id, meets.request_id)
-        fetch = FetchEntry(
-            event, deadline, answer_until, entered_at=now, routers_names=tuple(filter(None, names))
-        )
-        at = Context(now, self.limits)
-        if event.meets is not None:
-            commands = meet_first(fetch, at)
-        elif event.route is None:
-            commands = resolve(fetch, at)
-        elif self._take_place(fetch, now):
-            commands = begin(fetch, at)
-        else:
-            commands = wait_for_turn(fetch)
-        self._add(fetch, event, now, commands)
-        return commands
 
     def _take_place(self, fetch: FetchEntry, now: float) -> bool:
         """Whether a new fetch may begin; it waits for its turn otherwise."""
         self._places.wait(fetch.turn, fetch.key)
-        granted = self._places.acquire()  # nobody else waits while a place is free
+        granted = self._places.acquire()  # no other waits while a place is free
         if granted is not None:
             fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
         return granted is not None
@@ -147,21 +151,17 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return commands
 
     def _expire(self, now: float) -> Commands:
-        """As every table; who waits has the places that came free, before the event asks for one.
+        """As every table; then those that wait have the places that came free.
 
         Else a new fetch would be given the turn of one that waits, which would never come again.
         """
         return super()._expire(now) + self._take_turns(now)
 
-    def _hit_by(self, event: ev.TableEvent) -> list[FetchEntry]:
-        match event:
-            case ev.PeerGone(agent_boot):
-                return [f for f in list(self.live.values()) if f.agent_boot == agent_boot]
-            case EngineLost(engine_id):
-                return [f for f in list(self.live.values()) if f.requested.engine_id == engine_id]
-            case Stopped():
-                return list(self.live.values())
-        return []
+
+def _first_state(requested: ev.Requested) -> FetchState:
+    if not requested.has_met:
+        return FetchState.MEETING
+    return FetchState.RESOLVING if requested.route is None else FetchState.QUEUED
 
 
 def _answer_forgotten(event: ev.FetchEvent) -> Commands:

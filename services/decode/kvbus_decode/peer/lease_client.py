@@ -12,7 +12,7 @@ import structlog
 from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent
 from kvbus.bus import EventListener
-from kvbus.errors import ErrorCode, KVBusError, RequestTimeout
+from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestTimeout
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Message
 from kvbus.protocol.peer import Met, Release, Take
@@ -328,7 +328,10 @@ class LeaseClient(EventListener):
 
     def _see_boot(self, peer: Peer, boot: str) -> None:
         for lost in self.routes.see_boot(peer, boot):
-            self._dispatch(ev.PeerGone(lost))
+            for fetch in list(self.active.values()):
+                if fetch.requested.ticket.agent_boot == lost:
+                    error = RemoteError("the prefill agent is gone", code=ErrorCode.PEER_LOST)
+                    self._dispatch(ev.StepFailed(fetch.fetch_id, error))
         self.on_news(peer)
 
 

@@ -2,7 +2,7 @@
 
     start ─▶ path ─▶ legs ─▶ ReadTable ─▶ Begin: pack, READ, copy, compare
                                  ▲                        │
-                                 └─── StageEnded ◀────────┘        ChunkEnded ─▶ on_end
+                                 └─── StageEnded ◀────────┘        ReadEnded ─▶ on_end
 
 A direct chunk starts no task. READs happen on the transport's thread, copies in threads of their
 own; READs of many descriptors are planned in a thread as well. A copy of mapped memory that takes
@@ -10,7 +10,7 @@ some 0.1 ms is made at once, and needs no leg.
 """
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import anyio
@@ -25,13 +25,14 @@ from kvbus.protocol.peer import Pack, Packed, Unpack
 from kvbus.table import Driver, Story
 from kvbus.table.events import Stopped
 from kvbus.transport import ReadOutcome, ReadStatus
+from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.fetch.events import Requested
+from kvbus_decode.fetch.events import ReadChunk, ReadEnded, Requested
 from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route, Source
 from kvbus_decode.read import table as ev
-from kvbus_decode.read.chunk import Chunk
+from kvbus_decode.read.chunk import make_chunk
 from kvbus_decode.read.compare import Comparison
 from kvbus_decode.read.legs import (
     BoxJob,
@@ -55,14 +56,23 @@ UNPACK_TIMEOUT_S = 5.0
 WARM_TOKENS = 2048
 """Of a fetch that is yet to come."""
 
-OnEnd = Callable[[ev.ChunkEnded], None]
-
 
 class Reader:
-    """All chunks that are read by this agent."""
+    """All chunks that are read by this agent, for the fetches in ``active``.
 
-    def __init__(self, agent: Agent, config: DecodeConfig, metrics: DecodeMetrics) -> None:
+    ``on_end`` is called once for each, when nothing can write into the blocks for it any more.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        config: DecodeConfig,
+        metrics: DecodeMetrics,
+        active: Mapping[str, ActiveFetch],
+        on_end: Callable[[ReadEnded], None],
+    ) -> None:
         self._agent, self._config = agent, config
+        self._active, self._on_end = active, on_end
         self._copiers = Copiers(
             agent.loop, num_threads=config.copy_threads, new_executor=agent.new_executor
         )
@@ -81,9 +91,9 @@ class Reader:
             ev.Abort: lambda command: command.leg.work.abort(),
             ev.ReleaseSlots: lambda command: _release(command.source, command.slot_ids),
             ev.RecycleTransport: Recycling(agent).begin,
-            ev.ChunkEnded: lambda ended: self._on_end.pop(ended.key)(ended),
+            ReadEnded: on_end,
         }
-        self._on_end: dict[Hashable, OnEnd] = {}
+        self.stop_reads = self._dispatch
         self._idle: dict[LocalEngine, anyio.Event] = {}
 
     @property
@@ -96,7 +106,7 @@ class Reader:
         """Copies into engines' memory that have not ended."""
         return self._copiers.num_running
 
-    def story_of(self, key: Hashable) -> Story | None:
+    def story_of(self, key: str) -> Story | None:
         """The story of the reads of a key, if there is one."""
         read = self._table.find(key)
         return None if read is None else read.story
@@ -139,20 +149,21 @@ class Reader:
         if choice is not None and choice.path is Path.PACKED:
             await asyncio.wrap_future(self._copiers.prepare())
 
-    def start(self, key: Hashable, chunk: Chunk, choice: object, on_end: OnEnd) -> None:
+    def read_chunk(self, command: ReadChunk) -> None:
         """Read a chunk by the path that was chosen for its fetch, or another if that has closed.
 
-        ``on_end`` is called once, when nothing can write into the blocks for it any more; at once
-        when no path can be taken, or the chunk is short.
+        It has ended at once when no path can be taken, or it is short.
         """
+        key, fetch = command.fetch_id, self._active[command.fetch_id]
         try:
-            choice = self._chooser.still(choice, chunk)
+            chunk = make_chunk(fetch, command, one_in=self._config.digest_one_in)
+            choice = self._chooser.still(fetch.choice, chunk)
             if choice.path is Path.DIRECT:
                 legs = direct_legs(chunk)
             elif choice.path is Path.MAPPED:
                 jobs = mapped_jobs(chunk, job_bytes=self._agent.transport.limits.slice_bytes)
                 if len(jobs) == 1 and jobs[0].is_short and not (chunk.tail or chunk.one_in):
-                    self._copy_now(key, jobs[0], on_end)
+                    self._copy_now(key, jobs[0])
                     return
                 legs = mapped_legs(jobs)
             else:
@@ -162,16 +173,11 @@ class Reader:
                     self._copiers.prepare()
             compare = compare_legs(chunk, choice.path)
         except KVBusError as error:
-            on_end(ev.ChunkEnded(key, 0, "", error))
+            self._on_end(ReadEnded(key, 0, error))
             return
-        self._on_end[key] = on_end
         later = (tuple(one) for one in (zero_legs(chunk), compare) if one)
         rounds, engine = (tuple(legs), *later), chunk.route.engine
         self._dispatch(ev.ChunkWanted(key, engine, rounds, choice.path.value, chunk.priority))
-
-    def stop_read(self, key: Hashable, error: KVBusError) -> None:
-        """The fetch has ended; the end of its chunk follows."""
-        self._dispatch(ev.ReadStopped(key, error))
 
     def stop(self) -> None:
         """The agent ends, and every read with it."""
@@ -311,12 +317,12 @@ class Reader:
         command.leg.work.copying = None
         self._end_stage(command, error=error)
 
-    def _copy_now(self, key: Hashable, work: MappedJob, on_end: OnEnd) -> None:
+    def _copy_now(self, key: str, work: MappedJob) -> None:
         """Nothing of it is in flight when this returns, so it needs no leg."""
 
         def end(num_bytes: int, error: KVBusError | None) -> None:
             path = Path.MAPPED.value if num_bytes else ""
-            on_end(ev.ChunkEnded(key, num_bytes, path, error))
+            self._on_end(ReadEnded(key, num_bytes, error, path))
 
         turn, engine = work.chunk.turn, work.chunk.route.engine
         on_copied = partial(self._count_mapped, work, end)

@@ -1,6 +1,6 @@
 """All reads of one decode agent: the legs of each, slots of ours, and how a read ends (sans-IO).
 
-    ChunkWanted ─▶ legs ─▶ at most so many packed ones at a time ─▶ ... ─▶ next round ─▶ ChunkEnded
+    ChunkWanted ─▶ legs ─▶ at most so many packed ones at a time ─▶ ... ─▶ next round ─▶ ReadEnded
                               │ ▲
                               ▼ │ slots of ours, holder by holder in fair turn
 
@@ -15,7 +15,7 @@ A leg goes through its stages, one after the other:
 
 What may write into the engine's blocks is reading (unless into a slot of ours) or copying. Such a
 leg is never over before the agent has said that it ended: NIXL and a thread cannot be called back.
-All others are over as soon as they are stopped. So `ChunkEnded` is the one place where blocks
+All others are over as soon as they are stopped. So `ReadEnded` is the one place where blocks
 become free, whatever was aborted, lost or late before.
 
 The legs of a read come in rounds: those that bring bytes, those that zero, and those that compare,
@@ -35,6 +35,7 @@ from typing import Any
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.table import FairPool, Key, Story, Table, Transition
 from kvbus.table.events import DeadlinePassed, Stopped, Value
+from kvbus_decode.fetch.events import ReadEnded, StopReads
 
 USABLE_SHARE = 0.99
 """Of the lease of a slot: its holder counts by another clock, and ours may be the slower one. The
@@ -112,11 +113,11 @@ class ChunkWanted(Value, frozen=True):
 
     The first ones bring the bytes; the next round begins when all legs of one are over.
 
-    ``path`` is only passed on to `ChunkEnded`. Legs of a greater ``priority`` are given slots of
+    ``path`` is only passed on to `ReadEnded`. Legs of a greater ``priority`` are given slots of
     ours first.
     """
 
-    key: Hashable
+    key: str
     engine: Hashable
     rounds: tuple[tuple[Leg, ...], ...]
     path: str = ""
@@ -130,19 +131,12 @@ class StageEnded(Value, frozen=True):
     packed lies in slot ``slot_id`` at its holder, for ``slot_lease_s`` since it was asked for.
     """
 
-    key: Hashable
+    key: str
     leg: Leg
     num_bytes: int = 0
     error: KVBusError | None = None
     slot_id: int | None = None
     slot_lease_s: float = 0.0
-
-
-class ReadStopped(Value, frozen=True):
-    """The fetch has ended, because of ``error``."""
-
-    key: Hashable
-    error: KVBusError
 
 
 class EngineGone(Value, frozen=True):
@@ -166,7 +160,7 @@ class LegStopped(Value, frozen=True):
     """The read of the leg has failed or was stopped; the table itself says so."""
 
 
-Event = ChunkWanted | StageEnded | ReadStopped | EngineGone | Stopped | DeadlinePassed
+Event = ChunkWanted | StageEnded | StopReads | EngineGone | Stopped | DeadlinePassed
 
 
 class Begin(Value, frozen=True):
@@ -175,7 +169,7 @@ class Begin(Value, frozen=True):
     ``done`` are slots at its holder that are read, and come back with a request to pack.
     """
 
-    key: Hashable
+    key: str
     leg: Leg
     stage: Stage
     done: tuple[int, ...] = ()
@@ -198,19 +192,7 @@ class RecycleTransport(Value, frozen=True):
     """Aborted READs do not end: end them from outside; `StageEnded` follows for each."""
 
 
-class ChunkEnded(Value, frozen=True):
-    """Nothing can write into the engine's blocks for this read any more; said once.
-
-    ``error`` is None when all bytes are there.
-    """
-
-    key: Hashable
-    num_bytes: int
-    path: str
-    error: KVBusError | None = None
-
-
-Command = Begin | Abort | ReleaseSlots | RecycleTransport | ChunkEnded
+Command = Begin | Abort | ReleaseSlots | RecycleTransport | ReadEnded
 Commands = list[Command]
 
 
@@ -241,7 +223,7 @@ class ReadEntry:
     num_bytes: int = 0
     recycle_at: float = 0.0
     error: KVBusError | None = None
-    key: Hashable = field(init=False)
+    key: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = self.wanted.key
@@ -250,7 +232,7 @@ class ReadEntry:
 
     @property
     def is_over(self) -> bool:
-        """Whether `ChunkEnded` was said."""
+        """Whether `ReadEnded` was said."""
         return self.state is ReadState.OVER
 
     @property
@@ -369,7 +351,7 @@ class ReadLimits:
     max_retired_bytes: int = 32 << 20
 
 
-class ReadTable(Table[Hashable, ReadEntry, ReadLimits, Command]):
+class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
     """All reads by key; retired ones keep their story, and one of the same key goes on with it."""
 
     def __init__(self, limits: ReadLimits) -> None:
@@ -397,7 +379,8 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, Command]):
         match event:
             case ChunkWanted():
                 commands = self._start(event, now)
-            case ReadStopped(key, error):
+            case StopReads(key):
+                error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
                 commands = self._stop_all(filter(None, [self.live.get(key)]), error, now)
             case EngineGone(engine, error):
                 lost = [read for read in self.live.values() if read.wanted.engine == engine]
@@ -414,7 +397,7 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, Command]):
     def _start(self, wanted: ChunkWanted, now: float) -> Commands:
         if self.stopped or wanted.key in self.live:
             error = _stopped() if self.stopped else LocalError("the read is under way")
-            return [ChunkEnded(wanted.key, 0, "", error)]
+            return [ReadEnded(wanted.key, 0, error)]
         for number, leg in enumerate(chain.from_iterable(wanted.rounds)):
             leg.number = number
         before = self._forget(wanted.key)
@@ -491,7 +474,7 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, Command]):
             return self._go_on(read, now)
         read.state = ReadState.OVER
         path = read.wanted.path if read.num_bytes else ""
-        ended = ChunkEnded(read.key, read.num_bytes, path, read.error)
+        ended = ReadEnded(read.key, read.num_bytes, read.error, path)
         read.story.note(now, ended, read.state, ())
         self._retire(read)
         return [ended]
