@@ -118,28 +118,28 @@ class Story:
 
 
 class Entry(Protocol):
-    """What a table needs of its entries."""
+    """What a table needs of its entries.
+
+    Its ``key`` names it in the table, its ``state`` is a member of a `StrEnum`. At ``due_at`` the
+    table must look at it again; None while only events move it. One that ``is_over`` is told to
+    ``retire``: to let go of what only a live entry needs.
+    """
 
     story: Story
 
     @property
-    def key(self) -> Any:
-        """What names it in the table."""
+    def key(self) -> Any: ...
 
     @property
-    def state(self) -> Any:
-        """Where it is; a member of its `StrEnum`."""
+    def state(self) -> Any: ...
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing happens to it any more."""
+    def is_over(self) -> bool: ...
 
     @property
-    def due_at(self) -> float | None:
-        """When the table must look at it again, None while only events move it."""
+    def due_at(self) -> float | None: ...
 
-    def retire(self) -> None:
-        """It is over: let go of what only a live entry needs."""
+    def retire(self) -> None: ...
 
 
 N = TypeVar("N", bound=Entry)

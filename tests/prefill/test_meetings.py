@@ -13,7 +13,7 @@ from tests.prefill.tickets import ticket_for
 
 ev = offer.events
 NAME, OTHER, THIRD = "n" * 32, "m" * 32, "k" * 32
-LIMITS = offer.OfferLimits(max_offers=2, max_waiting=2, max_wait_s=5.0, engine_grace_s=2.0)
+LIMITS = offer.OfferLimits(max_offers=2, max_wait_s=5.0, engine_grace_s=2.0)
 
 
 def id_of(name: str) -> str:
@@ -89,10 +89,6 @@ SCRIPTS: dict[str, list[Step]] = {
          (0, wants("c"), {"c": "cancelled"})],
     "an offer that is given up when it is made is withdrawn":
         [MADE, (0, forgone("b"), {"b": "ok"}), (0, wants("c"), {"c": "offer_withdrawn"})],
-    "names and readers are bounded, and offers that are made do not count":
-        [made("x" * 32), made("y" * 32), wants("a"), wants("b"),
-         (0, wants("c"), {"c": "busy"}), wants("d", OTHER),
-         (0, wants("e", THIRD), {"e": "busy"})],
     "while the agent drains nobody waits":
         [wants("a"), made(OTHER), (0, DRAINS, {"a": "draining"}),
          (0, wants("b"), {"b": "draining"}), (0, wants("c", OTHER), {"c": "met"})],

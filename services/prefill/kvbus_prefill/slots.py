@@ -182,12 +182,10 @@ class SlotEntry:
 
     @property
     def key(self) -> int:
-        """Names the box in the table."""
         return self.slot_id
 
     @property
     def is_over(self) -> bool:
-        """Whether its slot is free."""
         return self.state is OVER
 
     @property

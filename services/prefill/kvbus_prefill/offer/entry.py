@@ -47,11 +47,10 @@ class OfferLimits:
     leases with which one reader follows itself. A reader that finds another's lease is told to ask
     again when it ends, or in ``busy_retry_s`` if that is sooner.
 
-    Of names, ``max_offers`` may be awaited at a time, each by ``max_waiting`` readers for
-    ``max_wait_s``. They wait until ``engine_grace_s`` after the last engine is lost, as it may come
-    back; a reader that found no offer may ask again after ``early_retry_s``.
-
-    An offer has at most ``max_parts`` leases of parts that are live or done.
+    Readers wait for an offer by its name for ``max_wait_s``, and until ``engine_grace_s`` after the
+    last engine is lost, as it may come back; one that found no offer may ask again after
+    ``early_retry_s``. Of names that were used ``max_names`` are known. An offer has at most
+    ``max_parts`` leases of parts that are live or done.
     """
 
     max_offers: int = 4096
@@ -60,7 +59,6 @@ class OfferLimits:
     max_lease_s: float = 30.0
     max_hold_s: float = 600.0
     busy_retry_s: float = 0.25
-    max_waiting: int = 16
     max_wait_s: float = 30.0
     engine_grace_s: float = 2.0
     early_retry_s: float = 0.001
@@ -142,17 +140,14 @@ class OfferEntry:
 
     @property
     def key(self) -> str:
-        """Names the offer in the table."""
         return self.offer_id
 
     @property
     def is_over(self) -> bool:
-        """Whether its blocks are the engine's again."""
         return self.state is OfferState.RELEASED
 
     @property
     def due_at(self) -> float | None:
-        """When the table must look at this offer again."""
         if self.state is OfferState.AWAITED:
             return min(self.waiting.values(), default=None)
         return min((lease.expires_at for lease in self.live_leases), default=self.expires_at)
@@ -253,10 +248,7 @@ class OfferEntry:
     def add_lease(
         self, event: ev.Asked[Claim] | ev.Asked[Take], token: str, now: float, held_until: float
     ) -> Lease:
-        """A lease under a new number, which has no time yet; ended ones are forgotten one by one.
-
-        Those that are done never are.
-        """
+        """A lease under a new number, which has no time yet; the first that ended is forgotten."""
         message = event.message
         self.epoch += 1
         forgotten = self.epoch - self.readers

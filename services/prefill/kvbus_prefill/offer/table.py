@@ -29,8 +29,8 @@ class UsedName(NamedTuple):
 class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     """All offers of one agent, by offer id; the retired ones tell a late message what became.
 
-    More offers, or more names that are awaited, than the limit are refused, as is a request or a
-    name that is offered already.
+    More offers than the limit are refused, as is a request or a name that is offered already. How
+    many offers are awaited is bounded by the requests for them.
     """
 
     transitions = TRANSITIONS
@@ -172,8 +172,9 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             over = LocalError("the offer is over", code=used.code)
             raise given_up() if used.code is ErrorCode.CANCELLED else over
         elif offer is None or offer.state is OfferState.AWAITED:
+            if offer is None and self.draining:
+                raise draining()
             event = self._within_grace(event, message, now)
-            self._check_room_for(offer)
         return self._apply(offer or self._enter(event.fresh, name), event, now)
 
     # An engine that is gone makes no offer, so its reader had better compute at once. It may also
@@ -186,7 +187,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     def _within_grace(self, event: ev.Asked[Any], message: Meet, now: float) -> ev.Asked[Any]:
         """Bound the wait for an offer that no engine can make now; raises `LocalError`."""
         until = self._engines_awaited_until
-        if until is None or self.draining:
+        if until is None:
             return event
         if until <= now:
             raise LocalError(
@@ -194,18 +195,6 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 code=ErrorCode.ENGINE_NOT_READY,
             )
         return replace(event, message=replace(message, wait_s=min(message.wait_s, until - now)))
-
-    def _check_room_for(self, offer: OfferEntry | None) -> None:
-        """Raise `LocalError` when no one waits for the name yet, and too many are waited for."""
-        if offer is not None:
-            return
-        if self.draining:
-            raise draining()
-        num_awaited = len(self._awaited())
-        if num_awaited >= self.limits.max_offers:
-            raise LocalError(
-                f"{num_awaited} offers are waited for, which is the limit", code=ErrorCode.BUSY
-            )
 
     def _awaited(self) -> list[OfferEntry]:
         return [one for one in self._named.values() if one.state is OfferState.AWAITED]

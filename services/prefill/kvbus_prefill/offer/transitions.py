@@ -62,11 +62,6 @@ def ended(offer: OfferEntry) -> LocalError:
 
 def wait(offer: OfferEntry, event: ev.Asked[Meet], at: Context) -> Commands:
     """There is no offer yet: the answer comes with it."""
-    if len(offer.waiting) >= at.limits.max_waiting:
-        raise LocalError(
-            f"{len(offer.waiting)} readers wait for this offer, which is the limit",
-            code=ErrorCode.BUSY,
-        )
     offer.waiting[event.reply_to] = at.now + min(event.message.wait_s, at.limits.max_wait_s)
     return []
 
@@ -89,17 +84,17 @@ def leave(offer: OfferEntry, event: ev.Abandoned, _: Context) -> Commands:
 
 
 def turn_away(offer: OfferEntry, event: ev.Event, _: Context) -> Commands:
-    """The offer cannot be made here any more, or the reader gave it up for all."""
-    offer.state, done_with = RELEASED, Commands()
-    match event:
-        case ev.EnginesGone():
-            error = LocalError("the prefill engine is gone", code=ErrorCode.ENGINE_LOST)
-        case ev.Asked():
-            offer.ended_by, error = ErrorCode.CANCELLED, given_up()
-            done_with = [done(event)]
-        case _:
-            error = draining()
-    return [*(Refuse(reply_to, error) for reply_to in offer.waiting), *done_with]
+    """The offer cannot be made here any more."""
+    offer.state, error = RELEASED, draining()
+    if isinstance(event, ev.EnginesGone):
+        error = LocalError("the prefill engine is gone", code=ErrorCode.ENGINE_LOST)
+    return [Refuse(reply_to, error) for reply_to in offer.waiting]
+
+
+def give_up(offer: OfferEntry, event: ev.Asked[Forgo], _: Context) -> Commands:
+    """Its reader gave it up, for all that wait, and for the engine if that makes it late."""
+    offer.state, offer.ended_by = RELEASED, ErrorCode.CANCELLED
+    return [*(Refuse(reply_to, given_up()) for reply_to in offer.waiting), done(event)]
 
 
 def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
@@ -165,14 +160,11 @@ def withdraw(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
     return [done(event), *offer.release(Outcome.WITHDRAWN, ErrorCode.OFFER_WITHDRAWN)]
 
 
-def end_with_engine(offer: OfferEntry, _event: EngineLost, _: Context) -> Commands:
-    """The engine is gone, and what it offered with it."""
-    return offer.release(Outcome.WITHDRAWN, ErrorCode.ENGINE_LOST)
-
-
-def end_with_agent(offer: OfferEntry, _event: Stopped, _: Context) -> Commands:
-    """The agent ends: its readers are told before it is gone."""
-    return offer.release(Outcome.WITHDRAWN, ErrorCode.DRAINING)
+def end_with(offer: OfferEntry, event: EngineLost | Stopped, _: Context) -> Commands:
+    """The engine is gone, and what it offered with it; or the agent ends, after its readers."""
+    is_engine = isinstance(event, EngineLost)
+    code = ErrorCode.ENGINE_LOST if is_engine else ErrorCode.DRAINING
+    return offer.release(Outcome.WITHDRAWN, code)
 
 
 def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
@@ -366,7 +358,8 @@ TRANSITIONS = transitions(
     ((AWAITED,), (Meet,), wait, ()),
     ((AWAITED,), (ev.Abandoned,), leave, (AWAITED, RELEASED)),
     ((AWAITED,), (DeadlinePassed,), end_waits, (AWAITED, RELEASED)),
-    ((AWAITED,), (Forgo, ev.EnginesGone, DrainStarted, Stopped), turn_away, (RELEASED,)),
+    ((AWAITED,), (ev.EnginesGone, DrainStarted, Stopped), turn_away, (RELEASED,)),
+    ((AWAITED,), (Forgo,), give_up, (RELEASED,)),
     ((AWAITED,), (MakeOffer,), make, LIVE),
     (LIVE, (Meet,), tell, ()),
     (LIVE, (ev.Abandoned,), ignore, ()),
@@ -374,8 +367,7 @@ TRANSITIONS = transitions(
     ((OPEN,), (SealOffer,), seal, (SEALED,)),
     ((SEALED,), (ExtendOffer, SealOffer), refuse_sealed, ()),
     (LIVE, (WithdrawOffer, PeerWithdraw, Forgo), withdraw, (RELEASED,)),
-    (LIVE, (EngineLost,), end_with_engine, (RELEASED,)),
-    (LIVE, (Stopped,), end_with_agent, (RELEASED,)),
+    (LIVE, (EngineLost, Stopped), end_with, (RELEASED,)),
     ((OPEN,), (DeadlinePassed,), expire, (OPEN, RELEASED)),
     ((SEALED,), (DeadlinePassed,), expire, (SEALED, RELEASED)),
     (LIVE, (Claim,), claim, ()),
