@@ -25,10 +25,11 @@ def asked(
     num_bytes: int = 80,
     slot_lease_s: float = 2.0,
     priority: int = 0,
+    device: str = "host",
 ) -> slots.SlotWanted:
     """The name is what is gathered, and who waits for the answer."""
     return slots.SlotWanted(
-        lease, "reader", "engine", num_bytes, slot_lease_s, name, name, priority
+        lease, "reader", "engine", device, num_bytes, slot_lease_s, name, name, priority
     )
 
 
@@ -45,7 +46,7 @@ def done(commands: list[slots.Command]) -> list[str]:
     words = []
     for command in commands:
         match command:
-            case slots.StartGather(_, _, work):
+            case slots.StartGather(work=work):
                 words.append(f"gather {work}")
             case slots.StartWipe():
                 words.append("wipe")
@@ -101,6 +102,9 @@ SCRIPTS: dict[str, list[Step]] = {
     "where slots are wiped the next gets one when that has ended":
         [WIPED, asked("a"), asked("b"), gathered(), (1, given(), ["wipe"]),
          (1, slots.WipeEnded(1), ["gather b"]), 1],
+    "a box of another device needs no slot of this one":
+        [ONE_SLOT, asked("a"), (1, asked("b", device="gpu"), ["gather b"]), 2,
+         (1, gathered(2), ["b has 2"]), (1, gathered(1), ["a has 1"]), (1, given(2), []), 1],
     "a slot that is given back goes to the next under another id":
         [ONE_SLOT, asked("a"), asked("b"), gathered(), (1, given(), ["gather b"]),
          (1, gathered(2), ["b has 2"]), 1],

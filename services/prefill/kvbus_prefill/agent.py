@@ -66,7 +66,7 @@ class PrefillService:
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, self._table)
-        self._spans = OfferSpans(self._table, self._packing.boxes_of)
+        self._spans = OfferSpans(self._table, self._packing.slots)
         self._lender = MemoryLender(agent, config)
         self._handshakes = Handshakes(agent, config, self._table, self._lender)
         agent.metrics.add_readings(self._readings, READINGS)
@@ -133,9 +133,14 @@ class PrefillService:
         self._driver.stop()
 
     def counts(self) -> dict[str, int]:
-        """What the table holds."""
-        offers = {"offers": self._table.num_offers, "leases": self._table.num_leases}
-        return offers | self._packing.counts()
+        """What the tables hold."""
+        boxes = self._packing.slots
+        return {
+            "offers": self._table.num_offers,
+            "leases": self._table.num_leases,
+            "packs": boxes.num_waiting,
+            "slots": boxes.num_slots_in_use,
+        }
 
     @property
     def lender(self) -> MemoryLender:

@@ -8,7 +8,6 @@ import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -68,9 +67,9 @@ class Gather:
 class Packing:
     """What readers ask the memory of engines for, its slots and its threads.
 
-    Each device has a slot table of its own; their ids are shared. A box of an offer that is here is
-    checked against ``offers``. What an engine offers elsewhere, of which only some ranks are here,
-    is bounded by the leases of the slots alone: its reader takes where the offer is.
+    A box of an offer that is here is checked against ``offers``. What an engine offers elsewhere,
+    of which only some ranks are here, is bounded by the leases of the slots alone: its reader takes
+    where the offer is.
     """
 
     def __init__(
@@ -82,9 +81,14 @@ class Packing:
     ) -> None:
         self._agent, self._config, self._metrics = agent, config, metrics
         self._offers = offers
-        self._devices: dict[str, tuple[slots.SlotTable, Driver[slots.Event]]] = {}
+        self.slots = slots.SlotTable(config.slot_limits(num_slots=agent.staging.num_slots))
+        self._driver: Driver[slots.Event] = Driver(self.slots, agent.loop)
+        self._driver.commands |= {
+            slots.StartGather: self._start_gather,
+            slots.StartWipe: self._start_wipe,
+            slots.ReplyPacked: self._reply_packed,
+        }
         self._lost: dict[str, LocalEngine] = {}
-        self._slot_ids = count(1)
         self.copiers = Copiers(
             agent.loop, num_threads=config.pack_threads, new_executor=agent.new_executor
         )
@@ -104,9 +108,8 @@ class Packing:
 
     def end_lease(self, offer_id: str, epoch: int, code: ErrorCode) -> None:
         """Nothing that was gathered under this lease is valid any more; ``code`` says why."""
-        for table, driver in self._devices.values():
-            if table.live:
-                driver.dispatch(slots.LeaseEnded((offer_id, epoch), code))
+        if self.slots.live:
+            self._driver.dispatch(slots.LeaseEnded((offer_id, epoch), code))
 
     def end_engine(self, engine: LocalEngine) -> None:
         """Its slots are free, but those that are gathered into."""
@@ -114,30 +117,13 @@ class Packing:
             self._lost[engine.memory_id] = engine
         if len(self._lost) > MOST_LOST:
             del self._lost[next(iter(self._lost))]
-        self._dispatch_all(EngineLost(engine.engine_id))
+        self._driver.dispatch(EngineLost(engine.engine_id))
         self.copiers.forget(engine)
 
     def stop(self) -> None:
         """Refuse what waits."""
-        self._dispatch_all(Stopped())
-        for _, driver in self._devices.values():
-            driver.stop()
-
-    def counts(self) -> dict[str, int]:
-        """Boxes that wait, and slots in use."""
-        tables = [table for table, _ in self._devices.values()]
-        return {
-            "packs": sum(table.num_waiting for table in tables),
-            "slots": sum(table.num_slots_in_use for table in tables),
-        }
-
-    def boxes_of(self, offer_id: str) -> list[slots.SlotEntry]:
-        """The boxes that were asked for under leases of an offer, as far as they are known."""
-        return [box for table, _ in self._devices.values() for box in table.named(offer_id)]
-
-    def _dispatch_all(self, event: slots.Event) -> None:
-        for _, driver in list(self._devices.values()):
-            driver.dispatch(event)
+        self._driver.dispatch(Stopped())
+        self._driver.stop()
 
     def _engine(self, asked: Pack | Digest | CheckMemory) -> LocalEngine:
         """The engine with exactly these processes, for a reader with access; or `LocalError`."""
@@ -203,13 +189,13 @@ class Packing:
     # Boxes that are packed.
 
     def _unpack(self, unpack: Unpack, call: Call) -> None:
-        self._dispatch_all(slots.GivenBack(unpack.slot_ids, call.session.name))
+        self._driver.dispatch(slots.GivenBack(unpack.slot_ids, call.session.name))
         call.reply(Empty())
 
     def _pack(self, pack: Pack, call: Call) -> None:
         reader, lease = call.session.name, (pack.offer_id, pack.epoch)
         if pack.done:
-            self._dispatch_all(slots.GivenBack(pack.done, reader))
+            self._driver.dispatch(slots.GivenBack(pack.done, reader))
         self._agent.staging.check_packs()
         engine = self._engine(pack)
         work = _check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
@@ -224,6 +210,7 @@ class Packing:
             lease=lease if offered_here else (reader, *lease),
             reader=reader,
             engine_id=engine.engine_id,
+            device=work.memory.device,
             num_bytes=work.num_bytes,
             slot_lease_s=pack.slot_lease_s,
             work=work,
@@ -231,10 +218,9 @@ class Packing:
             priority=pack.priority,
             offer_id=pack.offer_id,
         )
-        device = work.memory.device
-        _, driver = self._devices.get(device) or self._open(device)
-        call.on_end = partial(driver.dispatch, slots.Abandoned(wanted.lease, call))
-        driver.dispatch(wanted)
+        self._agent.staging.at(wanted.device)  # refuses a device that has no slots
+        call.on_end = partial(self._driver.dispatch, slots.Abandoned(wanted.lease, call))
+        self._driver.dispatch(wanted)
 
     # The first box waits for torch before its offer is asked and a slot is leased: the import can
     # take longer than that lease. The reader counts the slot's lease from when it sent the request,
@@ -253,30 +239,15 @@ class Packing:
 
         await guarded(retry, call.refuse)
 
-    def _open(self, device: str) -> tuple[slots.SlotTable, Driver[slots.Event]]:
-        """The table of a device, with what its commands do; raises `LocalError` without slots."""
-        memory = self._agent.staging.at(device)
-        limits = self._config.slot_limits(num_slots=memory.num_slots)
-        table = slots.SlotTable(limits, self._slot_ids)
-        driver: Driver[slots.Event] = Driver(table, self._agent.loop)
-        driver.commands |= {
-            slots.StartGather: partial(self._start_gather, memory, driver),
-            slots.StartWipe: partial(self._start_wipe, memory, driver),
-            slots.ReplyPacked: partial(self._reply_packed, memory),
-        }
-        self._devices[device] = table, driver
-        return table, driver
-
-    def _start_gather(
-        self, memory: SlotMemory, driver: Driver[slots.Event], command: slots.StartGather
-    ) -> None:
+    def _start_gather(self, command: slots.StartGather) -> None:
         work, slot_id = command.work, command.slot_id
         if not isinstance(work, Gather):
             raise TypeError(f"{work} is nothing to gather")
+        memory = self._agent.staging.at(command.device)
         self.copiers.start(
             command.turn,
             partial(self._gather, work, memory, command.slot),
-            lambda error: driver.dispatch(slots.GatherEnded(slot_id, error)),
+            lambda error: self._driver.dispatch(slots.GatherEnded(slot_id, error)),
             engine=work.engine,
             memories=(work.memory,),
             group=work.group,
@@ -291,16 +262,15 @@ class Packing:
         copying.gather(paged, work.pack.table, work.pack.box, buffer)
         self._metrics.gather_s.observe(time.perf_counter() - started_at)
 
-    def _start_wipe(
-        self, memory: SlotMemory, driver: Driver[slots.Event], command: slots.StartWipe
-    ) -> None:
+    def _start_wipe(self, command: slots.StartWipe) -> None:
         self.copiers.start_alone(
-            lambda: memory.wipe(command.slot),
-            lambda: driver.dispatch(slots.WipeEnded(command.slot_id)),
+            partial(self._agent.staging.at(command.device).wipe, command.slot),
+            partial(self._driver.dispatch, slots.WipeEnded(command.slot_id)),
         )
 
-    def _reply_packed(self, memory: SlotMemory, command: slots.ReplyPacked) -> None:
+    def _reply_packed(self, command: slots.ReplyPacked) -> None:
         self._metrics.packed_bytes.inc(command.num_bytes)
+        memory = self._agent.staging.at(command.device)
         if isinstance(command.reply_to, Call):
             packed = Packed(
                 slot_id=command.slot_id,

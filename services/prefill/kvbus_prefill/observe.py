@@ -20,7 +20,7 @@ from kvbus.protocol.trace import Remembered, Span, Trace, trace_attributes
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry, OfferState
 from kvbus_prefill.offer.table import OfferTable
-from kvbus_prefill.slots import SlotEntry, SlotState
+from kvbus_prefill.slots import SlotEntry, SlotState, SlotTable
 
 READINGS = {
     "offers": "Offers that are live.",
@@ -73,10 +73,10 @@ LEASE = "leased"
 
 
 class OfferSpans:
-    """The offers of ``offers``, and boxes by the id of their offer."""
+    """The offers of ``offers``, and the boxes of ``slots`` by the id of their offer."""
 
-    def __init__(self, offers: OfferTable, boxes: Callable[[str], Iterable[SlotEntry]]) -> None:
-        self._offers, self._boxes = offers, boxes
+    def __init__(self, offers: OfferTable, slots: SlotTable) -> None:
+        self._offers, self._boxes = offers, slots.named
 
     def remembered(self, asked: Trace) -> Remembered:
         """The offers that are asked for; boxes of an offer whose engine has its home elsewhere."""

@@ -1,10 +1,10 @@
-"""The staging slots of a prefill agent on one device, and the boxes that readers want there (pure).
+"""The staging slots of a prefill agent, and the boxes that readers want there (pure).
 
 A ``lease`` is any key: (offer id, epoch) of an offer here, the reader's own key for one elsewhere.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -45,7 +45,7 @@ ABANDONED, WIPING, OVER = SlotState.ABANDONED, SlotState.WIPING, SlotState.OVER
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """Bounds of the table; ``max_gathers`` run at once.
+    """Bounds of the table; each device has ``num_slots``, into which ``max_gathers`` run at once.
 
     ``wipe`` says that a slot is zeroed before it is free. How many boxes wait is bounded by the
     requests for them.
@@ -71,6 +71,7 @@ class SlotWanted(Value, frozen=True):
     lease: Hashable
     reader: str
     engine_id: str
+    device: str
     num_bytes: int
     slot_lease_s: float
     work: object
@@ -85,7 +86,7 @@ class SlotWanted(Value, frozen=True):
 
 
 class TurnCame(Value, frozen=True):
-    """A slot and a thread are free, and no other lease comes first."""
+    """A slot of its device and a thread are free, and no other lease comes first."""
 
     slot: int
 
@@ -142,6 +143,7 @@ class StartGather(Value, frozen=True):
     """Copy the box of ``work`` into slot number ``slot``, and tell when that has ended."""
 
     slot_id: int
+    device: str
     slot: int
     work: object
     turn: Key
@@ -151,6 +153,7 @@ class StartWipe(Value, frozen=True):
     """Write zeros over slot number ``slot``, and tell when that has ended."""
 
     slot_id: int
+    device: str
     slot: int
 
 
@@ -159,6 +162,7 @@ class ReplyPacked(Value, frozen=True):
 
     reply_to: object
     slot_id: int
+    device: str
     slot: int
     num_bytes: int
     slot_lease_s: float
@@ -200,8 +204,9 @@ class SlotEntry:
 
 def start(box: SlotEntry, event: TurnCame, _: Context) -> Commands:
     """The slot is this box's from now on."""
+    asked = box.asked
     box.state, box.slot = GATHERING, event.slot
-    return [StartGather(box.slot_id, event.slot, box.asked.work, box.asked.turn)]
+    return [StartGather(box.slot_id, asked.device, event.slot, asked.work, asked.turn)]
 
 
 def end_gather(box: SlotEntry, event: GatherEnded, at: Context) -> Commands:
@@ -211,7 +216,16 @@ def end_gather(box: SlotEntry, event: GatherEnded, at: Context) -> Commands:
         error = event.error or KVBusError("the box was gathered into no slot")
         return [Refuse(asked.reply_to, error), *free(box, event, at)]
     box.state = PACKED
-    return [ReplyPacked(asked.reply_to, box.slot_id, box.slot, asked.num_bytes, box.slot_lease_s)]
+    return [
+        ReplyPacked(
+            reply_to=asked.reply_to,
+            slot_id=box.slot_id,
+            device=asked.device,
+            slot=box.slot,
+            num_bytes=asked.num_bytes,
+            slot_lease_s=box.slot_lease_s,
+        )
+    ]
 
 
 def give_up(box: SlotEntry, event: Event, _: Context) -> Commands:
@@ -230,7 +244,7 @@ def free(box: SlotEntry, _event: Event, at: Context) -> Commands:
     """The slot is not written into, and nothing that is read from it now is valid."""
     if at.limits.wipe and box.slot is not None:
         box.state = WIPING
-        return [StartWipe(box.slot_id, box.slot)]
+        return [StartWipe(box.slot_id, box.asked.device, box.slot)]
     box.state = OVER
     return []
 
@@ -278,11 +292,11 @@ TRANSITIONS = transitions(
 
 
 class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
-    """All boxes that are not over, by slot id; ``ids`` gives those, for all tables of an agent."""
+    """All boxes that are not over, by slot id."""
 
     transitions = TRANSITIONS
 
-    def __init__(self, limits: SlotLimits | None = None, ids: Iterator[int] | None = None) -> None:
+    def __init__(self, limits: SlotLimits | None = None) -> None:
         limits = limits or SlotLimits()
         super().__init__(
             limits,
@@ -290,22 +304,29 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
             max_retired_bytes=limits.max_retired_bytes,
         )
         self.stopped = False
-        self._ids = ids or count(1)
-        self._num_copies = 0
+        self._ids = count(1)
+        self._num_copies: Counter[str] = Counter()
         self._leases: defaultdict[Hashable, dict[int, SlotEntry]] = defaultdict(dict)
-        # Half of them, so that a reader that stopped leaves some; but 2, as packing pipelines.
-        most, num_slots = max(2, limits.num_slots // 2), limits.num_slots
-        self._pool: FairPool[int] = FairPool(num_slots, may_have=lambda held, _free: held < most)
+        self._pools: defaultdict[str, FairPool[int]] = defaultdict(self._new_pool)
+
+    def _new_pool(self) -> FairPool[int]:
+        """Of a device. A lease has half of it, so that a reader that stopped leaves some.
+
+        But it has 2, as packing pipelines.
+        """
+        num_slots = self.limits.num_slots
+        most = max(2, num_slots // 2)
+        return FairPool(num_slots, may_have=lambda held, _free: held < most)
 
     @property
     def num_waiting(self) -> int:
         """Boxes without a slot."""
-        return self._pool.num_waiting
+        return sum(pool.num_waiting for pool in self._pools.values())
 
     @property
     def num_slots_in_use(self) -> int:
         """Slots that are gathered into, read, or wiped, or not yet free."""
-        return self._pool.num_in_use
+        return sum(pool.num_in_use for pool in self._pools.values())
 
     def _names_of(self, entry: SlotEntry) -> tuple[str, ...]:
         return (entry.asked.offer_id,)
@@ -317,8 +338,10 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
             commands = self._ask(event, now)
         elif not isinstance(event, DeadlinePassed):
             self.stopped |= isinstance(event, Stopped)
-            self._num_copies -= isinstance(event, GatherEnded)
-            commands = self._apply_all(self._hit_by(event), event, now)
+            hit = self._hit_by(event)
+            if isinstance(event, GatherEnded):
+                self._num_copies[hit[0].asked.device] -= 1
+            commands = self._apply_all(hit, event, now)
         return commands + self._take_turns(now)
 
     def _hit_by(self, event: Event) -> list[SlotEntry]:
@@ -345,28 +368,29 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         slot_lease_s = min(asked.slot_lease_s, self.limits.max_slot_lease_s)
         box = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
         self._leases[asked.lease][box.slot_id] = box
-        self._pool.wait(asked.turn, box.slot_id)
+        self._pools[asked.device].wait(asked.turn, box.slot_id)
         self._add(box, asked, now, ())
         return []
 
     def _take_turns(self, now: float) -> Commands:
         """Slots to boxes that wait, as long as threads are free to gather into them."""
         commands: Commands = []
-        while self._num_copies < self.limits.max_gathers:
-            if (granted := self._pool.acquire()) is None:
-                break
-            slot_id, slot = granted
-            self._num_copies += 1
-            commands += self._apply(self.live[slot_id], TurnCame(slot), now)
+        for device, pool in self._pools.items():
+            while self._num_copies[device] < self.limits.max_gathers:
+                if (granted := pool.acquire()) is None:
+                    break
+                slot_id, slot = granted
+                self._num_copies[device] += 1
+                commands += self._apply(self.live[slot_id], TurnCame(slot), now)
         return commands
 
     def _retire(self, entry: SlotEntry) -> None:
-        lease = entry.asked.lease
+        lease, pool = entry.asked.lease, self._pools[entry.asked.device]
         del self._leases[lease][entry.slot_id]
         if not self._leases[lease]:
             del self._leases[lease]
         if entry.slot is None:
-            self._pool.leave(entry.asked.turn, entry.slot_id)
+            pool.leave(entry.asked.turn, entry.slot_id)
         else:
-            self._pool.release(entry.slot)
+            pool.release(entry.slot)
         super()._retire(entry)
