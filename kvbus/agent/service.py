@@ -19,6 +19,7 @@ from kvbus.agent.identity import AgentIdentity
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, EventPublisher, Handlers
+from kvbus.errors import ErrorCode, LocalError
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
 from kvbus.protocol.trace import Remembered, Span, Trace
@@ -58,7 +59,8 @@ class Agent:
 class Service(Protocol):
     """The part of an agent that is its own: offers and leases, or fetches and peers.
 
-    Handlers may raise a `KVBusError`, which refuses the request.
+    Handlers may raise a `KVBusError`, which refuses the request. What a service knows of other
+    agents is nothing, unless it asks some.
     """
 
     async def start(self) -> None:
@@ -111,19 +113,19 @@ class Service(Protocol):
 
     def silent_peers(self) -> dict[str, float]:
         """Agents that do not answer, and for how many seconds nothing has come from each."""
-        ...
+        return {}
 
     def key_of(self, endpoint: str) -> str:
         """The CURVE key of one of `silent_peers`; empty without keys."""
-        ...
+        return ""
 
     def view(self, endpoint: str) -> PeerView:
         """What it knows of another agent; who it is itself is not in it."""
-        ...
+        return PeerView()
 
     def cost(self, asked: Cost) -> Predicted:
-        """What a fetch would take now; raises `LocalError`, as a prefill agent does always."""
-        ...
+        """What a fetch would take now; raises `LocalError`."""
+        raise LocalError("only decode agents know what a handoff costs", code=ErrorCode.INVALID)
 
     def recent(self, number: int) -> list[Callable[[], list[Span]]]:
         """What makes the spans of each of the newest offers or fetches, in any thread.

@@ -1,7 +1,4 @@
-"""The prefill agent: requests become events of the offer table, its commands become replies.
-
-Refuses to hold any state of an offer itself.
-"""
+"""The prefill agent: requests become events of the offer table, its commands become replies."""
 
 import time
 import uuid
@@ -13,9 +10,9 @@ import structlog
 
 from kvbus.agent.access import load_ticket_keys
 from kvbus.agent.engines import LocalEngine
-from kvbus.agent.service import Agent
+from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, Shared, new_secret
-from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable, GroupSpec, num_blocks_for
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer, WithdrawOffer
 from kvbus.protocol.events import LeaseEvent, OfferEvent
@@ -30,7 +27,7 @@ from kvbus.protocol.peer import (
     Renew,
     Take,
 )
-from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
+from kvbus.protocol.status import Sharing, Status
 from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.protocol.trace import Remembered, Span, Trace, known_trace
 from kvbus.table import Driver
@@ -48,7 +45,7 @@ from kvbus_prefill.offer.table import OfferTable
 log = structlog.get_logger()
 
 
-class PrefillService:
+class PrefillService(Service):
     """Everything of a prefill agent that is not shared with the decode agent."""
 
     def __init__(self, agent: Agent, config: PrefillConfig) -> None:
@@ -100,7 +97,7 @@ class PrefillService:
         self._driver.dispatch(ev.EngineReady())
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
-        """Its offers end; nobody is there to be told."""
+        """Its offers end; there is no one to be told."""
         self._packing.end_engine(engine)
         self._driver.dispatch(EngineLost(engine.engine_id))
         if not any(other.ready for other in self._agent.engines.engines.values()):
@@ -151,25 +148,9 @@ class PrefillService:
         """What its memory socket lends."""
         return self._lender.sharing()
 
-    def silent_peers(self) -> dict[str, float]:
-        """It asks nobody."""
-        return {}
-
-    def key_of(self, endpoint: str) -> str:
-        """It asks nobody."""
-        return ""
-
-    def view(self, endpoint: str) -> PeerView:
-        """It connects to nobody, and knows decode agents by what they ask alone."""
-        return PeerView()
-
     def story(self, asked: Status) -> list[str]:
         """What happened to an offer."""
         return self._table.story(asked.offer_id)
-
-    def cost(self, asked: Cost) -> Predicted:
-        """Raises `LocalError`: who reads knows what it takes."""
-        raise LocalError("only decode agents know what a handoff costs", code=ErrorCode.INVALID)
 
     def recent(self, number: int) -> list[Callable[[], list[Span]]]:
         """The newest offers."""
