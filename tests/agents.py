@@ -58,12 +58,8 @@ def wait_until(condition: Callable[[], Any], what: str, within_s: float = WITHIN
 
 
 def write_config(path: Path, settings: Settings) -> None:
-    """A TOML file of flat keys, and of one level of sections."""
-    flat = [f"{k} = {json.dumps(v)}" for k, v in settings.items() if not isinstance(v, dict)]
-    for name, section in settings.items():
-        if isinstance(section, dict):
-            flat += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items())]
-    path.write_text("\n".join(flat) + "\n")
+    """A TOML file of these keys."""
+    path.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in settings.items()))
 
 
 @dataclass

@@ -88,10 +88,10 @@ class Access:
         num_trusted = len(list(self._trusted)) if self._trusted else 0
         return {"trusted_keys": num_trusted, "refused_keys": self._num_refused}
 
-    def start(self, context: BusContext, tasks: TaskGroup, *, lines_s: int) -> None:
-        """Check keys, before the first socket is bound; log at most so many refusals a second."""
+    def start(self, context: BusContext, tasks: TaskGroup) -> None:
+        """Check keys, before the first socket is bound."""
         if self.keys is not None:
-            self._lines = LimitedLog(lines_s=lines_s)
+            self._lines = LimitedLog()
             tasks.start_soon(KeyCheck(context, self._admit).run)
 
     def guard(

@@ -47,7 +47,7 @@ class AgentSockets:
                 endpoint,
                 boot=boot,
                 on_fault=_log_fault,
-                on_refusal=Refusals(metrics, lines_s=config.max_refusal_lines_s).of_call,
+                on_refusal=Refusals(metrics).of_call,
                 **options,
             )
 

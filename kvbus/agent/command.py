@@ -6,10 +6,10 @@ Read by argparse: the import of typer is a fifth of the time that an agent takes
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import NoReturn, TypeVar, get_args
 
 import anyio
 import msgspec
@@ -21,6 +21,7 @@ from kvbus.agent.loop import AgentLoop
 from kvbus.agent.observe import configure_logs
 from kvbus.agent.run import run_agent
 from kvbus.agent.service import Agent, Service
+from kvbus.agent.sources import kinds_of
 from kvbus.bus import new_boot_id
 from kvbus.errors import ConfigError, KVBusError, leaves
 from kvbus.protocol.engine import AgentRole
@@ -50,8 +51,7 @@ def agent_command(
         type=Path,
         nargs="?",
         metavar="CONFIG.toml",
-        help="the agent's configuration; variables KVBUS_KEY, KVBUS_SECTION__KEY override it, and "
-        "do without it",
+        help="the agent's configuration; variables KVBUS_KEY override it, and do without it",
     )
     parser.add_argument(
         "--set",
@@ -59,7 +59,7 @@ def agent_command(
         default=[],
         dest="settings",
         metavar="KEY=VALUE",
-        help="override one key, such as transport.slice_bytes=1048576; may be repeated",
+        help="override one key, such as slot_bytes=1048576; may be repeated",
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print a commented default and exit"
@@ -89,9 +89,7 @@ def _run(
     except ConfigError as error:
         raise SystemExit(_complain(error, status=2)) from error
     boot = new_boot_id()
-    configure_logs(
-        level=config.log_level, style=config.log_format, agent=config.agent_id, boot_id=boot
-    )
+    configure_logs(level=config.log_level, agent=config.agent_id, boot_id=boot)
     failures: list[KVBusError] = []
     try:
         anyio.run(
@@ -125,30 +123,13 @@ def _complain(error: KVBusError, *, status: int) -> int:
 
 def commented_default(kind: type[AgentConfig], **values: str) -> str:
     """A TOML file with every key, its meaning and its default; ``values`` fill required keys."""
-    return "\n".join(_comment_lines(kind, dict(values), prefix="")) + "\n"
-
-
-def _comment_lines(
-    kind: type[msgspec.Struct], values: dict[str, Any], prefix: str
-) -> Iterator[str]:
-    hints = get_type_hints(kind, include_extras=True)
-    sections: list[tuple[str, type[msgspec.Struct]]] = []
+    hints, lines = kinds_of(kind), list[str]()
     for field in msgspec.structs.fields(kind):
-        hint = hints[field.name]
-        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            sections.append((field.name, hint))
-            continue
-        yield f"# {_description(hint)}"
-        yield f"{field.name} = {_toml(values.get(field.name, field.default))}"
-        yield ""
-    for name, section in sections:
-        yield f"[{prefix}{name}]"
-        yield from _comment_lines(section, {}, prefix=f"{prefix}{name}.")
-
-
-def _description(hint: Any) -> str:
-    found = [meta.description for meta in get_args(hint)[1:] if isinstance(meta, Meta)]
-    return next((text for text in reversed(found) if text), "")
+        metas = [one for one in get_args(hints[field.name]) if isinstance(one, Meta)]
+        description = next(one.description for one in reversed(metas) if one.description)
+        value = _toml(values.get(field.name, field.default))
+        lines += [f"# {description}", f"{field.name} = {value}", ""]
+    return "\n".join(lines)
 
 
 def _toml(value: object) -> str:

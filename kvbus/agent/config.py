@@ -1,7 +1,7 @@
 """Configuration of an agent: what was given into typed structs, and its addresses."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -30,84 +30,12 @@ DECODE_DEFAULTS: Mapping[str, str] = MappingProxyType(
 )
 
 
-BINDS = ("peer_bind", "events_bind")
-"""The keys of addresses that ZeroMQ binds."""
-MAX_PORT = 65_535
-
-
-def bind_host(address: str) -> str:
-    """The host of tcp://HOST:PORT, with the brackets of an IPv6 address."""
-    return address.removeprefix("tcp://").rpartition(":")[0]
-
-
-def advertised(host: str, endpoint: str) -> str:
-    """The endpoint as others reach it, by ``host`` if that is given."""
-    return f"tcp://{host}:{endpoint.rpartition(':')[2]}" if host else endpoint
-
-
-def check_address(address: str, *, key: str, source: str, is_named: bool) -> None:
-    """Raise `ConfigError` unless the address can be bound, and others can be told of it."""
-    host, ports = bind_host(address), address.rpartition(":")[2].split("-")
-    if not address.startswith("tcp://") or not host or not _are_ports(ports):
-        raise ConfigError(
-            f"{source}: key '{key}': '{address}' is neither tcp://HOST:PORT nor "
-            f"tcp://HOST:FIRST-LAST, with ports up to {MAX_PORT}",
-            key=key,
-        )
-    if host in ("*", "0.0.0.0", "[::]") and not is_named:  # noqa: S104 - compared
-        raise ConfigError(
-            f"{source}: key 'advertise_host': needed, because {key} binds every interface",
-            key="advertise_host",
-        )
-
-
-def http_address(bind: str) -> tuple[str, int]:
-    """The host, without brackets, and the port of a checked HOST:PORT."""
-    host, _, port = bind.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def check_http_address(bind: str, *, source: str) -> None:
-    """Raise `ConfigError` unless it is HOST:PORT."""
-    host, _, port = bind.rpartition(":")
-    if not host or not _are_ports([port]):
-        message = (
-            f"{source}: key 'http_bind': '{bind}' is not HOST:PORT, with a port up to {MAX_PORT}"
-        )
-        raise ConfigError(message, key="http_bind")
-
-
-def _are_ports(ports: list[str]) -> bool:
-    """Whether these are one port, or the first and the last of some."""
-    if not all(port.isascii() and port.isdigit() and int(port) <= MAX_PORT for port in ports):
-        return False  # ZeroMQ would wrap a larger one
-    return len(ports) == 1 or (len(ports) == 2 and 0 < int(ports[0]) <= int(ports[1]))
-
-
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
 MEMORY_SOCKET = "memory.sock"
-
-
-class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the agent moves bytes with NIXL."""
-
-    slice_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            le=1 << 30,
-            description="Largest post of one transfer, and largest part of a copy out of mapped "
-            "memory, in bytes.",
-        ),
-    ] = 8 << 20
-    slice_descriptors: Annotated[
-        int, Meta(ge=1, le=1 << 16, description="Most descriptors in one post.")
-    ] = 2048
-    close_timeout_s: Annotated[
-        float,
-        Meta(gt=0, le=86_400, description="How long a stop waits for posted transfers to end."),
-    ] = 5.0
+MAX_PORT = 65_535
+CLOSES_WITHIN_S = 3.0
+"""How long a stop waits for posted transfers to end."""
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -219,24 +147,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["debug", "info", "warning", "error"],
         Meta(description="Least severe level that is logged."),
     ] = "info"
-    log_format: Annotated[
-        Literal["auto", "json", "console"],
-        Meta(description="auto: console on a terminal, JSON lines otherwise."),
-    ] = "auto"
     drain_timeout_s: Annotated[
         Duration, Meta(description="How long a stop waits for what runs before it fails it.")
     ] = 30.0
     heartbeat_s: Annotated[Duration, Meta(description="Time between heartbeat events.")] = 2.0
-    max_engine_processes: Annotated[
-        Bound, Meta(description="Most attach connections of local engines at a time.")
-    ] = 64
-    max_refusal_lines_s: Annotated[
-        Bound,
-        Meta(
-            description="Most lines a second in the log about refused requests and keys; "
-            "a quarter of them about the same peer."
-        ),
-    ] = 20
     max_ended_bytes: Annotated[
         int,
         Meta(
@@ -280,7 +194,31 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             description="Size of one staging slot, and so of the largest packed box.",
         ),
     ] = 8 << 20
-    transport: TransportConfig = TransportConfig()
+    slice_bytes: Annotated[
+        int,
+        Meta(
+            ge=4096,
+            le=1 << 30,
+            description="Largest post of one transfer, and largest part of a copy out of mapped "
+            "memory, in bytes.",
+        ),
+    ] = 8 << 20
+    max_handoffs: Annotated[
+        Bound,
+        Meta(
+            description="Most offers, or fetches, at a time, those included that drain; more are "
+            "`busy`."
+        ),
+    ] = 4096
+    copy_threads: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Threads that gather boxes out of blocks, or scatter them into blocks, "
+            "and copy mapped memory.",
+        ),
+    ] = 1
 
     @property
     def runtime_path(self) -> Path:
@@ -294,11 +232,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def attach_path(self) -> Path:
         """The socket that engines are told."""
         return self.runtime_path / "attach.sock"
-
-    @property
-    def memory_path(self) -> Path:
-        """The socket at which a prefill agent lends memory, in its first seat."""
-        return self.runtime_path / MEMORY_SOCKET
 
 
 C = TypeVar("C", bound=AgentConfig)
@@ -329,7 +262,7 @@ def _converted(kind: type[C], given: Given, path: Path | None) -> C:
                 f"shows one), or set {variable(key)} or --set {key}=VALUE",
                 key=key,
             )
-    return convert_config(kind, given.nested(), source=source, origins=given.origins)
+    return convert_config(kind, given.values, source=source, origins=given.origins)
 
 
 def convert_config(
@@ -346,31 +279,56 @@ def convert_config(
     try:
         config = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        where = str(error).partition(" - at `$.")[2]
-        key = where.rstrip("`").partition("[")[0]
-        reason = in_words(error, _value_at(fields, key), dict(kinds_of(kind)).get(key))
+        key = str(error).partition(" - at `$.")[2].rstrip("`").partition("[")[0]
+        reason = in_words(error, fields.get(key), kinds_of(kind).get(key))
         named = f"key '{key}': " if key else ""
         raise ConfigError(f"{origins.get(key, source)}: {named}{reason}", key=key) from error
-    for key in BINDS:
-        is_named = bool(config.advertise_host)
-        origin = origins.get(key, source)
-        check_address(getattr(config, key), key=key, source=origin, is_named=is_named)
-    if config.http_bind:
-        check_http_address(config.http_bind, source=origins.get("http_bind", source))
-    _check_staging(config, origins.get("staging_bytes", source))
+    for key, problem in _problems(config):
+        raise ConfigError(f"{origins.get(key, source)}: key '{key}': {problem}", key=key)
     return config
 
 
-def _value_at(fields: Any, key: str) -> Any:
-    for name in key.split("."):
-        fields = fields.get(name) if isinstance(fields, dict) else None
-    return fields
-
-
-def _check_staging(config: AgentConfig, source: str) -> None:
-    if 0 < config.staging_bytes < config.slot_bytes:
-        raise ConfigError(
-            f"{source}: key 'staging_bytes': {config.staging_bytes} is less than one slot of "
-            f"'slot_bytes' = {config.slot_bytes}; make it larger, or 0 to turn packing off",
-            key="staging_bytes",
+def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
+    """The keys with values that their types allow, and what is wrong with them."""
+    for key in ("peer_bind", "events_bind"):
+        address = getattr(config, key)
+        host, ports = bind_host(address), address.rpartition(":")[2].split("-")
+        if not address.startswith("tcp://") or not host or not _are_ports(ports):
+            yield (
+                key,
+                f"'{address}' is neither tcp://HOST:PORT nor tcp://HOST:FIRST-LAST, with ports "
+                f"up to {MAX_PORT}",
+            )
+        is_wildcard = host in ("*", "0.0.0.0", "[::]")  # noqa: S104 - compared
+        if is_wildcard and not config.advertise_host:
+            yield "advertise_host", f"needed, because {key} binds every interface"
+    host, _, port = config.http_bind.rpartition(":")
+    if config.http_bind and not (host and _are_ports([port])):
+        yield (
+            "http_bind",
+            f"'{config.http_bind}' is not HOST:PORT, with a port up to {MAX_PORT}",
         )
+    if 0 < config.staging_bytes < config.slot_bytes:
+        yield (
+            "staging_bytes",
+            f"{config.staging_bytes} is less than one slot of 'slot_bytes' = "
+            f"{config.slot_bytes}; make it larger, or 0 to turn packing off",
+        )
+
+
+def _are_ports(ports: Sequence[str]) -> bool:
+    """Whether these are one port, or the first and the last of some."""
+    if not all(port.isascii() and port.isdigit() and int(port) <= MAX_PORT for port in ports):
+        return False  # ZeroMQ would wrap a larger one
+    return len(ports) == 1 or (len(ports) == 2 and 0 < int(ports[0]) <= int(ports[1]))
+
+
+def bind_host(address: str) -> str:
+    """The host of tcp://HOST:PORT, with the brackets of an IPv6 address."""
+    return address.removeprefix("tcp://").rpartition(":")[0]
+
+
+def http_address(bind: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of a checked HOST:PORT."""
+    host, _, port = bind.rpartition(":")
+    return host.strip("[]"), int(port)

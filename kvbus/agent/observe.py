@@ -23,11 +23,11 @@ from kvbus.protocol.peer import Release
 from kvbus.text import printable, printable_values
 
 
-def configure_logs(*, level: str, style: str, **context: str) -> None:
+def configure_logs(*, level: str, style: str = "auto", **context: str) -> None:
     """Set up structlog for the whole process; ``context`` is on every line.
 
-    ``level`` is a name of `logging`; ``style`` is ``auto``, ``json`` or ``console``. Lines go to
-    stderr, so that stdout stays for results.
+    ``level`` is a name of `logging`; ``style`` is ``json``, ``console``, or ``auto``: for people on
+    a terminal, JSON otherwise. Lines go to stderr, so that stdout stays for results.
     """
     pretty = style == "console" or (style == "auto" and sys.stderr.isatty())
     structlog.configure(
@@ -135,18 +135,18 @@ class AgentMetrics:
 
 log = structlog.get_logger()
 
-WINDOW_S = 1.0
-_SHARE = 4
+WINDOW_S, MAX_LINES, _SHARE = 1.0, 20, 4
 
 
 class LimitedLog:
-    """At most ``lines_s`` lines a second, and a quarter of them about the same one.
+    """At most `MAX_LINES` a second, and a quarter of them about the same one; at debug, all.
 
     Made and used in a running event loop.
     """
 
-    def __init__(self, *, lines_s: int) -> None:
-        self._loop, self._lines_s = asyncio.get_running_loop(), lines_s
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._has_bound = not log.is_enabled_for(logging.DEBUG)
         self._window_ends = 0.0
         self._num_by_who: collections.Counter[str] = collections.Counter()
         self._num_lines = self._num_left_out = 0
@@ -159,8 +159,8 @@ class LimitedLog:
         """Log an event about ``who`` at ``level``, as far as there is room."""
         if self._loop.time() >= self._window_ends:
             self._open_window()
-        most_of_one = max(1, self._lines_s // _SHARE)
-        if self._num_lines >= self._lines_s or self._num_by_who[who] >= most_of_one:
+        is_full = self._num_lines >= MAX_LINES or self._num_by_who[who] >= MAX_LINES // _SHARE
+        if is_full and self._has_bound:
             self._leave_out()
             return
         self._num_lines += 1
@@ -188,8 +188,8 @@ _MISTAKES = (ErrorCode.FORBIDDEN, ErrorCode.INVALID)
 class Refusals:
     """The refusals of one socket; each has lines of its own, so that strangers leave room."""
 
-    def __init__(self, metrics: AgentMetrics, *, lines_s: int) -> None:
-        self._metrics, self._lines = metrics, LimitedLog(lines_s=lines_s)
+    def __init__(self, metrics: AgentMetrics) -> None:
+        self._metrics, self._lines = metrics, LimitedLog()
 
     def of_call(self, error: KVBusError, call: Call) -> None:
         """A call was refused."""

@@ -11,7 +11,7 @@ import anyio
 import structlog
 
 from kvbus.agent.access import Access
-from kvbus.agent.config import AgentConfig
+from kvbus.agent.config import CLOSES_WITHIN_S, AgentConfig
 from kvbus.agent.data_plane import (
     choose_interfaces,
     has_rdma,
@@ -71,7 +71,7 @@ async def run_agent(
                 await runtime.stop_when_told(signals)
                 tasks.cancel_scope.cancel()
     finally:
-        closing = transport.close(timeout_s=config.transport.close_timeout_s)
+        closing = transport.close(timeout_s=CLOSES_WITHIN_S)
         with anyio.CancelScope(shield=True):
             report = await asyncio.wrap_future(closing)
         if report.num_handles:
@@ -85,8 +85,7 @@ def _make_transport(
     return Transport(
         f"{config.agent_id}/{boot}",
         limits=TransportLimits(
-            slice_bytes=config.transport.slice_bytes,
-            slice_descriptors=config.transport.slice_descriptors,
+            slice_bytes=config.slice_bytes,
             here_bytes=HERE_BYTES,
         ),
         deliver=loop.call_soon_threadsafe,

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.access import Access
 from kvbus.agent.agent_sockets import BUS_READINGS, AgentSockets, bus_readings
-from kvbus.agent.config import AgentConfig, advertised
+from kvbus.agent.config import AgentConfig
 from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.ending import Ending, Signals
 from kvbus.agent.engines import EngineDirectory, Surroundings
@@ -42,6 +42,9 @@ log = structlog.get_logger()
 
 AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
 ServiceFactory = Callable[[Agent], Service]
+
+MAX_ENGINE_PROCESSES = 64
+"""Most attach connections of local engines at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class Runtime:
         engines = self._engine_directory()
         attach = self._attach_server(engines)
         await self.tasks.start(attach.serve)
-        self.access.start(context, self.tasks, lines_s=self.config.max_refusal_lines_s)
+        self.access.start(context, self.tasks)
         sockets = AgentSockets.bind(
             context,
             self.config,
@@ -165,7 +168,7 @@ class Runtime:
             self.config.attach_path,
             self._on_attach_message(engines),
             engines.on_attach_closed,
-            max_connections=self.config.max_engine_processes,
+            max_connections=MAX_ENGINE_PROCESSES,
         )
 
     def _assemble(
@@ -175,14 +178,13 @@ class Runtime:
         sockets: AgentSockets,
         page: HttpPort,
     ) -> Agent:
-        host = self.config.advertise_host
         identity = AgentIdentity(
             agent_id=self.config.agent_id,
             boot=self.boot,
             role=self.role,
             engine_endpoint=sockets.engine.endpoint,
-            peer_endpoint=advertised(host, sockets.peer.endpoint),
-            events_endpoint=advertised(host, sockets.events.endpoint),
+            peer_endpoint=self._advertised(sockets.peer.endpoint),
+            events_endpoint=self._advertised(sockets.events.endpoint),
             server_key=self.access.server_key,
         )
         return Agent(
@@ -201,6 +203,11 @@ class Runtime:
             bus_errors=self.bus_errors,
             sender=self._start_sender(identity),
         )
+
+    def _advertised(self, endpoint: str) -> str:
+        """The endpoint as others reach it."""
+        host = self.config.advertise_host
+        return f"tcp://{host}:{endpoint.rpartition(':')[2]}" if host else endpoint
 
     def _start_sender(self, identity: AgentIdentity) -> "SpanSender | None":
         """What takes spans, if a collector is named. Raises `ConfigError` without kvbus[otel]."""
@@ -267,7 +274,7 @@ class Runtime:
         )
 
     def _on_attach_message(self, engines: EngineDirectory) -> AttachHandler:
-        refusals = Refusals(self.metrics, lines_s=self.config.max_refusal_lines_s)
+        refusals = Refusals(self.metrics)
 
         async def answer(
             connection: AttachConnection, message: dict[str, Any], fds: list[int]

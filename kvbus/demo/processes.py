@@ -180,7 +180,6 @@ def agent_settings(role: str, options: DemoOptions) -> dict[str, str | float]:
     """What is not the default in its configuration."""
     settings: dict[str, str | float] = {
         "agent_id": f"{role}-demo",
-        "log_format": "json",
         **AGENT_TIMES[role],
     }
     if role == "decode" and options.path is not ReadPath.AUTO:

@@ -38,7 +38,7 @@ from kvbus.protocol.trace import known_trace
 
 SILENT_S = 5.0
 DOUBT_S = 8.0
-"""More than an agent waits, by default, for transfers when it stops (`close_timeout_s`)."""
+"""More than an agent waits for transfers when it stops."""
 
 BlockIds = Mapping[str, npt.ArrayLike]
 OnBlocksFreed = Callable[[BlocksFreed], None]

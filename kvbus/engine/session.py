@@ -38,7 +38,7 @@ IPC = "ipc://"
 NOT_BEGUN = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.STALE)
 """Codes of an agent that ends, and of one that has taken leave of the session."""
 MAX_PENDING = 1 << 20
-"""Requests without a reply: as many as the largest `max_fetches` or `max_offers` of an agent."""
+"""Requests without a reply: as many as the largest `max_handoffs` of an agent."""
 
 T = TypeVar("T")
 

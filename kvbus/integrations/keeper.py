@@ -46,16 +46,15 @@ class KeptAgent:
     def start(cls, role: str, host: str, settings: Mapping[str, Any]) -> "KeptAgent":
         """Start a prefill or decode agent that others reach at ``host``.
 
-        ``settings`` are keys of its configuration, over those that are chosen here; a key in a
-        section has its name before it, as ``transport.slice_bytes``; ``runtime_dir`` is always
-        chosen here. Raises `PeerLost` with the last lines of its log when it does not start.
+        ``settings`` are keys of its configuration, over those that are chosen here;
+        ``runtime_dir`` is always chosen here. Raises `PeerLost` with the last lines of its log
+        when it does not start.
         """
         folder = Path(tempfile.mkdtemp(prefix="kvbus-"))
         chosen = {
             "agent_id": f"{role}-{folder.name.removeprefix('kvbus-')}",
             "peer_bind": f"tcp://{host}:0",
             "events_bind": f"tcp://{host}:0",
-            "log_format": "json",
         }
         attach = folder / "agent" / "attach.sock"
         own = {**chosen, **settings, "runtime_dir": str(attach.parent)}

@@ -28,17 +28,15 @@ COMMON = {
     "staging_bytes": 8 << 20,
     "slot_bytes": 1 << 20,
     "heartbeat_s": 0.2,
-    "max_refusal_lines_s": 5,
 }
-PREFILL = {"late_read_s": 3.0, "max_lease_s": 10.0, "max_hold_s": 20.0, "max_offers": 48}
+PREFILL = {"late_read_s": 3.0, "max_lease_s": 10.0, "max_hold_s": 20.0, "max_handoffs": 48}
 DECODE = {
     "lease_s": 3.0,
     "request_timeout_s": 2.0,
-    "max_fetches": 48,
+    "max_handoffs": 48,
     "fetches_at_once": 16,
 }
-TRANSPORT = {"close_timeout_s": 3.0}
-SMALL_SLICES = {"slice_bytes": 16 << 10, "slice_descriptors": 4}
+SMALL_SLICES = {"slice_bytes": 16 << 10}
 READY_WITHIN_S = 120.0
 ENDS_WITHIN_S = 60.0
 LAST_LINES = 8
@@ -203,8 +201,7 @@ class World:
 
     def _prepare(self, name: str) -> None:
         role, number = name.split("-")
-        transport = {**TRANSPORT, **(SMALL_SLICES if self.setting.small_slices else {})}
-        settings: dict[str, Any] = {**COMMON, "transport": transport}
+        settings: dict[str, Any] = {**COMMON, **(SMALL_SLICES if self.setting.small_slices else {})}
         if role == "prefill":
             settings |= {**PREFILL, "advertise_host": PROXY_HOST}
         else:  # the second one never maps, so that NIXL is used in any world

@@ -322,7 +322,7 @@ async def test_who_listens_as_another_user_is_told_nothing(both: Neighbours, fol
 
 
 async def test_a_folder_that_others_may_enter_is_no_agents(both: Neighbours) -> None:
-    path = both.prefill.config.memory_path
+    path = both.prefill.memory_socket
     async with both.engines() as (source, target):
         path.parent.chmod(0o755)
         try:

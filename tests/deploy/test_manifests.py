@@ -94,10 +94,10 @@ def test_a_pod_has_its_agent_first_as_the_same_user_with_time_to_drain_and_all_t
 
 
 def test_ports_in_the_config_are_those_of_the_container() -> None:
-    settings = config_of("base")
-    ports = container(pod_templates(rendered("base"))["prefill"], AGENT)["ports"]
+    agent = container(pod_templates(rendered("base"))["prefill"], AGENT)
+    settings = {one["name"]: one.get("value") for one in agent["env"]} | config_of("base")
 
-    found = {one["name"]: one["containerPort"] for one in ports}
+    found = {one["name"]: one["containerPort"] for one in agent["ports"]}
 
     for name, variable in (("peer", "KVBUS_PEER_BIND"), ("events", "KVBUS_EVENTS_BIND")):
         assert settings[variable].endswith(f"$(POD_IP):{found[name]}")

@@ -11,14 +11,8 @@ from tests.engines import LARGE, NUM_LARGE_BLOCKS
 PREFILL: dict[str, Any] = {"late_read_s": 1.0, "drain_timeout_s": 20.0}
 DECODE: dict[str, Any] = {"lease_s": 3.0, "request_timeout_s": 5.0, "drain_timeout_s": 20.0}
 TCP: dict[str, Any] = {"env": {"UCX_TLS": "tcp"}}
-SLOW_READS: dict[str, Any] = {
-    **TCP,
-    "transport": {"slice_bytes": 4096, "slice_descriptors": 1, "close_timeout_s": 1.0},
-}
-ONE_POST: dict[str, Any] = {
-    **TCP,
-    "transport": {"slice_bytes": 64 << 20, "slice_descriptors": 1 << 16},
-}
+SLOW_READS: dict[str, Any] = {**TCP, "slice_bytes": 4096}
+ONE_POST: dict[str, Any] = {**TCP, "slice_bytes": 64 << 20}
 """Of more than the sockets between two agents hold."""
 LONG: dict[str, Any] = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
 LONG_TOKENS = NUM_LARGE_BLOCKS * LARGE.block_size

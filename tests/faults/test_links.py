@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not HAVE_LINKS, reason="needs root, iproute2 and /dev/net/tun"),
 ]
 
-SLOW: dict[str, Any] = {"transport": {"slice_bytes": 1 << 16}}
+SLOW: dict[str, Any] = {"slice_bytes": 1 << 16}
 LATE = {ErrorCode.TIMEOUT, ErrorCode.LEASE_EXPIRED}
 NUM_TRIES, RETRY_S = 8, 0.5
 

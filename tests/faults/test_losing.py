@@ -121,10 +121,7 @@ async def test_blocks_stay_in_doubt_when_an_agent_hangs_up_on_the_engine_and_liv
 async def test_blocks_are_free_when_an_agent_that_waited_for_its_transfers_has_ended(
     fresh: Started,
 ) -> None:
-    transport = {**SLOW_READS["transport"], "close_timeout_s": 3.0}
-    prefill, decode = fresh.both(
-        SLOW_READS, {**SLOW_READS, "transport": transport, "drain_timeout_s": 0.2}
-    )
+    prefill, decode = fresh.both(SLOW_READS, {**SLOW_READS, "drain_timeout_s": 0.2})
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
         _, fetch = await start_long_read(source, target)
 

@@ -64,7 +64,7 @@ async def stuck(
 ) -> AsyncIterator[Stuck]:
     """Stopped while it is read slice by slice, or before, by one post that reads ahead."""
     posts = ONE_POST if when == "before" else SLOW_READS
-    settings: dict[str, Any] = {"env": FABRICS[fabric], "transport": posts["transport"]}
+    settings: dict[str, Any] = {**posts, "env": FABRICS[fabric]}
     prefill, decode = fresh.both(decode={"quarantine_timeout_s": 2.0}, **settings)
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
         if when == "within":

@@ -35,7 +35,7 @@ def ended(agent: AgentProcess) -> tuple[int, str]:
 
 
 CANNOT_START: dict[str, tuple[dict[str, Any], dict[str, str], int, str]] = {
-    "no number": ({"max_fetches": "many"}, {}, 2, "max_fetches"),
+    "no number": ({"max_handoffs": "many"}, {}, 2, "max_handoffs"),
     "no port": ({"peer_bind": "tcp://127.0.0.1:99999"}, {}, 2, "peer_bind"),
     "no address for others": ({"peer_bind": "tcp://0.0.0.0:0"}, {}, 2, "advertise_host"),
     "a long path": ({"runtime_dir": f"/dev/shm/{120 * 'x'}"}, {}, 1, "107"),  # noqa: S108

@@ -19,7 +19,7 @@ STARTER = f"""
 import sys, threading, time
 {IMPORT}
 def start():
-    agent = KeptAgent.start("prefill", "127.0.0.1", {{"transport.slice_bytes": 4096}})
+    agent = KeptAgent.start("prefill", "127.0.0.1", {{"slice_bytes": 4096}})
     print(agent.peer, flush=True)
 threading.Thread(target=start).start()
 time.sleep(100)
@@ -58,8 +58,8 @@ def test_the_agent_ends_with_the_process_that_started_it_in_a_thread(
     )
 
 
-def test_an_agent_that_logs_little_and_for_people_starts_as_any_other(folder: Path) -> None:
-    quiet = {"log_level": "error", "log_format": "console", "runtime_dir": "/nowhere"}
+def test_an_agent_that_logs_little_starts_as_any_other(folder: Path) -> None:
+    quiet = {"log_level": "error", "runtime_dir": "/nowhere"}
     start = f"agent = KeptAgent.start('decode', '127.0.0.1', {quiet})"
     ended = subprocess.run(
         [sys.executable, "-c", f"{IMPORT}; {start}; print(agent.attach.exists(), agent.peer)"],

@@ -65,6 +65,10 @@ class PrefillAgent:
         return self.config.attach_path
 
     @property
+    def memory_socket(self) -> Path:
+        return self.config.runtime_path / "memory.sock"
+
+    @property
     def boot(self) -> str:
         return self.runtime.boot
 

@@ -46,8 +46,8 @@ sys.stdout.buffer.write(words)
 @asynccontextmanager
 async def connected(agent: PrefillAgent) -> AsyncIterator[FrameChannel]:
     """A connection to the memory socket."""
-    await until(agent.config.memory_path.exists)
-    channel = FrameChannel(connect_to_agent(agent.config.memory_path))
+    await until(agent.memory_socket.exists)
+    channel = FrameChannel(connect_to_agent(agent.memory_socket))
     try:
         yield channel
     finally:
@@ -145,7 +145,7 @@ async def test_a_connection_is_for_one_engine_and_ends_with_it_and_with_no_other
 async def test_another_user_is_refused_although_the_file_modes_would_let_it_in(
     agent: PrefillAgent,
 ) -> None:
-    path = agent.config.memory_path
+    path = agent.memory_socket
     await until(path.exists)
     for folder in (path.parent, path.parent.parent):
         folder.chmod(0o755)

@@ -33,7 +33,7 @@ def shaped() -> Iterator[Agents]:
     """Two prefill agents, and for each path two decode agents that compare all that they read."""
     with agents_ended(Agents) as agents:
         few_at_once = 2  # side by side they are too slow on few cores
-        wanted = [agents.prepare("prefill", max_refusal_lines_s=1000, **SLOTS) for _ in range(2)]
+        wanted = [agents.prepare("prefill", log_level="debug", **SLOTS) for _ in range(2)]
         for path in (*PATHS, "auto"):
             reads: dict[str, Any] = {
                 "path": path,

@@ -29,8 +29,8 @@ from tests.strict_sessions import WatchingDecode
 LEASE_S = 5.0
 """How long a stopped or killed agent is waited for."""
 KINDS = {"prefill": PrefillSession, "decode": DecodeSession}
-SLICES = {"slice_bytes": 4096, "slice_descriptors": 1, "close_timeout_s": 1.0}
-OVER_TCP = {"env": {"UCX_TLS": "tcp"}, "transport": SLICES}
+SLICES = {"slice_bytes": 4096}
+OVER_TCP = {"env": {"UCX_TLS": "tcp"}, **SLICES}
 RING = {"staging_bytes": 4 << 18, "slot_bytes": 1 << 18}
 SPARE_BLOCKS = 16
 
@@ -150,9 +150,9 @@ LANES: dict[str, tuple[type[Lane], Settings]] = {
     ),
     "shared memory": (
         Lane,
-        {"prefill": {"transport": SLICES}, "decode": {"transport": SLICES, "path": "direct"}},
+        {"prefill": SLICES, "decode": {**SLICES, "path": "direct"}},
     ),
-    "mapped": (Lane, {"decode": {"transport": SLICES, "mapped": True, "path": "mapped"}}),
+    "mapped": (Lane, {"decode": {**SLICES, "mapped": True, "path": "mapped"}}),
     "several agents": (
         SpreadLane,
         {"prefill": OVER_TCP, "decode": {**OVER_TCP, "path": "direct"}},

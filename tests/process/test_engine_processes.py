@@ -28,7 +28,7 @@ LATER: dict[str, dict[str, Any]] = {
 }
 PATHS: dict[str, dict[str, Any]] = {
     "packed": {**OVER_TCP, "path": "packed"},
-    "mapped": {"transport": SLICES, "path": "mapped", "mapped": True},
+    "mapped": {**SLICES, "path": "mapped", "mapped": True},
 }
 BLOCKS = {LARGE.name: NUM_LARGE_BLOCKS}
 ALL = NUM_LARGE_BLOCKS * LARGE.block_size

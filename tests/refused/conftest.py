@@ -10,6 +10,7 @@ from tests.agents import Agents, started
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Agents]:
     """A prefill and a decode agent."""
-    # Many are refused within a second, and a line about each is waited for.
-    with started("prefill", "decode", max_refusal_lines_s=10_000) as agents:
+    # Many are refused within a second, and a line about each is waited for: at debug, none is left
+    # out.
+    with started("prefill", "decode", log_level="debug") as agents:
         yield agents

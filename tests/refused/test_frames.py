@@ -137,7 +137,7 @@ def test_who_gives_a_lease_back_that_is_over_is_counted_and_is_no_warning(
     assert reply["error"]["code"] == code
     assert prefill.metric("refusals_total", code=code) == before + 1
     assert prefill.says("request.refused", op="make_coffee", code="unknown_op", level="warning")
-    assert bool(prefill.logged("request.refused", op="release")) == is_logged
+    assert bool(prefill.logged("request.refused", op="release", level="warning")) == is_logged
 
 
 def test_each_attach_message_is_refused_by_its_code(agents: Agents) -> None:

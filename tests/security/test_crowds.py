@@ -145,7 +145,7 @@ def is_let_in(agent: AgentProcess) -> bool:
 async def test_one_process_passes_so_many_segments_and_connections_and_no_more(
     fresh: Agents,
 ) -> None:
-    prefill, decode = fresh.prepare("prefill", max_engine_processes=64), fresh.prepare("decode")
+    prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode")
     fresh.start(prefill, decode)
     with ExitStack() as stack:
         processes = [stack.enter_context(Attached(prefill.attach)) for _ in range(64)]

@@ -30,7 +30,7 @@ ENDED = (
     ErrorCode.STALE,
     ErrorCode.TRANSFER_FAILED,
 )
-SLOW = {"slice_bytes": 4096, "slice_descriptors": 1, "close_timeout_s": 1.0}
+SLOW = {"slice_bytes": 4096}
 TCP: dict[str, Any] = {"env": {"UCX_TLS": "tcp"}}
 SHARED_MEMORY: dict[str, Any] = {"env": {}}
 MAPPED: dict[str, Any] = {"env": {}, "mapped": True, "path": "mapped"}
@@ -41,8 +41,8 @@ def shared_slow(request: pytest.FixtureRequest) -> Iterator[Agents]:
     """Two agents whose reads take long, over a fabric or out of mapped memory."""
     with agents_ended(Agents) as agents:
         env = request.param["env"]
-        agents.prepare("prefill", late_read_s=1.0, transport=SLOW, env=env)
-        reads: dict[str, Any] = {"lease_s": 3.0, "request_timeout_s": 5.0, "transport": SLOW}
+        agents.prepare("prefill", late_read_s=1.0, env=env, **SLOW)
+        reads: dict[str, Any] = {"lease_s": 3.0, "request_timeout_s": 5.0, **SLOW}
         agents.prepare("decode", **reads, **request.param)
         for agent in agents.all:
             agent.expected_trouble.add("segment.cut")

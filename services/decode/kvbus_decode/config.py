@@ -31,9 +31,6 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     fetch_timeout_s: Annotated[
         Duration, Meta(description="Deadline of a fetch, when not told otherwise.")
     ] = 60.0
-    max_fetches: Annotated[
-        Bound, Meta(description="Most fetches at a time, draining ones included; more are `busy`.")
-    ] = 4096
     fetches_at_once: Annotated[
         Bound,
         Meta(
@@ -111,15 +108,12 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             "agent that makes no digests fails, too. Read again for it: every byte, on both sides."
         ),
     ] = "off"
-    copy_threads: Annotated[
-        int, Meta(ge=1, le=64, description="Threads that scatter boxes into blocks.")
-    ] = 1
 
     @property
     def fetch_limits(self) -> FetchLimits:
         """The bounds of the fetch table."""
         return FetchLimits(
-            max_fetches=self.max_fetches,
+            max_fetches=self.max_handoffs,
             num_places=self.fetches_at_once,
             lease_s=self.lease_s,
             request_timeout_s=self.request_timeout_s,

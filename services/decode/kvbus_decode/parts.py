@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from kvbus.agent.config import CLOSES_WITHIN_S
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, new_secret
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RequestRefused
@@ -112,7 +113,7 @@ class PartClient:
         dispatch: Callable[[ev.Event], None],
     ) -> None:
         self._agent, self._leases, self._dispatch = agent, leases, dispatch
-        self._exits_s = config.transport.close_timeout_s + EXITS_WITHIN_S
+        self._exits_s = CLOSES_WITHIN_S + EXITS_WITHIN_S
         self._drains_s = LATE_S + config.quarantine_timeout_s
         self._asked: dict[str, list[_Asked]] = {}
 

@@ -87,7 +87,7 @@ class PrefillService(Service):
         return {
             Handshake: self._handshakes.answer,
             **dict.fromkeys(about_offers, self._forward),
-            Meet: Shared(self._meet, self._config.max_offers),
+            Meet: Shared(self._meet, self._config.max_handoffs),
             **self._packing.handlers(),
         }
 

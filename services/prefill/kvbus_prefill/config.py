@@ -1,13 +1,10 @@
-"""The keys of a prefill agent's configuration.
-
-Refuses nothing itself; `kvbus.agent.config` reads and checks.
-"""
+"""The keys of a prefill agent's configuration; `kvbus.agent.config` reads and checks."""
 
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from kvbus.agent.config import AgentConfig, Bound, Duration
+from kvbus.agent.config import AgentConfig, Duration
 from kvbus.protocol.ticket import MAX_TICKET_BLOCKS
 from kvbus_prefill.offer.entry import OfferLimits
 from kvbus_prefill.slots import SlotLimits
@@ -40,7 +37,6 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
             "so that a decode agent can read them before it asks. 0: none.",
         ),
     ] = 1024
-    max_offers: Annotated[Bound, Meta(description="Most offers at a time; more are `busy`.")] = 4096
     max_lease_s: Annotated[
         Duration, Meta(description="Longest lease that one claim or renewal grants.")
     ] = 30.0
@@ -67,15 +63,12 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
             "memory is, which is all that NIXL asks for to read it."
         ),
     ] = "keys"
-    pack_threads: Annotated[
-        int, Meta(ge=1, le=64, description="Most boxes that are packed at the same time.")
-    ] = 1
 
     @property
     def offer_limits(self) -> OfferLimits:
         """The bounds of the offer table."""
         return OfferLimits(
-            max_offers=self.max_offers,
+            max_offers=self.max_handoffs,
             max_lease_s=self.max_lease_s,
             max_hold_s=self.max_hold_s,
             max_retired_bytes=self.max_ended_bytes,
@@ -84,7 +77,7 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def max_gathers(self) -> int:
         """Boxes that are gathered at once: one starts when another ends."""
-        return self.pack_threads + 1
+        return self.copy_threads + 1
 
     @property
     def max_unpacked(self) -> int:

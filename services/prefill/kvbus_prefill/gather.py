@@ -90,11 +90,11 @@ class Packing:
         }
         self._lost: dict[str, LocalEngine] = {}
         self.copiers = Copiers(
-            agent.loop, num_threads=config.pack_threads, new_executor=agent.new_executor
+            agent.loop, num_threads=config.copy_threads, new_executor=agent.new_executor
         )
         """Its threads, for whatever else reads the memory of engines."""
         self._digester = Digester(self.copiers, job_bytes=agent.transport.limits.slice_bytes)
-        self._places: Places[Reader] = Places(config.max_offers)
+        self._places: Places[Reader] = Places(config.max_handoffs)
         self._served: dict[Reader, tuple[ProgressToken, asyncio.TimerHandle]] = {}
 
     def handlers(self) -> Handlers:

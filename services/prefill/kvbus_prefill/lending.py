@@ -42,7 +42,7 @@ class MemoryLender:
     def __init__(self, agent: Agent, config: PrefillConfig) -> None:
         self._agent, self._config = agent, config
         self._readers: dict[AttachConnection, LocalEngine] = {}
-        self._refusals = Refusals(agent.metrics, lines_s=config.max_refusal_lines_s)
+        self._refusals = Refusals(agent.metrics)
         self._closed = "closed by the prefill agent's config (mapped = false)"
         self._server = AttachServer(
             agent.folder / MEMORY_SOCKET,

@@ -131,7 +131,7 @@ class PeerDirectory:
     ) -> None:
         self._agent, self._config = agent, config
         self._on_boot, self._on_gone, self._on_dropped = on_boot, on_gone, on_dropped
-        self._room = REQUESTS_OF_A_FETCH * config.max_fetches
+        self._room = REQUESTS_OF_A_FETCH * config.max_handoffs
         self._peers: dict[PeerAddress, Peer] = {}
         self._by_events: dict[str, Peer] = {}
         self._allowed = AllowedPeers(config.allowed_peers) if config.allowed_peers else None
