@@ -39,7 +39,7 @@ def test_where_an_agent_has_no_staging_kv_is_read_directly_or_not_at_all(
 def test_more_boxes_than_may_wait_are_busy_and_all_works_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvbus_prefill.config.MAX_PACKS", 1)
+    monkeypatch.setattr("kvbus_prefill.gather.MAX_PACKS", 3)
     monkeypatch.setattr("kvbus_decode.config.BOXES_IN_FLIGHT", 8)
     few, packed = {"staging_bytes": 1 << 12}, {"path": "packed"}
     settings = quick(decode=HND, prefill_config=few, decode_config=packed, part_s=0.1)

@@ -7,13 +7,6 @@ from msgspec import Meta
 from kvbus.agent.config import AgentConfig, Duration
 from kvbus.protocol.ticket import MAX_TICKET_BLOCKS
 from kvbus_prefill.offer.entry import OfferLimits
-from kvbus_prefill.slots import SlotLimits
-
-MAX_PACKS = 1024
-"""Most boxes that wait for a staging slot, beside those that are packed.
-
-More are `busy`, those of the agent that has most first.
-"""
 
 
 class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,23 +65,4 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
             max_lease_s=self.max_lease_s,
             max_hold_s=self.max_hold_s,
             max_retired_bytes=self.max_ended_bytes,
-        )
-
-    @property
-    def max_gathers(self) -> int:
-        """Boxes that are gathered at once: one starts when another ends."""
-        return self.copy_threads + 1
-
-    @property
-    def max_unpacked(self) -> int:
-        """Boxes that were asked for and are not packed yet."""
-        return MAX_PACKS + self.max_gathers
-
-    def slot_limits(self, *, num_slots: int) -> SlotLimits:
-        """The bounds of the slot table; a slot is leased like an offer, and no longer."""
-        return SlotLimits(
-            num_slots=num_slots,
-            max_gathers=self.max_gathers,
-            max_slot_lease_s=self.max_lease_s,
-            wipe=self.exposure == "staging",
         )

@@ -42,6 +42,8 @@ from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.observe import PrefillMetrics
 from kvbus_prefill.offer.table import OfferTable
 
+MAX_PACKS = 1024
+"""Boxes that are asked for and not packed yet, at a time; more are ``busy``."""
 MOST_LOST = 64
 """Engines that are gone, whose late readers are served so that their READs end."""
 MOST_DIGESTS = 256
@@ -81,7 +83,14 @@ class Packing:
     ) -> None:
         self._agent, self._config, self._metrics = agent, config, metrics
         self._offers = offers
-        self.slots = slots.SlotTable(config.slot_limits(num_slots=agent.staging.num_slots))
+        self.slots = slots.SlotTable(
+            slots.SlotLimits(
+                num_slots=agent.staging.num_slots,
+                max_gathers=config.copy_threads + 1,  # one starts when another ends
+                max_slot_lease_s=config.max_lease_s,  # as an offer is leased
+                wipe=agent.staging.only,
+            )
+        )
         self._driver: Driver[slots.Event] = Driver(self.slots, agent.loop)
         self._driver.commands |= {
             slots.StartGather: self._start_gather,
@@ -100,7 +109,7 @@ class Packing:
     def handlers(self) -> Handlers:
         """What readers ask about boxes, and about the memory that they read."""
         return {
-            Pack: Shared(self._pack, self._config.max_unpacked),
+            Pack: Shared(self._pack, MAX_PACKS),
             Unpack: self._unpack,
             CheckMemory: self._check,
             Digest: Shared(self._digest, MOST_DIGESTS),
