@@ -60,7 +60,7 @@ SECTIONS: dict[str, tuple[Socket, ...]] = {
     "peer": (Socket.PREFILL_PEER, Socket.DECODE_PEER),
     "memory": (Socket.MEMORY,),
 }
-MODULES = [f"kvbus.protocol.{name}" for name in ("message", "engine", "peer", "status", "ticket")]
+NAMING = ("message", "attach", "engine", "peer", "status", "ticket")
 """Where types of fields have names and strings below them."""
 
 
@@ -147,7 +147,11 @@ def text_of(kind: type) -> str:
 def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
     """What each field means: the string below it, or below its type; empty without either."""
     fields = _strings(kind.__module__)[kind.__name__]
-    words = {name: text for module in MODULES for name, (_, text) in _strings(module)[""].items()}
+    words = {
+        name: text
+        for module in NAMING
+        for name, (_, text) in _strings(f"kvbus.protocol.{module}")[""].items()
+    }
     return {
         name: text or words.get(annotation.removesuffix(" | None"), "")
         for name, (annotation, text) in fields.items()

@@ -33,7 +33,7 @@ def schema() -> str:
     _, components = msgspec.json.schema_components(named, ref_template="#/$defs/{name}")
     for kind in (*named, *SHARED):
         component, words = components[kind.__name__], meanings(kind)
-        component["description"] = text_of(kind)
+        component |= {"description": text_of(kind)} if kind.__doc__ else {}
         for name, described in component["properties"].items():
             if text := words.get(name):
                 described["description"] = text

@@ -26,7 +26,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
 from kvbus.errors import ConfigError
-from kvbus.protocol.trace import Span, TraceParent
+from kvbus.protocol.trace import Span, TraceParent, known_trace
 
 log = structlog.get_logger()
 
@@ -67,7 +67,7 @@ class SpanSender:
         Without a trace it is one that ``name`` gives: the offer's id, or the fetch's where no offer
         was met.
         """
-        parent = TraceParent.first_of(*traceparents)
+        parent = TraceParent.read(known_trace(*traceparents))
         if parent is not None and not parent.sampled:
             return
         if self._num_put - self._exporter.num_sent - self._exporter.num_lost >= MAX_WAITING:

@@ -19,8 +19,6 @@ from kvbus.protocol.message import (
     MinProtocol,
     Protocol,
     Request,
-    SegmentBytes,
-    SegmentId,
     Size,
     Socket,
     Text,
@@ -28,6 +26,9 @@ from kvbus.protocol.message import (
 )
 
 CudaHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+SegmentId = Id
+"""Name of the segment, unique within the rank. Regions refer to it."""
+SegmentBytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 MAX_LENT_AT_ONCE = 64
 """Segments of one reply, as no message carries more descriptors."""
 
@@ -69,8 +70,6 @@ class Hello(Request[Welcome], frozen=True):
 
 
 class SegmentPassed(Message, frozen=True):
-    """Reply to `PassSegment`."""
-
     sealed: bool
     """Whether the kernel forbids to shrink the file (F_SEAL_SHRINK). When false, an engine that
     shrinks it is sent away, and its offers and fetches end."""
@@ -137,8 +136,6 @@ class LentSegment(msgspec.Struct, frozen=True):
 
 
 class MemoryLent(Message, frozen=True):
-    """Reply to `LendMemory`."""
-
     agent_boot: Id
     """Boot id of who answers. Take nothing from another than you asked for: at the same path may be
     another agent, in another mount namespace."""

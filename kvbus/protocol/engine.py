@@ -114,7 +114,7 @@ class Detach(Request[Empty], frozen=True):
     """
 
 
-@request("ping", Socket.ENGINE, refusals="")
+@request("ping", Socket.ENGINE)
 class Ping(Request[Empty], frozen=True):
     """Asks for a sign of life. Every ZeroMQ socket that takes requests answers it. The answer's
     ``boot`` tells whether the other side is still the same process.
@@ -122,8 +122,6 @@ class Ping(Request[Empty], frozen=True):
 
 
 class OfferMade(Message, frozen=True):
-    """Reply to `MakeOffer`."""
-
     offer_id: Id
     """The agent's name of the offer."""
     ticket: dict[str, Any]

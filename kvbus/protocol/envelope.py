@@ -21,7 +21,7 @@ import msgpack
 import msgspec
 
 from kvbus.errors import ErrorCode, ProtocolError
-from kvbus.protocol.message import Discreet, Message, to_body
+from kvbus.protocol.message import Discreet, Message
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -32,6 +32,7 @@ MAX_ITEMS = 2**18
 UNSCANNED_BYTES = 16 * 1024
 """A message of this size cannot hold the loop for more than milliseconds, whatever is in it."""
 MAX_ID = 2**64 - 1
+_encode = msgspec.msgpack.Encoder().encode
 
 Body = Mapping[str, Any]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -123,7 +124,7 @@ def decode(frame: bytes) -> Envelope:
 
 
 def _pack(fields: dict[str, Any]) -> bytes:
-    frame: bytes = msgpack.packb(fields, default=to_body)
+    frame = _encode(fields)
     if len(frame) > MAX_FRAME_BYTES:
         raise too_large(len(frame))
     return frame

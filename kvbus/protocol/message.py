@@ -16,7 +16,7 @@ minor version may add some.
 """
 
 import hmac
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 
@@ -33,17 +33,12 @@ MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
-Echo = Annotated[str, msgspec.Meta(max_length=2 * MAX_TEXT_CHARS)]
-"""Comes back as it is: the answer is no smaller than the question, and than most packets."""
 Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^tcp://[^\s/;,]+:[0-9]{1,5}$")]
 """ZeroMQ endpoint of the agent's peer socket."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-SegmentBytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
-# An address plus an offset in a segment fits into a signed 64-bit integer.
-Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 """How urgent it is: more, the greater it is; 0 as a rule. See [priority](#priority)."""
 Secret = Annotated[str, msgspec.Meta(min_length=16, max_length=128)]
@@ -63,18 +58,12 @@ ServerKey = Text
 """CURVE key of the agent, in Z85; empty when it has none."""
 EngineId = Id
 """The engine."""
-SegmentId = Id
-"""Name of the segment, unique within the rank. Regions refer to it."""
 OfferId = Id
 """The offer."""
 FetchId = Id
 """The fetch."""
-OfferSecret = Secret
-"""The secret of the offer's ticket."""
 Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 """The lease."""
-LeaseToken = Secret
-"""The right to the lease, from the reply to ``claim``."""
 MemoryId = Id
 """The ranks, as the handshake named them; others are ``stale``."""
 MemoryAccess = Secret
@@ -100,6 +89,9 @@ class Socket(StrEnum):
     MEMORY = "memory"
 
 
+PEER_SOCKETS = (Socket.PREFILL_PEER, Socket.DECODE_PEER)
+
+
 class Role(StrEnum):
     """What a key is trusted as."""
 
@@ -113,8 +105,6 @@ class Role(StrEnum):
     """Asks for the status and for traces, and hears events."""
 
 
-READER = (Role.DECODE,)
-ANYBODY = tuple(Role)
 HEARS_EVENTS = frozenset((Role.DECODE, Role.ROUTER, Role.OBSERVER))
 OFFER_ENDED = "offer_withdrawn offer_expired offer_completed engine_lost draining"
 """What all is refused with that is about an offer which has ended."""
@@ -146,7 +136,7 @@ class Request(Message, Generic[R], frozen=True):
 
     One that is answered ``at_once`` never waits, or takes one of the places of its own kind: an
     agent that is full of what waits takes it. One that is ``repeatable`` is the same when done
-    twice. ``askers`` are the roles of keys that may ask it, on a peer socket: without one nobody.
+    twice. ``askers`` are the roles of keys that may ask it, on a peer socket.
     """
 
     reply: ClassVar[type[Message]]
@@ -168,30 +158,30 @@ REQUESTS: dict[Socket, dict[str, type[Request[Any]]]] = {socket: {} for socket i
 NOTICES: dict[str, type[Message]] = {}
 EVENTS: dict[str, type[Message]] = {}
 _ASKERS: dict[str, frozenset[Role]] = {}
-_NOBODY: frozenset[Role] = frozenset()
 Q = TypeVar("Q", bound=Request[Any])
 
 
 def request(
     op: str,
     *sockets: Socket,
-    refusals: str,
-    may_ask: Collection[Role] = (),
+    refusals: str = "",
+    askers: Iterable[Role] = (Role.DECODE,),
     at_once: bool = False,
     repeatable: bool = True,
 ) -> Callable[[type[Q]], type[Q]]:
     """Declare the request ``op`` of ``sockets``; see `Request`.
 
-    ``refusals`` are the error codes, between spaces, that it has beside those of all requests.
+    On a peer socket agents that read may ask it, or the ``askers`` that are named. ``refusals`` are
+    the error codes, between spaces, that it has beside those of all requests.
     """
 
     def declare(kind: type[Q]) -> type[Q]:
         kind.op, kind.at_once, kind.repeatable = op, at_once, repeatable
-        kind.askers, kind.refusals = frozenset(may_ask), tuple(map(ErrorCode, refusals.split()))
-        if may_ask:
-            _ASKERS[op] = kind.askers
+        kind.refusals = tuple(map(ErrorCode, refusals.split()))
         for socket in sockets:
             REQUESTS[socket][op] = kind
+            if socket in PEER_SOCKETS:
+                _ASKERS[op] = kind.askers = frozenset(askers)
         return kind
 
     return declare
@@ -220,7 +210,7 @@ def event(*ops: str) -> Callable[[type[M]], type[M]]:
 
 def may_ask(roles: Iterable[Role], op: str) -> bool:
     """Whether a key of these ``roles`` may ask for ``op`` on a peer socket."""
-    return not _ASKERS.get(op, _NOBODY).isdisjoint(roles)
+    return not _ASKERS.get(op, frozenset()).isdisjoint(roles)
 
 
 def may_hear(roles: Iterable[str]) -> bool:

@@ -14,8 +14,6 @@ from kvbus.protocol.attach import MemorySocket
 from kvbus.protocol.engine import AgentRanks, Ranks, Tables
 from kvbus.protocol.message import (
     OFFER_ENDED,
-    READER,
-    Address,
     AgentBoot,
     AgentId,
     Empty,
@@ -23,14 +21,12 @@ from kvbus.protocol.message import (
     EngineId,
     Epoch,
     Id,
-    LeaseToken,
     MaxProtocol,
     MemoryAccess,
     MemoryId,
     Message,
     MinProtocol,
     OfferId,
-    OfferSecret,
     Priority,
     Protocol,
     Request,
@@ -44,6 +40,12 @@ from kvbus.protocol.message import (
     request,
 )
 
+OF_OFFER = f"stale forbidden offer_unknown {OFFER_ENDED}"
+Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]  # plus an offset still 64 bits, signed
+OfferSecret = Secret
+"""The secret of the offer's ticket."""
+LeaseToken = Secret
+"""The right to the lease, from the reply to ``claim``."""
 ReaderId = Id
 """Who asks. Unique for each fetch of each agent, and the same in all that is asked for it."""
 ReaderAgent = Text
@@ -66,10 +68,8 @@ SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
 """The slots."""
 MAX_DIGESTS = 1 << 17
 """Of one request; they take 1 MiB."""
-MAX_ONE_IN = 1 << 16
-OneIn = Annotated[int, msgspec.Meta(ge=1, le=MAX_ONE_IN)]
+OneIn = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 """1 for all pieces, more for about one in so many."""
-OneInOrNone = Annotated[int, msgspec.Meta(ge=0, le=MAX_ONE_IN)]
 
 
 class EngineMemory(msgspec.Struct, frozen=True):
@@ -122,7 +122,6 @@ class HandshakeDone(Message, frozen=True):
 @request(
     "handshake",
     Socket.PREFILL_PEER,
-    may_ask=READER,
     refusals="unsupported_version forbidden offer_unknown offer_withdrawn offer_expired "
     "offer_completed stale engine_unknown engine_not_ready incompatible geometry",
 )
@@ -178,13 +177,7 @@ class Granted(Message, frozen=True):
     It is not to be published or logged."""
 
 
-@request(
-    "claim",
-    Socket.PREFILL_PEER,
-    may_ask=READER,
-    at_once=True,
-    refusals=f"stale forbidden offer_unknown {OFFER_ENDED} busy",
-)
+@request("claim", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} busy")
 class Claim(Request[Granted], frozen=True):
     """Asks for the lease of an offer. As many readers have one at a time as the offer still has
     (``readers`` of ``offer``, 1 as a rule). The same ``reader_id`` may claim again: it gets a new
@@ -205,13 +198,7 @@ class Claim(Request[Granted], frozen=True):
     does not count among the ``readers`` of the offer. At most 1,024 are live or done."""
 
 
-@request(
-    "renew",
-    Socket.PREFILL_PEER,
-    may_ask=READER,
-    at_once=True,
-    refusals=f"stale forbidden offer_unknown lease_expired {OFFER_ENDED}",
-)
+@request("renew", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
 class Renew(Request[Granted], frozen=True):
     """Lengthens a live lease, and asks what was added to the offer."""
 
@@ -228,9 +215,8 @@ class Renew(Request[Granted], frozen=True):
 @request(
     "take",
     Socket.PREFILL_PEER,
-    may_ask=READER,
     at_once=True,
-    refusals=f"stale forbidden offer_unknown offer_open lease_expired {OFFER_ENDED} busy geometry",
+    refusals=f"{OF_OFFER} offer_open lease_expired busy geometry",
 )
 class Take(Request[Empty], frozen=True):
     """Asks, after the last byte has landed, whether what was read is good. Only ``ok`` makes the
@@ -256,13 +242,7 @@ class Take(Request[Empty], frozen=True):
     """As of a ``claim``: the take ends the lease, and not the offer."""
 
 
-@request(
-    "release",
-    Socket.PREFILL_PEER,
-    may_ask=READER,
-    at_once=True,
-    refusals=f"stale forbidden offer_unknown lease_expired {OFFER_ENDED}",
-)
+@request("release", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
 class Release(Request[Empty], frozen=True):
     """Gives a lease back without using what was read. Nothing of the reader is in flight any more.
     The offer waits for another reader.
@@ -279,7 +259,7 @@ class Release(Request[Empty], frozen=True):
 @request(
     "withdraw",
     Socket.PREFILL_PEER,
-    may_ask=(Role.DECODE, Role.ROUTER),
+    askers=(Role.DECODE, Role.ROUTER),
     at_once=True,
     refusals="stale forbidden offer_unknown",
 )
@@ -294,15 +274,12 @@ class PeerWithdraw(Request[Empty], frozen=True):
 
 
 class Met(Message, frozen=True):
-    """Reply to `Meet`."""
-
     ticket: TicketMap
 
 
 @request(
     "meet",
     Socket.PREFILL_PEER,
-    may_ask=READER,
     refusals="busy engine_lost engine_not_ready cancelled offer_withdrawn offer_expired "
     "offer_completed draining",
 )
@@ -319,7 +296,7 @@ class Meet(Request[Met], frozen=True):
     """Seconds that the agent may take to answer; it answers sooner if it wants."""
 
 
-@request("forgo", Socket.PREFILL_PEER, may_ask=READER, refusals="busy offer_unknown draining")
+@request("forgo", Socket.PREFILL_PEER, refusals="busy offer_unknown draining")
 class Forgo(Request[Empty], frozen=True):
     """Says that nobody will read the offer of a name. It is withdrawn, or refused to its engine
     (``cancelled``) when that makes it later.
@@ -348,7 +325,6 @@ class Packed(Message, frozen=True):
 @request(
     "pack",
     Socket.PREFILL_PEER,
-    may_ask=READER,
     refusals="stale forbidden offer_unknown offer_open lease_expired offer_withdrawn offer_expired "
     "engine_lost draining geometry timeout config",
 )
@@ -383,7 +359,7 @@ class Pack(Request[Packed], frozen=True):
     priority: Priority = 0
 
 
-@request("unpack", Socket.PREFILL_PEER, may_ask=READER, at_once=True, refusals="stale")
+@request("unpack", Socket.PREFILL_PEER, at_once=True, refusals="stale")
 class Unpack(Request[Empty], frozen=True):
     """Gives staging slots back that were read, or are not wanted. Slots that are not known, or that
     another session asked for, are left as they are.
@@ -394,18 +370,11 @@ class Unpack(Request[Empty], frozen=True):
 
 
 class Digests(Message, frozen=True):
-    """Reply to `Digest`."""
-
     digests: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_DIGESTS)]
     """For each chosen piece, in order, its digest: 8 bytes, little-endian."""
 
 
-@request(
-    "digest",
-    Socket.PREFILL_PEER,
-    may_ask=READER,
-    refusals=f"stale forbidden offer_unknown offer_open {OFFER_ENDED} geometry",
-)
+@request("digest", Socket.PREFILL_PEER, refusals=f"{OF_OFFER} offer_open geometry")
 class Digest(Request[Digests], frozen=True):
     """Asks for digests of a box of what one rank holds, as it is in memory now; see
     [Digests](#digests). The reply comes when they are made. For an agent whose handshake says
@@ -427,13 +396,7 @@ class Digest(Request[Digests], frozen=True):
     access: MemoryAccess
 
 
-@request(
-    "check",
-    Socket.PREFILL_PEER,
-    may_ask=READER,
-    at_once=True,
-    refusals="stale forbidden engine_lost",
-)
+@request("check", Socket.PREFILL_PEER, at_once=True, refusals="stale forbidden engine_lost")
 class CheckMemory(Request[Empty], frozen=True):
     """Asks whether the ranks of an engine that are at this agent are still those of the handshake.
 
@@ -465,7 +428,6 @@ class PartFetched(Message, frozen=True):
 @request(
     "fetch_part",
     Socket.DECODE_PEER,
-    may_ask=READER,
     refusals="forbidden engine_unknown engine_not_ready engine_lost geometry incompatible "
     "unsupported_version peer_unreachable peer_lost lease_expired transfer_failed digest_mismatch "
     "timeout busy draining cancelled",
@@ -508,7 +470,7 @@ class FetchPart(Request[PartFetched], frozen=True):
     """As in ``fetch``."""
 
 
-@request("cancel_part", Socket.DECODE_PEER, may_ask=READER, refusals="busy")
+@request("cancel_part", Socket.DECODE_PEER, refusals="busy")
 class CancelPart(Request[Empty], frozen=True):
     """Ends a part, and is answered when nothing of it is in flight any more, as the ``fetch_part``
     is; at once when nothing is known of it. From then on a ``fetch_part`` with this ``token`` is

@@ -6,9 +6,8 @@ import msgspec
 
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import (
-    ANYBODY,
+    MAX_TEXT_CHARS,
     AgentId,
-    Echo,
     Endpoint,
     EngineId,
     Message,
@@ -24,6 +23,8 @@ from kvbus.protocol.message import (
 from kvbus.protocol.trace import Span
 
 AnySeconds = Annotated[float, msgspec.Meta(ge=0)]
+Echo = Annotated[str, msgspec.Meta(max_length=2 * MAX_TEXT_CHARS)]
+"""Comes back as it is: the answer is no smaller than the question, and than most packets."""
 
 
 class PeerView(msgspec.Struct, frozen=True):
@@ -70,8 +71,6 @@ class Sharing(msgspec.Struct, frozen=True):
 
 
 class AgentStatus(Message, frozen=True):
-    """Reply to `Status`: what the agent holds now."""
-
     agent_id: AgentId
     role: AgentRole
     engines: dict[str, bool]
@@ -104,7 +103,7 @@ class AgentStatus(Message, frozen=True):
     none."""
 
 
-@request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, may_ask=ANYBODY, refusals="")
+@request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)
 class Status(Request[AgentStatus], frozen=True):
     """Asks what an agent holds now. This is what a subscriber resyncs with."""
 
@@ -121,8 +120,6 @@ class Status(Request[AgentStatus], frozen=True):
 
 
 class Predicted(Message, frozen=True):
-    """Reply to `Cost`."""
-
     predicted_s: AnySeconds
     """Seconds from the request of the fetch to its end."""
     queue_s: AnySeconds
@@ -143,7 +140,7 @@ class Predicted(Message, frozen=True):
 @request(
     "cost",
     Socket.DECODE_PEER,
-    may_ask=(Role.DECODE, Role.ROUTER, Role.OBSERVER),
+    askers=(Role.DECODE, Role.ROUTER, Role.OBSERVER),
     refusals="engine_unknown engine_not_ready",
 )
 class Cost(Request[Predicted], frozen=True):

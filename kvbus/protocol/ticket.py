@@ -10,7 +10,6 @@ import hmac
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-import msgpack
 import msgspec
 
 from kvbus.errors import ErrorCode, LocalError, ProtocolError
@@ -174,8 +173,7 @@ def packed_tables(tables: Mapping[str, BlockTable], *, max_blocks: int) -> str:
     """``tables`` as the ``blocks`` of a ticket: base64 of msgpack; empty when they are too many."""
     if sum(len(table) for table in tables.values()) > max_blocks:
         return ""
-    fields = msgspec.to_builtins(dict(tables), builtin_types=(bytes,))
-    return base64.b64encode(msgpack.packb(fields)).decode()
+    return base64.b64encode(msgspec.msgpack.encode(dict(tables))).decode()
 
 
 T = TypeVar("T", Ticket, Rendezvous)

@@ -8,13 +8,13 @@ import msgspec
 
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import (
-    ANYBODY,
     AgentId,
     Discreet,
     Endpoint,
     Id,
     Message,
     Request,
+    Role,
     ServerKey,
     Socket,
     Text,
@@ -56,8 +56,6 @@ class OtherAgent(Discreet, frozen=True):
 
 
 class Traced(Message, frozen=True):
-    """Reply to `Trace`."""
-
     agent_id: AgentId
     role: AgentRole
     boot: Id
@@ -75,7 +73,7 @@ class Traced(Message, frozen=True):
     """Agents that have a part in it: a decode agent names the prefill agents of its tickets."""
 
 
-@request("trace", Socket.PREFILL_PEER, Socket.DECODE_PEER, may_ask=ANYBODY, refusals="")
+@request("trace", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)
 class Trace(Request[Traced], frozen=True):
     """Asks what went on for a request, an offer or a fetch, and what the agent's clock says; see
     [Traces](#traces). With all three empty it is only asked for its clock.
@@ -130,16 +128,10 @@ class TraceParent:
             return None
         return cls(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
 
-    @classmethod
-    def first_of(cls, *texts: str) -> "TraceParent | None":
-        """The first of ``texts`` that is a trace."""
-        read = (cls.read(text) for text in texts if text)
-        return next((one for one in read if one is not None), None)
-
 
 def known_trace(*texts: str) -> str:
     """The first of ``texts`` that is a trace; empty when none is."""
-    return next((text for text in texts if text and TraceParent.read(text) is not None), "")
+    return next((text for text in texts if text and TraceParent.read(text)), "")
 
 
 def trace_attributes(*texts: str) -> dict[str, str]:
