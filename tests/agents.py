@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvbus.protocol import REQUESTS
 from kvbus.spawn import Child, free_port
 from tests.forked import Forked, can_fork
 from tests.plain_sockets import Curve, ask
@@ -31,6 +32,10 @@ WITHIN_S = 30.0
 STARTS_WITHIN_S = 90.0
 ENDS_WITHIN_S = 15.0
 LOG_PERIOD_S = 0.01
+OF_ALL_REQUESTS = frozenset(
+    ["malformed", "invalid", "unknown_op", "too_large", "busy", "forbidden", "closed", "internal"]
+)
+"""Codes of refusals that no request declares as its own."""
 
 Settings = Mapping[str, Any]
 
@@ -232,7 +237,14 @@ class AgentProcess:
             if line["event"] == "not json"
             or line.get("level") in ("error", "critical")
             or "exception" in line
+            or (line["event"] == "request.refused" and not is_declared(line["op"], line["code"]))
         ]
+
+
+def is_declared(op: str, code: str) -> bool:
+    """Whether the page says that a request of this name may be refused so."""
+    named = [kinds[op] for kinds in REQUESTS.values() if op in kinds]
+    return code in OF_ALL_REQUESTS or any(code in kind.refusals for kind in named)
 
 
 def wait_logged(child: Child, text: str, within_s: float) -> None:

@@ -184,7 +184,7 @@ class MakeOffer(Request[OfferMade], frozen=True):
     "extend",
     Socket.PREFILL,
     repeatable=False,
-    refusals=f"geometry offer_unknown offer_sealed {OFFER_ENDED}",
+    refusals=f"not_registered geometry offer_unknown offer_sealed {OFFER_ENDED}",
 )
 class ExtendOffer(Request[Empty], frozen=True):
     """Announces more tokens of an open offer. Their bytes are in the blocks before this is sent."""
@@ -196,14 +196,18 @@ class ExtendOffer(Request[Empty], frozen=True):
     """Only the new blocks of each group. ``first_block`` continues where its table ended."""
 
 
-@request("seal", Socket.PREFILL, refusals=f"geometry offer_unknown offer_sealed {OFFER_ENDED}")
+@request(
+    "seal",
+    Socket.PREFILL,
+    refusals=f"not_registered geometry offer_unknown offer_sealed {OFFER_ENDED}",
+)
 class SealOffer(Request[Empty], frozen=True):
     """Says that no more tokens will come. Only a sealed offer can be taken by a reader."""
 
     offer_id: OfferId
 
 
-@request("withdraw", Socket.PREFILL, refusals="offer_unknown")
+@request("withdraw", Socket.PREFILL, refusals="not_registered offer_unknown")
 class WithdrawOffer(Request[Empty], frozen=True):
     """Ends an offer now. A lease on it is revoked, and its reader fails. Withdrawing an offer that
     has ended is ok and changes nothing.
@@ -300,7 +304,7 @@ class Fetched(Message, frozen=True):
     at_once=True,
     repeatable=False,
     refusals="not_registered forbidden offer_completed offer_expired engine_not_ready geometry "
-    "unsupported_version fetch_exists draining",
+    "unsupported_version fetch_exists peer_unreachable draining",
 )
 class StartFetch(Request[Fetched], frozen=True):
     """Asks for tokens ``first_token`` up to, but without, ``num_tokens`` of the ticket's request.
@@ -345,7 +349,7 @@ class StartFetch(Request[Fetched], frozen=True):
     by the same clock, and for spans alone."""
 
 
-@request("cancel", Socket.DECODE, refusals="fetch_unknown")
+@request("cancel", Socket.DECODE, refusals="not_registered fetch_unknown")
 class CancelFetch(Request[Empty], frozen=True):
     """Gives a fetch up. The answer to it still comes. Cancelling a fetch that has ended is ok and
     changes nothing of it.
