@@ -47,7 +47,6 @@ class EventPublisher(SocketActor):
         self._heartbeat_s = heartbeat_s
         self._seqs: dict[str, int] = {}
         self._num_heartbeats = 0
-        self._started_at = 0.0
         self.count_reads: Callable[[], int] = _none
         """How many reads of what the process has are under way, for heartbeats."""
         self._context, self._options = context, options or SocketOptions()
@@ -90,7 +89,6 @@ class EventPublisher(SocketActor):
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._socket is not None:
             self._socket.start(loop)
-        self._started_at = loop.time()
         self._beat(0)
 
     def _close(self) -> None:
@@ -98,15 +96,13 @@ class EventPublisher(SocketActor):
             self._socket.close()
 
     def _beat(self, _: int) -> None:
-        now = self.timers.now()
         self._num_heartbeats += 1
-        uptime_s = now - self._started_at
-        beat = Heartbeat(seqs=self._seqs, uptime_s=uptime_s, reads=self.count_reads())
+        beat = Heartbeat(seqs=self._seqs, reads=self.count_reads())
         frame = encode_notice(beat.op, self._num_heartbeats, self.boot, beat)
         if self._socket is not None:
             self._socket.send(beat.op, frame)
             self._socket.read()
-        self.timers.at(now + self._heartbeat_s, self._beat)
+        self.timers.at(self.timers.now() + self._heartbeat_s, self._beat)
 
 
 def _none() -> int:

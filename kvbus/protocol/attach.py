@@ -139,10 +139,9 @@ class MemoryLent(Message, frozen=True):
     agent_boot: Id
     """Boot id of who answers. Take nothing from another than you asked for: at the same path may be
     another agent, in another mount namespace."""
-    num_segments: Size
-    """How many segments the ranks have in all."""
     segments: Annotated[tuple[LentSegment, ...], msgspec.Meta(max_length=MAX_LENT_AT_ONCE)]
-    """Up to 64 of them. The descriptors of the message belong to them, in the same order."""
+    """Up to 64 of them, none behind the last one. The descriptors of the message belong to them, in
+    the same order."""
 
 
 @request("lend", Socket.MEMORY, refusals="forbidden stale engine_unknown engine_lost config")

@@ -84,7 +84,7 @@ class Lie:
         sizes = [None if more is None else size_bytes + more for more in self.files]
         lent = [LentSegment(rank, name, size_bytes + more) for rank, name, more in self.segments]
         return PassingAnswer(
-            to_body(MemoryLent(self.boot or boot, 1, tuple(lent))),
+            to_body(MemoryLent(self.boot or boot, tuple(lent))),
             [file_of(size) for size in sizes],
         )
 
@@ -167,7 +167,6 @@ SEGMENTS = st.builds(
 ANSWERS = st.builds(
     MemoryLent,
     agent_boot=st.sampled_from(["boot", "another"]),
-    num_segments=st.integers(0, 5),
     segments=st.lists(SEGMENTS, max_size=3).map(tuple),
 ).map(lambda lent: encode_frame({"ok": to_body(lent)}))
 CHUNKS = (

@@ -86,14 +86,14 @@ async def test_who_has_the_right_gets_every_segment_for_reading_only(agent: Pref
         lent, fds = await ask(channel, question(agent, source))
         behind, none = await ask(channel, question(agent, source, first=2))
 
-        assert (lent.agent_boot, lent.num_segments, len(fds)) == (agent.boot, 2, 2)
+        assert (lent.agent_boot, len(fds)) == (agent.boot, 2)
         assert [(one.rank, one.segment_id) for one in lent.segments] == [(0, "kv"), (1, "kv")]
         for fd, segment, theirs in zip(fds, lent.segments, source.memories().values(), strict=True):
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
             assert os.fstat(fd).st_size == segment.size_bytes
             assert os.pread(fd, theirs.numel(), 0) == theirs.numpy().tobytes()
         close_fds(fds)
-        assert (behind.num_segments, behind.segments, none) == (2, (), [])
+        assert (behind.segments, none) == ((), [])
 
 
 async def test_who_shows_something_else_gets_nothing_and_may_ask_again(

@@ -111,7 +111,7 @@ class MemoryLender:
         lent = [(rank, name, one) for rank, name, one in _segments(engine) if one is not None]
         some = lent[wanted.first : wanted.first + MAX_LENT_AT_ONCE]
         segments = tuple(LentSegment(rank, name, one.size_bytes) for rank, name, one in some)
-        answer = MemoryLent(self._agent.identity.boot, len(lent), segments)
+        answer = MemoryLent(self._agent.identity.boot, segments)
         return PassingAnswer(to_body(answer), _duplicates([one for *_, one in some]))
 
     def _engine(self, wanted: LendMemory) -> LocalEngine:
