@@ -15,7 +15,7 @@ from kvbus_decode import read
 from kvbus_decode.fetch.events import ReadEnded, StopReads
 
 ev = read.events
-Stage = read.Stage
+Stage = read.LegState
 LIMITS = read.ReadLimits(legs_in_flight=2, num_slots=4, max_retired=2)
 ONE_SLOT = read.ReadLimits(legs_in_flight=2, num_slots=1)
 PATIENT = read.ReadLimits(quarantine_s=60.0)
@@ -23,12 +23,12 @@ ABORTED = LocalError("aborted", code=ErrorCode.CANCELLED)
 FAILED = RemoteError("failed", code=ErrorCode.TRANSFER_FAILED)
 LOST = LocalError("gone", code=ErrorCode.ENGINE_LOST)
 STAGES = {
-    "direct": (Stage.READ,),
-    "reordered": (Stage.PACK, Stage.READ),
-    "packed": (Stage.PACK, Stage.READ, Stage.COPY),
-    "mapped": (Stage.COPY,),
-    "zeroing": (Stage.COPY,),
-    "comparing": (Stage.COMPARE,),
+    "direct": (Stage.READING,),
+    "reordered": (Stage.PACKING, Stage.READING),
+    "packed": (Stage.PACKING, Stage.READING, Stage.COPYING),
+    "mapped": (Stage.COPYING,),
+    "zeroing": (Stage.COPYING,),
+    "comparing": (Stage.COMPARING,),
 }
 
 
@@ -46,7 +46,7 @@ class Chunk:
                 STAGES[kind],
                 None,
                 None if kind == "zeroing" else "holder",
-                "host" if Stage.PACK in STAGES[kind] else "",
+                "host" if Stage.PACKING in STAGES[kind] else "",
             )
             for kind in (*self.kinds, *self.later)
         ]
@@ -66,7 +66,7 @@ Make = Callable[[Chunk], ev.Event]
 
 def leg(event: Callable[..., ev.Event], number: int, *more: Any) -> Make:
     """What happened to a leg of the chunk."""
-    return lambda of: event(of.key, of.legs[number], *more)
+    return lambda of: event(of.legs[number], *more)
 
 
 def packed(number: int, slot_id: int) -> Make:
@@ -101,7 +101,12 @@ def ending(_: Chunk) -> ev.Event:
     return Stopped()
 
 
-NAMES = {Stage.PACK: "pack", Stage.READ: "post", Stage.COPY: "copy", Stage.COMPARE: "compare"}
+NAMES = {
+    Stage.PACKING: "pack",
+    Stage.READING: "post",
+    Stage.COPYING: "copy",
+    Stage.COMPARING: "compare",
+}
 
 
 def done(commands: list[ev.Command], of: Chunk) -> list[str]:

@@ -1,16 +1,18 @@
 """A chunk: tokens of a fetch that are read together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvbus.agent.engines import LocalEngine
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, Box, num_blocks_for
 from kvbus.planning import Spans, chunk_spans, tail_spans, whole_spans
+from kvbus.protocol.engine import StartFetch
+from kvbus.protocol.ticket import Ticket
 from kvbus.table import Key
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.fetch.events import ReadChunk
-from kvbus_decode.peer.route import Route
+from kvbus_decode.peer.route import Route, SourcePlan
 
 
 def check_tables(
@@ -30,41 +32,39 @@ def check_tables(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Positions by group, from the offer's blocks into the fetch's.
+    """What is ``wanted`` now: positions by group, from the offer's blocks into the fetch's.
 
-    ``replica_index`` chooses among ranks that hold the same. ``tail`` are positions behind the last
-    token that are zeroed after the read. ``epoch`` and ``token`` are those of the
-    lease, ``secret`` is the ticket's, ``deadline`` a time of the event loop. About one in
-    ``one_in`` pieces is compared after the read, none with 0.
+    ``tail`` are positions behind the last token that are zeroed after the read. About one in
+    ``one_in`` pieces is compared after it, none with 0.
     """
 
+    fetch: ActiveFetch
+    wanted: ReadChunk
     route: Route
-    offer_id: str
-    epoch: int
-    token: str = field(repr=False)
-    source: Mapping[str, BlockTable]
-    target: Mapping[str, BlockTable]
+    asked: StartFetch
+    ticket: Ticket
     spans: Spans
     tail: Spans
-    replica_index: int
-    deadline: float
-    secret: str = field(repr=False)
     one_in: int
-    priority: int
 
     @property
     def turn(self) -> Key:
         """What its copies wait for a thread under: those of one lease have one turn."""
-        return Key((self.offer_id, self.epoch), self.priority)
+        return Key((self.ticket.offer_id, self.wanted.epoch), self.asked.priority)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the chunk, for all ranks that are here."""
         return self.route.num_bytes(self.spans)
 
+    @property
+    def plans(self) -> tuple[SourcePlan, ...]:
+        """What is read from each source."""
+        return self.route.plans(self.fetch.replica_index)
+
     def blocks_of(self, box: Box) -> BlockTable:
         """The prefill engine's blocks that hold a box."""
-        table = self.source[box.group]
+        table = self.wanted.tables[box.group]
         size = self.route.prefill.group(box.group).block_size
         first, end = box.start // size, num_blocks_for(box.stop, size)
         at = first - table.first_block
@@ -76,10 +76,9 @@ def make_chunk(fetch: ActiveFetch, wanted: ReadChunk, *, one_in: int) -> Chunk:
 
     Raises `GeometryError` when the offer's tables do not hold it.
     """
-    route, requested = fetch.route, fetch.requested
+    route, asked = fetch.route, fetch.requested.asked
     if route is None:
         raise LocalError("the fetch has no route", code=ErrorCode.INTERNAL)
-    asked, ticket = requested.asked, requested.ticket
     whole, groups = (asked.first_token, asked.num_tokens), route.engine.spec.groups
     part = wanted.start, wanted.stop
     spans = chunk_spans(groups, route.prefill.groups, whole, part, last=wanted.last)
@@ -87,18 +86,4 @@ def make_chunk(fetch: ActiveFetch, wanted: ReadChunk, *, one_in: int) -> Chunk:
     tail: Spans = {}
     if asked.zero_tail and wanted.last:
         tail = tail_spans(groups, whole_spans(groups, groups, *whole))
-    return Chunk(
-        route=route,
-        offer_id=ticket.offer_id,
-        epoch=wanted.epoch,
-        token=wanted.token,
-        source=wanted.tables,
-        target=asked.tables,
-        spans=spans,
-        tail=tail,
-        replica_index=fetch.replica_index,
-        deadline=fetch.deadline,
-        secret=ticket.secret,
-        one_in=one_in,
-        priority=asked.priority,
-    )
+    return Chunk(fetch, wanted, route, asked, fetch.requested.ticket, spans, tail, one_in)

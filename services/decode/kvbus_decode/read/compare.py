@@ -19,7 +19,7 @@ from kvbus.protocol import peer as wire
 from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.peer.route import Source
 from kvbus_decode.read.chunk import Chunk
-from kvbus_decode.read.table import Begin, Event, StageEnded
+from kvbus_decode.read.table import Begin, Event, Leg, StageEnded
 
 log = structlog.get_logger()
 
@@ -45,7 +45,9 @@ class CompareJob:
     def wanted(self) -> Wanted:
         """What is digested here."""
         chunk, box = self.chunk, self.box
-        return Wanted(box, chunk.target[box.group], chunk.offer_id, chunk.one_in, chunk.turn)
+        return Wanted(
+            box, chunk.asked.tables[box.group], chunk.ticket.offer_id, chunk.one_in, chunk.turn
+        )
 
 
 # The holder answers if the offer is live once its digests are made, and it is asked when all has
@@ -70,41 +72,41 @@ class Comparison:
         self._digester = Digester(copiers, job_bytes=agent.transport.limits.slice_bytes)
         self._equal, self._different = map(metrics.digests.labels, ("equal", "different"))
 
-    def start(self, command: Begin) -> None:
+    def start(self, leg: Leg, _: Begin) -> None:
         """Ask the holder, and digest what has landed meanwhile."""
-        work: CompareJob = command.leg.work
+        work: CompareJob = leg.work
         chunk, source = work.chunk, work.source
         message = wire.Digest(
             agent_boot=source.agent_boot,
             engine_id=chunk.route.prefill.engine_id,
             memory_id=source.memory_id,
-            offer_id=chunk.offer_id,
+            offer_id=chunk.ticket.offer_id,
             rank=work.share.holder,
             box=work.box,
             table=chunk.blocks_of(work.box),
             one_in=chunk.one_in,
-            secret=chunk.secret,
+            secret=chunk.ticket.secret,
             access=source.access,
         )
-        timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())
-        source.peer.ask(message, timeout_s, partial(self._on_reply, command))
+        timeout_s = max(1e-3, chunk.fetch.deadline - self._agent.loop.time())
+        source.peer.ask(message, timeout_s, partial(self._on_reply, leg))
         engine = chunk.route.engine
         for rank in work.share.readers:
-            on_end = partial(self._take, command, rank)
+            on_end = partial(self._take, leg, rank)
             self._digester.start(work.wanted, on_end, engine=engine, rank=engine.ranks[rank])
 
-    def _on_reply(self, command: Begin, reply: wire.Digests | KVBusError) -> None:
+    def _on_reply(self, leg: Leg, reply: wire.Digests | KVBusError) -> None:
         if isinstance(reply, wire.Digests):
             told = np.frombuffer(reply.digests[: len(reply.digests) // 8 * 8], "<u8")
-            self._take(command, None, told)
+            self._take(leg, None, told)
         else:
-            self._take(command, None, reply)
+            self._take(leg, None, reply)
 
-    def _take(self, command: Begin, rank: int | None, found: Digests | KVBusError) -> None:
+    def _take(self, leg: Leg, rank: int | None, found: Digests | KVBusError) -> None:
         """The last digests that come are compared; a leg that is over hears nothing of it."""
-        work: CompareJob = command.leg.work
+        work: CompareJob = leg.work
         if isinstance(found, KVBusError):
-            self._dispatch(StageEnded(command.key, command.leg, error=found))
+            self._dispatch(StageEnded(leg, error=found))
             return
         work.found[rank] = found
         if len(work.found) <= len(work.share.readers):
@@ -112,8 +114,9 @@ class Comparison:
         errors = (self._compare(work, rank, work.found[None]) for rank in work.share.readers)
         error = next(filter(None, errors), None)
         if error is not None:
-            log.error("digest.failed", read=str(command.key), reason=error.message, **error.detail)
-        self._dispatch(StageEnded(command.key, command.leg, error=error))
+            fetch_id = work.chunk.asked.fetch_id
+            log.error("digest.failed", fetch_id=fetch_id, reason=error.message, **error.detail)
+        self._dispatch(StageEnded(leg, error=error))
 
     def _compare(self, work: CompareJob, rank: int, expected: Digests) -> KVBusError | None:
         """Why the read has failed, if a piece of the rank differs."""

@@ -10,7 +10,7 @@ from kvbus.agent.copiers import Job, Work
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.slots import SlotMemory, StagingDevices
 from kvbus.errors import ErrorCode, GeometryError, LocalError, RemoteError
-from kvbus.geometry import BlockTable, Box, GroupSpec, SlotOrder, canonical_order, slot_bytes
+from kvbus.geometry import Box, GroupSpec, SlotOrder, canonical_order, slot_bytes
 from kvbus.memory.run_copy import copy_few_runs, copy_runs
 from kvbus.planning import (
     Copies,
@@ -32,7 +32,7 @@ from kvbus.transport import MemoryKind, Read
 from kvbus_decode.peer.route import Source, SourcePlan
 from kvbus_decode.read.chunk import Chunk
 from kvbus_decode.read.compare import CompareJob
-from kvbus_decode.read.table import Leg, Stage
+from kvbus_decode.read.table import COMPARING, COPYING, PACKING, READING, Leg
 
 if TYPE_CHECKING:
     from kvbus.memory.paged import PagedMemory
@@ -46,14 +46,7 @@ SHORT_RUNS = 32
 thread and back takes 70.
 """
 
-Stages = tuple[Stage, ...]
-
-DIRECT: Stages = (Stage.READ,)
-REORDERED: Stages = (Stage.PACK, Stage.READ)
-PACKED: Stages = (Stage.PACK, Stage.READ, Stage.COPY)
-MAPPED: Stages = (Stage.COPY,)
-ZEROING: Stages = (Stage.COPY,)
-COMPARING: Stages = (Stage.COMPARE,)
+REORDERED, PACKED = (PACKING, READING), (PACKING, READING, COPYING)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -96,7 +89,8 @@ class DirectJob(LegJob):
             raise LocalError("the memory of one side is not registered", code=ErrorCode.CONFIG)
         try:
             chunk = self.chunk
-            rows = self.plan.direct.descriptors(chunk.source, chunk.target, chunk.spans)
+            tables = chunk.wanted.tables, chunk.asked.tables
+            rows = self.plan.direct.descriptors(*tables, chunk.spans)
         except (IndexError, KeyError) as error:
             raise _lacking(error) from error
         return rows, "DRAM", "DRAM"
@@ -147,7 +141,7 @@ class MappedJob(LegJob):
         mapped, memory, chunk = self.plan.mapped, self.plan.source.mapped, self.chunk
         if mapped is None or memory is None:
             raise LocalError("the memory of one side is not mapped", code=ErrorCode.INTERNAL)
-        tables = chunk.source, chunk.target
+        tables = chunk.wanted.tables, chunk.asked.tables
         try:
             runs = mapped.few_runs(*tables, chunk.spans) if self.is_short else None
             copies = mapped.copies(*tables, chunk.spans) if runs is None else ()
@@ -206,14 +200,12 @@ class BoxJob(LegJob):
         """Bytes of the box in a slot."""
         return slot_bytes(self.group, self.box, self.order)
 
-    def blocks(self) -> BlockTable:
-        """The prefill engine's blocks that hold the box."""
-        return self.chunk.blocks_of(self.box)
-
     def block_reads(self) -> Descriptors:
         """READs from a slot at address 0 into the blocks; the caller's to change."""
         reads = self.chunk.route.slot_reads[self.share.reader]
-        return reads.descriptors(self.box, self.order, table=self.chunk.target[self.box.group])
+        return reads.descriptors(
+            self.box, self.order, table=self.chunk.asked.tables[self.box.group]
+        )
 
     def rows(self, slot: int | None) -> Rows:
         """The READ into number ``slot`` of ours, or those into the blocks."""
@@ -232,7 +224,7 @@ class BoxJob(LegJob):
 
         if self.slots is None or slot is None:
             raise LocalError("the box has no slot", code=ErrorCode.INTERNAL)
-        table = self.chunk.target[self.box.group]
+        table = self.chunk.asked.tables[self.box.group]
         packed = copying.Slot(self.slots.tensor(slot), self.order)
         copying.scatter(memory, table, self.box, packed)
 
@@ -250,7 +242,7 @@ class ZeroJob(LegJob):
         """Zero them; in a thread."""
         from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
 
-        copying.zero_positions(memory, self.chunk.target[self.group.name], *self.span)
+        copying.zero_positions(memory, self.chunk.asked.tables[self.group.name], *self.span)
 
 
 def _lacking(error: Exception) -> GeometryError:
@@ -259,21 +251,17 @@ def _lacking(error: Exception) -> GeometryError:
 
 def direct_legs(chunk: Chunk) -> list[Leg]:
     """One leg for each source."""
-    return [
-        Leg(DIRECT, DirectJob(chunk, plan), plan.source)
-        for plan in chunk.route.plans(chunk.replica_index)
-    ]
+    return [Leg((READING,), DirectJob(chunk, plan), plan.source) for plan in chunk.plans]
 
 
 def mapped_jobs(chunk: Chunk, *, job_bytes: int) -> list[MappedJob]:
     """One for each source."""
-    plans = chunk.route.plans(chunk.replica_index)
-    return [MappedJob(chunk, plan, job_bytes) for plan in plans]
+    return [MappedJob(chunk, plan, job_bytes) for plan in chunk.plans]
 
 
 def mapped_legs(jobs: Sequence[MappedJob]) -> list[Leg]:
     """One leg for each source."""
-    return [Leg(MAPPED, job, job.plan.source) for job in jobs]
+    return [Leg((COPYING,), job, job.plan.source) for job in jobs]
 
 
 def box_legs(chunk: Chunk, path: Path, *, box_bytes: int, staging: StagingDevices) -> list[Leg]:
@@ -289,7 +277,7 @@ def box_legs(chunk: Chunk, path: Path, *, box_bytes: int, staging: StagingDevice
     }
     queues = [
         deque(_legs_of_share(chunk, plan, share, path, box_bytes=box_bytes, slots=slots))
-        for plan in chunk.route.plans(chunk.replica_index)
+        for plan in chunk.plans
         for share in (plan.joined if path is Path.PACKED else plan.shares)
     ]
     legs: list[Leg] = []
@@ -303,7 +291,7 @@ def zero_legs(chunk: Chunk) -> list[Leg]:
     """One leg for each rank that holds a group with a tail."""
     engine = chunk.route.engine
     return [
-        Leg(ZEROING, ZeroJob(chunk, (rank,), engine.spec.group(name), span))
+        Leg((COPYING,), ZeroJob(chunk, (rank,), engine.spec.group(name), span))
         for name, span in chunk.tail.items()
         for rank in engine.ordered_ranks()
         if name in rank.num_blocks
@@ -318,8 +306,8 @@ def compare_legs(chunk: Chunk, path: Path) -> list[Leg]:
     if not chunk.one_in:
         return []
     return [
-        Leg(COMPARING, CompareJob(chunk, plan.source, share, box), plan.source)
-        for plan in chunk.route.plans(chunk.replica_index)
+        Leg((COMPARING,), CompareJob(chunk, plan.source, share, box), plan.source)
+        for plan in chunk.plans
         for share in (plan.joined if path is Path.PACKED else plan.shares)
         for box in cut_for_digests(share, chunk.spans[share.group])
     ]

@@ -1,8 +1,8 @@
 """Carries out what the read table says: one small method for each stage of a leg.
 
-    start ─▶ path ─▶ legs ─▶ ReadTable ─▶ Begin: pack, READ, copy, compare
-                                 ▲                        │
-                                 └─── StageEnded ◀────────┘        ReadEnded ─▶ on_end
+    read_chunk ─▶ path ─▶ legs ─▶ ReadTable ─▶ Begin: pack, READ, copy, compare
+                                      ▲                        │
+                                      └─── StageEnded ◀────────┘        ReadEnded ─▶ on_end
 
 A direct chunk starts no task. READs happen on the transport's thread, copies in threads of their
 own; READs of many descriptors are planned in a thread as well. A copy of mapped memory that takes
@@ -10,21 +10,24 @@ some 0.1 ms is made at once, and needs no leg.
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import anyio
+import structlog
 
 from kvbus.agent.copiers import Copiers
 from kvbus.agent.engines import LocalEngine, engine_lost
 from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
-from kvbus.planning import Path, chunk_spans
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, TransferFailed
+from kvbus.planning import Path
 from kvbus.protocol.peer import Pack, Packed, Unpack
 from kvbus.table import Driver, Story
 from kvbus.table.events import Stopped
 from kvbus.transport import ReadOutcome, ReadStatus
+from kvbus.transport.types import RecycleReport
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded, Requested
@@ -32,7 +35,7 @@ from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route, Source
 from kvbus_decode.read import table as ev
-from kvbus_decode.read.chunk import make_chunk
+from kvbus_decode.read.chunk import Chunk, make_chunk
 from kvbus_decode.read.compare import Comparison
 from kvbus_decode.read.legs import (
     BoxJob,
@@ -47,14 +50,20 @@ from kvbus_decode.read.legs import (
     zero_legs,
 )
 from kvbus_decode.read.paths import PathChoice, PathChooser
-from kvbus_decode.read.recycling import Recycling
-from kvbus_decode.read.table import ReadTable, Stage, StageEnded
+from kvbus_decode.read.table import Leg, LegState, ReadTable, StageEnded
+
+log = structlog.get_logger()
 
 MAX_INLINE_DESCRIPTORS = 16_384
 LOSS_KNOWN_WITHIN_S = 2.0
 UNPACK_TIMEOUT_S = 5.0
 WARM_TOKENS = 2048
 """Of a fetch that is yet to come."""
+GRACE_S = 2.0
+"""How long READs of other peers may take to end; a slice of them is posted at most."""
+RECYCLED_WITHIN_S, AGAIN_S = 30.0, 1.0
+EXIT_STATUS = 75
+"""EX_TEMPFAIL: whatever supervises the agent starts the next, and nothing else has to be done."""
 
 
 class Reader:
@@ -80,21 +89,23 @@ class Reader:
         self._table = ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
         self._dispatch = self._driver.dispatch
-        self._begin_stage: dict[Stage, Callable[[ev.Begin], None]] = {
-            Stage.PACK: self._pack,
-            Stage.READ: self._read,
-            Stage.COPY: self._copy,
-            Stage.COMPARE: Comparison(agent, self._copiers, metrics, self._dispatch).start,
+        self._begin_stage: dict[LegState, Callable[[Leg, ev.Begin], None]] = {
+            LegState.PACKING: self._pack,
+            LegState.READING: self._read,
+            LegState.COPYING: self._copy,
+            LegState.COMPARING: Comparison(agent, self._copiers, metrics, self._dispatch).start,
         }
         self._driver.commands |= {
-            ev.Begin: lambda command: self._begin_stage[command.stage](command),
+            ev.Begin: lambda command: self._begin_stage[command.stage](command.leg, command),
             ev.Abort: lambda command: command.leg.work.abort(),
             ev.ReleaseSlots: lambda command: _release(command.source, command.slot_ids),
-            ev.RecycleTransport: Recycling(agent).begin,
+            ev.RecycleTransport: self._recycle,
             ReadEnded: on_end,
         }
+        self.choose = self._chooser.choose
         self.stop_reads = self._dispatch
         self._idle: dict[LocalEngine, anyio.Event] = {}
+        self._is_recycling = False
 
     @property
     def num_slots_in_use(self) -> int:
@@ -107,19 +118,9 @@ class Reader:
         return self._copiers.num_running
 
     def story_of(self, key: str) -> Story | None:
-        """The story of the reads of a key, if there is one."""
+        """The story of the reads of a fetch, if there is one."""
         read = self._table.find(key)
         return None if read is None else read.story
-
-    def choose(self, route: Route, first_token: int, num_tokens: int) -> PathChoice | None:
-        """How a fetch of these tokens is read; None when no path can be taken: `start` says why."""
-        whole = first_token, num_tokens
-        groups = route.engine.spec.groups
-        spans = chunk_spans(groups, route.prefill.groups, whole, whole, last=True)
-        try:
-            return self._chooser.choose(route, spans, replica_index=0)
-        except KVBusError:
-            return None
 
     # The import of torch takes a second or more, and stops the event loop for a part of it. So it
     # comes before the claim of the first fetch that will need it: under the lease, a renewal would
@@ -158,26 +159,30 @@ class Reader:
         try:
             chunk = make_chunk(fetch, command, one_in=self._config.digest_one_in)
             choice = self._chooser.still(fetch.choice, chunk)
-            if choice.path is Path.DIRECT:
-                legs = direct_legs(chunk)
-            elif choice.path is Path.MAPPED:
+            if choice.path is Path.MAPPED:
                 jobs = mapped_jobs(chunk, job_bytes=self._agent.transport.limits.slice_bytes)
                 if len(jobs) == 1 and jobs[0].is_short and not (chunk.tail or chunk.one_in):
                     self._copy_now(key, jobs[0])
                     return
                 legs = mapped_legs(jobs)
             else:
-                staging, box_bytes = self._agent.staging, choice.box_bytes
-                legs = box_legs(chunk, choice.path, box_bytes=box_bytes, staging=staging)
-                if choice.path is Path.PACKED:
-                    self._copiers.prepare()
+                legs = self._legs(chunk, choice)
             compare = compare_legs(chunk, choice.path)
         except KVBusError as error:
             self._on_end(ReadEnded(key, 0, error))
             return
         later = (tuple(one) for one in (zero_legs(chunk), compare) if one)
-        rounds, engine = (tuple(legs), *later), chunk.route.engine
-        self._dispatch(ev.ChunkWanted(key, engine, rounds, choice.path.value, chunk.priority))
+        rounds, priority = (tuple(legs), *later), chunk.asked.priority
+        path = choice.path.value
+        self._dispatch(ev.ChunkWanted(key, chunk.route.engine, rounds, path, priority))
+
+    def _legs(self, chunk: Chunk, choice: PathChoice) -> list[Leg]:
+        if choice.path is Path.DIRECT:
+            return direct_legs(chunk)
+        if choice.path is Path.PACKED:
+            self._copiers.prepare()
+        staging = self._agent.staging
+        return box_legs(chunk, choice.path, box_bytes=choice.box_bytes, staging=staging)
 
     def stop(self) -> None:
         """The agent ends, and every read with it."""
@@ -200,48 +205,44 @@ class Reader:
             await self._idle.setdefault(engine, anyio.Event()).wait()
 
     def _check_idle(self) -> None:
-        """Only while something waits for an engine."""
+        """Only while there is a wait for an engine."""
         for engine in [one for one in self._idle if not self._table.num_reads(one)]:
             self._idle.pop(engine).set()
         if not self._idle:
             self._driver.on_settled = None
 
-    def _end_stage(
-        self, command: ev.Begin, num_bytes: int = 0, error: KVBusError | None = None
-    ) -> None:
-        self._dispatch(StageEnded(command.key, command.leg, num_bytes, error))
+    def _end_stage(self, leg: Leg, num_bytes: int = 0, error: KVBusError | None = None) -> None:
+        self._dispatch(StageEnded(leg, num_bytes, error))
 
-    def _pack(self, command: ev.Begin) -> None:
+    def _pack(self, leg: Leg, command: ev.Begin) -> None:
         """Ask for the box of a leg; what its READs are is found out meanwhile."""
-        leg = command.leg
         work: BoxJob = leg.work
         chunk, source = work.chunk, work.source
         message = Pack(
             agent_boot=source.agent_boot,
             engine_id=chunk.route.prefill.engine_id,
             memory_id=source.memory_id,
-            offer_id=chunk.offer_id,
-            epoch=chunk.epoch,
+            offer_id=chunk.ticket.offer_id,
+            epoch=chunk.wanted.epoch,
             rank=work.share.holder,
             box=work.box,
             order=work.order,
-            table=work.blocks(),
+            table=chunk.blocks_of(work.box),
             slot_lease_s=self._config.lease_s,
-            token=chunk.token,
+            token=chunk.wanted.token,
             access=source.access,
             done=command.done,
-            priority=chunk.priority,
+            priority=chunk.asked.priority,
         )
-        timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())
-        source.peer.ask(message, timeout_s, partial(self._on_packed, command))
+        timeout_s = max(1e-3, chunk.fetch.deadline - self._agent.loop.time())
+        source.peer.ask(message, timeout_s, partial(self._on_packed, leg))
         if not leg.needs_slot:
             try:
                 work.reads = work.block_reads()
             except KVBusError as error:
-                self._end_stage(command, error=error)
+                self._end_stage(leg, error=error)
 
-    def _on_packed(self, command: ev.Begin, packed: Packed | KVBusError) -> None:
-        leg = command.leg
+    def _on_packed(self, leg: Leg, packed: Packed | KVBusError) -> None:
         if not isinstance(packed, KVBusError) and packed.num_bytes != leg.work.num_bytes:
             _release(leg.source, (packed.slot_id,))
             packed = GeometryError(
@@ -249,73 +250,70 @@ class Reader:
                 f"{leg.work.num_bytes}"
             )
         if isinstance(packed, KVBusError):
-            self._end_stage(command, error=packed)
+            self._end_stage(leg, error=packed)
             return
         leg.work.packed = packed
-        slot = packed.slot_id, packed.slot_lease_s
-        self._dispatch(StageEnded(command.key, leg, 0, None, *slot))
+        self._dispatch(StageEnded(leg, 0, None, packed.slot_id, packed.slot_lease_s))
 
-    def _read(self, command: ev.Begin) -> None:
+    def _read(self, leg: Leg, _: ev.Begin) -> None:
         """READ the rows of the leg; many descriptors are planned in a thread first."""
-        work = command.leg.work
+        work = leg.work
         if isinstance(work, DirectJob) and work.num_descriptors > MAX_INLINE_DESCRIPTORS:
-            self._agent.tasks.start_soon(self._plan_aside, command)
+            self._agent.tasks.start_soon(self._plan_aside, leg)
             return
         try:
-            self._post(command, work.rows(command.leg.slot))
+            self._post(leg, work.rows(leg.slot))
         except KVBusError as error:
-            self._end_stage(command, error=error)
+            self._end_stage(leg, error=error)
 
-    async def _plan_aside(self, command: ev.Begin) -> None:
+    async def _plan_aside(self, leg: Leg) -> None:
         async def plan() -> None:
-            leg = command.leg
-            self._post(command, await in_thread(leg.work.rows, leg.slot))
+            self._post(leg, await in_thread(leg.work.rows, leg.slot))
 
-        await guarded(plan, lambda error: self._end_stage(command, error=error))
+        await guarded(plan, lambda error: self._end_stage(leg, error=error))
 
-    def _post(self, command: ev.Begin, rows: Rows) -> None:
-        work, (descriptors, here, there) = command.leg.work, rows
+    def _post(self, leg: Leg, rows: Rows) -> None:
+        work, (descriptors, here, there) = leg.work, rows
         if work.aborted or not len(descriptors.local):
-            self._end_stage(command)
+            self._end_stage(leg)
             return
         work.transfer = self._agent.transport.read(
             work.source.nixl_agent,
             descriptors.local,
             descriptors.remote,
-            on_end=partial(self._on_read, command),
+            on_end=partial(self._on_read, leg),
             local_memory=here,
             remote_memory=there,
-            priority=work.chunk.priority,
+            priority=work.chunk.asked.priority,
         )
 
-    def _on_read(self, command: ev.Begin, outcome: ReadOutcome) -> None:
-        command.leg.work.transfer = None  # it holds its descriptors
+    def _on_read(self, leg: Leg, outcome: ReadOutcome) -> None:
+        leg.work.transfer = None  # it holds its descriptors
         error: KVBusError | None = outcome.error
         if outcome.status is ReadStatus.ABORTED:
             error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
-        self._end_stage(command, outcome.num_bytes, error)
+        self._end_stage(leg, outcome.num_bytes, error)
 
-    def _copy(self, command: ev.Begin) -> None:
+    def _copy(self, leg: Leg, _: ev.Begin) -> None:
         """In threads: from a slot of ours into each rank, zeros, or from mapped memory."""
-        leg, work = command.leg, command.leg.work
+        work = leg.work
         turn, engine = work.chunk.turn, work.chunk.route.engine
         if isinstance(work, MappedJob):
-            end = partial(self._end_stage, command)
-            on_end = partial(self._count_mapped, work, end)
+            on_end = partial(self._count_mapped, work, partial(self._end_stage, leg))
             work.copying = self._copiers.start_jobs(turn, work.jobs, on_end, engine=engine)
             return
         work.copying = self._copiers.start(
             turn,
             partial(work.copy, leg.slot),
-            partial(self._on_copied, command),
+            partial(self._on_copied, leg),
             engine=engine,
             memories=work.ranks,
             group=work.group,
         )
 
-    def _on_copied(self, command: ev.Begin, error: KVBusError | None) -> None:
-        command.leg.work.copying = None
-        self._end_stage(command, error=error)
+    def _on_copied(self, leg: Leg, error: KVBusError | None) -> None:
+        leg.work.copying = None
+        self._end_stage(leg, error=error)
 
     def _copy_now(self, key: str, work: MappedJob) -> None:
         """Nothing of it is in flight when this returns, so it needs no leg."""
@@ -348,9 +346,46 @@ class Reader:
             end(num_bytes, loss if answer is None or answer.code is ErrorCode.TIMEOUT else answer)
 
         chunk, sources = work.chunk, (work.plan.source,)
-        check_memory(
-            chunk.route, sources, chunk.offer_id, timeout_s=LOSS_KNOWN_WITHIN_S, on_end=end_lost
-        )
+        offer_id, timeout_s = chunk.ticket.offer_id, LOSS_KNOWN_WITHIN_S
+        check_memory(chunk.route, sources, offer_id, timeout_s=timeout_s, on_end=end_lost)
+
+    # What keeps NIXL from being made again within RECYCLED_WITHIN_S keeps it from all else, too:
+    # then the process ends, and its READs with it. But while this machine's own link is down there
+    # is no interface to make NIXL for: that is tried again.
+    def _recycle(self, _: ev.RecycleTransport) -> None:
+        """Some READs never end: have the transport made again, once at a time."""
+        if not self._is_recycling:
+            self._is_recycling = True
+            self._agent.tasks.start_soon(self._end_all_reads)
+
+    async def _end_all_reads(self) -> None:
+        transport, data_plane = self._agent.transport, self._agent.data_plane
+        interfaces = list(data_plane.interfaces)
+        log.warning("transport.recycling", num_handles=transport.stats().outstanding_handles)
+        is_unlinked = False
+        while isinstance(report := await self._try_to_recycle(), KVBusError):
+            if not is_unlinked:
+                log.warning("transport.unlinked", interfaces=interfaces, reason=report.message)
+            is_unlinked = True
+            await anyio.sleep(AGAIN_S)
+        if is_unlinked:
+            log.info("transport.linked", interfaces=interfaces)
+        log.warning("transport.recycled", num_handles=report.num_handles)
+        await data_plane.end_if_exposed()
+        self._is_recycling = False
+
+    async def _try_to_recycle(self) -> RecycleReport | TransferFailed:
+        """An error while the link is down: all is as it was, and nothing has ended."""
+        try:
+            with anyio.fail_after(RECYCLED_WITHIN_S):
+                recycled = self._agent.transport.recycle(grace_s=GRACE_S)
+                return await asyncio.wrap_future(recycled)
+        except (TimeoutError, KVBusError) as error:
+            if isinstance(error, TransferFailed) and self._agent.data_plane.is_down():
+                return error
+            reason = str(error) or f"NIXL has kept its thread for {RECYCLED_WITHIN_S:g} s"
+            log.critical("transport.stuck", reason=reason, exit_status=EXIT_STATUS)
+            os._exit(EXIT_STATUS)
 
 
 def _release(source: object, slot_ids: tuple[int, ...]) -> None:

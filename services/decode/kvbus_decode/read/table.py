@@ -26,26 +26,26 @@ slot of ours is given on when none of them is copied to any more.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 from typing import Any
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
-from kvbus.table import FairPool, Key, Story, Table, Transition
+from kvbus.table import FairPool, Key, Story, Table, transitions
 from kvbus.table.events import DeadlinePassed, Stopped, Value
 from kvbus_decode.fetch.events import ReadEnded, StopReads
 
 USABLE_SHARE = 0.99
 """Of the lease of a slot: its holder counts by another clock, and ours may be the slower one. The
-lease of an offer needs no such share: whether it has ended is asked. Of a slot nobody asks: what a
+lease of an offer needs no such share: whether it has ended is asked. Of a slot it is not: what a
 READ found there too late would be taken for good.
 """
 
 
 class LegState(StrEnum):
-    """Where a leg is."""
+    """Where a leg is; packing, reading, copying and comparing are its stages."""
 
     WANTED = "wanted"
     """Its turn has not come: as many legs of its read are under way as may be."""
@@ -69,15 +69,6 @@ class LegState(StrEnum):
     """Nothing of it can write anywhere."""
 
 
-class Stage(StrEnum):
-    """What a leg needs done, in this order; a leg in it is in the state of this value."""
-
-    PACK = LegState.PACKING.value
-    READ = LegState.READING.value
-    COPY = LegState.COPYING.value
-    COMPARE = LegState.COMPARING.value
-
-
 WANTED, PACKING, PACKED = LegState.WANTED, LegState.PACKING, LegState.PACKED
 READING, COPYING = LegState.READING, LegState.COPYING
 COMPARING, OVER = LegState.COMPARING, LegState.OVER
@@ -87,16 +78,18 @@ COMPARING, OVER = LegState.COMPARING, LegState.OVER
 class Leg:
     """One leg; ``work`` is what the agent needs to carry it out, and means nothing here.
 
-    ``source`` is the holder's agent, ``device`` where the slots of ours are that it reads into.
-    ``slot_id`` names the slot there while it is the leg's, ``slot`` is the number of ours.
+    It goes through ``stages``, of which ``num_begun`` were begun. ``source`` is the holder's agent,
+    ``device`` where the slots of ours are that it reads into. ``slot_id`` names the slot there
+    while it is the leg's, ``slot`` is the number of ours.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[LegState, ...]
     work: Any
     source: Hashable = None
     device: Hashable = None
     number: int = 0
     state: LegState = WANTED
+    num_begun: int = 0
     asked_at: float = 0.0
     slot_id: int | None = None
     slot_expires_at: float | None = None
@@ -105,7 +98,7 @@ class Leg:
     @property
     def needs_slot(self) -> bool:
         """Whether it is read into a slot of ours."""
-        return Stage.READ in self.stages and Stage.COPY in self.stages
+        return READING in self.stages and COPYING in self.stages
 
 
 class ChunkWanted(Value, frozen=True):
@@ -127,11 +120,10 @@ class ChunkWanted(Value, frozen=True):
 class StageEnded(Value, frozen=True):
     """The stage that a leg is in has ended, whatever became of it; said once.
 
-    After READ and COPY nothing writes for it any more. ``num_bytes`` were read. A box that was
-    packed lies in slot ``slot_id`` at its holder, for ``slot_lease_s`` since it was asked for.
+    After reading and copying nothing writes for it any more. ``num_bytes`` were read. A box that
+    was packed lies in slot ``slot_id`` at its holder, for ``slot_lease_s`` since it was asked for.
     """
 
-    key: str
     leg: Leg
     num_bytes: int = 0
     error: KVBusError | None = None
@@ -169,9 +161,8 @@ class Begin(Value, frozen=True):
     ``done`` are slots at its holder that are read, and come back with a request to pack.
     """
 
-    key: str
     leg: Leg
-    stage: Stage
+    stage: LegState
     done: tuple[int, ...] = ()
 
 
@@ -196,33 +187,25 @@ Command = Begin | Abort | ReleaseSlots | RecycleTransport | ReadEnded
 Commands = list[Command]
 
 
-class ReadState(StrEnum):
-    """Where a read is; draining is an end, but for what can still write."""
-
-    READING = "reading"
-    DRAINING = "draining"
-    OVER = "over"
-
-
 @dataclass(slots=True, eq=False)
 class ReadEntry:
     """One read; ``live`` are the legs that were started and are not over.
 
     ``waiting`` are legs that wait for their turn, ``read_slots`` slots of each source that are read
-    and go back with the next request to it. From ``recycle_at`` on, READs that still drain never
-    end by themselves.
+    and go back with the next request to it. With an ``error`` it drains; from ``recycle_at`` on,
+    READs that still do never end by themselves.
     """
 
     wanted: ChunkWanted
     story: Story
-    state: ReadState = ReadState.READING
     live: dict[Leg, None] = field(default_factory=dict)
     waiting: deque[Leg] = field(init=False)
     rounds: deque[tuple[Leg, ...]] = field(init=False)
     read_slots: dict[Hashable, list[int]] = field(default_factory=dict)
     num_bytes: int = 0
-    recycle_at: float = 0.0
     error: KVBusError | None = None
+    recycle_at: float | None = None
+    is_over: bool = False
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -231,9 +214,9 @@ class ReadEntry:
         self.waiting, self.rounds = deque(first), deque(later)
 
     @property
-    def is_over(self) -> bool:
-        """Whether `ReadEnded` was said."""
-        return self.state is ReadState.OVER
+    def state(self) -> str:
+        """For its story."""
+        return "over" if self.is_over else "reading" if self.error is None else "draining"
 
     @property
     def due_at(self) -> float | None:
@@ -241,7 +224,7 @@ class ReadEntry:
 
         While it drains, the end of our patience with its READs.
         """
-        if self.state is not ReadState.READING:
+        if self.recycle_at is not None:
             has_reads = any(leg.state is READING for leg in self.live)
             return self.recycle_at if has_reads else None
         times = [leg.slot_expires_at for leg in self.live if leg.slot_expires_at is not None]
@@ -255,8 +238,8 @@ class ReadEntry:
         """The leg to start now, taken from those that wait; ``most_packed`` are live at a time."""
         if not self.waiting:
             return None
-        if Stage.PACK in self.waiting[0].stages:
-            num_packed = sum(Stage.PACK in leg.stages for leg in self.live)
+        if PACKING in self.waiting[0].stages:
+            num_packed = sum(PACKING in leg.stages for leg in self.live)
             if num_packed >= most_packed:
                 return None
         return self.waiting.popleft()
@@ -273,13 +256,19 @@ class ReadEntry:
         self.rounds.clear()
 
 
-def start(read: ReadEntry, leg: Leg, _event: LegDue, now: float) -> Commands:
-    """Its first stage."""
+def begin(read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
+    """Its next stage: it is its turn, a slot of ours is free, or the stage before has ended."""
+    if isinstance(event, SlotGranted):
+        leg.slot = event.slot
+    leg.state = leg.stages[leg.num_begun]
+    leg.num_begun += 1
+    if leg.state is not PACKING:
+        return [Begin(leg, leg.state)]
     leg.asked_at = now
-    return _begin(read, leg, leg.stages[0])
+    return [Begin(leg, PACKING, tuple(read.read_slots.pop(leg.source, ())))]
 
 
-def go_on(read: ReadEntry, leg: Leg, event: StageEnded, _now: float) -> Commands:
+def go_on(read: ReadEntry, leg: Leg, event: StageEnded, now: float) -> Commands:
     """A stage has ended: the next one, if nothing of the read has failed; or the leg is over.
 
     Had the lease of a slot ended before its READ, so would the read have.
@@ -289,20 +278,13 @@ def go_on(read: ReadEntry, leg: Leg, event: StageEnded, _now: float) -> Commands
     if event.slot_id is not None:
         leg.slot_id = event.slot_id
         leg.slot_expires_at = leg.asked_at + USABLE_SHARE * event.slot_lease_s
-    stage = Stage(leg.state.value)
-    if read.error is not None or stage is leg.stages[-1]:
+    if read.error is not None or leg.num_begun == len(leg.stages):
         leg.state = OVER
         return []
-    if stage is Stage.PACK and leg.needs_slot:
+    if leg.state is PACKING and leg.needs_slot:
         leg.state = PACKED
         return []
-    return _begin(read, leg, leg.stages[leg.stages.index(stage) + 1])
-
-
-def read_into_slot(read: ReadEntry, leg: Leg, event: SlotGranted, _now: float) -> Commands:
-    """A slot of ours is free."""
-    leg.slot = event.slot
-    return _begin(read, leg, Stage.READ)
+    return begin(read, leg, event, now)
 
 
 def drop(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Commands:
@@ -316,25 +298,15 @@ def abort(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Comman
     return [Abort(leg)]
 
 
-def _begin(read: ReadEntry, leg: Leg, stage: Stage) -> Commands:
-    leg.state = LegState(stage.value)
-    done = tuple(read.read_slots.pop(leg.source, ())) if stage is Stage.PACK else ()
-    return [Begin(read.key, leg, stage, done)]
-
-
-TRANSITIONS: Mapping[tuple[LegState, type[Any]], Transition[LegState]] = {
-    (WANTED, LegDue): Transition(start, (PACKING, READING, COPYING, COMPARING)),
-    (PACKING, StageEnded): Transition(go_on, (PACKED, READING, OVER)),
-    (PACKING, LegStopped): Transition(drop, (OVER,)),
-    (PACKED, SlotGranted): Transition(read_into_slot, (READING,)),
-    (PACKED, LegStopped): Transition(drop, (OVER,)),
-    (READING, StageEnded): Transition(go_on, (COPYING, OVER)),
-    (READING, LegStopped): Transition(abort, (READING,)),
-    (COPYING, StageEnded): Transition(go_on, (OVER,)),
-    (COPYING, LegStopped): Transition(abort, (COPYING,)),
-    (COMPARING, StageEnded): Transition(go_on, (OVER,)),
-    (COMPARING, LegStopped): Transition(drop, (OVER,)),
-}
+TRANSITIONS = transitions(
+    ((WANTED,), (LegDue,), begin, (PACKING, READING, COPYING, COMPARING)),
+    ((PACKING,), (StageEnded,), go_on, (PACKED, READING, OVER)),
+    ((PACKED,), (SlotGranted,), begin, (READING,)),
+    ((READING,), (StageEnded,), go_on, (COPYING, OVER)),
+    ((COPYING, COMPARING), (StageEnded,), go_on, (OVER,)),
+    ((PACKING, PACKED, COMPARING), (LegStopped,), drop, (OVER,)),
+    ((READING, COPYING), (LegStopped,), abort, ()),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,21 +349,21 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         """A leg that is over wants nothing; but a slot that is packed for it has to go back."""
         commands: Commands = []
         match event:
-            case ChunkWanted():
-                commands = self._start(event, now)
-            case StopReads(key):
-                error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
-                commands = self._stop_all(filter(None, [self.live.get(key)]), error, now)
-            case EngineGone(engine, error):
-                lost = [read for read in self.live.values() if read.wanted.engine == engine]
-                commands = self._stop_all(lost, error, now)
-            case Stopped():
-                self.stopped = True
-                commands = self._stop_all(self.live.values(), _stopped(), now)
             case StageEnded(leg=leg) if read := self._read_of.get(leg):
                 commands = self._apply_leg(read, leg, event, now) + self._go_on(read, now)
             case StageEnded(leg=leg, slot_id=int(slot_id)):
                 commands = [ReleaseSlots(leg.source, (slot_id,))]
+            case ChunkWanted():
+                commands = self._start(event, now)
+            case StopReads(key):
+                error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
+                commands = self._stop(filter(None, [self.live.get(key)]), error, now)
+            case EngineGone(engine, error):
+                lost = [read for read in self.live.values() if read.wanted.engine == engine]
+                commands = self._stop(lost, error, now)
+            case Stopped():
+                self.stopped = True
+                commands = self._stop(self.live.values(), _stopped(), now)
         return commands
 
     def _start(self, wanted: ChunkWanted, now: float) -> Commands:
@@ -405,18 +377,43 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         self._add(read, wanted, now, ())
         return self._go_on(read, now)
 
-    def _stop_all(self, reads: Iterable[ReadEntry], error: KVBusError, now: float) -> Commands:
+    def _stop(self, reads: Iterable[ReadEntry], error: KVBusError, now: float) -> Commands:
         commands: Commands = []
         for read in list(reads):
             read.error = read.error or error
-            commands += self._stop_legs(read, now) + self._go_on(read, now)
+            commands += self._go_on(read, now)
         return commands
 
-    def _stop_legs(self, read: ReadEntry, now: float) -> Commands:
-        """The read has failed: nothing new of it starts, what is in flight drains."""
-        if read.state is not ReadState.READING:
-            return []
-        read.state, read.recycle_at = ReadState.DRAINING, now + self.limits.quarantine_s
+    def _go_on(self, read: ReadEntry, now: float) -> Commands:
+        """Start what may start, hand out slots of ours, and end what is over."""
+        commands: Commands = []
+        if read.error is not None and read.recycle_at is None:
+            commands += self._drain(read, now)
+        while True:
+            while leg := read.next_leg(self.limits.legs_in_flight):
+                commands += self._apply_leg(read, leg, LegDue(), now)
+            if read.waiting or read.live or read.error is not None or not read.rounds:
+                break
+            read.waiting.extend(read.rounds.popleft())
+        for pool in self._pools.values():
+            while (granted := pool.acquire()) is not None:
+                leg, slot = granted
+                commands += self._apply_leg(self._read_of[leg], leg, SlotGranted(slot), now)
+        if read.read_slots:
+            commands += read.release_slots()
+        if not read.waiting and not read.live and not read.is_over:
+            read.is_over = True
+            path = read.wanted.path if read.num_bytes else ""
+            ended = ReadEnded(read.key, read.num_bytes, read.error, path)
+            read.story.note(now, ended, read.state, ())
+            self._retire(read)
+            commands.append(ended)
+        self.deadlines.set(read.key, None if read.is_over else read.due_at)
+        return commands
+
+    def _drain(self, read: ReadEntry, now: float) -> Commands:
+        """The read has failed: nothing new of it starts, what is in flight ends."""
+        read.recycle_at = now + self.limits.quarantine_s
         for leg in read.waiting:
             leg.state = OVER
         read.waiting.clear()
@@ -447,47 +444,17 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
             if leg.slot is not None:
                 self._pools[leg.device].release(leg.slot)
                 leg.slot = None
-        if read.error is not None:
-            commands += self._stop_legs(read, now)
         return commands
-
-    def _go_on(self, read: ReadEntry, now: float) -> Commands:
-        """Start what may start, hand out slots of ours, and end what is over."""
-        commands: Commands = []
-        while leg := read.next_leg(self.limits.legs_in_flight):
-            commands += self._apply_leg(read, leg, LegDue(), now)
-        for pool in self._pools.values():
-            while (granted := pool.acquire()) is not None:
-                leg, slot = granted
-                commands += self._apply_leg(self._read_of[leg], leg, SlotGranted(slot), now)
-        if read.read_slots:
-            commands += read.release_slots()
-        if not read.waiting and not read.live and not read.is_over:
-            commands += self._finish(read, now)
-        self.deadlines.set(read.key, read.due_at)
-        return commands
-
-    def _finish(self, read: ReadEntry, now: float) -> Commands:
-        """The legs of a round are over: begin the next one, if the read has not failed."""
-        if read.error is None and read.rounds:
-            read.waiting.extend(read.rounds.popleft())
-            return self._go_on(read, now)
-        read.state = ReadState.OVER
-        path = read.wanted.path if read.num_bytes else ""
-        ended = ReadEnded(read.key, read.num_bytes, read.error, path)
-        read.story.note(now, ended, read.state, ())
-        self._retire(read)
-        return [ended]
 
     def _expire(self, now: float) -> Commands:
         commands: Commands = []
         recycles = False
         for key in self.deadlines.pop_due(now):
             read = self.live[key]
-            if read.state is ReadState.READING:
+            if read.recycle_at is None:
                 message = "the lease of a staging slot ended before it was read"
                 late = RemoteError(message, code=ErrorCode.LEASE_EXPIRED)
-                commands += self._stop_all([read], late, now)
+                commands += self._stop([read], late, now)
                 continue
             recycles, read.recycle_at = True, now + self.limits.quarantine_s
             self.deadlines.set(key, read.due_at)
