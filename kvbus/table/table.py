@@ -198,13 +198,13 @@ class Table(Generic[K, N, L, C]):
 
     transitions: ClassVar[Mapping[tuple[Any, type[Any]], Transition[Any]]] = {}
 
-    def __init__(self, limits: L, *, max_retired: int, max_retired_bytes: int) -> None:
+    def __init__(self, limits: L, *, max_retired_bytes: int) -> None:
         self.limits = limits
         self.live: dict[K, N] = {}
         self.retired: OrderedDict[K, N] = OrderedDict()
         self.retired_bytes = 0
         self.deadlines: Deadlines[K] = Deadlines()
-        self._max_retired, self._max_retired_bytes = max_retired, max_retired_bytes
+        self._max_retired_bytes = max_retired_bytes
         self._retired_as: dict[str, tuple[K, ...]] = {}
 
     def handle(self, event: Any, now: float) -> list[C]:
@@ -293,10 +293,9 @@ class Table(Generic[K, N, L, C]):
     # handoffs of a minute do, and grows no more after that. A slow agent remembers some for longer,
     # for those who ask what happened.
     def _is_over_bounds(self, now: float) -> bool:
-        num_retired = len(self.retired)
-        if self.retired_bytes > self._max_retired_bytes or num_retired > self._max_retired:
+        if self.retired_bytes > self._max_retired_bytes:
             return True
-        if num_retired <= KEPT_ANYWAY:
+        if len(self.retired) <= KEPT_ANYWAY:
             return False
         return next(iter(self.retired.values())).story.retired_at < now - KEPT_S
 

@@ -41,7 +41,7 @@ from kvbus.table.events import (
 from kvbus_decode import fetch
 
 ev = fetch.events
-LIMITS = fetch.FetchLimits(max_fetches=2, max_retired=2, request_timeout_s=5.0, busy_retry_s=0.25)
+LIMITS = fetch.FetchLimits(max_fetches=2, request_timeout_s=5.0, busy_retry_s=0.25)
 TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32, "secret")
 MEETS = Rendezvous("transfer-id-of-32-characters-here", "tcp://p:1", request_id="r1")
 BUSY, TIMEOUT, STALE = ErrorCode.BUSY, ErrorCode.TIMEOUT, ErrorCode.STALE

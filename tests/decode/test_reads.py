@@ -16,7 +16,7 @@ from kvbus_decode.fetch.events import ReadEnded, StopReads
 
 ev = read.events
 Stage = read.LegState
-LIMITS = read.ReadLimits(legs_in_flight=2, num_slots=4, max_retired=2)
+LIMITS = read.ReadLimits(legs_in_flight=2, num_slots=4)
 ONE_SLOT = read.ReadLimits(legs_in_flight=2, num_slots=1)
 PATIENT = read.ReadLimits(quarantine_s=60.0)
 ABORTED = LocalError("aborted", code=ErrorCode.CANCELLED)

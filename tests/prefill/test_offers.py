@@ -42,9 +42,7 @@ from tests.prefill.tickets import ticket_for
 
 ev = offer.events
 SECRET, TOKEN = "secret", "token"
-LIMITS = offer.OfferLimits(
-    max_offers=2, max_retired=2, max_lease_s=4.0, max_hold_s=10.0, max_parts=2
-)
+LIMITS = offer.OfferLimits(max_offers=2, max_lease_s=4.0, max_hold_s=10.0, max_parts=2)
 COMPLETED, WITHDRAWN, EXPIRED = Outcome.COMPLETED, Outcome.WITHDRAWN, Outcome.EXPIRED
 BUSY, STALE, FORBIDDEN = ErrorCode.BUSY, ErrorCode.STALE, ErrorCode.FORBIDDEN
 OFFER_OPEN, LEASE_EXPIRED = ErrorCode.OFFER_OPEN, ErrorCode.LEASE_EXPIRED

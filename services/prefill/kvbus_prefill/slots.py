@@ -54,8 +54,7 @@ class SlotLimits:
     num_slots: int = 16
     max_gathers: int = 1
     max_slot_lease_s: float = 30.0
-    max_retired: int = 256
-    max_retired_bytes: int = 32 << 20
+    max_retired_bytes: int = 1 << 20
     wipe: bool = False
 
 
@@ -298,11 +297,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
 
     def __init__(self, limits: SlotLimits | None = None) -> None:
         limits = limits or SlotLimits()
-        super().__init__(
-            limits,
-            max_retired=limits.max_retired,
-            max_retired_bytes=limits.max_retired_bytes,
-        )
+        super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)
         self.stopped = False
         self._ids = count(1)
         self._num_copies: Counter[str] = Counter()

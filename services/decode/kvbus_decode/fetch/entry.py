@@ -71,7 +71,6 @@ class FetchLimits:
     max_fetches: int = 4096
     num_places: int = 32
     patience_s: float = 1.0
-    max_retired: int = 65_536
     max_retired_bytes: int = 32 << 20
     lease_s: float = 10.0
     request_timeout_s: float = 5.0

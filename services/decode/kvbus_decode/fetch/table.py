@@ -20,11 +20,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
 
     def __init__(self, limits: FetchLimits | None = None) -> None:
         limits = limits or FetchLimits()
-        super().__init__(
-            limits,
-            max_retired=limits.max_retired,
-            max_retired_bytes=limits.max_retired_bytes,
-        )
+        super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)
         self.draining = False
         self._places: FairPool[str] = FairPool(limits.num_places, may_have=lambda *_: True)
 

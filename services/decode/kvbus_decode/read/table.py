@@ -319,19 +319,14 @@ class ReadLimits:
     legs_in_flight: int = 4
     num_slots: int = 16
     quarantine_s: float = 60.0
-    max_retired: int = 1024
-    max_retired_bytes: int = 32 << 20
+    max_retired_bytes: int = 4 << 20
 
 
 class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
     """All reads by key; retired ones keep their story, and one of the same key goes on with it."""
 
     def __init__(self, limits: ReadLimits) -> None:
-        super().__init__(
-            limits,
-            max_retired=limits.max_retired,
-            max_retired_bytes=limits.max_retired_bytes,
-        )
+        super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)
         self.stopped = False
         self._pools: defaultdict[Hashable, FairPool[Leg]] = defaultdict(self._new_pool)
         self._read_of: dict[Leg, ReadEntry] = {}

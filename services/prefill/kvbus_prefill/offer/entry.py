@@ -54,7 +54,6 @@ class OfferLimits:
     """
 
     max_offers: int = 4096
-    max_retired: int = 65_536
     max_retired_bytes: int = 32 << 20
     max_lease_s: float = 30.0
     max_hold_s: float = 600.0

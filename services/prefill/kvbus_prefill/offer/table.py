@@ -37,11 +37,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
 
     def __init__(self, limits: OfferLimits | None = None) -> None:
         limits = limits or OfferLimits()
-        super().__init__(
-            limits,
-            max_retired=limits.max_retired,
-            max_retired_bytes=limits.max_retired_bytes,
-        )
+        super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)
         self.draining = False
         self._engines_awaited_until: float | None = None
         self._requests: dict[tuple[str, str], str] = {}
