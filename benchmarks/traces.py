@@ -107,10 +107,6 @@ async def compare_rates(benches: dict[str, Bench], rounds: int, factor: float) -
     ratio = median_ratio(cpu_us[ON], cpu_us[OFF])
     told = ", ".join(f"{name} {median(some):.0f} µs" for name, some in cpu_us.items())
     print(f"  {ratio:.4f} of the CPU time of a handoff by round; {told}")
-    for role in ("prefill agent", "decode agent"):
-        one = benches[ON].agents[role]
-        sent, dropped = one.reading("otlp_handoffs"), one.reading("otlp_dropped")
-        print(f"  {role}: {sent:.0f} handoffs sent, {dropped:.0f} dropped", flush=True)
 
 
 async def compare_times(benches: dict[str, Bench], rounds: int, num_mib: int) -> None:

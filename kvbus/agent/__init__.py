@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvbus.agent.http import Door
     from kvbus.agent.identity import machine_id
     from kvbus.agent.loop import AgentLoop
-    from kvbus.agent.otlp import HEADERS, SpanSender
+    from kvbus.agent.otlp import SpanSender
     from kvbus.agent.pages import Health, LoopAsker
     from kvbus.agent.runtime import Runtime, ServiceFactory
     from kvbus.agent.slots import HOST, SlotMemory, StagingDevices, preferred
@@ -42,7 +42,7 @@ _MODULES = {
     "engines": "EngineProcess LocalEngine",
     "http": "Door",
     "loop": "AgentLoop",
-    "otlp": "HEADERS SpanSender",
+    "otlp": "SpanSender",
     "pages": "Health LoopAsker",
     "access": "Access load_ticket_keys",
     "config": "AgentConfig convert_config load_config load_shared_config",
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "HEADERS", "HOST", "OLD_S", "UCX_INTERFACES", "Access", "AgentConfig", "AgentLoop",
+    "HOST", "OLD_S", "UCX_INTERFACES", "Access", "AgentConfig", "AgentLoop",
     "Copiers", "DataPlane", "Door",
     "EngineProcess", "FairThreads", "Health", "Job", "LocalEngine", "LoopAsker",
     "Runtime", "ServiceFactory", "SlotMemory", "SpanSender",

@@ -1,10 +1,12 @@
 """Configuration of an agent: what was given into typed structs, and its addresses."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +36,8 @@ Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
 MEMORY_SOCKET = "memory.sock"
 MAX_PORT = 65_535
+OTLP_HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[\t\x20-\x7e\xa0-\xff]*")
 CLOSES_WITHIN_S = 3.0
 """How long a stop waits for posted transfers to end."""
 
@@ -314,6 +318,25 @@ def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
             f"{config.staging_bytes} is less than one slot of 'slot_bytes' = "
             f"{config.slot_bytes}; make it larger, or 0 to turn packing off",
         )
+    if config.otlp_endpoint:
+        yield from _problems_of_headers()
+
+
+def _problems_of_headers() -> Iterator[tuple[str, str]]:
+    """Of what OpenTelemetry's SDK reads: KEY=VALUE,KEY=VALUE, with percent escapes in the values.
+
+    These are secrets, and not told; the SDK would log one that it cannot send.
+    """
+    for variable_name in OTLP_HEADERS:
+        given = [one for one in os.environ.get(variable_name, "").split(",") if "=" in one]
+        for number, one in enumerate(given, 1):
+            key, _, value = one.partition("=")
+            if not HEADER.fullmatch(f"{key.strip()}={unquote(value.strip())}"):
+                yield (
+                    "otlp_endpoint",
+                    f"the environment's {variable_name}: header {number} cannot be sent: its name "
+                    "or its value has characters that HTTP does not allow there",
+                )
 
 
 def _are_ports(ports: Sequence[str]) -> bool:

@@ -226,9 +226,7 @@ class Runtime:
             "service.instance.id": identity.boot,
             "kvbus.agent_id": identity.agent_id,
         }
-        in_loop = asyncio.get_running_loop().call_soon_threadsafe
-        sender = otlp.SpanSender(self.config.otlp_endpoint, resource, in_loop)
-        self.metrics.add_readings(sender.readings, otlp.READINGS)
+        sender = otlp.SpanSender(self.config.otlp_endpoint, resource)
         self.tasks.start_soon(sender.run)
         return sender
 

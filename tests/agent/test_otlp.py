@@ -5,7 +5,7 @@ That both agents send the spans of an engine's trace is shown in `tests/process/
 
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,11 +13,10 @@ import anyio
 import pytest
 import structlog
 
-from kvbus.agent import HEADERS, SpanSender
-from kvbus.errors import ConfigError
+from kvbus.agent import SpanSender
 from kvbus.protocol import Span
 from tests.agents import until
-from tests.collector import collecting
+from tests.collector import Collector, collecting
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +40,7 @@ SPANS = (
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pauses are short."""
-    monkeypatch.setattr("kvbus.agent.otlp.PERIOD_S", 0.02)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
 
 
 @pytest.fixture
@@ -51,13 +50,9 @@ def said() -> Iterator[list[Any]]:
         yield lines
 
 
-def at_once(call: Callable[[], None]) -> None:
-    call()
-
-
 @asynccontextmanager
 async def sending_to(endpoint: str) -> AsyncIterator[SpanSender]:
-    sender = SpanSender(endpoint, {"service.name": "test"}, at_once)
+    sender = SpanSender(endpoint, {"service.name": "test"})
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(sender.run)
         yield sender
@@ -68,17 +63,16 @@ def put(sender: SpanSender, traceparent: str = "", offer_id: str = "o") -> None:
     sender.put(lambda: SPANS, offer_id, traceparent)
 
 
-def counts(sender: SpanSender) -> tuple[float, float]:
-    """The handoffs that were sent, and those that were dropped."""
-    readings = sender.readings()
-    return readings["otlp_handoffs"], readings["otlp_dropped"]
+def num_taken(collector: Collector) -> int:
+    """The handoffs whose spans were taken."""
+    return sum(span.name == "fetch" for span in collector.spans)
 
 
 async def test_each_span_is_a_child_of_the_one_that_it_is_a_part_of_with_its_values() -> None:
     with collecting() as collector:
         async with sending_to(collector.endpoint) as sender:
             put(sender, f"00-{TRACE}-{PARENT}-01")
-            await until(lambda: counts(sender) == (1, 0))
+            await until(lambda: num_taken(collector) == 1)
 
     by_name = {span.name: span for span in collector.spans}
     ids = {name: span.span_id for name, span in by_name.items()}
@@ -106,7 +100,7 @@ async def test_a_trace_is_made_of_the_offer_where_there_is_none_and_not_sent_if_
             put(sender, f"00-{PARENT}{PARENT}-{PARENT}-00")
             put(sender, "wrong", offer_id="of somebody else")
             put(sender, "", offer_id="of somebody else")
-            await until(lambda: counts(sender) == (3, 0))
+            await until(lambda: num_taken(collector) == 3)
 
     roots = [span for span in collector.spans if span.name == "fetch"]
     assert [root.parent_id for root in roots] == ["", "", ""]
@@ -124,56 +118,62 @@ async def test_a_collector_that_is_away_for_a_moment_is_logged_and_gets_all_when
         await until(lambda: said)
         put(sender)
         with collecting(port) as collector:
-            await until(lambda: counts(sender) == (2, 0))
+            await until(lambda: num_taken(collector) == 2)
 
     assert said[0]["event"] == "spans.unsent"
     assert "Connection refused" in said[0]["reason"]
     assert len(collector.spans) == 2 * len(SPANS)
 
 
-async def test_what_is_refused_or_cannot_be_made_is_lost_alone(said: list[Any]) -> None:
+async def test_what_is_refused_or_cannot_be_made_is_lost_alone_and_logged(said: list[Any]) -> None:
     def fails() -> list[Span]:
         raise ValueError
 
     with collecting() as collector:
         async with sending_to(collector.endpoint) as sender:
             sender.put(fails, "o")
-            put(sender)
-            await until(lambda: counts(sender) == (1, 1))
+            await until(lambda: len(said) == 1)
             collector.status = 401
             put(sender)
-            await until(lambda: counts(sender) == (1, 2))
+            await until(lambda: len(said) == 2)
             collector.status = 200
             put(sender)
-            await until(lambda: counts(sender) == (2, 2))
+            await until(lambda: num_taken(collector) == 1)
 
-    assert said[0]["event"] == "spans.failed"
+    assert [line["event"] for line in said] == ["spans.unsent", "spans.unsent"]
+    assert said[0]["exc_info"][0] is ValueError
     assert "401" in said[1]["reason"]
 
 
-async def test_what_does_not_fit_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbus.agent.otlp.MAX_WAITING", 2)
-    monkeypatch.setattr("kvbus.agent.otlp.MAX_BATCH", 2)
-    goes_on = threading.Event()
+async def test_what_does_not_fit_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, said: list[Any]
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
+    goes_on, waits = threading.Event(), threading.Event()
 
     def wait() -> tuple[Span, ...]:
+        waits.set()
         goes_on.wait(60)
         return SPANS
 
     with collecting() as collector:
         async with sending_to(collector.endpoint) as sender:
+            sender.put(wait, "o")
+            await until(waits.is_set)
             for _ in range(5):
-                sender.put(wait, "o")
-            assert counts(sender) == (0, 3)
+                put(sender)
             goes_on.set()
-            await until(lambda: counts(sender) == (2, 3))
+
+    assert num_taken(collector) == 3
+    assert "Queue full" in said[0]["reason"]
 
 
 async def test_what_waits_at_the_end_is_sent_with_the_headers_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvbus.agent.otlp.PERIOD_S", 60.0)
-    monkeypatch.setenv(HEADERS[0], "Authorization=Basic%20abc, x-tenant = one")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization=Basic%20abc, x-tenant = one")
     with collecting() as collector:
         async with sending_to(collector.endpoint) as sender:
             put(sender)
@@ -183,27 +183,27 @@ async def test_what_waits_at_the_end_is_sent_with_the_headers_of_the_environment
     assert (headers["authorization"], headers["x-tenant"]) == ("Basic abc", "one")
 
 
-@pytest.mark.parametrize("headers", ["x-key=sec%0Aret", "x key=secret", "x-key=secr%E2%82%ACet"])
-@pytest.mark.parametrize("variable", HEADERS)
-def test_a_header_that_cannot_be_sent_is_refused_at_the_start_and_not_told(
-    monkeypatch: pytest.MonkeyPatch, variable: str, headers: str
+async def test_of_a_header_that_the_sdk_cannot_read_the_value_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, said: list[Any]
 ) -> None:
-    monkeypatch.setenv(variable, f"fine=yes,{headers}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", 'x-key="secret"')
 
-    with pytest.raises(ConfigError, match=variable) as refused:
-        SpanSender("http://127.0.0.1:4318", {}, at_once)
+    with collecting() as collector:
+        async with sending_to(collector.endpoint) as sender:
+            put(sender)
 
-    assert "header 2" in refused.value.message
-    assert "sec" not in refused.value.message
+    assert num_taken(collector) == 1
+    assert "Header format invalid" in said[0]["reason"]
+    assert not any("secret" in repr(line) for line in said)
 
 
-async def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HEADERS[0], "x-key=secret")
+async def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch, said: list[Any]) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=secret")
     with collecting() as collector, collecting() as elsewhere:
         collector.redirects_to = elsewhere.endpoint
         async with sending_to(collector.endpoint) as sender:
             put(sender)
-            await until(lambda: sum(counts(sender)) == 1)
+            await until(lambda: collector.headers)
 
     assert len(collector.headers) == 1
     assert elsewhere.headers == []
