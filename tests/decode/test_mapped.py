@@ -15,6 +15,7 @@ from kvbus.engine import MemorySession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.geometry import Segment, lay_out_rank
 from kvbus.memory import SharedSegment, map_zeros_over
+from kvbus.protocol import Trace
 from tests.agents import until
 from tests.decode.neighbours import (
     Neighbours,
@@ -51,6 +52,25 @@ async def test_a_handoff_leaves_the_prefill_engines_memory_mapped_byte_for_byte(
         assert bytes_of(mapped, source)
         assert both.state == "open"
         assert [one.near for route in both.routes for one in route.sources] == [True]
+
+
+@pytest.mark.parametrize("num_tokens", [16, MANY_TOKENS], ids=["at once", "in threads"])
+async def test_the_trace_of_a_mapped_copy_has_it_as_a_leg_of_the_reading(
+    folder: Path, num_tokens: int
+) -> None:
+    async with neighbours(folder) as both, both.engines() as (source, target):
+        assert await works(source, target)
+        offer, fetch = await begin(source, target, num_tokens)
+        assert (await fetch.completed()).path == "mapped"
+
+        (spans,) = both.service.spans(Trace(fetch_id=fetch.fetch_id)).entries
+        (reading,) = [span for span in spans if span.name == "reading"]
+        (leg,) = [span for span in spans if span.about]
+        await offer.released()
+        assert (leg.name, leg.about, leg.depth) == ("copying", "leg 0", 2)
+        assert leg.end_s is not None
+        assert reading.end_s is not None
+        assert reading.start_s <= leg.start_s <= leg.end_s <= reading.end_s
 
 
 async def test_the_end_of_the_engine_puts_zeros_under_the_same_addresses(folder: Path) -> None:

@@ -1,11 +1,11 @@
 """The decode agent: requests become events of the fetch table, its commands become work."""
 
 import dataclasses
-from collections.abc import Callable
+from typing import Any
 
 import anyio
 import structlog
-from msgspec import structs
+from msgspec import convert, structs
 
 from kvbus.agent.access import load_ticket_keys
 from kvbus.agent.engines import LocalEngine
@@ -15,9 +15,8 @@ from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
 from kvbus.protocol.events import FetchEvent
 from kvbus.protocol.peer import CancelPart, FetchPart
-from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
-from kvbus.protocol.ticket import Rendezvous
-from kvbus.protocol.trace import Remembered, Span, Trace
+from kvbus.protocol.status import Cost, PeerView, Status
+from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.table import Driver
 from kvbus.table.events import DrainStarted, EngineLost, Stopped
 from kvbus_decode.config import DecodeConfig
@@ -25,12 +24,11 @@ from kvbus_decode.costs import CostBook
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
-from kvbus_decode.observe import READINGS, DecodeMetrics, FetchSpans, log_fetched
+from kvbus_decode.observe import READINGS, DecodeMetrics, FetchStories, log_fetched
 from kvbus_decode.parts import Part, PartClient, PartServer
 from kvbus_decode.peer.directory import PeerAddress
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.lease_client import LeaseClient
-from kvbus_decode.peer.route import Route
 from kvbus_decode.peer.warm import WarmPeers
 from kvbus_decode.read.chunk import check_tables
 from kvbus_decode.read.paths import ahead_of
@@ -54,11 +52,16 @@ class DecodeService:
         self._dispatch = self._driver.dispatch
         self._tickets = TicketGate(identity.agent_id, load_ticket_keys(config.ticket_keys))
         self._leases = leases = LeaseClient(
-            agent, config, self._tickets, self._dispatch, self._prepare
+            agent,
+            config,
+            self._tickets,
+            self._dispatch,
+            lambda *found: self._reader.prepare(*found),  # noqa: PLW0108 - it is made later
         )
         self._metrics = DecodeMetrics(agent.metrics)
         self._reader = Reader(agent, config, self._metrics, leases.active, self._dispatch)
         self._costs = CostBook(agent, leases, self._reader)
+        self._stories = FetchStories(self._table, self._reader.story_of)
         self._warm = WarmPeers(agent, config, leases.peers, leases.routes, self._reader.warm_up)
         leases.on_news = self._warm.see_peer
         self._parts = PartServer(self._begin_part, self._dispatch)
@@ -74,9 +77,15 @@ class DecodeService:
             ev.Notify: self._notify,
             ev.ReportFetched: self._report_fetched,
         }
-        self._spans = FetchSpans(self._table, self._reader.story_of)
         self._idle = anyio.Event()
         agent.metrics.add_readings(self._readings, READINGS)
+        self.routes: RouteBook = leases.routes
+        self.cost, self.sharing = self._costs.cost, leases.routes.borrower.sharing
+        self.silent_peers, self.key_of = leases.peers.silent, leases.peers.key_of_silent
+        self.copied, self.quiesce = self._reader.copies_done, self._reader.reads_done
+        self.drained = self._idle.wait
+        self.story, self.spans = self._stories.lines, self._stories.remembered
+        self.recent = self._stories.recent
 
     async def start(self) -> None:
         """Agents that are listed are met; all else is opened when it is asked for."""
@@ -91,12 +100,8 @@ class DecodeService:
         return {
             FetchPart: self._parts.fetch,
             CancelPart: self._parts.cancel,
-            Cost: lambda asked, call: call.reply(self.cost(asked)),
+            Cost: lambda asked, call: call.reply(self._costs.cost(asked)),
         }
-
-    def cost(self, asked: Cost) -> Predicted:
-        """What a fetch would take now; raises `LocalError`."""
-        return self._costs.cost(asked)
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
         """What its copies need is made ready."""
@@ -107,24 +112,12 @@ class DecodeService:
         """Its fetches end; nobody is there to be told."""
         self._dispatch(EngineLost(engine.engine_id))
         self._reader.lose_engine(engine)
-        self._leases.routes.forget_engine(engine)
-
-    async def copied(self, engine: LocalEngine) -> None:
-        """Return when nothing scatters into the engine's memory any more."""
-        await self._reader.copies_done(engine)
-
-    async def quiesce(self, engine: LocalEngine) -> None:
-        """Return when no transfer can write into the engine's memory any more."""
-        await self._reader.reads_done(engine)
+        self.routes.forget_engine(engine)
 
     def start_draining(self) -> None:
         """No new fetches; those that are live go on."""
         self._driver.on_settled = self._check_idle
         self._dispatch(DrainStarted())
-
-    async def drained(self) -> None:
-        """Return when the last fetch has ended and its blocks are free."""
-        await self._idle.wait()
 
     def stop(self) -> None:
         """Fail what is left."""
@@ -143,46 +136,14 @@ class DecodeService:
             "slots": self._reader.num_slots_in_use,
         }
 
-    @property
-    def routes(self) -> RouteBook:
-        """The routes to prefill engines."""
-        return self._leases.routes
-
-    def sharing(self) -> Sharing:
-        """What of other agents is mapped here."""
-        return self._leases.routes.borrower.sharing()
-
-    def silent_peers(self) -> dict[str, float]:
-        """The agents that do not answer, and for how many seconds nothing has come from each."""
-        return self._leases.peers.silent()
-
-    def key_of(self, endpoint: str) -> str:
-        """The key of an agent that does not answer, as its tickets have it."""
-        return self._leases.peers.key_of_silent(endpoint)
-
     def view(self, endpoint: str) -> PeerView:
         """Whether it is listed and warm, and what came of handshakes with it."""
-        routes, listed = self._leases.routes, self._warm.view(endpoint)
+        listed = self._warm.view(endpoint)
         return structs.replace(
             listed,
-            num_routes=routes.num_from(endpoint),
-            problem=listed.problem or routes.refusals.get(endpoint, ""),
+            num_routes=self.routes.num_from(endpoint),
+            problem=listed.problem or self.routes.refusals.get(endpoint, ""),
         )
-
-    def story(self, asked: Status) -> list[str]:
-        """What happened to a fetch, or to a part of one that is another agent's, and its reads."""
-        found = self._table.called(asked.fetch_id)
-        lines = [line for fetch in found for line in fetch.story.lines()]
-        reads = [self._reader.story_of(fetch.key) for fetch in found]
-        return lines + [f"read  {line}" for read in reads if read for line in read.lines()]
-
-    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
-        """The newest fetches."""
-        return self._spans.recent(number)
-
-    def spans(self, asked: Trace) -> Remembered:
-        """What is remembered of fetches, and of parts of those of another agent."""
-        return self._spans.remembered(asked)
 
     def _start_fetch(self, asked: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -191,70 +152,47 @@ class DecodeService:
         ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
         boot = ticket.agent_boot if meets is None else None
         self._leases.peers.check_answers(PeerAddress.of(ticket), boot)
-        self._request(
-            ev.Requested(
-                fetch_id=ev.fetch_key(engine.engine_id, asked.fetch_id),
-                engine_id=engine.engine_id,
-                asked=asked,
-                ticket=ticket,
-                timeout_s=asked.timeout_s or self._config.fetch_timeout_s,
-                reply_to=call,
-                has_state=_has_state(engine),
-                take_token=new_secret(),
-                meets=meets,
-                others=engine.others,
-            ),
-            engine,
-        )
+        key = ev.fetch_key(engine.engine_id, asked.fetch_id)
+        others = engine.others
+        self._request(engine, asked, ticket, key, reply_to=call, meets=meets, others=others)
 
     def _begin_part(self, part: FetchPart, asker: Part) -> None:
         """A part of another agent's fetch; its home has looked at what the ticket is for."""
         engine = self._agent.engines.part(part.engine_id, part.ranks, access=part.access)
         ticket = self._tickets.read(part.ticket)
-        route = self._leases.routes.find(ticket, engine)
+        route = self.routes.find(ticket, engine)
         if route is not None and route.memory_ids != part.memory_ids:
-            self._leases.routes.forget(route)  # a rank of the prefill engine has come back since
-        asked = StartFetch(
-            fetch_id=part.fetch_id,
-            ticket=part.ticket,
-            num_tokens=part.num_tokens,
-            tables=part.tables,
-            first_token=part.first_token,
-            zero_tail=part.zero_tail,
-            priority=part.priority,
-            traceparent=part.traceparent,
-        )
-        self._request(
-            ev.Requested(
-                fetch_id=asker.key,
-                engine_id=engine.engine_id,
-                asked=asked,
-                ticket=ticket,
-                timeout_s=part.timeout_s,
-                reply_to=asker,
-                has_state=_has_state(engine),
-                take_token=new_secret(),
-                access=part.access,
-            ),
-            engine,
-        )
+            self.routes.forget(route)  # a rank of the prefill engine has come back since
+        asked = convert(part, StartFetch, from_attributes=True)
+        self._request(engine, asked, ticket, asker.key, reply_to=asker, access=part.access)
 
-    def _request(self, requested: ev.Requested, engine: LocalEngine) -> None:
-        """Hand it to the table, with the route if that is known; raises `LocalError`.
+    def _request(
+        self, engine: LocalEngine, asked: StartFetch, ticket: Ticket, key: str, **more: Any
+    ) -> None:
+        """Hand it to the table; raises `LocalError`.
 
-        Then with what can be read ahead of a lease, too.
+        With the route if that is known, and with what can be read ahead of a lease.
         """
-        asked = requested.asked
-        if asked.first_token > asked.num_tokens:
+        first_token, num_tokens = asked.first_token, asked.num_tokens
+        if first_token > num_tokens:
             raise LocalError(
-                f"first_token {asked.first_token} is behind num_tokens {asked.num_tokens}",
+                f"first_token {first_token} is behind num_tokens {num_tokens}",
                 field="first_token",
             )
-        check_tables(engine, asked.tables, asked.first_token, asked.num_tokens)
-        ticket = requested.ticket
-        route = None if not requested.has_met else self._leases.routes.find(ticket, engine)
+        check_tables(engine, asked.tables, first_token, num_tokens)
+        requested = ev.Requested(
+            fetch_id=key,
+            engine_id=engine.engine_id,
+            asked=asked,
+            ticket=ticket,
+            timeout_s=asked.timeout_s or self._config.fetch_timeout_s,
+            has_state=any(group.state for group in engine.spec.groups),
+            take_token=new_secret(),
+            **more,
+        )
+        route = self.routes.find(ticket, engine) if requested.has_met else None
         if route is not None:
-            choice = self._reader.choose(route, asked.first_token, asked.num_tokens)
+            choice = self._reader.choose(route, first_token, num_tokens)
             if self._reader.is_ready(choice, requested):
                 ahead = ahead_of(requested, route, choice) if choice else None
                 requested = structs.replace(requested, route=route, choice=choice, ahead=ahead)
@@ -266,9 +204,6 @@ class DecodeService:
         if self._table.find(key) is None:
             raise LocalError(f"no fetch '{cancel.fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)
         self._dispatch(ev.CancelRequested(key, call, cancel.release_offer))
-
-    async def _prepare(self, route: Route, requested: ev.Requested) -> object:
-        return await self._reader.prepare(route, requested)
 
     def _stop_reads(self, command: ev.StopReads) -> None:
         self._others.stop(command)
@@ -325,7 +260,7 @@ class DecodeService:
             # it may never have met an offer
             trace_name = ticket.offer_id if requested.has_met else asked.fetch_id
             traces = asked.traceparent, ticket.traceparent
-            self._agent.sender.put(self._spans.later(fetch), trace_name, *traces)
+            self._agent.sender.put(self._stories.later(fetch), trace_name, *traces)
 
     def _check_idle(self) -> None:
         if not self._table.live:
@@ -350,9 +285,5 @@ class DecodeService:
             "recycled_transports": stats.retired_agents,
             "recycled_timestamp_seconds": stats.retired_at,
             "registered_bytes": stats.registered_bytes,
-            "mapped_bytes": self._leases.routes.borrower.num_bytes,
+            "mapped_bytes": self.routes.borrower.num_bytes,
         }
-
-
-def _has_state(engine: LocalEngine) -> bool:
-    return any(group.state for group in engine.spec.groups)

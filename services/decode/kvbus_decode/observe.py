@@ -20,11 +20,13 @@ from kvbus.agent.spans import (
     pending_span,
     state_spans,
 )
+from kvbus.planning import Path
 from kvbus.protocol.engine import Outcome
+from kvbus.protocol.status import Status
 from kvbus.protocol.trace import OtherAgent, Remembered, Span, Trace, trace_attributes
 from kvbus.table import Story
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry
+from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry, FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.read.table import LegState
 
@@ -148,48 +150,49 @@ LEGS = Reading(
         (LegState.READING, LegState.COPYING): "scattering",
     },
 )
-StoryOf = Callable[[str], Story | None]
 
 
-class FetchSpans:
+class FetchStories:
     """The fetches of ``table``, and the reads of which ``reads`` has the stories, by key."""
 
-    def __init__(self, table: FetchTable, reads: StoryOf) -> None:
+    def __init__(self, table: FetchTable, reads: Callable[[str], Story | None]) -> None:
         self._table, self._reads = table, reads
+
+    def lines(self, asked: Status) -> list[str]:
+        """What happened to a fetch, or to a part of one that is another agent's, and its reads."""
+        found = self._table.called(asked.fetch_id)
+        lines = [line for fetch in found for line in fetch.story.lines()]
+        reads = [self._reads(fetch.key) for fetch in found]
+        return lines + [f"read  {line}" for read in reads if read for line in read.lines()]
 
     def remembered(self, asked: Trace) -> Remembered:
         """The fetches that are asked for, and the parts here of a fetch of another agent."""
-        fetches = self._found(asked)
-        entries = [self.of(fetch) for fetch in fetches]
-        tickets = [fetch.requested.ticket for fetch in fetches]
+        fetches = {one.key: one for one in self._table.named(asked.request_id)}
+        fetches |= {one.key: one for one in self._table.called(asked.fetch_id)}
+        entries = [tuple(self.later(fetch)()) for fetch in fetches.values()]
+        tickets = [fetch.requested.ticket for fetch in fetches.values()]
         others = {OtherAgent(ticket.endpoint, ticket.server_key): None for ticket in tickets}
-        return Remembered(tuple(map(tuple, entries)), tuple(others))
+        return Remembered(tuple(entries), tuple(others))
 
     def recent(self, number: int) -> list[Callable[[], list[Span]]]:
         """What makes the spans of the newest fetches, in any thread; live ones come first."""
-        newest = self._table.newest(number)
-        return [self.later(one) if one.is_over else partial(list, self.of(one)) for one in newest]
-
-    def of(self, fetch: FetchEntry) -> list[Span]:
-        """One fetch: itself, its stages, below each the legs that began in it; its wait before."""
-        return self.later(fetch)()
+        newest = [(one, self.later(one)) for one in self._table.newest(number)]
+        return [later if one.is_over else partial(list, later()) for one, later in newest]
 
     def later(self, fetch: FetchEntry) -> Callable[[], list[Span]]:
-        """`of`, to be called in any thread when the fetch has ended; no table is asked then."""
-        return partial(_spans, fetch, self._reads(fetch.key))
+        """Makes the spans of one fetch, in any thread when it has ended; no table is asked then.
 
-    def _found(self, asked: Trace) -> list[FetchEntry]:
-        found = self._table.named(asked.request_id)
-        known = {fetch.key for fetch in found}
-        return found + [one for one in self._table.called(asked.fetch_id) if one.key not in known]
+        They are the fetch itself, its stages, below each the legs that began in it; its wait
+        before.
+        """
+        return partial(_spans, fetch, self._reads(fetch.key))
 
 
 def _spans(fetch: FetchEntry, reads: Story | None) -> list[Span]:
     story, requested = fetch.story, fetch.requested
-    stages = forgotten_span(story, depth=1) + state_spans(story, FETCH, depth=1)
     there = asked_span(story, requested.asked.asked_s, depth=1)
     pending = [span for asked in there for span in pending_span(requested.asked.wanted_s, asked)]
-    stages = there + stages
+    stages = there + forgotten_span(story, depth=1) + state_spans(story, FETCH, depth=1)
     started_at = stages[0].start_s if stages else story.started_at or 0.0
     root = Span(
         name="fetch",
@@ -198,12 +201,19 @@ def _spans(fetch: FetchEntry, reads: Story | None) -> list[Span]:
         error="" if fetch.error is None else f"{fetch.error.code}: {fetch.error.message}",
         attributes=_attributes(fetch),
     )
-    return [root, *nested(stages, _leg_spans(reads, depth=2)), *pending]
+    if reads is not None:
+        legs = [span for span in state_spans(reads, LEGS, depth=2) if span.about]
+    else:
+        legs = _copied_at_once(fetch, stages)
+    return [root, *nested(stages, legs), *pending]
 
 
-def _leg_spans(reads: Story | None, *, depth: int) -> list[Span]:
-    spans = [] if reads is None else state_spans(reads, LEGS, depth=depth)
-    return [span for span in spans if span.about]
+def _copied_at_once(fetch: FetchEntry, stages: list[Span]) -> list[Span]:
+    """A short copy of mapped memory has no leg in the read table: it is all that its stage does."""
+    if fetch.path != Path.MAPPED:
+        return []
+    reading = [one for one in stages if one.name == FetchState.READING]
+    return [Span(LegState.COPYING.value, one.start_s, one.end_s, 2, "leg 0") for one in reading]
 
 
 def _attributes(fetch: FetchEntry) -> dict[str, str | int | float]:
