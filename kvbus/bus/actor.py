@@ -6,19 +6,18 @@ Sending is allowed before `run`, from the same thread; timers begin with it.
 import asyncio
 import heapq
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 
 from kvbus.errors import ClosedError, LocalError
 
-OnFailure = Callable[[Exception], None]
-
 
 class Timers:
     """Calls back at or after points of `now`; used from the thread of its event loop only."""
 
-    def __init__(self, on_failure: OnFailure) -> None:
-        self._heap: list[tuple[float, int, Callable[[int], None], int]] = []
+    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
         self._on_failure = on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -41,10 +40,10 @@ class Timers:
         if self._alarm is not None:
             self._alarm.cancel()
 
-    def at(self, when: float, callback: Callable[[int], None], key: int = 0) -> None:
-        """Call ``callback(key)`` once, when the clock has reached ``when``."""
+    def at(self, when: float, callback: Callable[..., None], *arguments: object) -> None:
+        """Make a call once, when the clock has reached ``when``."""
         self._count += 1
-        heapq.heappush(self._heap, (when, self._count, callback, key))
+        heapq.heappush(self._heap, (when, self._count, callback, arguments))
         if when < self._alarm_at:
             self._arm()
 
@@ -61,15 +60,15 @@ class Timers:
         now, heap = self.now(), self._heap
         try:
             while heap and heap[0][0] <= now:
-                _, _, callback, key = heapq.heappop(heap)
-                callback(key)
+                _, _, callback, arguments = heapq.heappop(heap)
+                callback(*arguments)
         except Exception as error:  # a bug of ours: it must end the owner, not the loop's handler
             self._on_failure(error)
         self._arm()
 
 
 class SocketActor:
-    """Base of the four ends of the bus; the asyncio backend of anyio is needed."""
+    """Base of the ends of the bus; the asyncio backend of anyio is needed."""
 
     def __init__(self) -> None:
         self.timers = Timers(self._fail)

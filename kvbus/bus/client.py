@@ -7,6 +7,8 @@ pending fails.
 
 import asyncio
 import math
+import secrets
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,12 +17,16 @@ from typing import Any, TypeVar
 import anyio
 
 from kvbus.bus.actor import SocketActor
-from kvbus.bus.boot import BootChange, BootWatch, first_request_id, new_boot_id, new_secret
 from kvbus.bus.connection import Connection
-from kvbus.bus.curve import ClientCurve
-from kvbus.bus.limits import max_request_bytes, require_size
 from kvbus.bus.pump import Pump
-from kvbus.bus.sockets import BusContext, SocketOptions, new_context, open_dealer
+from kvbus.bus.sockets import (
+    BusContext,
+    SocketOptions,
+    max_request_bytes,
+    new_context,
+    open_dealer,
+)
+from kvbus.bus.trust import ClientCurve
 from kvbus.errors import (
     ClosedError,
     ErrorCode,
@@ -31,17 +37,21 @@ from kvbus.errors import (
     RequestTimeout,
 )
 from kvbus.protocol.engine import Ping
-from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode, encode_request
-from kvbus.protocol.message import Message, R, Request, read_reply, refusal
+from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode, encode_request, too_large
+from kvbus.protocol.message import R, Request, read_reply, refusal
 
 _T = TypeVar("_T")
 OnReply = Callable[[R | KVBusError], None]
 
-_ALIVE_S = 5.0
-"""More than two heartbeats: no ping is sent though one of them is late."""
+
+def new_boot_id() -> str:
+    """A fresh boot id; make one for each process start, and for each further client in it."""
+    return uuid.uuid4().hex
 
 
-def _ignore(_: Message | KVBusError) -> None: ...
+def new_secret() -> str:
+    """What tells a client from others that have heard its boot id."""
+    return secrets.token_hex(16)
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +73,8 @@ class RequestClient(SocketActor):
     ``on_gone`` with it when its process is gone, see `Connection`, also before it is known, as an
     empty one; what is pending waits on.
     ``on_notice`` is called for each notice, in order. Exceptions out of any callback go to
-    ``on_fault``; without one they end `run`.
+    ``on_fault``; without one they end `run`. The server is asked for a sign of life when nothing
+    has come for ``ping_s``: it may be a new one, or not know this connection.
     """
 
     def __init__(
@@ -77,7 +88,7 @@ class RequestClient(SocketActor):
         on_gone: Callable[[str], None] | None = None,
         on_fault: Callable[[Exception], None] | None = None,
         max_pending: int = 1024,
-        ping_s: float = 1.0,
+        ping_s: float = 2.0,
         options: SocketOptions | None = None,
     ) -> None:
         super().__init__()
@@ -85,12 +96,11 @@ class RequestClient(SocketActor):
         self._on_notice, self._on_boot, self._on_gone = on_notice, on_boot, on_gone
         self._on_fault = on_fault or self._fail
         self._max_pending, self._ping_s = max_pending, ping_s
-        self._peer = BootWatch()
+        self._max_bytes = max_request_bytes(endpoint)
         self._pending: dict[int, _Pending] = {}
-        self._own: set[int] = set()
         self._unsent: dict[int, None] = {}
-        self._secret, self._last_id = new_secret(), first_request_id()
-        self._heard_at, self._alive_until = math.inf, 0.0
+        self._secret = new_secret()
+        self._last_id = secrets.randbelow(2**52)  # an integer for peers that have only floats
         self._was_connected = False
         socket = open_dealer(context, endpoint, options := options or SocketOptions())
         self._connection = Connection(
@@ -99,9 +109,10 @@ class RequestClient(SocketActor):
             endpoint,
             options=options,
             timers=self.timers,
+            on_boot=self._greet,
             on_error=self._fail_all,
             on_failure=self._fail,
-            on_gone=self._lose,
+            on_gone=lambda: self._call_user(self._on_gone, self.peer_boot or ""),
             on_made=self._send_again,
         )
         self._pump = Pump(
@@ -114,7 +125,7 @@ class RequestClient(SocketActor):
     @property
     def peer_boot(self) -> str | None:
         """The server's boot id, once it has answered."""
-        return self._peer.current
+        return self._connection.boot
 
     @property
     def is_gone(self) -> bool:
@@ -133,26 +144,20 @@ class RequestClient(SocketActor):
 
     @property
     def silent_s(self) -> float:
-        """For how long nothing came from the server; it is asked for a sign once in a while."""
-        return max(0.0, self.timers.now() - self._heard_at)
-
-    def note_alive(self, boot: str) -> None:
-        """A heartbeat of the server came another way: no ping is needed for a while.
-
-        That of another process is asked for its name at once.
-        """
-        if self.closed:
-            return
-        if boot == self.peer_boot:
-            self._heard_at = self.timers.now()
-            self._alive_until = self._heard_at + _ALIVE_S
-        elif self.peer_boot is not None and not self._own:
-            self._ping()
+        """For how long nothing came from the server."""
+        return max(0.0, self.timers.now() - self._connection.heard_at)
 
     @property
     def num_pending(self) -> int:
-        """How many requests of the user wait for their reply."""
-        return len(self._pending) - len(self._own)
+        """How many requests wait for their reply."""
+        return len(self._pending)
+
+    def note_alive(self, boot: str) -> None:
+        """A heartbeat of the server came another way; another process is asked who it is."""
+        if boot == self.peer_boot:
+            self._connection.heard_at = self.timers.now()
+        elif self.peer_boot is not None:
+            self._ping()
 
     async def ask(self, message: Request[R], *, timeout_s: float) -> R:
         """The reply; raises what `send` would hand to its callback or raise itself.
@@ -173,7 +178,7 @@ class RequestClient(SocketActor):
         try:
             return await future
         finally:
-            self._remove(request_id)
+            self.take_back(request_id)
 
     def send(
         self,
@@ -195,32 +200,16 @@ class RequestClient(SocketActor):
         message is too large. A server that does not take our key is `RemoteError` with code
         ``forbidden``, either way. Returns the request id.
         """
-        if self.num_pending >= self._max_pending:
+        if self.closed:
+            raise ClosedError("client is closed", endpoint=self.endpoint)
+        if len(self._pending) >= self._max_pending:
             raise LocalError("too many requests are pending", code=ErrorCode.BUSY)
         if self._connection.refusal is not None:
             raise self._connection.refusal
-        return self._send(message, timeout_s, on_reply, on_sent)
-
-    def take_last(self) -> None:
-        """Take the answers and notices that have come: the server has ended."""
-        self._pump.take_last()
-
-    def take_back(self, request_id: int) -> None:
-        """Send a request no more, and drop its reply; the server may do it all the same."""
-        self._remove(request_id)
-
-    def _send(
-        self,
-        message: Request[R],
-        timeout_s: float,
-        on_reply: OnReply[R],
-        on_sent: Callable[[], None] | None = None,
-    ) -> int:
-        if self.closed:
-            raise ClosedError("client is closed", endpoint=self.endpoint)
         request_id = self._last_id + 1
         frame = encode_request(message.op, request_id, self.boot, message, secret=self._secret)
-        require_size(frame, max_request_bytes(self.endpoint))
+        if len(frame) > self._max_bytes:
+            raise too_large(len(frame), self._max_bytes)
         self._last_id = request_id
         self._pending[request_id] = pending = _Pending(message, frame, on_reply, timeout_s, on_sent)
         if self._unsent or not self._hand_over(pending):
@@ -228,6 +217,15 @@ class RequestClient(SocketActor):
         if timeout_s < math.inf:
             self.timers.at(self.timers.now() + timeout_s, self._time_out, request_id)
         return request_id
+
+    def take_last(self) -> None:
+        """Take the answers and notices that have come: the server has ended."""
+        self._pump.take_last()
+
+    def take_back(self, request_id: int) -> None:
+        """Send a request no more, and drop its reply; the server may do it all the same."""
+        self._pending.pop(request_id, None)
+        self._unsent.pop(request_id, None)
 
     def _hand_over(self, pending: _Pending) -> bool:
         """Whether there is a connection that takes it."""
@@ -251,70 +249,64 @@ class RequestClient(SocketActor):
         if self._was_connected:
             self._unsent = dict.fromkeys(self._pending)
             self._flush()
+            self._ping()
         self._was_connected = True
 
-    def _remove(self, request_id: int) -> _Pending | None:
-        self._unsent.pop(request_id, None)
-        return self._pending.pop(request_id, None)
+    def _ping(self) -> None:
+        """Its answer is that of no request: all that counts is that it has come."""
+        self._last_id += 1
+        self._pump.send(
+            encode_request(Ping.op, self._last_id, self.boot, Ping(), secret=self._secret)
+        )
+
+    def _keep_alive(self) -> None:
+        now = self.timers.now()
+        silent_at = self._connection.heard_at + self._ping_s
+        if now >= silent_at:
+            silent_at = now + self._ping_s
+            self._ping()
+        self.timers.at(silent_at, self._keep_alive)
 
     def _time_out(self, request_id: int) -> None:
         pending = self._pending.get(request_id)
-        if pending is None:
-            return
-        op = pending.message.op
-        problem = f"no reply to '{op}' within {pending.timeout_s:g} s"
-        self._settle(request_id, RequestTimeout(problem, op=op, endpoint=self.endpoint))
+        if pending is not None:
+            op = pending.message.op
+            problem = f"no reply to '{op}' within {pending.timeout_s:g} s"
+            self._settle(request_id, RequestTimeout(problem, op=op, endpoint=self.endpoint))
 
     def _settle(self, request_id: int, outcome: Reply | KVBusError) -> None:
-        pending = self._remove(request_id)
+        pending = self._pending.pop(request_id, None)
         if pending is None:
             return
-        self._own.discard(request_id)
+        self._unsent.pop(request_id, None)
         try:
             pending.on_reply(_outcome_of(pending.message, outcome))
         except Exception as error:  # the user's callback must not end other requests
             self._on_fault(error)
-
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._pump.start(loop)
-        self._connection.start(loop)
-        self._heard_at = loop.time()
-        self.timers.at(self._heard_at + self._ping_s, self._keep_alive)
-
-    def _close(self) -> None:
-        self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
-        self._connection.close()
-        self._pump.close()
-
-    def _lose(self) -> None:
-        self._call_user(self._on_gone, self._peer.current or "")
 
     def _fail_all(self, error: KVBusError) -> None:
         for request_id in list(self._pending):
             self._settle(request_id, error)
 
     def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) > 1:
+            return
         try:
-            envelope = _read_answer(frames)
+            envelope = decode(frames[0])
         except ProtocolError:
             return
-        if envelope.boot != self._peer.current and not self._greet(envelope.boot):
+        if isinstance(envelope, RequestFrame) or not self._connection.hear(envelope.boot):
             return
-        self._heard_at = self.timers.now()
         if isinstance(envelope, Reply):
             self._settle(envelope.request_id, envelope)
         else:
             self._call_user(self._on_notice, envelope)
 
-    def _greet(self, boot: str) -> bool:
-        """The server has another boot id than it had; False when the message is an old one's."""
-        sighting = self._peer.see(boot)
-        if sighting is BootChange.RETIRED:
-            return False
-        if sighting is BootChange.CHANGED:
+    def _greet(self, boot: str, before: str | None) -> None:
+        """The server has another boot id than it had."""
+        if before is not None:
             self._fail_all(PeerLost("peer came back as a new process", endpoint=self.endpoint))
         self._call_user(self._on_boot, boot)
-        return True
 
     def _call_user(self, callback: Callable[[_T], None] | None, argument: _T) -> None:
         try:
@@ -323,24 +315,15 @@ class RequestClient(SocketActor):
         except Exception as error:  # the user's callback must not end the connection
             self._on_fault(error)
 
-    def _keep_alive(self, _: int) -> None:
-        """Ask a silent server for a sign: it may be a new one, or not know this connection."""
-        now = self.timers.now()
-        silent_until = max(self._heard_at + self._ping_s, self._alive_until)
-        if now >= silent_until:
-            silent_until = now + self._ping_s
-            self._ping()
-        self.timers.at(silent_until, self._keep_alive)
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._pump.start(loop)
+        self._connection.start(loop)
+        self.timers.at(loop.time() + self._ping_s, self._keep_alive)
 
-    def _ping(self) -> None:
-        self._own.add(self._send(Ping(), self._ping_s, _ignore))
-
-
-def _read_answer(frames: list[bytes]) -> Reply | Notice:
-    envelope = decode(frames[0])
-    if len(frames) != 1 or isinstance(envelope, RequestFrame):
-        raise ProtocolError("a server sends replies and notices of one frame")
-    return envelope
+    def _close(self) -> None:
+        self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
+        self._connection.close()
+        self._pump.close()
 
 
 def _outcome_of(message: Request[R], reply: Reply | KVBusError) -> R | KVBusError:

@@ -1,14 +1,16 @@
-"""The connection of a socket that connects: made, watched, and made again after a refusal.
+"""The connection of a socket that connects: its address, whether it is there, who is at its end.
 
-ZeroMQ takes a refusal as final, and is silent about it. Here it is an error, and is tried again:
-the key may be trusted by then.
+One health: when the peer was last heard, the boot id of its process, whether it refuses this one,
+and whether its process is gone.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
-import errno
-import ipaddress
+import math
 import socket as tcp
+import threading
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
@@ -16,30 +18,23 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvbus.bus.actor import Timers
-from kvbus.bus.names import look_up
-from kvbus.bus.pump import Pump
-from kvbus.bus.sockets import (
-    BusContext,
-    Socket,
-    SocketOptions,
-    connect,
-    host_of,
-    is_numeric,
-    reconnect,
-)
+from kvbus.bus.pump import Pump, Socket
+from kvbus.bus.sockets import BusContext, Probe, SocketOptions, connect, host_of, is_numeric
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
 MAX_NAME_RETRY_S = 30.0
 BROKEN_OFF_S = 1.0
-PROBE_S, MAX_PROBE_S = 0.2, 2.0
-REFUSALS = 2
-"""One may be a process that binds its port just then."""
+GONE_S = 0.3
+"""A process that ends and comes back by then was not gone, but is another."""
+MAX_EARLIER_BOOTS = 8
 
 
 class _Event(Enum):
     """What happened to the connection, by the monitor of its socket."""
 
+    NOT_TAKEN = int(zmq.EVENT_CLOSED)
+    """There was no TCP connection; ZeroMQ tries again."""
     MADE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     """Both sides know each other."""
     LOST = int(zmq.EVENT_DISCONNECTED)
@@ -57,14 +52,18 @@ _ALL = sum(event.value for event in _Event)
 _FINAL = (_Event.REFUSED, _Event.MISMATCHED)
 
 
+def _nothing(*_: object) -> None: ...
+
+
 class Connection:
     """Connects to ``endpoint``; ``on_error`` is told of each refusal, and of names without address.
 
     A name is looked up in `start`, again until it has an address that is allowed; the socket keeps
-    that address. `refusal` is the last refusal, until it is tried again. ``on_gone`` is told when
-    the connection broke and nobody listens at its other end any more, as after the death of the
-    process; `is_gone` is True then, until there is a connection again. ``on_made`` is told of each
-    one.
+    that address. ``on_made`` is told of each connection, ``on_boot`` of each boot id that `hear`
+    finds new, with the one before it, ``on_gone`` when the connection broke and nobody listens at
+    its other end any more, as after the death of the process; `is_gone` is True then, until there
+    is a connection again. ZeroMQ takes a refusal as final. Here it is `refusal` until it is tried
+    again: the key may be trusted by then.
 
     Only TCP is watched. Raises `ConfigError` for an endpoint that is none, and `LocalError` for one
     that ``options`` do not allow.
@@ -78,30 +77,34 @@ class Connection:
         *,
         options: SocketOptions,
         timers: Timers,
-        on_error: Callable[[KVBusError], None],
+        on_boot: Callable[[str, str | None], None],
         on_failure: Callable[[Exception], None],
-        on_gone: Callable[[], None] | None = None,
-        on_made: Callable[[], None] | None = None,
+        on_error: Callable[[KVBusError], None] = _nothing,
+        on_gone: Callable[[], None] = _nothing,
+        on_made: Callable[[], None] = _nothing,
     ) -> None:
         self.refusal: RemoteError | None = None
+        self.boot: str | None = None
+        self.heard_at = math.inf
         self.is_gone, self._is_made = False, False
-        self._on_gone, self._on_made = on_gone, on_made
+        self._on_boot, self._on_gone, self._on_made = on_boot, on_gone, on_made
         self._on_error, self._on_failure = on_error, on_failure
         self._context, self._socket, self._timers = context, socket, timers
-        self._endpoint, self._allowed = endpoint, options.allowed
+        self._endpoint, self._options = endpoint, options
         self._address = endpoint if is_numeric(endpoint) else ""
+        self._earlier: deque[str] = deque(maxlen=MAX_EARLIER_BOOTS)
         self._naming: asyncio.Task[None] | None = None
-        self._probe = _ListenerProbe(context, timers, self._find_gone)
-        self._retry_s, self._open = RETRY_S, True
+        self._retry_s = RETRY_S
+        self._lost_at: float | None = None
+        self._probe: Probe | None = None
         self._broken_since: float | None = None
-        self._has_keys = options.curve is not None
         self._monitor: Pump | None = None
         if endpoint.startswith("tcp://"):  # before it is connected: what was earlier is not told
             monitor: Socket = socket.get_monitor_socket(_ALL)
             self._monitor = Pump(monitor, on_frames=self._read_event, on_failure=on_failure)
         try:
             if self._address:
-                connect(socket, self._address, self._allowed)
+                connect(socket, self._address, options.allowed)
         except LocalError:
             self.close()
             raise
@@ -116,18 +119,23 @@ class Connection:
     @property
     def is_gone_here(self) -> bool:
         """Whether `is_gone` is true of an address of this machine, or of this container."""
-        if not self.is_gone:
-            return False
-        family, (host, _) = _place(self._address)
-        with self._context.probe_socket(family, tcp.SOCK_DGRAM) as probe:
-            try:
-                probe.bind((host, 0))
-            except OSError:
+        return self.is_gone and self._context.is_here(host_of(self._address).strip("[]"))
+
+    def hear(self, boot: str) -> bool:
+        """Take note of a message; False for one of an earlier process, which changes nothing."""
+        if boot != self.boot:
+            if boot in self._earlier:
                 return False
+            before, self.boot = self.boot, boot
+            if before is not None:
+                self._earlier.append(before)
+            self._on_boot(boot, before)
+        self.heard_at = self._timers.now()
         return True
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to look the name up, if there is one, and to watch."""
+        self.heard_at = loop.time()
         if not self._address:
             self._naming = loop.create_task(self._connect_by_name())
         if self._monitor is not None:
@@ -135,14 +143,14 @@ class Connection:
 
     def close(self) -> None:
         """Connect no more; call it before the socket is closed."""
-        self._open = False
-        self._probe.end()
+        self._end_probe()
         if self._naming is not None:
             self._naming.cancel()
         if self._monitor is not None:
             with contextlib.suppress(zmq.ZMQError):  # an endpoint that is none has closed it
                 self._socket.disable_monitor()
             self._monitor.close()
+            self._monitor = None
 
     async def _connect_by_name(self) -> None:
         retry_s, port = RETRY_S, self._endpoint.rpartition(":")[2]
@@ -150,8 +158,8 @@ class Connection:
             while not self._address:
                 try:
                     address = f"tcp://{await look_up(host_of(self._endpoint))}:{port}"
-                    if self._allowed is not None:
-                        self._allowed.check(address)  # the name may have another address later
+                    if self._options.allowed is not None:
+                        self._options.allowed.check(address)  # it may have another address later
                     self._address = address
                 except KVBusError as error:
                     self._on_error(error)
@@ -163,54 +171,64 @@ class Connection:
 
     def _read_event(self, frames: list[bytes]) -> None:
         message = parse_monitor_message(frames)
-        event = _Event(message["event"])
-        if event is _Event.MISMATCHED and message["value"] != _OTHER_MECHANISM:
-            return
-        if self._open:
-            self._see(event)
-
-    def _see(self, event: _Event) -> None:
-        if event is _Event.MADE:
-            self._is_made, self.is_gone = True, False
-            self._probe.end()
-            self._retry_s, self._broken_since, self.refusal = RETRY_S, None, None
-            if self._on_made is not None:
-                self._on_made()
-        elif event is _Event.LOST and self._is_made and self._on_gone is not None:
-            self._is_made = False
-            self._probe.begin(self._address)
-        elif event is _Event.BROKEN_OFF and self._has_keys:
-            self._see_broken_off()
-        elif event in _FINAL:
+        event, now = _Event(message["event"]), self._timers.now()
+        if event is _Event.NOT_TAKEN and self._lost_at is not None:
+            self._probe_listener(lost_s=now - self._lost_at)
+        elif event is _Event.MADE:
+            self._is_made, self.is_gone, self.refusal = True, False, None
+            self._retry_s, self._lost_at, self._broken_since = RETRY_S, None, None
+            self._end_probe()
+            self._on_made()
+        elif event is _Event.LOST and self._is_made:
+            self._is_made, self._lost_at = False, now
+        elif event is _Event.BROKEN_OFF and self._options.curve is not None:
+            self._see_broken_off(now)
+        elif event is _Event.REFUSED or (
+            event is _Event.MISMATCHED and message["value"] == _OTHER_MECHANISM
+        ):
             self.refusal = self._error(event)
-            self._timers.at(self._timers.now() + self._retry_s, self._try_again)
+            self._timers.at(now + self._retry_s, self._try_again)
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             self._on_error(self.refusal)
 
-    def _see_broken_off(self) -> None:
+    # A system that refuses says that nobody listens there. Who does not answer may be cut off, and
+    # one that hangs up at once may stand between. ZeroMQ does not tell these apart.
+    def _probe_listener(self, *, lost_s: float) -> None:
+        """ZeroMQ got no connection: look what the last probe got, and begin the next."""
+        if self._end_probe() and lost_s >= GONE_S:
+            self._lost_at, self.is_gone = None, True
+            self._on_gone()
+        else:
+            host, _, port = self._address.removeprefix("tcp://").rpartition(":")
+            with contextlib.suppress(OSError):  # there are no descriptors: the next one will do
+                self._probe = self._context.probe(host.strip("[]"), int(port))
+
+    def _end_probe(self) -> bool:
+        """Whether the probe that is under way was refused."""
+        probe, self._probe = self._probe, None
+        return probe is not None and probe.end()
+
+    def _see_broken_off(self, now: float) -> None:
         """Tell of it once it goes on: once may be a server that ended, or was full, just then."""
-        now = self._timers.now()
         if self._broken_since is None:
             self._broken_since = now
         elif now - self._broken_since >= BROKEN_OFF_S:
             self._on_error(self._error(_Event.BROKEN_OFF))
 
-    def _find_gone(self) -> None:
-        self.is_gone = True
-        if self._on_gone is not None:
-            self._on_gone()
-
-    def _try_again(self, _: int) -> None:
-        if self._open:
+    def _try_again(self) -> None:
+        if self._monitor is not None:
             self.refusal = None
-            reconnect(self._socket, self._address)
+            with contextlib.suppress(zmq.ZMQError):  # there is nothing left to disconnect
+                self._socket.disconnect(self._address)
+            connect(self._socket, self._address)
 
     def _error(self, event: _Event) -> RemoteError:
+        has_keys = self._options.curve is not None
         problem = {
             _Event.REFUSED: "refused our key: it is not among its authorized keys, or not "
             "with the role that this socket asks for (kvbus keys trust)",
             _Event.MISMATCHED: "uses no keys, but we were given its server key"
-            if self._has_keys
+            if has_keys
             else "uses keys: ask it with a key of our own and its server key",
             _Event.BROKEN_OFF: "hangs up on our handshake: it has another server key than "
             "the one that we know, or it has no room for us",
@@ -221,73 +239,60 @@ class Connection:
         )
 
 
-# Asks where a connection broke. Who does not answer may be cut off, and who listens will be
-# connected to again; a refusal says that the process is gone.
-class _ListenerProbe:
-    """Calls ``on_gone`` once after `begin`, unless `end` came first or somebody listens."""
+# libzmq resolves a name in its one I/O thread, again at each reconnect: one name server that is
+# dead holds up all sockets of a process for seconds. So it gets numbers only.
+ANSWER_WITHIN_S = 5.0
+MAX_LOOKUPS = 32
 
-    def __init__(self, context: BusContext, timers: Timers, on_gone: Callable[[], None]) -> None:
-        self._context, self._timers, self._on_gone = context, timers, on_gone
-        self._address = ""
-        self._turn = self._num_refused = 0
-        self._period_s = PROBE_S
-        self._probe: tcp.socket | None = None
-
-    def begin(self, address: str) -> None:
-        """The connection to ``address``, tcp:// and numbers, broke."""
-        self.end()
-        self._address, self._num_refused, self._period_s = address, 0, PROBE_S
-        self._timers.at(self._timers.now() + self._period_s, self._look, self._turn)
-
-    def end(self) -> None:
-        """There is a connection again, or it is not wanted any more."""
-        self._turn += 1
-        self._drop()
-
-    def _look(self, turn: int) -> None:
-        """What became of the last probe; then the next one."""
-        if turn != self._turn:
-            return
-        result = _result(self._probe) if self._probe is not None else errno.ECONNREFUSED
-        self._num_refused += self._probe is not None and result == errno.ECONNREFUSED
-        self._drop()
-        if result == 0:
-            return
-        if self._num_refused >= REFUSALS:
-            self._on_gone()
-            return
-        if result != errno.ECONNREFUSED:
-            self._period_s = min(2 * self._period_s, MAX_PROBE_S)
-        self._try()
-        self._timers.at(self._timers.now() + self._period_s, self._look, turn)
-
-    def _try(self) -> None:
-        family, place = _place(self._address)
-        self._probe = self._context.probe_socket(family, tcp.SOCK_STREAM)
-        self._probe.setblocking(False)
-        if self._probe.connect_ex(place) == errno.ECONNREFUSED:
-            self._num_refused += 1
-            self._drop()
-
-    def _drop(self) -> None:
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
+_places = threading.BoundedSemaphore(MAX_LOOKUPS)
 
 
-def _result(probe: tcp.socket) -> int:
-    """0 when it is connected, why it is not otherwise."""
-    if failure := probe.getsockopt(tcp.SOL_SOCKET, tcp.SO_ERROR):
-        return failure
+def look_up_all(host: str) -> list[str]:
+    """All addresses of ``host``, as they stand in endpoints; blocks.
+
+    Raises `OSError`, or `UnicodeError` for what is no host name.
+    """
+    found = tcp.getaddrinfo(host.strip("[]"), None, type=tcp.SOCK_STREAM)
+    texts = (
+        f"[{address[0]}]" if family == tcp.AF_INET6 else str(address[0])
+        for family, *_, address in found
+    )
+    return list(dict.fromkeys(texts))
+
+
+async def look_up(host: str) -> str:
+    """The first address of ``host``; raises `RemoteError` (``peer_unreachable``) that says why.
+
+    That is after `ANSWER_WITHIN_S` at the latest.
+    """
     try:
-        probe.getpeername()
+        found = asyncio.wrap_future(_begin_to_look_up(host))
+        return (await asyncio.wait_for(found, ANSWER_WITHIN_S))[0]
+    except TimeoutError:
+        reason = f"no answer within {ANSWER_WITHIN_S:g} s"
+    except UnicodeError:
+        reason = "it is not a host name"
     except OSError as error:
-        return error.errno or errno.ENOTCONN
-    return 0
+        reason = error.strerror or str(error)
+    raise RemoteError(
+        f"cannot resolve '{host}': {reason}", code=ErrorCode.PEER_UNREACHABLE, host=host
+    )
 
 
-def _place(address: str) -> tuple[tcp.AddressFamily, tuple[str, int]]:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    host = host.strip("[]")
-    is_six = ipaddress.ip_address(host.partition("%")[0]).version == 6
-    return tcp.AF_INET6 if is_six else tcp.AF_INET, (host, int(port))
+# A lookup cannot be ended, so its thread is a daemon: no process waits for a name server to end.
+def _begin_to_look_up(host: str) -> concurrent.futures.Future[list[str]]:
+    if not _places.acquire(blocking=False):
+        raise OSError(f"{MAX_LOOKUPS} other names are being looked up")
+    answer = concurrent.futures.Future[list[str]]()
+    answer.set_running_or_notify_cancel()  # who waits no longer does not cancel it
+
+    def run() -> None:
+        try:
+            answer.set_result(look_up_all(host))
+        except (OSError, UnicodeError) as error:
+            answer.set_exception(error)
+        finally:
+            _places.release()
+
+    threading.Thread(target=run, name="kvbus-name", daemon=True).start()
+    return answer

@@ -1,16 +1,17 @@
 """Moving messages between one ZeroMQ socket and one event loop, without a thread or a poll.
 
-Refuses to be used from another thread. The socket's descriptor is edge-triggered: any call on the
-socket can swallow its signal, so ``ZMQ_EVENTS`` is read after each batch, and once in the turn of
-the loop that follows on sends. Each look costs some system calls.
+From the thread of the loop only. The socket's descriptor is edge-triggered: any call on the socket
+can swallow its signal, so ``ZMQ_EVENTS`` is read after each batch, and once in the turn of the loop
+that follows on sends. Each look costs some system calls.
 """
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeAlias
 
 import zmq
 
-from kvbus.bus.sockets import Socket
+Socket: TypeAlias = zmq.Socket[bytes]
 
 _BATCH, _BATCH_BYTES = 128, 1 << 20
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -44,9 +45,7 @@ class Pump:
         self._on_writable = on_writable
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = True
-        self._receiving = False
-        self._scheduled = False
-        self._refused = False
+        self._receiving = self._scheduled = self._refused = False
         self._frames: list[bytes] = []
         self.last: zmq.Frame | None = None
         self.was_full = False
@@ -115,36 +114,31 @@ class Pump:
 
     def _receive(self, *, signalled: bool) -> int:
         """Take a batch; a signal is nearly always for a message, so that is tried first."""
-        socket = self._socket
+        get, recv = self._socket.get, self._socket.recv
         self._receiving = True
-        num_bytes = 0
+        num_frames = num_bytes = 0
         try:
-            for _ in range(_BATCH):
-                if num_bytes > _BATCH_BYTES:
-                    break
+            while num_frames < _BATCH and num_bytes <= _BATCH_BYTES:
                 # The frames of a message are there together; before its first one is to be asked.
                 if not self._frames and not signalled:
-                    events = int(socket.get(_EVENTS))
+                    events = int(get(_EVENTS))
                     if not events & _POLLIN:
                         return events
                 try:
-                    num_bytes += self._take(socket.recv(_NOBLOCK, copy=False))
+                    self.last = frame = recv(_NOBLOCK, copy=False)
                 except zmq.Again:
                     if not signalled:
                         raise
-                signalled = False
-                if self._loop is None:  # a callback closed this pump
-                    return 0
+                    break
+                signalled, content = False, frame.bytes
+                num_frames, num_bytes = num_frames + 1, num_bytes + len(content)
+                if len(self._frames) < _MAX_FRAMES:
+                    self._frames.append(content)
+                if not frame.more:
+                    frames, self._frames = self._frames, []
+                    self._on_frames(frames)
+                    if self._loop is None:  # a callback closed this pump
+                        return 0
         finally:
             self._receiving = False
-        return int(socket.get(_EVENTS))
-
-    def _take(self, frame: zmq.Frame) -> int:
-        """Returns how many bytes the frame has."""
-        self.last, content = frame, frame.bytes
-        if len(self._frames) < _MAX_FRAMES:
-            self._frames.append(content)
-        if not frame.more:
-            frames, self._frames = self._frames, []
-            self._on_frames(frames)
-        return len(content)
+        return int(get(_EVENTS))

@@ -4,23 +4,20 @@ Refuses endpoints that cannot be bound or parsed, as `ConfigError`.
 """
 
 import contextlib
+import errno
 import ipaddress
 import socket as tcp
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import zmq
 
-from kvbus.bus.allowed import AllowedPeers
-from kvbus.bus.curve import ClientCurve, ServerCurve
+from kvbus.bus.pump import Socket
+from kvbus.bus.trust import AllowedPeers, ClientCurve, ServerCurve
 from kvbus.errors import ConfigError, LocalError
-from kvbus.protocol.envelope import MAX_FRAME_BYTES
+from kvbus.protocol.envelope import MAX_FRAME_BYTES, MAX_PEER_REQUEST_BYTES
 
-Socket: TypeAlias = zmq.Socket[bytes]
-
-ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_MAX_PORT = 65_535
 # A frame somewhat over the limit is read and answered; one far over it ends the connection.
 _OVER_BYTES = 64 * 1024
 # The largest that ZeroMQ's own handshake needs; a topic has at most 64 characters.
@@ -51,12 +48,40 @@ class SocketOptions:
     allowed: AllowedPeers | None = None
 
 
-class BusContext(zmq.Context[Any]):
-    """Makes all sockets of the bus: ZeroMQ's, and those that look whether a peer still listens."""
+class Probe:
+    """One TCP connection, to see whether it is refused: nobody listens there then."""
 
-    def probe_socket(self, family: tcp.AddressFamily, kind: tcp.SocketKind) -> tcp.socket:
-        """A socket of the system, not connected yet."""
-        return tcp.socket(family, kind)
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = tcp.socket(_family(host), tcp.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._begun = self._socket.connect_ex((host, port))
+
+    def end(self) -> bool:
+        """Close it; returns whether it was refused by now."""
+        with self._socket as ended:
+            by_now = ended.getsockopt(tcp.SOL_SOCKET, tcp.SO_ERROR)
+        return errno.ECONNREFUSED in (self._begun, by_now)
+
+
+class BusContext(zmq.Context[Any]):
+    """Makes all sockets of the bus, and sees what ZeroMQ does not tell of numeric addresses."""
+
+    def probe(self, host: str, port: int) -> Probe:
+        """Look whether somebody listens there."""
+        return Probe(host, port)
+
+    def is_here(self, host: str) -> bool:
+        """Whether an address is of this machine, or of this container."""
+        with tcp.socket(_family(host), tcp.SOCK_DGRAM) as one:
+            try:
+                one.bind((host, 0))
+            except OSError:
+                return False
+        return True
+
+
+def _family(host: str) -> tcp.AddressFamily:
+    return tcp.AF_INET6 if ":" in host else tcp.AF_INET
 
 
 def new_context() -> BusContext:
@@ -67,17 +92,16 @@ def new_context() -> BusContext:
     return BusContext()
 
 
-def open_router(
-    context: BusContext,
-    endpoint: str,
-    options: SocketOptions,
-    *,
-    max_frame_bytes: int,
-) -> Socket:
+def max_request_bytes(endpoint: str) -> int:
+    """The largest request there: over TCP, where strangers may ask, it is smaller."""
+    return MAX_PEER_REQUEST_BYTES if endpoint.startswith("tcp://") else MAX_FRAME_BYTES
+
+
+def open_router(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
     """A ROUTER bound to ``endpoint`` that reports unroutable peers instead of dropping."""
     socket = _open(context, zmq.ROUTER, options)
     socket.set(zmq.ROUTER_MANDATORY, 1)
-    socket.set(zmq.MAXMSGSIZE, max_frame_bytes + _OVER_BYTES)
+    socket.set(zmq.MAXMSGSIZE, max_request_bytes(endpoint) + _OVER_BYTES)
     if endpoint.startswith("tcp://"):
         socket.set(zmq.RCVHWM, _MAX_UNREAD)
         socket.set(zmq.SNDHWM, _MAX_UNSENT)
@@ -90,9 +114,10 @@ def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> S
 
     Over ipc it queues before, too: it does not connect again, and so it keeps what came last.
     """
+    _require_port(endpoint)
     socket = _open(context, zmq.DEALER, options)
     socket.set(zmq.IMMEDIATE, int(endpoint.startswith("tcp://")))
-    return _require_port(socket, endpoint)
+    return socket
 
 
 def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
@@ -111,17 +136,11 @@ def open_subscriber(
     context: BusContext, endpoint: str, topics: frozenset[str], options: SocketOptions
 ) -> Socket:
     """A SUB for ``endpoint``, for ``topics``, or for all when there are none; not connected yet."""
+    _require_port(endpoint)
     socket = _open(context, zmq.SUB, options)
     for topic in topics or ("",):
         socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
-    return _require_port(socket, endpoint)
-
-
-def open_zap(context: BusContext) -> Socket:
-    """The socket at which libzmq asks whom to let in; one for each context."""
-    socket: Socket = context.socket(zmq.ROUTER)  # a REP must answer one question before the next
-    socket.set(zmq.LINGER, 0)
-    return _bind(socket, ZAP_ENDPOINT)
+    return socket
 
 
 def key_of(frame: zmq.Frame | None) -> str:
@@ -140,22 +159,11 @@ def descriptor_of(frame: zmq.Frame) -> int | None:
         return None
 
 
-def reconnect(socket: Socket, endpoint: str) -> None:
-    """Connect to a numeric endpoint once more, after a refusal, which ZeroMQ takes as final."""
-    with contextlib.suppress(zmq.ZMQError):  # there is nothing left to disconnect
-        socket.disconnect(endpoint)
-    connect(socket, endpoint)
-
-
 def connect(socket: Socket, endpoint: str, allowed: AllowedPeers | None = None) -> None:
     """Connect to an endpoint without a name; raises `LocalError` and closes the socket."""
-    try:
+    with _closed_on_error(socket, f"cannot connect to {endpoint}", endpoint):
         if allowed is not None:
             allowed.check(endpoint)
-    except LocalError:
-        socket.close(linger=0)
-        raise
-    with _translated(socket, f"cannot connect to {endpoint}", endpoint):
         socket.set(zmq.IPV6, "[" in endpoint)
         socket.connect(endpoint)
 
@@ -196,16 +204,9 @@ def _open(context: BusContext, kind: int, options: SocketOptions) -> Socket:
     socket.set(zmq.RECONNECT_IVL_MAX, round(options.max_reconnect_s * 1000))
     _keep_alive(socket, options.keepalive_s)
     if options.curve is not None:
-        _apply_curve(socket, options.curve)
+        with _closed_on_error(socket, "cannot use the keys", ""):
+            options.curve.apply(socket)
     return socket
-
-
-def _apply_curve(socket: Socket, curve: ServerCurve | ClientCurve) -> None:
-    try:
-        curve.apply(socket)
-    except ConfigError:
-        socket.close(linger=0)
-        raise
 
 
 # Not ZeroMQ's heartbeats: its timer for them goes on when a connection has failed that was not read
@@ -222,7 +223,7 @@ def _keep_alive(socket: Socket, idle_s: float) -> None:
 
 def _bind(socket: Socket, endpoint: str) -> Socket:
     """Bind to ``endpoint``; of tcp://HOST:FIRST-LAST to the first port that is free."""
-    with _translated(socket, f"cannot bind {endpoint}", endpoint):
+    with _closed_on_error(socket, f"cannot bind {endpoint}", endpoint):
         socket.set(zmq.IPV6, "[" in endpoint)
         *others, last = port_range(endpoint)
         for one in others:
@@ -242,21 +243,22 @@ def port_range(endpoint: str) -> list[str]:
     return [f"{host}:{port}" for port in range(int(first), int(last) + 1)]
 
 
-def _require_port(socket: Socket, endpoint: str) -> Socket:
-    """Close the socket and raise `ConfigError` for a name that has no port."""
-    if is_numeric(endpoint):
-        return socket
+def _require_port(endpoint: str) -> None:
+    """Raise `ConfigError` for a name that has no port."""
     host, port = host_of(endpoint), endpoint.rpartition(":")[2]
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT):
-        socket.close(linger=0)
+    has_port = host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
+    if not (has_port or is_numeric(endpoint)):
         raise ConfigError(f"cannot connect to {endpoint}: it is not tcp://HOST:PORT")
-    return socket
 
 
 @contextlib.contextmanager
-def _translated(socket: Socket, what: str, endpoint: str) -> Iterator[None]:
+def _closed_on_error(socket: Socket, what: str, endpoint: str) -> Iterator[None]:
+    """Close the socket when the block fails; what ZeroMQ refuses is a `ConfigError`."""
     try:
         yield
     except zmq.ZMQError as error:
         socket.close(linger=0)
         raise ConfigError(f"{what}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint) from error
+    except LocalError:
+        socket.close(linger=0)
+        raise

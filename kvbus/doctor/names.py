@@ -2,7 +2,7 @@
 
 import anyio
 
-from kvbus.bus.names import look_up
+from kvbus.bus.connection import look_up
 
 
 def address_of(host: str) -> str:

@@ -102,7 +102,13 @@ class RawPeer:
         self.put(event, op.encode())
 
     def heartbeat(self, seqs: Any, boot: str = "raw") -> None:
-        event = {"v": 1, "op": "heartbeat", "seq": 1, "boot": boot, "body": {"seqs": seqs}}
+        event = {
+            "v": 1,
+            "op": "heartbeat",
+            "seq": 1,
+            "boot": boot,
+            "body": {"seqs": seqs, "uptime_s": 1},
+        }
         self.put(event, b"heartbeat")
 
 

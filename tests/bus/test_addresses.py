@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvbus.bus import AllowedPeers, SocketOptions
-from kvbus.bus.names import MAX_LOOKUPS
+from kvbus.bus.connection import MAX_LOOKUPS
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, RemoteError
 from tests.agents import until
 from tests.bus.conftest import TCP, Bus, Record

@@ -11,6 +11,7 @@ import zmq
 
 from kvbus.bus import (
     Applicant,
+    Call,
     ClientCurve,
     EventSubscriber,
     KeyCheck,
@@ -69,8 +70,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.said)
-async def test_a_client_that_is_not_let_in_is_told_why(bus: Bus, wrong: Wrong) -> None:
-    door, served = Door(READER), bus.server(at=TCP, options=wrong.served)
+async def test_a_client_that_is_not_let_in_is_told_why(bus: Bus, hold: Hold, wrong: Wrong) -> None:
+    door, served = Door(READER), bus.server(hold, TCP, options=wrong.served)
     client = asker(bus, served.endpoint, wrong.keys, wrong.server)
 
     async with bus.running(KeyCheck(bus.context, door), served, client):
@@ -78,7 +79,7 @@ async def test_a_client_that_is_not_let_in_is_told_why(bus: Bus, wrong: Wrong) -
             await client.ask(Ask(), timeout_s=30)
 
     assert refused.value.code is wrong.code
-    assert served.counters.requests == 0
+    assert not hold.calls
     assert {(one.address, one.domain) for one in door.asked} <= {("127.0.0.1", "peer")}
 
 
@@ -117,10 +118,15 @@ async def test_the_calls_of_a_key_end_with_it(bus: Bus, hold: Hold) -> None:
 
 
 async def test_a_refused_key_gets_in_by_itself_when_it_is_trusted_and_none_while_nobody_checks(
-    bus: Bus,
+    bus: Bus, hold: Hold
 ) -> None:
     """Without a handler libzmq lets every key in, unless it is told to enforce."""
-    door, server = Door(), bus.server(at=TCP, options=WITH_KEYS)
+
+    def serve(one: Ask, call: Call) -> None:
+        hold(one, call)
+        call.reply(Echoed(number=one.number))
+
+    door, server = Door(), bus.server(serve, TCP, options=WITH_KEYS)
     reader = asker(bus, server.endpoint, READER)
     reply = None
 
@@ -130,7 +136,7 @@ async def test_a_refused_key_gets_in_by_itself_when_it_is_trusted_and_none_while
         async with bus.running(KeyCheck(bus.context, door)):
             with pytest.raises(RemoteError, match="refused our key"):
                 await reader.ask(Ask(), timeout_s=30)
-            num_served = server.counters.requests
+            num_served = len(hold.calls)
             door.keys.add(READER.public)
             with anyio.fail_after(60):
                 while reply is None:

@@ -7,10 +7,8 @@ two machines, until it heals. Events may be lost one by one, as by a PUB at its 
 
 import errno
 import itertools
-import socket as tcp
 import struct
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +20,7 @@ MOST_KEPT = 200
 RECONNECT_S, MAX_RECONNECT_S = 0.05, 1.0
 IPC_S = 20e-6
 _MADE, _LOST = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
+_NOT_TAKEN = int(zmq.EVENT_CLOSED)
 _POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 
@@ -139,19 +138,15 @@ class Network:
         if not link.client.closed:
             self.world.after(RECONNECT_S, self._try, link.client, link.client.peer, RECONNECT_S)
 
-    def answer_of(self, host: str, port: int, machine: str) -> int:
-        if self.is_cut(machine, host):
-            return errno.EINPROGRESS
-        bound = self.bound.get(f"tcp://{host}:{port}")
-        return 0 if bound is not None else errno.ECONNREFUSED
-
     def _try(self, client: "SimSocket", endpoint: str, retry_s: float) -> None:
         if client.closed or client.peer != endpoint or client.links:
             return
         server = self.bound.get(endpoint)
-        between = frozenset((client.process.machine, server.process.machine)) if server else None
-        frozen = server is not None and server.process.loop.is_frozen
-        if server is None or frozen or between is None or self._is_cut(between):
+        machine = server.process.machine if server else endpoint.split("/")[2].partition(":")[0]
+        is_cut = self.is_cut(client.process.machine, machine)
+        if server is None or server.process.loop.is_frozen or is_cut:
+            if server is None and not is_cut:
+                client.tell_monitor(_NOT_TAKEN)
             later_s = min(2 * retry_s, MAX_RECONNECT_S)
             self.world.after(retry_s, self._try, client, endpoint, later_s)
             return
@@ -185,8 +180,18 @@ class SimContext:
     def socket(self, kind: int) -> "SimSocket":
         return SimSocket(self, kind, next(self._numbers))
 
-    def probe_socket(self, family: tcp.AddressFamily, kind: tcp.SocketKind) -> "SimProbe":
-        return SimProbe(self)
+    def probe(self, host: str, port: int) -> "SimProbe":
+        return SimProbe()
+
+    def is_here(self, host: str) -> bool:
+        return host == self.process.machine
+
+
+class SimProbe:
+    """Of who is told that there was no connection: here only where nobody listens."""
+
+    def end(self) -> bool:
+        return True
 
 
 class SimSocket:
@@ -241,6 +246,7 @@ class SimSocket:
         self.closed = True
         if self.endpoint:
             del self.network.bound[self.endpoint]
+        self._inbox.clear()  # a killed process, of which the remains run on, reads no more
         self._hang_up()
         self.process.sockets.remove(self)
 
@@ -261,19 +267,21 @@ class SimSocket:
             if link is None:
                 raise zmq.ZMQError(errno.EHOSTUNREACH)
             self.network.put(link, link.client, frames[1:])
+        elif self.kind == zmq.XPUB:
+            self._publish(frames)
         else:
             link = next(iter(self.links.values()), None)
             if link is None:
                 raise zmq.Again
             self.network.put(link, link.server, frames)
 
-    def send_multipart(self, frames: Sequence[bytes], flags: int = 0) -> None:
+    def _publish(self, frames: list[bytes]) -> None:
         """An event, to those that have subscribed to it."""
         network, topic = self.network, frames[0]
         for link in list(self.links.values()):
             wanted = any(topic.startswith(one) for one in link.client.topics)
             if wanted and not network.world.luck.chance(network.drops):
-                network.put(link, link.client, list(frames))
+                network.put(link, link.client, frames)
 
     def recv(self, flags: int = 0, copy: bool = True) -> SimFrame:
         if not self._inbox:
@@ -292,18 +300,16 @@ class SimSocket:
         if self.kind == zmq.XPUB:
             for topic in sorted(link.client.topics):
                 self._take([b"\1" + topic])
-        if self._monitor is not None:
-            self._monitor.tell(_MADE)
+        self.tell_monitor(_MADE)
         self._signal()
 
     def lose(self, link: Link) -> None:
         self.links.pop(link.identity, None)
-        if self._monitor is not None:
-            self._monitor.tell(_LOST)
+        self.tell_monitor(_LOST)
 
-    def tell(self, event: int) -> None:
-        if not self.closed:
-            self._take([struct.pack("=hi", event, 0), b""])
+    def tell_monitor(self, event: int) -> None:
+        if self._monitor is not None and not self._monitor.closed:
+            self._monitor._take([struct.pack("=hi", event, 0), b""])
 
     def _take(self, frames: list[bytes]) -> None:
         last = len(frames) - 1
@@ -318,40 +324,3 @@ class SimSocket:
     def _hang_up(self) -> None:
         for link in list(self.links.values()):
             self.network.break_link(link)
-
-
-class SimProbe:
-    """Looks whether somebody listens at a port, and whether an address is of its machine."""
-
-    def __init__(self, context: SimContext) -> None:
-        self._network, self._machine = context.network, context.process.machine
-        self._answer = errno.ENOTCONN
-
-    def __enter__(self) -> "SimProbe":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def setblocking(self, _: bool) -> None:
-        """It never blocks."""
-
-    def connect_ex(self, place: tuple[str, int]) -> int:
-        """What is true now is heard at once on the same machine, else later."""
-        self._answer = self._network.answer_of(*place, self._machine)
-        return self._answer if place[0] == self._machine else errno.EINPROGRESS
-
-    def getsockopt(self, *_: int) -> int:
-        return 0 if self._answer == errno.EINPROGRESS else self._answer
-
-    def getpeername(self) -> str:
-        if self._answer != 0:
-            raise OSError(errno.ENOTCONN, "not connected")
-        return ""
-
-    def bind(self, place: tuple[str, int]) -> None:
-        if place[0] != self._machine:
-            raise OSError(errno.EADDRNOTAVAIL, "not here")
-
-    def close(self) -> None:
-        """Nothing is kept."""

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from kvbus.bus import EventPublisher, RequestClient, RequestServer
-from kvbus.bus.session import Session
+from kvbus.bus import EventPublisher, RequestClient, RequestServer, Session
+from kvbus.protocol.envelope import Notice
 from kvbus.table import Driver
 from kvbus.table.events import DeadlinePassed
 from kvbus.transport import Transport
@@ -48,6 +48,10 @@ def _settled(client: Any, request_id: int, _outcome: object) -> str | None:
     return None if pending is None else _of_op(pending.message.op, "reply read")
 
 
+def _noticed(_: object, _callback: object, argument: object) -> str | None:
+    return f"{argument.op}: notice read" if isinstance(argument, Notice) else None
+
+
 def _of_op(op: str, what: str) -> str | None:
     return None if op in QUIET_OPS else f"{op}: {what}"
 
@@ -58,13 +62,11 @@ def _event(driver: Any, event: object) -> str | None:
 
 
 PLACES = (
-    Place(RequestClient, "_transmit", lambda _, __, sent: _of_op(sent.message.op, "sent")),
+    Place(RequestClient, "send", lambda _, message, **__: _of_op(message.op, "sent")),
     Place(RequestClient, "_settle", _settled),
-    Place(RequestClient, "_deliver", lambda _, notice: _of_op(notice.op, "notice read")),
-    Place(RequestServer, "_handle", lambda _, call, __: _of_op(call.op, "read")),
+    Place(RequestClient, "_call_user", _noticed),
+    Place(RequestServer, "_begin", lambda _, __, request: _of_op(request.op, "read")),
     Place(RequestServer, "answer", lambda _, call, __: _of_op(call.op, "answered")),
-    Place(RequestServer, "_on_ack", lambda _, __, request: _of_op(request.op, "read")),
-    Place(RequestServer, "_post_ok", lambda _, __, request: _of_op(request.op, "answered")),
     Place(Session, "notify", lambda _, op, *__: _of_op(op, "notice sent")),
     Place(EventPublisher, "publish", lambda _, op, __: _of_op(op, "event sent")),
     Place(Driver, "dispatch", _event),

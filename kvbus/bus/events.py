@@ -1,0 +1,335 @@
+"""Events: a PUB that numbers each topic and beats, and a SUB that sees by it what was lost.
+
+The publisher neither waits nor keeps: ZeroMQ drops silently for a subscriber that is ``hwm``
+messages behind. The subscriber sees it by the seqs, those in heartbeats included, and recovers
+nothing: a gap, a new boot or silence is reported, and its user asks what is true.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from kvbus.bus.actor import SocketActor
+from kvbus.bus.connection import Connection
+from kvbus.bus.pump import Pump
+from kvbus.bus.sockets import (
+    BusContext,
+    SocketOptions,
+    bound_endpoint,
+    descriptor_of,
+    open_publisher,
+    open_subscriber,
+)
+from kvbus.bus.trust import ClientCurve, KeyPair
+from kvbus.errors import ConfigError, ErrorCode, LocalError, ProtocolError
+from kvbus.protocol.envelope import Notice, decode, encode_notice
+from kvbus.protocol.events import Heartbeat
+from kvbus.protocol.message import Message, from_body
+
+_BIND_AGAIN_S = 0.02
+MAX_TOPICS = 256
+
+
+class EventPublisher(SocketActor):
+    """Events of one process: frames ``[op, event]``, with a seq from 1 for each op.
+
+    To anyone, or with ``options.curve`` to those whose keys are let in. Raises `ConfigError` when
+    ``endpoint`` cannot be bound.
+    """
+
+    def __init__(
+        self,
+        context: BusContext,
+        endpoint: str,
+        *,
+        boot: str,
+        heartbeat_s: float = 1.0,
+        options: SocketOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.boot, self.endpoint = boot, endpoint
+        self.count_reads: Callable[[], int] = int
+        """How many reads of what the process has are under way, for heartbeats."""
+        self._context, self._options = context, options or SocketOptions()
+        self._heartbeat_s, self._num_heartbeats = heartbeat_s, 0
+        self._seqs: dict[str, int] = {}
+        self._topics: set[bytes] = set()
+        self._is_wanted: dict[str, bool] = {}
+        self._pump: Pump | None = self._bind()
+
+    def publish(self, op: str, message: Message) -> None:
+        """Send an event. It is not even encoded when there is no subscriber to its ``op``."""
+        if op == Heartbeat.op:
+            raise LocalError("the heartbeat topic is the publisher's own")
+        seq = self._seqs[op] = self._seqs.get(op, 0) + 1
+        is_wanted = self._is_wanted.get(op)
+        if is_wanted is None:
+            topic = op.encode()
+            is_wanted = any(topic[:end] in self._topics for end in range(len(topic) + 1))
+            self._is_wanted[op] = is_wanted
+        if is_wanted and self._pump is not None:
+            self._pump.send(op.encode(), encode_notice(op, seq, self.boot, message))
+
+    def hang_up(self) -> None:
+        """End all connections: who is still let in connects again, and sees a gap."""
+        if self._pump is not None and not self.closed:
+            self._pump.close()
+            self._pump = None
+            self._topics.clear()
+            self._is_wanted.clear()
+            self._bind_again()
+
+    def _bind(self) -> Pump:
+        socket = open_publisher(self._context, self.endpoint, self._options)
+        self.endpoint = bound_endpoint(socket)
+        return Pump(socket, on_frames=self._on_frames, on_failure=self._fail)
+
+    def _bind_again(self) -> None:
+        """ZeroMQ gives the address back when it comes to it: until then, try."""
+        try:
+            self._pump = self._bind()
+        except ConfigError:
+            self.timers.at(self.timers.now() + _BIND_AGAIN_S, self._bind_again)
+        else:
+            self._pump.start(asyncio.get_running_loop())
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._pump is not None:
+            self._pump.start(loop)
+        self._beat()
+
+    def _close(self) -> None:
+        if self._pump is not None:
+            self._pump.close()
+
+    def _beat(self) -> None:
+        self._num_heartbeats += 1
+        beat = Heartbeat(seqs=self._seqs, reads=self.count_reads())
+        if self._pump is not None:
+            frame = encode_notice(beat.op, self._num_heartbeats, self.boot, beat)
+            self._pump.send(beat.op.encode(), frame)
+        self.timers.at(self.timers.now() + self._heartbeat_s, self._beat)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        """A subscription. ZeroMQ keeps each topic for as long as a connection that asked for it."""
+        kind, topic = frames[0][:1], frames[0][1:]
+        if kind == b"\1":
+            self._topics.add(topic)
+        elif kind == b"\0" and self._is_by_zmq():
+            self._topics.discard(topic)
+        self._is_wanted.clear()
+        if len(self._topics) > MAX_TOPICS:
+            self.hang_up()
+
+    def _is_by_zmq(self) -> bool:
+        """Whether ZeroMQ itself says that the last subscriber of a topic has gone.
+
+        An unsubscription that a connection sends may be of a topic that only others have subscribed
+        to: ZeroMQ hands that on as well. It changes nothing here.
+        """
+        frame = self._pump.last if self._pump is not None else None
+        return frame is not None and descriptor_of(frame) is None
+
+
+class EventListener:
+    """What a subscriber reports, always with the endpoint; override what is of interest."""
+
+    def on_event(self, endpoint: str, event: Notice) -> None:
+        """An event arrived that is no heartbeat."""
+
+    def on_heartbeat(self, endpoint: str, boot: str, reads: int) -> None:
+        """The publisher lives, and says so about once a second; so many read what it has."""
+
+    def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
+        """Events of ``topic`` were lost, or came before we listened; before what shows it."""
+
+    def on_boot(self, endpoint: str, boot: str) -> None:
+        """The publisher's boot id became known, or changed."""
+
+    def on_silence(self, endpoint: str, boot: str | None) -> None:
+        """Nothing came for ``silence_s``; ``boot`` is None when nothing ever came."""
+
+    def on_alive(self, endpoint: str, boot: str) -> None:
+        """Something came again after silence."""
+
+
+class EventSubscriber(SocketActor):
+    """Events of many publishers, by endpoint; endpoints may come and go at any time.
+
+    ``keys`` are what publishers with a server key know us by; one that refuses them is silent, and
+    so is one of which the name has no address.
+    Exceptions out of ``listener`` go to ``on_fault``; without one they end `run`.
+    """
+
+    def __init__(
+        self,
+        context: BusContext,
+        listener: EventListener,
+        *,
+        topics: Iterable[str] = (),
+        silence_s: float = 3.0,
+        on_fault: Callable[[Exception], None] | None = None,
+        max_endpoints: int = 1024,
+        options: SocketOptions | None = None,
+        keys: KeyPair | None = None,
+    ) -> None:
+        super().__init__()
+        self.listener, self.silence_s = listener, silence_s
+        self.topics = frozenset(topics)
+        self.on_fault = on_fault or self._fail
+        self._context, self._options, self._keys = context, options or SocketOptions(), keys
+        self._max_endpoints = max_endpoints
+        self._feeds: dict[str, _Feed] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The endpoints that are listened to."""
+        return list(self._feeds)
+
+    def add(self, endpoint: str, *, server_key: str = "") -> None:
+        """Listen to ``endpoint``; nothing happens when that is done already.
+
+        Raises `ConfigError` for an endpoint that cannot be parsed, `LocalError` with code ``busy``
+        when there are too many.
+        """
+        if endpoint in self._feeds:
+            return
+        if len(self._feeds) >= self._max_endpoints:
+            raise LocalError("too many endpoints", code=ErrorCode.BUSY, endpoint=endpoint)
+        options = self._options
+        if self._keys is not None:
+            options = replace(options, curve=ClientCurve(self._keys, server_key))
+        feed = self._feeds[endpoint] = _Feed(self, self._context, endpoint, options)
+        if self._loop is not None:
+            feed.start(self._loop)
+
+    def remove(self, endpoint: str) -> None:
+        """Listen no more to ``endpoint``; nothing happens when it was not listened to."""
+        feed = self._feeds.pop(endpoint, None)
+        if feed is not None:
+            feed.close()
+
+    def fail(self, error: Exception) -> None:
+        """End `run` with ``error``."""
+        self._fail(error)
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        for feed in self._feeds.values():
+            feed.start(loop)
+
+    def _close(self) -> None:
+        for endpoint in self.endpoints:
+            self.remove(endpoint)
+
+
+class _Feed:
+    """One endpoint: its socket, its connection, and the last seq of each topic of its boot."""
+
+    def __init__(
+        self, owner: EventSubscriber, context: BusContext, endpoint: str, options: SocketOptions
+    ) -> None:
+        self._owner, self._endpoint, self._timers = owner, endpoint, owner.timers
+        self._seqs: dict[str, int] = {}
+        self._silent = self._closed = False
+        topics = owner.topics | {Heartbeat.op} if owner.topics else owner.topics
+        socket = open_subscriber(context, endpoint, topics, options)
+        self._connection = Connection(
+            context,
+            socket,
+            endpoint,
+            options=options,
+            timers=self._timers,
+            on_boot=self._on_boot,
+            on_failure=owner.fail,
+        )
+        self._pump = Pump(socket, on_frames=self._on_frames, on_failure=owner.fail)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._pump.start(loop)
+        self._connection.start(loop)
+        self._timers.at(loop.time() + self._owner.silence_s, self._look)
+
+    def close(self) -> None:
+        self._closed = True
+        self._connection.close()
+        self._pump.close()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        listener, at = self._owner.listener, self._endpoint
+        try:
+            event = _read(frames)
+            if not self._connection.hear(event.boot):
+                return
+            if self._silent:
+                self._silent = False
+                self._tell(listener.on_alive, at, event.boot)
+            beat = from_body(Heartbeat, event.body) if event.op == Heartbeat.op else None
+            missing = self._missing(event) if beat is None else self._missing_tails(beat)
+        except ProtocolError:  # it changes nothing
+            return
+        for topic in missing:
+            self._tell(listener.on_gap, at, event.boot, topic)
+        if beat is not None:
+            self._tell(listener.on_heartbeat, at, event.boot, beat.reads)
+        else:
+            self._tell(listener.on_event, at, event)
+
+    def _on_boot(self, boot: str, _: str | None) -> None:
+        self._seqs.clear()
+        self._tell(self._owner.listener.on_boot, self._endpoint, boot)
+
+    def _missing(self, event: Notice) -> list[str]:
+        """The event's topic, if one before it is missing; raises `ProtocolError` if it is old."""
+        last = self._seqs.get(event.op, 0)
+        if event.seq <= last:
+            raise ProtocolError(f"seq {event.seq} of topic '{event.op}' after {last}")
+        self._take({event.op: event.seq})
+        return [event.op] if event.seq > last + 1 else []
+
+    def _missing_tails(self, beat: Heartbeat) -> list[str]:
+        """The topics of which the last events are missing."""
+        known, topics = self._seqs, self._owner.topics
+        seqs = {topic: seq for topic, seq in beat.seqs.items() if not topics or topic in topics}
+        missing = [topic for topic, seq in seqs.items() if seq > known.get(topic, 0)]
+        self._take({topic: max(seq, known.get(topic, 0)) for topic, seq in seqs.items()})
+        return missing
+
+    def _take(self, seqs: dict[str, int]) -> None:
+        seqs = self._seqs | seqs
+        if len(seqs) > MAX_TOPICS:
+            raise ProtocolError(f"publisher has more than {MAX_TOPICS} topics")
+        self._seqs = seqs
+
+    def _look(self) -> None:
+        if self._closed:
+            return
+        now, silence_s = self._timers.now(), self._owner.silence_s
+        silent_at = self._connection.heard_at + silence_s
+        if now >= silent_at:
+            silent_at = now + silence_s
+            if not self._silent:
+                self._silent = True
+                boot = self._connection.boot
+                self._tell(self._owner.listener.on_silence, self._endpoint, boot)
+        self._timers.at(silent_at, self._look)
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        if self._closed:
+            return
+        try:
+            callback(*arguments)
+        except Exception as error:  # the user's callback must not end the subscription
+            self._owner.on_fault(error)
+
+
+def _read(frames: list[bytes]) -> Notice:
+    if len(frames) != 2:
+        raise ProtocolError(f"event has {len(frames)} frames")
+    event = decode(frames[1])
+    if not isinstance(event, Notice):
+        raise ProtocolError("not an event")
+    if event.op.encode() != frames[0]:
+        raise ProtocolError(f"event '{event.op}' behind another topic")
+    return event
