@@ -9,7 +9,6 @@ from kvbus.geometry import BlockTable, EngineSpec, RankSpec
 from kvbus.geometry.spec import Index
 from kvbus.protocol.message import (
     OFFER_ENDED,
-    Discreet,
     Empty,
     Endpoint,
     FetchId,
@@ -18,6 +17,7 @@ from kvbus.protocol.message import (
     OfferId,
     Priority,
     Readers,
+    Redacted,
     Request,
     Seconds,
     Secret,
@@ -57,7 +57,7 @@ class Outcome(StrEnum):
     EXPIRED = "expired"
 
 
-class AgentRanks(Discreet, frozen=True):
+class AgentRanks(Redacted, frozen=True):
     """Ranks of an engine that are attached to another agent."""
 
     endpoint: Endpoint

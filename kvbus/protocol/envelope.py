@@ -21,7 +21,7 @@ import msgpack
 import msgspec
 
 from kvbus.errors import ErrorCode, ProtocolError
-from kvbus.protocol.message import Discreet, Message
+from kvbus.protocol.message import Message, Redacted
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -41,7 +41,7 @@ Number = Annotated[int, msgspec.Meta(ge=0)]
 """At most `MAX_ID`: msgpack has no larger one."""
 
 
-class RequestFrame(Discreet, frozen=True, rename={"request_id": "id"}):
+class RequestFrame(Redacted, frozen=True, rename={"request_id": "id"}):
     """Asks for ``op``; ``request_id`` is unique within the sender's ``boot``.
 
     ``secret`` tells the sender from others that know its boot id; empty, its connection does.
@@ -54,7 +54,7 @@ class RequestFrame(Discreet, frozen=True, rename={"request_id": "id"}):
     secret: SenderSecret = ""
 
 
-class Reply(Discreet, frozen=True, rename={"request_id": "re"}):
+class Reply(Redacted, frozen=True, rename={"request_id": "re"}):
     """The one answer to ``request_id``: ``ok``, or ``error`` with code, message and detail."""
 
     request_id: Number
@@ -63,7 +63,7 @@ class Reply(Discreet, frozen=True, rename={"request_id": "re"}):
     error: Body | None = None
 
 
-class Notice(Discreet, frozen=True):
+class Notice(Redacted, frozen=True):
     """Unasked message with a ``seq`` of its session or topic: to an engine, or to subscribers."""
 
     op: Name

@@ -26,7 +26,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError, Reque
 
 MAX_TEXT_CHARS = 4096
 MAX_DETAILS = 32
-PLAIN = str | int | float
+Scalar = str | int | float
 BUSY_RETRY_S = 0.1
 """When to ask again who is busy, if nothing better is known."""
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
@@ -69,7 +69,7 @@ MemoryId = Id
 MemoryAccess = Secret
 """What the handshake with this agent gave."""
 
-UNSPOKEN = frozenset(
+REDACTED = frozenset(
     {"secret", "token", "access", "transfer_id", "signature", "ticket", "body", "ok"}
 )
 """Fields that are a right, or may hold one: no repr shows them."""
@@ -110,18 +110,18 @@ OFFER_ENDED = "offer_withdrawn offer_expired offer_completed engine_lost drainin
 """What all is refused with that is about an offer which has ended."""
 
 
-class Discreet(msgspec.Struct, frozen=True):
+class Redacted(msgspec.Struct, frozen=True):
     """A struct whose repr leaves out what is a right to something."""
 
     def __repr__(self) -> str:
         shown = (
-            f"{name}={'...' if name in UNSPOKEN else repr(getattr(self, name))}"
+            f"{name}={'...' if name in REDACTED else repr(getattr(self, name))}"
             for name in self.__struct_fields__
         )
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-class Message(Discreet, frozen=True):
+class Message(Redacted, frozen=True):
     """A body; ``op`` is the name of a request or notice."""
 
     op: ClassVar[str] = ""
@@ -225,7 +225,7 @@ class ErrorBody(Message, frozen=True):
     """What happened, for programs."""
     message: Text
     """What happened, for people."""
-    detail: dict[str, str | int | float] = {}
+    detail: dict[str, Scalar] = {}
     """Plain values, such as the field and both sides' values."""
 
 
@@ -252,7 +252,7 @@ def read_reply(asked: Request[R], body: Mapping[str, Any]) -> R:
 def error_body(error: KVBusError) -> dict[str, Any]:
     """The ``error`` map of a reply that refuses with ``error``; ``busy`` says until when."""
     is_busy = error.code is ErrorCode.BUSY
-    hint: dict[str, PLAIN] = {"retry_after_s": BUSY_RETRY_S} if is_busy else {}
+    hint: dict[str, Scalar] = {"retry_after_s": BUSY_RETRY_S} if is_busy else {}
     return {
         "code": error.code.value,
         "message": error.message[:MAX_TEXT_CHARS],
@@ -278,10 +278,10 @@ def refusal(body: Mapping[str, Any]) -> RequestRefused:
     return refused
 
 
-def _plain(detail: object) -> dict[str, str | int | float]:
+def _plain(detail: object) -> dict[str, Scalar]:
     if not isinstance(detail, dict):
         return {}
-    plain = {k: v for k, v in detail.items() if isinstance(k, str) and isinstance(v, PLAIN)}
+    plain = {k: v for k, v in detail.items() if isinstance(k, str) and isinstance(v, Scalar)}
     return dict(list(plain.items())[:MAX_DETAILS])
 
 

@@ -18,11 +18,11 @@ from kvbus.protocol.engine import Tables
 from kvbus.protocol.envelope import unpack_map
 from kvbus.protocol.message import (
     AgentId,
-    Discreet,
     Endpoint,
     EngineId,
     Id,
     OfferId,
+    Redacted,
     Secret,
     ServerKey,
     Size,
@@ -51,7 +51,7 @@ Signature = Text
 [Signed tickets](#signed-tickets). Empty when the site signs none."""
 
 
-class Carried(Discreet, frozen=True):
+class Carried(Redacted, frozen=True):
     """A map of strings and integers, called ``what``."""
 
     what: ClassVar[str]

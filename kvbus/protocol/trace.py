@@ -9,12 +9,13 @@ import msgspec
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import (
     AgentId,
-    Discreet,
     Endpoint,
     Id,
     Message,
+    Redacted,
     Request,
     Role,
+    Scalar,
     ServerKey,
     Socket,
     Text,
@@ -24,10 +25,9 @@ from kvbus.protocol.message import (
 MAX_SPANS = 512
 """Most spans in one answer."""
 MAX_OTHERS = 64
-Value = str | int | float
 
 
-class Span(Discreet, frozen=True):
+class Span(Redacted, frozen=True):
     """A time in which something went on, by the agent's own clock."""
 
     name: Id
@@ -44,11 +44,11 @@ class Span(Discreet, frozen=True):
     """Which of several, such as the leg of a read; empty where there is one."""
     error: Text = ""
     """The error that ended it; empty for none."""
-    attributes: dict[str, Value] = msgspec.field(default_factory=dict)
+    attributes: dict[str, Scalar] = msgspec.field(default_factory=dict)
     """Plain values that say more, such as ids and numbers of bytes. Names may be added."""
 
 
-class OtherAgent(Discreet, frozen=True):
+class OtherAgent(Redacted, frozen=True):
     """Another agent that has a part in what was asked for."""
 
     endpoint: Endpoint
@@ -88,7 +88,7 @@ class Trace(Request[Traced], frozen=True):
     """A fetch of this decode agent, or of another, which had a part of it read here."""
 
 
-class Remembered(Discreet, frozen=True):
+class Remembered(Redacted, frozen=True):
     """What a service says to `Trace`: the spans of each offer or fetch, the oldest one first."""
 
     entries: tuple[tuple[Span, ...], ...] = ()

@@ -6,10 +6,10 @@
 from typing import Any
 
 from kvbus.errors import KVBusError
-from kvbus.protocol.message import Discreet, Message
+from kvbus.protocol.message import Message, Redacted
 
 
-class Value(Discreet, frozen=True):
+class Value(Redacted, frozen=True):
     """An event or a command."""
 
 
