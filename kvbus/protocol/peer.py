@@ -428,9 +428,9 @@ class PartFetched(Message, frozen=True):
 @request(
     "fetch_part",
     Socket.DECODE_PEER,
-    refusals="forbidden engine_unknown engine_not_ready engine_lost geometry incompatible "
+    refusals=f"{OF_OFFER} offer_open engine_unknown engine_not_ready geometry incompatible "
     "unsupported_version peer_unreachable peer_lost lease_expired transfer_failed digest_mismatch "
-    "timeout busy draining cancelled",
+    "timeout busy cancelled",
 )
 class FetchPart(Request[PartFetched], frozen=True):
     """The home of a decode engine asks an agent with remote ranks of it to fetch into the ranks
