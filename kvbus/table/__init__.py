@@ -3,11 +3,11 @@
 table         live and retired entries, transitions, deadlines, stories, one way to apply an event
 events        events and commands that more than one table has
 driver        feeds a table in an event loop, and runs its commands
-fair          whose turn it is of those that wait, who has which slot, who has how much
+fair          whose turn it is of those that wait, who has which slot or place
 """
 
 from kvbus.table.driver import Driver
-from kvbus.table.fair import FAIR_TURN, FairPool, FairQueue, Key, Party, Places, Shares
+from kvbus.table.fair import FAIR_TURN, FairPool, FairQueue, Key, Party, Places
 from kvbus.table.table import (
     KEPT_ANYWAY,
     KEPT_S,
@@ -33,7 +33,6 @@ __all__ = [
     "Key",
     "Party",
     "Places",
-    "Shares",
     "Story",
     "Table",
     "Transition",

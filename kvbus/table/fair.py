@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.table.table import Deadlines
 
 T = TypeVar("T", bound=Hashable)
 
@@ -138,34 +137,6 @@ Party = Hashable
 """Who pays for what is asked for: a key, or a connection where there are no keys."""
 
 
-class Shares:
-    """What each party has, in any unit; each call takes O(log n) for n parties."""
-
-    def __init__(self) -> None:
-        self._held: dict[Party, int] = {}
-        self._most_first: Deadlines[Party] = Deadlines()
-
-    def of(self, party: Party) -> int:
-        """What a party has."""
-        return self._held.get(party, 0)
-
-    def add(self, party: Party, amount: int) -> None:
-        """It has ``amount`` more, or less."""
-        held = self._held[party] = self.of(party) + amount
-        if not held:
-            del self._held[party]
-        self._most_first.set(party, -held if held else None)
-
-    def largest(self) -> Party | None:
-        """The party that has most, None when none has anything."""
-        return self._most_first.first()
-
-    def gives_way_to(self, party: Party) -> Party | None:
-        """Who has to give one to ``party``, so that their shares come closer; None if none has."""
-        largest = self.largest()
-        return largest if self.of(largest) > self.of(party) + 1 else None
-
-
 class Places(Generic[T]):
     """At most ``most`` things at a time, in fair shares of the parties that want any.
 
@@ -175,7 +146,6 @@ class Places(Generic[T]):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._shares = Shares()
         self._things: dict[Party, dict[T, None]] = {}
         self._party_of: dict[T, Party] = {}
 
@@ -190,28 +160,25 @@ class Places(Generic[T]):
 
         Raises `LocalError` (``busy``) when all are taken, and others have no more than ``party``.
         """
-        lost = None
+        lost, num_own = None, len(self._things.get(party, ()))
         if len(self) >= self._most:
-            largest = self._shares.gives_way_to(party)
-            if largest is None:
+            largest = max(self._things.values(), key=len)
+            if len(largest) <= num_own + 1:
                 raise LocalError(
-                    f"all {self._most} places are taken, {self._shares.of(party)} of them by this "
-                    "sender",
+                    f"all {self._most} places are taken, {num_own} of them by this sender",
                     code=ErrorCode.BUSY,
                 )
-            lost = next(reversed(self._things[largest]))
+            lost = next(reversed(largest))
             self.leave(lost)
         self._things.setdefault(party, {})[thing] = None
         self._party_of[thing] = party
-        self._shares.add(party, 1)
         return lost
 
     def leave(self, thing: T) -> None:
         """It needs its place no more; one that has none is ok."""
-        party = self._party_of.pop(thing, None)
-        if party is None:
+        if thing not in self._party_of:
             return
-        self._shares.add(party, -1)
+        party = self._party_of.pop(thing)
         del self._things[party][thing]
         if not self._things[party]:
             del self._things[party]

@@ -178,10 +178,6 @@ class Deadlines(Generic[K]):
         self.bound = heap[0][0] if heap else math.inf
         return heap[0][0] if heap else None
 
-    def first(self) -> K | None:
-        """The key whose deadline is the earliest."""
-        return self._heap[0][2] if self.next() is not None else None
-
     def pop_due(self, now: float) -> Iterator[K]:
         """Each key whose deadline is not after ``now``; its deadline is forgotten first."""
         while (when := self.next()) is not None and when <= now:
