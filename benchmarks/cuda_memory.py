@@ -30,9 +30,8 @@ from kvbus.geometry import (
     canonical_order,
     lay_out_rank,
 )
-from kvbus.memory.copying import Slot, gather, scatter
+from kvbus.memory.copying import PagedMemory, Slot, gather, scatter
 from kvbus.memory.gpus import check_cuda
-from kvbus.memory.paged import PagedMemory
 from kvbus.planning.boxes import cut_into_boxes
 from kvbus.planning.mapping import Share
 
@@ -58,7 +57,7 @@ def timed_s(function: Callable[[], object]) -> float:
 
 
 def all_of(
-    copy: Callable[..., int],
+    copy: Callable[..., None],
     memory: PagedMemory,
     table: BlockTable,
     boxes: tuple[Box, ...],

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,12 +17,10 @@ from kvbus.agent.engines import LocalEngine
 from kvbus.agent.segments import RankMemory
 from kvbus.errors import KVBusError
 from kvbus.geometry import DTYPE_SIZES_BYTES, BlockTable, Box
-from kvbus.memory.digest_pieces import Digests, digest_pieces
+from kvbus.memory.copying import PagedMemory
+from kvbus.memory.digest_pieces import Digests, digest_gathered, digest_pieces
 from kvbus.planning.digests import Lattice, Numbers, PieceMap, by_lattice, chosen_pieces
 from kvbus.table import Key
-
-if TYPE_CHECKING:
-    from kvbus.memory.paged import PagedMemory
 
 SHORT_BYTES = 1 << 20
 """So much is digested on the event loop, in some 0.1 ms; the way to a thread and back takes 0.07,
@@ -108,8 +105,6 @@ class Digester:
 
     def _digest_gathered(self, wanted: Wanted, found: list[Digests], memory: PagedMemory) -> None:
         """All at once, of memory that this process cannot look into."""
-        from kvbus.memory.digest_gathered import digest_gathered  # noqa: PLC0415  # imports torch
-
         table, box, pieces = wanted.table, wanted.box, wanted.pieces()
         found.append(digest_gathered(memory, table, box, pieces, buffer_bytes=self._job_bytes))
 

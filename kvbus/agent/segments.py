@@ -16,8 +16,9 @@ import anyio
 from kvbus.agent.loop import in_thread
 from kvbus.agent.slots import HOST, StagingDevices
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError, SegmentError
-from kvbus.geometry import AxisName, EngineSpec, RankSpec
+from kvbus.geometry import AxisName, EngineSpec, GroupSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
+from kvbus.memory.copying import PagedMemory
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.pages import Pages
 from kvbus.planning import PlacedRank
@@ -48,6 +49,7 @@ class RankMemory:
     stream: CopyStream | None = None
     num_blocks: dict[str, int] = field(init=False)
     """Blocks that this rank's cache has, by group."""
+    _paged: dict[str, PagedMemory] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.num_blocks = {}
@@ -70,6 +72,17 @@ class RankMemory:
         """Where each segment begins in this process, registered or not; none on a GPU."""
         mapped = self.mappings.items()
         return {name: one.address for name, one in mapped if isinstance(one, SegmentMapping)}
+
+    def paged(self, group: GroupSpec) -> PagedMemory:
+        """One group of it, for copies; made once, as its plans are kept. Call it in a thread."""
+        if group.name not in self._paged:
+            buffers = {name: mapping.view() for name, mapping in self.mappings.items()}
+            self._paged[group.name] = PagedMemory(group, self.rank.regions, buffers)
+        return self._paged[group.name]
+
+    def forget_paged(self) -> None:
+        """Hold on to no view of the memory: no copy runs any more, and none will."""
+        self._paged.clear()
 
     def placed(self, engine: EngineSpec) -> PlacedRank:
         """The rank as the planner of READs wants it."""

@@ -32,9 +32,8 @@ class SlotStorage(Protocol):
         """Where the first byte is in this process."""
         ...
 
-    @property
-    def tensor(self) -> Any:
-        """All bytes, as a uint8 tensor."""
+    def view(self) -> Any:
+        """All bytes, as one row of uint8: of numpy on the host, of torch on a GPU."""
         ...
 
     def close(self) -> None:
@@ -81,17 +80,16 @@ class SlotMemory:
             raise GeometryError(f"slot {slot} of {self.num_slots} slots", slot=slot)
         return self._segment.address + slot * self.slot_bytes
 
-    def tensor(self, slot: int) -> Any:
-        """The bytes of slot number ``slot``: a contiguous uint8 torch tensor.
-
-        Imports torch, which takes seconds the first time: call it in the thread that copies.
-        """
+    def view(self, slot: int) -> Any:
+        """The bytes of slot number ``slot``: one row of uint8, of numpy or, on a GPU, of torch."""
         offset_bytes = self.address(slot) - self._segment.address
-        return self._segment.tensor[offset_bytes : offset_bytes + self.slot_bytes]
+        return self._segment.view()[offset_bytes : offset_bytes + self.slot_bytes]
 
     def wipe(self, slot: int) -> None:
         """Write zeros over slot number ``slot``; call it in the thread that copies."""
-        self.tensor(slot).zero_()[0].item()  # reading one back waits for a GPU
+        content = self.view(slot)
+        content[:] = 0
+        content[0].item()  # waits for a GPU
 
     async def close(self) -> None:
         """Deregister, then give the memory back; nothing may copy into it or out of it any more.

@@ -22,7 +22,6 @@ from kvbus.engine import KvCache, MemorySession
 from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks, HostPool, LocalCopier
 from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec
-from kvbus.memory.copying import copy_on_one_thread
 
 Ring = tuple[HostPool, LocalCopier]
 
@@ -46,7 +45,7 @@ async def open_caches(
     ]
     if not shape.host:
         return [await one.allocate(shape.layout, num_blocks=num_blocks) for one in sessions], None
-    copy_on_one_thread()  # else each block's copy waits for another thread to be woken
+    torch.set_num_threads(1)  # else each block's copy waits for another thread to be woken
     ring = HostPool({GROUP: max(1, num_blocks // 2)})
     buffers = [await one.allocate_ring(ring.num_blocks) for one in sessions]
     (rank,), device = shape.ranks(num_blocks), device_blocks(shape, num_blocks)

@@ -1,7 +1,7 @@
 """Memory that an engine shares with its agent: segments, CUDA, attach socket, tensor views.
 
-A name is imported when it is asked for: torch costs seconds, and only ``storage``, ``views``,
-``copying`` with its parts and those for GPUs need it.
+A name is imported when it is asked for: torch costs seconds, and only ``storage``, ``views`` and
+those for GPUs need it.
 
     segment   SharedSegment: the engine's memory, sealed and reserved
     storage   share_tensor: a torch tensor moved to shared memory in place
@@ -10,8 +10,8 @@ A name is imported when it is asked for: torch costs seconds, and only ``storage
     cuda      CudaStorage: the engine's memory on a GPU (gpus, cuda_driver: its parts)
     cuda_mapping, copy_stream: the agent's side of that, and its copies
     views     tensors laid over a segment's bytes
-    paged     PagedMemory: one group's regions on one rank
-    copying   gather and scatter between those and staging slots (grids, units, tiles: its parts)
+    copying   PagedMemory: one group's regions on one rank; gather and scatter between those and
+              staging slots (run_copy, gpu_copy: what runs them)
     attach    the Unix socket that passes the descriptors
 """
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvbus.memory.bus_errors import BusErrors
     from kvbus.memory.copy_stream import wait_for
-    from kvbus.memory.copying import Slot, gather, scatter, zero_positions
+    from kvbus.memory.copying import PagedMemory, Slot, gather, scatter, zero_positions
     from kvbus.memory.cuda import CudaStorage, allocate_cuda
     from kvbus.memory.cuda_driver import on_gpu
     from kvbus.memory.cuda_mapping import CudaMapping
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvbus.memory.huge_pages import GIVING_WORDS, HugePages, huge_bytes, shmem_word
     from kvbus.memory.libc import map_shared, map_zeros_over, unmap
     from kvbus.memory.mapping import LentMapping, SegmentMapping
-    from kvbus.memory.paged import PagedMemory
     from kvbus.memory.pages import Pages
     from kvbus.memory.run_copy import is_compiled
     from kvbus.memory.segment import SharedSegment
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "bus_errors": "BusErrors",
     "copy_stream": "wait_for",
-    "copying": "Slot gather scatter zero_positions",
+    "copying": "PagedMemory Slot gather scatter zero_positions",
     "cuda": "CudaStorage allocate_cuda",
     "cuda_mapping": "CudaMapping",
     "cuda_driver": "on_gpu",
@@ -48,7 +47,6 @@ _MODULES = {
     "libc": "map_shared map_zeros_over unmap",
     "mapping": "LentMapping SegmentMapping",
     "pages": "Pages",
-    "paged": "PagedMemory",
     "run_copy": "is_compiled",
     "segment": "SharedSegment",
     "storage": "SharedStorage share_tensor share_tensors",

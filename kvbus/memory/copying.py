@@ -1,35 +1,50 @@
 """Copies boxes from a rank's blocks into staging slots and back, and zeroes positions of blocks.
 
-Refuses boxes, tables and slots that would reach outside of their memory, before any byte moves.
-A call is a few torch operations, which release the GIL, and makes no copy on the way. Give torch
-one thread, see `copy_on_one_thread`: more of them take turns with whatever else is running.
+A box, a table or a slot that would reach outside of its memory is refused before any byte moves.
+All three are plans: a slot is to the planner a rank with one region at address 0. What runs them
+depends on where the memory is: `kvbus.memory.run_copy` on the host, `kvbus.memory.gpu_copy` on a
+GPU. Nothing here imports torch.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
-from math import gcd
-from typing import NamedTuple
+from __future__ import annotations
 
-import torch
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
+    DTYPE_SIZES_BYTES,
     AxisName,
     BlockTable,
     Box,
+    EngineSpec,
+    GroupSpec,
+    RankSpec,
+    Region,
     SlotOrder,
+    num_blocks_for,
     slot_bytes,
-    slot_region,
+    slot_table,
 )
-from kvbus.memory.grids import Grid
-from kvbus.memory.paged import PagedMemory
-from kvbus.memory.tiles import WIDEST_BYTES, TileAxis, units_view, words_of
-from kvbus.memory.units import Numbers, SlotSteps, Starts, Units, cut_into_units
+from kvbus.memory.run_copy import copy_runs
+from kvbus.planning import Copies, DirectPlan, PlacedRank, Share, slot_plan
 
-LARGE_UNIT_BYTES = 128 << 10
-"""Units from here on are scattered one by one; `index_copy_` moves all word by word."""
-CONTIGUOUS = SlotSteps(block_bytes=1, token_bytes=1, block_size=1, first_block=0)
+if TYPE_CHECKING:
+    import torch
+
+    Buffer = npt.NDArray[np.uint8] | torch.Tensor
+    """One row of bytes: on the host, or on a GPU."""
+
+CopiesAt = Callable[[int], list[Copies]]
+"""Copies whose slot is at an address."""
+MAX_PLANS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,63 +54,124 @@ class Slot:
     The buffer may be larger than the box, which starts at its first byte.
     """
 
-    buffer: torch.Tensor
+    buffer: Buffer
     order: SlotOrder
 
 
-class _Move(NamedTuple):
-    """Axes of both: [unit, ...]. Unit i of ``slot`` is ``chosen[i]`` of ``rank``; i without it."""
+class Mover(Protocol):
+    """What runs copies where the memory is."""
 
-    rank: torch.Tensor
-    slot: torch.Tensor
-    chosen: Numbers | None
+    def move(self, content: Buffer, copies_at: CopiesAt, *, into_slot: bool) -> None:
+        """Copy between the rank and ``content``, all bytes of a box in its slot."""
+        ...
+
+    def zero(self, copies: Iterable[Copies]) -> None:
+        """Write zeros over the targets."""
+        ...
 
 
-def copy_on_one_thread() -> None:
-    """Let torch do every operation, of any thread, in the thread that calls it.
+class PagedMemory:
+    """The memory of one group on one rank; several threads may use it at once.
 
-    Its own threads wait for each other. On 2 cores with something else running, a copy by two
-    of them took 8 ms instead of 0.2.
+    ``buffers`` are the rank's segments, each one row of uint8, all on the host or all on one GPU.
+    ``regions`` are of a rank that `validate_rank` has passed; those of other groups are left out.
+    Raises `GeometryError` for a region whose buffer is missing or too small.
     """
-    torch.set_num_threads(1)
+
+    def __init__(
+        self, group: GroupSpec, regions: Iterable[Region], buffers: Mapping[str, Buffer]
+    ) -> None:
+        own = tuple(region for region in regions if region.group == group.name)
+        for region in own:
+            _check_extent(region, DTYPE_SIZES_BYTES[group.dtype], buffers)
+        self.group = group
+        self._own = {region.segment_id: buffers[region.segment_id] for region in own}
+        self._num_blocks = min((region.size(AxisName.BLOCK) for region in own), default=0)
+        engine = EngineSpec("rank", "rank", 1, (group,))
+        addresses = {name: address_of(buffer) for name, buffer in self._own.items()}
+        self.placed = PlacedRank(engine, RankSpec(0, (), own), addresses)
+        """The rank as the planner sees it, without the other groups."""
+        self.mover: Mover = _mover(self._own)
+        self._plan = lru_cache(MAX_PLANS)(partial(slot_plan, self.placed))
+
+    def copies(self, table: BlockTable, box: Box, order: SlotOrder, *, into_slot: bool) -> CopiesAt:
+        """The copies between the blocks of ``box`` and a slot; raises `GeometryError`."""
+        if box.group != self.group.name:
+            message = f"box of group '{box.group}', not '{self.group.name}'"
+            raise GeometryError(message, field="group")
+        self._check_blocks(table, box.start, box.stop)
+        blocks = slot_table(box, order)
+        shape = msgspec.structs.replace(box, start=0, stop=len(blocks) * order.block_size)
+        plan = self._plan(shape, order, into_slot=into_slot)
+        tables = {box.group: table}, {box.group: blocks}
+        source, target = tables if into_slot else reversed(tables)
+        copies = plan.copies(source, target, {box.group: (box.start, box.stop)})
+
+        def at(address: int) -> list[Copies]:
+            moved = np.array([[0], [address]] if into_slot else [[address], [0]])
+            return [replace(one, outer=one.outer + moved) for one in copies]
+
+        return at
+
+    def everything(self, table: BlockTable, start: int, stop: int) -> list[Copies]:
+        """Copies whose targets are all bytes of positions [start, stop)."""
+        self._check_blocks(table, start, stop)
+        tables = {self.group.name: table}
+        return self._whole.copies(tables, tables, {self.group.name: (start, stop)})
+
+    @cached_property
+    def _whole(self) -> DirectPlan:
+        """Every region onto itself: no two of a rank have bytes in common."""
+        shares = [
+            Share(
+                holder=0,
+                reader=0,
+                group=region.group,
+                layers=region.layers,
+                parts=region.parts,
+                first_head=region.first_head,
+                num_heads=region.num_heads,
+            )
+            for region in self.placed.rank.regions
+        ]
+        return DirectPlan({0: self.placed}, {0: self.placed}, shares)
+
+    def _check_blocks(self, table: BlockTable, start: int, stop: int) -> None:
+        """Raise `GeometryError` unless ``table`` has positions [start, stop), in blocks of here."""
+        first = start // self.group.block_size
+        last = num_blocks_for(stop, self.group.block_size)
+        skipped = first - table.first_block
+        ids = table.array()[max(skipped, 0) : last - table.first_block]
+        if skipped < 0 or ids.size < last - first:
+            raise GeometryError(
+                f"positions {start} to {stop} are in blocks {first} to {last}, the table has "
+                f"{len(table)} from block {table.first_block} on",
+                needed=last,
+                given=table.first_block + len(table),
+            )
+        if ids.size and int(ids.max()) >= self._num_blocks:
+            raise GeometryError(
+                f"block id {int(ids.max())} is out of range, the cache has {self._num_blocks} "
+                "blocks",
+                block_id=int(ids.max()),
+                num_blocks=self._num_blocks,
+            )
 
 
-def gather(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> int:
-    """Copy ``box`` from the rank's blocks into ``slot``; returns the number of bytes.
+def gather(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> None:
+    """Copy ``box`` from the rank's blocks into ``slot``.
 
-    A slot on another device than the rank's is filled in one piece, from one beside the rank.
     Raises `GeometryError` when the rank, the table or the slot does not have all of the box.
     """
-    near = _near(memory, box, slot)
-    moves = list(_moves(memory, table, box, near))
-    for move in moves:
-        if move.chosen is None:
-            move.slot.copy_(move.rank)
-        else:
-            torch.index_select(move.rank, 0, _index(move.chosen, move.rank), out=move.slot)
-    if near is not slot:
-        slot.buffer[: near.buffer.numel()].copy_(near.buffer, non_blocking=True)
-    return sum(move.slot.nbytes for move in moves)
+    _move(memory, table, box, slot, into_slot=True)
 
 
-def scatter(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> int:
-    """Copy ``box`` from ``slot`` into the rank's blocks; returns the number of bytes.
+def scatter(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> None:
+    """Copy ``box`` from ``slot`` into the rank's blocks, and change nothing else there.
 
-    Nothing else in the blocks changes. Slots and errors are as for `gather`.
+    Errors are as for `gather`.
     """
-    near = _near(memory, box, slot)
-    if near is not slot:
-        near.buffer.copy_(slot.buffer[: near.buffer.numel()], non_blocking=True)
-    moves = list(_moves(memory, table, box, near))
-    for move in moves:
-        if move.chosen is None:
-            move.rank.copy_(move.slot)
-        elif move.slot[0].nbytes >= LARGE_UNIT_BYTES:
-            targets = [move.rank[unit] for unit in move.chosen.tolist()]
-            torch._foreach_copy_(targets, list(move.slot.unbind(0)))
-        else:
-            move.rank.index_copy_(0, _index(move.chosen, move.rank), move.slot)
-    return sum(move.slot.nbytes for move in moves)
+    _move(memory, table, box, slot, into_slot=False)
 
 
 def zero_positions(memory: PagedMemory, table: BlockTable, start: int, stop: int) -> None:
@@ -103,119 +179,56 @@ def zero_positions(memory: PagedMemory, table: BlockTable, start: int, stop: int
 
     Raises `GeometryError` when the table does not have them.
     """
-    if stop <= start:
-        return
-    memory.check_blocks(table, start, stop)
-    block_size = memory.group.block_size
-    pieces = list(cut_into_units(table, CONTIGUOUS, start, stop, block_size=block_size))
-    for grid, num_heads, head_dim in memory.everything():
-        for units in pieces:
-            starts = units.in_rank(grid.steps.block_bytes, grid.steps.token_bytes)
-            sizes = (grid.layers.num, grid.parts.num, units.num_tokens, num_heads, head_dim)
-            axes = tuple(map(TileAxis, sizes, grid.unit_bytes, grid.unit_bytes))
-            tile = memory.tile(axes, memory.alignment(grid, starts))
-            view = memory.view(grid, starts, tile)
-            if starts.chosen is None:
-                view.zero_()
-            else:
-                view.index_fill_(0, _index(starts.chosen, view), 0)
+    if start < stop:
+        memory.mover.zero(memory.everything(table, start, stop))
 
 
-def _index(chosen: Numbers, of: torch.Tensor) -> torch.Tensor:
-    """Indices for a tensor, on its device."""
-    index = torch.from_numpy(chosen)
-    return index if of.device.type == "cpu" else index.to(of.device)
+def address_of(buffer: Buffer) -> int:
+    """Where the first byte is."""
+    return buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data_ptr()
 
 
-def _near(memory: PagedMemory, box: Box, slot: Slot) -> Slot:
-    """The slot, or one for the box on the rank's device; `GeometryError` when it has no room."""
-    if slot.buffer.device == memory.device:
-        return slot
-    needed = _check_room(memory, box, slot)
-    buffer = torch.empty(needed, dtype=torch.uint8, device=memory.device)
-    return Slot(buffer, slot.order)
-
-
-class _Placed(NamedTuple):
-    """A box in its slot: ``steps`` are bytes along layer, kv, token, head and dim.
-
-    ``words`` gives the slot's storage in words of so many bytes, ``alignment`` at most.
-    """
-
-    words: Callable[[int], torch.Tensor]
-    alignment: int
-    offset: int
-    inner_sizes: tuple[int, int]
-    steps: tuple[int, int, int, int, int]
-    positions: SlotSteps
-
-
-def _moves(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> Iterator[_Move]:
-    if box.group != memory.group.name:
-        raise GeometryError(f"box of group '{box.group}', not '{memory.group.name}'", field="group")
-    memory.check_blocks(table, box.start, box.stop)
-    grids = memory.grids(box.layers, box.parts, (box.first_head, box.first_head + box.num_heads))
-    placed, size = _place(memory, box, slot), memory.group.block_size
-    for units in cut_into_units(table, placed.positions, box.start, box.stop, block_size=size):
-        in_rank: dict[tuple[int, int], Starts] = {}
-        for grid in grids:
-            steps = (grid.steps.block_bytes, grid.steps.token_bytes)
-            if steps not in in_rank:
-                in_rank[steps] = units.in_rank(*steps)
-            yield _move(memory, grid, units, starts=in_rank[steps], placed=placed)
-
-
-def _place(memory: PagedMemory, box: Box, slot: Slot) -> _Placed:
-    region = slot_region(memory.group, box, slot.order)
-    _check_room(memory, box, slot)
-    steps = {axis.name: axis.stride_bytes for axis in region.axes}
-    positions = SlotSteps(
-        block_bytes=steps[AxisName.BLOCK],
-        token_bytes=steps[AxisName.TOKEN],
-        block_size=slot.order.block_size,
-        first_block=box.start // slot.order.block_size,
-    )
-    return _Placed(
-        words=cache(partial(words_of, slot.buffer)),
-        alignment=gcd(WIDEST_BYTES, slot.buffer.data_ptr()),
-        offset=int(slot.buffer.storage_offset()),
-        inner_sizes=(box.num_heads, region.size(AxisName.DIM)),
-        steps=(
-            steps[AxisName.LAYER],
-            steps[AxisName.KV],
-            positions.step_bytes,
-            steps[AxisName.HEAD],
-            steps[AxisName.DIM],
-        ),
-        positions=positions,
-    )
-
-
-def _move(
-    memory: PagedMemory, grid: Grid, units: Units, *, starts: Starts, placed: _Placed
-) -> _Move:
-    sizes = (grid.layers.num, grid.parts.num, units.num_tokens, *placed.inner_sizes)
-    axes = tuple(map(TileAxis, sizes, grid.unit_bytes, placed.steps))
-    layer_bytes, part_bytes = placed.steps[:2]
-    corner = placed.offset + grid.layers.first * layer_bytes + grid.parts.first * part_bytes
-    in_slot = units.in_slot
-    alignment = gcd(placed.alignment, corner, in_slot.first_bytes, in_slot.step_bytes)
-    tile = memory.tile(axes, gcd(alignment, memory.alignment(grid, starts)))
-    words = placed.words(tile.word_bytes)
-    return _Move(
-        memory.view(grid, starts, tile),
-        units_view(words, corner, in_slot, shape=tile.shape, strides=tile.slot_strides),
-        starts.chosen,
-    )
-
-
-def _check_room(memory: PagedMemory, box: Box, slot: Slot) -> int:
-    """How many bytes of the slot the box takes; raises `GeometryError` when they are not there."""
-    needed = slot_bytes(memory.group, box, slot.order)
-    if needed > slot.buffer.numel():
+def _move(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot, *, into_slot: bool) -> None:
+    copies_at = memory.copies(table, box, slot.order, into_slot=into_slot)
+    needed, room = slot_bytes(memory.group, box, slot.order), len(slot.buffer)
+    if needed > room:
         raise GeometryError(
-            f"box takes {needed} bytes, its staging slot has {slot.buffer.numel()}",
+            f"box takes {needed} bytes, its staging slot has {room}",
             needed_bytes=needed,
-            given_bytes=slot.buffer.numel(),
+            given_bytes=room,
         )
-    return needed
+    memory.mover.move(slot.buffer[:needed], copies_at, into_slot=into_slot)
+
+
+class _HostMover:
+    """Of memory that this process has mapped; both ways are alike."""
+
+    def move(self, content: Buffer, copies_at: CopiesAt, *, into_slot: bool) -> None:
+        copy_runs(copies_at(address_of(content)))
+
+    def zero(self, copies: Iterable[Copies]) -> None:
+        for one in copies:
+            for address in one.addresses()[1].tolist():
+                ctypes.memset(address, 0, one.run_bytes)
+
+
+def _mover(buffers: Mapping[str, Buffer]) -> Mover:
+    tensors = [buffer for buffer in buffers.values() if not isinstance(buffer, np.ndarray)]
+    if not tensors:
+        return _HostMover()
+    from kvbus.memory.gpu_copy import GpuMover  # noqa: PLC0415  # imports torch
+
+    return GpuMover(tensors)
+
+
+def _check_extent(region: Region, itemsize: int, buffers: Mapping[str, Buffer]) -> None:
+    given = len(buffers[region.segment_id]) if region.segment_id in buffers else 0
+    reach = sum((axis.size - 1) * axis.stride_bytes for axis in region.axes)
+    needed = region.offset_bytes + reach + itemsize
+    if needed > given:
+        raise GeometryError(
+            f"a region of group '{region.group}' ends at byte {needed} of segment "
+            f"'{region.segment_id}', which has {given}",
+            needed_bytes=needed,
+            given_bytes=given,
+        )

@@ -48,8 +48,7 @@ class CudaMapping(OwnedMemory):
     def closed(self) -> bool:
         return self._base is None
 
-    @property
-    def tensor(self) -> torch.Tensor:
+    def view(self) -> torch.Tensor:
         """All bytes as one uint8 tensor on the GPU; of no use after `unmap`."""
         if self._tensor is None:
             raise ClosedError("the CUDA memory was closed: its engine is gone")

@@ -43,6 +43,6 @@ def is_lent(device: str, handle: bytes, *, offset_bytes: int, size_bytes: int) -
     """Whether it is what another process lends, opened as an agent does; raises `SegmentError`."""
     mapping = CudaMapping(device, handle, offset_bytes=offset_bytes, size_bytes=size_bytes)
     try:
-        return bool((mapping.tensor[:_NUM_ELEMENTS] == _MARK).all().item())
+        return bool((mapping.view()[:_NUM_ELEMENTS] == _MARK).all().item())
     finally:
         mapping.unmap()

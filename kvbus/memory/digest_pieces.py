@@ -5,7 +5,7 @@ function, without the GIL; else numpy does. Refuses nothing: addresses are the c
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec.structs import replace
 
+from kvbus.geometry import AxisName, BlockTable, Box, SlotOrder, slot_bytes, slot_table
+from kvbus.memory.copying import PagedMemory, Slot, address_of, gather
 from kvbus.memory.run_copy import KERNEL
-from kvbus.planning.digests import Lattice, Numbers
+from kvbus.planning import PlacedRank, slot_rank
+from kvbus.planning.digests import SPAN_TOKENS, Lattice, Numbers, PieceMap
 
 Digests = npt.NDArray[np.uint64]
 Kernel = Callable[..., None]
 HASHES = ("XXH3_64bits_dispatch", "XXH3_64bits")
 """The package's functions in C, the one that looks at the CPU first."""
 PROBE = bytes(range(256)) * 16
+BY_PIECE = SlotOrder(
+    (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.BLOCK, AxisName.TOKEN, AxisName.DIM), 1
+)
+"""Each piece in one run."""
 
 
 def load_kernel(library: Path, package: Path | None = None) -> tuple[Kernel, int] | None:
@@ -119,3 +127,37 @@ def digest_by_numpy(lattice: Lattice, pieces: Numbers) -> Digests:
         )
         found[at] = xxhash.xxh3_64_intdigest(piece)
     return found
+
+
+def digest_gathered(
+    memory: PagedMemory, table: BlockTable, box: Box, pieces: Numbers, *, buffer_bytes: int
+) -> Digests:
+    """The digests of ``pieces`` of ``box``, of memory that this process cannot look into.
+
+    It is gathered into a buffer of about ``buffer_bytes``, part by part. Raises `GeometryError` as
+    `gather` does.
+    """
+    found = np.empty(pieces.size, np.uint64)
+    num_corners = len(box.layers) * len(box.parts) * box.num_heads
+    first_span = box.start // SPAN_TOKENS
+    for part in _parts(memory, box, buffer_bytes):
+        skipped = (part.start // SPAN_TOKENS - first_span) * num_corners
+        end = (-(-part.stop // SPAN_TOKENS) - first_span) * num_corners
+        low, high = np.searchsorted(pieces, (skipped, end))
+        buffer = np.empty(slot_bytes(memory.group, part, BY_PIECE), np.uint8)
+        gather(memory, table, part, Slot(buffer, BY_PIECE))
+        slot = slot_rank(memory.placed, part, BY_PIECE)
+        at = dict.fromkeys(slot.addresses, address_of(buffer))
+        lattices = PieceMap(PlacedRank(slot.engine, slot.rank, at)).lattices
+        (lattice,) = lattices(part, slot_table(part, BY_PIECE))
+        found[low:high] = digest_pieces(lattice, pieces[low:high] - skipped)
+    return found
+
+
+def _parts(memory: PagedMemory, box: Box, buffer_bytes: int) -> Iterator[Box]:
+    """The box, cut between spans."""
+    one_span = replace(box, start=0, stop=SPAN_TOKENS)
+    num_spans = max(1, buffer_bytes // slot_bytes(memory.group, one_span, BY_PIECE))
+    first, step = box.start // SPAN_TOKENS * SPAN_TOKENS, num_spans * SPAN_TOKENS
+    for at in range(first, box.stop, step):
+        yield replace(box, start=max(box.start, at), stop=min(box.stop, at + step))

@@ -67,8 +67,7 @@ class GpuSlots:
             ) from error
         self._tensor: torch.Tensor | None = made
 
-    @property
-    def tensor(self) -> torch.Tensor:
+    def view(self) -> torch.Tensor:
         """All bytes as one uint8 tensor."""
         if self._tensor is None:
             raise ClosedError("the staging memory was closed")
@@ -77,7 +76,7 @@ class GpuSlots:
     @property
     def address(self) -> int:
         """Where the first byte is."""
-        return self.tensor.data_ptr()
+        return self.view().data_ptr()
 
     def close(self) -> None:
         """Let the memory go; idempotent."""

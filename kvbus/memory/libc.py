@@ -31,8 +31,6 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
-_libc.dlopen.restype = ctypes.c_void_p
-_libc.dlopen.argtypes = [ctypes.c_char_p, ctypes.c_int]
 
 
 def map_shared(fd: int, length_bytes: int, *, writable: bool = True) -> int:
@@ -84,14 +82,6 @@ def set_signal_action(number: int, new: int, old: int | None) -> None:
     """Take the ``struct sigaction`` at ``new`` from now on; the one before goes to ``old``."""
     if _libc.sigaction(number, new, old) != 0:
         raise _last_error()
-
-
-def load_library(path: str) -> bool:
-    """Have a library loaded, and stay, while other threads of Python go on; False if it cannot be.
-
-    An import of what needs it finds it there. By itself that would hold the interpreter meanwhile.
-    """
-    return bool(_libc.dlopen(os.fsencode(path), os.RTLD_LAZY | os.RTLD_LOCAL))
 
 
 def _mmap_at(

@@ -33,7 +33,7 @@ from kvbus.planning.fetch_work import FetchWork
 from kvbus.planning.few_runs import Run
 from kvbus.planning.mapping import MAX_CHOICES, ReadMap, Share
 from kvbus.planning.pairs import PlacedRank
-from kvbus.planning.slot_reads import SlotReads, from_slot, whole_slot
+from kvbus.planning.slot_reads import SlotReads, from_slot, slot_plan, slot_rank, whole_slot
 from kvbus.planning.spans import Spans, chunk_spans, tail_spans, whole_spans
 
 __all__ = [
@@ -73,6 +73,8 @@ __all__ = [
     "num_pieces",
     "piece_of",
     "reader_order",
+    "slot_plan",
+    "slot_rank",
     "tail_spans",
     "usual_box_bytes",
     "whole_slot",

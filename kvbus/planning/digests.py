@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from kvbus.errors import GeometryError
 from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, BlockTable, Box, GroupSpec, Region
 from kvbus.planning.mapping import Share
-from kvbus.planning.pairs import PlacedRank
+from kvbus.planning.pairs import PlacedRank, held_region, regions_by_part
 
 SPAN_TOKENS = 16
 SAMPLED_ONE_IN = 64
@@ -160,12 +159,7 @@ class PieceMap:
 
     def __init__(self, placed: PlacedRank) -> None:
         self._placed = placed
-        self._region_of = {
-            (region.group, layer, part): region
-            for region in placed.rank.regions
-            for layer in region.layers
-            for part in region.parts
-        }
+        self._region_of = regions_by_part(placed.rank)
         self._corners = lru_cache(MOST_CORNERS)(self._find_corners)
 
     def lattices(self, box: Box, table: BlockTable) -> list[Lattice]:
@@ -195,7 +189,7 @@ class PieceMap:
         heads, at = np.arange(box.num_heads), 0
         for layer in box.layers:
             for part in box.parts:
-                region = self._region(box, layer, part)
+                region = held_region(self._region_of, box, layer, part)
                 first, head_bytes = self._corner(region, layer, part, box.first_head)
                 steps = map(region.stride_bytes, (AxisName.BLOCK, AxisName.TOKEN, AxisName.DIM))
                 pair = np.stack((first + heads * head_bytes, at + heads))
@@ -203,20 +197,6 @@ class PieceMap:
                 at += box.num_heads
         joined = {strides: np.concatenate(pairs, axis=1) for strides, pairs in found.items()}
         return {strides: (pairs[0], pairs[1]) for strides, pairs in joined.items()}
-
-    def _region(self, box: Box, layer: int, part: str) -> Region:
-        region = self._region_of.get((box.group, layer, part))
-        if region is None:
-            message = f"this rank does not hold layer {layer}, '{part}', of group '{box.group}'"
-            raise GeometryError(message, field="layers")
-        end, held = box.first_head + box.num_heads, region.first_head + region.num_heads
-        if box.first_head < region.first_head or end > held:
-            raise GeometryError(
-                f"this rank holds heads {region.first_head} to {held} of layer {layer}, '{part}', "
-                f"not {box.first_head} to {end}",
-                field="first_head",
-            )
-        return region
 
     def _corner(self, region: Region, layer: int, part: str, first_head: int) -> tuple[int, int]:
         head_bytes = region.stride_bytes(AxisName.HEAD)

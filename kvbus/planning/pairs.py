@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, EngineSpec, RankSpec, Region
+from kvbus.errors import GeometryError
+from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, Box, EngineSpec, RankSpec, Region
 from kvbus.planning.mapping import Share
 
 Offsets = npt.NDArray[np.int64]
@@ -95,6 +96,36 @@ class Pattern(NamedTuple):
     def num_runs(self) -> int:
         """Runs of one unit."""
         return int(self.outer.shape[1] * self.inner.shape[1])
+
+
+RegionOf = Mapping[tuple[str, int, str], Region]
+"""The one region of each group, layer and part that a rank holds."""
+
+
+def regions_by_part(rank: RankSpec) -> RegionOf:
+    """As `validate_rank` says, there is only one of each."""
+    return {
+        (region.group, layer, part): region
+        for region in rank.regions
+        for layer in region.layers
+        for part in region.parts
+    }
+
+
+def held_region(region_of: RegionOf, box: Box, layer: int, part: str) -> Region:
+    """The region that has this part of the box; raises `GeometryError` when the rank has none."""
+    region = region_of.get((box.group, layer, part))
+    if region is None:
+        message = f"this rank does not hold layer {layer}, '{part}', of group '{box.group}'"
+        raise GeometryError(message, field="layers")
+    end, held = box.first_head + box.num_heads, region.first_head + region.num_heads
+    if box.first_head < region.first_head or end > held:
+        raise GeometryError(
+            f"this rank holds heads {region.first_head} to {held} of layer {layer}, '{part}', "
+            f"not {box.first_head} to {end}",
+            field="first_head",
+        )
+    return region
 
 
 def pair_regions(holder: PlacedRank, reader: PlacedRank, share: Share) -> Iterator[Pair]:

@@ -17,7 +17,7 @@ from kvbus.geometry import (
 )
 from kvbus.planning.direct import Descriptors, DirectPlan
 from kvbus.planning.mapping import Share
-from kvbus.planning.pairs import PlacedRank
+from kvbus.planning.pairs import PlacedRank, held_region, regions_by_part
 
 MAX_PLANS = 1024
 
@@ -41,7 +41,7 @@ class SlotReads:
     """READs from slots in the order of a rank into its blocks; the plans of a shape are kept."""
 
     def __init__(self, reader: PlacedRank) -> None:
-        self._plan = lru_cache(MAX_PLANS)(partial(_plan, reader))
+        self._plan = lru_cache(MAX_PLANS)(partial(slot_plan, reader, into_slot=False))
 
     def descriptors(self, box: Box, order: SlotOrder, *, table: BlockTable) -> Descriptors:
         """From a slot at address 0 into the rank's blocks of ``table``; the caller's to change."""
@@ -52,28 +52,37 @@ class SlotReads:
         )
 
 
-def _plan(reader: PlacedRank, box: Box, order: SlotOrder) -> DirectPlan:
-    slot = slot_rank(reader, box, order)
+def slot_plan(placed: PlacedRank, box: Box, order: SlotOrder, *, into_slot: bool) -> DirectPlan:
+    """The runs between a rank's blocks and a slot at address 0; ``box`` starts at position 0.
+
+    Raises `GeometryError` for a layer, part or head that the rank does not hold.
+    """
+    region_of = regions_by_part(placed.rank)
+    for layer in box.layers:
+        for part in box.parts:
+            held_region(region_of, box, layer, part)
+    slot = slot_rank(placed, box, order)
     share = Share(
-        holder=slot.rank.rank,
-        reader=reader.rank.rank,
+        holder=0,
+        reader=0,
         group=box.group,
         layers=box.layers,
         parts=box.parts,
         first_head=box.first_head,
         num_heads=box.num_heads,
     )
-    return DirectPlan({share.holder: slot}, {share.reader: reader}, [share])
+    source, target = (placed, slot) if into_slot else (slot, placed)
+    return DirectPlan({0: source}, {0: target}, [share])
 
 
-def slot_rank(reader: PlacedRank, box: Box, order: SlotOrder) -> PlacedRank:
+def slot_rank(placed: PlacedRank, box: Box, order: SlotOrder) -> PlacedRank:
     """A slot as the planner sees ranks: one region at address 0, in blocks of the order's."""
-    group = reader.engine.group(box.group)
+    group = placed.engine.group(box.group)
     region = slot_region(group, box, order)
     segment = Segment(region.segment_id, slot_bytes(group, box, order))
     in_slot = msgspec.structs.replace(group, block_size=order.block_size)
     return PlacedRank(
-        engine=msgspec.structs.replace(reader.engine, groups=(in_slot,)),
+        engine=msgspec.structs.replace(placed.engine, groups=(in_slot,)),
         rank=RankSpec(rank=0, segments=(segment,), regions=(region,)),
         addresses={region.segment_id: 0},
     )

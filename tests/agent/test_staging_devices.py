@@ -97,8 +97,11 @@ class HostSlots:
     """Ordinary memory, which NIXL takes as the host's but not as a GPU's."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.tensor = torch.ones(size_bytes, dtype=torch.uint8)
-        self.address = self.tensor.data_ptr()
+        self._bytes = torch.ones(size_bytes, dtype=torch.uint8)
+        self.address = self._bytes.data_ptr()
+
+    def view(self) -> torch.Tensor:
+        return self._bytes
 
     def close(self) -> None:
         """It goes by itself."""

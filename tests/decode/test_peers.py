@@ -35,7 +35,7 @@ async def listing(*peers: str, **keys: Any) -> AsyncIterator[WarmPeers]:
         agent: Any = SimpleNamespace(tasks=tasks, loop=asyncio.get_running_loop())
         directory: Any = Broken()
         nothing: Any = None
-        warm = WarmPeers(agent, config, directory, nothing, nothing)
+        warm = WarmPeers(agent, config, directory, nothing)
         warm.start()
         yield warm
         tasks.cancel_scope.cancel()

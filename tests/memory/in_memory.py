@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvbus.geometry import AxisName, Box, SlotOrder, canonical_order, slot_bytes
 from kvbus.memory import PagedMemory, Slot, gather, scatter, zero_positions
+from kvbus.memory.gpu_copy import GpuMover
 from kvbus.planning import (
     DirectPlan,
     PlacedRank,
@@ -21,10 +22,15 @@ from tests.planning.handoffs import Case, Side, reads_in, where_elements_lie
 
 
 class InMemory:
-    """One side of a handoff; ``content`` is that of its memory, by default what was drawn."""
+    """One side of a handoff; ``content`` is that of its memory, by default what was drawn.
 
-    def __init__(self, side: Side, content: bytes = b"", *, device: str = "cpu") -> None:
-        self.side = side
+    ``as_gpu`` has it copied by what copies memory of GPUs.
+    """
+
+    def __init__(
+        self, side: Side, content: bytes = b"", *, device: str = "cpu", as_gpu: bool = False
+    ) -> None:
+        self.side, self.as_gpu = side, as_gpu or device != "cpu"
         self.bytes = torch.frombuffer(bytearray(content or side.memory), dtype=torch.uint8)
         self.bytes = self.bytes.to(device)
 
@@ -41,7 +47,8 @@ class InMemory:
         buffers = {}
         for segment in placed.rank.segments:
             first = placed.addresses[segment.segment_id] - self.side.base
-            buffers[segment.segment_id] = self.bytes[first : first + segment.size_bytes]
+            whole = self.bytes[first : first + segment.size_bytes]
+            buffers[segment.segment_id] = whole if self.as_gpu else whole.numpy()
         return PagedMemory(placed.engine.group(group), placed.rank.regions, buffers)
 
 
@@ -97,24 +104,24 @@ def move_through_slots(
         readers = {rank: decode.paged(rank, share.group) for rank in share.readers}
         if is_apart:
             for memory in (holder, *readers.values()):
-                memory.device = torch.device("cpu", 0)
+                if isinstance(memory.mover, GpuMover):
+                    memory.mover.device = torch.device("cpu", 0)
         num_bytes = slot_bytes(holder.group, box, used)
-        slot = Slot(new_slot(num_bytes), used)
-        beyond = slot.buffer[num_bytes:].clone()
-        num_moved = (box.stop - box.start) * share.position_bytes(holder.group)
-        num_moved = num_moved // len(share.layers) * len(box.layers)
+        whole = new_slot(num_bytes)
+        slot = Slot(whole if prefill.as_gpu else whole.numpy(), used)
+        beyond = whole[num_bytes:].clone()
 
-        assert gather(holder, case.prefill.tables[box.group], box, slot) == num_moved
+        gather(holder, case.prefill.tables[box.group], box, slot)
         for rank, memory in readers.items():
             table = case.decode.tables[box.group]
             if not by_blocks:
-                assert scatter(memory, table, box, slot) == num_moved
+                scatter(memory, table, box, slot)
                 continue
             reads = SlotReads(case.decode.ranks[rank]).descriptors(box, used, table=table)
             for target, source, size in reads_in(reads):
                 to = target - case.decode.base
-                decode.bytes[to : to + size] = slot.buffer[source : source + size]
-        assert torch.equal(slot.buffer[num_bytes:], beyond)
+                decode.bytes[to : to + size] = whole[source : source + size]
+        assert torch.equal(whole[num_bytes:], beyond)
 
 
 def zero_what_is_moved(case: Case, decode: InMemory) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvbus.geometry import Box
 from kvbus.memory import digest_pieces
-from kvbus.memory.digest_gathered import digest_gathered
 from kvbus.planning import (
     Numbers,
     Piece,
@@ -40,7 +39,7 @@ def by_lattices(digest: Any, side: InMemory, rank: int, box: Box, pieces: Number
 def by_gathering(side: InMemory, rank: int, box: Box, pieces: Numbers) -> list[int]:
     """As for memory that cannot be looked into."""
     memory, table = side.paged(rank, box.group), side.side.tables[box.group]
-    found = digest_gathered(memory, table, box, pieces, buffer_bytes=64)
+    found = digest_pieces.digest_gathered(memory, table, box, pieces, buffer_bytes=64)
     return [int(one) for one in found]
 
 

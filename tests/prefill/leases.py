@@ -149,8 +149,7 @@ class Case:
         staging = self.agent.runtime.agent.staging.at(HOST)
         slots = range(staging.num_slots)
         (number,) = (slot for slot in slots if staging.address(slot) == packed.address)
-        content: torch.Tensor = staging.tensor(number)[: packed.num_bytes]
-        return content
+        return torch.from_numpy(staging.view(number)[: packed.num_bytes])
 
     def wanted(self) -> torch.Tensor:
         """What `BOX` holds, token by token, as bytes."""

@@ -3,12 +3,9 @@
 Axes of a box in canonical order: layer, part, token, head, dim; all as raw bits.
 """
 
-import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from kvbus.engine import MemorySession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import AxisName, BlockTable, Box, KvPart, SlotOrder
 from kvbus.planning import chosen_pieces, num_pieces, piece_of
-from kvbus.protocol import Digests, Packed
+from kvbus.protocol import Digests
 from tests.agents import until
 from tests.engines import FULL, NUM_BLOCKS, Engine, make_spec
 from tests.memories import NHD, Memory
@@ -32,7 +29,6 @@ pytestmark = pytest.mark.anyio
 HND_OF_32 = SlotOrder(
     (AxisName.BLOCK, AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.TOKEN, AxisName.DIM), 32
 )
-SLOT_LEASE_S, IMPORT_S, MAX_IMPORT_S = 5.0, 0.3, 60.0
 
 
 async def test_a_box_in_canonical_order_holds_its_tokens_one_after_the_other(case: Case) -> None:
@@ -268,32 +264,3 @@ async def test_of_memory_that_is_not_read_directly_nixl_is_told_the_slots_alone(
         assert registered_bytes == SETTINGS["staging_bytes"]
         assert is_right
         assert bool(case.slot(packed).any()) is not is_wiped
-
-
-async def test_a_slot_is_leased_once_torch_is_there_and_for_as_much_longer_as_that_took(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, there, packed = threading.Event(), threading.Event(), list[Packed]()
-
-    def import_slowly() -> None:
-        begun.set()
-        there.wait(MAX_IMPORT_S)
-
-    async def ask() -> None:
-        packed.append(await case.packed(slot_lease_s=SLOT_LEASE_S))
-
-    monkeypatch.setattr("kvbus.agent.copiers._import_torch", import_slowly)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask)
-        await until(begun.is_set)
-        loop = asyncio.get_running_loop()
-        begun_at = loop.time()
-        await until(lambda: loop.time() > begun_at + IMPORT_S)
-        counts = case.agent.counts
-        there.set()
-    again = await case.packed(slot_lease_s=SLOT_LEASE_S)
-
-    assert (counts["packs"], counts["slots"]) == (0, 0)
-    assert torch.equal(case.slot(packed[0]), case.wanted())
-    assert SLOT_LEASE_S + IMPORT_S <= packed[0].slot_lease_s < SLOT_LEASE_S + MAX_IMPORT_S
-    assert again.slot_lease_s == SLOT_LEASE_S

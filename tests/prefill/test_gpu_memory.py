@@ -128,7 +128,7 @@ async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its
         in_use = agent.counts["slots"]
         (slots,) = gpu.slots
         number = (packed.address - slots.address(0)) // slots.slot_bytes
-        content = slots.tensor(number)[: packed.num_bytes]
+        content = torch.from_numpy(slots.view(number)[: packed.num_bytes])
 
         assert torch.equal(content, case.wanted())
         assert torch.equal(here.slot(other), here.wanted())

@@ -29,6 +29,7 @@ from kvbus_decode.parts import Part, PartClient, PartServer
 from kvbus_decode.peer.directory import PeerAddress
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.lease_client import LeaseClient
+from kvbus_decode.peer.route import Route
 from kvbus_decode.peer.warm import WarmPeers
 from kvbus_decode.read.chunk import check_tables
 from kvbus_decode.read.paths import ahead_of
@@ -52,17 +53,13 @@ class DecodeService:
         self._dispatch = self._driver.dispatch
         self._tickets = TicketGate(identity.agent_id, load_ticket_keys(config.ticket_keys))
         self._leases = leases = LeaseClient(
-            agent,
-            config,
-            self._tickets,
-            self._dispatch,
-            lambda *found: self._reader.prepare(*found),  # noqa: PLW0108 - it is made later
+            agent, config, self._tickets, self._dispatch, self._choose
         )
         self._metrics = DecodeMetrics(agent.metrics)
         self._reader = Reader(agent, config, self._metrics, leases.active, self._dispatch)
         self._costs = CostBook(agent, leases, self._reader)
         self._stories = FetchStories(self._table, self._reader.story_of)
-        self._warm = WarmPeers(agent, config, leases.peers, leases.routes, self._reader.warm_up)
+        self._warm = WarmPeers(agent, config, leases.peers, leases.routes)
         leases.on_news = self._warm.see_peer
         self._parts = PartServer(self._begin_part, self._dispatch)
         self._others = PartClient(agent, config, leases, self._dispatch)
@@ -105,7 +102,6 @@ class DecodeService:
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
         """What its copies need is made ready."""
-        self._reader.expect(engine)
         self._warm.see_engine()
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
@@ -193,9 +189,8 @@ class DecodeService:
         route = self.routes.find(ticket, engine) if requested.has_met else None
         if route is not None:
             choice = self._reader.choose(route, first_token, num_tokens)
-            if self._reader.is_ready(choice, requested):
-                ahead = ahead_of(requested, route, choice) if choice else None
-                requested = structs.replace(requested, route=route, choice=choice, ahead=ahead)
+            ahead = ahead_of(requested, route, choice) if choice else None
+            requested = structs.replace(requested, route=route, choice=choice, ahead=ahead)
         self._dispatch(requested)
 
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
@@ -204,6 +199,10 @@ class DecodeService:
         if self._table.find(key) is None:
             raise LocalError(f"no fetch '{cancel.fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)
         self._dispatch(ev.CancelRequested(key, call, cancel.release_offer))
+
+    def _choose(self, route: Route, requested: ev.Requested) -> object:
+        asked = requested.asked
+        return self._reader.choose(route, asked.first_token, asked.num_tokens)
 
     def _stop_reads(self, command: ev.StopReads) -> None:
         self._others.stop(command)

@@ -92,8 +92,7 @@ class PrefillService(Service):
         }
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
-        """What its copies need is made ready, and its offers are waited for."""
-        self._packing.copiers.prepare_for(engine)
+        """Its offers are waited for."""
         self._driver.dispatch(ev.EngineReady())
 
     def on_engine_lost(self, engine: LocalEngine) -> None:

@@ -8,20 +8,17 @@ import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
-
-from msgspec.structs import replace
 
 from kvbus.agent.copiers import Copiers
 from kvbus.agent.digests import Digester, Wanted
 from kvbus.agent.engines import LocalEngine
-from kvbus.agent.loop import guarded
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
 from kvbus.agent.slots import SlotMemory
 from kvbus.bus import Call, Handlers, Shared
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import GroupSpec, canonical_order, slot_bytes, slot_region
+from kvbus.memory import copying
 from kvbus.memory.digest_pieces import Digests as Found
 from kvbus.planning.digests import num_pieces
 from kvbus.protocol.message import Empty
@@ -50,9 +47,6 @@ MOST_DIGESTS = 256
 """Boxes that are digested, or wait for it, at a time: packs take turns with them."""
 Reader = tuple[str, str]
 """The boot id of a reader's session, and the offer that it reads."""
-
-if TYPE_CHECKING:
-    from kvbus.memory.paged import PagedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +202,6 @@ class Packing:
         self._agent.staging.check_packs()
         engine = self._engine(pack)
         work = _check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
-        if not self.copiers.ready:
-            self._agent.tasks.start_soon(self._pack_when_ready, pack, call)
-            return
         offered_here = engine.control is not None
         if offered_here:
             now, is_state = self._agent.loop.time(), bool(work.group.state)
@@ -231,23 +222,6 @@ class Packing:
         call.on_end = partial(self._driver.dispatch, slots.Abandoned(wanted.lease, call))
         self._driver.dispatch(wanted)
 
-    # The first box waits for torch before its offer is asked and a slot is leased: the import can
-    # take longer than that lease. The reader counts the slot's lease from when it sent the request,
-    # so what the box waited here is added, and the slot is kept for as long again.
-    #
-    #     reader:   sent ─────────────────────────── lease_s + waited ──┤ no READ ends later
-    #     here:          received ── waited ── slot leased ── lease_s + waited ──────┤ slot is free
-    async def _pack_when_ready(self, pack: Pack, call: Call) -> None:
-        received_at = self._agent.loop.time()
-
-        async def retry() -> None:
-            await asyncio.wrap_future(self.copiers.prepare())
-            waited_s = self._agent.loop.time() - received_at
-            if not call.answered:
-                self._pack(replace(pack, slot_lease_s=pack.slot_lease_s + waited_s), call)
-
-        await guarded(retry, call.refuse)
-
     def _start_gather(self, command: slots.StartGather) -> None:
         work, slot_id = command.work, command.slot_id
         if not isinstance(work, Gather):
@@ -262,12 +236,12 @@ class Packing:
             group=work.group,
         )
 
-    def _gather(self, work: Gather, memory: SlotMemory, slot: int, paged: "PagedMemory") -> None:
+    def _gather(
+        self, work: Gather, memory: SlotMemory, slot: int, paged: copying.PagedMemory
+    ) -> None:
         """Copy, in a thread."""
-        from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
-
         started_at = time.perf_counter()
-        buffer = copying.Slot(memory.tensor(slot), work.pack.order)
+        buffer = copying.Slot(memory.view(slot), work.pack.order)
         copying.gather(paged, work.pack.table, work.pack.box, buffer)
         self._metrics.gather_s.observe(time.perf_counter() - started_at)
 

@@ -5,7 +5,7 @@ Every answer goes back to the table as an event, exactly one for each command.
 
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import structlog
 
@@ -36,7 +36,7 @@ WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 class LeaseClient(EventListener):
     """Requests to prefill agents for the fetches under way; ``dispatch`` takes the answers.
 
-    ``prepare`` is awaited with a new route before the first claim on it.
+    ``choose`` says how a fetch is read on a new route.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class LeaseClient(EventListener):
         config: DecodeConfig,
         tickets: TicketGate,
         dispatch: Callable[[ev.Event], None],
-        prepare: Callable[[Route, ev.Requested], Awaitable[object]],
+        choose: Callable[[Route, ev.Requested], object],
     ) -> None:
         self._agent, self._config, self._dispatch = agent, config, dispatch
-        self._tickets, self._prepare = tickets, prepare
+        self._tickets, self._choose = tickets, choose
         self.active: dict[str, ActiveFetch] = {}
         """The fetches that are under way, by id."""
         self._by_offer: defaultdict[str, set[str]] = defaultdict(set)
@@ -271,7 +271,7 @@ class LeaseClient(EventListener):
         async def find_route() -> None:
             ticket, engine = fetch.requested.ticket, fetch.engine
             route = await self.routes.route(fetch.home, ticket, engine, timeout_s=timeout_s)
-            choice = await self._prepare(route, fetch.requested)
+            choice = self._choose(route, fetch.requested)
             if self.active.get(fetch.fetch_id) is fetch:  # else it has ended meanwhile
                 self._hold_route(fetch, route, choice)
                 self._dispatch(ev.PeerReady(fetch.fetch_id))

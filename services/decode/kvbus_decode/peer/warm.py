@@ -5,7 +5,6 @@ a round ─▶ names are looked up ─▶ each agent: status ─▶ a handshake 
    └── after `peers_refresh_s`, or when an engine came, or another process is there
 """
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -67,7 +66,7 @@ class _Listed:
 
 
 class WarmPeers:
-    """All agents that are listed; ``prepare`` is awaited with each new route."""
+    """All agents that are listed."""
 
     def __init__(
         self,
@@ -75,10 +74,9 @@ class WarmPeers:
         config: DecodeConfig,
         peers: PeerDirectory,
         routes: RouteBook,
-        prepare: Callable[[Route], Awaitable[None]],
     ) -> None:
         self._agent, self._config = agent, config
-        self._peers, self._routes, self._prepare = peers, routes, prepare
+        self._peers, self._routes = peers, routes
         self._listings = [_Listing.of(text) for text in config.peers]
         self._listed: dict[PeerAddress, _Listed] = {}
         self._addresses: dict[str, list[str]] = {one.host: [] for one in self._listings}
@@ -86,7 +84,7 @@ class WarmPeers:
         self._news = anyio.Event()
         self._turns = anyio.CapacityLimiter(AT_ONCE)
         self._lookups = anyio.CapacityLimiter(AT_ONCE)
-        self._prepared: WeakSet[Route] = WeakSet()
+        self._warmed: WeakSet[Route] = WeakSet()
 
     @property
     def num_listed(self) -> int:
@@ -222,9 +220,8 @@ class WarmPeers:
     async def _route(self, peer: Peer, ticket: Ticket, engine: LocalEngine) -> Route:
         timeout_s = self._config.request_timeout_s
         route = await self._routes.route(peer, ticket, engine, timeout_s=timeout_s)
-        if route not in self._prepared:
-            await self._prepare(route)
-            self._prepared.add(route)
+        if route not in self._warmed:
+            self._warmed.add(route)
             met = {"engine_id": ticket.engine_id, "reader": engine.engine_id}
             log.info("route.warmed", peer=peer.endpoint, **met)
         return route

@@ -4,13 +4,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvbus.agent.copiers import Job, Work
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.slots import SlotMemory, StagingDevices
 from kvbus.errors import ErrorCode, GeometryError, LocalError, RemoteError
 from kvbus.geometry import Box, GroupSpec, SlotOrder, canonical_order, slot_bytes
+from kvbus.memory import copying
 from kvbus.memory.run_copy import copy_few_runs, copy_runs
 from kvbus.planning import (
     Copies,
@@ -33,9 +33,6 @@ from kvbus_decode.peer.route import Source, SourcePlan
 from kvbus_decode.read.chunk import Chunk
 from kvbus_decode.read.compare import CompareJob
 from kvbus_decode.read.table import COMPARING, COPYING, PACKING, READING, Leg
-
-if TYPE_CHECKING:
-    from kvbus.memory.paged import PagedMemory
 
 Rows = tuple[Descriptors, MemoryKind, MemoryKind]
 """READs, and the kinds of memory: ours and theirs."""
@@ -218,14 +215,12 @@ class BoxJob(LegJob):
             raise LocalError("the box is not packed", code=ErrorCode.INTERNAL)
         return from_slot(self.reads, packed.address, packed.device), "DRAM", packed.memory
 
-    def copy(self, slot: int | None, memory: "PagedMemory") -> None:
+    def copy(self, slot: int | None, memory: copying.PagedMemory) -> None:
         """Scatter number ``slot`` of ours into the blocks of one rank; in a thread."""
-        from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
-
         if self.slots is None or slot is None:
             raise LocalError("the box has no slot", code=ErrorCode.INTERNAL)
         table = self.chunk.asked.tables[self.box.group]
-        packed = copying.Slot(self.slots.tensor(slot), self.order)
+        packed = copying.Slot(self.slots.view(slot), self.order)
         copying.scatter(memory, table, self.box, packed)
 
 
@@ -238,10 +233,8 @@ class ZeroJob(LegJob):
     group: GroupSpec
     span: tuple[int, int]
 
-    def copy(self, _slot: int | None, memory: "PagedMemory") -> None:
+    def copy(self, _slot: int | None, memory: copying.PagedMemory) -> None:
         """Zero them; in a thread."""
-        from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
-
         copying.zero_positions(memory, self.chunk.asked.tables[self.group.name], *self.span)
 
 

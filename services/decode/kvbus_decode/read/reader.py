@@ -30,10 +30,10 @@ from kvbus.transport import ReadOutcome, ReadStatus
 from kvbus.transport.types import RecycleReport
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.fetch.events import ReadChunk, ReadEnded, Requested
+from kvbus_decode.fetch.events import ReadChunk, ReadEnded
 from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.peer.memory_check import check_memory
-from kvbus_decode.peer.route import Route, Source
+from kvbus_decode.peer.route import Source
 from kvbus_decode.read import table as ev
 from kvbus_decode.read.chunk import Chunk, make_chunk
 from kvbus_decode.read.compare import Comparison
@@ -57,8 +57,6 @@ log = structlog.get_logger()
 MAX_INLINE_DESCRIPTORS = 16_384
 LOSS_KNOWN_WITHIN_S = 2.0
 UNPACK_TIMEOUT_S = 5.0
-WARM_TOKENS = 2048
-"""Of a fetch that is yet to come."""
 GRACE_S = 2.0
 """How long READs of other peers may take to end; a slice of them is posted at most."""
 RECYCLED_WITHIN_S, AGAIN_S = 30.0, 1.0
@@ -122,34 +120,6 @@ class Reader:
         read = self._table.find(key)
         return None if read is None else read.story
 
-    # The import of torch takes a second or more, and stops the event loop for a part of it. So it
-    # comes before the claim of the first fetch that will need it: under the lease, a renewal would
-    # be late, and a prefill agent whose lease is over drives no progress, without which a READ
-    # over TCP never ends.
-    def is_ready(self, choice: PathChoice | None, requested: Requested) -> bool:
-        """Whether the fetch copies nothing here, or its copies could start at once."""
-        if self._copiers.ready:
-            return True
-        return not requested.asked.zero_tail and (choice is None or choice.path is not Path.PACKED)
-
-    def expect(self, engine: LocalEngine) -> None:
-        """Fetches of a new engine will come: its copies shall not wait for torch."""
-        self._copiers.prepare_for(engine)
-
-    async def prepare(self, route: Route, requested: Requested) -> PathChoice | None:
-        """How the fetch is read, once `is_ready` is true of it."""
-        asked = requested.asked
-        choice = self.choose(route, asked.first_token, asked.num_tokens)
-        if not self.is_ready(choice, requested):
-            await asyncio.wrap_future(self._copiers.prepare())
-        return choice
-
-    async def warm_up(self, route: Route) -> None:
-        """Return when the first fetch on a route finds ready what its copies need."""
-        choice = self.choose(route, 0, WARM_TOKENS)
-        if choice is not None and choice.path is Path.PACKED:
-            await asyncio.wrap_future(self._copiers.prepare())
-
     def read_chunk(self, command: ReadChunk) -> None:
         """Read a chunk by the path that was chosen for its fetch, or another if that has closed.
 
@@ -179,8 +149,6 @@ class Reader:
     def _legs(self, chunk: Chunk, choice: PathChoice) -> list[Leg]:
         if choice.path is Path.DIRECT:
             return direct_legs(chunk)
-        if choice.path is Path.PACKED:
-            self._copiers.prepare()
         staging = self._agent.staging
         return box_legs(chunk, choice.path, box_bytes=choice.box_bytes, staging=staging)
 
