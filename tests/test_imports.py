@@ -57,7 +57,6 @@ PURE_FOLDERS = (
     "kvbus/doctor/finding",
     "kvbus/clocks",
     "kvbus/trace/timeline",
-    "kvbus/trace/chrome",
     "services/prefill/kvbus_prefill/offer",
     "services/decode/kvbus_decode/fetch",
 )

@@ -3,36 +3,27 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import anyio
 import typer
+from msgspec import to_builtins
 from rich.text import Text
 
-from kvbus.bus import ClientCurve, KeyPair, agent_client
+from kvbus.bus import ClientCurve, KeyPair, RequestClient, agent_client
 from kvbus.clocks import ClockOffset, Exchange
 from kvbus.console import Console
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.asker import KeyFile, ServerKeys, curves_of
 from kvbus.output import fail, write_json
 from kvbus.protocol.ticket import UNKNOWN
-from kvbus.protocol.trace import OtherAgent, Trace, Traced
+from kvbus.protocol.trace import OtherAgent, Trace
 from kvbus.text import printable
-from kvbus.trace.chrome import chrome_file
-from kvbus.trace.timeline import AgentTrace, Timeline, failure_of
+from kvbus.trace.timeline import AgentTrace, Timeline, end_of, failure_of
 from kvbus.trace.waterfall import draw_waterfall, reasons
 
 NUM_EXCHANGES = 16
 """Questions about the clock: the quickest counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentToAsk:
-    """Where an agent is, and its CURVE key, empty when it has none."""
-
-    endpoint: str
-    server_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +45,13 @@ class Questions:
         self._traces: dict[str, AgentTrace] = {}
         self._problems: dict[str, KVBusError] = {}
 
-    async def ask(self, agents: Sequence[AgentToAsk]) -> Asked:
+    async def ask(self, agents: Sequence[OtherAgent]) -> Asked:
         """Ask ``agents`` and those that they name; who knows nothing, once more by ids."""
         name = self._name
         known = {one.endpoint: one for one in agents}
         await self._ask_all(agents, Trace(request_id=name, offer_id=name, fetch_id=name))
-        named = [one for one in self._named() if one.endpoint not in known]
+        others = [one for trace in self._traces.values() for one in trace.answer.others]
+        named = [one for one in dict.fromkeys(others) if one.endpoint not in known]
         known |= {one.endpoint: one for one in named}
         await self._ask_all(named, Trace(request_id=name, offer_id=name, fetch_id=name))
         silent = [known[at] for at, trace in self._traces.items() if not trace.spans]
@@ -69,41 +61,33 @@ class Questions:
         by_boot = {one.answer.boot: one for one in self._traces.values()}
         return Asked(tuple(by_boot.values()), self._problems)
 
-    async def _ask_all(self, agents: Sequence[AgentToAsk], question: Trace) -> None:
+    async def _ask_all(self, agents: Sequence[OtherAgent], question: Trace) -> None:
         async with anyio.create_task_group() as tasks:
             for agent in agents:
                 tasks.start_soon(self._ask_one, agent, question)
 
-    async def _ask_one(self, agent: AgentToAsk, question: Trace) -> None:
-        curve = None
+    async def _ask_one(self, agent: OtherAgent, question: Trace) -> None:
+        at, curve = agent.endpoint, None
         if self._keys is not None and agent.server_key:
             curve = ClientCurve(self._keys, agent.server_key)
         try:
-            self._traces[agent.endpoint] = await self._trace(agent.endpoint, question, curve)
+            async with agent_client(at, curve=curve) as client:
+                await self._trace(client, at, question)
         except KVBusError as error:
-            self._problems[agent.endpoint] = error
+            self._problems[at] = error
 
-    async def _trace(self, endpoint: str, question: Trace, curve: ClientCurve | None) -> AgentTrace:
+    async def _trace(self, client: RequestClient, at: str, question: Trace) -> None:
         exchanges: list[Exchange] = []
-        outcome: Traced | KVBusError
-        async with agent_client(endpoint, curve=curve) as client:
-            try:
-                outcome = await client.ask(question, timeout_s=self._timeout_s)
-                for _ in range(NUM_EXCHANGES):
-                    sent_s = time.monotonic()
-                    clock = await client.ask(Trace(), timeout_s=self._timeout_s)
-                    exchanges.append(Exchange(sent_s, clock.now_s, time.monotonic()))
-            except KVBusError as error:
-                outcome = error
-        if isinstance(outcome, KVBusError):
-            raise outcome
-        return AgentTrace.of(endpoint, outcome, ClockOffset.of(exchanges))
-
-    def _named(self) -> list[AgentToAsk]:
-        others: dict[OtherAgent, None] = {}
-        for trace in self._traces.values():
-            others |= dict.fromkeys(trace.answer.others)
-        return [AgentToAsk(one.endpoint, one.server_key) for one in others]
+        try:
+            answer = await client.ask(question, timeout_s=self._timeout_s)
+            for _ in range(NUM_EXCHANGES):
+                sent_s = time.monotonic()
+                clock = await client.ask(Trace(), timeout_s=self._timeout_s)
+                exchanges.append(Exchange(sent_s, clock.now_s, time.monotonic()))
+        except KVBusError as error:
+            self._problems[at] = error
+        else:
+            self._traces[at] = AgentTrace.of(at, answer, ClockOffset.of(exchanges))
 
     def _id(self, key: str) -> str:
         """The last id of this kind that an agent told; not that of all offers that are not met."""
@@ -130,12 +114,6 @@ def trace(
             "decode agent names the prefill agent, which is asked as well.",
         ),
     ],
-    chrome: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Also write a file for Perfetto (ui.perfetto.dev) or Chrome."
-        ),
-    ] = None,
     timeout: Annotated[
         float,
         typer.Option(min=0.01, max=3600, metavar="SECONDS", help="How long to wait for each."),
@@ -147,7 +125,7 @@ def trace(
     """Show one request over all agents, on one clock, and where its time went."""
     try:
         keys, server_keys = curves_of(key_file, server_key or [], len(peer))
-        agents = [AgentToAsk(at, key) for at, key in zip(peer, server_keys, strict=True)]
+        agents = [OtherAgent(at, key) for at, key in zip(peer, server_keys, strict=True)]
         asked = anyio.run(Questions(request_id, keys=keys, timeout_s=timeout).ask, agents)
     except ConfigError as error:
         raise typer.BadParameter(error.message) from error
@@ -159,8 +137,6 @@ def trace(
     timeline = Timeline.of(asked.traces, now_s=time.monotonic())
     if not timeline.agents:
         fail(_unknown(request_id, asked), status=1, cause=KVBusError("no agent knows it"))
-    if chrome is not None:
-        _write(chrome, chrome_file(timeline, request_id))
     if as_one_json:
         write_json(_as_map(request_id, timeline, asked))
         return
@@ -189,14 +165,6 @@ def _unknown(request_id: str, asked: Asked) -> str:
     )
 
 
-def _write(path: Path, content: bytes) -> None:
-    try:
-        with path.open("wb") as file:
-            file.write(content)
-    except OSError as error:
-        fail(f"cannot write {path}: {error.strerror}", status=1, cause=error)
-
-
 def _as_map(request_id: str, timeline: Timeline, asked: Asked) -> dict[str, object]:
     """Times in seconds from the start of the timeline."""
     return {
@@ -214,14 +182,10 @@ def _as_map(request_id: str, timeline: Timeline, asked: Asked) -> dict[str, obje
                 "clock_error_s": one.clock.error_s,
                 "cut": one.answer.cut,
                 "spans": [
-                    {
-                        "name": span.name,
-                        "about": span.about,
-                        "depth": span.depth,
+                    to_builtins(span)
+                    | {
                         "start_s": span.start_s - timeline.start_s,
-                        "end_s": None if span.end_s is None else span.end_s - timeline.start_s,
-                        "error": span.error,
-                        "attributes": span.attributes,
+                        "end_s": end_of(span) - timeline.start_s,
                     }
                     for span in one.spans
                 ],

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -57,8 +58,12 @@ class AgentTrace:
     @classmethod
     def of(cls, endpoint: str, answer: Traced, clock: ClockOffset) -> "AgentTrace":
         """With each span moved to our clock."""
-        moved = tuple(_moved(span, clock.offset_s) for span in answer.spans)
-        return cls(endpoint, answer, clock, moved)
+
+        def moved(span: Span) -> Span:
+            end_s = None if span.end_s is None else span.end_s + clock.offset_s
+            return structs.replace(span, start_s=span.start_s + clock.offset_s, end_s=end_s)
+
+        return cls(endpoint, answer, clock, tuple(map(moved, answer.spans)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,15 @@ class Timeline:
     @classmethod
     def of(cls, agents: Iterable[AgentTrace], *, now_s: float) -> "Timeline":
         """Agents in order of their first span; what goes on, goes on until ``now_s``."""
-        known = [_closed(one, now_s) for one in agents if one.spans]
+
+        def closed(span: Span) -> Span:
+            return structs.replace(span, end_s=now_s) if span.end_s is None else span
+
+        known = [replace(one, spans=tuple(map(closed, one.spans))) for one in agents if one.spans]
         known.sort(key=lambda one: min(span.start_s for span in one.spans))
         spans = [span for one in known for span in one.spans]
         start_s = min((span.start_s for span in spans), default=now_s)
-        return cls(tuple(known), start_s, max((end_of(span) for span in spans), default=now_s))
+        return cls(tuple(known), start_s, max(map(end_of, spans), default=now_s))
 
     @property
     def total_s(self) -> float:
@@ -86,7 +95,7 @@ class Timeline:
     def shares(self) -> dict[str, float]:
         """Seconds by what they went to, the most first; they add up to the whole."""
         covers = [cover for one in self.agents for cover in _covers(one.spans)]
-        times = sorted({self.start_s, self.end_s, *(t for one in covers for t in one.times)})
+        times = sorted({self.start_s, self.end_s, *(t for one in covers for t in one[1:3])})
         seconds: defaultdict[str, float] = defaultdict(float)
         for start_s, end_s in pairwise(times):
             found = [one for one in covers if one.start_s <= start_s and end_s <= one.end_s]
@@ -130,16 +139,11 @@ def covered_s(spans: Sequence[Span]) -> float:
     return covered
 
 
-@dataclass(frozen=True, slots=True)
-class _Cover:
+class _Cover(NamedTuple):
     rank: int
     start_s: float
     end_s: float
     phrase: str
-
-    @property
-    def times(self) -> tuple[float, float]:
-        return self.start_s, self.end_s
 
 
 _RANKS = {AWAITED: 0, OFFER: 1, PENDING: 2, FETCH: 3}
@@ -153,17 +157,6 @@ def _covers(spans: Sequence[Span]) -> Iterator[_Cover]:
         phrase = PHRASES.get(root, {}).get(span.name)
         if phrase is not None and span.depth <= 1:
             yield _Cover(_RANKS[root], span.start_s, end_of(span), phrase)
-
-
-def _moved(span: Span, by_s: float) -> Span:
-    end_s = None if span.end_s is None else span.end_s + by_s
-    return structs.replace(span, start_s=span.start_s + by_s, end_s=end_s)
-
-
-def _closed(agent: AgentTrace, now_s: float) -> AgentTrace:
-    spans = agent.spans
-    closed = (structs.replace(one, end_s=now_s) if one.end_s is None else one for one in spans)
-    return replace(agent, spans=tuple(closed))
 
 
 def failure_of(timeline: Timeline) -> str:

@@ -102,13 +102,7 @@ class RawPeer:
         self.put(event, op.encode())
 
     def heartbeat(self, seqs: Any, boot: str = "raw") -> None:
-        event = {
-            "v": 1,
-            "op": "heartbeat",
-            "seq": 1,
-            "boot": boot,
-            "body": {"seqs": seqs, "uptime_s": 1},
-        }
+        event = {"v": 1, "op": "heartbeat", "seq": 1, "boot": boot, "body": {"seqs": seqs}}
         self.put(event, b"heartbeat")
 
 

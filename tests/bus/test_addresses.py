@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvbus.bus import AllowedPeers, SocketOptions
-from kvbus.bus.connection import MAX_LOOKUPS
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, RemoteError
 from tests.agents import until
 from tests.bus.conftest import TCP, Bus, Record
@@ -17,6 +16,7 @@ from tests.bus.messages import Ask, Echoed
 pytestmark = pytest.mark.anyio
 
 WITHIN_S = 20.0
+MAX_LOOKUPS = 32
 
 
 class NameServer:

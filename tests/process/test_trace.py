@@ -8,7 +8,6 @@ import json
 import math
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -236,13 +235,11 @@ async def test_the_sdk_passes_a_trace_on(prefill: AgentProcess, decode: AgentPro
 
 
 async def test_a_person_reads_a_waterfall_and_what_took_the_time(
-    prefill: AgentProcess, decode: AgentProcess, tmp_path: Path
+    prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     await handed_off(prefill, decode, "read")
-    file = tmp_path / "trace.json"
 
-    result = await traced("read", "--peer", decode.peer, "--chrome", str(file))
-    full = await traced("read", "--peer", decode.peer, "--chrome", "/dev/full")
+    result = await traced("read", "--peer", decode.peer)
     never = await traced("never", "--peer", decode.peer)
     silent = "tcp://127.0.0.1:9"
     half = await traced("read", "--peer", decode.peer, "--peer", silent, "--timeout", "0.5")
@@ -252,10 +249,7 @@ async def test_a_person_reads_a_waterfall_and_what_took_the_time(
     assert any(line.split()[:1] == ["taking"] and "█" in line for line in lines)
     assert " ms: " in lines[-1]
     assert "%" in lines[-1]
-    events = json.loads(file.read_text())["traceEvents"]
-    assert {"offer", "fetch"} <= {event["name"] for event in events}
-    assert (full.exit_code, never.exit_code, half.exit_code) == (1, 1, 0)
-    assert full.stderr == "error: cannot write /dev/full: No space left on device\n"
+    assert (never.exit_code, half.exit_code) == (1, 0)
     assert never.stderr.startswith("error: no agent remembers 'never': asked decode-")
     assert half.stderr.startswith(f"warning: {silent}: timeout: ")
 

@@ -1,9 +1,6 @@
 """All agents of a request on one clock: where its time went, how it failed, how that is shown."""
 
-import json
 import socket
-from collections import defaultdict
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -14,15 +11,8 @@ from typer.testing import CliRunner
 from kvbus.cli import app
 from kvbus.clocks import ClockOffset
 from kvbus.protocol import AgentRole, Span, Traced
-from kvbus.trace import (
-    UNKNOWN,
-    AgentTrace,
-    Timeline,
-    chrome_file,
-    draw_waterfall,
-    failure_of,
-    reasons,
-)
+from kvbus.trace.timeline import UNKNOWN, AgentTrace, Timeline, failure_of
+from kvbus.trace.waterfall import draw_waterfall, reasons
 
 REASON = "forbidden: the prefill agent at tcp://10.193.143.1:7701 is not connected to: its key " + (
     "!kL&e*WOay4[.yv!X*qU]X=]P-)wsdXjye^grwMr is not trusted here with the role 'prefill'"
@@ -217,23 +207,6 @@ def test_a_long_reason_takes_no_room_from_names_and_numbers(width: int) -> None:
     assert rows["sealed"] == ["0.000", "22837.028"]
     assert rows["claiming"] == ["22001.000", "0.700"]
     assert {"prefill", "decode"} <= rows.keys()
-
-
-def test_the_file_for_perfetto_has_every_span_and_in_a_lane_no_two_that_overlap_in_part() -> None:
-    events = json.loads(chrome_file(timeline(*READ), "r"))["traceEvents"]
-
-    spans = [one for one in events if one["ph"] == "X"]
-    (claiming,) = [one for one in spans if one["name"] == "claiming"]
-    lanes = defaultdict(list)
-    for one in spans:
-        lanes[one["pid"], one["tid"]].append((one["ts"], one["ts"] + one["dur"]))
-    names = {one["args"]["name"] for one in events if one["ph"] == "M"}
-    assert names == {"prefill prefill-0", "decode decode-0"}
-    assert len(spans) == len(OFFER) + len(FETCH)
-    assert (claiming["ts"], claiming["dur"]) == (1e6, 1e6)
-    for lane in lanes.values():
-        for (a, b), (c, d) in combinations(lane, 2):
-            assert b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
 
 
 def test_that_no_agent_answered_is_a_warning_and_status_1_and_no_endpoint_status_2() -> None:
