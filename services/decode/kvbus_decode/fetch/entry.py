@@ -85,20 +85,12 @@ Context = AnyContext[FetchLimits]
 
 
 @dataclass(slots=True)
-class ReaderLease:
-    """The lease as this side sees it: it ends no later here than at the prefill agent."""
-
-    epoch: int
-    token: str = field(repr=False)
-    expires_at: float
-
-
-@dataclass(slots=True)
 class FetchEntry:
     """One fetch; ``deadline`` is absolute, and so is ``answer_until``, the end of its grace.
 
     ``question`` is what the prefill agent was asked last and has not answered, ``ask_at`` when it
     is asked next. ``hinted`` is True when news came in between: the answer may be older.
+    ``held`` is the lease, which ends no later at ``lease_ends_at`` than at the prefill agent.
     ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``in_doubt`` while only
     the ticket says so. ``num_read`` tokens have landed. In flight are the ``chunk``, and while
     ``others_read`` the parts of other agents. ``place`` is None before its turn, and after it let
@@ -114,7 +106,8 @@ class FetchEntry:
     question: Request[Any] | None = None
     ask_at: float | None = None
     hinted: bool = False
-    held: ReaderLease | None = None
+    held: Granted | None = None
+    lease_ends_at: float = 0.0
     place: int | None = None
     place_until: float = 0.0
     tables: dict[str, BlockTable] = field(default_factory=dict)
@@ -127,7 +120,6 @@ class FetchEntry:
     others_read: bool = False
     num_bytes: int = 0
     path: str = ""
-    read_ahead: bool = False
     ends_as: FetchState = FetchState.COMPLETED
     error: KVBusError | None = None
     story: Story = field(default_factory=Story, compare=False)
@@ -198,7 +190,7 @@ class FetchEntry:
         if self.ask_at is not None:
             times.append(self.ask_at)
         if self.held is not None and self.state is not FetchState.TAKING:
-            times.append(self.held.expires_at)
+            times.append(self.lease_ends_at)
         return min(times)
 
     def makes_progress(self, now: float) -> bool:
@@ -227,7 +219,7 @@ class FetchEntry:
 
     def retire(self) -> None:
         """Keep no tables, and not the request that is answered."""
-        self.tables = {}
+        self.tables, self.held = {}, None
         requested = self.requested
         self.requested = replace(
             requested,
@@ -283,9 +275,9 @@ class FetchEntry:
 
     def receive(self, sent_at: float, granted: Granted) -> None:
         """The lease is ours, to use or to give back; it is renewed after a third of its time."""
-        lease_s, self.question = granted.lease_s, None
-        self.held = ReaderLease(granted.epoch, granted.token, sent_at + lease_s)
-        self.ask_at = sent_at + lease_s / 3
+        self.held, self.question = granted, None
+        self.lease_ends_at = sent_at + granted.lease_s
+        self.ask_at = sent_at + granted.lease_s / 3
 
     def land(self, ended: ev.ReadEnded) -> None:
         """The chunk is over, and its tokens count when all its bytes have landed; or the parts."""
@@ -318,7 +310,7 @@ class FetchEntry:
             engine_id=requested.engine_id,
             fetched=fetched,
             reply_to=requested.reply_to,
-            ahead=self.read_ahead,
+            ahead=requested.ahead is not None,
             leased=self.held is not None,
             undecided=undecided,
         )

@@ -142,7 +142,7 @@ def check_time(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Comman
     """The fetch's deadline, the lease's end, the next question, or the end of its place."""
     if fetch.ends_at <= at.now:
         return fail(fetch, _overdue(fetch), at)
-    if fetch.held is not None and fetch.state is not TAKING and fetch.held.expires_at <= at.now:
+    if fetch.held is not None and fetch.state is not TAKING and fetch.lease_ends_at <= at.now:
         message = "the lease ended before the read did"
         return fail(fetch, RemoteError(message, code=ErrorCode.LEASE_EXPIRED), at)
     return [ask(fetch, at)] if fetch.ask_at is not None and fetch.ask_at <= at.now else []
@@ -186,7 +186,7 @@ def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
     if ahead is None:
         fetch.enter(CLAIMING, at.now)
         return [ask(fetch, at)]
-    fetch.read_ahead = fetch.in_doubt = fetch.sealed = True
+    fetch.in_doubt = fetch.sealed = True
     fetch.tables, fetch.num_ready = dict(ahead.tables), fetch.requested.ticket.num_tokens
     commands = go_on(fetch, at)
     if fetch.chunk is not None and ahead.claims:
