@@ -11,7 +11,7 @@ from msgspec import structs
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.ending import Ending
 from kvbus.agent.service import Agent, Service
-from kvbus.keys.shell import key_options
+from kvbus.keys.files import key_options
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.message import Role

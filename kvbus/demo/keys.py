@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from kvbus.bus import ClientCurve, KeyPair, new_key_pair
-from kvbus.keys.files import TrustedKey, write_secret, write_trusted
+from kvbus.keys.files import write_secret
+from kvbus.keys.trusted import TrustedKey, write_trusted
 from kvbus.protocol.message import Role
 
 AGENTS = {"prefill": Role.PREFILL, "decode": Role.DECODE}

@@ -1,10 +1,7 @@
-"""Whose keys are trusted, and what each may ask: key files, the folder of public keys, roles.
+"""Whose keys are trusted, and as what: key files, the folder of public keys, `kvbus keys`."""
 
-Refuses to know sockets: `kvbus.bus` has the keys, agents and commands bring the two together.
-"""
-
-from kvbus.keys.files import TrustedKey, read_secret, write_secret, write_trusted
-from kvbus.keys.trusted import TrustedKeys
+from kvbus.keys.files import read_secret, write_secret
+from kvbus.keys.trusted import TrustedKey, TrustedKeys, write_trusted
 from kvbus.protocol.message import Role
 
 __all__ = [

@@ -40,18 +40,15 @@ def curves_of(
     key_file: Path | None, server_keys: list[str], num_agents: int
 ) -> tuple[KeyPair | None, list[str]]:
     """Our key and those of some agents, or none; raises `ConfigError` as `curve_of` does."""
-    if key_file is None and not server_keys:
-        return None, [""] * num_agents
-    if len(server_keys) != num_agents and key_file is not None:
+    if key_file is not None and len(server_keys) != num_agents:
         raise ConfigError(
             f"--server-key: given {len(server_keys)} times for {num_agents} agents; an agent with "
             "keys is asked with its own"
         )
-    curves = [curve_of(key_file, key) for key in server_keys]
-    return (
-        next((one.keys for one in curves if one is not None), None),
-        [one.server_key if one is not None else "" for one in curves],
-    )
+    curves = [one for key in server_keys if (one := curve_of(key_file, key)) is not None]
+    if not curves:
+        return None, [""] * num_agents
+    return curves[0].keys, [one.server_key for one in curves]
 
 
 def curve_of(key_file: Path | None, server_key: str) -> ClientCurve | None:

@@ -1,6 +1,6 @@
 """The commands ``kvbus keys``: make a key, show keys, trust one, revoke one.
 
-Refuses to print a secret key. A mistake is one line and exit status 2.
+No secret key is printed. A mistake is one line and exit status 2.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,8 @@ from rich.table import Table
 from kvbus.bus import new_key_pair, require_key
 from kvbus.console import Console
 from kvbus.errors import ConfigError
-from kvbus.keys.files import (
-    SUFFIX,
-    TrustedKey,
-    read_public,
-    roles_of,
-    write_secret,
-    write_trusted,
-)
-from kvbus.keys.trusted import TrustedKeys
+from kvbus.keys.files import read_public, write_secret
+from kvbus.keys.trusted import SUFFIX, TrustedKey, TrustedKeys, roles_of, write_trusted
 from kvbus.output import fail, write_json, write_text
 from kvbus.protocol.message import Role
 
@@ -89,7 +82,13 @@ def show(
         ]
         write_json({"keys": found, "problems": trusted.problems})
     else:
-        _print(trusted)
+        table = Table("name", "roles", "public key", box=SIMPLE_HEAD, show_edge=False)
+        for one in trusted:
+            table.add_row(one.name, ", ".join(sorted(one.roles)), one.key)
+        console = Console()
+        console.print(table)
+        for problem in trusted.problems:
+            console.print(problem, soft_wrap=True)
     if trusted.problems:
         raise typer.Exit(1)
 
@@ -115,7 +114,8 @@ def trust(
         require_key(key)
     except ConfigError as error:
         raise ConfigError(f"KEY is neither a file nor a key: {error.message}") from error
-    write_text(f"{write_trusted(folder, TrustedKey(name, key, roles_of(role)))}\n")
+    roles = roles_of("--role", role)
+    write_text(f"{write_trusted(folder, TrustedKey(name, key, roles))}\n")
 
 
 @keys.command(context_settings=DASH_FIRST)
@@ -139,13 +139,3 @@ def revoke(
         except OSError as error:
             raise ConfigError(f"cannot remove {path}: {error.strerror}") from error
         write_text(f"{path}\n")
-
-
-def _print(trusted: TrustedKeys) -> None:
-    table = Table("name", "roles", "public key", box=SIMPLE_HEAD, show_edge=False)
-    for one in trusted:
-        table.add_row(one.name, ", ".join(sorted(one.roles)), one.key)
-    console = Console()
-    console.print(table)
-    for problem in trusted.problems:
-        console.print(problem, soft_wrap=True)

@@ -1,39 +1,27 @@
-"""Files of keys: a secret one that nobody else may read, and public ones with their roles.
+"""Key files: a secret one that nobody else may read, and public ones.
 
-Refuses a secret file that others can read, files that others can write, and keys that are none.
+A secret file that others can read, a file that others can write, and a key that is none are
+refused, never with the secret.
 """
 
 import json
 import os
 import stat
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from kvbus.bus import KeyPair, key_pair_of, require_key
 from kvbus.errors import ConfigError
-from kvbus.protocol.message import Role
 
 MAX_FILE_BYTES = 4096
-SUFFIX = ".toml"
-
-
-@dataclass(frozen=True, slots=True)
-class TrustedKey:
-    """A public key, the name that its file gives it, and what it is trusted as."""
-
-    name: str
-    key: str
-    roles: frozenset[Role]
 
 
 def read_secret(path: Path) -> KeyPair:
     """The key pair in a file that `write_secret` made; raises `ConfigError`, never with the key."""
-    text, status = _read(path)
-    _require_private(path, status)
-    fields = _parse(path, text)
+    fields = read_fields(path, _require_private)
     if "secret_key" not in fields:
         raise ConfigError(f"{path} has no secret_key; make a key with: kvbus keys new FILE")
     try:
@@ -47,9 +35,12 @@ def read_secret(path: Path) -> KeyPair:
 
 def read_private(path: Path) -> bytes:
     """What is in a file that nobody else may read; raises `ConfigError`."""
-    content, status = _read_bytes(path)
-    _require_private(path, status)
-    return content
+    return _read(path, _require_private)
+
+
+def read_public(path: Path) -> str:
+    """The public key in a file, secret or not; raises `ConfigError`."""
+    return public_key_of(path, read_fields(path, lambda *_: None))
 
 
 def write_secret(path: Path, pair: KeyPair) -> None:
@@ -59,44 +50,14 @@ def write_secret(path: Path, pair: KeyPair) -> None:
         "# public_key: kvbus keys trust FOLDER KEY --name NAME --role ROLE\n"
         f"public_key = {json.dumps(pair.public)}\nsecret_key = {json.dumps(pair.secret)}\n"
     )
-    _create(path, text, 0o600)
+    create(path, text, 0o600)
 
 
-def read_public(path: Path) -> str:
-    """The public key in a file, secret or not; raises `ConfigError`."""
-    text, _ = _read(path)
-    fields = _parse(path, text)
-    key = str(fields.get("public_key", ""))
-    _require_key(path, key)
-    return key
-
-
-def read_trusted(path: Path) -> TrustedKey:
-    """What a file in a folder of trusted keys says; raises `ConfigError`."""
-    text, status = _read(path)
-    require_unwritable(path, status)
-    fields = _parse(path, text)
-    unknown = sorted(fields.keys() - {"public_key", "roles"})
-    if unknown:
-        raise ConfigError(f"{path}: key '{unknown[0]}' is not known; public_key and roles are")
-    key = str(fields.get("public_key", ""))
-    _require_key(path, key)
-    roles = fields.get("roles")
-    if not isinstance(roles, list) or not roles:
-        raise ConfigError(f"{path}: roles is not a list such as {_ROLES_EXAMPLE}")
-    return TrustedKey(path.stem, key, frozenset(_role(path, name) for name in roles))
-
-
-def write_trusted(folder: Path, trusted: TrustedKey) -> Path:
-    """A new file in the folder; raises `ConfigError`, also when the name is taken."""
-    try:
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from error
-    roles = json.dumps(sorted(trusted.roles))
-    path = folder / f"{trusted.name}{SUFFIX}"
-    _create(path, f"public_key = {json.dumps(trusted.key)}\nroles = {roles}\n", 0o644)
-    return path
+def key_options(key_file: str, server_key: str) -> str:
+    """The options that ask an agent with this key, with a space before; empty without keys."""
+    if not (key_file and server_key):
+        return ""
+    return f" --key-file {quote(key_file)} --server-key={quote(server_key)}"
 
 
 def require_unwritable(path: Path, status: os.stat_result) -> None:
@@ -126,50 +87,30 @@ def _require_private(path: Path, status: os.stat_result) -> None:
         )
 
 
-_ROLES_EXAMPLE = '["decode"]'
+Check = Callable[[Path, os.stat_result], None]
+"""Raises `ConfigError` for a file that is not to be used, by what is true of it."""
 
 
-def _require_key(path: Path, key: str) -> None:
+def read_fields(path: Path, check: Check) -> Mapping[str, Any]:
+    """What a TOML file says that passes ``check``; raises `ConfigError`."""
     try:
-        require_key(key)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: public_key: {error.message}") from error
-
-
-def _role(path: Path, name: object) -> Role:
-    try:
-        return Role(str(name))
-    except ValueError as error:
-        known = ", ".join(Role)
-        raise ConfigError(f"{path}: there is no role {name!r}; there are {known}") from error
-
-
-def _read(path: Path) -> tuple[str, os.stat_result]:
-    content, status = _read_bytes(path)
-    return content.decode(errors="replace"), status
-
-
-def _read_bytes(path: Path) -> tuple[bytes, os.stat_result]:
-    """The content and what was true of the file that was really read."""
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read the key file {path}: {error.strerror}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is no key file: it is larger than {MAX_FILE_BYTES} bytes")
-    return content, status
-
-
-def _parse(path: Path, text: str) -> Mapping[str, Any]:
-    try:
-        return tomllib.loads(text)
+        return tomllib.loads(_read(path, check).decode(errors="replace"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no key file: it is not TOML") from error
 
 
-def _create(path: Path, text: str, mode: int) -> None:
+def public_key_of(path: Path, fields: Mapping[str, Any]) -> str:
+    """The public key that the file at ``path`` says; raises `ConfigError`."""
+    key = str(fields.get("public_key", ""))
+    try:
+        require_key(key)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: public_key: {error.message}") from error
+    return key
+
+
+def create(path: Path, text: str, mode: int) -> None:
+    """A new file; raises `ConfigError`, also when there is one already."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
@@ -181,6 +122,14 @@ def _create(path: Path, text: str, mode: int) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def roles_of(names: Iterable[str]) -> frozenset[Role]:
-    """The roles of these names; raises `ConfigError` for one that is not known."""
-    return frozenset(_role(Path("--role"), name) for name in names)
+def _read(path: Path, check: Check) -> bytes:
+    """The content, if the file that was really read passes the check."""
+    try:
+        with path.open("rb") as file:
+            check(path, os.fstat(file.fileno()))
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the key file {path}: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is no key file: it is larger than {MAX_FILE_BYTES} bytes")
+    return content

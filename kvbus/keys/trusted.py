@@ -1,26 +1,59 @@
 """The folder of trusted public keys, as it is now: one small file for each.
 
-Refuses to trust what it cannot read: a folder that is gone trusts nobody.
+What cannot be read is not trusted: a folder that is gone trusts nobody.
 """
 
 import errno
+import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
 from kvbus.errors import ConfigError
-from kvbus.keys.files import SUFFIX, TrustedKey, read_trusted, require_unwritable
+from kvbus.keys.files import create, public_key_of, read_fields, require_unwritable
 from kvbus.protocol.message import Role
 
+SUFFIX = ".toml"
 MAX_KEYS = 4096
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
-FolderStamp = tuple[int, int, int]
-"""What changes when files come, go or are replaced: device, inode and time of the folder."""
 Stamp = tuple[str, int, int, int]
 """What changes when a file does: name, inode, time and size."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedKey:
+    """A public key, the name that its file gives it, and what it is trusted as."""
+
+    name: str
+    key: str
+    roles: frozenset[Role]
+
+
+def write_trusted(folder: Path, trusted: TrustedKey) -> Path:
+    """A new file in the folder; raises `ConfigError`, also when the name is taken."""
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from error
+    path, roles = folder / f"{trusted.name}{SUFFIX}", json.dumps(sorted(trusted.roles))
+    create(path, f"public_key = {json.dumps(trusted.key)}\nroles = {roles}\n", 0o644)
+    return path
+
+
+def roles_of(where: str, names: object) -> frozenset[Role]:
+    """The roles of a list of names; raises `ConfigError` that begins with ``where``."""
+    if not isinstance(names, list) or not names:
+        raise ConfigError(f'{where}: roles is not a list such as ["decode"]')
+    for name in names:
+        if name not in list(Role):
+            known = ", ".join(Role)
+            raise ConfigError(f"{where}: there is no role {name!r}; there are {known}")
+    return frozenset(map(Role, names))
 
 
 class TrustedKeys:
@@ -33,7 +66,7 @@ class TrustedKeys:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.problems: tuple[str, ...] = ()
-        self._folder_stamp: FolderStamp | None = None
+        self._folder_stamp: tuple[int, ...] | None = None
         self._files: dict[Stamp, TrustedKey | ConfigError] = {}
         self._by_key: dict[str, list[TrustedKey]] = {}
 
@@ -65,12 +98,15 @@ class TrustedKeys:
         except (OSError, ConfigError) as error:
             if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS:
                 return False  # that says nothing of the keys
-            return self._distrust_all(error)
+            reason = error.message if isinstance(error, ConfigError) else error.strerror
+            before, self._folder_stamp, self._files = self.problems, None, {}
+            self._take(f"cannot read the folder {self.folder}: {reason}; nobody is trusted")
+            return self.problems != before
         is_first, self._folder_stamp = self._folder_stamp is None, folder_stamp
         if stamps == list(self._files) and not is_first:
             return False
         self._files = {stamp: self._files.get(stamp) or self._read(stamp) for stamp in stamps}
-        self._take(self._files.values())
+        self._take()
         return True
 
     def lost(self, *, files: bool) -> frozenset[str] | None:
@@ -93,28 +129,24 @@ class TrustedKeys:
         return sorted(found)
 
     def _read(self, stamp: Stamp) -> TrustedKey | ConfigError:
+        path = self.folder / stamp[0]
         try:
-            return read_trusted(self.folder / stamp[0])
+            fields = read_fields(path, require_unwritable)
+            for unknown in sorted(fields.keys() - {"public_key", "roles"}):
+                raise ConfigError(f"{path}: key '{unknown}' is not known; public_key and roles are")
+            key = public_key_of(path, fields)
+            return TrustedKey(path.stem, key, roles_of(str(path), fields.get("roles")))
         except ConfigError as error:
             return error
 
-    def _take(self, files: Iterable[TrustedKey | ConfigError]) -> None:
-        by_key: dict[str, list[TrustedKey]] = {}
-        problems = []
-        for one in files:
+    def _take(self, *problems: str) -> None:
+        by_key = defaultdict[str, list[TrustedKey]](list)
+        for one in self._files.values():
             if isinstance(one, ConfigError):
-                problems.append(one.message)
+                problems += (one.message,)
             else:
-                by_key.setdefault(one.key, []).append(one)
-        self._by_key, self.problems = by_key, tuple(problems)
-
-    def _distrust_all(self, error: OSError | ConfigError) -> bool:
-        reason = error.message if isinstance(error, ConfigError) else error.strerror
-        problems = (f"cannot read the folder {self.folder}: {reason}; nobody is trusted",)
-        changed = problems != self.problems
-        self._folder_stamp, self._files = None, {}
-        self._by_key, self.problems = {}, problems
-        return changed
+                by_key[one.key].append(one)
+        self._by_key, self.problems = dict(by_key), problems
 
 
 def _roles(keys: Iterable[TrustedKey]) -> frozenset[Role]:
