@@ -4,18 +4,38 @@ Each case is a script: events, some with the time and what must be done. See `do
 """
 
 from collections.abc import Hashable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import pytest
 
 from kvbus.errors import ErrorCode, SegmentError
-from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, Stopped
+from kvbus.protocol import Packed
+from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, SendReply, Stopped
 from kvbus_prefill import slots
 
 LIMITS = slots.SlotLimits(num_slots=4, max_gathers=1, max_slot_lease_s=8.0)
 ONE_SLOT = slots.SlotLimits(num_slots=1)
 WIPED = slots.SlotLimits(num_slots=1, wipe=True)
 DUE = DeadlinePassed()
+
+
+@dataclass(eq=False)
+class Memory:
+    """Of a device."""
+
+    memory: Literal["DRAM", "VRAM"] = "DRAM"
+    device: int = 0
+
+    def address(self, slot: int) -> int:
+        return 100 * slot
+
+    def view(self, slot: int) -> Any: ...
+
+    def wipe(self, slot: int) -> None: ...
+
+
+HOST, GPU = Memory(), Memory("VRAM", 1)
 
 
 def asked(
@@ -25,11 +45,11 @@ def asked(
     num_bytes: int = 80,
     slot_lease_s: float = 2.0,
     priority: int = 0,
-    device: str = "host",
+    memory: Memory = HOST,
 ) -> slots.SlotWanted:
     """The name is what is gathered, and who waits for the answer."""
     return slots.SlotWanted(
-        lease, "reader", "engine", device, num_bytes, slot_lease_s, name, name, priority
+        lease, "reader", "engine", memory, num_bytes, slot_lease_s, name, name, priority
     )
 
 
@@ -46,12 +66,12 @@ def done(commands: list[slots.Command]) -> list[str]:
     words = []
     for command in commands:
         match command:
-            case slots.StartGather(work=work):
-                words.append(f"gather {work}")
+            case slots.StartGather():
+                words.append(f"gather {command.asked.work}")
             case slots.StartWipe():
                 words.append("wipe")
-            case slots.ReplyPacked():
-                words.append(f"{command.reply_to} has {command.slot_id}")
+            case SendReply(reply_to, Packed(slot_id)):
+                words.append(f"{reply_to} has {slot_id}")
             case Refuse():
                 words.append(f"{command.reply_to}: {command.error.code}")
     return words
@@ -103,7 +123,7 @@ SCRIPTS: dict[str, list[Step]] = {
         [WIPED, asked("a"), asked("b"), gathered(), (1, given(), ["wipe"]),
          (1, slots.WipeEnded(1), ["gather b"]), 1],
     "a box of another device needs no slot of this one":
-        [ONE_SLOT, asked("a"), (1, asked("b", device="gpu"), ["gather b"]), 2,
+        [ONE_SLOT, asked("a"), (1, asked("b", memory=GPU), ["gather b"]), 2,
          (1, gathered(2), ["b has 2"]), (1, gathered(1), ["a has 1"]), (1, given(2), []), 1],
     "a slot that is given back goes to the next under another id":
         [ONE_SLOT, asked("a"), asked("b"), gathered(), (1, given(), ["gather b"]),

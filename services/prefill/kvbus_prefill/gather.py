@@ -14,7 +14,6 @@ from kvbus.agent.digests import Digester, Wanted
 from kvbus.agent.engines import LocalEngine
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
-from kvbus.agent.slots import SlotMemory
 from kvbus.bus import Call, Handlers, Shared
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import GroupSpec, canonical_order, slot_bytes, slot_region
@@ -28,7 +27,6 @@ from kvbus.protocol.peer import (
     Digest,
     Digests,
     Pack,
-    Packed,
     Unpack,
 )
 from kvbus.table import Driver, Key, Places
@@ -89,7 +87,6 @@ class Packing:
         self._driver.commands |= {
             slots.StartGather: self._start_gather,
             slots.StartWipe: self._start_wipe,
-            slots.ReplyPacked: self._reply_packed,
         }
         self._lost: dict[str, LocalEngine] = {}
         self.copiers = Copiers(
@@ -210,7 +207,7 @@ class Packing:
             lease=lease if offered_here else (reader, *lease),
             reader=reader,
             engine_id=engine.engine_id,
-            device=work.memory.device,
+            slots=self._agent.staging.at(work.memory.device),
             num_bytes=work.num_bytes,
             slot_lease_s=pack.slot_lease_s,
             work=work,
@@ -218,18 +215,17 @@ class Packing:
             priority=pack.priority,
             offer_id=pack.offer_id,
         )
-        self._agent.staging.at(wanted.device)  # refuses a device that has no slots
         call.on_end = partial(self._driver.dispatch, slots.Abandoned(wanted.lease, call))
         self._driver.dispatch(wanted)
 
     def _start_gather(self, command: slots.StartGather) -> None:
-        work, slot_id = command.work, command.slot_id
+        asked, slot_id = command.asked, command.slot_id
+        work = asked.work
         if not isinstance(work, Gather):
             raise TypeError(f"{work} is nothing to gather")
-        memory = self._agent.staging.at(command.device)
         self.copiers.start(
-            command.turn,
-            partial(self._gather, work, memory, command.slot),
+            asked.turn,
+            partial(self._gather, work, asked.slots, command.slot),
             lambda error: self._driver.dispatch(slots.GatherEnded(slot_id, error)),
             engine=work.engine,
             memories=(work.memory,),
@@ -237,33 +233,20 @@ class Packing:
         )
 
     def _gather(
-        self, work: Gather, memory: SlotMemory, slot: int, paged: copying.PagedMemory
+        self, work: Gather, memory: slots.DeviceSlots, slot: int, paged: copying.PagedMemory
     ) -> None:
         """Copy, in a thread."""
         started_at = time.perf_counter()
         buffer = copying.Slot(memory.view(slot), work.pack.order)
         copying.gather(paged, work.pack.table, work.pack.box, buffer)
         self._metrics.gather_s.observe(time.perf_counter() - started_at)
+        self._metrics.packed_bytes.inc(work.num_bytes)
 
     def _start_wipe(self, command: slots.StartWipe) -> None:
+        ended = slots.WipeEnded(command.slot_id)
         self.copiers.start_alone(
-            partial(self._agent.staging.at(command.device).wipe, command.slot),
-            partial(self._driver.dispatch, slots.WipeEnded(command.slot_id)),
+            partial(command.slots.wipe, command.slot), partial(self._driver.dispatch, ended)
         )
-
-    def _reply_packed(self, command: slots.ReplyPacked) -> None:
-        self._metrics.packed_bytes.inc(command.num_bytes)
-        memory = self._agent.staging.at(command.device)
-        if isinstance(command.reply_to, Call):
-            packed = Packed(
-                slot_id=command.slot_id,
-                address=memory.address(command.slot),
-                num_bytes=command.num_bytes,
-                slot_lease_s=command.slot_lease_s,
-                memory=memory.memory,
-                device=memory.device,
-            )
-            command.reply_to.reply(packed)
 
     # Boxes that are digested. A digest tells of bytes: it needs the secret of the offer. One that
     # ends while its blocks are digested may have other bytes in them by then. So it is looked at

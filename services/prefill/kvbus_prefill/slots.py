@@ -8,13 +8,15 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
+from typing import Any, Literal, Protocol
 
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.protocol.peer import Packed
 from kvbus.table import Context as AnyContext
 from kvbus.table import FairPool, Key, Story, Table, transitions
-from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, Stopped, Value
+from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, SendReply, Stopped, Value
 
 
 class SlotState(StrEnum):
@@ -61,8 +63,21 @@ class SlotLimits:
 Context = AnyContext[SlotLimits]
 
 
+class DeviceSlots(Protocol):
+    """The slots of one device, by their numbers; equal only to itself."""
+
+    memory: Literal["DRAM", "VRAM"]
+    device: int
+
+    def address(self, slot: int) -> int: ...
+
+    def view(self, slot: int) -> Any: ...
+
+    def wipe(self, slot: int) -> None: ...
+
+
 class SlotWanted(Value, frozen=True):
-    """A reader wants ``num_bytes`` gathered into a slot; ``work`` is what the agent needs for it.
+    """A reader wants ``num_bytes`` gathered into one of ``slots``, as ``work`` tells the agent.
 
     ``reader`` is the name of the session that asked: only it can give the slot back.
     """
@@ -70,7 +85,7 @@ class SlotWanted(Value, frozen=True):
     lease: Hashable
     reader: str
     engine_id: str
-    device: str
+    slots: DeviceSlots
     num_bytes: int
     slot_lease_s: float
     work: object
@@ -139,35 +154,22 @@ Event = (
 
 
 class StartGather(Value, frozen=True):
-    """Copy the box of ``work`` into slot number ``slot``, and tell when that has ended."""
+    """Copy the box of ``asked`` into slot number ``slot``, and tell when that has ended."""
 
     slot_id: int
-    device: str
     slot: int
-    work: object
-    turn: Key
+    asked: SlotWanted
 
 
 class StartWipe(Value, frozen=True):
     """Write zeros over slot number ``slot``, and tell when that has ended."""
 
     slot_id: int
-    device: str
     slot: int
+    slots: DeviceSlots
 
 
-class ReplyPacked(Value, frozen=True):
-    """Tell the reader that its box lies in slot number ``slot``."""
-
-    reply_to: object
-    slot_id: int
-    device: str
-    slot: int
-    num_bytes: int
-    slot_lease_s: float
-
-
-Command = StartGather | StartWipe | ReplyPacked | Refuse
+Command = StartGather | StartWipe | SendReply | Refuse
 Commands = list[Command]
 
 
@@ -203,9 +205,8 @@ class SlotEntry:
 
 def start(box: SlotEntry, event: TurnCame, _: Context) -> Commands:
     """The slot is this box's from now on."""
-    asked = box.asked
     box.state, box.slot = GATHERING, event.slot
-    return [StartGather(box.slot_id, asked.device, event.slot, asked.work, asked.turn)]
+    return [StartGather(box.slot_id, event.slot, box.asked)]
 
 
 def end_gather(box: SlotEntry, event: GatherEnded, at: Context) -> Commands:
@@ -215,16 +216,15 @@ def end_gather(box: SlotEntry, event: GatherEnded, at: Context) -> Commands:
         error = event.error or KVBusError("the box was gathered into no slot")
         return [Refuse(asked.reply_to, error), *free(box, event, at)]
     box.state = PACKED
-    return [
-        ReplyPacked(
-            reply_to=asked.reply_to,
-            slot_id=box.slot_id,
-            device=asked.device,
-            slot=box.slot,
-            num_bytes=asked.num_bytes,
-            slot_lease_s=box.slot_lease_s,
-        )
-    ]
+    packed = Packed(
+        slot_id=box.slot_id,
+        address=asked.slots.address(box.slot),
+        num_bytes=asked.num_bytes,
+        slot_lease_s=box.slot_lease_s,
+        memory=asked.slots.memory,
+        device=asked.slots.device,
+    )
+    return [SendReply(asked.reply_to, packed)]
 
 
 def give_up(box: SlotEntry, event: Event, _: Context) -> Commands:
@@ -243,7 +243,7 @@ def free(box: SlotEntry, _event: Event, at: Context) -> Commands:
     """The slot is not written into, and nothing that is read from it now is valid."""
     if at.limits.wipe and box.slot is not None:
         box.state = WIPING
-        return [StartWipe(box.slot_id, box.asked.device, box.slot)]
+        return [StartWipe(box.slot_id, box.slot, box.asked.slots)]
     box.state = OVER
     return []
 
@@ -300,9 +300,9 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)
         self.stopped = False
         self._ids = count(1)
-        self._num_copies: Counter[str] = Counter()
+        self._num_copies: Counter[DeviceSlots] = Counter()
         self._leases: defaultdict[Hashable, dict[int, SlotEntry]] = defaultdict(dict)
-        self._pools: defaultdict[str, FairPool[int]] = defaultdict(self._new_pool)
+        self._pools: defaultdict[DeviceSlots, FairPool[int]] = defaultdict(self._new_pool)
 
     def _new_pool(self) -> FairPool[int]:
         """Of a device. A lease has half of it, so that a reader that stopped leaves some.
@@ -335,7 +335,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
             self.stopped |= isinstance(event, Stopped)
             hit = self._hit_by(event)
             if isinstance(event, GatherEnded):
-                self._num_copies[hit[0].asked.device] -= 1
+                self._num_copies[hit[0].asked.slots] -= 1
             commands = self._apply_all(hit, event, now)
         return commands + self._take_turns(now)
 
@@ -363,24 +363,24 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         slot_lease_s = min(asked.slot_lease_s, self.limits.max_slot_lease_s)
         box = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
         self._leases[asked.lease][box.slot_id] = box
-        self._pools[asked.device].wait(asked.turn, box.slot_id)
+        self._pools[asked.slots].wait(asked.turn, box.slot_id)
         self._add(box, asked, now, ())
         return []
 
     def _take_turns(self, now: float) -> Commands:
         """Slots to boxes that wait, as long as threads are free to gather into them."""
         commands: Commands = []
-        for device, pool in self._pools.items():
-            while self._num_copies[device] < self.limits.max_gathers:
+        for slots, pool in self._pools.items():
+            while self._num_copies[slots] < self.limits.max_gathers:
                 if (granted := pool.acquire()) is None:
                     break
                 slot_id, slot = granted
-                self._num_copies[device] += 1
+                self._num_copies[slots] += 1
                 commands += self._apply(self.live[slot_id], TurnCame(slot), now)
         return commands
 
     def _retire(self, entry: SlotEntry) -> None:
-        lease, pool = entry.asked.lease, self._pools[entry.asked.device]
+        lease, pool = entry.asked.lease, self._pools[entry.asked.slots]
         del self._leases[lease][entry.slot_id]
         if not self._leases[lease]:
             del self._leases[lease]
