@@ -222,6 +222,7 @@ class _OpenPlane:
     """The data plane of a simulated machine, at which there is nothing to be checked."""
 
     endpoints: tuple[str, ...] = ()
+    interfaces: tuple[str, ...] = ()
 
     async def open(self) -> None:
         """It is."""
