@@ -28,9 +28,14 @@ async def inside_agent(
         staging = await StagingDevices.open(config, transport)
         try:
             async with anyio.create_task_group() as tasks:
-                folder = config.runtime_path
                 runtime = Runtime(
-                    role, config, boot, folder, transport, tasks, staging, (INTERFACE,)
+                    role=role,
+                    config=config,
+                    boot=boot,
+                    transport=transport,
+                    tasks=tasks,
+                    staging=staging,
+                    interfaces=(INTERFACE,),
                 )
                 await runtime.start(context, make_service)
                 yield runtime

@@ -17,7 +17,7 @@ if sys.modules.keys().isdisjoint({"rich", "structlog"}):
     del sys.modules["rich"]
 
 if TYPE_CHECKING:
-    from kvbus.agent.access import Access, load_ticket_keys
+    from kvbus.agent.access import Access, load_http_token, load_ticket_keys
     from kvbus.agent.config import (
         AgentConfig,
         convert_config,
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from kvbus.agent.copiers import Copiers, FairThreads, Job, Work
     from kvbus.agent.data_plane import UCX_INTERFACES, DataPlane, choose_interfaces
     from kvbus.agent.engines import EngineProcess, LocalEngine
-    from kvbus.agent.http import Door
+    from kvbus.agent.http import Pages, ask_loop
     from kvbus.agent.identity import machine_id
     from kvbus.agent.loop import AgentLoop
     from kvbus.agent.otlp import SpanSender
-    from kvbus.agent.pages import Health, LoopAsker
     from kvbus.agent.runtime import Runtime, ServiceFactory
     from kvbus.agent.slots import HOST, SlotMemory, StagingDevices, preferred
     from kvbus.agent.sources import variable
@@ -40,11 +39,10 @@ if TYPE_CHECKING:
 _MODULES = {
     "copiers": "Copiers FairThreads Job Work",
     "engines": "EngineProcess LocalEngine",
-    "http": "Door",
+    "http": "Pages ask_loop",
     "loop": "AgentLoop",
     "otlp": "SpanSender",
-    "pages": "Health LoopAsker",
-    "access": "Access load_ticket_keys",
+    "access": "Access load_http_token load_ticket_keys",
     "config": "AgentConfig convert_config load_config load_shared_config",
     "sources": "variable",
     "data_plane": "UCX_INTERFACES DataPlane choose_interfaces",
@@ -65,10 +63,11 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "HOST", "OLD_S", "UCX_INTERFACES", "Access", "AgentConfig", "AgentLoop",
-    "Copiers", "DataPlane", "Door",
-    "EngineProcess", "FairThreads", "Health", "Job", "LocalEngine", "LoopAsker",
+    "Copiers", "DataPlane",
+    "EngineProcess", "FairThreads", "Job", "LocalEngine", "Pages",
     "Runtime", "ServiceFactory", "SlotMemory", "SpanSender",
-    "StagingDevices", "Work", "choose_interfaces",
-    "convert_config", "current_faults", "load_config", "load_shared_config", "load_ticket_keys",
+    "StagingDevices", "Work", "ask_loop", "choose_interfaces",
+    "convert_config", "current_faults", "load_config", "load_http_token",
+    "load_shared_config", "load_ticket_keys",
     "machine_id", "preferred", "variable",
 ]  # fmt: skip

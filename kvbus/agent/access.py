@@ -1,5 +1,6 @@
 """Who may connect to an agent and what it may ask there; whom the agent itself connects to."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from kvbus.agent.config import AgentConfig, bind_host
+from kvbus.agent.config import AgentConfig, bind_host, http_address, named
 from kvbus.agent.data_plane import is_loopback
 from kvbus.agent.observe import AgentMetrics, LimitedLog
 from kvbus.bus import (
@@ -231,25 +232,42 @@ def _require_loopback(config: AgentConfig) -> None:
 
 
 MIN_KEY_BYTES = 32
+TOKEN = re.compile(r"[ -~]{16,1024}")
 
 
 def load_ticket_keys(paths: Sequence[str]) -> TicketKeys | None:
     """The keys in ``paths``, in that order; None when there are none."""
-    return TicketKeys([_read(Path(path)) for path in paths]) if paths else None
+    keys = []
+    with named("ticket_keys"):
+        for path in paths:
+            key = read_private(Path(path)).strip()
+            if len(key) < MIN_KEY_BYTES:
+                raise ConfigError(
+                    f"{path} has a key of {len(key)} bytes; {MIN_KEY_BYTES} at least are needed, "
+                    f"such as from: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
+                )
+            keys.append(key)
+    return TicketKeys(keys) if keys else None
 
 
-def _read(path: Path) -> bytes:
-    try:
-        key = read_private(path).strip()
-    except ConfigError as error:
-        raise _wrong(error.message) from error
-    if len(key) < MIN_KEY_BYTES:
-        raise _wrong(
-            f"{path} has a key of {len(key)} bytes; {MIN_KEY_BYTES} at least are needed, "
-            f"such as from: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
-        )
-    return key
+def load_http_token(config: AgentConfig) -> str:
+    """What requests at ``http_bind`` have to show; empty when this machine alone may ask.
 
-
-def _wrong(problem: str) -> ConfigError:
-    return ConfigError(f"key 'ticket_keys': {problem}", key="ticket_keys")
+    Raises `ConfigError`, also for what would be open to a network.
+    """
+    path, host = config.http_token_file, http_address(config.http_bind or "localhost:0")[0]
+    with named("http_token_file"):
+        if path:
+            token = read_private(Path(path)).decode(errors="replace").strip()
+            if not TOKEN.fullmatch(token):
+                raise ConfigError(
+                    f"{path} has no token: one line of 16 to 1024 printable characters"
+                )
+            return token
+        if not is_loopback(host) and not config.insecure:
+            raise ConfigError(
+                f'needed, because http_bind = "{config.http_bind}" is not loopback: other machines '
+                "reach it. Write a token into a file of mode 0600, such as by 'openssl rand -hex "
+                "32', or write insecure = true"
+            )
+    return ""

@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvbus.agent.config import AgentConfig, load_config
 from kvbus.agent.loop import AgentLoop
 from kvbus.agent.observe import configure_logs
-from kvbus.agent.run import run_agent
+from kvbus.agent.runtime import run_agent
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.sources import kinds_of
 from kvbus.bus import new_boot_id

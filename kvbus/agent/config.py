@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -337,6 +338,15 @@ def _problems_of_headers() -> Iterator[tuple[str, str]]:
                     f"the environment's {variable_name}: header {number} cannot be sent: its name "
                     "or its value has characters that HTTP does not allow there",
                 )
+
+
+@contextmanager
+def named(key: str) -> Iterator[None]:
+    """A `ConfigError` within is about this key, and says so."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"key '{key}': {error.message}", key=key) from error
 
 
 def _are_ports(ports: Sequence[str]) -> bool:

@@ -1,207 +1,273 @@
-"""The parts of an agent process, wired: sockets up, service running, the place taken.
-
-Refuses to know offers or fetches.
-"""
+"""An agent as a process: its parts, made and wired in one place, from its start to its end."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import gc
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from kvbus.agent.access import Access
-from kvbus.agent.agent_sockets import BUS_READINGS, AgentSockets, bus_readings
-from kvbus.agent.config import AgentConfig
-from kvbus.agent.data_plane import DataPlane
-from kvbus.agent.ending import Ending, Signals
+from kvbus.agent.access import Access, load_http_token
+from kvbus.agent.config import CLOSES_WITHIN_S, AgentConfig, named
+from kvbus.agent.data_plane import (
+    DataPlane,
+    choose_interfaces,
+    has_rdma,
+    is_one_machine,
+    open_ucx,
+    restrict_ucx,
+)
 from kvbus.agent.engines import EngineDirectory, Surroundings
-from kvbus.agent.http import HttpPort, Route
+from kvbus.agent.http import HttpServer, Pages
 from kvbus.agent.identity import AgentIdentity
 from kvbus.agent.observe import AgentMetrics, Refusals
-from kvbus.agent.pages import AgentPages, LoopAsker
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
 from kvbus.agent.status import SelfReport, without_place
-from kvbus.bus import BusContext, Call, RequestServer
+from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, new_context
 from kvbus.errors import ConfigError, ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
+from kvbus.memory.attach.path import ENGINE_SOCKET
 from kvbus.memory.bus_errors import BusErrors
-from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Register
+from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
 from kvbus.protocol.status import Status
 from kvbus.protocol.trace import Trace
-from kvbus.transport import Transport
+from kvbus.transport import Transport, TransportLimits
 
 if TYPE_CHECKING:
     from kvbus.agent.otlp import SpanSender
 
 log = structlog.get_logger()
 
-AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
 ServiceFactory = Callable[[Agent], Service]
+Signals = AsyncIterator[signal.Signals]
 
+HERE_BYTES = 256 << 10
+"""READs up to this are posted by the event loop."""
 MAX_ENGINE_PROCESSES = 64
 """Most attach connections of local engines at a time."""
+BUS_READINGS = {
+    "malformed_messages": "Frames that were no message, on any socket.",
+    "bus_busy": "Requests that were refused because too many were pending.",
+    "bus_repeats": "Requests that came again, by a new connection, while they were in progress.",
+    "peer_pings": "Signs of life that other agents have asked for.",
+    "replies_dropped": "Replies whose peer was gone.",
+    "attach_refused": "Connections to the attach socket that were turned away.",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What there is once the sockets are bound."""
+async def run_agent(
+    role: AgentRole, config: AgentConfig, boot: str, make_service: ServiceFactory
+) -> None:
+    """Run an agent until SIGTERM or SIGINT; raises `ConfigError` when it cannot start."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_log_loop_failure)
+    access = Access.open(config)
+    interfaces = choose_interfaces(config)
+    restrict_ucx(interfaces, config.data_ports)
+    transport = Transport(
+        f"{config.agent_id}/{boot}",
+        limits=TransportLimits(slice_bytes=config.slice_bytes, here_bytes=HERE_BYTES),
+        deliver=loop.call_soon_threadsafe,
+        on_broken=_end_broken,
+        nic_writes=has_rdma(interfaces),
+    )
+    await asyncio.wrap_future(transport.start(opens=False))
+    if not is_one_machine(config):
+        await open_ucx(transport, interfaces)
+    try:
+        with (
+            anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
+            new_context() as context,
+        ):
+            staging = await StagingDevices.open(config, transport)
+            async with anyio.create_task_group() as tasks:
+                runtime = Runtime(
+                    role=role,
+                    config=config,
+                    boot=boot,
+                    transport=transport,
+                    tasks=tasks,
+                    staging=staging,
+                    interfaces=interfaces,
+                    access=access,
+                )
+                runtime.bus_errors.install()  # until the process ends; UCX has its handler by now
+                await runtime.start(context, make_service)
+                _settle_interpreter()
+                await runtime.end(signals)
+                tasks.cancel_scope.cancel()
+    finally:
+        closing = transport.close(timeout_s=CLOSES_WITHIN_S)
+        with anyio.CancelScope(shield=True):
+            report = await asyncio.wrap_future(closing)
+        if report.num_handles:
+            log.warning("transport.handles_left", num_handles=report.num_handles)
+        log.info("agent.stopped")
 
-    agent: Agent
-    service: Service
-    ending: Ending
-    report: SelfReport
+
+def _end_broken(error: Exception) -> None:
+    """Without its transport an agent can neither read nor be read: let a supervisor start anew."""
+    log.critical("transport.broken", exc_info=error)
+    os._exit(1)
 
 
-@dataclass(slots=True)
+def _settle_interpreter() -> None:
+    """Keep the interpreter out of the way of a handoff, once everything is imported.
+
+    Measured at 1,400 handoffs a second: collections that walk the imported modules pause the loop
+    for up to 150 ms; without them the p99 falls from 170 to 65 ms. The switch interval is how long
+    a busy loop may keep the transport's thread from posting; 5 ms by default.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 1_000)
+    sys.setswitchinterval(0.0005)
+
+
+def _log_loop_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A callback failed: the log says so in its own form, and the loop goes on."""
+    log.error("loop.failed", reason=context["message"], exc_info=context.get("exception"))
+
+
+def _log_request_failure(error: Exception, call: Call) -> None:
+    log.error("request.failed", op=call.op, peer=call.session.boot[:8], exc_info=error)
+
+
+@dataclass(slots=True, kw_only=True)
 class Runtime:
-    """The parts of one running agent, wired."""
+    """The parts of one agent; those without a default of it are made by `start`."""
 
     role: AgentRole
     config: AgentConfig
     boot: str
-    folder: Path
     transport: Transport
     tasks: TaskGroup
     staging: StagingDevices
     interfaces: tuple[str, ...]
-    bus_errors: BusErrors = field(default_factory=BusErrors)
     access: Access = field(default_factory=Access)
+    bus_errors: BusErrors = field(default_factory=BusErrors)
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
-    _parts: Parts | None = None
-
-    @property
-    def parts(self) -> Parts:
-        """What `start` has made; raises `KVBusError` (``busy``) before."""
-        if self._parts is None:
-            raise KVBusError("the agent is starting", code=ErrorCode.BUSY)
-        return self._parts
-
-    @property
-    def service(self) -> Service:
-        """The service; only asked after `start`."""
-        return self.parts.service
-
-    @property
-    def agent(self) -> Agent:
-        """What the service was given; only asked after `start`."""
-        return self.parts.agent
-
-    @property
-    def report(self) -> SelfReport:
-        """What it says of itself; only asked after `start`."""
-        return self.parts.report
+    agent: Agent = field(init=False)
+    service: Service = field(init=False)
+    report: SelfReport = field(init=False)
+    engine_socket: RequestServer = field(init=False)
+    peer_socket: RequestServer = field(init=False)
+    events: EventPublisher = field(init=False)
+    http: HttpServer | None = None
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
         """Bind every socket, then let engines in."""
-        engines = self._engine_directory()
-        attach = self._attach_server(engines)
-        await self.tasks.start(attach.serve)
-        self.access.start(context, self.tasks)
-        sockets = AgentSockets.bind(
-            context,
-            self.config,
-            self.boot,
-            folder=self.folder,
-            access=self.access,
-            metrics=self.metrics,
-            admit=engines.admit,
-        )
-        page = HttpPort(self.config, self._routes())
-        page.serve()
-        agent = self._assemble(context, engines, sockets, page)
-        service = make_service(agent)
-        engines.open(Surroundings(agent.identity, sockets.engine, sockets.events, service))
-        self._parts = self._wire(agent, service, attach, sockets, page)
-        self._take_requests(sockets)
-        await self.service.start()
-        self._run(sockets, attach)
-        await agent.data_plane.check()
-        self.tasks.start_soon(agent.data_plane.watch)
-        self.report.is_started = True
-        self._log_started()
-
-    def _engine_directory(self) -> EngineDirectory:
-        return EngineDirectory(
+        engines = EngineDirectory(
             transport=self.transport,
             staging=self.staging,
             bus_errors=self.bus_errors,
             lend=self.role is AgentRole.PREFILL and self.config.mapped,
             tasks=self.tasks,
         )
-
-    def _wire(
-        self,
-        agent: Agent,
-        service: Service,
-        attach: AttachServer,
-        sockets: AgentSockets,
-        page: HttpPort,
-    ) -> Parts:
-        ending = Ending(service, sockets.engine, page, self.config.drain_timeout_s)
-        report = SelfReport(self.config, agent, service, ending)
-        return Parts(agent, service, ending, report)
-
-    def _run(self, sockets: AgentSockets, attach: AttachServer) -> None:
-        for owner in (sockets.engine, sockets.peer, sockets.events):
-            self.tasks.start_soon(owner.run)
-        self.tasks.start_soon(self.metrics.watch_loop_lag)
-        self.metrics.add_readings(
-            lambda: bus_readings(sockets.engine, sockets.peer, attach), BUS_READINGS
-        )
-        self.access.guard(sockets.peer, sockets.events, metrics=self.metrics, tasks=self.tasks)
-
-    def _routes(self) -> dict[str, Route]:
-        return AgentPages(
-            LoopAsker(asyncio.get_running_loop()),
-            registry=self.metrics.registry,
-            ping=self.transport.ping,
-            report=lambda: self.report,
-        ).routes()
-
-    def _attach_server(self, engines: EngineDirectory) -> AttachServer:
-        return AttachServer(
+        attach = AttachServer(
             self.config.attach_path,
-            self._on_attach_message(engines),
+            partial(self._answer_attach, engines, Refusals(self.metrics)),
             engines.on_attach_closed,
             max_connections=MAX_ENGINE_PROCESSES,
         )
+        await self.tasks.start(attach.serve)
+        self._bind(context, engines)
+        self.agent = self._make_agent(context, engines)
+        self.service = make_service(self.agent)
+        self.report = SelfReport(self.config, self.agent, self.service)
+        self._serve_http()
+        engines.open(
+            Surroundings(self.agent.identity, self.engine_socket, self.events, self.service)
+        )
+        self._take_requests(engines)
+        await self.service.start()
+        for owner in (self.engine_socket, self.peer_socket, self.events):
+            self.tasks.start_soon(owner.run)
+        self.tasks.start_soon(self.metrics.watch_loop_lag)
+        self.metrics.add_readings(partial(self._bus_readings, attach), BUS_READINGS)
+        self.access.guard(self.peer_socket, self.events, metrics=self.metrics, tasks=self.tasks)
+        await self.agent.data_plane.check()
+        self.tasks.start_soon(self.agent.data_plane.watch)
+        self.report.is_started = True
+        self._log_started()
 
-    def _assemble(
-        self,
-        context: BusContext,
-        engines: EngineDirectory,
-        sockets: AgentSockets,
-        page: HttpPort,
-    ) -> Agent:
+    async def end(self, signals: Signals) -> None:
+        """Wait for a signal, drain, and end what the drain did not.
+
+        It refuses new work until the rest is over, but no longer than the configuration allows. A
+        second signal ends the drain at once.
+        """
+        received, timeout_s = await anext(signals), self.config.drain_timeout_s
+        log.info("agent.draining", signal=received.name, timeout_s=timeout_s)
+        self.report.is_draining = True
+        self.service.start_draining()
+        with anyio.move_on_after(timeout_s):
+            await _first(self.service.drained, lambda: anext(signals))
+        left = {name: count for name, count in self.service.counts().items() if count}
+        self.service.stop()
+        self.engine_socket.leave(Leaving())
+        log.info("agent.drained", left=left)
+
+    def _bind(self, context: BusContext, engines: EngineDirectory) -> None:
+        """The sockets for local engines, for other agents, and for who watches."""
+        self.access.start(context, self.tasks)
+        server = partial(RequestServer, context, boot=self.boot, on_fault=_log_request_failure)
+        self.engine_socket = server(
+            f"ipc://{self.config.runtime_path / ENGINE_SOCKET}",
+            gate=engines.admit,
+            on_refusal=Refusals(self.metrics).of_call,
+        )
+        with named("peer_bind"):
+            self.peer_socket = server(
+                self.config.peer_bind,
+                gate=self.access.gate,
+                options=self.access.peer_options(),
+                on_refusal=Refusals(self.metrics).of_call,
+            )
+        with named("events_bind"):
+            self.events = EventPublisher(
+                context,
+                self.config.events_bind,
+                boot=self.boot,
+                heartbeat_s=self.config.heartbeat_s,
+                options=self.access.events_options(),
+            )
+
+    def _make_agent(self, context: BusContext, engines: EngineDirectory) -> Agent:
         identity = AgentIdentity(
             agent_id=self.config.agent_id,
             boot=self.boot,
             role=self.role,
-            engine_endpoint=sockets.engine.endpoint,
-            peer_endpoint=self._advertised(sockets.peer.endpoint),
-            events_endpoint=self._advertised(sockets.events.endpoint),
+            engine_endpoint=self.engine_socket.endpoint,
+            peer_endpoint=self._advertised(self.peer_socket.endpoint),
+            events_endpoint=self._advertised(self.events.endpoint),
             server_key=self.access.server_key,
         )
         return Agent(
             identity=identity,
             transport=self.transport,
             engines=engines,
-            publisher=sockets.events,
+            publisher=self.events,
             metrics=self.metrics,
             context=context,
             tasks=self.tasks,
             loop=asyncio.get_running_loop(),
             staging=self.staging,
-            data_plane=self._data_plane(sockets, page),
-            folder=self.folder,
+            data_plane=DataPlane(self.interfaces, self.transport, self._own_ports),
+            folder=self.config.runtime_path,
             access=self.access,
             bus_errors=self.bus_errors,
             sender=self._start_sender(identity),
+            new_executor=ThreadPoolExecutor,
         )
 
     def _advertised(self, endpoint: str) -> str:
@@ -209,12 +275,18 @@ class Runtime:
         host = self.config.advertise_host
         return f"tcp://{host}:{endpoint.rpartition(':')[2]}" if host else endpoint
 
+    def _own_ports(self) -> set[int]:
+        """The ports that are not UCX's."""
+        endpoints = self.peer_socket.endpoint, self.events.endpoint
+        ports = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
+        return ports | {self.http.server_address[1]} if self.http else ports
+
     def _start_sender(self, identity: AgentIdentity) -> "SpanSender | None":
         """What takes spans, if a collector is named. Raises `ConfigError` without kvbus[otel]."""
         if not self.config.otlp_endpoint:
             return None
         try:
-            from kvbus.agent import otlp  # noqa: PLC0415  # may not be installed
+            from kvbus.agent.otlp import SpanSender  # noqa: PLC0415  # may not be installed
         except ImportError as error:
             raise ConfigError(
                 f"key 'otlp_endpoint': needs a package that is not here ({error.name}): "
@@ -226,15 +298,79 @@ class Runtime:
             "service.instance.id": identity.boot,
             "kvbus.agent_id": identity.agent_id,
         }
-        sender = otlp.SpanSender(self.config.otlp_endpoint, resource)
+        sender = SpanSender(self.config.otlp_endpoint, resource)
         self.tasks.start_soon(sender.run)
         return sender
 
-    def _data_plane(self, sockets: AgentSockets, page: HttpPort) -> DataPlane:
-        """The ports that UCX must not have outside of its interfaces; our own are not UCX's."""
-        return DataPlane(
-            self.interfaces, self.transport, lambda: {*sockets.ports, page.number or 0}
+    def _serve_http(self) -> None:
+        token = load_http_token(self.config)
+        if not self.config.http_bind:
+            return
+        loop, registry = asyncio.get_running_loop(), self.metrics.registry
+        pages = Pages(loop, registry, ping=self.transport.ping, report=self.report)
+        with named("http_bind"):
+            self.http = HttpServer(self.config.http_bind, pages.routes(), token)
+
+    def _take_requests(self, engines: EngineDirectory) -> None:
+        def tell_peer(asked: Status, call: Call) -> None:
+            told = self.report.status(asked)
+            call.reply(told if self.peer_socket.knows(call) else without_place(told))
+
+        self.engine_socket.on(
+            {
+                Register: self._register,
+                AwaitReady: engines.await_ready,
+                Detach: engines.detach,
+                Status: lambda asked, call: call.reply(self.report.status(asked)),
+                **self.service.engine_handlers(),
+            }
         )
+        self.peer_socket.on(
+            {
+                Status: tell_peer,
+                Trace: lambda asked, call: call.reply(self.report.trace(asked)),
+                **self.service.peer_handlers(),
+            }
+        )
+
+    def _register(self, wanted: Register, call: Call) -> None:
+        if self.report.is_draining:
+            raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
+        if wanted.role not in (None, self.role):
+            raise KVBusError(
+                f"this is a {self.role} agent, and the engine is a {wanted.role} engine",
+                code=ErrorCode.CONFIG,
+                agent=self.role.value,
+                engine=str(wanted.role),
+            )
+        self.agent.engines.register(wanted, call)
+
+    async def _answer_attach(
+        self,
+        engines: EngineDirectory,
+        refusals: Refusals,
+        connection: AttachConnection,
+        message: dict[str, Any],
+        fds: list[int],
+    ) -> dict[str, Any]:
+        try:
+            return await engines.on_attach_message(connection, message, fds)
+        except KVBusError as error:
+            refusals.note(str(message.get("op")), f"pid {connection.peer.pid}", error)
+            raise
+
+    def _bus_readings(self, attach: AttachServer) -> dict[str, float]:
+        """The readings named in `BUS_READINGS`, for both request sockets together."""
+        servers = (self.engine_socket.counters, self.peer_socket.counters)
+        refused = attach.counts.num_refused_users + attach.counts.num_refused_busy
+        return {
+            "malformed_messages": sum(c.malformed for c in servers) + attach.counts.num_malformed,
+            "bus_busy": sum(c.busy for c in servers),
+            "bus_repeats": sum(c.repeats_absorbed for c in servers),
+            "peer_pings": self.peer_socket.counters.pings,
+            "replies_dropped": sum(c.replies_dropped for c in servers),
+            "attach_refused": refused,
+        }
 
     def _log_started(self) -> None:
         log.info(
@@ -248,61 +384,14 @@ class Runtime:
             data=list(self.agent.data_plane.endpoints),
         )
 
-    async def stop_when_told(self, signals: Signals) -> None:
-        """Wait until it is to end, drain, and end what the drain did not."""
-        await self.parts.ending.run(signals)
 
-    def _take_requests(self, sockets: AgentSockets) -> None:
-        engines = self.agent.engines
-        sockets.engine.on(
-            {
-                Register: self._register,
-                AwaitReady: engines.await_ready,
-                Detach: engines.detach,
-                Status: self._answer_status,
-                **self.service.engine_handlers(),
-            }
-        )
-        sockets.peer.on(
-            {
-                Status: partial(self._answer_peer_status, sockets.peer),
-                Trace: self._answer_trace,
-                **self.service.peer_handlers(),
-            }
-        )
+async def _first(*calls: Callable[[], Awaitable[object]]) -> None:
+    """Return when one of them has."""
+    async with anyio.create_task_group() as race:
 
-    def _on_attach_message(self, engines: EngineDirectory) -> AttachHandler:
-        refusals = Refusals(self.metrics)
+        async def run(call: Callable[[], Awaitable[object]]) -> None:
+            await call()
+            race.cancel_scope.cancel()
 
-        async def answer(
-            connection: AttachConnection, message: dict[str, Any], fds: list[int]
-        ) -> dict[str, Any]:
-            try:
-                return await engines.on_attach_message(connection, message, fds)
-            except KVBusError as error:
-                refusals.note(str(message.get("op")), f"pid {connection.peer.pid}", error)
-                raise
-
-        return answer
-
-    def _register(self, wanted: Register, call: Call) -> None:
-        if self.report.ending.is_draining:
-            raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
-        if wanted.role not in (None, self.role):
-            raise KVBusError(
-                f"this is a {self.role} agent, and the engine is a {wanted.role} engine",
-                code=ErrorCode.CONFIG,
-                agent=self.role.value,
-                engine=str(wanted.role),
-            )
-        self.agent.engines.register(wanted, call)
-
-    def _answer_status(self, asked: Status, call: Call) -> None:
-        call.reply(self.report.status(asked))
-
-    def _answer_peer_status(self, socket: RequestServer, asked: Status, call: Call) -> None:
-        told = self.report.status(asked)
-        call.reply(told if socket.knows(call) else without_place(told))
-
-    def _answer_trace(self, asked: Trace, call: Call) -> None:
-        call.reply(self.report.trace(asked))
+        for call in calls:
+            race.start_soon(run, call)

@@ -2,14 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 
 from msgspec import structs
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
 
 from kvbus.agent.config import AgentConfig
-from kvbus.agent.ending import Ending
 from kvbus.agent.service import Agent, Service
 from kvbus.keys.files import key_options
 from kvbus.protocol.engine import AgentRole
@@ -136,8 +138,8 @@ class SelfReport:
     config: AgentConfig
     agent: Agent
     service: Service
-    ending: Ending
     is_started: bool = False
+    is_draining: bool = False
 
     def status(self, asked: Status) -> AgentStatus:
         """What it holds now, and the story of what is asked for."""
@@ -146,7 +148,7 @@ class SelfReport:
             agent_id=self.config.agent_id,
             role=self.agent.identity.role,
             engines={name: engine.ready for name, engine in engines.items()},
-            draining=self.ending.is_draining,
+            draining=self.is_draining,
             counts=self.service.counts(),
             data_endpoints=self.agent.data_plane.endpoints,
             story=tuple(self.service.story(asked)),
@@ -178,11 +180,12 @@ class SelfReport:
         """Why it should be given no work now; empty when it should."""
         return list(self._reasons())
 
-    def live(self) -> Callable[[Mapping[str, float]], Live]:
+    def live(self, registry: CollectorRegistry) -> Callable[[], Live]:
         """Everything of now, and its newest offers or fetches, `MOST_RECENT` at most.
 
-        What is returned takes the metrics, and makes the rest of it in any thread.
+        What is returned makes the rest of it in any thread.
         """
+        families = list(registry.collect())
         status, recent = without_place(self.status(Status())), self.service.recent(MOST_RECENT)
         reasons = (*self._reasons(), *self._key_faults())
         key_file, key_of = self.config.key_file, self.service.key_of
@@ -190,7 +193,8 @@ class SelfReport:
         now_s, wall_s = asyncio.get_running_loop().time(), time.time()
         is_linked = not self.agent.data_plane.is_down()
 
-        def finish(metrics: Mapping[str, float]) -> Live:
+        def finish() -> Live:
+            metrics = _samples(families)
             spans = tuple(tuple(make_spans()) for make_spans in recent)
             faults = current_faults(
                 status,
@@ -206,7 +210,7 @@ class SelfReport:
                 boot=self.agent.identity.boot,
                 now_s=now_s,
                 faults=(*reasons, *faults),
-                metrics=dict(metrics),
+                metrics=metrics,
                 recent=spans,
                 key_options=key_options(key_file, self.agent.identity.server_key),
             )
@@ -237,7 +241,7 @@ class SelfReport:
     def _reasons(self) -> Iterator[Fault]:
         if not self.is_started:
             yield Fault("the agent is starting", "Wait.")
-        if self.ending.is_draining:
+        if self.is_draining:
             yield Fault("the agent is draining, and ends soon", "Use another one.")
         if outside := self.agent.data_plane.outside:
             yield Fault(
@@ -249,3 +253,14 @@ class SelfReport:
         engines = self.agent.engines.engines.values()
         if self.config.ready_needs_engine and not any(engine.ready for engine in engines):
             yield Fault("no engine is attached", "Start one; the agent's log says who was refused.")
+
+
+def _samples(families: Iterable[Metric]) -> dict[str, float]:
+    """Each sample by its name and labels, as the Prometheus page writes them."""
+    samples: Iterable[Sample] = (one for family in families for one in family.samples)
+    return {f"{one.name}{_labels(one)}": one.value for one in samples}
+
+
+def _labels(sample: Sample) -> str:
+    pairs = [f'{name}="{value}"' for name, value in sorted(sample.labels.items())]
+    return f"{{{','.join(pairs)}}}" if pairs else ""

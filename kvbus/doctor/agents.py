@@ -16,7 +16,7 @@ import anyio
 import msgspec
 import psutil
 
-from kvbus.agent.access import Access
+from kvbus.agent.access import Access, load_http_token
 from kvbus.agent.config import (
     DECODE_DEFAULTS,
     PREFILL_DEFAULTS,
@@ -25,7 +25,6 @@ from kvbus.agent.config import (
     load_shared_config,
 )
 from kvbus.agent.data_plane import choose_interfaces, is_on_loopback, without_link
-from kvbus.agent.http import Door
 from kvbus.agent.sources import variable
 from kvbus.bus import ClientCurve, ask_agent, port_range
 from kvbus.doctor.advertised import advertise_error, advertise_findings
@@ -176,7 +175,7 @@ def _curve(config: AgentConfig) -> tuple[ClientCurve | None, str]:
     """What the agent is asked with, its own key at both ends, and what is wrong with its keys."""
     try:
         keys = Access.open(config).keys
-        Door.open(config)
+        load_http_token(config)
     except ConfigError as error:
         return None, error.message
     return ClientCurve(keys, keys.public) if keys else None, ""

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from kvbus.agent import AgentConfig, Door, Health, LoopAsker, convert_config
+from kvbus.agent import AgentConfig, Pages, ask_loop, convert_config, load_http_token
 from kvbus.errors import ConfigError
 from kvbus.protocol import Fault
 from kvbus.spawn import free_port
@@ -68,7 +70,7 @@ ASKED: list[tuple[str, str, dict[str, str], int, str]] = [
     ("guarded", "/other", {}, 401, ""),
     *(("prefill", "/metrics", {"Host": host}, 200, "kvbus_") for host in HERE),
     *(("prefill", "/metrics", {"Host": host}, 403, "") for host in ELSEWHERE),
-    ("prefill", "/metrics", {"method": "POST"}, 405, ""),
+    ("prefill", "/metrics", {"method": "POST"}, 501, ""),
     ("prefill", "/metrics", {"method": "HEAD"}, 200, ""),
     ("prefill", "/other", {}, 404, "/metrics"),
     ("prefill", "/metrics", {"Long": 20_000 * "x"}, 431, ""),
@@ -142,7 +144,7 @@ def test_a_wrong_token_file_is_named_with_its_key(
     path = str(tmp_path / "none") if content is None else token_file(tmp_path, content, mode)
 
     with pytest.raises(ConfigError, match=reason) as refused:
-        Door.open(config(http_bind="0.0.0.0:0", http_token_file=path))
+        load_http_token(config(http_bind="0.0.0.0:0", http_token_file=path))
 
     assert "http_token_file" in refused.value.message
     assert path in refused.value.message
@@ -151,18 +153,18 @@ def test_a_wrong_token_file_is_named_with_its_key(
 
 def test_a_port_that_others_reach_needs_a_token_or_is_said_to_be_insecure() -> None:
     with pytest.raises(ConfigError, match="http_token_file"):
-        Door.open(config(http_bind="0.0.0.0:0"))
-    assert Door.open(config(http_bind="0.0.0.0:0", insecure=True)) == Door()
+        load_http_token(config(http_bind="0.0.0.0:0"))
+    assert load_http_token(config(http_bind="0.0.0.0:0", insecure=True)) == ""
 
 
 @pytest.fixture
-def asker() -> Iterator[LoopAsker]:
-    """Asks an event loop that runs in a thread of its own."""
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """It runs in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        yield LoopAsker(loop)
+        yield loop
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
@@ -175,6 +177,14 @@ def pong() -> Future[None]:
     return answered
 
 
+def pages(
+    loop: asyncio.AbstractEventLoop, ping: Callable[[], Future[None]], *faults: Fault
+) -> Pages:
+    """Of an agent that has these faults."""
+    report: Any = SimpleNamespace(unready=lambda: list(faults))
+    return Pages(loop, CollectorRegistry(), ping, report)
+
+
 def verdict(ask_health: Callable[[], Any]) -> tuple[str, str]:
     answer = ask_health()
     return str(answer.status.value), answer.body.decode()
@@ -184,11 +194,11 @@ GOOD = ("200", "ok\n")
 
 
 def test_an_agent_whose_loop_or_transport_hangs_is_not_alive_and_one_that_is_not_ready_says_why(
-    asker: LoopAsker,
+    loop: asyncio.AbstractEventLoop,
 ) -> None:
-    health, without = Health(asker, pong, lambda: []), Health(asker, Future, lambda: [])
     faults = [Fault("no engine", ""), Fault("draining", "")]
-    faulty = Health(asker, pong, lambda: faults)
+    health, without = pages(loop, pong), pages(loop, Future)
+    faulty = pages(loop, pong, *faults)
     goes_on, hangs = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -196,7 +206,7 @@ def test_an_agent_whose_loop_or_transport_hangs_is_not_alive_and_one_that_is_not
         goes_on.wait(60)
 
     assert verdict(health.healthz) == verdict(health.readyz) == GOOD
-    asker.ask(lambda: asyncio.get_running_loop().call_soon(hang))
+    ask_loop(loop, lambda: asyncio.get_running_loop().call_soon(hang))
     hangs.wait()
     alive, ready = verdict(health.healthz), verdict(health.readyz)
     goes_on.set()
@@ -212,10 +222,10 @@ def test_an_agent_whose_loop_or_transport_hangs_is_not_alive_and_one_that_is_not
 
 @pytest.mark.parametrize("error", [RuntimeError, TimeoutError])
 def test_what_a_function_raises_in_the_loop_is_not_taken_for_the_loop_s_own(
-    asker: LoopAsker, error: type[Exception]
+    loop: asyncio.AbstractEventLoop, error: type[Exception]
 ) -> None:
     def fails() -> NoReturn:
         raise error("its own")
 
     with pytest.raises(error, match="its own"):
-        asker.ask(fails)
+        ask_loop(loop, fails)
