@@ -220,9 +220,7 @@ class Packing:
 
     def _start_gather(self, command: slots.StartGather) -> None:
         asked, slot_id = command.asked, command.slot_id
-        work = asked.work
-        if not isinstance(work, Gather):
-            raise TypeError(f"{work} is nothing to gather")
+        work: Gather = asked.work
         self.copiers.start(
             asked.turn,
             partial(self._gather, work, asked.slots, command.slot),

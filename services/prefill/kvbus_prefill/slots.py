@@ -88,7 +88,7 @@ class SlotWanted(Value, frozen=True):
     slots: DeviceSlots
     num_bytes: int
     slot_lease_s: float
-    work: object
+    work: Any
     reply_to: object
     priority: int = 0
     offer_id: str = ""
