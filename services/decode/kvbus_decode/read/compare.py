@@ -39,7 +39,12 @@ class CompareJob:
 
     def __post_init__(self) -> None:
         if not self.source.digests:
-            raise cannot_compare(f"prefill agent at {self.source.peer.endpoint}")
+            raise LocalError(
+                f"the prefill agent at {self.source.peer.endpoint} makes no digests: run a newer "
+                "kvbus there, or set key 'digest' of this agent's configuration to \"off\"",
+                code=ErrorCode.INCOMPATIBLE,
+                field="digests",
+            )
 
     @property
     def wanted(self) -> Wanted:
@@ -132,16 +137,6 @@ class Comparison:
         if not wrong.size:
             return None
         return _mismatch(work, rank, work.wanted.pieces()[wrong], found.size)
-
-
-def cannot_compare(agent: str) -> LocalError:
-    """Why a fetch fails whose bytes cannot be compared as the configuration wants them to be."""
-    return LocalError(
-        f"the {agent} makes no digests: run a newer kvbus there, or set key 'digest' of this "
-        'agent\'s configuration to "off"',
-        code=ErrorCode.INCOMPATIBLE,
-        field="digests",
-    )
 
 
 def _mismatch(work: CompareJob, rank: int, wrong: Numbers, num_compared: int) -> RemoteError:

@@ -32,6 +32,7 @@ from kvbus.transport import MemoryKind, Read
 from kvbus_decode.peer.route import Source, SourcePlan
 from kvbus_decode.read.chunk import Chunk
 from kvbus_decode.read.compare import CompareJob
+from kvbus_decode.read.paths import PathChoice
 from kvbus_decode.read.table import COMPARING, COPYING, PACKING, READING, Leg
 
 Rows = tuple[Descriptors, MemoryKind, MemoryKind]
@@ -242,26 +243,39 @@ def _lacking(error: Exception) -> GeometryError:
     return GeometryError(f"the offer's block tables do not hold its tokens: {error}")
 
 
-def direct_legs(chunk: Chunk) -> list[Leg]:
-    """One leg for each source."""
-    return [Leg((READING,), DirectJob(chunk, plan), plan.source) for plan in chunk.plans]
+def rounds_of(
+    chunk: Chunk, choice: PathChoice, *, job_bytes: int, staging: StagingDevices
+) -> tuple[tuple[Leg, ...], ...]:
+    """The legs that bring the bytes by the path that was chosen, that zero, and that compare.
+
+    Mapped memory is copied in jobs of ``job_bytes``. Raises `GeometryError` when a box is too small
+    for anything, and `LocalError` for a source that makes no digests, and as `StagingDevices.at`.
+    """
+    path = choice.path
+    if path is Path.DIRECT:
+        legs = [Leg((READING,), DirectJob(chunk, plan), plan.source) for plan in chunk.plans]
+    elif path is Path.MAPPED:
+        jobs = [MappedJob(chunk, plan, job_bytes) for plan in chunk.plans]
+        legs = [Leg((COPYING,), job, job.plan.source) for job in jobs]
+    else:
+        legs = _box_legs(chunk, path, box_bytes=choice.box_bytes, staging=staging)
+    later = tuple(_zero_legs(chunk)), tuple(_compare_legs(chunk, path))
+    return tuple(legs), *filter(None, later)
 
 
-def mapped_jobs(chunk: Chunk, *, job_bytes: int) -> list[MappedJob]:
-    """One for each source."""
-    return [MappedJob(chunk, plan, job_bytes) for plan in chunk.plans]
+def short_copy(chunk: Chunk, *, job_bytes: int) -> MappedJob | None:
+    """The copy of mapped memory that is all of the chunk, if it is best made at once."""
+    plans = chunk.plans
+    if len(plans) != 1 or chunk.tail or chunk.one_in:
+        return None
+    job = MappedJob(chunk, plans[0], job_bytes)
+    return job if job.is_short else None
 
 
-def mapped_legs(jobs: Sequence[MappedJob]) -> list[Leg]:
-    """One leg for each source."""
-    return [Leg((COPYING,), job, job.plan.source) for job in jobs]
-
-
-def box_legs(chunk: Chunk, path: Path, *, box_bytes: int, staging: StagingDevices) -> list[Leg]:
+def _box_legs(chunk: Chunk, path: Path, *, box_bytes: int, staging: StagingDevices) -> list[Leg]:
     """One leg for each box; those of different sources and ranks take turns.
 
     A packed box is for all ranks that want the same and have their slots on one device.
-    Raises `GeometryError` when ``box_bytes`` is too small for any, and as `StagingDevices.at`.
     """
     slots = {
         rank.device: staging.at(rank.device)
@@ -280,30 +294,21 @@ def box_legs(chunk: Chunk, path: Path, *, box_bytes: int, staging: StagingDevice
     return legs
 
 
-def zero_legs(chunk: Chunk) -> list[Leg]:
+def _zero_legs(chunk: Chunk) -> Iterator[Leg]:
     """One leg for each rank that holds a group with a tail."""
     engine = chunk.route.engine
-    return [
-        Leg((COPYING,), ZeroJob(chunk, (rank,), engine.spec.group(name), span))
-        for name, span in chunk.tail.items()
-        for rank in engine.ordered_ranks()
-        if name in rank.num_blocks
-    ]
+    for name, span in chunk.tail.items():
+        for rank in engine.ordered_ranks():
+            if name in rank.num_blocks:
+                yield Leg((COPYING,), ZeroJob(chunk, (rank,), engine.spec.group(name), span))
 
 
-def compare_legs(chunk: Chunk, path: Path) -> list[Leg]:
-    """Legs that compare each rank with where its bytes were read; none where nothing is asked for.
-
-    Raises `LocalError` (``incompatible``) for a source that makes no digests.
-    """
-    if not chunk.one_in:
-        return []
-    return [
-        Leg((COMPARING,), CompareJob(chunk, plan.source, share, box), plan.source)
-        for plan in chunk.plans
-        for share in (plan.joined if path is Path.PACKED else plan.shares)
-        for box in cut_for_digests(share, chunk.spans[share.group])
-    ]
+def _compare_legs(chunk: Chunk, path: Path) -> Iterator[Leg]:
+    """Legs that compare each rank with where its bytes were read."""
+    for plan in chunk.plans if chunk.one_in else ():
+        for share in plan.joined if path is Path.PACKED else plan.shares:
+            for box in cut_for_digests(share, chunk.spans[share.group]):
+                yield Leg((COMPARING,), CompareJob(chunk, plan.source, share, box), plan.source)
 
 
 def _legs_of_share(

@@ -35,21 +35,10 @@ from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Source
 from kvbus_decode.read import table as ev
-from kvbus_decode.read.chunk import Chunk, make_chunk
+from kvbus_decode.read.chunk import make_chunk
 from kvbus_decode.read.compare import Comparison
-from kvbus_decode.read.legs import (
-    BoxJob,
-    DirectJob,
-    MappedJob,
-    Rows,
-    box_legs,
-    compare_legs,
-    direct_legs,
-    mapped_jobs,
-    mapped_legs,
-    zero_legs,
-)
-from kvbus_decode.read.paths import PathChoice, PathChooser
+from kvbus_decode.read.legs import BoxJob, DirectJob, MappedJob, Rows, rounds_of, short_copy
+from kvbus_decode.read.paths import PathChooser
 from kvbus_decode.read.table import Leg, LegState, ReadTable, StageEnded
 
 log = structlog.get_logger()
@@ -129,28 +118,20 @@ class Reader:
         try:
             chunk = make_chunk(fetch, command, one_in=self._config.digest_one_in)
             choice = self._chooser.still(fetch.choice, chunk)
+            job_bytes, staging = self._agent.transport.limits.slice_bytes, self._agent.staging
+            short = None
             if choice.path is Path.MAPPED:
-                jobs = mapped_jobs(chunk, job_bytes=self._agent.transport.limits.slice_bytes)
-                if len(jobs) == 1 and jobs[0].is_short and not (chunk.tail or chunk.one_in):
-                    self._copy_now(key, jobs[0])
-                    return
-                legs = mapped_legs(jobs)
-            else:
-                legs = self._legs(chunk, choice)
-            compare = compare_legs(chunk, choice.path)
+                short = short_copy(chunk, job_bytes=job_bytes)
+            if short is None:
+                rounds = rounds_of(chunk, choice, job_bytes=job_bytes, staging=staging)
         except KVBusError as error:
             self._on_end(ReadEnded(key, 0, error))
             return
-        later = (tuple(one) for one in (zero_legs(chunk), compare) if one)
-        rounds, priority = (tuple(legs), *later), chunk.asked.priority
-        path = choice.path.value
-        self._dispatch(ev.ChunkWanted(key, chunk.route.engine, rounds, path, priority))
-
-    def _legs(self, chunk: Chunk, choice: PathChoice) -> list[Leg]:
-        if choice.path is Path.DIRECT:
-            return direct_legs(chunk)
-        staging = self._agent.staging
-        return box_legs(chunk, choice.path, box_bytes=choice.box_bytes, staging=staging)
+        if short is not None:
+            self._copy_now(key, short)
+            return
+        engine, priority = chunk.route.engine, chunk.asked.priority
+        self._dispatch(ev.ChunkWanted(key, engine, rounds, choice.path.value, priority))
 
     def stop(self) -> None:
         """The agent ends, and every read with it."""
