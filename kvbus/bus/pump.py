@@ -63,7 +63,7 @@ class Pump:
             pass
 
     def close(self) -> None:
-        """Stop, and close the socket; what it has queued is flushed for ``linger_s``."""
+        """Stop, and close the socket; what it has queued is flushed for 0.2 s at most."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None

@@ -269,11 +269,10 @@ class RequestServer(SocketActor):
 
     A request is known by (sender, id) while it is in progress: its repeat is absorbed, and the
     answer goes where the sender was heard last. After that a repeat is done again: requests are the
-    same when done twice. A `KVBusError` out of a handler
-    refuses its request. Any other exception is answered ``internal``, then given to ``on_fault``;
-    without one it ends `run`. ``on_refusal`` is told of each refused call. ``gate`` may refuse a
-    call before its body is read. With ``options.curve`` a session belongs to the key of its
-    connection, too.
+    same when done twice. A `KVBusError` out of a handler refuses its request. Any other exception
+    is answered ``internal``, then given to ``on_fault``; without one it ends `run`. ``on_refusal``
+    is told of each refused call. ``gate`` may refuse a call before its body is read. With
+    ``options.curve`` a session belongs to the key of its connection, too.
     """
 
     def __init__(

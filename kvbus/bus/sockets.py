@@ -22,7 +22,10 @@ from kvbus.protocol.envelope import MAX_FRAME_BYTES, MAX_PEER_REQUEST_BYTES
 _OVER_BYTES = 64 * 1024
 # The largest that ZeroMQ's own handshake needs; a topic has at most 64 characters.
 _MAX_TOPIC_FRAME_BYTES = 1024
-_HANDSHAKE_S = 5.0
+_HANDSHAKE_MS = 5_000
+_LINGER_MS = 200
+_RECONNECT_MS, _MAX_RECONNECT_MS = 50, 1_000
+_KEEPALIVE_S = 5
 # What a peer may have queued here, and we for it, before its connection has to wait: in messages.
 _MAX_UNREAD, _MAX_UNREAD_BYTES, _MAX_UNSENT = 1000, 128 * 1024, 1000
 # An XPUB takes subscriptions in within any call, until none is there: a stream of them would hold
@@ -40,10 +43,6 @@ class SocketOptions:
     """
 
     hwm: int = 10_000
-    linger_s: float = 0.2
-    reconnect_s: float = 0.05
-    max_reconnect_s: float = 1.0
-    keepalive_s: float = 5.0
     curve: ServerCurve | ClientCurve | None = None
     allowed: AllowedPeers | None = None
 
@@ -87,7 +86,7 @@ def _family(host: str) -> tcp.AddressFamily:
 def new_context() -> BusContext:
     """A ZeroMQ context with one I/O thread; share it by all sockets of a process.
 
-    Leaving its ``with`` block waits until closed sockets have flushed, at most ``linger_s``.
+    Leaving its ``with`` block waits until closed sockets have flushed, 0.2 s at most.
     """
     return BusContext()
 
@@ -195,14 +194,14 @@ def _open(context: BusContext, kind: int, options: SocketOptions) -> Socket:
         socket: Socket = context.socket(kind)
     except zmq.ZMQError as error:  # there are no descriptors
         raise ConfigError(f"cannot open a socket: {zmq.strerror(error.errno or 0)}") from error
-    socket.set(zmq.LINGER, round(options.linger_s * 1000))
+    socket.set(zmq.LINGER, _LINGER_MS)
     socket.set(zmq.SNDHWM, options.hwm)
     socket.set(zmq.RCVHWM, options.hwm)
     socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _OVER_BYTES)
-    socket.set(zmq.HANDSHAKE_IVL, round(_HANDSHAKE_S * 1000))
-    socket.set(zmq.RECONNECT_IVL, round(options.reconnect_s * 1000))
-    socket.set(zmq.RECONNECT_IVL_MAX, round(options.max_reconnect_s * 1000))
-    _keep_alive(socket, options.keepalive_s)
+    socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    socket.set(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+    _keep_alive(socket)
     if options.curve is not None:
         with _closed_on_error(socket, "cannot use the keys", ""):
             options.curve.apply(socket)
@@ -212,13 +211,13 @@ def _open(context: BusContext, kind: int, options: SocketOptions) -> Socket:
 # Not ZeroMQ's heartbeats: its timer for them goes on when a connection has failed that was not read
 # at that moment, as its queue was full. Then libzmq 4.3.5 ends the process ("!_io_error"). Whoever
 # asks without reading the answers, and goes, can have that.
-def _keep_alive(socket: Socket, idle_s: float) -> None:
-    """A peer that is gone without a word is found by TCP, after four times ``idle_s``."""
+def _keep_alive(socket: Socket) -> None:
+    """A peer that is gone without a word is found by TCP, after four times `_KEEPALIVE_S`."""
     socket.set(zmq.TCP_KEEPALIVE, 1)
-    socket.set(zmq.TCP_KEEPALIVE_IDLE, max(1, round(idle_s)))
-    socket.set(zmq.TCP_KEEPALIVE_INTVL, max(1, round(idle_s)))
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
     socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
-    socket.set(zmq.TCP_MAXRT, round(idle_s * 4000))
+    socket.set(zmq.TCP_MAXRT, 4 * 1000 * _KEEPALIVE_S)
 
 
 def _bind(socket: Socket, endpoint: str) -> Socket:

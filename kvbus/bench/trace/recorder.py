@@ -8,6 +8,7 @@ runs a module as ``python -m MODULE`` does, and writes the file NOTES when that 
 """
 
 import functools
+import os
 import runpy
 import sys
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -115,7 +116,13 @@ class Recorder:
 
 def record_module(notes: Path, module: str, *arguments: str) -> None:
     """Run a module as a program, and write what happened when it has ended."""
-    recorder = Recorder()
+    recorder, leave = Recorder(), os._exit
+
+    def write_and_leave(status: int) -> NoReturn:
+        notes.write_bytes(msgspec.json.encode(recorder.notes))
+        leave(status)
+
+    os._exit = write_and_leave  # agents end by it
     sys.argv = [module, *arguments]
     try:
         with recorder.recording():
