@@ -17,10 +17,8 @@ from kvbus.bus import (
     BusContext,
     Call,
     ClientCurve,
-    EventPublisher,
     KeyCheck,
     KeyPair,
-    RequestServer,
     ServerCurve,
     SocketOptions,
 )
@@ -45,7 +43,7 @@ OnChange = Callable[[frozenset[str]], None]
 
 
 class Access:
-    """The keys of an agent, and the gate that they are.
+    """The keys of an agent, and the gate that they are; without keys all may ask all.
 
     ``on_change`` are called when keys that were trusted are less so.
     """
@@ -55,95 +53,65 @@ class Access:
         self.on_change: list[OnChange] = []
         self._one_at_a_time = anyio.CapacityLimiter(1)
         self._num_refused = 0
-        self._lines: LimitedLog | None = None
         self._our_roles: frozenset[str] = frozenset(self.roles_of(self.server_key))
 
     @classmethod
     def open(cls, config: AgentConfig) -> "Access":
         """What the config says; raises `ConfigError`, also for what would be open to a network."""
-        if bool(config.key_file) != bool(config.authorized_keys):
-            missing = "key_file" if config.authorized_keys else "authorized_keys"
-            raise ConfigError(
-                f"key '{missing}': needed, as keys are on with key_file and authorized_keys both",
-                key=missing,
-            )
-        if not config.key_file:
-            _require_loopback(config)
-            return cls()
-        trusted = TrustedKeys(Path(config.authorized_keys))
-        trusted.refresh()
-        if trusted.problems:
-            raise ConfigError(f"key 'authorized_keys': {trusted.problems[0]}")
-        try:
-            return cls(read_secret(Path(config.key_file)), trusted)
-        except ConfigError as error:
-            raise ConfigError(f"key 'key_file': {error.message}", key="key_file") from error
+        if config.key_file and config.authorized_keys:
+            trusted = TrustedKeys(Path(config.authorized_keys))
+            trusted.refresh()
+            with named("authorized_keys"):
+                if trusted.problems:
+                    raise ConfigError(trusted.problems[0])
+            with named("key_file"):
+                return cls(read_secret(Path(config.key_file)), trusted)
+        for key, other in (("key_file", "authorized_keys"), ("authorized_keys", "key_file")):
+            with named(key):
+                if getattr(config, other):
+                    raise ConfigError(f"needed, as keys are on with {key} and {other} both")
+        for key in ("peer_bind", "events_bind"):
+            with named("key_file"):
+                if not config.insecure and not is_loopback(bind_host(getattr(config, key))):
+                    raise ConfigError(
+                        f"needed, because {key} is not loopback: other machines reach the agent. "
+                        "Make keys with 'kvbus keys' (docs/security.md), or write insecure = true "
+                        "if nobody but the cluster can reach its network"
+                    )
+        return cls()
 
     @property
     def server_key(self) -> str:
         """What others must know of this agent to connect; empty without keys."""
         return self.keys.public if self.keys else ""
 
-    def readings(self) -> dict[str, float]:
-        """The readings named in `KEYS_READINGS`."""
-        num_trusted = len(list(self._trusted)) if self._trusted else 0
-        return {"trusted_keys": num_trusted, "refused_keys": self._num_refused}
-
-    def start(self, context: BusContext, tasks: TaskGroup) -> None:
+    def start(self, context: BusContext, tasks: TaskGroup, metrics: AgentMetrics) -> None:
         """Check keys, before the first socket is bound."""
+        metrics.add_readings(self._readings, KEYS_READINGS)
         if self.keys is not None:
-            self._lines = LimitedLog()
-            tasks.start_soon(KeyCheck(context, self._admit).run)
-
-    def guard(
-        self,
-        peer: RequestServer,
-        events: EventPublisher,
-        *,
-        metrics: AgentMetrics,
-        tasks: TaskGroup,
-    ) -> None:
-        """Who is trusted no more loses its sessions, and whoever hears events connects again."""
-        metrics.add_readings(self.readings, KEYS_READINGS)
-
-        def end(lost: frozenset[str]) -> None:
-            for key in lost:
-                peer.end_key(key)
-            events.hang_up()
-
-        if self.keys is not None:
-            self.on_change.append(end)
+            tasks.start_soon(KeyCheck(context, partial(self._admit, LimitedLog())).run)
             tasks.start_soon(self._watch)
 
-    def peer_options(self) -> SocketOptions:
-        """The options of the peer socket."""
-        return self._bound(PEER)
-
-    def events_options(self) -> SocketOptions:
-        """The options of the events socket."""
-        return self._bound(EVENTS)
+    def options(self, domain: str) -> SocketOptions:
+        """Those of the socket at which others connect to `PEER` or `EVENTS`."""
+        return SocketOptions(curve=ServerCurve(self.keys, domain) if self.keys else None)
 
     def connected(self, endpoint: str, server_key: str, role: Role) -> SocketOptions:
         """The options of a socket that connects to an agent.
 
         Raises `RemoteError` (``forbidden``) unless its key is trusted with this role.
         """
-        if self.keys is None:
+        if self.keys is None or self._trusted is None:
             return SocketOptions()
-        self.require_trusted(endpoint, server_key, role)
+        if role not in self._trusted.roles_of(server_key):
+            shown = f"its key {server_key} is" if server_key else "it has no key, so that it is"
+            raise RemoteError(
+                f"the {role} agent at {endpoint} is not connected to: {shown} not trusted here "
+                f"with the role '{role}'",
+                code=ErrorCode.FORBIDDEN,
+                endpoint=endpoint,
+            )
         return SocketOptions(curve=ClientCurve(self.keys, server_key))
-
-    def require_trusted(self, endpoint: str, server_key: str, role: Role) -> None:
-        """Raise `RemoteError` (``forbidden``) unless an agent may be spoken with; needs keys."""
-        if self._trusted is None or role in self._trusted.roles_of(server_key):
-            return
-        shown = f"its key {server_key} is" if server_key else "it has no key, so that it is"
-        raise RemoteError(
-            f"the {role} agent at {endpoint} is not connected to: {shown} not trusted here with "
-            f"the role '{role}'",
-            code=ErrorCode.FORBIDDEN,
-            endpoint=endpoint,
-        )
 
     def roles_of(self, key: str) -> tuple[str, ...]:
         """What a key is trusted as; nothing without keys."""
@@ -162,8 +130,7 @@ class Access:
         """Raise `KVBusError` (``forbidden``) unless the key of the caller may ask this."""
         if self._trusted is None:
             return
-        key = call.session.sender.key
-        roles = self._trusted.roles_of(key)
+        roles = self._trusted.roles_of(call.session.sender.key)
         if not may_ask(roles, call.op):
             trusted_as = " and ".join(sorted(roles)) or "nothing any more"
             raise KVBusError(
@@ -171,25 +138,26 @@ class Access:
                 code=ErrorCode.FORBIDDEN,
             )
 
-    def _bound(self, domain: str) -> SocketOptions:
-        return SocketOptions(curve=ServerCurve(self.keys, domain) if self.keys else None)
+    def _readings(self) -> dict[str, float]:
+        num_trusted = len(list(self._trusted)) if self._trusted else 0
+        return {"trusted_keys": num_trusted, "refused_keys": self._num_refused}
 
     async def _watch(self) -> None:
         """Look at the folder again and again; who lost a role is told to ``on_change``."""
         while True:
             for files in (False, True):
                 await anyio.sleep(LOOK_S)
-                await self.look(files=files)
+                await self._look(files=files)
 
-    async def _admit(self, applicant: Applicant) -> bool:
-        if self._trusted is None or self._lines is None:
+    async def _admit(self, lines: LimitedLog, applicant: Applicant) -> bool:
+        if self._trusted is None:
             return False
-        await self.look(files=False)
+        await self._look(files=False)
         roles = self._trusted.roles_of(applicant.key)
-        if (applicant.domain == PEER and roles) or (applicant.domain == EVENTS and may_hear(roles)):
+        if may_hear(roles) if applicant.domain == EVENTS else roles:
             return True
         self._num_refused += 1
-        self._lines.warning(
+        lines.warning(
             "key.refused",
             who=applicant.address,
             key=applicant.key,
@@ -199,7 +167,7 @@ class Access:
         )
         return False
 
-    async def look(self, *, files: bool = True) -> None:
+    async def _look(self, *, files: bool) -> None:
         """Read the trusted keys again if they have changed, in a thread; see `TrustedKeys`."""
         trusted = self._trusted
         if trusted is None:
@@ -218,17 +186,6 @@ class Access:
         if lost:
             for call in self.on_change:
                 call(lost)
-
-
-def _require_loopback(config: AgentConfig) -> None:
-    for key in ("peer_bind", "events_bind"):
-        if not config.insecure and not is_loopback(bind_host(getattr(config, key))):
-            raise ConfigError(
-                f"key 'key_file': needed, because {key} is not loopback: other machines reach the "
-                "agent. Make keys with 'kvbus keys' (docs/security.md), or write insecure = true "
-                "if nobody but the cluster can reach its network",
-                key="key_file",
-            )
 
 
 MIN_KEY_BYTES = 32

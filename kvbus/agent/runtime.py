@@ -15,7 +15,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from kvbus.agent.access import Access, load_http_token
+from kvbus.agent.access import EVENTS, PEER, Access, load_http_token
 from kvbus.agent.config import CLOSES_WITHIN_S, AgentConfig, named
 from kvbus.agent.data_plane import (
     DataPlane,
@@ -194,7 +194,7 @@ class Runtime:
             self.tasks.start_soon(owner.run)
         self.tasks.start_soon(self.metrics.watch_loop_lag)
         self.metrics.add_readings(partial(self._bus_readings, attach), BUS_READINGS)
-        self.access.guard(self.peer_socket, self.events, metrics=self.metrics, tasks=self.tasks)
+        self.access.on_change.append(self._end_sessions)
         await self.agent.data_plane.check()
         self.tasks.start_soon(self.agent.data_plane.watch)
         self.report.is_started = True
@@ -219,7 +219,7 @@ class Runtime:
 
     def _bind(self, context: BusContext, engines: EngineDirectory) -> None:
         """The sockets for local engines, for other agents, and for who watches."""
-        self.access.start(context, self.tasks)
+        self.access.start(context, self.tasks, self.metrics)
         server = partial(RequestServer, context, boot=self.boot, on_fault=_log_request_failure)
         self.engine_socket = server(
             f"ipc://{self.config.runtime_path / ENGINE_SOCKET}",
@@ -230,7 +230,7 @@ class Runtime:
             self.peer_socket = server(
                 self.config.peer_bind,
                 gate=self.access.gate,
-                options=self.access.peer_options(),
+                options=self.access.options(PEER),
                 on_refusal=Refusals(self.metrics).of_call,
             )
         with named("events_bind"):
@@ -239,7 +239,7 @@ class Runtime:
                 self.config.events_bind,
                 boot=self.boot,
                 heartbeat_s=self.config.heartbeat_s,
-                options=self.access.events_options(),
+                options=self.access.options(EVENTS),
             )
 
     def _make_agent(self, context: BusContext, engines: EngineDirectory) -> Agent:
@@ -332,6 +332,12 @@ class Runtime:
                 **self.service.peer_handlers(),
             }
         )
+
+    def _end_sessions(self, lost: frozenset[str]) -> None:
+        """Of keys that are trusted no more; whoever hears events connects again."""
+        for key in lost:
+            self.peer_socket.end_key(key)
+        self.events.hang_up()
 
     def _register(self, wanted: Register, call: Call) -> None:
         if self.report.is_draining:
