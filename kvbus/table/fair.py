@@ -79,43 +79,30 @@ class FairQueue(Generic[T]):
         return key, item
 
 
-class FairPool(Generic[T]):
-    """Slots 0 to ``num_slots`` - 1, and the items that wait for one.
+class FairPool(FairQueue[T]):
+    """Slots 0 to ``num_slots`` - 1, and a queue of the items that wait for one.
 
     ``may_have(num_held, num_free)`` says whether an owner that holds so many may have one more.
     """
 
     def __init__(self, num_slots: int, *, may_have: Callable[[int, int], bool]) -> None:
+        super().__init__()
         self._may_have = may_have
         self._free = list(reversed(range(num_slots)))
         self._owners: dict[int, Hashable] = {}
         self._num_held: Counter[Hashable] = Counter()
-        self._waiting: FairQueue[T] = FairQueue()
 
     @property
     def num_in_use(self) -> int:
         """Slots that an owner has."""
         return len(self._owners)
 
-    @property
-    def num_waiting(self) -> int:
-        """Items without a slot."""
-        return len(self._waiting)
-
-    def wait(self, key: Key, item: T) -> None:
-        """Wait for a slot."""
-        self._waiting.add(key, item)
-
-    def leave(self, key: Key, item: T) -> None:
-        """Do not wait any more; raises `KeyError`."""
-        self._waiting.discard(key, item)
-
     def acquire(self) -> tuple[T, int] | None:
         """The item whose turn it is, and its slot; None when no slot is free for any that waits."""
         num_free = len(self._free)
         if not num_free:
             return None
-        taken = self._waiting.take(lambda owner: self._may_have(self._num_held[owner], num_free))
+        taken = self.take(lambda owner: self._may_have(self._num_held[owner], num_free))
         if taken is None:
             return None
         key, item = taken

@@ -51,7 +51,7 @@ def pool_of(
     """Where these (owner, item, priority or none) wait."""
     pool = FairPool[Any](num_slots, may_have=may)
     for owner, item, *priority in waiting:
-        pool.wait(Key(owner, *priority), item)
+        pool.add(Key(owner, *priority), item)
     return pool
 
 
@@ -71,7 +71,7 @@ def served(pool: FairPool[Any]) -> list[Any]:
 def test_owners_take_turns_urgent_items_of_all_come_first_and_who_left_gets_none() -> None:
     waiting = [("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5)]
     without_first = pool_of(1, *waiting)
-    without_first.leave(Key("a"), 1)
+    without_first.discard(Key("a"), 1)
 
     assert served(pool_of(1, *waiting)) == [1, 4, 2, 5, 3]
     assert served(without_first) == [2, 4, 3, 5]
@@ -84,14 +84,14 @@ def test_every_item_is_given_a_slot_within_a_bounded_number_of_turns(
 ) -> None:
     pool = pool_of(1)
     for number, one in enumerate(before):
-        pool.wait(one, number)
-    pool.wait(key, "it")
+        pool.add(one, number)
+    pool.add(key, "it")
 
     num_priorities = len({one.priority for one in (*before, key)}) + 1
     num_owners = len({one.owner for one in before if one.priority == key.priority}) + 1
     num_own = before.count(key) + 1
     for number in range(FAIR_TURN * num_priorities * num_owners * num_own):
-        pool.wait(Key("later", 2**31 - 1), -1 - number)
+        pool.add(Key("later", 2**31 - 1), -1 - number)
         granted = pool.acquire()
         assert granted is not None
         item, slot = granted
@@ -113,7 +113,7 @@ def test_each_owner_that_keeps_its_slots_leaves_half_of_the_rest_however_urgent_
 
     for owner, more in zip("abcdef", taken, strict=False):
         for item in range(40):
-            pool.wait(Key(owner, 99 - item), (owner, item))
+            pool.add(Key(owner, 99 - item), (owner, item))
         granted = list(iter(pool.acquire, None))
         slots += [slot for _, slot in granted]
         assert [item[0] for item, _ in granted] == more * [owner]
@@ -128,7 +128,7 @@ def test_every_slot_has_one_holder_and_comes_back_once(owners: list[str], luck: 
     pool = pool_of(5, *((owner, item) for item, owner in enumerate(owners)), may=less_than_are_free)
     held: list[int] = []
 
-    while pool.num_waiting or held:
+    while pool or held:
         held += [slot for _, slot in iter(pool.acquire, None)]
         assert len(set(held)) == len(held) == pool.num_in_use
         slot = held.pop(luck.randrange(len(held)))

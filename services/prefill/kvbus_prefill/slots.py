@@ -316,7 +316,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
     @property
     def num_waiting(self) -> int:
         """Boxes without a slot."""
-        return sum(pool.num_waiting for pool in self._pools.values())
+        return sum(map(len, self._pools.values()))
 
     @property
     def num_slots_in_use(self) -> int:
@@ -363,7 +363,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         slot_lease_s = min(asked.slot_lease_s, self.limits.max_slot_lease_s)
         box = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
         self._leases[asked.lease][box.slot_id] = box
-        self._pools[asked.slots].wait(asked.turn, box.slot_id)
+        self._pools[asked.slots].add(asked.turn, box.slot_id)
         self._add(box, asked, now, ())
         return []
 
@@ -385,7 +385,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         if not self._leases[lease]:
             del self._leases[lease]
         if entry.slot is None:
-            pool.leave(entry.asked.turn, entry.slot_id)
+            pool.discard(entry.asked.turn, entry.slot_id)
         else:
             pool.release(entry.slot)
         super()._retire(entry)

@@ -36,7 +36,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     # urgent fetches come first, but not in each turn.
     def _handle(self, event: ev.Event, now: float) -> Commands:
         commands = self._handle_one(event, now)
-        return commands + self._take_turns(now) if self._places.num_waiting else commands
+        return commands + self._take_turns(now) if self._places else commands
 
     def _handle_one(self, event: ev.Event, now: float) -> Commands:
         if isinstance(event, ev.FetchEvent):
@@ -116,7 +116,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
 
     def _take_place(self, fetch: FetchEntry, now: float) -> bool:
         """Whether a new fetch may begin; it waits for its turn otherwise."""
-        self._places.wait(fetch.turn, fetch.key)
+        self._places.add(fetch.turn, fetch.key)
         granted = self._places.acquire()  # no other waits while a place is free
         if granted is not None:
             fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
@@ -137,9 +137,9 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         commands = super()._apply(entry, event, now)
         is_queued = entry.state is FetchState.QUEUED
         if is_queued and not was_queued:
-            self._places.wait(entry.turn, entry.key)
+            self._places.add(entry.turn, entry.key)
         elif was_queued and not is_queued and entry.place is None:
-            self._places.leave(entry.turn, entry.key)
+            self._places.discard(entry.turn, entry.key)
         if entry.place is not None and not entry.makes_progress(now):
             self._places.release(entry.place)
             entry.place = None

@@ -428,9 +428,9 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
             read.live[leg] = None
             self._read_of[leg] = read
         if state is PACKED:
-            self._pools[leg.device].wait(read.turn_of(leg), leg)
+            self._pools[leg.device].add(read.turn_of(leg), leg)
         elif before is PACKED and leg.slot is None:
-            self._pools[leg.device].leave(read.turn_of(leg), leg)
+            self._pools[leg.device].discard(read.turn_of(leg), leg)
         if leg.slot_id is not None and state in (COPYING, OVER):
             read.read_slots.setdefault(leg.source, []).append(leg.slot_id)
             leg.slot_id = leg.slot_expires_at = None
