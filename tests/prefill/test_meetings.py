@@ -71,7 +71,8 @@ def play(*steps: Step) -> offer.OfferTable:
 # fmt: off
 SCRIPTS: dict[str, list[Step]] = {
     "who comes early is answered when the offer is made":
-        [wants("a"), (1, wants("b"), {}), (1.5, MADE, {"a": "met", "b": "met"})],
+        [wants("a"), (1, wants("b"), {}), (1.5, MADE, {"a": "met", "b": "met"}), (2, DUE, {}),
+         (2, wants("c"), {"c": "met"})],
     "who comes late is answered at once":
         [MADE, (0, wants("a"), {"a": "met"})],
     "who has waited long enough is told to ask again and may":

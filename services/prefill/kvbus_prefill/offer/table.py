@@ -152,10 +152,12 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 max_offers=self.limits.max_offers,
             )
         self._requests[request] = ticket.offer_id
-        if offer is not None:  # it was awaited under another id
-            del self.live[offer.offer_id]
-            self.deadlines.set(offer.offer_id, None)
-        return self._enter(ticket.offer_id, name, offer)
+        if offer is None:
+            return self._enter(OfferEntry(ticket.offer_id, name))
+        del self.live[offer.offer_id]  # it was awaited under another id
+        self.deadlines.set(offer.offer_id, None)
+        offer.offer_id = ticket.offer_id
+        return self._enter(offer)
 
     def _answer_by_name(self, event: ev.Asked[Any], message: Meet | Forgo, now: float) -> Commands:
         """The offer is awaited, made, over, or not known yet."""
@@ -171,7 +173,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             if offer is None and self.draining:
                 raise draining()
             event = self._within_grace(event, message, now)
-        return self._apply(offer or self._enter(event.fresh, name), event, now)
+        return self._apply(offer or self._enter(OfferEntry(event.fresh, name)), event, now)
 
     # An engine that is gone makes no offer, so its reader had better compute at once. It may also
     # be between two sessions, as when its agent was started again: that takes a moment.
@@ -195,13 +197,11 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     def _awaited(self) -> list[OfferEntry]:
         return [one for one in self._named.values() if one.state is OfferState.AWAITED]
 
-    def _enter(self, offer_id: str, name: str, offer: OfferEntry | None = None) -> OfferEntry:
-        """A name that is awaited, or an offer that is about to be made."""
-        offer = offer or OfferEntry(offer_id, name)
-        offer.offer_id = offer_id
-        self.live[offer_id] = offer
-        if name:
-            self._named[name] = offer
+    def _enter(self, offer: OfferEntry) -> OfferEntry:
+        """One that is awaited, or about to be made."""
+        self.live[offer.offer_id] = offer
+        if offer.transfer_id:
+            self._named[offer.transfer_id] = offer
         return offer
 
     def _known(self, offer_id: str) -> OfferEntry:
