@@ -256,7 +256,7 @@ SCRIPTS: dict[str, list[Step]] = {
         [meeting(), (0, GIVE_UP, ["ok", "cancelled meeting cancelled", "forgo"]),
          (0, GIVE_UP, ["ok", "forgo"])],
     "a fetch whose route is known claims at once":
-        [(0, known(), ["claim"])],
+        [(0, known(), ["hold", "claim"])],
     "an engine that has all tokens reads nothing and takes":
         [requested(first_token=32), READY, (0, grant(), ["take"])],
     "a take that is refused fails the fetch though all bytes have landed":
@@ -359,7 +359,7 @@ SCRIPTS: dict[str, list[Step]] = {
         [ALONE, (LIMITS.claim_after_s, DUE, ["claim"]), (1, grant(at=1), []),
          (1, READ, ["take"])],
     "a claim beside the read is followed by the take when both are there, read last":
-        [(0, BESIDE, ["claim", "read 0-32 last"]), (0, grant(), []), (0, READ, ["take"])],
+        [(0, BESIDE, ["hold", "claim", "read 0-32 last"]), (0, grant(), []), (0, READ, ["take"])],
     "a read goes on while another reader has the lease and takes what that gave back":
         [BESIDE, (0, failed(BUSY), []), (0.1, READ, ["take"])],
     "a claim that was busy is sent again while the read lasts":
@@ -382,7 +382,8 @@ SCRIPTS: dict[str, list[Step]] = {
     "a lease granted to a fetch that drains goes back when it has drained":
         [BESIDE, CANCEL, (0, grant(), []), (0, READ, ["release", "freed"])],
     "an engine that has all tokens takes the offer without a read or a lease":
-        [(0, known(ahead=fetch.Ahead(TABLES, claims=True), first_token=32), ["take"])],
+        [(0, known(ahead=fetch.Ahead(TABLES, claims=True), first_token=32),
+          ["hold", "take"])],
     # whose turn it is
     "a fetch beyond the bound holds its peer and claims nothing":
         [PLACE, known(), (0, known("f2"), ["hold f2"])],
@@ -407,7 +408,7 @@ SCRIPTS: dict[str, list[Step]] = {
         [PLACE, known(), known("f2"), known("f3"), ev.CancelRequested("f2", "c"),
          (0, CANCEL, ["ok", "cancelled claiming cancelled", "claim f3"])],
     "a new fetch that comes late does not have the turn of one that waits":
-        [PLACE, known(), known("f2"), (1, known("f3"), ["claim f2", "hold f3"]),
+        [PLACE, known(), known("f2"), (1, known("f3"), ["hold f3", "claim f2"]),
          (2, DUE, ["claim f3"])],
     "the urgent one begins first of those that wait":
         [PLACE, known(), known("f2"), known("f3", priority=1), grant(), READ,

@@ -6,7 +6,7 @@ from kvbus.table import Context, FairPool, Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchEntry, FetchLimits, FetchState
-from kvbus_decode.fetch.transitions import TRANSITIONS, Commands, ask, release, resolve, start
+from kvbus_decode.fetch.transitions import TRANSITIONS, Commands, ask, release, resolve
 
 
 class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
@@ -93,9 +93,8 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         elif fetch.state is FetchState.RESOLVING:
             commands = [resolve(fetch, at)]
         else:
-            commands = start(fetch, event, at) if self._take_place(fetch, now) else []
-            if not any(isinstance(one, ev.Ask) for one in commands):  # which holds its peer
-                commands.insert(0, ev.HoldPeer(fetch.key, event))
+            self._places.add(fetch.turn, fetch.key)
+            commands = [ev.HoldPeer(fetch.key, event)]
         self._add(fetch, event, now, commands)
         return commands
 
@@ -113,14 +112,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
                 code=ErrorCode.BUSY,
                 max_fetches=self.limits.max_fetches,
             )
-
-    def _take_place(self, fetch: FetchEntry, now: float) -> bool:
-        """Whether a new fetch may begin; it waits for its turn otherwise."""
-        self._places.add(fetch.turn, fetch.key)
-        granted = self._places.acquire()  # no other waits while a place is free
-        if granted is not None:
-            fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
-        return granted is not None
 
     def _take_turns(self, now: float) -> Commands:
         """Places that came free go to fetches that wait for one."""
@@ -145,13 +136,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             entry.place = None
             self.deadlines.set(entry.key, None if entry.is_over else entry.due_at)
         return commands
-
-    def _expire(self, now: float) -> Commands:
-        """As every table; then those that wait have the places that came free.
-
-        Else a new fetch would be given the turn of one that waits, which would never come again.
-        """
-        return super()._expire(now) + self._take_turns(now)
 
 
 def _first_state(requested: ev.Requested) -> FetchState:
