@@ -30,7 +30,7 @@ from kvbus.engine import (
 )
 from kvbus.errors import FetchFailed
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, num_blocks_for
-from kvbus.memory import share_tensor
+from kvbus.memory.storage import share_tensor
 from kvbus.protocol import Fetched, Outcome
 from tests.agents import AgentProcess, NotInTimeError, until
 from tests.expected import expected_after, num_read_bytes, positions

@@ -35,7 +35,7 @@ from kvbus.agent.status import SelfReport, without_place
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, new_context
 from kvbus.errors import ConfigError, ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
-from kvbus.memory.attach.path import ENGINE_SOCKET
+from kvbus.memory.attach.place import ENGINE_SOCKET
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
 from kvbus.protocol.status import Status

@@ -38,8 +38,7 @@ from kvbus.doctor.finding import ERROR, NOTE, OK, Finding
 from kvbus.doctor.sharing import sharing_findings
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.trusted import TrustedKeys
-from kvbus.memory.attach.folder import prepare_folder
-from kvbus.memory.attach.path import check_path_length
+from kvbus.memory.attach.place import check_path_length, prepare_folder
 from kvbus.memory.room import available_bytes
 from kvbus.protocol.status import AgentStatus, Status
 from kvbus.text import bytes_text

@@ -11,10 +11,9 @@ from pathlib import Path
 from kvbus.doctor.children import PROBE, Budget, run_pair
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.errors import SegmentError
-from kvbus.memory.huge_pages import GIVING_WORDS, SHMEM_ENABLED, shmem_word
 from kvbus.memory.room import available_bytes, cgroup_folder
 from kvbus.memory.run_copy import is_compiled
-from kvbus.memory.segment import SharedSegment
+from kvbus.memory.segment import GIVING_WORDS, SHMEM_ENABLED, SharedSegment, shmem_word
 from kvbus.text import bytes_text
 
 SEGMENT_BYTES = 1 << 20

@@ -101,18 +101,18 @@ def try_nixl(role: str) -> None:
 
 def try_cuda(role: str) -> None:
     """List the GPUs, or share memory of one as engine and agent do."""
-    from kvbus.memory import cuda_survey  # noqa: PLC0415 - torch
+    from kvbus.memory.cuda import survey  # noqa: PLC0415 - torch
 
     if role == "list":
-        gpus = tuple(Gpu(*gpu) for gpu in cuda_survey.seen_gpus())
-        _print(GpuList(cuda_survey.cuda_version(), gpus))
+        gpus = tuple(Gpu(*gpu) for gpu in survey.seen_gpus())
+        _print(GpuList(survey.cuda_version(), gpus))
     elif role == "target":
-        memory = cuda_survey.lent_memory()
+        memory = survey.lent_memory()
         _print((memory.device, memory.handle, memory.offset_bytes, memory.size_bytes))
         sys.stdin.read()
     else:
         device, handle, first, size = msgspec.json.decode(_target_line(), type=LentMemory)
-        if not cuda_survey.is_lent(device, handle, offset_bytes=first, size_bytes=size):
+        if not survey.is_lent(device, handle, offset_bytes=first, size_bytes=size):
             sys.exit("it read other bytes than the target has")
 
 

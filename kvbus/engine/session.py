@@ -23,7 +23,7 @@ from kvbus.errors import (
 )
 from kvbus.geometry import EngineSpec
 from kvbus.memory.attach import AttachClient
-from kvbus.memory.attach.folder import check_folder
+from kvbus.memory.attach.place import check_folder
 from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice

@@ -2,7 +2,7 @@
 
 A box, a table or a slot that would reach outside of its memory is refused before any byte moves.
 All three are plans: a slot is to the planner a rank with one region at address 0. What runs them
-depends on where the memory is: `kvbus.memory.run_copy` on the host, `kvbus.memory.gpu_copy` on a
+depends on where the memory is: `kvbus.memory.run_copy` on the host, `kvbus.memory.cuda.open` on a
 GPU. Nothing here imports torch.
 """
 
@@ -216,7 +216,7 @@ def _mover(buffers: Mapping[str, Buffer]) -> Mover:
     tensors = [buffer for buffer in buffers.values() if not isinstance(buffer, np.ndarray)]
     if not tensors:
         return _HostMover()
-    from kvbus.memory.gpu_copy import GpuMover  # noqa: PLC0415  # imports torch
+    from kvbus.memory.cuda.open import GpuMover  # noqa: PLC0415  # imports torch
 
     return GpuMover(tensors)
 

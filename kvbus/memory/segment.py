@@ -4,14 +4,25 @@ Refuses memory that is not there: every page is reserved at creation, so that a 
 end in SIGBUS, and the file is sealed, so that neither side can cut it under the other.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
+from pathlib import Path
+from typing import Literal
 
 from kvbus.errors import SegmentError
-from kvbus.memory.huge_pages import HugePages, huge_bytes, touch_advised
+from kvbus.memory import libc
 from kvbus.memory.pages import MappedFile, Pages
 from kvbus.memory.room import check_memory
+
+HugePages = bool | Literal["advise"]
+"""False for ordinary pages, True for reserved ones (vm.nr_hugepages), "advise" for the kernel's."""
+
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+GIVING_WORDS = ("always", "within_size", "advise", "force")
+"""What ``SHMEM_ENABLED`` says where memory that is advised gets huge pages."""
 
 _POPULATE_WITHIN_S = 2.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -93,7 +104,7 @@ def _reserve_file(name: str, size_bytes: int, flags: int, *, advise: bool = Fals
         rounded_bytes = -(-size_bytes // granule_bytes) * granule_bytes
         os.ftruncate(fd, rounded_bytes)
         if advise:
-            touch_advised(fd, rounded_bytes)
+            _touch_advised(fd, rounded_bytes)
         os.posix_fallocate(fd, 0, rounded_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
@@ -108,3 +119,35 @@ def _refusal(error: OSError, size_bytes: int) -> SegmentError:
         f"cannot create a segment of {size_bytes} bytes: {error.strerror}; {advice}",
         size_bytes=size_bytes,
     )
+
+
+def shmem_word() -> str:
+    """What the kernel does for memory files: always, within_size, advise, never, ...; or empty."""
+    try:
+        words = SHMEM_ENABLED.read_text(encoding="ascii")
+    except OSError:
+        return ""
+    return words.partition("[")[2].partition("]")[0]
+
+
+# The kernel looks at the advice when a page is touched for the first time, through the mapping that
+# was advised. posix_fallocate takes pages through no mapping: ordinary ones, and they stay. So the
+# pages are touched first, which changes nothing of their zeros, and then reserved as ever, which
+# finds them there.
+def _touch_advised(fd: int, length_bytes: int) -> None:
+    """Take all pages of a new file, huge ones if the kernel gives them. Raises nothing."""
+    with contextlib.suppress(OSError):
+        address = libc.map_shared(fd, length_bytes)
+        try:
+            libc.advise_huge_pages(address, length_bytes)
+            libc.populate(address, length_bytes)
+        finally:
+            libc.unmap(address, length_bytes)
+
+
+def huge_bytes(address: int) -> int:
+    """How much of the mapping that begins at ``address`` this process sees in huge pages."""
+    maps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    (_, _, found) = maps.partition(f"\n{address:x}-")
+    sizes = re.search(r"^ShmemPmdMapped:\s+(\d+) kB$", found, re.MULTILINE)
+    return int(sizes[1]) * 1024 if sizes else 0

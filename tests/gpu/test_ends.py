@@ -14,7 +14,8 @@ import kvbus
 from kvbus.engine import MemorySession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import KvLayout
-from kvbus.memory import CudaStorage, share_tensor
+from kvbus.memory.cuda.share import CudaStorage
+from kvbus.memory.storage import share_tensor
 from kvbus.protocol import PassCuda
 from tests.agents import Agents, until
 from tests.engines import make_spec
@@ -27,7 +28,7 @@ ENGINE = str(Path(__file__).with_name("engine_process.py"))
 SHARE = """
 import torch
 from kvbus.errors import SegmentError
-from kvbus.memory import share_tensor
+from kvbus.memory.storage import share_tensor
 try:
     share_tensor(torch.zeros(32 << 20, dtype=torch.uint8, device="cuda:0"))
 except SegmentError as error:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvbus.errors import ClosedError, GeometryError, SegmentError
-from kvbus.memory import SegmentMapping, SharedStorage, share_tensor, share_tensors
+from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors
 
 
 def shared_storage(tensor: torch.Tensor) -> SharedStorage:

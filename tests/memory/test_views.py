@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbus.engine.region_tensor import dtype_from_name, region_view
 from kvbus.errors import GeometryError
-from kvbus.memory import dtype_from_name, region_view
 
 NAMES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}

@@ -28,10 +28,13 @@ format; there the agent's answers carry the descriptors.
 
 from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.client import AttachClient
-from kvbus.memory.attach.connect import connect_to_agent
-from kvbus.memory.attach.folder import check_folder, prepare_folder
-from kvbus.memory.attach.path import ENGINE_SOCKET, AttachPlace
-from kvbus.memory.attach.process_end import ProcessEnd
+from kvbus.memory.attach.place import (
+    ENGINE_SOCKET,
+    AttachPlace,
+    check_folder,
+    connect_to_agent,
+    prepare_folder,
+)
 from kvbus.memory.attach.server import AttachConnection, AttachServer, PassingAnswer
 from kvbus.memory.attach.wire import (
     LENGTH_BYTES,
@@ -53,7 +56,6 @@ __all__ = [
     "AttachServer",
     "FrameChannel",
     "PassingAnswer",
-    "ProcessEnd",
     "check_folder",
     "close_fds",
     "connect_to_agent",

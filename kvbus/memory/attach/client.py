@@ -5,8 +5,11 @@ cancelled ends the connection.
 """
 
 import asyncio
+import os
+import socket
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,18 +18,16 @@ from anyio.abc import TaskGroup
 
 from kvbus.errors import (
     ClosedError,
-    ErrorCode,
-    LocalError,
     PeerLost,
     ProtocolError,
     SegmentError,
 )
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
-from kvbus.memory.attach.connect import connect_to_agent
-from kvbus.memory.attach.process_end import ProcessEnd
+from kvbus.memory.attach.place import PeerIdentity, connect_to_agent
 
-_MAX_UNANSWERED = 64
+_SO_PEERPIDFD = 77
+"""Of Linux 6.5: it names processes of other namespaces, too."""
 
 
 PendingReply = asyncio.Future[dict[str, Any] | None]
@@ -49,11 +50,11 @@ class AttachClient:
         self._sending = anyio.Lock()
         self._pending: deque[PendingReply] = deque()
         self._unasked_reply: dict[str, Any] | None = None
-        self._process: ProcessEnd | None = None
+        self._pidfd: int | None = None
 
     async def __aenter__(self) -> Self:
         connected = connect_to_agent(self.path)
-        self._process = ProcessEnd(connected)
+        self._pidfd = _pidfd(connected)
         self._channel = channel = FrameChannel(connected)
         self._tasks = await anyio.create_task_group().__aenter__()
         self._tasks.start_soon(self._receive_replies, channel)
@@ -70,15 +71,20 @@ class AttachClient:
             channel, self._channel = self._channel, None
             if channel is not None:
                 channel.close()
-            if self._process is not None:
-                self._process.close()
+            pidfd, self._pidfd = self._pidfd, None
+            if pidfd is not None:
+                os.close(pidfd)
 
     async def process_ended(self, within_s: float) -> bool:
-        """Whether the agent's process, and not only its connection, is gone within that time."""
+        """Whether the agent's process, and not only its connection, is gone within that time.
+
+        One that the kernel does not name here never is.
+        """
         with anyio.move_on_after(within_s):
-            if self._process is not None:
-                await self._process.wait()
+            if self._pidfd is not None:
+                await anyio.wait_readable(self._pidfd)
                 return True
+            await anyio.sleep_forever()
         return False
 
     async def call(self, message: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
@@ -100,8 +106,6 @@ class AttachClient:
     async def _send(self, frame: bytes, fds: Sequence[int]) -> PendingReply:
         if self._channel is None:
             raise ClosedError("the attach client is not open")
-        if len(self._pending) >= _MAX_UNANSWERED:
-            raise LocalError(f"{_MAX_UNANSWERED} calls wait for replies", code=ErrorCode.BUSY)
         try:
             await self._channel.send(frame, fds)
         except (BrokenPipeError, ConnectionResetError):
@@ -134,3 +138,12 @@ class AttachClient:
             self._unasked_reply = reply
         elif not (pending := self._pending.popleft()).done():
             pending.set_result(reply)
+
+
+def _pidfd(connected: socket.socket) -> int | None:
+    """What is readable once the process at the other end is gone; None if the kernel cannot say."""
+    with suppress(OSError):
+        return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    with suppress(OSError):
+        return os.pidfd_open(PeerIdentity.of(connected).pid)
+    return None

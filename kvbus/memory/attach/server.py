@@ -19,8 +19,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
-from kvbus.memory.attach.identity import PeerIdentity
-from kvbus.memory.attach.path import AttachPlace
+from kvbus.memory.attach.place import AttachPlace, PeerIdentity
 
 _ACCEPT_PAUSE_S = 0.1
 

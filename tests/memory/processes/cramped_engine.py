@@ -3,7 +3,7 @@
 import torch
 
 from kvbus.errors import SegmentError
-from kvbus.memory import share_tensor
+from kvbus.memory.storage import share_tensor
 
 tensor = torch.ones(1 << 20)
 address = tensor.data_ptr()

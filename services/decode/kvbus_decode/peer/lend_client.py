@@ -12,8 +12,7 @@ from kvbus.agent.loop import in_thread
 from kvbus.errors import ConfigError, ErrorCode, PeerLost, ProtocolError, RemoteError
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
-from kvbus.memory.attach.connect import connect_to_agent
-from kvbus.memory.attach.folder import check_folder
+from kvbus.memory.attach.place import check_folder, connect_to_agent
 from kvbus.memory.mapping import LentMapping
 from kvbus.memory.room import check_mappings
 from kvbus.protocol.attach import LendMemory, LentSegment, MemoryLent

@@ -6,8 +6,8 @@ Nothing is moved: the agent copies between this memory and slots of its own on t
 import torch
 
 from kvbus.errors import SegmentError
-from kvbus.memory import cuda_driver
-from kvbus.memory.gpus import gpu_of, gpu_uuid
+from kvbus.memory.cuda import driver
+from kvbus.memory.cuda.driver import gpu_of, gpu_uuid
 from kvbus.memory.owned import OwnedStorage
 
 
@@ -55,12 +55,12 @@ def share_cuda_tensor(tensor: torch.Tensor) -> CudaStorage:
     ordinal, storage = gpu_of(tensor.device), tensor.untyped_storage()
     if storage.nbytes() == 0:
         raise SegmentError("an empty tensor has no memory to share")
-    with cuda_driver.on_gpu(ordinal):
-        allocation = cuda_driver.allocation_of(storage.data_ptr())
+    with driver.on_gpu(ordinal):
+        allocation = driver.allocation_of(storage.data_ptr())
         try:
             if allocation is None:
                 raise SegmentError("CUDA does not know the allocation")
-            handle = cuda_driver.export_memory(allocation[0])
+            handle = driver.export_memory(allocation[0])
         except SegmentError as error:
             raise SegmentError(
                 f"a tensor of {storage.nbytes()} bytes on {tensor.device} cannot be opened by "

@@ -1,7 +1,8 @@
-"""The calls of the CUDA driver that torch does not offer: memory of one process, opened by another.
+"""GPUs by UUID, and the calls of the CUDA driver that torch does not offer.
 
-Each function is one call, made with the GPU's primary context, which torch uses too. A failure is
-a `SegmentError` that has CUDA's own name for it.
+Those are for memory of one process that is opened by another.
+Each is one call, made with the GPU's primary context, which torch uses too. A failure is a
+`SegmentError` that has CUDA's own name for it.
 
 Torch can share storages between processes as well. It is not used, as what it opens stays open for
 as long as any tensor, view or traceback refers to it, when a dead engine's memory has to be free
@@ -13,6 +14,8 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+
+import torch
 
 from kvbus.errors import SegmentError
 
@@ -107,3 +110,46 @@ def _check(code: int, name: str) -> None:
     _driver().cuGetErrorName(ctypes.c_int(code), ctypes.byref(text))
     known = text.value.decode() if text.value else f"CUDA error {code}"
     raise SegmentError(f"{name}: {known}", cuda_error=code)
+
+
+def gpu_uuid(ordinal: int) -> str:
+    """The UUID of a GPU that torch numbers so, as ``nvidia-smi -L`` prints it."""
+    return f"GPU-{str(torch.cuda.get_device_properties(ordinal).uuid).removeprefix('GPU-')}"
+
+
+def gpu_ordinal(uuid: str) -> int:
+    """The number that torch has for a GPU; raises `SegmentError` when it does not see it."""
+    check_cuda()
+    visible = [gpu_uuid(ordinal) for ordinal in range(torch.cuda.device_count())]
+    if uuid not in visible:
+        raise SegmentError(
+            f"this process does not see {uuid}, but {', '.join(visible)}: start it with a "
+            "CUDA_VISIBLE_DEVICES that has it, or none",
+            device=uuid,
+        )
+    return visible.index(uuid)
+
+
+def gpu_of(device: torch.device) -> int:
+    """The number of a CUDA device, the current one when it names none; raises `SegmentError`."""
+    check_cuda()
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    if ordinal >= torch.cuda.device_count():
+        raise SegmentError(
+            f"there is no {device}: this process sees {torch.cuda.device_count()} GPUs"
+        )
+    return ordinal
+
+
+def check_cuda() -> None:
+    """Raise `SegmentError` unless torch can use a GPU here."""
+    if torch.version.cuda is None:
+        raise SegmentError(
+            f"torch {torch.__version__} of this process has no CUDA: install a build of torch "
+            "for CUDA, or use shared memory"
+        )
+    if not torch.cuda.is_available():
+        raise SegmentError(
+            "torch of this process sees no GPU: is the NVIDIA driver there, and "
+            "CUDA_VISIBLE_DEVICES not empty?"
+        )

@@ -5,9 +5,9 @@ Run it in a process that ends: torch costs seconds, and CUDA memory of its own.
 
 import torch
 
-from kvbus.memory.cuda import CudaStorage, share_cuda_tensor
-from kvbus.memory.cuda_mapping import CudaMapping
-from kvbus.memory.gpus import gpu_uuid
+from kvbus.memory.cuda.driver import gpu_uuid
+from kvbus.memory.cuda.open import CudaMapping
+from kvbus.memory.cuda.share import CudaStorage, share_cuda_tensor
 
 _NUM_ELEMENTS = 1 << 20
 _MARK = 42

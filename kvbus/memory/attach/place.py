@@ -1,0 +1,282 @@
+"""The place of an agent's sockets: its folder, its lock, its file, and who is at the other end.
+
+Nobody but the user of an agent can put another in its place. A folder that others can enter or
+rename is refused, and so are a path that Linux cannot hold, the place of an agent that lives, and
+who listens as another user.
+"""
+
+import fcntl
+import os
+import socket
+import stat
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Self
+
+from kvbus.errors import ConfigError, ErrorCode, PeerLost, RequestRefused
+
+MAX_PATH_BYTES = 107  # sun_path without its NUL
+_BACKLOG = 64
+ENGINE_SOCKET = "engine.sock"
+"""In the folder of the attach socket; ZeroMQ binds it."""
+_CREDENTIALS = struct.Struct("iII")
+_MOST_LINKS = 40  # as Linux
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class AttachPlace:
+    """A socket that listens at a path, and the lock beside it; given back at the end of ``with``.
+
+    The agent's other socket in that folder is its own as well, by the same lock.
+    """
+
+    def __init__(self, path: Path, listener: socket.socket, lock: IO[bytes]) -> None:
+        self.path, self.listener, self._lock = path, listener, lock
+
+    @classmethod
+    def take(cls, path: Path) -> Self:
+        """Listen at the path with mode 0600, in a directory made with 0700.
+
+        A lock file beside it, which the kernel unlocks when its owners are dead, tells a dead
+        agent's socket file, which is replaced, from a living one's. Raises ``ConfigError``.
+        """
+        check_path_length(path)
+        prepare_folder(path.parent)
+        lock = _lock_file(path.with_name(path.name + ".lock"))
+        if lock is None:
+            raise _in_use(path)
+        try:
+            return cls(path, _bind(path), lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Listen no more, and remove the files; ZeroMQ leaves its own behind."""
+        with self._lock, self.listener:
+            self.path.unlink(missing_ok=True)
+            self.path.with_name(ENGINE_SOCKET).unlink(missing_ok=True)
+
+
+def check_path_length(path: Path) -> None:
+    """Raise ``ConfigError`` for a path that does not fit into a socket address."""
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"attach path {path} has {num_bytes} bytes; Linux allows {MAX_PATH_BYTES}: choose a "
+            "shorter runtime directory"
+        )
+
+
+def _lock_file(path: Path) -> IO[bytes] | None:
+    """The file at the path, made and locked until it is closed; None when another has the lock.
+
+    It stays when it is closed: removing it would race with who takes it next.
+    """
+    try:
+        opened = path.open("ab")
+    except OSError as error:
+        raise ConfigError(f"cannot make the lock file {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        opened.close()
+        return None
+    return opened
+
+
+def _bind(path: Path) -> socket.socket:
+    _remove_stale_file(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(str(path))
+        path.chmod(0o600)  # nobody can connect before it listens
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen at {path}: {error.strerror}") from error
+    return listener
+
+
+def _remove_stale_file(path: Path) -> None:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(status.st_mode):
+        raise ConfigError(f"attach path {path} is taken by a file that is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        with suppress(ConnectionRefusedError):
+            try:
+                probe.connect(str(path))
+            except BlockingIOError as error:  # it listens, and its queue is full
+                raise _in_use(path) from error
+            raise _in_use(path)
+    path.unlink()
+
+
+def _in_use(path: Path) -> ConfigError:
+    return ConfigError(f"another agent is alive at {path}: stop it, or choose another path")
+
+
+def connect_to_agent(path: Path) -> socket.socket:
+    """Connect without waiting, and see who listens, before anything is sent.
+
+    Raises ``PeerLost`` when nobody listens there, ``RequestRefused`` (busy) when there is a full
+    queue and ``ConfigError`` when who listens is of another user.
+    """
+    check_path_length(path)
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected.setblocking(False)
+    try:
+        connected.connect(str(path))
+    except BlockingIOError as error:
+        connected.close()
+        raise RequestRefused(f"the agent at {path} is busy", code=ErrorCode.BUSY) from error
+    except OSError as error:
+        connected.close()
+        raise PeerLost(f"no agent at {path}: {error.strerror}") from error
+    try:
+        _check_agent(connected, path)
+    except ConfigError:
+        connected.close()
+        raise
+    return connected
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """The process as it was when it connected, or when it began to listen."""
+
+    pid: int
+    uid: int
+    gid: int
+
+    @classmethod
+    def of(cls, connected: socket.socket) -> "PeerIdentity":
+        """Who is at the other end."""
+        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return cls(*_CREDENTIALS.unpack(credentials))
+
+
+def _check_agent(connected: socket.socket, path: Path) -> None:
+    """Raise ``ConfigError`` unless who listens at ``path`` is of this user.
+
+    Not of root either: an agent attaches processes of its own user only, so one of root that would
+    take this process is none.
+    """
+    agent = PeerIdentity.of(connected)
+    if agent.uid != os.geteuid():
+        raise ConfigError(
+            f"who listens at {path} is of uid {agent.uid} (pid {agent.pid}), not of ours "
+            f"({os.geteuid()}): no memory is passed; run both as one user, and look who made that "
+            "socket",
+            uid=agent.uid,
+            pid=agent.pid,
+        )
+
+
+# A folder is only as safe as those above it: who may write into one of them may rename what is in
+# it, and put a folder of his own there. So the way is walked from the root down, name by name:
+#
+#     /             root's, nobody else writes      ok
+#     /tmp          anybody writes, sticky          ok: only its owner renames what is in there
+#     /tmp/kvbus-7  of root or of this user?        somebody else may have made it first: refused
+#     .../one       this user's, 0700               what is in there is ours
+#
+# Each name is looked at when nobody can change it any more, as all above it were found safe. A link
+# is followed by hand, so that the folders on its way are looked at too.
+def prepare_folder(folder: Path) -> None:
+    """Make the folder with mode 0700, and what is missing above it; as `check_folder`."""
+    try:
+        _walk(folder, make=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the runtime directory {folder}: {error.strerror}"
+        ) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ``ConfigError`` unless the folder is ours alone, and nobody else can replace it."""
+    try:
+        _walk(folder, make=False)
+    except OSError as error:
+        raise ConfigError(f"cannot see the runtime directory {folder}: {error.strerror}") from error
+
+
+def _walk(folder: Path, *, make: bool) -> None:
+    folder = folder.absolute()
+    at, ahead, num_links = Path("/"), list(folder.parts[1:]), 0
+    _check_way(at, at.lstat())
+    while ahead:
+        name = ahead.pop(0)
+        if name == os.pardir:
+            at = at.parent
+            continue
+        status = _status(at / name, make=make)
+        _check_way(at / name, status)
+        if not stat.S_ISLNK(status.st_mode):
+            at /= name
+            continue
+        num_links += 1
+        if num_links > _MOST_LINKS:
+            raise ConfigError(f"the runtime directory {folder} has too many links on its way")
+        at, ahead = _followed(at, name, ahead)
+    _check_last(folder, folder.lstat())
+
+
+def _status(path: Path, *, make: bool) -> os.stat_result:
+    if make and not os.path.lexists(path):
+        path.mkdir(mode=0o700, exist_ok=True)  # somebody may be faster: what is there is looked at
+    return path.lstat()
+
+
+def _followed(at: Path, name: str, ahead: Sequence[str]) -> tuple[Path, list[str]]:
+    target = (at / name).readlink()
+    if target.is_absolute():
+        return Path("/"), [*target.parts[1:], *ahead]
+    return at, [*target.parts, *ahead]
+
+
+def _check_way(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{path} belongs to uid {status.st_uid}, neither to us ({os.geteuid()}) nor to root: "
+            "its owner could take the place of an agent; remove it, or set runtime_dir to a path "
+            "of folders of this user",
+            uid=status.st_uid,
+        )
+    if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX:
+        return
+    if status.st_mode & _WRITABLE_BY_OTHERS and stat.S_ISDIR(status.st_mode):
+        raise ConfigError(
+            f"{path} has mode {_mode(status):04o}: others could take the place of an agent below "
+            f"it; run 'chmod go-w {path}', or 'chmod +t {path}' if they have to write there"
+        )
+
+
+def _check_last(folder: Path, status: os.stat_result) -> None:
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"the runtime directory {folder} is a link or not a directory")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"the runtime directory {folder} belongs to uid {status.st_uid}, not to us "
+            f"({os.geteuid()}): run as that user, or set another runtime_dir"
+        )
+    if _mode(status) & 0o077:
+        raise ConfigError(
+            f"the runtime directory {folder} has mode {_mode(status):04o}: others must not enter "
+            f"it; run 'chmod 0700 {folder}'"
+        )
+
+
+def _mode(status: os.stat_result) -> int:
+    return stat.S_IMODE(status.st_mode)

@@ -1,0 +1,296 @@
+"""The agent's side of an engine's CUDA memory: opened, copied from and to, closed again.
+
+The engine is not trusted: the handle must open, and what is claimed must lie in the allocation.
+Unlike host memory it cannot be replaced by zeros: who copies has to have ended before `unmap`.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import gcd
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
+from kvbus.memory.cuda import driver
+from kvbus.memory.cuda.driver import check_cuda, gpu_ordinal
+from kvbus.memory.owned import OwnedMemory
+from kvbus.planning import Copies
+
+Offsets = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+WAIT_S = 30.0
+"""How long the engine's stream may go on working on what it says is ready."""
+POLL_S = 50e-6
+WORDS = {
+    16: torch.complex128,  # moved as 16 bytes at once, its bits as they are
+    8: torch.int64,
+    4: torch.int32,
+    2: torch.int16,
+    1: torch.uint8,
+}
+
+
+class CudaMapping(OwnedMemory):
+    """An engine's CUDA memory, open here.
+
+    ``device`` is the GPU's UUID. Takes milliseconds, and seconds for the first of a process: call
+    it in a thread. Raises `SegmentError`.
+    """
+
+    def __init__(self, device: str, handle: bytes, *, offset_bytes: int, size_bytes: int) -> None:
+        self._base: int | None = None
+        self._tensor: torch.Tensor | None = None
+        self.device, self.size_bytes = device, size_bytes
+        self.ordinal = gpu_ordinal(device)
+        if len(handle) != driver.HANDLE_BYTES:
+            raise SegmentError(
+                f"a CUDA memory handle has {driver.HANDLE_BYTES} bytes, not {len(handle)}"
+            )
+        _make_context(self.ordinal)
+        with driver.on_gpu(self.ordinal):
+            self._base = base = driver.open_memory(handle)
+        try:
+            self._check_extent(base, offset_bytes)
+            self._tensor = _bytes_at(base + offset_bytes, size_bytes, self.ordinal)
+        except RuntimeError as error:
+            self.unmap()
+            raise SegmentError(
+                f"{size_bytes} bytes from byte {offset_bytes} on were claimed of a CUDA "
+                f"allocation, and torch cannot use them: {error}"
+            ) from error
+        except BaseException:
+            self.unmap()
+            raise
+
+    @property
+    def closed(self) -> bool:
+        return self._base is None
+
+    def view(self) -> torch.Tensor:
+        """All bytes as one uint8 tensor on the GPU; of no use after `unmap`."""
+        if self._tensor is None:
+            raise ClosedError("the CUDA memory was closed: its engine is gone")
+        return self._tensor
+
+    def discard(self) -> None:
+        """Nothing can be given back yet: `unmap` follows once no copy runs."""
+
+    def unmap(self) -> None:
+        """Close the memory, so that a dead engine's is free; idempotent.
+
+        No copy may run. Call it in a thread: the driver may wait for the GPU.
+        """
+        base, self._base = self._base, None
+        self._tensor = None
+        if base is not None:
+            with driver.on_gpu(self.ordinal):
+                driver.close_memory(base)
+
+    close = unmap
+
+    def _check_extent(self, base: int, offset_bytes: int) -> None:
+        with driver.on_gpu(self.ordinal):
+            allocation = driver.allocation_of(base)
+        if allocation is not None and offset_bytes + self.size_bytes > allocation[1]:
+            raise SegmentError(
+                f"{self.size_bytes} bytes from byte {offset_bytes} on were claimed of a CUDA "
+                f"allocation of {allocation[1]}",
+                claimed_bytes=offset_bytes + self.size_bytes,
+                actual_bytes=allocation[1],
+            )
+
+
+def _make_context(ordinal: int) -> None:
+    """Have torch make the GPU's primary context, which it then keeps for the process's life."""
+    try:
+        torch.zeros(1, device=f"cuda:{ordinal}")
+    except RuntimeError as error:
+        raise SegmentError(f"GPU {ordinal} cannot be used: {error}") from error
+
+
+class _Extent:
+    """What torch reads to lay a tensor over device memory that it does not own."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size_bytes,),
+            "strides": None,
+            "data": (address, False),
+        }
+
+
+def _bytes_at(address: int, size_bytes: int, ordinal: int) -> torch.Tensor:
+    return torch.as_tensor(_Extent(address, size_bytes), device=f"cuda:{ordinal}")
+
+
+class GpuSlots:
+    """So many bytes, zeroed; ``pinned`` in host memory, else on the GPU. Raises `SegmentError`."""
+
+    def __init__(self, size_bytes: int, ordinal: int, *, pinned: bool) -> None:
+        check_cuda()
+        where = "pinned host memory" if pinned else f"GPU {ordinal}"
+        try:
+            if pinned:
+                made = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                made = torch.zeros(size_bytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
+                torch.cuda.synchronize(ordinal)
+        except RuntimeError as error:
+            raise SegmentError(
+                f"cannot allocate {size_bytes} bytes of staging in {where}: {error}",
+                size_bytes=size_bytes,
+            ) from error
+        self._tensor: torch.Tensor | None = made
+
+    def view(self) -> torch.Tensor:
+        """All bytes as one uint8 tensor."""
+        if self._tensor is None:
+            raise ClosedError("the staging memory was closed")
+        return self._tensor
+
+    @property
+    def address(self) -> int:
+        """Where the first byte is."""
+        return self.view().data_ptr()
+
+    def close(self) -> None:
+        """Let the memory go; idempotent."""
+        self._tensor = None
+
+
+class Event(Protocol):
+    """What is asked of an event."""
+
+    def query(self) -> bool:
+        """Whether all that was recorded is done."""
+        ...
+
+
+# No stream of ours waits for another process: one that dies would leave it waiting. The thread that
+# copies waits for the engine's events instead, for as long as the engine lives.
+class CopyStream:
+    """The copies of one rank on a GPU; several threads may run some, one after the other there.
+
+    ``events`` are handles of the engine's events. Raises `SegmentError` for one that is none.
+    """
+
+    def __init__(self, ordinal: int, events: Iterable[bytes]) -> None:
+        device = torch.device("cuda", ordinal)
+        open_event: Callable[[torch.device, bytes], Event] = torch.cuda.Event.from_ipc_handle
+        try:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+            self._events = [open_event(device, handle) for handle in events]
+        except RuntimeError as error:
+            raise SegmentError(f"the engine's CUDA event cannot be opened: {error}") from error
+
+    def run(self, copy: Callable[[], T], *, gone: Callable[[], bool]) -> T:
+        """What ``copy`` returns, once its bytes are there; ``gone`` says if the engine has ended.
+
+        Raises `LocalError` (``engine_lost``, ``timeout``), and what ``copy`` raises.
+        """
+        wait_for(self._events, gone=gone)
+        with torch.cuda.stream(self._stream):
+            try:
+                return copy()
+            finally:
+                self._stream.synchronize()
+
+
+def wait_for(
+    events: Iterable[Event], *, gone: Callable[[], bool], timeout_s: float = WAIT_S
+) -> None:
+    """Return once every event has come; raises `LocalError` (``engine_lost`` or ``timeout``)."""
+    deadline = time.monotonic() + timeout_s
+    for event in events:
+        while not event.query():
+            if gone():
+                raise LocalError("a process of the engine ended", code=ErrorCode.ENGINE_LOST)
+            if time.monotonic() > deadline:
+                raise LocalError(
+                    f"the engine's GPU work was not done within {timeout_s:g} s after it was said "
+                    "to be ready",
+                    code=ErrorCode.TIMEOUT,
+                )
+            time.sleep(POLL_S)
+
+
+class GpuMover:
+    """Copies between ``tensors``, the segments of a rank on one device, and slots.
+
+    Runs are rows of the widest size that divides all of their addresses and their length, so one
+    `index_select` and one `index_copy_` move all runs between two allocations.
+
+    A slot on another device is copied in one piece, from or into one beside the rank.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors, self.device = tensors, tensors[0].device
+
+    def move(
+        self,
+        content: torch.Tensor | npt.NDArray[np.uint8],
+        copies_at: Callable[[int], list[Copies]],
+        *,
+        into_slot: bool,
+    ) -> None:
+        """Copy between the rank and ``content``, all bytes of a box in its slot."""
+        there = torch.from_numpy(content) if isinstance(content, np.ndarray) else content
+        is_beside = there.device == self.device
+        near = there if is_beside else torch.empty_like(there, device=self.device)
+        at_once = is_beside or not there.is_pinned()  # else the copy stream is waited for
+        if not (into_slot or is_beside):
+            near.copy_(there, non_blocking=not at_once)
+        _copy(copies_at(near.data_ptr()), [*self._tensors, near])
+        if into_slot and not is_beside:
+            there.copy_(near, non_blocking=not at_once)
+
+    def zero(self, copies: Iterable[Copies]) -> None:
+        """Write zeros over the targets."""
+        for one in copies:
+            for runs in _by_tensor(one.addresses()[1:], one.run_bytes, self._tensors):
+                (rows,), (numbers,) = runs
+                rows.index_fill_(0, numbers, 0)
+
+
+def _copy(copies: Iterable[Copies], tensors: Sequence[torch.Tensor]) -> None:
+    for one in copies:
+        for (source, target), (origin, goal) in _by_tensor(one.addresses(), one.run_bytes, tensors):
+            target.index_copy_(0, goal, source.index_select(0, origin))
+
+
+def _by_tensor(
+    addresses: Offsets, run_bytes: int, tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The tensors that runs lie in, as rows, and the numbers of their rows: of each side.
+
+    ``addresses`` have the shape [side, run].
+    """
+    ordered = sorted(tensors, key=torch.Tensor.data_ptr)
+    starts = np.array([tensor.data_ptr() for tensor in ordered])
+    held = np.searchsorted(starts, addresses, side="right") - 1
+    for which in np.unique(held, axis=1).T:
+        is_there = (held == which[:, None]).all(axis=0)
+        offsets = addresses[:, is_there] - starts[which][:, None]
+        row_bytes = int(np.gcd.reduce(offsets, axis=None, initial=run_bytes))
+        rows = _rows([ordered[at] for at in which], row_bytes)
+        numbers = offsets[:, :, None] // row_bytes + np.arange(run_bytes // row_bytes)
+        on_device = torch.from_numpy(numbers.reshape(len(which), -1)).to(rows[0].device)
+        yield rows, list(on_device)
+
+
+def _rows(tensors: Sequence[torch.Tensor], row_bytes: int) -> list[torch.Tensor]:
+    """All whole rows of each tensor, in the widest words that all are aligned to."""
+    starts = [at for one in tensors for at in (one.data_ptr(), int(one.storage_offset()))]
+    word_bytes = gcd(max(WORDS), row_bytes, *starts)
+    return [
+        one[: one.numel() // row_bytes * row_bytes]
+        .view(WORDS[word_bytes])
+        .view(-1, row_bytes // word_bytes)
+        for one in tensors
+    ]
