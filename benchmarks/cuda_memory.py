@@ -31,7 +31,7 @@ from kvbus.geometry import (
     lay_out_rank,
 )
 from kvbus.memory.copying import PagedMemory, Slot, gather, scatter
-from kvbus.memory.cuda.driver import check_cuda
+from kvbus.memory.cuda import check_cuda
 from kvbus.planning.boxes import cut_into_boxes
 from kvbus.planning.mapping import Share
 

@@ -27,10 +27,10 @@ from kvbus.engine import (
     MemorySession,
     Offer,
     PrefillSession,
+    share_tensor,
 )
 from kvbus.errors import FetchFailed
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, num_blocks_for
-from kvbus.memory.storage import share_tensor
 from kvbus.protocol import Fetched, Outcome
 from tests.agents import AgentProcess, NotInTimeError, until
 from tests.expected import expected_after, num_read_bytes, positions

@@ -16,7 +16,7 @@ from kvbus.agent import SlotMemory, segments, slots
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
-from kvbus.memory.cuda.open import CudaMapping
+from kvbus.memory.cuda import CudaMapping
 from kvbus.protocol import PassCuda, Register
 from kvbus.transport import Transport
 from tests.engines import NUM_BLOCKS, Engine, check_at_end, make_spec

@@ -27,7 +27,7 @@ from kvbus.protocol.message import Empty
 from kvbus.transport import Registration, Transport
 
 if TYPE_CHECKING:
-    from kvbus.memory.cuda.open import CopyStream, CudaMapping
+    from kvbus.memory.cuda import CopyStream, CudaMapping
 
 MAX_PROCESS_SEGMENTS = 4096
 """Most segments of memory on one attach connection."""
@@ -266,7 +266,7 @@ def _unmap(mappings: Iterable[SegmentMapping | CudaMapping]) -> None:
 
 
 def _open_cuda(segment: PassCuda) -> CudaMapping:
-    from kvbus.memory.cuda.open import CudaMapping  # noqa: PLC0415  # imports torch: seconds
+    from kvbus.memory.cuda import CudaMapping  # noqa: PLC0415  # imports torch: seconds
 
     return CudaMapping(
         segment.device,
@@ -277,7 +277,7 @@ def _open_cuda(segment: PassCuda) -> CudaMapping:
 
 
 def _open_stream(ordinal: int, events: tuple[bytes, ...]) -> CopyStream:
-    from kvbus.memory.cuda.open import CopyStream  # noqa: PLC0415  # imports torch: seconds
+    from kvbus.memory.cuda import CopyStream  # noqa: PLC0415  # imports torch: seconds
 
     return CopyStream(ordinal, events)
 

@@ -19,7 +19,7 @@ from kvbus.transport.bare_pair import LONG_BYTES, NUM_PLACES
 from kvbus.transport.calibration import Area, measure_wire
 
 if TYPE_CHECKING:
-    from kvbus.memory.cuda.open import GpuSlots
+    from kvbus.memory.cuda import GpuSlots
 
 log = structlog.get_logger()
 
@@ -148,13 +148,13 @@ def preferred(rates: dict[MemoryKind, float]) -> MemoryKind:
 
 
 def _ordinal(gpu: str) -> int:
-    from kvbus.memory.cuda.driver import gpu_ordinal  # noqa: PLC0415  # imports torch: seconds
+    from kvbus.memory.cuda import gpu_ordinal  # noqa: PLC0415  # imports torch: seconds
 
     return gpu_ordinal(gpu)
 
 
 def _make(size_bytes: int, memory: MemoryKind, ordinal: int) -> "GpuSlots":
-    from kvbus.memory.cuda.open import GpuSlots  # noqa: PLC0415  # imports torch: seconds
+    from kvbus.memory.cuda import GpuSlots  # noqa: PLC0415  # imports torch: seconds
 
     return GpuSlots(size_bytes, ordinal, pinned=memory == "DRAM")
 

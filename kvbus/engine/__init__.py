@@ -8,7 +8,7 @@ from kvbus.engine.kept import KeptSession
 from kvbus.engine.memory import KvCache, MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
 from kvbus.engine.thread import SessionThread
-from kvbus.memory.cuda.share import CudaStorage
+from kvbus.memory.cuda import CudaStorage
 from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors
 from kvbus.protocol.engine import AgentRanks
 

@@ -18,7 +18,7 @@ from kvbus.engine.region_tensor import region_tensor
 from kvbus.engine.session import EngineSession, SessionOptions
 from kvbus.errors import GeometryError, LocalError, SegmentError
 from kvbus.geometry import EngineSpec, KvLayout, RankSpec, lay_out_rank
-from kvbus.memory.cuda.share import CudaEvent, CudaStorage, allocate_cuda
+from kvbus.memory.cuda import CudaEvent, CudaStorage, allocate_cuda
 from kvbus.memory.segment import HugePages, SharedSegment, shmem_word
 from kvbus.memory.storage import SharedStorage
 from kvbus.protocol.attach import PassCuda, PassSegment

@@ -14,3 +14,28 @@ Only ``storage`` and ``cuda`` import torch, which costs seconds.
     cuda      memory of GPUs
     attach    the Unix socket that passes the descriptors
 """
+
+from kvbus.memory.bus_errors import BusErrors
+from kvbus.memory.copying import PagedMemory, Slot, gather, scatter, zero_positions
+from kvbus.memory.libc import map_shared, map_zeros_over, unmap
+from kvbus.memory.mapping import LentMapping, SegmentMapping
+from kvbus.memory.segment import GIVING_WORDS, HugePages, SharedSegment, huge_bytes, shmem_word
+
+__all__ = [
+    "GIVING_WORDS",
+    "BusErrors",
+    "HugePages",
+    "LentMapping",
+    "PagedMemory",
+    "SegmentMapping",
+    "SharedSegment",
+    "Slot",
+    "gather",
+    "huge_bytes",
+    "map_shared",
+    "map_zeros_over",
+    "scatter",
+    "shmem_word",
+    "unmap",
+    "zero_positions",
+]

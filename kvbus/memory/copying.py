@@ -216,7 +216,7 @@ def _mover(buffers: Mapping[str, Buffer]) -> Mover:
     tensors = [buffer for buffer in buffers.values() if not isinstance(buffer, np.ndarray)]
     if not tensors:
         return _HostMover()
-    from kvbus.memory.cuda.open import GpuMover  # noqa: PLC0415  # imports torch
+    from kvbus.memory.cuda import GpuMover  # noqa: PLC0415  # imports torch
 
     return GpuMover(tensors)
 

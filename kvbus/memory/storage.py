@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvbus.errors import SegmentError
-from kvbus.memory.cuda.share import CudaStorage, share_cuda_tensor
+from kvbus.memory.cuda import CudaStorage, share_cuda_tensor
 from kvbus.memory.owned import OwnedStorage
 from kvbus.memory.room import check_memory
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvbus.engine.memory import allocate_storage
 from kvbus.geometry import lay_out_rank
-from kvbus.memory.segment import GIVING_WORDS, HugePages, shmem_word
+from kvbus.memory import GIVING_WORDS, HugePages, shmem_word
 from tests.engine.recording import SPEC
 from tests.memories import NHD
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvbus.errors import SegmentError
-from kvbus.memory.cuda.driver import check_cuda
+from kvbus.memory.cuda import check_cuda
 from tests.agents import Agents, agents_ended
 from tests.process.shapes import ShapedAgents
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import kvbus
-from kvbus.engine import MemorySession
+from kvbus.engine import MemorySession, share_tensor
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import KvLayout
-from kvbus.memory.cuda.share import CudaStorage
-from kvbus.memory.storage import share_tensor
+from kvbus.memory.cuda import CudaStorage
 from kvbus.protocol import PassCuda
 from tests.agents import Agents, until
 from tests.engines import make_spec
@@ -28,7 +27,7 @@ ENGINE = str(Path(__file__).with_name("engine_process.py"))
 SHARE = """
 import torch
 from kvbus.errors import SegmentError
-from kvbus.memory.storage import share_tensor
+from kvbus.engine import share_tensor
 try:
     share_tensor(torch.zeros(32 << 20, dtype=torch.uint8, device="cuda:0"))
 except SegmentError as error:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 
 from kvbus.geometry import AxisName, Box, SlotOrder, canonical_order, slot_bytes
-from kvbus.memory.copying import PagedMemory, Slot, gather, scatter, zero_positions
-from kvbus.memory.cuda.open import GpuMover
+from kvbus.memory import PagedMemory, Slot, gather, scatter, zero_positions
+from kvbus.memory.cuda import GpuMover
 from kvbus.planning import (
     DirectPlan,
     PlacedRank,

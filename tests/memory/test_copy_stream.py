@@ -5,7 +5,7 @@ from itertools import chain, repeat
 import pytest
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.memory.cuda.open import wait_for
+from kvbus.memory.cuda import wait_for
 
 NEVER = 10**9
 

@@ -21,7 +21,7 @@ from kvbus.geometry import (
     lay_out_rank,
     slot_bytes,
 )
-from kvbus.memory.copying import PagedMemory, Slot, gather, scatter
+from kvbus.memory import PagedMemory, Slot, gather, scatter
 from tests.memory.in_memory import (
     InMemory,
     move_through_slots,

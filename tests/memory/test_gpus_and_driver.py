@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from kvbus.errors import SegmentError
-from kvbus.memory.cuda.driver import check_cuda, gpu_of, gpu_ordinal
-from kvbus.memory.cuda.open import CudaMapping, GpuSlots
-from kvbus.memory.cuda.share import allocate_cuda
+from kvbus.memory.cuda import CudaMapping, GpuSlots, allocate_cuda, check_cuda, gpu_of, gpu_ordinal
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: see tests/gpu")
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvbus.engine import SharedStorage, share_tensor, share_tensors
 from kvbus.errors import ClosedError, GeometryError, SegmentError
-from kvbus.memory.mapping import SegmentMapping
-from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors
+from kvbus.memory import SegmentMapping
 
 
 def shared_storage(tensor: torch.Tensor) -> SharedStorage:

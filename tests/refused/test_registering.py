@@ -10,10 +10,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.engine import DecodeSession, MemorySession, PrefillSession, share_tensor
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import GroupSpec, StatePart, lay_out_rank, state_group
-from kvbus.memory.storage import share_tensor
 from kvbus.protocol import Register, to_body
 from tests.agents import AgentProcess, until, wait_until
 from tests.engines import FULL, SMALL, engine, failure_of, make_spec, same

@@ -28,7 +28,7 @@ from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, EngineSpec, validate_ranks
 from kvbus.integrations.vllm.description import describe_engine
 from kvbus.integrations.vllm.memory_export import SharedRank, share_rank
-from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory import SegmentMapping
 from tests.vllm.configured import Configured, configure, full, layers, window
 
 B, T, H, D = AxisName.BLOCK, AxisName.TOKEN, AxisName.HEAD, AxisName.DIM

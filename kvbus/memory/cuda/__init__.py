@@ -5,3 +5,23 @@ share    the engine's side: CudaStorage, CudaEvent
 open     the agent's side: CudaMapping, CopyStream, GpuSlots, GpuMover
 survey   what torch can do with the GPUs of this machine
 """
+
+from kvbus.memory.cuda.driver import check_cuda, gpu_of, gpu_ordinal, on_gpu
+from kvbus.memory.cuda.open import CopyStream, CudaMapping, GpuMover, GpuSlots, wait_for
+from kvbus.memory.cuda.share import CudaEvent, CudaStorage, allocate_cuda, share_cuda_tensor
+
+__all__ = [
+    "CopyStream",
+    "CudaEvent",
+    "CudaMapping",
+    "CudaStorage",
+    "GpuMover",
+    "GpuSlots",
+    "allocate_cuda",
+    "check_cuda",
+    "gpu_of",
+    "gpu_ordinal",
+    "on_gpu",
+    "share_cuda_tensor",
+    "wait_for",
+]

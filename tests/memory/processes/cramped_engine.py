@@ -2,8 +2,8 @@
 
 import torch
 
+from kvbus.engine import share_tensor
 from kvbus.errors import SegmentError
-from kvbus.memory.storage import share_tensor
 
 tensor = torch.ones(1 << 20)
 address = tensor.data_ptr()

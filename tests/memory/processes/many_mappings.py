@@ -5,8 +5,7 @@ import os
 from pathlib import Path
 
 from kvbus.errors import SegmentError
-from kvbus.memory.libc import map_shared
-from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory import SegmentMapping, map_shared
 
 PAGE_BYTES = mmap.PAGESIZE
 most = int(Path("/proc/sys/vm/max_map_count").read_text())
