@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import anyio
@@ -26,40 +26,37 @@ NUM_EXCHANGES = 16
 """Questions about the clock: the quickest counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What came of all questions; ``problems`` are by endpoint.
+@dataclass(slots=True)
+class Questions:
+    """What is asked for one ``name``: of a request, an offer or a fetch.
 
-    An agent that was asked at two of its addresses has one trace.
+    ``traces`` and ``problems`` are by endpoint; both have what came of the questions.
     """
 
-    traces: tuple[AgentTrace, ...]
-    problems: dict[str, KVBusError]
+    name: str
+    keys: KeyPair | None
+    timeout_s: float
+    traces: dict[str, AgentTrace] = field(default_factory=dict)
+    problems: dict[str, KVBusError] = field(default_factory=dict)
 
-
-class Questions:
-    """What is asked for one ``name``: of a request, an offer or a fetch."""
-
-    def __init__(self, name: str, *, keys: KeyPair | None, timeout_s: float) -> None:
-        self._name, self._keys, self._timeout_s = name, keys, timeout_s
-        self._traces: dict[str, AgentTrace] = {}
-        self._problems: dict[str, KVBusError] = {}
-
-    async def ask(self, agents: Sequence[OtherAgent]) -> Asked:
+    async def ask(self, agents: Sequence[OtherAgent]) -> None:
         """Ask ``agents`` and those that they name; who knows nothing, once more by ids."""
-        name = self._name
+        by_name = Trace(request_id=self.name, offer_id=self.name, fetch_id=self.name)
         known = {one.endpoint: one for one in agents}
-        await self._ask_all(agents, Trace(request_id=name, offer_id=name, fetch_id=name))
-        others = [one for trace in self._traces.values() for one in trace.answer.others]
+        await self._ask_all(agents, by_name)
+        others = [one for trace in self.traces.values() for one in trace.answer.others]
         named = [one for one in dict.fromkeys(others) if one.endpoint not in known]
         known |= {one.endpoint: one for one in named}
-        await self._ask_all(named, Trace(request_id=name, offer_id=name, fetch_id=name))
-        silent = [known[at] for at, trace in self._traces.items() if not trace.spans]
-        if len(silent) < len(self._traces):
+        await self._ask_all(named, by_name)
+        silent = [known[at] for at, trace in self.traces.items() if not trace.spans]
+        if len(silent) < len(self.traces):
             ids = {key: self._id(key) for key in ("request_id", "offer_id", "fetch_id")}
             await self._ask_all(silent, Trace(**ids))
-        by_boot = {one.answer.boot: one for one in self._traces.values()}
-        return Asked(tuple(by_boot.values()), self._problems)
+
+    @property
+    def told(self) -> list[AgentTrace]:
+        """A trace of each agent that answered, also if it was asked at two of its addresses."""
+        return list({one.answer.boot: one for one in self.traces.values()}.values())
 
     async def _ask_all(self, agents: Sequence[OtherAgent], question: Trace) -> None:
         async with anyio.create_task_group() as tasks:
@@ -68,30 +65,30 @@ class Questions:
 
     async def _ask_one(self, agent: OtherAgent, question: Trace) -> None:
         at, curve = agent.endpoint, None
-        if self._keys is not None and agent.server_key:
-            curve = ClientCurve(self._keys, agent.server_key)
+        if self.keys is not None and agent.server_key:
+            curve = ClientCurve(self.keys, agent.server_key)
         try:
             async with agent_client(at, curve=curve) as client:
                 await self._trace(client, at, question)
         except KVBusError as error:
-            self._problems[at] = error
+            self.problems[at] = error
 
     async def _trace(self, client: RequestClient, at: str, question: Trace) -> None:
         exchanges: list[Exchange] = []
         try:
-            answer = await client.ask(question, timeout_s=self._timeout_s)
+            answer = await client.ask(question, timeout_s=self.timeout_s)
             for _ in range(NUM_EXCHANGES):
                 sent_s = time.monotonic()
-                clock = await client.ask(Trace(), timeout_s=self._timeout_s)
+                clock = await client.ask(Trace(), timeout_s=self.timeout_s)
                 exchanges.append(Exchange(sent_s, clock.now_s, time.monotonic()))
         except KVBusError as error:
-            self._problems[at] = error
+            self.problems[at] = error
         else:
-            self._traces[at] = AgentTrace.of(at, answer, ClockOffset.of(exchanges))
+            self.traces[at] = AgentTrace.of(at, answer, ClockOffset.of(exchanges))
 
     def _id(self, key: str) -> str:
         """The last id of this kind that an agent told; not that of all offers that are not met."""
-        spans = (span for trace in self._traces.values() for span in trace.spans)
+        spans = (span for trace in self.traces.values() for span in trace.spans)
         ids = [str(span.attributes.get(key, UNKNOWN)) for span in spans]
         return next((one for one in reversed(ids) if one != UNKNOWN), "")
 
@@ -126,7 +123,8 @@ def trace(
     try:
         keys, server_keys = curves_of(key_file, server_key or [], len(peer))
         agents = [OtherAgent(at, key) for at, key in zip(peer, server_keys, strict=True)]
-        asked = anyio.run(Questions(request_id, keys=keys, timeout_s=timeout).ask, agents)
+        asked = Questions(request_id, keys, timeout)
+        anyio.run(asked.ask, agents)
     except ConfigError as error:
         raise typer.BadParameter(error.message) from error
     for endpoint, problem in asked.problems.items():
@@ -134,11 +132,11 @@ def trace(
             raise typer.BadParameter(problem.message) from problem
         warning = f"warning: {endpoint}: {problem.code}: {problem.message}"
         typer.echo(printable(warning), err=True)
-    timeline = Timeline.of(asked.traces, now_s=time.monotonic())
+    timeline = Timeline.of(asked.told, now_s=time.monotonic())
     if not timeline.agents:
-        fail(_unknown(request_id, asked), status=1, cause=KVBusError("no agent knows it"))
+        fail(_unknown(asked), status=1, cause=KVBusError("no agent knows it"))
     if as_one_json:
-        write_json(_as_map(request_id, timeline, asked))
+        write_json(_as_map(timeline, asked))
         return
     _draw(timeline, Console())
 
@@ -155,20 +153,20 @@ def _draw(timeline: Timeline, console: Console) -> None:
         console.print(Text(failed, style="red"), soft_wrap=True)
 
 
-def _unknown(request_id: str, asked: Asked) -> str:
+def _unknown(asked: Questions) -> str:
     if not asked.traces:
         return "no agent answered, so nothing is known; see that --peer is the peer address of one"
-    heard = ", ".join(one.answer.agent_id for one in asked.traces)
+    heard = ", ".join(one.answer.agent_id for one in asked.told)
     return (
-        f"no agent remembers '{request_id}': asked {heard}. Agents forget the oldest of what has "
+        f"no agent remembers '{asked.name}': asked {heard}. Agents forget the oldest of what has "
         "ended (max_ended_bytes), and all of it when they end"
     )
 
 
-def _as_map(request_id: str, timeline: Timeline, asked: Asked) -> dict[str, object]:
+def _as_map(timeline: Timeline, asked: Questions) -> dict[str, object]:
     """Times in seconds from the start of the timeline."""
     return {
-        "id": request_id,
+        "id": asked.name,
         "total_s": timeline.total_s,
         "verdict": failure_of(timeline) or timeline.verdict(),
         "shares_s": timeline.shares(),
