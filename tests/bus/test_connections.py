@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 from typing import Any
 
 import pytest
@@ -111,3 +112,29 @@ async def test_a_client_is_told_once_that_its_server_is_gone_and_goes_on_when_it
 
     assert not still_gone
     assert gone == ["first"]
+
+
+async def test_a_server_that_something_hangs_up_for_is_not_gone(bus: Bus) -> None:
+    """A proxy in front of it may, while it is cut off."""
+    earlier, gone = new_context(), list[str]()
+    server = bus.server(at=TCP, context=earlier)
+    client = bus.client(at=server.endpoint, on_gone=gone.append)
+    num_tries, port = 0, int(server.endpoint.rpartition(":")[2])
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        wire = writer.get_extra_info("socket")
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+
+    async with bus.running(client):
+        async with bus.running(server):
+            await client.ask(Ask(), timeout_s=30)
+        earlier.destroy(linger=0)  # the port is free then
+        async with await asyncio.start_server(hang_up, "127.0.0.1", port):
+            await until(lambda: num_tries >= 6)
+        assert not gone
+        await until(lambda: client.is_gone)
+
+    assert gone == ["server"]
