@@ -29,7 +29,7 @@ from kvbus.planning import (
 from kvbus.planning.digests import cut_for_digests
 from kvbus.protocol.peer import Packed
 from kvbus.transport import MemoryKind, Read
-from kvbus_decode.peer.route import Source, SourcePlan
+from kvbus_decode.peer.route import SourcePlan
 from kvbus_decode.read.chunk import Chunk
 from kvbus_decode.read.compare import CompareJob
 from kvbus_decode.read.paths import PathChoice
@@ -70,11 +70,6 @@ class DirectJob(LegJob):
 
     chunk: Chunk
     plan: SourcePlan
-
-    @property
-    def source(self) -> Source:
-        """The agent that is read."""
-        return self.plan.source
 
     @property
     def num_descriptors(self) -> int:
@@ -118,6 +113,7 @@ class MappedJob(LegJob):
     chunk: Chunk
     plan: SourcePlan
     job_bytes: int
+    is_short: bool = False
     copied_bytes: list[int] = field(default_factory=list)
     """Of each job that was done."""
 
@@ -125,14 +121,6 @@ class MappedJob(LegJob):
     def num_bytes(self) -> int:
         """Bytes that were copied."""
         return sum(self.copied_bytes)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether all of it takes no longer than its way to a thread would."""
-        chunk, mapped = self.chunk, self.plan.mapped
-        if chunk.num_bytes > SHORT_BYTES:
-            return False
-        return mapped is not None and mapped.num_descriptors(chunk.spans) <= SHORT_RUNS
 
     def jobs(self) -> list[Job]:
         """The copies, cut so that others get their turn; raises `GeometryError`."""
@@ -179,7 +167,6 @@ class BoxJob(LegJob):
     """
 
     chunk: Chunk
-    source: Source
     share: Share
     group: GroupSpec
     box: Box
@@ -255,8 +242,9 @@ def rounds_of(
     if path is Path.DIRECT:
         legs = [Leg((READING,), DirectJob(chunk, plan), plan.source) for plan in chunk.plans]
     elif path is Path.MAPPED:
-        jobs = [MappedJob(chunk, plan, job_bytes) for plan in chunk.plans]
-        legs = [Leg((COPYING,), job, job.plan.source) for job in jobs]
+        legs = [
+            Leg((COPYING,), MappedJob(chunk, plan, job_bytes), plan.source) for plan in chunk.plans
+        ]
     else:
         legs = _box_legs(chunk, path, box_bytes=choice.box_bytes, staging=staging)
     later = tuple(_zero_legs(chunk)), tuple(_compare_legs(chunk, path))
@@ -264,12 +252,14 @@ def rounds_of(
 
 
 def short_copy(chunk: Chunk, *, job_bytes: int) -> MappedJob | None:
-    """The copy of mapped memory that is all of the chunk, if it is best made at once."""
+    """The copy that is all of a chunk of mapped memory, where the way to a thread takes longer."""
     plans = chunk.plans
-    if len(plans) != 1 or chunk.tail or chunk.one_in:
+    if len(plans) != 1 or chunk.tail or chunk.one_in or chunk.num_bytes > SHORT_BYTES:
         return None
-    job = MappedJob(chunk, plans[0], job_bytes)
-    return job if job.is_short else None
+    mapped = plans[0].mapped
+    if mapped is None or mapped.num_descriptors(chunk.spans) > SHORT_RUNS:
+        return None
+    return MappedJob(chunk, plans[0], job_bytes, is_short=True)
 
 
 def _box_legs(chunk: Chunk, path: Path, *, box_bytes: int, staging: StagingDevices) -> list[Leg]:
@@ -329,5 +319,5 @@ def _legs_of_share(
     device = chunk.route.engine.ranks[share.reader].device
     span = chunk.spans[share.group]
     for box in cut_into_boxes(share, group, span, order=order, box_bytes=box_bytes):
-        work = BoxJob(chunk, plan.source, share, group, box, order, slots.get(device))
+        work = BoxJob(chunk, share, group, box, order, slots.get(device))
         yield Leg(stages, work, plan.source, device)

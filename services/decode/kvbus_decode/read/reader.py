@@ -166,7 +166,7 @@ class Reader:
     def _pack(self, leg: Leg, command: ev.Begin) -> None:
         """Ask for the box of a leg; what its READs are is found out meanwhile."""
         work: BoxJob = leg.work
-        chunk, source = work.chunk, work.source
+        chunk, source = work.chunk, leg.source
         message = Pack(
             agent_boot=source.agent_boot,
             engine_id=chunk.route.prefill.engine_id,
@@ -227,7 +227,7 @@ class Reader:
             self._end_stage(leg)
             return
         work.transfer = self._agent.transport.read(
-            work.source.nixl_agent,
+            leg.source.nixl_agent,
             descriptors.local,
             descriptors.remote,
             on_end=partial(self._on_read, leg),

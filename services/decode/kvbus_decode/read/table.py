@@ -85,7 +85,7 @@ class Leg:
 
     stages: tuple[LegState, ...]
     work: Any
-    source: Hashable = None
+    source: Any = None
     device: Hashable = None
     number: int = 0
     state: LegState = WANTED
