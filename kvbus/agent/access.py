@@ -157,9 +157,9 @@ class Access:
         if may_hear(roles) if applicant.domain == EVENTS else roles:
             return True
         self._num_refused += 1
-        lines.warning(
+        lines.write(
             "key.refused",
-            who=applicant.address,
+            level="warning",
             key=applicant.key,
             name=self._trusted.name_of(applicant.key),
             address=applicant.address,

@@ -6,8 +6,7 @@ Read by argparse: the import of typer is a fifth of the time that an agent takes
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar, get_args
 
@@ -16,7 +15,7 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from kvbus.agent.config import AgentConfig, load_config
+from kvbus.agent.config import DEFAULTS, AgentConfig, load_config
 from kvbus.agent.loop import AgentLoop
 from kvbus.agent.observe import configure_logs
 from kvbus.agent.runtime import run_agent
@@ -31,18 +30,43 @@ C = TypeVar("C", bound=AgentConfig)
 log = structlog.get_logger()
 
 
-def agent_command(
-    role: AgentRole,
-    config_kind: type[C],
-    make_service: Callable[[Agent, C], Service],
-    *,
-    defaults: Mapping[str, str],
-    name: str,
-) -> Callable[[], None]:
-    """The entry point of the agent ``name``."""
+def run_command(
+    role: AgentRole, kind: type[C], make_service: Callable[[Agent, C], Service]
+) -> None:
+    """What ``kvbus-prefill`` and ``kvbus-decode`` do; ends the process, or returns."""
+    options = _parser(role).parse_args()
+    if options.print_config:
+        try:
+            print(commented_default(kind, **DEFAULTS[role]), end="", flush=True)
+        except OSError as error:
+            raise SystemExit(f"error: cannot write to stdout: {error.strerror}") from error
+        return
+    try:
+        config = load_config(kind, options.config, settings=options.settings)
+    except ConfigError as error:
+        raise SystemExit(_complain(error, status=2)) from error
+    boot = new_boot_id()
+    configure_logs(level=config.log_level, agent=config.agent_id, boot_id=boot)
+    failures: list[KVBusError] = []
+    try:
+        anyio.run(
+            run_agent,
+            role,
+            config,
+            boot,
+            lambda agent: make_service(agent, config),
+            backend_options={"loop_factory": AgentLoop},
+        )
+    except* KVBusError as errors:
+        failures = leaves(errors)
+    for failure in failures:
+        _complain(failure, status=1)
+    _exit(1 if failures else 0)
 
+
+def _parser(role: AgentRole) -> ArgumentParser:
     parser = ArgumentParser(
-        prog=name,
+        prog=f"kvbus-{role}",
         description=f"Run a kvbus {role} agent beside one or more {role} engines of this machine.",
         allow_abbrev=False,
     )
@@ -64,47 +88,7 @@ def agent_command(
     parser.add_argument(
         "--print-config", action="store_true", help="print a commented default and exit"
     )
-
-    def command() -> None:
-        options = parser.parse_args()
-        if options.print_config:
-            try:
-                print(commented_default(config_kind, **defaults), end="", flush=True)
-            except OSError as error:
-                parser.exit(1, f"error: cannot write to stdout: {error.strerror}\n")
-        else:
-            load = partial(load_config, config_kind, options.config, settings=options.settings)
-            _run(role, make_service, load)
-
-    return command
-
-
-def _run(
-    role: AgentRole,
-    make_service: Callable[[Agent, C], Service],
-    load: Callable[[], C],
-) -> None:
-    try:
-        config = load()
-    except ConfigError as error:
-        raise SystemExit(_complain(error, status=2)) from error
-    boot = new_boot_id()
-    configure_logs(level=config.log_level, agent=config.agent_id, boot_id=boot)
-    failures: list[KVBusError] = []
-    try:
-        anyio.run(
-            run_agent,
-            role,
-            config,
-            boot,
-            lambda agent: make_service(agent, config),
-            backend_options={"loop_factory": AgentLoop},
-        )
-    except* KVBusError as errors:
-        failures = leaves(errors)
-    for failure in failures:
-        _complain(failure, status=1)
-    _exit(1 if failures else 0)
+    return parser
 
 
 # Everything is given back by now. What is left are threads, which nothing can end: Python would

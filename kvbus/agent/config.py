@@ -14,25 +14,18 @@ from msgspec import Meta
 
 from kvbus.agent.sources import Given, gather, in_words, kinds_of, variable
 from kvbus.errors import ConfigError
+from kvbus.protocol.engine import AgentRole
 
-PREFILL_DEFAULTS: Mapping[str, str] = MappingProxyType(
-    {
-        "agent_id": "prefill-0",
-        "peer_bind": "tcp://127.0.0.1:7701",
-        "events_bind": "tcp://127.0.0.1:7702",
-        "http_bind": "127.0.0.1:7703",
+DEFAULTS: Mapping[AgentRole, Mapping[str, str]] = {
+    role: {
+        "agent_id": f"{role}-0",
+        "peer_bind": f"tcp://127.0.0.1:{port}",
+        "events_bind": f"tcp://127.0.0.1:{port + 1}",
+        "http_bind": f"127.0.0.1:{port + 2}",
     }
-)
-DECODE_DEFAULTS: Mapping[str, str] = MappingProxyType(
-    {
-        "agent_id": "decode-0",
-        "peer_bind": "tcp://127.0.0.1:7711",
-        "events_bind": "tcp://127.0.0.1:7712",
-        "http_bind": "127.0.0.1:7713",
-    }
-)
-
-
+    for role, port in ((AgentRole.PREFILL, 7701), (AgentRole.DECODE, 7711))
+}
+"""What a printed configuration has for keys without a default, and for the HTTP port."""
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
 MEMORY_SOCKET = "memory.sock"

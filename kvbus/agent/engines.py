@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import structlog
 from anyio.abc import TaskGroup
 
-from kvbus.agent.identity import AgentIdentity
+from kvbus.agent.identity import check_protocol
 from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.segments import RankMemory, Segments
 from kvbus.agent.slots import StagingDevices
@@ -27,7 +27,7 @@ from kvbus.memory.attach import AttachConnection
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.pages import Pages
 from kvbus.planning import PlacedRank
-from kvbus.protocol.attach import Hello, PassCuda, PassSegment
+from kvbus.protocol.attach import Hello, PassCuda, PassSegment, Welcome
 from kvbus.protocol.engine import AgentRanks, AwaitReady, Detach, Fetched, Register
 from kvbus.protocol.events import EngineEvent
 from kvbus.protocol.message import Empty, Message, check_right, from_body, to_body
@@ -248,7 +248,7 @@ class EngineUser(Protocol):
 class Surroundings:
     """What of its agent the directory of engines uses once there is all of it."""
 
-    identity: AgentIdentity
+    identity: Welcome
     server: RequestServer
     publisher: EventPublisher
     user: EngineUser
@@ -411,12 +411,12 @@ class EngineDirectory:
             raise LocalError("this boot id has said hello already", code=ErrorCode.ENGINE_CONFLICT)
         if around.server.sessions.has_ended(hello.boot):
             raise LocalError("this boot id was ended here: take a new one", code=ErrorCode.STALE)
-        welcome = around.identity.welcome(hello)
+        check_protocol(hello.min_protocol, hello.max_protocol)
         segments = self._new_segments(on_cut=partial(self._see_cut, connection))
         process = EngineProcess(hello.engine_id, hello.boot, connection, segments)
         self._by_connection[connection] = self._by_boot[hello.boot] = process
         log.info("engine.attached", engine_id=hello.engine_id, pid=connection.peer.pid)
-        return welcome
+        return around.identity
 
     def _greeted(self, connection: AttachConnection) -> EngineProcess:
         process = self._by_connection.get(connection)

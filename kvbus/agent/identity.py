@@ -1,41 +1,11 @@
-"""Who an agent is, where it can be reached, and which machine it runs on."""
+"""Which protocol an agent speaks, and which machine it runs on."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol.attach import Hello, Welcome
-from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.status import Sharing
-
-
-@dataclass(frozen=True, slots=True)
-class AgentIdentity:
-    """The name, the boot id, and the endpoints as others reach them."""
-
-    agent_id: str
-    boot: str
-    role: AgentRole
-    engine_endpoint: str
-    peer_endpoint: str
-    events_endpoint: str
-    server_key: str = ""
-
-    def welcome(self, hello: Hello) -> Welcome:
-        """The answer to an engine's hello; raises `LocalError` (``unsupported_version``)."""
-        check_protocol(hello.min_protocol, hello.max_protocol)
-        return Welcome(
-            protocol=PROTOCOL_VERSION,
-            agent_id=self.agent_id,
-            agent_boot=self.boot,
-            role=self.role,
-            engine_endpoint=self.engine_endpoint,
-            peer_endpoint=self.peer_endpoint,
-            events_endpoint=self.events_endpoint,
-            server_key=self.server_key,
-        )
 
 
 def check_protocol(theirs_min: int, theirs_max: int) -> None:

@@ -1,7 +1,6 @@
 """What an agent lets others see of it: log lines, metrics, and the requests that it refused."""
 
 import asyncio
-import collections
 import contextlib
 import logging
 import sys
@@ -135,11 +134,11 @@ class AgentMetrics:
 
 log = structlog.get_logger()
 
-WINDOW_S, MAX_LINES, _SHARE = 1.0, 20, 4
+WINDOW_S, MAX_LINES = 1.0, 20
 
 
 class LimitedLog:
-    """At most `MAX_LINES` a second, and a quarter of them about the same one; at debug, all.
+    """Writes at most `MAX_LINES` a second, and says how many it left out; at debug, all.
 
     Made and used in a running event loop.
     """
@@ -147,39 +146,20 @@ class LimitedLog:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._has_bound = not log.is_enabled_for(logging.DEBUG)
-        self._window_ends = 0.0
-        self._num_by_who: collections.Counter[str] = collections.Counter()
-        self._num_lines = self._num_left_out = 0
-
-    def warning(self, event: str, *, who: str, **fields: object) -> None:
-        """Log a warning about ``who``, as far as there is room."""
-        self.write(event, who=who, level="warning", **fields)
-
-    def write(self, event: str, *, who: str, level: str, **fields: object) -> None:
-        """Log an event about ``who`` at ``level``, as far as there is room."""
-        if self._loop.time() >= self._window_ends:
-            self._open_window()
-        is_full = self._num_lines >= MAX_LINES or self._num_by_who[who] >= MAX_LINES // _SHARE
-        if is_full and self._has_bound:
-            self._leave_out()
-            return
-        self._num_lines += 1
-        self._num_by_who[who] += 1
-        getattr(log, level)(event, **fields)
-
-    def _open_window(self) -> None:
-        self._window_ends = self._loop.time() + WINDOW_S
-        self._num_by_who.clear()
         self._num_lines = 0
 
-    def _leave_out(self) -> None:
-        self._num_left_out += 1
-        if self._num_left_out == 1:
-            self._loop.call_at(self._window_ends, self._tell_left_out)
+    def write(self, event: str, *, level: str, **fields: object) -> None:
+        """Log an event at ``level``, if there is room."""
+        self._num_lines += 1
+        if self._num_lines == 1:
+            self._loop.call_later(WINDOW_S, self._end_window)
+        if self._num_lines <= MAX_LINES or not self._has_bound:
+            getattr(log, level)(event, **fields)
 
-    def _tell_left_out(self) -> None:
-        log.warning("lines.left_out", num_lines=self._num_left_out)
-        self._num_left_out = 0
+    def _end_window(self) -> None:
+        num_left_out, self._num_lines = self._num_lines - MAX_LINES, 0
+        if num_left_out > 0 and self._has_bound:
+            log.warning("lines.left_out", num_lines=num_left_out)
 
 
 _MISTAKES = (ErrorCode.FORBIDDEN, ErrorCode.INVALID)
@@ -211,4 +191,4 @@ class Refusals:
             log.debug("request.refused", **fields)  # the lease had ended by itself: so it should
         else:
             level = "info" if error.code is ErrorCode.OFFER_OPEN else "warning"
-            self._lines.write("request.refused", who=peer, level=level, **fields)
+            self._lines.write("request.refused", level=level, **fields)

@@ -27,7 +27,6 @@ from kvbus.agent.data_plane import (
 )
 from kvbus.agent.engines import EngineDirectory, Surroundings
 from kvbus.agent.http import HttpServer, Pages
-from kvbus.agent.identity import AgentIdentity
 from kvbus.agent.observe import AgentMetrics, Refusals
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
@@ -37,7 +36,9 @@ from kvbus.errors import ConfigError, ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
 from kvbus.memory.attach.place import ENGINE_SOCKET
 from kvbus.memory.bus_errors import BusErrors
+from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
+from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.status import Status
 from kvbus.protocol.trace import Trace
 from kvbus.transport import Transport, TransportLimits
@@ -243,9 +244,10 @@ class Runtime:
             )
 
     def _make_agent(self, context: BusContext, engines: EngineDirectory) -> Agent:
-        identity = AgentIdentity(
+        identity = Welcome(
+            protocol=PROTOCOL_VERSION,
             agent_id=self.config.agent_id,
-            boot=self.boot,
+            agent_boot=self.boot,
             role=self.role,
             engine_endpoint=self.engine_socket.endpoint,
             peer_endpoint=self._advertised(self.peer_socket.endpoint),
@@ -281,7 +283,7 @@ class Runtime:
         ports = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
         return ports | {self.http.server_address[1]} if self.http else ports
 
-    def _start_sender(self, identity: AgentIdentity) -> "SpanSender | None":
+    def _start_sender(self, identity: Welcome) -> "SpanSender | None":
         """What takes spans, if a collector is named. Raises `ConfigError` without kvbus[otel]."""
         if not self.config.otlp_endpoint:
             return None
@@ -295,7 +297,7 @@ class Runtime:
             ) from error
         resource = {
             "service.name": f"kvbus-{identity.role}",
-            "service.instance.id": identity.boot,
+            "service.instance.id": identity.agent_boot,
             "kvbus.agent_id": identity.agent_id,
         }
         sender = SpanSender(self.config.otlp_endpoint, resource)

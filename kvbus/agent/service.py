@@ -15,12 +15,12 @@ from anyio.abc import TaskGroup
 from kvbus.agent.access import Access
 from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.engines import EngineDirectory, LocalEngine
-from kvbus.agent.identity import AgentIdentity
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.memory.bus_errors import BusErrors
+from kvbus.protocol.attach import Welcome
 from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
 from kvbus.protocol.trace import Remembered, Span, Trace
 from kvbus.transport import Transport
@@ -39,7 +39,7 @@ class Agent:
     ``sender`` takes what has ended where a collector wants spans, ``new_executor`` makes threads.
     """
 
-    identity: AgentIdentity
+    identity: Welcome
     transport: Transport
     engines: EngineDirectory
     publisher: EventPublisher
@@ -65,51 +65,39 @@ class Service(Protocol):
 
     async def start(self) -> None:
         """Open what is its own; awaited before anybody can ask for anything."""
-        ...
 
     def engine_handlers(self) -> Handlers:
         """For requests of a local engine, other than registration."""
-        ...
 
     def peer_handlers(self) -> Handlers:
         """For requests on the peer socket."""
-        ...
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
         """All of the engine is there; offers and fetches of it follow."""
-        ...
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """The engine is gone; what it asked for ends."""
-        ...
 
     async def copied(self, engine: LocalEngine) -> None:
         """Return when no copy can touch the memory of a lost engine any more."""
-        ...
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when no transfer can touch the memory of a lost engine any more."""
-        ...
 
     def start_draining(self) -> None:
         """Refuse new work from now on."""
-        ...
 
     def stop(self) -> None:
         """Fail what still runs."""
-        ...
 
     async def drained(self) -> None:
         """Return when nothing runs any more; only awaited once draining has started."""
-        ...
 
     def counts(self) -> dict[str, int]:
         """What the agent holds, for `Status` and for metrics."""
-        ...
 
     def sharing(self) -> Sharing:
         """What memory it lends to others of this machine, or maps of theirs."""
-        ...
 
     def silent_peers(self) -> dict[str, float]:
         """Agents that do not answer, and for how many seconds nothing has come from each."""
@@ -132,12 +120,9 @@ class Service(Protocol):
 
         The newest first, live ones before others.
         """
-        ...
 
     def spans(self, asked: Trace) -> Remembered:
         """What is remembered of the request, fetch or offer that is asked for."""
-        ...
 
     def story(self, asked: Status) -> list[str]:
         """What happened to the fetch or offer that is asked for, a line for each event."""
-        ...

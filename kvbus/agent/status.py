@@ -168,7 +168,7 @@ class SelfReport:
         return Traced(
             agent_id=identity.agent_id,
             role=identity.role,
-            boot=identity.boot,
+            boot=identity.agent_boot,
             now_s=asyncio.get_running_loop().time(),
             wall_s=time.time(),
             spans=spans,
@@ -207,7 +207,7 @@ class SelfReport:
             )
             return Live(
                 status=status,
-                boot=self.agent.identity.boot,
+                boot=self.agent.identity.agent_boot,
                 now_s=now_s,
                 faults=(*reasons, *faults),
                 metrics=metrics,

@@ -18,8 +18,7 @@ import psutil
 
 from kvbus.agent.access import Access, load_http_token
 from kvbus.agent.config import (
-    DECODE_DEFAULTS,
-    PREFILL_DEFAULTS,
+    DEFAULTS,
     AgentConfig,
     convert_config,
     load_shared_config,
@@ -122,10 +121,12 @@ def wanted_agents(paths: list[Path]) -> list[AgentSource]:
         return [(str(path), load_shared_config(path)) for path in paths]
     if variable("agent_id") in os.environ:
         return [("the environment", load_shared_config(None))]
-    defaults = {"kvbus-prefill": PREFILL_DEFAULTS, "kvbus-decode": DECODE_DEFAULTS}
     return [
-        (f"the defaults of {name}", convert_config(AgentConfig, dict(keys), source=name))
-        for name, keys in defaults.items()
+        (
+            f"the defaults of kvbus-{role}",
+            convert_config(AgentConfig, dict(keys), source=f"kvbus-{role}"),
+        )
+        for role, keys in DEFAULTS.items()
     ]
 
 

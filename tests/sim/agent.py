@@ -10,7 +10,6 @@ import anyio
 from kvbus.agent.access import Access
 from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.engines import EngineDirectory, Surroundings
-from kvbus.agent.identity import AgentIdentity
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
@@ -18,7 +17,15 @@ from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, new_boot_
 from kvbus.errors import KVBusError
 from kvbus.memory import BusErrors
 from kvbus.memory.attach import AttachConnection
-from kvbus.protocol import AgentRole, AwaitReady, Detach, Register, to_body
+from kvbus.protocol import (
+    PROTOCOL_VERSION,
+    AgentRole,
+    AwaitReady,
+    Detach,
+    Register,
+    Welcome,
+    to_body,
+)
 from kvbus.transport import Transport
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
@@ -142,9 +149,10 @@ class SimAgent:
                 boot=self.boot,
                 heartbeat_s=config.heartbeat_s,
             )
-            identity = AgentIdentity(
+            identity = Welcome(
+                protocol=PROTOCOL_VERSION,
                 agent_id=self.name,
-                boot=self.boot,
+                agent_boot=self.boot,
                 role=self.role,
                 engine_endpoint=engine_socket.endpoint,
                 peer_endpoint=peer_socket.endpoint,

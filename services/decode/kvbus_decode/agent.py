@@ -46,7 +46,7 @@ class DecodeService:
         self._agent, self._config = agent, config
         identity = agent.identity
         limits = dataclasses.replace(
-            config.fetch_limits, reader_agent=identity.agent_id, reader_boot=identity.boot
+            config.fetch_limits, reader_agent=identity.agent_id, reader_boot=identity.agent_boot
         )
         self._table = FetchTable(limits=limits)
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)

@@ -175,7 +175,7 @@ class PrefillService(Service):
         identity, max_blocks = self._agent.identity, self._config.ticket_blocks
         ticket = Ticket(
             agent_id=identity.agent_id,
-            agent_boot=identity.boot,
+            agent_boot=identity.agent_boot,
             endpoint=identity.peer_endpoint,
             engine_id=engine.engine_id,
             engine_instance=engine.instance,

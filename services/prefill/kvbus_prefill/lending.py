@@ -111,12 +111,12 @@ class MemoryLender:
         lent = [(rank, name, one) for rank, name, one in _segments(engine) if one is not None]
         some = lent[wanted.first : wanted.first + MAX_LENT_AT_ONCE]
         segments = tuple(LentSegment(rank, name, one.size_bytes) for rank, name, one in some)
-        answer = MemoryLent(self._agent.identity.boot, segments)
+        answer = MemoryLent(self._agent.identity.agent_boot, segments)
         return PassingAnswer(to_body(answer), _duplicates([one for *_, one in some]))
 
     def _engine(self, wanted: LendMemory) -> LocalEngine:
         """The engine that is asked for, if the right to it is shown; raises `LocalError`."""
-        if wanted.agent_boot != self._agent.identity.boot:
+        if wanted.agent_boot != self._agent.identity.agent_boot:
             raise LocalError("another process of the agent is here", code=ErrorCode.STALE)
         engine = self._agent.engines.part(wanted.engine_id, (), access=wanted.access)
         if engine.memory_id != wanted.memory_id:
