@@ -140,7 +140,7 @@ class _Stream(EventListener):
     def on_boot(self, endpoint: str, boot: str) -> None:
         self._write(boot, "boot")
 
-    def on_heartbeat(self, endpoint: str, boot: str, reads: int) -> None:
+    def on_heartbeat(self, endpoint: str, boot: str) -> None:
         self.heard.update(EVENTS)
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:

@@ -48,8 +48,6 @@ class EventPublisher(SocketActor):
     ) -> None:
         super().__init__()
         self.boot, self.endpoint = boot, endpoint
-        self.count_reads: Callable[[], int] = int
-        """How many reads of what the process has are under way, for heartbeats."""
         self._context, self._options = context, options or SocketOptions()
         self._heartbeat_s, self._num_heartbeats = heartbeat_s, 0
         self._seqs: dict[str, int] = {}
@@ -104,7 +102,7 @@ class EventPublisher(SocketActor):
 
     def _beat(self) -> None:
         self._num_heartbeats += 1
-        beat = Heartbeat(seqs=self._seqs, reads=self.count_reads())
+        beat = Heartbeat(seqs=self._seqs)
         if self._pump is not None:
             frame = encode_notice(beat.op, self._num_heartbeats, self.boot, beat)
             self._pump.send(beat.op.encode(), frame)
@@ -137,8 +135,8 @@ class EventListener:
     def on_event(self, endpoint: str, event: Notice) -> None:
         """An event arrived that is no heartbeat."""
 
-    def on_heartbeat(self, endpoint: str, boot: str, reads: int) -> None:
-        """The publisher lives, and says so about once a second; so many read what it has."""
+    def on_heartbeat(self, endpoint: str, boot: str) -> None:
+        """The publisher lives, and says so about once a second."""
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
         """Events of ``topic`` were lost, or came before we listened; before what shows it."""
@@ -272,7 +270,7 @@ class _Feed:
         for topic in missing:
             self._tell(listener.on_gap, at, event.boot, topic)
         if beat is not None:
-            self._tell(listener.on_heartbeat, at, event.boot, beat.reads)
+            self._tell(listener.on_heartbeat, at, event.boot)
         else:
             self._tell(listener.on_event, at, event)
 

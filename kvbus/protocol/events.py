@@ -22,8 +22,6 @@ class Heartbeat(Message, frozen=True):
 
     seqs: dict[str, Size]
     """The last ``seq`` of each topic."""
-    reads: Size = 0
-    """Live leases on offers of this agent that have all their tokens: how many read from it now."""
 
 
 @event("offer.opened", "offer.extended", "offer.sealed", "offer.released")

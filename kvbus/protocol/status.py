@@ -122,9 +122,6 @@ class Status(Request[AgentStatus], frozen=True):
 class Predicted(Message, frozen=True):
     predicted_s: AnySeconds
     """Seconds from the request of the fetch to its end."""
-    queue_s: AnySeconds
-    """How many of them are due to fetches that are under way here, and to other agents that read
-    from that one, by its heartbeats; each is taken to be as large."""
     num_bytes: Size
     """Bytes that it would move."""
     decode_engine: EngineId
@@ -133,8 +130,6 @@ class Predicted(Message, frozen=True):
     with 0.1 s for that."""
     num_observed: Size = 0
     """By how many handoffs from that prefill agent, on this path, the prediction was corrected."""
-    observed_s_ago: AnySeconds | None = None
-    """When the last of them ended; nil when there was none."""
 
 
 @request(

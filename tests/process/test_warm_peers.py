@@ -13,8 +13,6 @@ from tests.keyring import KeyRing
 
 pytestmark = pytest.mark.anyio
 
-SOON: dict[str, Any] = {"peers_refresh_s": 0.2}
-
 
 def warming(
     agents: Agents, *, ahead: str = "anybody", **settings: Any
@@ -22,7 +20,7 @@ def warming(
     """A prefill agent, and a decode agent that has it in its configuration."""
     prefill = agents.prepare("prefill", shake_hands_ahead=ahead)
     peers = [prefill.settings["peer_bind"]]
-    decode = agents.prepare("decode", peers=peers, **{"peers_refresh_s": 60.0, **settings})
+    decode = agents.prepare("decode", peers=peers, **settings)
     agents.start(prefill, decode)
     return prefill, decode
 
@@ -79,7 +77,7 @@ async def test_who_cannot_be_met_ahead_is_said_once_and_why_and_met_when_that_ch
     closed = fresh.prepare("prefill", shake_hands_ahead="keys")
     away = fresh.prepare("prefill", shake_hands_ahead="anybody")
     peers = [closed.settings["peer_bind"], away.settings["peer_bind"], decode.peer]
-    reader = fresh.prepare("decode", peers=peers, request_timeout_s=1.0, **SOON)
+    reader = fresh.prepare("decode", peers=peers, request_timeout_s=1.0)
     fresh.start(closed, reader)
     async with pair(closed.attach, reader.attach) as engines:
         await until(lambda: len(reader.logged("peer.cold")) == len(peers))
@@ -125,7 +123,7 @@ async def test_what_is_listed_is_not_left_for_being_idle(
     prefill: AgentProcess, fresh: Agents
 ) -> None:
     """One that is not listed is: longer than that is waited for here."""
-    listed, decode = warming(fresh, idle_peer_s=0.4, **SOON)
+    listed, decode = warming(fresh, idle_peer_s=0.4)
     async with engine(DecodeSession, decode.attach) as target:
         async with engine(PrefillSession, prefill.attach) as other:
             assert await works(other, target)

@@ -22,8 +22,6 @@ class ActiveFetch:
     choice: object = None
     """How it is read, chosen with the route."""
     replica_index: int = 0
-    was_alone: bool = True
-    """Whether no other fetch was under way at any time meanwhile."""
 
     @property
     def fetch_id(self) -> str:

@@ -19,6 +19,7 @@ from kvbus.protocol.status import Cost, PeerView, Status
 from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.table import Driver
 from kvbus.table.events import DrainStarted, EngineLost, Stopped
+from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.costs import CostBook
 from kvbus_decode.fetch import events as ev
@@ -26,10 +27,10 @@ from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.observe import READINGS, DecodeMetrics, FetchStories, log_fetched
 from kvbus_decode.parts import Part, PartClient, PartServer
-from kvbus_decode.peer.directory import PeerAddress
+from kvbus_decode.peer.directory import PeerAddress, PeerDirectory
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.lease_client import LeaseClient
-from kvbus_decode.peer.route import Route
+from kvbus_decode.peer.mapped import MemoryBorrower
 from kvbus_decode.peer.warm import WarmPeers
 from kvbus_decode.read.chunk import check_tables
 from kvbus_decode.read.paths import ahead_of
@@ -52,17 +53,28 @@ class DecodeService:
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
         self._dispatch = self._driver.dispatch
         self._tickets = TicketGate(identity.agent_id, load_ticket_keys(config.ticket_keys))
-        self._leases = leases = LeaseClient(
-            agent, config, self._tickets, self._dispatch, self._choose
-        )
+        self._active: dict[str, ActiveFetch] = {}
         self._metrics = DecodeMetrics(agent.metrics)
-        self._reader = Reader(agent, config, self._metrics, leases.active, self._dispatch)
-        self._costs = CostBook(agent, leases, self._reader)
+        self._reader = Reader(agent, config, self._metrics, self._active, self._dispatch)
+        self._peers = peers = PeerDirectory(agent, config)
+        self._borrower = MemoryBorrower(agent, config)
+        self.routes = RouteBook(agent, peers, self._borrower)
+        self._leases = leases = LeaseClient(
+            agent,
+            config,
+            peers,
+            self.routes,
+            tickets=self._tickets,
+            active=self._active,
+            dispatch=self._dispatch,
+            choose=self._reader.choose,
+        )
+        self._warm = WarmPeers(agent, config, peers, self.routes)
+        peers.watchers = (self.routes, leases, self._warm)
         self._stories = FetchStories(self._table, self._reader.story_of)
-        self._warm = WarmPeers(agent, config, leases.peers, leases.routes)
-        leases.on_news = self._warm.see_peer
+        self._costs = CostBook(agent, self.routes, self._reader)
         self._parts = PartServer(self._begin_part, self._dispatch)
-        self._others = PartClient(agent, config, leases, self._dispatch)
+        self._others = PartClient(agent, config, peers, self._active, self._dispatch)
         self._driver.commands |= {
             ev.Ask: leases.ask,
             ev.Tell: leases.tell,
@@ -76,9 +88,8 @@ class DecodeService:
         }
         self._idle = anyio.Event()
         agent.metrics.add_readings(self._readings, READINGS)
-        self.routes: RouteBook = leases.routes
-        self.cost, self.sharing = self._costs.cost, leases.routes.borrower.sharing
-        self.silent_peers, self.key_of = leases.peers.silent, leases.peers.key_of_silent
+        self.cost, self.sharing = self._costs.cost, self._borrower.sharing
+        self.silent_peers, self.key_of = peers.silent, peers.key_of_silent
         self.copied, self.quiesce = self._reader.copies_done, self._reader.reads_done
         self.drained = self._idle.wait
         self.story, self.spans = self._stories.lines, self._stories.remembered
@@ -138,7 +149,7 @@ class DecodeService:
         return structs.replace(
             listed,
             num_routes=self.routes.num_from(endpoint),
-            problem=listed.problem or self.routes.refusals.get(endpoint, ""),
+            problem=listed.problem or self._peers.refusal_of(endpoint),
         )
 
     def _start_fetch(self, asked: StartFetch, call: Call) -> None:
@@ -147,7 +158,7 @@ class DecodeService:
         meets = shown if isinstance(shown, Rendezvous) else None
         ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
         boot = ticket.agent_boot if meets is None else None
-        self._leases.peers.check_answers(PeerAddress.of(ticket), boot)
+        self._peers.check_answers(PeerAddress.of(ticket), boot)
         key = ev.fetch_key(engine.engine_id, asked.fetch_id)
         others = engine.others
         self._request(engine, asked, ticket, key, reply_to=call, meets=meets, others=others)
@@ -200,17 +211,13 @@ class DecodeService:
             raise LocalError(f"no fetch '{cancel.fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)
         self._dispatch(ev.CancelRequested(key, call, cancel.release_offer))
 
-    def _choose(self, route: Route, requested: ev.Requested) -> object:
-        asked = requested.asked
-        return self._reader.choose(route, asked.first_token, asked.num_tokens)
-
     def _stop_reads(self, command: ev.StopReads) -> None:
         self._others.stop(command)
         self._reader.stop_reads(command)
 
     def _report_fetched(self, report: ev.ReportFetched) -> None:
         """The engine first: it waits, while the log and the counters do not."""
-        fetch_id, fetch = report.fetch_id, self._leases.active.get(report.fetch_id)
+        fetch_id, fetch = report.fetch_id, self._active.get(report.fetch_id)
         fills = fetch is not None and fetch.fills_blocks
         fetched = structs.replace(report.fetched, whole_blocks=fills)
         part = self._parts.find(fetch_id)
@@ -222,7 +229,7 @@ class DecodeService:
             fetch.engine.notify_ranks(fetched)
         if fetch is not None and not fetched.code:
             self._tickets.complete(fetch.requested.ticket)
-            self._costs.observe(fetched, fetch)
+            self._costs.observe(fetched, fetch.requested.ticket.endpoint)
         if fetched.blocks_free:
             self._end(fetch_id)
         else:
@@ -240,7 +247,7 @@ class DecodeService:
     def _notify(self, command: ev.Notify) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
         fetch_id, notice = command.fetch_id, command.message
-        part, fetch = self._parts.find(fetch_id), self._leases.active.get(fetch_id)
+        part, fetch = self._parts.find(fetch_id), self._active.get(fetch_id)
         if part is None and fetch is not None:
             fetch.engine.notify(notice)
         if isinstance(notice, BlocksFreed):
@@ -271,9 +278,9 @@ class DecodeService:
             **self.counts(),
             "ended_bytes": self._table.retired_bytes,
             "quarantined_blocks": self._table.num_quarantined_blocks(),
-            "peers": len(self._leases.peers),
-            "silent_peers": len(self._leases.peers.silent()),
-            "silent_peer_refusals": self._leases.peers.num_refused,
+            "peers": len(self._peers),
+            "silent_peers": len(self._peers.silent()),
+            "silent_peer_refusals": self._peers.num_refused,
             "listed_peers": self._warm.num_listed,
             "warm_peers": self._warm.num_warm,
             "engines": len(self._agent.engines.engines),
@@ -284,5 +291,5 @@ class DecodeService:
             "recycled_transports": stats.retired_agents,
             "recycled_timestamp_seconds": stats.retired_at,
             "registered_bytes": stats.registered_bytes,
-            "mapped_bytes": self.routes.borrower.num_bytes,
+            "mapped_bytes": self._borrower.num_bytes,
         }

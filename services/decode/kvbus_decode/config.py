@@ -59,17 +59,10 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             max_length=1024,
             description="Prefill agents to connect to, and to shake hands with, before the first "
             "fetch from them: each `tcp://HOST:PORT`, with keys `tcp://HOST:PORT KEY`, their "
-            "public key behind a blank. A HOST with several addresses, as the name of a headless "
-            "service of Kubernetes, is all of them. They have to allow it (shake_hands_ahead).",
+            "public key behind a blank. A HOST with several addresses is the first of them. They "
+            "have to allow it (shake_hands_ahead).",
         ),
     ] = ()
-    peers_refresh_s: Annotated[
-        Duration,
-        Meta(
-            description="How often names in `peers` are looked up, and these agents are asked for "
-            "their engines."
-        ),
-    ] = 15.0
     max_peers: Annotated[
         Bound, Meta(description="Most prefill agents at a time; idle ones make room.")
     ] = 256

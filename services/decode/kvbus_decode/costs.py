@@ -9,8 +9,7 @@ from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import chunk_spans
 from kvbus.protocol.engine import Fetched
 from kvbus.protocol.status import Cost, Predicted
-from kvbus_decode.active import ActiveFetch
-from kvbus_decode.peer.lease_client import LeaseClient
+from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.route import position_bytes
 from kvbus_decode.read.reader import Reader
 
@@ -21,7 +20,8 @@ WEIGHT, MAX_RATIO = 0.2, 100.0
 
 
 # A fetch takes fixed_s + num_bytes / bytes_per_s. By how much one took longer than that corrects
-# both, each by its part of the time: short fetches teach the fixed time, long ones the rate.
+# both, each by its part of the time: short fetches teach the fixed time, long ones the rate. What
+# others take from it meanwhile is in what it takes.
 @dataclass(slots=True)
 class Learned:
     """What fetches from one prefill agent by one path take; the defaults are assumed."""
@@ -29,13 +29,12 @@ class Learned:
     fixed_s: float = 1e-3
     bytes_per_s: float = 8e9
     num_observed: int = 0
-    observed_at: float = 0.0
 
     def predict_s(self, num_bytes: int) -> float:
-        """What one would take that has nothing beside it."""
+        """What one would take."""
         return self.fixed_s + num_bytes / self.bytes_per_s
 
-    def observe(self, num_bytes: int, seconds: float, now: float) -> None:
+    def observe(self, num_bytes: int, seconds: float) -> None:
         """One took so long; of nothing, or in no time, says nothing."""
         if num_bytes <= 0 or seconds <= 0:
             return
@@ -45,30 +44,29 @@ class Learned:
         fixed, moving = self.fixed_s / predicted_s, 1 - self.fixed_s / predicted_s
         self.fixed_s *= ratio ** (weight * fixed / max(fixed, moving))
         self.bytes_per_s /= ratio ** (weight * moving / max(fixed, moving))
-        self.num_observed, self.observed_at = self.num_observed + 1, now
+        self.num_observed += 1
 
 
 class CostBook:
     """What is known of each prefill agent and path, by the agent's endpoint."""
 
-    def __init__(self, agent: Agent, leases: LeaseClient, reader: Reader) -> None:
-        self._agent, self._leases, self._reader = agent, leases, reader
+    def __init__(self, agent: Agent, routes: RouteBook, reader: Reader) -> None:
+        self._agent, self._routes, self._reader = agent, routes, reader
         self._learned: OrderedDict[tuple[str, str], Learned] = OrderedDict()
 
-    def observe(self, fetched: Fetched, fetch: ActiveFetch) -> None:
-        """A fetch has ended: what it took is learned where it was alone and waited for nobody."""
-        stages, key = fetched.stages_s, (fetch.requested.ticket.endpoint, fetched.path)
-        if fetched.code or stages.meeting or stages.waiting or not fetch.was_alone:
+    def observe(self, fetched: Fetched, endpoint: str) -> None:
+        """A fetch from the agent there has completed: it teaches, unless it waited for tokens."""
+        stages, key = fetched.stages_s, (endpoint, fetched.path)
+        if stages.meeting or stages.waiting:
             return
         seconds = stages.queued + stages.claiming + stages.reading + stages.taking
-        learned = self._learned.setdefault(key, Learned())
-        learned.observe(fetched.num_bytes, seconds, self._agent.loop.time())
+        self._learned.setdefault(key, Learned()).observe(fetched.num_bytes, seconds)
         self._learned.move_to_end(key)
         if len(self._learned) > MAX_LEARNED:
             self._learned.popitem(last=False)
 
     def cost(self, asked: Cost) -> Predicted:
-        """What a fetch would take beside others, which are taken to be as large.
+        """What a fetch would take now.
 
         Raises `LocalError` for an engine that is not here, and for tokens in the wrong order.
         """
@@ -76,24 +74,18 @@ class CostBook:
         if first > last:
             message = f"first_token {first} is behind num_tokens {last}"
             raise LocalError(message, field="first_token")
-        engine, leases = self._engine(asked.decode_engine), self._leases
-        route = leases.routes.between(asked.endpoint, asked.prefill_engine, engine)
+        engine = self._engine(asked.decode_engine)
+        route = self._routes.between(asked.endpoint, asked.prefill_engine, engine)
         choice = self._reader.choose(route, first, last) if route else None
-        path = choice.path if choice else None
-        learned = self._learned.get((asked.endpoint, path.value if path else ""), Learned())
+        path = choice.path.value if choice else ""
+        learned = self._learned.get((asked.endpoint, path), Learned())
         num_bytes = _num_bytes(engine, first, last)
-        num_others = len(leases.active) + leases.peers.num_reads_elsewhere(asked.endpoint)
-        queue_s = num_others * num_bytes / learned.bytes_per_s
-        meeting_s = 0.0 if path else MEETING_S
-        age_s = self._agent.loop.time() - learned.observed_at
         return Predicted(
-            predicted_s=learned.predict_s(num_bytes) + queue_s + meeting_s,
-            queue_s=queue_s,
+            predicted_s=learned.predict_s(num_bytes) + (0.0 if path else MEETING_S),
             num_bytes=num_bytes,
             decode_engine=engine.engine_id,
-            path=path.value if path else "",
+            path=path,
             num_observed=learned.num_observed,
-            observed_s_ago=age_s if learned.num_observed else None,
         )
 
     def _engine(self, wanted: str) -> LocalEngine:

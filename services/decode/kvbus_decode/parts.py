@@ -6,7 +6,7 @@ that it answers another agent and not an engine (`PartServer`).
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import anyio
@@ -21,8 +21,7 @@ from kvbus.protocol.peer import CancelPart, FetchPart, PartFetched
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.peer.directory import Peer, PeerAddress
-from kvbus_decode.peer.lease_client import LeaseClient
+from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
 
 ASK_S, PAUSE_S = 2.0, 0.5
 LATE_S = 30.0
@@ -109,17 +108,18 @@ class PartClient:
         self,
         agent: Agent,
         config: DecodeConfig,
-        leases: LeaseClient,
+        peers: PeerDirectory,
+        active: Mapping[str, ActiveFetch],
         dispatch: Callable[[ev.Event], None],
     ) -> None:
-        self._agent, self._leases, self._dispatch = agent, leases, dispatch
+        self._agent, self._peers, self._active, self._dispatch = agent, peers, active, dispatch
         self._exits_s = CLOSES_WITHIN_S + EXITS_WITHIN_S
         self._drains_s = LATE_S + config.quarantine_timeout_s
         self._asked: dict[str, list[_Asked]] = {}
 
     def ask(self, command: ev.AskOthers) -> None:
         """Have each other agent fetch its part."""
-        fetch = self._leases.active[command.fetch_id]
+        fetch = self._active[command.fetch_id]
         parts = [_Asked(other, self._question(fetch, other)) for other in fetch.requested.others]
         self._asked[fetch.fetch_id] = parts
         self._agent.tasks.start_soon(self._fetch, fetch, parts)
@@ -163,7 +163,7 @@ class PartClient:
         if part.is_stopped:
             return
         try:
-            peer = self._leases.peers.acquire(part.address)
+            peer = self._peers.acquire(part.address)
             fetch.peers.append(peer)
             request_id = peer.client.send(
                 part.question, timeout_s=math.inf, on_reply=part.settle, on_sent=part.note_sent
@@ -192,12 +192,12 @@ class PartClient:
             else:
                 alone_since = math.inf
             await anyio.sleep(PAUSE_S)
-            peer = self._leases.peers.find(part.address) or peer
+            peer = self._peers.find(part.address) or peer
 
     async def _is_over(self, part: _Asked) -> bool:
         """Whether the other agent says that the part has ended, or is a new process."""
         try:
-            peer = self._leases.peers.acquire(part.address)
+            peer = self._peers.acquire(part.address)
         except KVBusError:  # its key is not trusted any more
             return False
         try:
@@ -205,7 +205,7 @@ class PartClient:
         except KVBusError as error:
             return isinstance(error, PeerLost)
         finally:
-            self._leases.peers.release(peer)
+            self._peers.release(peer)
         return True
 
 

@@ -69,8 +69,7 @@ class PrefillService(Service):
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
-        """Open the memory socket; heartbeats say how much is read. Engines come later."""
-        self._agent.publisher.count_reads = self._table.num_reads
+        """Open the memory socket. Engines come later."""
         self._driver.dispatch(ev.EnginesGone())
         await self._lender.open()
 

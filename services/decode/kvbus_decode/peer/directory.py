@@ -1,10 +1,6 @@
-"""The agents that this agent talks to: connections, their events, and their end.
+"""The agents that this agent talks to: connections, their health and events, and their end."""
 
-Refuses more peers than the limit while all of them are in use, and agents whose key is not trusted
-with their role.
-"""
-
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -22,28 +18,30 @@ from kvbus.bus import (
     new_boot_id,
 )
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RemoteError
+from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import R, Request, Role
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
 
 log = structlog.get_logger()
 
-SILENCE_S = 5.0
-"""A peer without a heartbeat for so long is logged as silent."""
+SILENT_S, RETRY_S = 5.0, 1.0
+"""A peer that is pinged and gave no sign of life for so long is silent."""
 FORGET_PEER_S = 60.0
-"""A peer that answers nothing for so long is left; the next fetch from it connects again."""
-
+"""One that is silent for so long, and is not used, is left; the next fetch connects again."""
 REQUESTS_OF_A_FETCH = 8
 """At most so many of one wait for replies of one peer: a claim or renewal, packs, releases."""
 
-SILENT_S, RETRY_S = 5.0, 1.0
-"""A peer that was pinged each second and gave no sign of life for so long is silent."""
-
-TOPICS = ("offer.extended", "offer.sealed", "lease.revoked", "lease.expired", "lease.ended")
-"""Of an offer that is read, or waited for while another reader has it."""
-
 ENGINE_READY = "engine.ready"
-"""Of an agent that is kept warm."""
+TOPICS = (
+    "offer.extended",
+    "offer.sealed",
+    "lease.revoked",
+    "lease.expired",
+    "lease.ended",
+    ENGINE_READY,
+)
+"""Of an offer that is read, or waited for while another reader has it; and of engines to meet."""
 
 Extent = tuple[int, int]
 """First and one-past-last address of registered memory."""
@@ -62,6 +60,14 @@ class PeerAddress(NamedTuple):
         return cls(ticket.endpoint, ticket.server_key)
 
 
+# All that is known of whether a peer is there is its client's: when it was last heard (it is pinged
+# when nothing has come for a while), which process answers, and whether its port is closed.
+#
+#     heard within SILENT_S      it is asked
+#     silent, but connected      new fetches are refused at once; those that wait go on waiting, as
+#                                it may be stopped or cut off for a while
+#     its port is closed         that process is gone, and what was read from it: `on_gone`
+#     another boot id            so is the process before: `on_boot`
 @dataclass(slots=True, eq=False)
 class Peer:
     """One agent, by the endpoint in tickets, or by the one that an engine's home names."""
@@ -72,8 +78,8 @@ class Peer:
     nixl_turn: anyio.Lock = field(default_factory=anyio.Lock)
     events_endpoint: str = ""
     boot: str = ""
-    num_reads_elsewhere: int = 0
-    """Reads by other agents, as of its last heartbeat."""
+    refusal: str = ""
+    """Why the last handshake with this process came to nothing."""
     num_users: int = 0
     used_at: float = 0.0
     """When the last fetch from it ended, while there is none."""
@@ -85,17 +91,17 @@ class Peer:
         """Where it is, for messages."""
         return self.address.endpoint
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is asked for a sign of life in vain."""
+        return self.client.silent_s > SILENT_S
+
     def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> None:
         """Send a request; what keeps it from being sent goes to ``on_reply`` as well."""
         try:
             self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
         except KVBusError as error:
             on_reply(error)
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether it is asked for a sign of life in vain."""
-        return self.client.silent_s > SILENT_S
 
     def check_alive(self, boot: str) -> None:
         """Raise `PeerLost` when its process ``boot`` is gone."""
@@ -107,39 +113,41 @@ class Peer:
         return PeerLost(f"the agent at {self.endpoint} is gone", endpoint=self.endpoint)
 
 
-PeerBoot = Callable[[Peer, str], None]
-PeerDropped = Callable[[Peer], None]
+class PeerWatcher:
+    """What becomes of peers; override what is of interest."""
+
+    def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
+        """Its process became known, or is another than the ``earlier`` one."""
+
+    def on_gone(self, peer: Peer, boot: str) -> None:
+        """Its process is gone; the next one may be there already."""
+
+    def on_dropped(self, peer: Peer) -> None:
+        """It was left, or made room, or is not trusted any more: there is no connection."""
+
+    def on_event(self, peer: Peer, event: Notice) -> None:
+        """It has published something of `TOPICS`."""
+
+    def on_gap(self, boot: str) -> None:
+        """Events of this process were missed."""
 
 
-class PeerDirectory:
-    """All peers; who uses one holds it from `acquire` to `release`.
+class PeerDirectory(EventListener):
+    """All peers; what uses one holds it from `acquire` to `release`.
 
-    ``on_boot`` is told a peer's boot id when it is known and when it changes, ``on_gone`` of one
-    whose process is gone, ``on_dropped`` of a peer that made room, was not used for long or
-    answered nothing for long, ``listener`` gets the events.
+    ``watchers``, set before the first is acquired, are told what becomes of them, in their order.
     """
 
-    def __init__(
-        self,
-        agent: Agent,
-        config: DecodeConfig,
-        *,
-        on_boot: PeerBoot,
-        on_gone: PeerBoot,
-        on_dropped: PeerDropped,
-        listener: EventListener,
-    ) -> None:
+    def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent, self._config = agent, config
-        self._on_boot, self._on_gone, self._on_dropped = on_boot, on_gone, on_dropped
-        self._room = REQUESTS_OF_A_FETCH * config.max_handoffs
+        self.watchers: Iterable[PeerWatcher] = ()
         self._peers: dict[PeerAddress, Peer] = {}
         self._by_events: dict[str, Peer] = {}
         self._allowed = AllowedPeers(config.allowed_peers) if config.allowed_peers else None
         self._subscriber = EventSubscriber(
             agent.context,
-            listener,
-            topics=(*TOPICS, ENGINE_READY),
-            silence_s=SILENCE_S,
+            self,
+            topics=TOPICS,
             max_endpoints=config.max_peers,
             on_fault=_log_fault,
             keys=agent.access.keys,
@@ -162,38 +170,21 @@ class PeerDirectory:
         peer.num_users += 1
         return peer
 
-    def num_reads_elsewhere(self, endpoint: str) -> int:
-        """How many reads by other agents are under way there, as far as is known."""
-        known = (one for address, one in self._peers.items() if address.endpoint == endpoint)
-        return max((one.num_reads_elsewhere for one in known), default=0)
+    def release(self, peer: Peer) -> None:
+        """One user less."""
+        peer.num_users -= 1
+        peer.used_at = self._agent.loop.time()
 
     def find(self, address: PeerAddress) -> Peer | None:
         """The peer at ``address``, if it is known."""
         return self._peers.get(address)
 
-    def check_answers(self, address: PeerAddress, boot: str | None) -> None:
-        """Raise `RemoteError` (``peer_unreachable``) for an agent that is silent.
-
-        A fetch would only wait for it; pings find out when it answers again. A ticket of another
-        process there, ``boot``, is newer than what is known.
-        """
-        peer = self._peers.get(address)
-        if peer is None:
-            return
-        if not peer.is_silent or boot not in (None, peer.client.peer_boot):
-            peer.num_refused = 0
-            return
-        peer.num_refused += 1
-        raise RemoteError(
-            f"the prefill agent at {peer.endpoint} has not answered for "
-            f"{peer.client.silent_s:.0f} s; it is asked again and again",
-            code=ErrorCode.PEER_UNREACHABLE,
-            endpoint=peer.endpoint,
-            retry_after_s=RETRY_S,
-        )
+    def has(self, peer: Peer) -> bool:
+        """Whether it was not dropped since."""
+        return self._peers.get(peer.address) is peer
 
     def silent(self) -> dict[str, float]:
-        """The agents that do not answer, and for how many seconds nothing has come from each."""
+        """Endpoints of those that do not answer, and for how many seconds nothing has come."""
         return {one.endpoint: one.client.silent_s for one in self._peers.values() if one.is_silent}
 
     def key_of_silent(self, endpoint: str) -> str:
@@ -206,10 +197,35 @@ class PeerDirectory:
         """Fetches that were refused for those, as of `silent`."""
         return sum(one.num_refused for one in self._peers.values() if one.is_silent)
 
-    def release(self, peer: Peer) -> None:
-        """One user less."""
-        peer.num_users -= 1
-        peer.used_at = self._agent.loop.time()
+    def refusal_of(self, endpoint: str) -> str:
+        """Why the last handshake with an agent there came to nothing; empty if it did not."""
+        refusals = (one.refusal for one in self._peers.values() if one.endpoint == endpoint)
+        return next(filter(None, refusals), "")
+
+    def check_answers(self, address: PeerAddress, boot: str | None) -> None:
+        """Raise `RemoteError` (``peer_unreachable``) for an agent that is silent.
+
+        A fetch would only wait for it; pings find out when it answers again. A ticket of another
+        process there, ``boot``, is newer than what is known.
+        """
+        peer = self._peers.get(address)
+        if peer is None:
+            return
+        if not peer.is_silent or boot not in (None, peer.client.peer_boot):
+            if peer.num_refused:
+                log.info("peer.alive", peer=peer.endpoint, num_refused=peer.num_refused)
+            peer.num_refused = 0
+            return
+        if not peer.num_refused:
+            log.warning("peer.silent", peer=peer.endpoint, peer_boot=peer.boot)
+        peer.num_refused += 1
+        raise RemoteError(
+            f"the prefill agent at {peer.endpoint} has not answered for "
+            f"{peer.client.silent_s:.0f} s; it is asked again and again",
+            code=ErrorCode.PEER_UNREACHABLE,
+            endpoint=peer.endpoint,
+            retry_after_s=RETRY_S,
+        )
 
     def listen(self, peer: Peer, events_endpoint: str) -> None:
         """Subscribe to the peer's events, in place of those of its earlier process."""
@@ -221,9 +237,21 @@ class PeerDirectory:
         self._subscriber.add(events_endpoint, server_key=peer.address.server_key)
         self._by_events[events_endpoint] = peer
 
-    def of_events(self, events_endpoint: str) -> Peer | None:
-        """The peer whose events are there."""
-        return self._by_events.get(events_endpoint)
+    def on_event(self, endpoint: str, event: Notice) -> None:
+        """As `EventListener`; so are the others."""
+        if (peer := self._by_events.get(endpoint)) is not None:
+            for watcher in self.watchers:
+                watcher.on_event(peer, event)
+
+    def on_heartbeat(self, endpoint: str, boot: str) -> None:
+        """It lives: it need not be pinged."""
+        if (peer := self._by_events.get(endpoint)) is not None:
+            peer.client.note_alive(boot)
+
+    def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
+        """For the watchers."""
+        for watcher in self.watchers:
+            watcher.on_gap(boot)
 
     def _connect(self, address: PeerAddress) -> Peer:
         options = self._agent.access.connected(*address)
@@ -232,11 +260,11 @@ class PeerDirectory:
         client = RequestClient(
             self._agent.context,
             address.endpoint,
-            boot=new_boot_id(),  # ids start anew: the server must not know them from an earlier one
+            boot=new_boot_id(),  # ids start again: an earlier one has used them
             on_boot=lambda boot: self._see_boot(peer, boot),
-            on_gone=lambda boot: self._lose(peer, boot),
+            on_gone=lambda boot: self._see_gone(peer, boot),
             on_fault=_log_fault,
-            max_pending=self._room,
+            max_pending=REQUESTS_OF_A_FETCH * self._config.max_handoffs,
             options=replace(options, allowed=self._allowed),
         )
         peer = Peer(address, client)
@@ -248,21 +276,21 @@ class PeerDirectory:
             await peer.client.run()
 
     async def _drop_unused(self) -> None:
-        """Leave peers that nobody reads from: some answer nothing and may have moved."""
-        forget_s, idle_s = FORGET_PEER_S, self._config.idle_peer_s
+        """Leave peers that no fetch reads from: some answer nothing and may have moved."""
+        idle_s = self._config.idle_peer_s
         while True:
-            await anyio.sleep(min(forget_s, idle_s) / 4)
+            await anyio.sleep(min(FORGET_PEER_S, idle_s) / 4)
             now = self._agent.loop.time()
-            for peer in [peer for peer in self._peers.values() if not peer.num_users]:
+            for peer in [one for one in self._peers.values() if not one.num_users]:
                 silent_s, unused_s = peer.client.silent_s, now - peer.used_at
-                if silent_s >= forget_s or unused_s >= idle_s:
+                if silent_s >= FORGET_PEER_S or unused_s >= idle_s:
                     log.info(
                         "peer.left",
                         peer=peer.endpoint,
                         silent_s=round(silent_s),
                         unused_s=round(unused_s),
                     )
-                    self._drop(peer)
+                    self.drop(peer)
 
     def _drop_idle(self) -> None:
         idle = next((peer for peer in self._peers.values() if not peer.num_users), None)
@@ -271,11 +299,13 @@ class PeerDirectory:
                 f"{len(self._peers)} peers are in use, which is the limit (max_peers)",
                 code=ErrorCode.BUSY,
             )
-        self._drop(idle)
+        self.drop(idle)
 
-    def _drop(self, peer: Peer) -> None:
+    def drop(self, peer: Peer) -> None:
+        """Leave it; what still holds it finds it closed."""
         del self._peers[peer.address]
-        self._on_dropped(peer)
+        for watcher in self.watchers:
+            watcher.on_dropped(peer)
         self._forget_events(peer)
         peer.scope.cancel()
 
@@ -286,23 +316,25 @@ class PeerDirectory:
             del self._by_events[peer.events_endpoint]
 
     def _drop_distrusted(self, keys: frozenset[str]) -> None:
-        """Agents of these keys are met anew, if they are trusted at all; their fetches fail."""
+        """Agents of these keys are met again, if they are trusted at all; their fetches fail."""
         for peer in list(self._peers.values()):
             if peer.address.server_key in keys:
                 log.info("peer.distrusted", peer=peer.endpoint, key=peer.address.server_key)
-                self._drop(peer)
+                self.drop(peer)
 
     def _see_boot(self, peer: Peer, boot: str) -> None:
-        if self._peers.get(peer.address) is not peer:  # it was dropped just now
+        if not self.has(peer):
             return
         if peer.boot:
             log.warning("peer.restarted", peer=peer.endpoint, peer_boot=boot)
-        peer.boot = boot
-        self._on_boot(peer, boot)
+        earlier, peer.boot, peer.refusal = peer.boot, boot, ""
+        for watcher in self.watchers:
+            watcher.on_boot(peer, boot, earlier)
 
-    def _lose(self, peer: Peer, boot: str) -> None:
-        if self._peers.get(peer.address) is peer:
-            self._on_gone(peer, boot)
+    def _see_gone(self, peer: Peer, boot: str) -> None:
+        if self.has(peer):
+            for watcher in self.watchers:
+                watcher.on_gone(peer, boot)
 
 
 def _log_fault(error: Exception) -> None:

@@ -1,13 +1,11 @@
 """Routes and the handshakes that make them: with an engine's home, then with each other agent.
 
-Refuses an engine whose KV ours cannot use; both sides log the field and both values.
+An engine whose KV ours cannot use is refused; both sides log the field and both values.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TypeVar
 
 import anyio
 import structlog
@@ -16,27 +14,30 @@ from msgspec import structs
 from kvbus.agent.engines import LocalEngine
 from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, GeometryError, KVBusError, RequestTimeout
+from kvbus.bus import RequestClient
+from kvbus.errors import (
+    ErrorCode,
+    GeometryError,
+    KVBusError,
+    PeerLost,
+    RemoteError,
+    RequestRefused,
+    RequestTimeout,
+)
 from kvbus.planning import check_compatible
 from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peer.borrowing import MemoryBorrower, is_near
-from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
-from kvbus_decode.peer.handshake_client import ask_any_handshake, ask_handshake
-from kvbus_decode.peer.mapped_memory import MappedMemory
+from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory, PeerWatcher
+from kvbus_decode.peer.mapped import MappedMemory, MemoryBorrower, is_near
 from kvbus_decode.peer.nixl import NixlMemory, NixlPeers
 from kvbus_decode.peer.route import Route, Source, placed_ranks
 
 log = structlog.get_logger()
 
-Answer = TypeVar("Answer")
-
 REASON_GRACE_S = 0.5
-"""A handshake that ends in time knows better than who waits for it which agent did not answer."""
-
+"""A handshake that ends in time knows better than its waiters which agent did not answer."""
 
 OF_THE_TICKET = frozenset(
     {
@@ -59,12 +60,8 @@ class _Round:
 
     engine: LocalEngine
     deadline: float
-    machine: str = ""
+    machine: str
     lent: dict[tuple[str, str], MappedMemory | str] = field(default_factory=dict)
-
-
-class _OtherTicketRefusedError(Exception):
-    """The handshake that was waited for showed a ticket that is no good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +74,34 @@ class RouteKey:
     engine_instance: str
     memory_id: str
 
+    @classmethod
+    def of(cls, ticket: Ticket, engine: LocalEngine) -> "RouteKey":
+        """From the engine that a ticket names into one that is here."""
+        return cls(
+            endpoint=ticket.endpoint,
+            agent_boot=ticket.agent_boot,
+            engine_id=ticket.engine_id,
+            engine_instance=ticket.engine_instance,
+            memory_id=engine.memory_id,
+        )
 
-class RouteBook:
+
+class RouteBook(PeerWatcher):
     """All routes, and the handshakes under way."""
 
-    def __init__(self, agent: Agent, config: DecodeConfig, peers: PeerDirectory) -> None:
-        self._agent, self._peers = agent, peers
-        self._nixl = NixlPeers(agent.transport)
-        self.borrower = MemoryBorrower(agent, config, self._forget_mapped)
-        """The memory that is mapped here."""
+    def __init__(self, agent: Agent, peers: PeerDirectory, borrower: MemoryBorrower) -> None:
+        self._agent, self._peers, self.borrower = agent, peers, borrower
+        self._nixl = NixlPeers(agent, self._nixl_memory)
         self._routes: dict[RouteKey, Route] = {}
         self._shaking: dict[RouteKey, asyncio.Future[Route]] = {}
-        self._max_refusals = config.max_peers
-        self.refusals: dict[str, str] = {}
-        """Of each agent with which the last handshake came to nothing, why."""
+        borrower.on_end = self._forget_mapped
 
     def __iter__(self) -> Iterator[Route]:
         return iter(list(self._routes.values()))
 
     def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
         """The route, if it is known and can be read."""
-        route = self._routes.get(_key(ticket, engine))
+        route = self._routes.get(RouteKey.of(ticket, engine))
         return route if route is not None and _can_be_read(route.sources) else None
 
     def between(self, endpoint: str, engine_id: str, engine: LocalEngine) -> Route | None:
@@ -122,101 +126,79 @@ class RouteBook:
         Fetches that need the same handshake wait for one; it is made again for those whose ticket
         is better than the one that was shown. Raises `KVBusError`.
         """
+        key = RouteKey.of(ticket, engine)
         with anyio.move_on_after(timeout_s + REASON_GRACE_S):
-            while True:
-                known = self.find(ticket, engine)
-                if known is not None:
-                    return known
+            while (known := self.find(ticket, engine)) is None:
+                shaking = self._shaking.get(key)
+                is_own = shaking is None
+                if shaking is None:
+                    shaking = self._shaking[key] = self._agent.loop.create_future()
+                    self._agent.tasks.start_soon(
+                        self._shake_hands, key, peer, ticket, engine, timeout_s
+                    )
                 try:
-                    return await self._wait_for(peer, ticket, engine, timeout_s)
-                except _OtherTicketRefusedError:
-                    continue
+                    return await asyncio.shield(shaking)
+                except KVBusError as error:
+                    if is_own or error.code not in OF_THE_TICKET:
+                        raise
+            return known
         raise RequestTimeout(
             f"no handshake with {peer.endpoint} within {timeout_s:g} s",
             code=ErrorCode.PEER_UNREACHABLE,
             endpoint=peer.endpoint,
         )
 
-    async def _wait_for(
-        self, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
-    ) -> Route:
-        """The route of the handshake under way, or of ours; raises `KVBusError`."""
-        key = _key(ticket, engine)
-        shaking = self._shaking.get(key)
-        is_ours = shaking is None
-        if shaking is None:
-            shaking = self._shaking[key] = self._agent.loop.create_future()
-            self._agent.tasks.start_soon(self._shake_hands, key, peer, ticket, engine, timeout_s)
-        try:
-            return await asyncio.shield(shaking)
-        except KVBusError as error:
-            if is_ours or error.code not in OF_THE_TICKET:
-                raise
-        raise _OtherTicketRefusedError
-
     def forget(self, route: Route) -> None:
         """The route is of no use: the next fetch shakes hands again."""
-        self._routes = {key: known for key, known in self._routes.items() if known is not route}
+        self._keep_only(lambda _, known: known is not route)
 
-    def forget_multi_agent(self, ticket: Ticket) -> None:
-        """A fetch of this ticket failed: routes from its engine are of no use if it is spread."""
-        spread = ticket.agent_boot, ticket.engine_instance
-        self._keep_only(
-            lambda key, route: (
-                (key.agent_boot, key.engine_instance) != spread or len(route.sources) == 1
-            )
-        )
+    def forget_failed(self, ticket: Ticket, code: str) -> None:
+        """A fetch of this ticket failed: what may be the reason is made again.
 
-    def forget_connection(self, agent_boot: str) -> None:
-        """UCX has given up a connection of routes from this agent: they, and it, are made anew."""
-        for route in [route for key, route in self._routes.items() if key.agent_boot == agent_boot]:
-            for source in route.sources:
+        A rank at another agent may have come back; or UCX has given up a connection, which all
+        routes from that agent share.
+        """
+        is_broken, spread = code == ErrorCode.PEER_LOST, ticket.engine_instance
+
+        def is_wanted(key: RouteKey, route: Route) -> bool:
+            is_of_it = is_broken or (key.engine_instance == spread and bool(route.others))
+            if key.agent_boot != ticket.agent_boot or not is_of_it:
+                return True
+            for source in route.sources if is_broken else ():
                 self._nixl.break_off(source.nixl_agent)
-        self._keep_only(lambda key, _: key.agent_boot != agent_boot)
+            return False
+
+        self._keep_only(is_wanted)
 
     def forget_engine(self, engine: LocalEngine) -> None:
         """Drop the routes into an engine that is gone."""
-        memory_id = engine.memory_id
-        self._keep_only(lambda key, _: key.memory_id != memory_id)
+        self._keep_only(lambda key, _: key.memory_id != engine.memory_id)
 
-    def forget_peer(self, peer: Peer) -> None:
-        """Drop the routes through a peer, its NIXL agents, and what was refused."""
-        self.refusals.pop(peer.endpoint, None)
+    def on_dropped(self, peer: Peer) -> None:
+        """Drop the routes through it, and its NIXL agents."""
         self._keep_only(lambda _, route: all(source.peer is not peer for source in route.sources))
-        self._forget_nixl(peer)
+        self._nixl.forget(peer)
 
-    def see_boot(self, peer: Peer, boot: str) -> list[str]:
-        """A peer's boot id; returns the earlier ones whose offers are lost with their process."""
-        self.refusals.pop(peer.endpoint, None)
-        old = {
-            (route, source)
-            for route in self._routes.values()
-            for source in route.sources
-            if source.peer is peer and source.agent_boot != boot
-        }
-        lost = {route for route, _ in old}
-        self._keep_only(lambda _, route: route not in lost)
-        self._forget_nixl(peer)
-        return sorted({source.agent_boot for route, source in old if source is route.home})
+    def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
+        """Drop the routes through its earlier process."""
+        self._keep_only(
+            lambda _, route: all(
+                source.peer is not peer or source.agent_boot == boot for source in route.sources
+            )
+        )
+        self._nixl.forget(peer)
 
     def _forget_mapped(self, memory: MappedMemory) -> None:
-        """Memory that is zeros now: routes that copy from it are made anew."""
+        """Memory that is zeros now: routes that copy from it are made again."""
         self._keep_only(lambda _, route: all(one.mapped is not memory for one in route.sources))
 
     def _keep_only(self, wanted: Callable[[RouteKey, Route], bool]) -> None:
         self._routes = {key: route for key, route in self._routes.items() if wanted(key, route)}
 
-    def _sources(self) -> set[Source]:
-        return {source for route in self._routes.values() for source in route.sources}
-
-    def _forget_nixl(self, peer: Peer) -> None:
-        """NIXL's agents for a peer that no route needs go, once nothing of them is in flight."""
-        for name in self._nixl.names_of(peer):
-            is_used = partial(self._is_nixl_used, name)
-            self._agent.tasks.start_soon(self._nixl.forget, peer, name, is_used)
-
-    def _is_nixl_used(self, name: str) -> bool:
-        return any(source.nixl_agent == name for source in self._sources())
+    def _nixl_memory(self) -> Iterator[NixlMemory]:
+        """What routes read with NIXL."""
+        for route in self._routes.values():
+            yield from (source.nixl for source in route.sources if source.nixl is not None)
 
     async def _shake_hands(
         self, key: RouteKey, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
@@ -232,7 +214,7 @@ class RouteBook:
 
         def fail(error: KVBusError) -> None:
             if error.code not in OF_THE_TICKET:
-                self._remember(key.endpoint, error.message)
+                peer.refusal = error.message
             bound.warning(
                 "handshake.refused",
                 code=error.code,
@@ -245,12 +227,10 @@ class RouteBook:
         await guarded(shake, fail)
         del self._shaking[key]
 
-    def _remember(self, endpoint: str, refusal: str) -> None:
-        self.refusals.pop(endpoint, None)
-        self.refusals[endpoint] = refusal
-        if len(self.refusals) > self._max_refusals:
-            del self.refusals[next(iter(self.refusals))]
-
+    # Agents of one machine and user copy from mapped memory. Then NIXL is told of nothing, and as
+    # long as it is needed for no peer its backend is not open: over TCP it listens where any user
+    # of the machine reaches it. So the first round of handshakes asks for memory to map; the second
+    # one, for NIXL's metadata, follows only where some of the memory cannot be mapped.
     async def _negotiate(
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
     ) -> Route:
@@ -258,8 +238,7 @@ class RouteBook:
         first = _Round(engine, deadline, self.borrower.machine(engine))
         done, sources = await self._meet_all(peer, ticket, first)
         if not _can_be_read(sources):
-            second = replace(first, machine="")
-            done, sources = await self._meet_all(peer, ticket, second)
+            done, sources = await self._meet_all(peer, ticket, replace(first, machine=""))
         return await in_thread(Route, done.memory.engine, sources, engine)
 
     async def _meet_all(
@@ -272,34 +251,31 @@ class RouteBook:
             offer_id=ticket.offer_id,
             secret=ticket.secret or None,
         )
-        timeout_s = max(1e-3, shaken.deadline - self._agent.loop.time())
-        asking = ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
-        done = await asking
+        done = await self._ask(peer, handshake, shaken, boot=ticket.agent_boot)
         check_compatible(done.memory.engine, shaken.engine.spec)
         home = await self._source(peer, ticket.agent_boot, done, shaken)
         self._peers.listen(peer, done.events_endpoint)
-        others = [await self._meet(other, done, shaken) for other in done.others]
-        return done, (home, *others)
+        return done, (home, *[await self._meet(other, done, shaken) for other in done.others])
 
     async def _meet(self, other: AgentRanks, home: HandshakeDone, shaken: _Round) -> Source:
         """The handshake with an agent that has some ranks of the engine, but not its leases."""
+        engine_id = home.memory.engine.engine_id
         peer = self._peers.acquire(PeerAddress(other.endpoint, other.server_key))
         try:
             handshake = structs.replace(
-                self._handshake(shaken, home.memory.engine.engine_id),
-                ranks=other.ranks,
-                access=other.access,
+                self._handshake(shaken, engine_id), ranks=other.ranks, access=other.access
             )
-            timeout_s = max(1e-3, shaken.deadline - self._agent.loop.time())
-            asking = ask_any_handshake(peer.client, handshake, timeout_s=timeout_s)
-            boot, done = await asking
+            done = await self._ask(peer, handshake, shaken)
             if done.memory.engine != home.memory.engine:
                 raise GeometryError(
-                    f"the agents of engine '{home.memory.engine.engine_id}' disagree about it",
+                    f"the agents of engine '{engine_id}' disagree about it",
                     code=ErrorCode.INCOMPATIBLE,
                     field="engine",
                 )
-            return await self._source(peer, boot, done, shaken)
+            return await self._source(peer, peer.client.peer_boot or "", done, shaken)
+        except RequestRefused as error:  # the ticket does not name this agent
+            message = f"the prefill agent at {peer.endpoint}: {error.message}"
+            raise RemoteError(message, code=error.code, endpoint=peer.endpoint) from error
         finally:
             self._peers.release(peer)
 
@@ -315,10 +291,36 @@ class RouteBook:
             machine=shaken.machine,
         )
 
-    # Agents of one machine and user copy from mapped memory. Then NIXL is told of nothing, and as
-    # long as it is needed for no peer its backend is not open: over TCP it listens where any user
-    # of the machine reaches it. So the first round of handshakes asks for memory to map; the second
-    # one, for NIXL's metadata, follows only where some of the memory cannot be mapped.
+    async def _ask(
+        self, peer: Peer, handshake: Handshake, shaken: _Round, *, boot: str | None = None
+    ) -> HandshakeDone:
+        """The reply of the process ``boot``, or of whatever process answers.
+
+        Raises `KVBusError`: ``peer_unreachable``, ``stale``, or a refusal.
+        """
+        client, loop = peer.client, self._agent.loop
+
+        async def ask() -> HandshakeDone:
+            timeout_s = max(1e-3, shaken.deadline - loop.time())
+            return await client.ask(handshake, timeout_s=timeout_s)
+
+        try:
+            try:
+                done = await ask()
+            except PeerLost:  # the first sign of a new process fails what that was asked as well
+                if boot not in (None, client.peer_boot):
+                    raise
+                done = await ask()
+        except RequestTimeout as error:
+            raise _unreachable(client) from error
+        except KVBusError as error:
+            if boot is None or client.peer_boot in (None, boot):
+                raise
+            raise _stale(client) from error
+        if boot not in (None, client.peer_boot):
+            raise _stale(client)
+        return done
+
     async def _source(self, peer: Peer, boot: str, done: HandshakeDone, shaken: _Round) -> Source:
         placed = await in_thread(placed_ranks, done.memory)  # ms a rank
         place, lent = (boot, done.memory_id), shaken.lent
@@ -328,16 +330,16 @@ class RouteBook:
         borrowed, memory = lent[place], None
         if done.nixl_metadata and not (shaken.machine and isinstance(borrowed, MappedMemory)):
             memory = NixlMemory.of(done)
-            live = [one.nixl for one in self._sources() if one.peer is peer and one.nixl]
             await self._agent.data_plane.open()
-            await self._nixl.add(peer, memory, live, deadline=shaken.deadline)
-            if not self._is_met(peer):
-                self._forget_nixl(peer)
+            await self._nixl.add(peer, memory, deadline=shaken.deadline)
+            if not self._peers.has(peer):
+                self._nixl.forget(peer)
                 raise peer.loss()
             await self._agent.data_plane.end_if_exposed()
         return Source(
             peer=peer,
             agent_boot=boot,
+            engine_id=done.memory.engine.engine_id,
             nixl=memory,
             memory_id=done.memory_id,
             access=done.access,
@@ -365,17 +367,13 @@ class RouteBook:
             )
         )
         self._routes[key] = route
-        self.refusals.pop(key.endpoint, None)
+        home.refusal = ""
 
     def _is_good(self, source: Source) -> bool:
         """Whether the source is what it was when hands were shaken."""
         is_same = source.peer.boot in ("", source.agent_boot)
         is_mapped = source.mapped is None or source.mapped.is_open
-        return is_same and is_mapped and self._is_met(source.peer)
-
-    def _is_met(self, peer: Peer) -> bool:
-        """Whether the peer was not dropped since."""
-        return self._peers.find(peer.address) is peer
+        return is_same and is_mapped and self._peers.has(source.peer)
 
 
 def _can_be_read(sources: Iterable[Source]) -> bool:
@@ -384,11 +382,26 @@ def _can_be_read(sources: Iterable[Source]) -> bool:
     return all(mapped) or all(one.nixl for one in sources)
 
 
-def _key(ticket: Ticket, engine: LocalEngine) -> RouteKey:
-    return RouteKey(
-        endpoint=ticket.endpoint,
-        agent_boot=ticket.agent_boot,
-        engine_id=ticket.engine_id,
-        engine_instance=ticket.engine_instance,
-        memory_id=engine.memory_id,
+def _unreachable(client: RequestClient) -> RemoteError:
+    """Says what is known of the way there, and where to look."""
+    where, missing = client.endpoint, client.missing
+    look = (
+        f"{missing}. Is it up, is its advertise_host an address that this machine reaches, is the "
+        "port open on the way?"
+        if missing
+        else "there is a connection, but nothing comes by it. Is the agent stopped (kvbus status "
+        f"{where}), or are packets of full size lost on the way (MTU)?"
+    )
+    return RemoteError(
+        f"no prefill agent answers at {where}: {look}",
+        code=ErrorCode.PEER_UNREACHABLE,
+        endpoint=where,
+    )
+
+
+def _stale(client: RequestClient) -> RemoteError:
+    return RemoteError(
+        "the ticket is of an earlier process of the prefill agent",
+        code=ErrorCode.STALE,
+        endpoint=client.endpoint,
     )

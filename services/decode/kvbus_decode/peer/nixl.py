@@ -1,7 +1,7 @@
 """What NIXL is told of peers: their agents, and the memory that each of them has registered.
 
-Refuses to give NIXL memory that overlaps other memory which the peer had before: NIXL never forgets
-a peer's registrations, and does not find what lies where another one was.
+NIXL never forgets a peer's registrations, and does not find what lies where another one was. So a
+peer whose new memory overlaps other memory that it had before is made again.
 """
 
 import asyncio
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 import anyio
 import structlog
 
+from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, LocalError, TransferFailed
 from kvbus.protocol.peer import HandshakeDone
-from kvbus.transport import PeerMetadata, Transport
+from kvbus.transport import PeerMetadata
 from kvbus_decode.peer.directory import Extent, Peer
 
 log = structlog.get_logger()
 
 MAX_EXTENTS = 1024
 """When so many were registered by one peer, most of them are gone: it is made again."""
-RETRY_S = 0.02
-KEPT_RETRY_S = 1.0
+RETRY_S, KEPT_RETRY_S = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +57,34 @@ class NixlMemory:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """An agent that NIXL knows: all memory that it was told of, and the peer that told it last."""
+    """An agent that NIXL knows, all memory that it was told of, and the peer that told it last.
+
+    It ``is_broken`` once UCX has given it up.
+    """
 
     peer: Peer
     extents: set[Extent] = field(default_factory=set)
     is_broken: bool = False
-    """Whether UCX has given it up."""
+
+    def takes(self, new: NixlMemory) -> bool:
+        """Whether ``new`` can be added to it."""
+        is_full = len(self.extents) >= MAX_EXTENTS
+        return not (self.is_broken or is_full or new.misfits(self.extents))
 
 
 class NixlPeers:
     """Adds peers to NIXL and removes them; for one peer, one thing at a time.
 
-    What NIXL knows outlives the connection to a peer: a process that is met again may have memory
-    where it had other memory before.
+    ``used`` gives all memory of peers that routes read. What NIXL knows outlives the connection to
+    a peer: a process that is met again may have memory where it had other memory before.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, agent: Agent, used: Callable[[], Iterable[NixlMemory]]) -> None:
+        self._transport, self._tasks, self._used = agent.transport, agent.tasks, used
         self._known: dict[str, _Known] = {}
 
-    async def add(
-        self, peer: Peer, new: NixlMemory, live: Iterable[NixlMemory], *, deadline: float
-    ) -> None:
-        """Make ``new`` known; ``live`` is what else of the peer is in use.
+    async def add(self, peer: Peer, new: NixlMemory, *, deadline: float) -> None:
+        """Make ``new`` known.
 
         Fabrics with keys refuse a region that is registered again, after its engine restarted, and
         NIXL has then dropped the peer: it is made again as well. So is one that UCX has given up,
@@ -88,52 +93,52 @@ class NixlPeers:
         """
         async with peer.nixl_turn:
             known = self._known.get(new.agent)
-            if known is not None and known.peer.address != peer.address:
-                known = None  # the name is no proof: only the same metadata is added to it
-            if known is not None:
-                known.peer = peer
-            if known is None or _is_usable(new, known):
+            if known is None or known.peer.address != peer.address:
+                await self._load(peer, new)  # the name is no proof: only its own is added to it
+                return
+            known.peer = peer
+            if known.takes(new):
                 try:
                     await self._load(peer, new)
                 except TransferFailed:
-                    if known is None:
-                        raise
+                    pass
                 else:
                     return
             log.info("peer.renewed", peer=peer.endpoint, nixl_agent=new.agent)
             await self._remove(peer, new.agent, deadline)
-            for memory in {one for one in live if one.agent == new.agent}:
+            for memory in {one for one in self._used() if one.agent == new.agent}:
                 if not new.misfits(memory.extents):
                     await self._load(peer, memory)
             await self._load(peer, new)
-
-    def names_of(self, peer: Peer) -> list[str]:
-        """The agents that were added for a peer, and not since for another one at its place."""
-        return [name for name, known in self._known.items() if known.peer is peer]
 
     def break_off(self, name: str) -> None:
         """UCX has given the agent up: it is made again before it is used."""
         if (known := self._known.get(name)) is not None:
             known.is_broken = True
 
-    async def forget(self, peer: Peer, name: str, is_used: Callable[[], bool]) -> None:
-        """Remove an agent; one that still writes to us has to stay until that has ended."""
-        is_kept = False
-        while (known := self._known.get(name)) is not None and known.peer is peer and not is_used():
+    def forget(self, peer: Peer) -> None:
+        """Remove the agents of a peer that no route reads from, once nothing of them is in flight.
+
+        One that another peer at its place has told of since is kept.
+        """
+        for name in [name for name, known in self._known.items() if known.peer is peer]:
+            self._tasks.start_soon(self._forget, peer, name)
+
+    async def _forget(self, peer: Peer, name: str) -> None:
+        is_told = False
+        while (known := self._known.get(name)) is not None and known.peer is peer:
+            if any(one.agent == name for one in self._used()):
+                return
             try:
-                await asyncio.wrap_future(self._transport.remove_peer(name))
+                await self._remove(peer, name)
             except KVBusError as error:
-                if not is_kept:
+                if not is_told:
                     reason = error.message
                     log.warning("peer.kept", peer=peer.endpoint, nixl_agent=name, reason=reason)
                 if error.code is not ErrorCode.BUSY:
                     return
-                is_kept = True
+                is_told = True
                 await anyio.sleep(KEPT_RETRY_S)
-            else:
-                if known.peer is peer:  # else it is added again, in this order
-                    self._known.pop(name, None)
-                return
 
     async def _load(self, peer: Peer, memory: NixlMemory) -> None:
         for blob in memory.metadata:
@@ -149,8 +154,8 @@ class NixlPeers:
                 raise _unconnected(peer, error) from error
         self._known.setdefault(memory.agent, _Known(peer)).extents.update(memory.extents)
 
-    async def _remove(self, peer: Peer, name: str, deadline: float) -> None:
-        """Remove one, once what was posted to it has ended."""
+    async def _remove(self, peer: Peer, name: str, deadline: float = 0.0) -> None:
+        """Remove an agent, once what was posted to it has ended; raises `KVBusError`."""
         while True:
             try:
                 await asyncio.wrap_future(self._transport.remove_peer(name))
@@ -159,13 +164,8 @@ class NixlPeers:
                 if error.code is not ErrorCode.BUSY or anyio.current_time() >= deadline:
                     raise
             await anyio.sleep(RETRY_S)
-        self._known.pop(name, None)
-
-
-def _is_usable(new: NixlMemory, known: _Known) -> bool:
-    """Whether what NIXL has of the agent can be added to."""
-    is_full = len(known.extents) >= MAX_EXTENTS
-    return not (known.is_broken or new.misfits(known.extents) or is_full)
+        if (known := self._known.get(name)) is not None and known.peer is peer:
+            del self._known[name]  # else it is added again, behind this
 
 
 def _unconnected(peer: Peer, error: TransferFailed) -> TransferFailed:

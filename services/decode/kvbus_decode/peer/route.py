@@ -1,6 +1,6 @@
 """How one decode engine reads one prefill engine: which ranks, of which agents, and the plans.
 
-Refuses to talk to anybody: a route is made of what handshakes brought.
+A route is made of what handshakes brought.
 """
 
 from collections import Counter, defaultdict
@@ -29,9 +29,9 @@ from kvbus.planning import (
     SlotReads,
     Spans,
 )
-from kvbus.protocol.peer import EngineMemory
+from kvbus.protocol.peer import CheckMemory, EngineMemory
 from kvbus_decode.peer.directory import Peer
-from kvbus_decode.peer.mapped_memory import MappedMemory
+from kvbus_decode.peer.mapped import MappedMemory
 from kvbus_decode.peer.nixl import NixlMemory
 
 PER_POSITION = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.DIM)
@@ -44,12 +44,13 @@ class Source:
     ``nixl`` is None where NIXL was not told of it, as all of the route is mapped.
     ``slot_bytes`` is the largest box that it packs; 0 when it packs none. ``access`` is shown in
     all that is asked about this memory. A ``near`` one is on this machine. ``mapped`` is all of its
-    memory, where it is mapped here: who copies from there holds that object. ``unmapped`` is why it
-    is not. ``digests`` says whether it makes digests of its memory.
+    memory, where it is mapped here: a copy from there holds that object. ``unmapped`` is why it is
+    not. ``digests`` says whether it makes digests of its memory.
     """
 
     peer: Peer
     agent_boot: str
+    engine_id: str
     nixl: NixlMemory | None
     memory_id: str
     access: str = field(repr=False)
@@ -64,6 +65,20 @@ class Source:
     def nixl_agent(self) -> str:
         """What NIXL calls the agent; empty where it does not know it."""
         return self.nixl.agent if self.nixl else ""
+
+    def check(self, offer_id: str, *, progress_s: float = 0.0) -> CheckMemory:
+        """Asks an agent that does not see our lease whether its ranks are still the same.
+
+        With ``progress_s`` it also drives what is read within it; without it drives no more.
+        """
+        return CheckMemory(
+            agent_boot=self.agent_boot,
+            engine_id=self.engine_id,
+            memory_id=self.memory_id,
+            access=self.access,
+            offer_id=offer_id,
+            progress_s=progress_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +118,9 @@ class Route:
         self.prefill_direct = all(placed.direct for placed in placed_there)
         """Whether READs can start in the blocks of every rank of the prefill engine."""
         self.decode_direct = all(placed.direct for placed in self.readers.values())
-        """Whether READs can end in the blocks of every rank of ours that is here."""
+        """Whether READs can end in the blocks of every rank that is here."""
         self.decode_mapped = all(rank.mapped_addresses for rank in engine.ranks.values())
-        """Whether the memory of every rank of ours that is here is mapped in this process."""
+        """Whether the memory of every rank that is here is mapped in this process."""
         self._mapped_readers = {n: rank.mapped(engine.spec) for n, rank in engine.ranks.items()}
         self._map = ReadMap(
             ranks,

@@ -1,71 +1,54 @@
 """Meets the prefill agents of ``peers`` before the first fetch from them: connected, hands shaken.
 
-a round ─▶ names are looked up ─▶ each agent: status ─▶ a handshake for each pair of engines
-   ▲                                                          that have not met
-   └── after `peers_refresh_s`, or when an engine came, or another process is there
+start, or an engine of either side is ready ─▶ status ─▶ a handshake for each pair of engines
 """
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
-from weakref import WeakSet
 
 import anyio
 import structlog
 
-from kvbus.agent.engines import LocalEngine
 from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent
-from kvbus.bus import look_up_all
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
 from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.envelope import Notice
 from kvbus.protocol.status import AgentStatus, PeerView, Status
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
-from kvbus_decode.peer.handshake import RouteBook
-from kvbus_decode.peer.route import Route
+from kvbus_decode.peer.directory import (
+    ENGINE_READY,
+    Peer,
+    PeerAddress,
+    PeerDirectory,
+    PeerWatcher,
+)
+from kvbus_decode.peer.handshake import RouteBook, RouteKey
 
 log = structlog.get_logger()
 
 AT_ONCE = 4
-LOOK_UP_WITHIN_S = 5.0
-
-Pair = tuple[str, str, str]
-"""The process of the agent, its engine's, and the memory of ours."""
-
-
-class _Listing(NamedTuple):
-    """An entry of `peers`."""
-
-    host: str
-    port: str
-    key: str
-
-    @classmethod
-    def of(cls, text: str) -> "_Listing":
-        endpoint, _, key = text.partition(" ")
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        return cls(host, port, key)
+RETRY_S = 15.0
+"""So often those that are not there are connected to again: their names may lead elsewhere."""
 
 
 @dataclass(slots=True, eq=False)
 class _Listed:
     """An agent of `peers`; ``peer`` is held, so that it is not left for being idle.
 
-    ``named`` is where its tickets say that it is, ``unfit`` are pairs of engines of other models,
-    ``problem`` is what keeps it cold.
+    ``news`` says to meet it again, ``problem`` is what keeps it cold, ``unfit`` are pairs of
+    engines of other models.
     """
 
     address: PeerAddress
     peer: Peer | None = None
-    named: str = ""
-    unfit: set[Pair] = field(default_factory=set)
-    is_warm: bool = False
+    news: anyio.Event = field(default_factory=anyio.Event)
     problem: str = ""
+    unfit: set[RouteKey] = field(default_factory=set)
 
 
-class WarmPeers:
+class WarmPeers(PeerWatcher):
     """All agents that are listed."""
 
     def __init__(
@@ -75,16 +58,13 @@ class WarmPeers:
         peers: PeerDirectory,
         routes: RouteBook,
     ) -> None:
-        self._agent, self._config = agent, config
+        self._agent, self._timeout_s = agent, config.request_timeout_s
         self._peers, self._routes = peers, routes
-        self._listings = [_Listing.of(text) for text in config.peers]
-        self._listed: dict[PeerAddress, _Listed] = {}
-        self._addresses: dict[str, list[str]] = {one.host: [] for one in self._listings}
-        self._problems: dict[str, str] = {}
-        self._news = anyio.Event()
+        self._listed = [
+            _Listed(PeerAddress(endpoint, key))
+            for endpoint, _, key in (text.partition(" ") for text in config.peers)
+        ]
         self._turns = anyio.CapacityLimiter(AT_ONCE)
-        self._lookups = anyio.CapacityLimiter(AT_ONCE)
-        self._warmed: WeakSet[Route] = WeakSet()
 
     @property
     def num_listed(self) -> int:
@@ -94,153 +74,108 @@ class WarmPeers:
     @property
     def num_warm(self) -> int:
         """Those of them that a first fetch finds met."""
-        return sum(one.is_warm for one in self._listed.values())
+        return sum(map(self._is_warm, self._listed))
 
     def view(self, endpoint: str) -> PeerView:
         """Whether the agent there is listed and warm, and what keeps it cold."""
-        for one in self._listed.values():
-            if endpoint in (one.address.endpoint, one.named):
-                return PeerView(listed=True, warm=one.is_warm, problem=one.problem)
+        for one in self._listed:
+            if endpoint in (one.address.endpoint, one.peer.endpoint if one.peer else ""):
+                return PeerView(listed=True, warm=self._is_warm(one), problem=one.problem)
         return PeerView()
 
     def start(self) -> None:
-        """Begin, if the configuration lists some."""
-        if self._listings:
-            self._agent.tasks.start_soon(self._run)
+        """Meet them."""
+        for one in self._listed:
+            self._agent.tasks.start_soon(self._keep_warm, one)
 
     def see_engine(self) -> None:
         """An engine of ours is ready."""
-        self._news.set()
+        for one in self._listed:
+            one.news.set()
 
-    def see_peer(self, peer: Peer) -> None:
-        """An engine of a peer is ready, or its process is another one."""
-        if any(one.peer is peer for one in self._listed.values()):
-            self._news.set()
+    def on_event(self, peer: Peer, event: Notice) -> None:
+        """An engine of a peer may be ready."""
+        for one in self._listed:
+            if one.peer is peer and event.op == ENGINE_READY:
+                one.news.set()
 
-    async def _run(self) -> None:
+    def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
+        """It is another process, or answers now; a meeting under way knows its first one."""
+        for one in self._listed:
+            if one.peer is peer and (earlier or one.problem):
+                one.news.set()
+
+    def _is_warm(self, one: _Listed) -> bool:
+        return one.peer is not None and self._routes.num_from(one.peer.endpoint) > 0
+
+    async def _keep_warm(self, one: _Listed) -> None:
         while True:
-            self._news = anyio.Event()
-            await self._look_up()
-            async with anyio.create_task_group() as tasks:
-                for one in self._listed.values():
-                    tasks.start_soon(self._meet_in_turn, one)
-            with anyio.move_on_after(self._config.peers_refresh_s):
-                await self._news.wait()
+            one.news = anyio.Event()
+            async with self._turns:
+                await guarded(partial(self._meet, one), partial(self._note_cold, one))
+            while not one.news.is_set():
+                with anyio.move_on_after(RETRY_S):
+                    await one.news.wait()
+                if not (one.news.is_set() or self._is_there(one)):
+                    self._leave(one)
+                    break
 
-    async def _look_up(self) -> None:
-        """All agents that are listed now; a name without an answer keeps the addresses it had."""
-        async with anyio.create_task_group() as tasks:
-            for host in self._addresses:
-                tasks.start_soon(self._look_up_one, host)
-        found = [
-            PeerAddress(f"tcp://{address}:{one.port}", one.key)
-            for one in self._listings
-            for address in self._addresses[one.host]
-        ]
-        most = self._config.max_peers
-        crowded = f"{len(found)} agents are listed, {most} are the most (max_peers)"
-        self._tell("max_peers", crowded if len(found) > most else "")
-        for address in self._listed.keys() - found[:most]:
-            self._let_go(self._listed.pop(address))
-        for address in found[:most]:
-            self._listed.setdefault(address, _Listed(address))
-
-    async def _look_up_one(self, host: str) -> None:
-        try:
-            with anyio.fail_after(LOOK_UP_WITHIN_S):
-                found = await anyio.to_thread.run_sync(
-                    look_up_all, host, abandon_on_cancel=True, limiter=self._lookups
-                )
-            self._addresses[host] = sorted(found)  # name servers tell them in turns
-            self._tell(host, "")
-        except TimeoutError:
-            self._tell(host, f"the name server says nothing within {LOOK_UP_WITHIN_S:g} s")
-        except (OSError, UnicodeError) as error:
-            self._tell(host, getattr(error, "strerror", None) or "it is not a host name")
-
-    def _tell(self, what: str, problem: str) -> None:
-        """Log a problem once, until it is another one."""
-        if problem and self._problems.get(what) != problem:
-            log.warning("peers.unknown", listed=what, reason=problem)
-        self._problems[what] = problem
-
-    async def _meet_in_turn(self, one: _Listed) -> None:
-        async with self._turns:
-            await guarded(partial(self._meet, one), partial(self._note_cold, one))
+    def _is_there(self, one: _Listed) -> bool:
+        """Whether it was met, and is connected."""
+        if one.problem or one.peer is None or not self._peers.has(one.peer):
+            return False
+        return not one.peer.client.missing
 
     async def _meet(self, one: _Listed) -> None:
         """Shake hands for each pair of engines; raises `KVBusError` with the first refusal."""
-        began = self._agent.loop.time()
-        peer, status = await self._find(one)
-        routes, refusal, pairs = [], None, self._pairs(peer, status)
+        began, num_routes, refusal = self._agent.loop.time(), 0, None
+        if one.peer is None or not self._peers.has(one.peer):
+            one.peer = self._peers.acquire(one.address)
+        status = await _status(one.peer, self._timeout_s)
+        tickets = _tickets(one.peer, status)
+        named = one.address._replace(endpoint=status.peer_endpoint or one.peer.endpoint)
+        if named != one.peer.address:  # it is read from where its tickets say that it is
+            self._leave(one)
+            one.peer = self._peers.acquire(named)
+        peer = one.peer
+        self._peers.listen(peer, status.events_endpoint)
+        engines = [engine for engine in self._agent.engines.engines.values() if engine.ready]
+        pairs = {RouteKey.of(shown, own): (shown, own) for shown in tickets for own in engines}
         one.unfit &= pairs.keys()
-        for key in pairs.keys() - one.unfit:
+        for key, (ticket, engine) in pairs.items():
+            if key in one.unfit or self._routes.find(ticket, engine) is not None:
+                continue
             try:
-                routes.append(await self._route(peer, *pairs[key]))
+                await self._routes.route(peer, ticket, engine, timeout_s=self._timeout_s)
             except KVBusError as error:
-                if error.code is ErrorCode.INCOMPATIBLE:  # of another model: they never meet
+                if error.code is ErrorCode.INCOMPATIBLE:
                     one.unfit.add(key)
                 elif error.code is ErrorCode.FORBIDDEN:
                     refusal = refusal or error
                 else:
                     raise
+            else:
+                num_routes += 1
+                met = {"engine_id": ticket.engine_id, "reader": engine.engine_id}
+                log.info("route.warmed", peer=peer.endpoint, **met)
         if refusal is not None:
             raise refusal
-        if routes and not one.is_warm:
+        one.problem = ""
+        if num_routes:
             seconds = round(self._agent.loop.time() - began, 3)
             endpoint = one.address.endpoint
-            log.info("peer.warmed", peer=endpoint, num_routes=len(routes), seconds=seconds)
-        one.is_warm, one.problem = bool(routes), ""
+            log.info("peer.warmed", peer=endpoint, num_routes=num_routes, seconds=seconds)
 
-    async def _find(self, one: _Listed) -> tuple[Peer, AgentStatus]:
-        """Its status, asked where its tickets will say that it is; raises `KVBusError`."""
-        peer = self._hold(one, one.peer.address if one.peer else one.address)
-        status = await _status(peer, self._config.request_timeout_s)
-        one.named = status.peer_endpoint or peer.endpoint
-        named = one.address._replace(endpoint=one.named)
-        if named != peer.address:
-            peer = self._hold(one, named)
-            status = await _status(peer, self._config.request_timeout_s)
-        self._peers.listen(peer, status.events_endpoint)
-        return peer, status
-
-    def _pairs(self, peer: Peer, status: AgentStatus) -> dict[Pair, tuple[Ticket, LocalEngine]]:
-        engines = [one for one in self._agent.engines.engines.values() if one.ready]
-        tickets = [
-            _ahead(peer, status, engine_id)
-            for engine_id, is_ready in status.engines.items()
-            if is_ready and engine_id in status.engine_instances
-        ]
-        return {
-            (ticket.agent_boot, ticket.engine_instance, engine.memory_id): (ticket, engine)
-            for ticket in tickets
-            for engine in engines
-        }
-
-    async def _route(self, peer: Peer, ticket: Ticket, engine: LocalEngine) -> Route:
-        timeout_s = self._config.request_timeout_s
-        route = await self._routes.route(peer, ticket, engine, timeout_s=timeout_s)
-        if route not in self._warmed:
-            self._warmed.add(route)
-            met = {"engine_id": ticket.engine_id, "reader": engine.engine_id}
-            log.info("route.warmed", peer=peer.endpoint, **met)
-        return route
-
-    def _hold(self, one: _Listed, address: PeerAddress) -> Peer:
-        if one.peer is not None and self._peers.find(address) is one.peer:
-            return one.peer
-        self._let_go(one)
-        one.peer = self._peers.acquire(address)
-        return one.peer
-
-    def _let_go(self, one: _Listed) -> None:
-        if one.peer is not None:
-            self._peers.release(one.peer)
-        one.peer, one.is_warm = None, False
+    def _leave(self, one: _Listed) -> None:
+        """Hold it no more; the next connection looks its name up again."""
+        peer, one.peer = one.peer, None
+        if peer is not None:
+            self._peers.release(peer)
+            if not peer.num_users and self._peers.has(peer):
+                self._peers.drop(peer)
 
     def _note_cold(self, one: _Listed, error: KVBusError) -> None:
-        """Said once. Its name may lead elsewhere by now, so it may be left."""
-        self._let_go(one)
+        """Said once."""
         if one.problem != error.message:
             endpoint = one.address.endpoint
             log.warning("peer.cold", peer=endpoint, code=error.code, reason=error.message)
@@ -259,17 +194,21 @@ async def _status(peer: Peer, timeout_s: float) -> AgentStatus:
     )
 
 
-def _ahead(peer: Peer, status: AgentStatus, engine_id: str) -> Ticket:
-    """What tickets of an engine will say of it; there is no offer, and no secret."""
-    return Ticket(
-        agent_id=status.agent_id,
-        agent_boot=peer.client.peer_boot or "",
-        endpoint=peer.endpoint,
-        engine_id=engine_id,
-        engine_instance=status.engine_instances[engine_id],
-        offer_id="",
-        request_id="",
-        num_tokens=0,
-        secret="",
-        server_key=peer.address.server_key,
-    )
+def _tickets(peer: Peer, status: AgentStatus) -> list[Ticket]:
+    """What tickets of its engines will say of them; there is no offer, and no secret."""
+    return [
+        Ticket(
+            agent_id=status.agent_id,
+            agent_boot=peer.client.peer_boot or "",
+            endpoint=status.peer_endpoint or peer.endpoint,
+            engine_id=engine_id,
+            engine_instance=status.engine_instances[engine_id],
+            offer_id="",
+            request_id="",
+            num_tokens=0,
+            secret="",
+            server_key=peer.address.server_key,
+        )
+        for engine_id, is_ready in status.engines.items()
+        if is_ready and engine_id in status.engine_instances
+    ]

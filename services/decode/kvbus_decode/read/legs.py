@@ -90,7 +90,7 @@ class DirectJob(LegJob):
 
 
 # The memory that is copied from may end at any moment; the bytes under its addresses are zeros then
-# (`kvbus_decode.peer.mapped_memory`). A fetch must not be completed with them:
+# (`kvbus_decode.peer.mapped`). A fetch must not be completed with them:
 #
 #     the engine dies   its offers end in its agent, and then that hangs up: who has read a zero
 #                       takes later, and is refused

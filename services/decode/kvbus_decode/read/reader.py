@@ -23,6 +23,7 @@ from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, TransferFailed
 from kvbus.planning import Path
+from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import Pack, Packed, Unpack
 from kvbus.table import Driver, Story
 from kvbus.table.events import Stopped
@@ -32,7 +33,6 @@ from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded
 from kvbus_decode.observe import DecodeMetrics
-from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Source
 from kvbus_decode.read import table as ev
 from kvbus_decode.read.chunk import make_chunk
@@ -291,12 +291,14 @@ class Reader:
             end(num_bytes, error)
             return
 
-        def end_lost(answer: KVBusError | None) -> None:
-            end(num_bytes, loss if answer is None or answer.code is ErrorCode.TIMEOUT else answer)
+        def end_lost(answer: Empty | KVBusError) -> None:
+            if isinstance(answer, KVBusError) and answer.code is not ErrorCode.TIMEOUT:
+                end(num_bytes, answer)
+            else:
+                end(num_bytes, loss)
 
-        chunk, sources = work.chunk, (work.plan.source,)
-        offer_id, timeout_s = chunk.ticket.offer_id, LOSS_KNOWN_WITHIN_S
-        check_memory(chunk.route, sources, offer_id, timeout_s=timeout_s, on_end=end_lost)
+        source = work.plan.source
+        source.peer.ask(source.check(work.chunk.ticket.offer_id), LOSS_KNOWN_WITHIN_S, end_lost)
 
     # What keeps NIXL from being made again within RECYCLED_WITHIN_S keeps it from all else, too:
     # then the process ends, and its READs with it. But while this machine's own link is down there

@@ -59,11 +59,6 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         """Leases that are live now."""
         return sum(len(offer.live_leases) for offer in self.live.values())
 
-    def num_reads(self) -> int:
-        """Of these, those on offers that have all their tokens."""
-        sealed = (one for one in self.live.values() if one.state is OfferState.SEALED)
-        return sum(len(offer.live_leases) for offer in sealed)
-
     # Questions: nothing changes.
 
     def check_pack(self, pack: Pack, now: float, *, is_state: bool) -> None:

@@ -1,0 +1,332 @@
+"""The memory of prefill engines of this machine that is mapped here, or why it is not.
+
+A prefill agent passes it on a Unix socket. Where memory cannot be mapped, KV is read with NIXL.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import anyio
+import structlog
+
+from kvbus.agent.config import MEMORY_SOCKET
+from kvbus.agent.engines import LocalEngine
+from kvbus.agent.identity import machine_id, sharing
+from kvbus.agent.loop import in_thread
+from kvbus.agent.service import Agent
+from kvbus.agent.slots import HOST
+from kvbus.errors import ConfigError, ErrorCode, KVBusError, PeerLost, ProtocolError, RemoteError
+from kvbus.memory.attach import wire
+from kvbus.memory.attach.channel import FrameChannel, close_fds
+from kvbus.memory.attach.place import check_folder, connect_to_agent
+from kvbus.memory.mapping import LentMapping
+from kvbus.memory.room import check_mappings
+from kvbus.protocol.attach import LendMemory, MemoryLent, MemorySocket
+from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.peer import EngineMemory, HandshakeDone
+from kvbus.protocol.status import Sharing
+from kvbus_decode.config import DecodeConfig
+from kvbus_decode.peer.directory import Extent
+
+log = structlog.get_logger()
+
+MAP_WITHIN_S = 2.0
+"""A prefill agent that takes longer was stopped."""
+POPULATE_WITHIN_S = 2.0
+MOST_STATES = 256
+WITH_NIXL = ("direct", "packed", "reordered")
+OPEN = "open"
+
+SegmentKey = tuple[int, str]
+"""A rank, and the id of a segment of it."""
+Lent = dict[SegmentKey, LentMapping]
+
+
+# A copy knows addresses only, in a thread that cannot be stopped. So these rules:
+#
+#     the engine or its agent ends   end-of-file ──▶ `close`, then zeros under all addresses;
+#                                    `is_open` is False before the first one is there
+#     its file is cut                SIGBUS in a copy ──▶ zeros there, `is_open` is False; the loop
+#                                    then hangs up, and all of it is zeros
+#     no route needs it              the route is dropped: nothing changes for a fetch that still
+#                                    holds this object, as its take may get a yes
+#     nothing holds it               the connection is hung up, and the addresses go
+#
+# A copy that has read a zero for a byte therefore finds `is_open` False when it asks afterwards.
+# To unmap takes tens of milliseconds a GiB, and the last holder may be the event loop. So it only
+# hangs up: the task that waits for the end of the connection unmaps in a thread.
+class MappedMemory:
+    """Where each segment of the ranks is in this process, read-only, as long as this is held.
+
+    ``name`` is the engine and its agent, for people; ``addresses`` are by rank and segment;
+    ``extents`` are all of it, in order of address.
+    """
+
+    def __init__(self, name: str, channel: FrameChannel, lent: Lent) -> None:
+        self.name = name
+        self.addresses: dict[int, dict[str, int]] = {}
+        for (rank, segment_id), mapping in lent.items():
+            self.addresses.setdefault(rank, {})[segment_id] = mapping.address
+        self.extents: tuple[Extent, ...] = tuple(
+            sorted((one.address, one.address + one.size_bytes) for one in lent.values())
+        )
+        self.closed = ""
+        """Why it is not open any more; empty while it is."""
+        self._pages = tuple(one.pages for one in lent.values())
+        self.hang_up = weakref.finalize(self, channel.hang_up)
+        """Have it unmapped, once it is closed; so it is when nothing holds it any more."""
+        self.hang_up.atexit = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every byte there is, and was until now, the engine's own."""
+        return not self.closed
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is mapped."""
+        return sum(end - first for first, end in self.extents)
+
+    def cut(self) -> None:
+        """Some of it is gone; from any thread."""
+        self.close("the prefill engine cut its memory")
+
+    def close(self, reason: str) -> None:
+        """No copy from it counts any more; the first reason stays."""
+        self.closed = self.closed or reason
+
+    def populate(self) -> None:
+        """Enter pages into the page table, so that no copy has to: in a thread, for two seconds."""
+        deadline = time.monotonic() + POPULATE_WITHIN_S
+        for pages in self._pages:
+            if not self.is_open:
+                return
+            pages.populate(deadline - time.monotonic())
+
+
+MemoryRef = weakref.ReferenceType[MappedMemory]
+
+
+class MemoryBorrower:
+    """Maps memory once for all routes that read it; ``on_end`` is told when it is zeros.
+
+    ``states`` says of the engines that were met whether their memory is mapped here, or why not.
+    """
+
+    def __init__(self, agent: Agent, config: DecodeConfig) -> None:
+        self._agent = agent
+        self._known = weakref.WeakValueDictionary[tuple[str, str, str], MappedMemory]()
+        self._closed = "" if config.mapped else "mapped = false"
+        if config.mapped and config.path in WITH_NIXL:
+            self._closed = f"path = '{config.path}'"
+        if self._closed:
+            self._closed = f"closed by the decode agent's config ({self._closed})"
+        self.on_end: Callable[[MappedMemory], object] = lambda _: None
+        self.states: dict[str, str] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is mapped here now."""
+        return sum(memory.num_bytes for memory in self._known.values())
+
+    def machine(self, engine: LocalEngine) -> str:
+        """This machine, if memory can be mapped for the engine, else empty."""
+        return machine_id() if not self._closed and engine.devices == {HOST} else ""
+
+    def sharing(self) -> Sharing:
+        """What the status says of it."""
+        return sharing(closed=self._closed, engines=self.states)
+
+    async def borrow(
+        self, boot: str, done: HandshakeDone, engine: LocalEngine, *, within_s: float
+    ) -> MappedMemory | str:
+        """The memory that a handshake was about, mapped; or why it is not, and read with NIXL."""
+        engine_id, socket = done.memory.engine.engine_id, done.memory_socket or MemorySocket()
+        place, name = (boot, engine_id, done.memory_id), f"{engine_id} at {done.agent_id}"
+        closed = self._reason_not_to(done, engine)
+        known = self._known.get(place)
+        if not closed and known is not None and known.is_open:
+            return known
+        if not closed:
+            try:
+                with anyio.fail_after(min(MAP_WITHIN_S, within_s / 2)):
+                    memory = await self._map(Path(socket.path), name, boot, done)
+            except TimeoutError:
+                closed = "the prefill agent did not lend it in time"
+            except anyio.EndOfStream:
+                closed = "the prefill agent hung up"
+            except (KVBusError, OSError, ValueError) as error:
+                closed = str(error)
+            else:
+                self._known[place] = memory
+                self._note(name, OPEN)
+                return memory
+        self._note(name, closed)
+        return closed
+
+    def _reason_not_to(self, done: HandshakeDone, engine: LocalEngine) -> str:
+        """Why it is not even tried; empty when it is."""
+        if self._closed:
+            return self._closed
+        if engine.devices != {HOST}:
+            return "the decode engine is on a GPU"
+        if done.memory_socket is None:
+            return "the prefill agent is of a version that lends nothing"
+        if done.memory_socket.closed:
+            return done.memory_socket.closed
+        return "" if is_near(done) else "the prefill agent is on another machine"
+
+    async def _map(self, path: Path, name: str, boot: str, done: HandshakeDone) -> MappedMemory:
+        """Raises `KVBusError`, and what sockets and paths raise."""
+        channel, lent = _connect(path), Lent()
+        try:
+            await _take_all(channel, boot, done, lent)
+            memory = MappedMemory(name, channel, lent)
+        except BaseException:
+            _unmap(lent)
+            channel.close()
+            raise
+        # Neither what watches the files nor what waits for the connection may hold the memory: it
+        # goes when nothing reads it any more, and hangs up then.
+        reference = weakref.ref(memory)
+        for mapping in lent.values():
+            if not mapping.sealed:
+                mapping.survive_cuts(self._agent.bus_errors, partial(self._see_cut, reference))
+        self._agent.tasks.start_soon(self._watch, channel, lent, reference)
+        self._agent.tasks.start_soon(_populate, memory)
+        return memory
+
+    async def _watch(self, channel: FrameChannel, lent: Lent, reference: MemoryRef) -> None:
+        """Wait for the end of the connection, by whichever side, and unmap in a thread then."""
+        try:
+            _, fds = await channel.receive()
+            close_fds(fds)  # it has nothing to say, so what speaks is not an agent
+        except (anyio.EndOfStream, ProtocolError):
+            pass
+        finally:
+            self._end(reference)
+            channel.close()
+            with anyio.CancelScope(shield=True):
+                await in_thread(_unmap, lent)
+
+    def _see_cut(self, reference: MemoryRef) -> None:
+        """In whatever thread has touched what is not there."""
+        if (memory := reference()) is not None:
+            memory.cut()
+            self._agent.loop.call_soon_threadsafe(self._end, reference)
+
+    def _end(self, reference: MemoryRef) -> None:
+        memory = reference()
+        if memory is None:
+            return
+        memory.close("the prefill engine, or its agent, has ended")
+        memory.hang_up()
+        for place in [place for place, known in self._known.items() if known is memory]:
+            del self._known[place]
+        self._note(memory.name, memory.closed)
+        self.on_end(memory)
+
+    def _note(self, name: str, state: str) -> None:
+        """Say it once: handshakes are many."""
+        if self.states.pop(name, "") != state:
+            event = "mapped.opened" if state == OPEN else "mapped.closed"
+            log.info(event, memory=name, reason=state)
+        self.states[name] = state
+        if len(self.states) > MOST_STATES:
+            del self.states[next(iter(self.states))]
+
+
+def is_near(done: HandshakeDone) -> bool:
+    """Whether the prefill agent has said that it is on this machine."""
+    socket = done.memory_socket
+    return socket is not None and socket.machine == machine_id() != ""
+
+
+def _unmap(lent: Lent) -> None:
+    for mapping in lent.values():
+        mapping.close()
+
+
+async def _populate(memory: MappedMemory) -> None:
+    await anyio.to_thread.run_sync(memory.populate, abandon_on_cancel=True)
+
+
+def _connect(path: Path) -> FrameChannel:
+    """Connect to a memory socket.
+
+    A peer of the network names the path: it must not have us talk to other programs of this
+    machine. Raises `ConfigError`, and `RemoteError` when no agent listens there.
+    """
+    if path.name != MEMORY_SOCKET or not path.is_absolute():
+        raise ConfigError(f"{path} is not the path of a memory socket")
+    check_folder(path.parent)
+    return FrameChannel(connect_to_agent(path))
+
+
+async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent: Lent) -> None:
+    """Ask for the segments of one engine until all are ``lent``, which the caller closes.
+
+    Raises `KVBusError`, and what sockets raise.
+    """
+    wanted = _sizes(done.memory)
+    while len(lent) < len(wanted):
+        lend = LendMemory(
+            agent_boot=boot,
+            engine_id=done.memory.engine.engine_id,
+            memory_id=done.memory_id,
+            access=done.access,
+            first=len(lent),
+        )
+        await channel.send(wire.encode_frame({"op": lend.op, "body": to_body(lend)}))
+        body, fds = await channel.receive()
+        try:
+            reply = from_body(MemoryLent, wire.open_reply(wire.decode_body(body)))
+            _check(reply, fds, boot, wanted)
+            await in_thread(_map_some, reply, fds, lent)
+        finally:
+            close_fds(fds)
+
+
+def _sizes(memory: EngineMemory) -> Mapping[SegmentKey, int]:
+    """The least size of each segment; raises `PeerLost` when there is none."""
+    sizes = {
+        (rank.rank, segment.segment_id): segment.size_bytes
+        for rank in memory.ranks
+        for segment in rank.segments
+    }
+    if not sizes:
+        raise PeerLost("the engine has no segments")
+    return sizes
+
+
+def _check(reply: MemoryLent, fds: list[int], boot: str, wanted: Mapping[SegmentKey, int]) -> None:
+    """Raise unless it is of the agent and the segments that the handshake named."""
+    if reply.agent_boot != boot:
+        raise RemoteError(
+            "another agent listens at the path of its memory socket here, as in another mount "
+            "namespace",
+            code=ErrorCode.STALE,
+        )
+    if len(fds) != len(reply.segments) or not fds:
+        raise ProtocolError(f"{len(reply.segments)} segments came with {len(fds)} descriptors")
+    for segment in reply.segments:
+        least_bytes = wanted.get((segment.rank, segment.segment_id))
+        name = f"segment '{segment.segment_id}' of rank {segment.rank}"
+        if least_bytes is None:
+            raise ProtocolError(f"the handshake names no {name}")
+        if segment.size_bytes < least_bytes:
+            raise ProtocolError(
+                f"{name} has {segment.size_bytes} bytes, the handshake says {least_bytes}"
+            )
+
+
+def _map_some(reply: MemoryLent, fds: list[int], lent: Lent) -> None:
+    check_mappings()
+    for segment in reply.segments:
+        key = segment.rank, segment.segment_id
+        if key in lent:
+            raise ProtocolError(f"segment '{segment.segment_id}' was lent twice")
+        lent[key] = LentMapping(fds.pop(0), size_bytes=segment.size_bytes)
