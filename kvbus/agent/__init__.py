@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvbus.agent.loop import AgentLoop
     from kvbus.agent.otlp import SpanSender
     from kvbus.agent.runtime import Runtime, ServiceFactory
-    from kvbus.agent.slots import HOST, SlotMemory, StagingDevices, preferred
+    from kvbus.agent.slots import HOST, SlotMemory, StagingDevices
     from kvbus.agent.sources import variable
     from kvbus.agent.status import OLD_S, current_faults
 
@@ -48,7 +48,7 @@ _MODULES = {
     "data_plane": "UCX_INTERFACES DataPlane choose_interfaces",
     "identity": "machine_id",
     "runtime": "Runtime ServiceFactory",
-    "slots": "HOST SlotMemory StagingDevices preferred",
+    "slots": "HOST SlotMemory StagingDevices",
     "status": "OLD_S current_faults",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -69,5 +69,5 @@ __all__ = [
     "StagingDevices", "Work", "ask_loop", "choose_interfaces",
     "convert_config", "current_faults", "load_config", "load_http_token",
     "load_shared_config", "load_ticket_keys",
-    "machine_id", "preferred", "variable",
+    "machine_id", "variable",
 ]  # fmt: skip

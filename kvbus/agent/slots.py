@@ -5,23 +5,21 @@ Who uses which slot is the service's to say.
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import anyio
 import structlog
 
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.loop import in_thread
-from kvbus.errors import ConfigError, ErrorCode, GeometryError, KVBusError, LocalError, SegmentError
+from kvbus.errors import ConfigError, ErrorCode, GeometryError, LocalError, SegmentError
 from kvbus.memory.segment import SharedSegment
 from kvbus.transport import MemoryKind, Registration, Transport
-from kvbus.transport.bare_pair import LONG_BYTES, NUM_PLACES
-from kvbus.transport.calibration import Area, measure_wire
-
-if TYPE_CHECKING:
-    from kvbus.memory.cuda import GpuSlots
 
 log = structlog.get_logger()
+
+HOST = "host"
+"""All memory that is not a GPU's; GPUs are known by their UUIDs."""
 
 
 class SlotStorage(Protocol):
@@ -60,14 +58,32 @@ class SlotMemory:
 
     @classmethod
     async def open(cls, transport: Transport, *, num_slots: int, slot_bytes: int) -> Self:
-        """Make and register the memory; raises `SegmentError`.
+        """Slots of the host; raises `SegmentError`.
 
-        Its pages are reserved, and come into this process when a slot is first used.
+        Their pages are reserved, and come into this process when a slot is first used.
         """
         size_bytes = num_slots * slot_bytes
-        segment = await in_thread(_host_memory, size_bytes)
         try:
-            future = transport.register(segment.address, size_bytes)
+            segment = await in_thread(partial(SharedSegment, size_bytes, name="kvbus-staging"))
+        except SegmentError as error:
+            message = f"key 'staging_bytes': {error.message}"
+            raise SegmentError(message, code=error.code, **error.detail) from error
+        return await cls.over(segment, transport, size_bytes=size_bytes, slot_bytes=slot_bytes)
+
+    @classmethod
+    async def over(
+        cls,
+        segment: SlotStorage,
+        transport: Transport,
+        *,
+        size_bytes: int,
+        slot_bytes: int,
+        device: int = 0,
+        memory: MemoryKind = "DRAM",
+    ) -> Self:
+        """Register the memory, which is closed when NIXL refuses it: `SegmentError`."""
+        try:
+            future = transport.register(segment.address, size_bytes, device=device, memory=memory)
             registration = await asyncio.wrap_future(future)
         except BaseException:
             segment.close()
@@ -100,84 +116,43 @@ class SlotMemory:
         self._segment.close()
 
 
-def _host_memory(size_bytes: int) -> SharedSegment:
-    try:
-        return SharedSegment(size_bytes, name="kvbus-staging")
-    except SegmentError as error:
-        raise SegmentError(
-            f"key 'staging_bytes': {error.message}", code=error.code, **error.detail
-        ) from error
-
-
-KINDS: tuple[MemoryKind, ...] = ("VRAM", "DRAM")
-
-
+# A NIC reads the GPU's own memory by itself. Without one UCX copies from there in pieces, in this
+# process, and pinned memory of the host is filled faster by the GPU.
 async def open_gpu_slots(
     transport: Transport, gpu: str, *, num_slots: int, slot_bytes: int
 ) -> SlotMemory:
-    """The slots, registered; raises `SegmentError` when NIXL registers neither kind of memory."""
-    ordinal = await in_thread(_ordinal, gpu)
-    rates: dict[MemoryKind, float] = {}
-    for kind in KINDS:
-        measure = partial(_rate, transport.name, kind, ordinal)
-        rates[kind] = await in_thread(measure)
-    memory = preferred(rates)
+    """Slots in the GPU's memory, or in pinned memory of the host if no NIC reads those of peers.
+
+    What NIXL refuses to register gives way to the other; raises `SegmentError` when it refuses
+    both.
+    """
+    kinds: tuple[MemoryKind, MemoryKind] = ("VRAM", "DRAM")
     size_bytes = num_slots * slot_bytes
-    slots = await in_thread(partial(_make, size_bytes, memory, ordinal))
-    try:
-        future = transport.register(
-            slots.address, size_bytes, device=_device(memory, ordinal), memory=memory
-        )
-        registration = await asyncio.wrap_future(future)
-    except BaseException:
-        slots.close()
-        raise
-    log.info(
-        "staging.placed",
-        gpu=gpu,
-        memory=memory,
-        vram_bytes_per_s=round(rates["VRAM"]),
-        pinned_bytes_per_s=round(rates["DRAM"]),
-    )
-    return SlotMemory(slots, registration, transport, slot_bytes=slot_bytes)
+    for memory in kinds if transport.nic_writes else reversed(kinds):
+        try:
+            made, ordinal = await in_thread(partial(_gpu_memory, gpu, size_bytes, memory))
+            slots = await SlotMemory.over(
+                made,
+                transport,
+                size_bytes=size_bytes,
+                slot_bytes=slot_bytes,
+                device=ordinal if memory == "VRAM" else 0,
+                memory=memory,
+            )
+        except SegmentError as error:
+            refused = error
+            log.warning("staging.refused", gpu=gpu, memory=memory, reason=error.message)
+        else:
+            log.info("staging.placed", gpu=gpu, memory=memory)
+            return slots
+    raise refused
 
 
-def preferred(rates: dict[MemoryKind, float]) -> MemoryKind:
-    """The GPU's own memory, unless pinned host memory was read faster; 0 stands for not at all."""
-    return "DRAM" if rates["DRAM"] > rates["VRAM"] else "VRAM"
+def _gpu_memory(gpu: str, size_bytes: int, memory: MemoryKind) -> tuple[SlotStorage, int]:
+    from kvbus.memory.cuda import GpuSlots, gpu_ordinal  # noqa: PLC0415  # imports torch: seconds
 
-
-def _ordinal(gpu: str) -> int:
-    from kvbus.memory.cuda import gpu_ordinal  # noqa: PLC0415  # imports torch: seconds
-
-    return gpu_ordinal(gpu)
-
-
-def _make(size_bytes: int, memory: MemoryKind, ordinal: int) -> "GpuSlots":
-    from kvbus.memory.cuda import GpuSlots  # noqa: PLC0415  # imports torch: seconds
-
-    return GpuSlots(size_bytes, ordinal, pinned=memory == "DRAM")
-
-
-def _device(memory: MemoryKind, ordinal: int) -> int:
-    return ordinal if memory == "VRAM" else 0
-
-
-def _rate(name: str, memory: MemoryKind, ordinal: int) -> float:
-    """Bytes per second from such memory into such memory; 0 where NIXL cannot."""
-    size_bytes = NUM_PLACES * LONG_BYTES
-    try:
-        made = [_make(size_bytes, memory, ordinal) for _ in range(2)]
-        device = _device(memory, ordinal)
-        areas = [Area(one.address, size_bytes, device, memory, one) for one in made]
-        return measure_wire(f"{name}/{memory}", *areas)
-    except KVBusError as error:
-        log.warning("staging.unmeasured", memory=memory, code=error.code, reason=error.message)
-        return 0.0
-
-
-HOST = "host"
-"""All memory that is not a GPU's; GPUs are known by their UUIDs."""
+    ordinal = gpu_ordinal(gpu)
+    return GpuSlots(size_bytes, ordinal, pinned=memory == "DRAM"), ordinal
 
 
 class StagingDevices:
@@ -243,7 +218,7 @@ class StagingDevices:
     async def make(self, gpu: str) -> None:
         """Have slots for a GPU that this process sees, made by the first who asks.
 
-        Takes a second or so, as it measures. Raises `SegmentError`, `ConfigError`.
+        Raises `SegmentError`, `ConfigError`.
         """
         self.check_packs()
         async with self._lock:

@@ -1,7 +1,5 @@
 """Moves bytes between agents: the only package that imports nixl."""
 
-from kvbus.transport.bare_pair import LONG_BYTES
-from kvbus.transport.calibration import Area, measure_wire
 from kvbus.transport.delivery import Deliver, OnEnd
 from kvbus.transport.lane import Lane, ReadJob
 from kvbus.transport.metadata import PeerMetadata
@@ -19,8 +17,6 @@ from kvbus.transport.types import (
 )
 
 __all__ = [
-    "LONG_BYTES",
-    "Area",
     "CloseReport",
     "Deliver",
     "Lane",
@@ -39,5 +35,4 @@ __all__ = [
     "TransportLimits",
     "TransportStats",
     "check_rows",
-    "measure_wire",
 ]

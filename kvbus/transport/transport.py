@@ -72,6 +72,7 @@ class Transport:
         self._keys = itertools.count(1)
         self._peers: dict[str, dict[bytes, None]] = {}
         """The metadata of each, in the order in which it came."""
+        self.nic_writes = nic_writes
         self._recycler = AgentRecycler(destroys=nic_writes)
         self._short = ShortReads(self.limits)
         self._num_started = self._num_ended = 0

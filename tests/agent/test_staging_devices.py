@@ -9,7 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kvbus.agent import HOST, AgentConfig, StagingDevices, convert_config, preferred
+from kvbus.agent import HOST, AgentConfig, StagingDevices, convert_config
 from kvbus.errors import ConfigError, LocalError, SegmentError
 from kvbus.transport import Transport
 
@@ -60,20 +60,15 @@ def test_staging_memory_smaller_than_a_slot_is_refused_with_both_keys() -> None:
         config(staging_bytes=1024)
 
 
-def test_slots_of_a_gpu_are_where_they_are_read_fastest() -> None:
-    for vram, pinned, chosen in (
-        *((2e9, 1e9, "VRAM"), (1e9, 2e9, "DRAM")),
-        *((0, 1e9, "DRAM"), (1e9, 0, "VRAM"), (0, 0, "VRAM")),
-    ):
-        assert preferred({"VRAM": vram, "DRAM": pinned}) == chosen
-
-
 @pytest.mark.anyio
-async def test_where_nixl_takes_no_gpu_memory_the_slots_are_pinned_and_the_log_says_so(
-    transport: Transport, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("nic_writes", "refused"), [(True, ["VRAM"]), (False, [])])
+async def test_slots_of_a_gpu_are_in_its_memory_if_a_nic_reads_and_nixl_takes_it_else_pinned(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch, nic_writes: bool, refused: list[str]
 ) -> None:
-    monkeypatch.setattr("kvbus.agent.slots._ordinal", lambda _gpu: 3)
-    monkeypatch.setattr("kvbus.agent.slots._make", lambda size, *_: HostSlots(size))
+    monkeypatch.setattr(
+        "kvbus.agent.slots._gpu_memory", lambda _gpu, size, _memory: (HostSlots(size), 3)
+    )
+    transport.nic_writes = nic_writes
     devices = await StagingDevices.open(config(), transport)
     with capture_logs() as logs:
         for _ in range(2):
@@ -88,9 +83,8 @@ async def test_where_nixl_takes_no_gpu_memory_the_slots_are_pinned_and_the_log_s
     assert shape == ("DRAM", 0, NUM_SLOTS, SLOT_BYTES)
     assert here != there
     assert both == [*here, *there]
-    assert (placed["gpu"], placed["memory"], placed["vram_bytes_per_s"]) == ("GPU-0", "DRAM", 0)
-    assert placed["pinned_bytes_per_s"] > 1e6
-    assert [line["memory"] for line in logs if line["event"] == "staging.unmeasured"] == ["VRAM"]
+    assert (placed["gpu"], placed["memory"]) == ("GPU-0", "DRAM")
+    assert [line["memory"] for line in logs if line["event"] == "staging.refused"] == refused
 
 
 class HostSlots:
