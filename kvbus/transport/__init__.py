@@ -1,7 +1,5 @@
 """Moves bytes between agents: the only package that imports nixl."""
 
-from kvbus.transport.delivery import Deliver, OnEnd
-from kvbus.transport.lane import Lane, ReadJob
 from kvbus.transport.metadata import PeerMetadata
 from kvbus.transport.slicing import Slices, check_rows
 from kvbus.transport.transport import ProgressToken, Read, Transport
@@ -18,14 +16,10 @@ from kvbus.transport.types import (
 
 __all__ = [
     "CloseReport",
-    "Deliver",
-    "Lane",
     "MemoryKind",
-    "OnEnd",
     "PeerMetadata",
     "ProgressToken",
     "Read",
-    "ReadJob",
     "ReadOutcome",
     "ReadStatus",
     "RecycleReport",

@@ -1,21 +1,22 @@
-"""Owns one NIXL agent and its thread: memory, peers and reads, callable without waiting."""
+"""Owns one NIXL agent and its thread: memory, peers and reads, callable without waiting.
+
+An agent whose READs never end is replaced, and never called again.
+"""
 
 import contextlib
+import ctypes
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
+from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError, TransferFailed
 from kvbus.table import Key
-from kvbus.transport.delivery import Deliver, Delivery, OnEnd, deliver_inline
-from kvbus.transport.lane import ReadJob
 from kvbus.transport.nixl_agent import NixlAgent, load_backend
-from kvbus.transport.recycling import AgentRecycler
-from kvbus.transport.scheduler import ReadScheduler
-from kvbus.transport.short_reads import ShortReads
+from kvbus.transport.scheduler import ReadJob, ReadScheduler
 from kvbus.transport.slicing import Rows, Slices, check_rows
 from kvbus.transport.types import (
     CloseReport,
@@ -26,8 +27,10 @@ from kvbus.transport.types import (
     TransportLimits,
     TransportStats,
 )
-from kvbus.transport.worker import Worker
+from kvbus.transport.worker import Deliver, Delivery, OnEnd, ShortReads, Worker
 
+MOST_RETIRED = 16
+"""NIXL agents that are kept; each costs some 10 descriptors and 4 MB. Then there is no new one."""
 ProgressToken = ExitStack
 """Keeps progress driven until it is closed: as the target of reads, and for connections."""
 
@@ -40,9 +43,23 @@ class Read:
     """Post nothing more; the read ends, aborted, when what was posted is terminal."""
 
 
-def _ignore(_: Exception) -> None: ...
-
-
+# NIXL cannot take a READ back, and one from a peer that is stopped, or behind a link that drops
+# everything, never ends. What it can still do depends on who writes:
+#
+#     TCP, shared memory   UCX, in this process, when its agent is driven. One that is never called
+#                          again writes nothing, so it is kept, with its connections
+#     RDMA                 the NIC, by itself: the agent is destroyed, and its queue pairs with it
+#
+# Tried with nixl 1.5.1 over TCP, and over shared memory without CMA, with a peer that was stopped
+# before or within its answer and went on while the new agent read from it: no byte landed after
+# either. But UCX aborts a peer whose answer finds its connection closed ("unexpected error:
+# Endpoint timeout": 4 of 4 when it was destroyed, 0 of 4 when it was kept). And to destroy one is
+# to drive it: what the peer has sent meanwhile lands then. So one that is kept is kept for ever, by
+# a reference that is never given up: neither the garbage collector nor the end of the process ends
+# it. Those that must be destroyed are before their READs are said to have ended.
+#
+# A peer is added to the new agent when it is first read from: that connects, which may not be
+# possible now.
 class Transport:
     """One NIXL agent, its thread, and what it registered, knows and reads.
 
@@ -58,8 +75,8 @@ class Transport:
         name: str,
         *,
         limits: TransportLimits | None = None,
-        deliver: Deliver = deliver_inline,
-        on_broken: Callable[[Exception], None] = _ignore,
+        deliver: Deliver = lambda drain: drain(),
+        on_broken: Callable[[Exception], None] = lambda _: None,
         nic_writes: bool = False,
     ) -> None:
         self.name = name
@@ -73,7 +90,7 @@ class Transport:
         self._peers: dict[str, dict[bytes, None]] = {}
         """The metadata of each, in the order in which it came."""
         self.nic_writes = nic_writes
-        self._recycler = AgentRecycler(destroys=nic_writes)
+        self._num_retired, self._retired_at = 0, 0.0
         self._short = ShortReads(self.limits)
         self._num_started = self._num_ended = 0
 
@@ -172,7 +189,12 @@ class Transport:
         check_rows(local, remote)
         if self._num_started - self._num_ended >= self.limits.max_reads:
             raise LocalError("too many reads", code=ErrorCode.BUSY, max_reads=self.limits.max_reads)
-        slices = self._slices(local, remote)
+        slices = Slices(
+            local,
+            remote,
+            slice_bytes=self.limits.slice_bytes,
+            slice_rows=self.limits.slice_descriptors,
+        )
         job = ReadJob(
             peer=peer,
             slices=slices,
@@ -185,7 +207,7 @@ class Transport:
         if self._short.may_be_here(job) and self._worker.try_here(partial(self._short.read, job)):
             return Read(partial(self._abort, job))
         try:
-            self._worker.post(partial(self._add, job))
+            self._worker.post(lambda: self._started().add(job))
         except LocalError:
             self._num_started -= 1
             raise
@@ -206,7 +228,8 @@ class Transport:
         goes on. Fails with `KVBusError` when there is no new agent: then nothing has ended.
         """
         self._worker.post(self._hold, urgent=True)
-        return self._worker.call_when(self._only_aborted, self._recycle, within_s=grace_s)
+        is_quiet = lambda: self._started().only_aborted  # noqa: E731
+        return self._worker.call_when(is_quiet, self._recycle, within_s=grace_s)
 
     def stats(self) -> TransportStats:
         """Counts, callable from any thread."""
@@ -220,16 +243,8 @@ class Transport:
             progress_tokens=self._worker.demands,
             progress_calls=self._worker.passes,
             unreleased_handles=scheduler.num_unreleased if scheduler else 0,
-            retired_agents=self._recycler.num_retired,
-            retired_at=self._recycler.retired_at,
-        )
-
-    def _slices(self, local: Rows, remote: Rows) -> Slices:
-        return Slices(
-            local,
-            remote,
-            slice_bytes=self.limits.slice_bytes,
-            slice_rows=self.limits.slice_descriptors,
+            retired_agents=self._num_retired,
+            retired_at=self._retired_at,
         )
 
     def _started(self) -> ReadScheduler:
@@ -240,7 +255,7 @@ class Transport:
     def _abort(self, job: ReadJob) -> None:
         if not job.ended:
             with contextlib.suppress(ClosedError):  # closing has aborted it already
-                self._worker.post(partial(self._abort_now, job), urgent=True)
+                self._worker.post(lambda: self._started().abort(job), urgent=True)
 
     # From here on, on the transport's thread.
 
@@ -261,27 +276,40 @@ class Transport:
     def _hold(self) -> None:
         self._started().held = True
 
-    def _only_aborted(self) -> bool:
-        return self._started().only_aborted
-
     def _recycle(self) -> RecycleReport:
         old = self._started()
         try:
-            new = self._new_scheduler(f"{self.name}/{self._recycler.num_retired + 1}")
-            registrations = self._known_to_nixl()
-            report = self._recycler.replace(old, new, registrations, self._peers)
+            new = self._new_scheduler(f"{self.name}/{self._num_retired + 1}")
+            self._take_over(new)
+            num_handles = old.num_handles
+            self._retire(old)
         except BaseException:
             old.held = False
             raise
-        self._worker.scheduler = new
-        self._short = ShortReads(self.limits)
-        return report
+        error = TransferFailed("NIXL was made anew under the read, as another one never ended")
+        for job in old.hand_over(error):
+            new.add(job)
+        self._worker.scheduler, self._short = new, ShortReads(self.limits)
+        return RecycleReport(num_handles=num_handles)
 
-    def _add(self, job: ReadJob) -> None:
-        self._started().add(job)
+    def _take_over(self, new: ReadScheduler) -> None:
+        """What the agent before knew, which may not be one too many."""
+        if self._num_retired >= MOST_RETIRED and not self.nic_writes:
+            raise TransferFailed(f"{MOST_RETIRED} NIXL agents are kept already, which is the limit")
+        for key, registration in self._registrations.items():
+            if key not in self._unregistered:
+                new.agent.register(registration)
+        for peer, blobs in self._peers.items():
+            new.agent.add_peer_later(peer, blobs)
 
-    def _abort_now(self, job: ReadJob) -> None:
-        self._started().abort(job)
+    def _retire(self, old: ReadScheduler) -> None:
+        """From here on nothing of ``old`` lands."""
+        if self.nic_writes:
+            old.destroy_agent()
+        else:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
+        self._num_retired += 1
+        self._retired_at = time.time()
 
     def _read_ended(self, job: ReadJob) -> None:
         self._num_ended += 1
@@ -305,9 +333,6 @@ class Transport:
         del self._registrations[registration.key]
         if scheduler and self._unregistered.pop(registration.key, None) is None:
             scheduler.agent.deregister(registration)
-
-    def _known_to_nixl(self) -> list[Registration]:
-        return [one for key, one in self._registrations.items() if key not in self._unregistered]
 
     def _metadata(self, wanted: list[Registration] | None) -> bytes:
         for one in wanted or ():

@@ -69,12 +69,11 @@ class ReadStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOutcome:
-    """What became of a read: counts of what landed, after long descriptors were split."""
+    """What became of a read: bytes that landed, and the slices that they came in."""
 
     status: ReadStatus
     error: RemoteError | None
     num_bytes: int
-    num_descriptors: int
     num_slices: int
 
 

@@ -1,10 +1,12 @@
 """Owns the transport's thread: it does NIXL's calls, in turn, and sleeps when there are none.
 
-Short ones another thread may do itself, while this one does none.
+Short ones another thread may do itself, while this one does none. Outcomes go back to the thread of
+the caller.
 """
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,14 +15,19 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from kvbus.errors import ClosedError, ErrorCode, LocalError
-from kvbus.transport.scheduler import ReadScheduler
-from kvbus.transport.types import TransportLimits
+from kvbus.transport.scheduler import ReadJob, ReadScheduler
+from kvbus.transport.types import ReadOutcome, TransportLimits
 
 COPIED_S = 25e-6
 """A pass that took longer has copied: UCX does so within progress, and a pause would be idle."""
 
+FIRST_ELSEWHERE, SLOW_ELSEWHERE = 1, 16
+
 Result = TypeVar("Result")
 Command = Callable[[], None]
+OnEnd = Callable[[ReadOutcome], None]
+Deliver = Callable[[Command], object]
+"""Runs a function on the caller's thread soon: ``loop.call_soon_threadsafe``."""
 
 
 class Worker:
@@ -199,6 +206,88 @@ class Worker:
         self._stopping = True
         if self._on_stop:
             self._on_stop()
+
+
+# Two wake-ups of threads cost more than a short READ. So one is posted by who asks for it, the
+# event loop of an agent, if the transport's thread does nothing then. That holds the loop for
+#
+#     the post, which may copy      here_bytes in here_descriptors: some 100 µs
+#     looks at the handle           here_s; then the thread goes on with it
+#
+# and never for a connection: the first READ from each peer, which may connect to it, is the
+# thread's. So are some after one that took longer, as it does over TCP.
+class ShortReads:
+    """What is known of the peers of one NIXL agent: how long short READs from each take."""
+
+    def __init__(self, limits: TransportLimits) -> None:
+        self._limits = limits
+        self._num_elsewhere: dict[str, int] = {}
+        """How many READs from each peer are left to the thread before one is done here."""
+
+    def may_be_here(self, job: ReadJob) -> bool:
+        """Whether the caller's thread may do it."""
+        limits = self._limits
+        return (
+            job.slices.num_bytes <= limits.here_bytes
+            and job.slices.num_rows <= limits.here_descriptors
+            and job.kinds == ("DRAM", "DRAM")
+            and not self._num_elsewhere.get(job.peer, FIRST_ELSEWHERE)
+        )
+
+    def read(self, job: ReadJob, scheduler: ReadScheduler) -> None:
+        """Post it, and look for its end for a while."""
+        scheduler.add(job)
+        scheduler.step()
+        until = time.perf_counter() + self._limits.here_s
+        while not job.ended and time.perf_counter() < until:
+            scheduler.agent.progress()
+            scheduler.step()
+        if not job.ended:
+            self._num_elsewhere[job.peer] = SLOW_ELSEWHERE
+
+    def note_done(self, peer: str) -> None:
+        """A READ from the peer has ended well."""
+        num_elsewhere = self._num_elsewhere.get(peer, FIRST_ELSEWHERE)
+        self._num_elsewhere[peer] = max(0, num_elsewhere - 1)
+
+    def forget(self, peer: str) -> None:
+        """The next one may have to connect."""
+        self._num_elsewhere.pop(peer, None)
+
+
+class Delivery:
+    """Hands over outcomes, with one wake-up of the event loop for all that end meanwhile.
+
+    A callback that raises does not stop those behind it.
+    """
+
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._ended: deque[tuple[OnEnd, ReadOutcome]] = deque()
+        self._scheduled = False
+
+    def put(self, on_end: OnEnd, outcome: ReadOutcome) -> None:
+        """Hand one over. When the event loop is closed, nobody is left to be told."""
+        self._ended.append((on_end, outcome))
+        if self._scheduled:
+            return
+        self._scheduled = True
+        try:
+            self._deliver(self._drain)
+        except RuntimeError:
+            self._scheduled = False
+
+    def _drain(self) -> None:
+        self._scheduled = False  # first: what is put from here on schedules again
+        errors: list[Exception] = []
+        while self._ended:
+            on_end, outcome = self._ended.popleft()
+            try:
+                on_end(outcome)
+            except Exception as error:  # the rest must still be told
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("read callbacks failed", errors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,7 +45,6 @@ class _Job:
     parts: list[tuple[Rows, Rows]]
     posted: list[Rows] = field(default_factory=list)
     num_bytes: int = 0
-    num_rows: int = 0
     num_slices: int = 0
     is_aborted: bool = False
     error: RemoteError | None = None
@@ -226,7 +225,6 @@ class SimTransport:
         else:
             self._copy(local, remote)
             job.num_bytes += int(local[:, 1].sum())
-            job.num_rows += len(local)
             job.num_slices += 1
         self._terminate(job, local)
 
@@ -272,7 +270,6 @@ class SimTransport:
             status=status,
             error=job.error,
             num_bytes=job.num_bytes,
-            num_descriptors=job.num_rows,
             num_slices=job.num_slices,
         )
         self.process.loop.call_soon(job.on_end, outcome)
