@@ -1,6 +1,15 @@
 """Messages between processes over ZeroMQ: requests, notices and events; the only import of zmq.
 
 One event loop, one thread: no call here may come from another one.
+
+    RequestClient.send ─▶ Pump ═══▶ Pump ─▶ RequestServer: session, call, gate ─▶ handler
+    on_reply ◀─ RequestClient ◀─ Pump ═══ Pump ◀─ RequestServer.answer ◀─ Call.reply ◀┘
+
+    EventPublisher.publish ─▶ Pump ═══▶ Pump ─▶ EventSubscriber: boot, seqs ─▶ EventListener
+
+`Connection` is what both that connect have: the address of a name, refusals, the boot id of the
+peer, when it was heard, and whether its process is gone. `trust` lets others in, `sockets` has
+every option of ZeroMQ.
 """
 
 from kvbus.bus.client import (

@@ -18,7 +18,6 @@ import anyio
 
 from kvbus.bus.actor import SocketActor
 from kvbus.bus.connection import Connection
-from kvbus.bus.pump import Pump
 from kvbus.bus.sockets import (
     BusContext,
     SocketOptions,
@@ -109,18 +108,15 @@ class RequestClient(SocketActor):
             endpoint,
             options=options,
             timers=self.timers,
+            on_frames=self._on_frames,
+            on_writable=self._flush,
             on_boot=self._greet,
             on_error=self._fail_all,
             on_failure=self._fail,
             on_gone=lambda: self._call_user(self._on_gone, self.peer_boot or ""),
             on_made=self._send_again,
         )
-        self._pump = Pump(
-            socket,
-            on_frames=self._on_frames,
-            on_failure=self._fail,
-            on_writable=self._flush,
-        )
+        self._pump = self._connection.pump
 
     @property
     def peer_boot(self) -> str | None:
@@ -316,14 +312,12 @@ class RequestClient(SocketActor):
             self._on_fault(error)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._pump.start(loop)
         self._connection.start(loop)
         self.timers.at(loop.time() + self._ping_s, self._keep_alive)
 
     def _close(self) -> None:
         self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
         self._connection.close()
-        self._pump.close()
 
 
 def _outcome_of(message: Request[R], reply: Reply | KVBusError) -> R | KVBusError:

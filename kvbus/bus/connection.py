@@ -56,8 +56,9 @@ def _nothing(*_: object) -> None: ...
 
 
 class Connection:
-    """Connects to ``endpoint``; ``on_error`` is told of each refusal, and of names without address.
+    """Connects a socket to ``endpoint``; its messages go by ``pump``, and to ``on_frames``.
 
+    ``on_error`` is told of each refusal, and of names without address.
     A name is looked up in `start`, again until it has an address that is allowed; the socket keeps
     that address. ``on_made`` is told of each connection, ``on_boot`` of each boot id that `hear`
     finds new, with the one before it, ``on_gone`` when the connection broke and nobody listens at
@@ -77,8 +78,10 @@ class Connection:
         *,
         options: SocketOptions,
         timers: Timers,
+        on_frames: Callable[[list[bytes]], None],
         on_boot: Callable[[str, str | None], None],
         on_failure: Callable[[Exception], None],
+        on_writable: Callable[[], None] = _nothing,
         on_error: Callable[[KVBusError], None] = _nothing,
         on_gone: Callable[[], None] = _nothing,
         on_made: Callable[[], None] = _nothing,
@@ -98,6 +101,9 @@ class Connection:
         self._lost_at: float | None = None
         self._probe: Probe | None = None
         self._broken_since: float | None = None
+        self.pump = Pump(
+            socket, on_frames=on_frames, on_failure=on_failure, on_writable=on_writable
+        )
         self._monitor: Pump | None = None
         if endpoint.startswith("tcp://"):  # before it is connected: what was earlier is not told
             monitor: Socket = socket.get_monitor_socket(_ALL)
@@ -134,15 +140,16 @@ class Connection:
         return True
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to look the name up, if there is one, and to watch."""
+        """Begin to receive, to look the name up, if there is one, and to watch."""
         self.heard_at = loop.time()
+        self.pump.start(loop)
         if not self._address:
             self._naming = loop.create_task(self._connect_by_name())
         if self._monitor is not None:
             self._monitor.start(loop)
 
     def close(self) -> None:
-        """Connect no more; call it before the socket is closed."""
+        """Connect no more, and close the socket."""
         self._end_probe()
         if self._naming is not None:
             self._naming.cancel()
@@ -151,6 +158,7 @@ class Connection:
                 self._socket.disable_monitor()
             self._monitor.close()
             self._monitor = None
+        self.pump.close()
 
     async def _connect_by_name(self) -> None:
         retry_s, port = RETRY_S, self._endpoint.rpartition(":")[2]

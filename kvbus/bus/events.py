@@ -239,20 +239,18 @@ class _Feed:
             endpoint,
             options=options,
             timers=self._timers,
+            on_frames=self._on_frames,
             on_boot=self._on_boot,
             on_failure=owner.fail,
         )
-        self._pump = Pump(socket, on_frames=self._on_frames, on_failure=owner.fail)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._pump.start(loop)
         self._connection.start(loop)
         self._timers.at(loop.time() + self._owner.silence_s, self._look)
 
     def close(self) -> None:
         self._closed = True
         self._connection.close()
-        self._pump.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
         listener, at = self._owner.listener, self._endpoint
