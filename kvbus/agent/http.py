@@ -50,6 +50,12 @@ ALWAYS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
 }
 PAGE = Path(__file__).parent / "page"
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+PATHS = (*FILES, *OPEN, "/live", "/metrics", "/status", "/trace", "/cost")
 _HOST = re.compile(r"(localhost|[0-9.]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]+)?")
 T = TypeVar("T")
 
@@ -63,14 +69,19 @@ class Answer:
     status: HTTPStatus = HTTPStatus.OK
 
 
-Query = Mapping[str, str]
-"""The last value of each name."""
-Route = Callable[[Query, str], Answer]
-"""Answers a query, for an Accept header; called in a thread of the server."""
-
-
 def _text(text: str, status: HTTPStatus = HTTPStatus.OK) -> Answer:
     return Answer(f"{text}\n".encode(), status=status)
+
+
+def _json(value: object) -> Answer:
+    return Answer(msgspec.json.encode(value) + b"\n", "application/json")
+
+
+def _verdict(problems: list[str]) -> Answer:
+    """Of a probe: 503 with the reasons when there are some."""
+    if problems:
+        return _text("\n".join(problems), HTTPStatus.SERVICE_UNAVAILABLE)
+    return _text("ok")
 
 
 def ask_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
@@ -115,69 +126,61 @@ class Pages:
         self._loop, self._registry, self._ping, self._report = loop, registry, ping, report
         self._live: tuple[float, Live] | None = None
 
-    def routes(self) -> dict[str, Route]:
-        """By path."""
-        return {
-            "/": _file("page.html", "html"),
-            "/page.css": _file("page.css", "css"),
-            "/page.js": _file("page.js", "javascript"),
-            "/live": self._tell_live,
-            "/healthz": lambda *_: self.healthz(),
-            "/readyz": lambda *_: self.readyz(),
-            "/metrics": self._metrics,
-            "/status": self._status,
-            "/trace": self._trace,
-            "/cost": self._cost,
-        }
+    def answer(self, path: str, query: Mapping[str, str], accept: str = "") -> Answer:
+        """What a thread of the server answers at ``path``, for an Accept header."""
+        try:
+            if path in FILES:
+                name, content_type = FILES[path]
+                return Answer((PAGE / name).read_bytes(), content_type)
+            if path == "/healthz":
+                return self._healthz()
+            if path == "/live":
+                return self._tell_live(query.get("recent", ""))
+            if path in PATHS:
+                return ask_loop(self._loop, lambda: self._tell(path, query, accept))
+            return _text(f"there is {', '.join(sorted(PATHS))}", HTTPStatus.NOT_FOUND)
+        except KVBusError as error:
+            is_wrong = error.code is ErrorCode.INVALID
+            text = f"{error.code}: {error.message}"
+            status = HTTPStatus.BAD_REQUEST if is_wrong else HTTPStatus.SERVICE_UNAVAILABLE
+        except Exception:  # the answer says that it failed, the log why
+            log.exception("http.failed", path=path)
+            text, status = "failed; the log says why", HTTPStatus.INTERNAL_SERVER_ERROR
+        return _text(text, status)
 
-    def healthz(self) -> Answer:
-        """503 with the reasons when a thread that moves KV or messages does not answer.
+    def _tell(self, path: str, query: Mapping[str, str], accept: str) -> Answer:
+        """In the loop: what the agent reports."""
+        report, name = self._report, query.get("id", "")
+        if path == "/readyz":  # what is wrong mends itself, or another service does it
+            return _verdict([fault.what for fault in report.unready()])
+        if path == "/metrics":
+            encode, content_type = choose_encoder(accept)
+            return Answer(encode(self._registry), content_type)
+        if path == "/status":
+            fetch_id, offer_id = query.get("fetch", ""), query.get("offer", "")
+            return _json(report.status(Status(fetch_id=fetch_id, offer_id=offer_id)))
+        if path == "/trace":
+            return _json(report.trace(Trace(request_id=name, offer_id=name, fetch_id=name)))
+        try:
+            return _json(report.service.cost(msgspec.convert(query, Cost, strict=False)))
+        except msgspec.ValidationError as error:
+            raise LocalError(f"{path}: {error}", code=ErrorCode.INVALID) from error
 
-        Only a restart mends that.
-        """
+    def _healthz(self) -> Answer:
+        """Whether the threads that move KV and messages answer; only a restart mends that."""
         pong, until = self._ping(), time.monotonic() + ANSWERS_WITHIN_S  # both have the same time
-        problems = self._problems(list)
+        problems = []
+        try:
+            ask_loop(self._loop, lambda: None)
+        except KVBusError as error:
+            problems.append(error.message)
         if not wait([pong], max(0.0, until - time.monotonic())).done:
             problems.append(f"the transport has not answered within {ANSWERS_WITHIN_S:g} s")
-        elif (error := pong.exception()) is not None:
-            problems.append(str(error))
+        elif (failure := pong.exception()) is not None:
+            problems.append(str(failure))
         return _verdict(problems)
 
-    def readyz(self) -> Answer:
-        """503 with the reasons when the agent would refuse work, or could not do it.
-
-        That mends itself, or another service does it.
-        """
-        return _verdict(self._problems(lambda: [fault.what for fault in self._report.unready()]))
-
-    def _problems(self, find: Callable[[], list[str]]) -> list[str]:
-        try:
-            return ask_loop(self._loop, find)
-        except KVBusError as error:
-            return [error.message]
-
-    def _metrics(self, _: Query, accept: str) -> Answer:
-        encode, content_type = choose_encoder(accept)
-        return Answer(ask_loop(self._loop, lambda: encode(self._registry)), content_type)
-
-    def _status(self, query: Query, _: str) -> Answer:
-        asked = Status(fetch_id=query.get("fetch", ""), offer_id=query.get("offer", ""))
-        return _json(ask_loop(self._loop, lambda: self._report.status(asked)))
-
-    def _trace(self, query: Query, _: str) -> Answer:
-        name = query.get("id", "")
-        asked = Trace(request_id=name, offer_id=name, fetch_id=name)
-        return _json(ask_loop(self._loop, lambda: self._report.trace(asked)))
-
-    def _cost(self, query: Query, _: str) -> Answer:
-        try:
-            asked = msgspec.convert(query, Cost, strict=False)
-        except msgspec.ValidationError as error:
-            raise LocalError(f"/cost: {error}", code=ErrorCode.INVALID) from error
-        return _json(ask_loop(self._loop, lambda: self._report.service.cost(asked)))
-
-    def _tell_live(self, query: Query, _: str) -> Answer:
-        wanted = query.get("recent", "")
+    def _tell_live(self, wanted: str) -> Answer:
         number = int(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) < 9 else 0
         if self._live is None or time.monotonic() >= self._live[0] + LIVE_S:
             finish = ask_loop(self._loop, lambda: self._report.live(self._registry))
@@ -186,29 +189,15 @@ class Pages:
         return _json(msgspec.structs.replace(live, recent=live.recent[:number]))
 
 
-def _verdict(problems: list[str]) -> Answer:
-    if problems:
-        return _text("\n".join(problems), HTTPStatus.SERVICE_UNAVAILABLE)
-    return _text("ok")
-
-
-def _json(value: object) -> Answer:
-    return Answer(msgspec.json.encode(value) + b"\n", "application/json")
-
-
-def _file(name: str, kind: str) -> Route:
-    return lambda *_: Answer((PAGE / name).read_bytes(), f"text/{kind}; charset=utf-8")
-
-
 class HttpServer(ThreadingTCPServer):
     """Answers at ``http_bind`` until the process ends, in threads of its own."""
 
     allow_reuse_address, daemon_threads = True, True
     request_queue_size = 2 * MAX_CONNECTIONS
 
-    def __init__(self, bind: str, routes: Mapping[str, Route], token: str) -> None:
+    def __init__(self, bind: str, pages: Pages, token: str) -> None:
         """Raises `ConfigError` when the address cannot be bound."""
-        self.routes, self.token = routes, token
+        self.pages, self.token = pages, token
         self.is_local = is_loopback(http_address(bind)[0])
         self._lock, self._open = threading.Lock(), dict[Any, None]()
         self.address_family, _, _, _, address = socket.getaddrinfo(*http_address(bind))[0]
@@ -263,7 +252,10 @@ class _Request(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # the name that http.server looks for
         url = urlsplit(self.path)
-        answer = self._answer(url.path, dict(parse_qsl(url.query)))
+        answer = None if url.path in OPEN else self._refusal()
+        if answer is None:
+            query, accept = dict(parse_qsl(url.query)), self.headers.get("Accept", "")
+            answer = self.server.pages.answer(url.path, query, accept)
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))
@@ -282,24 +274,6 @@ class _Request(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Nothing: a probe comes every second."""
-
-    def _answer(self, path: str, query: Query) -> Answer:
-        refusal = None if path in OPEN else self._refusal()
-        if refusal is not None:
-            return refusal
-        route = self.server.routes.get(path)
-        if route is None:
-            return _text(f"there is {', '.join(sorted(self.server.routes))}", HTTPStatus.NOT_FOUND)
-        try:
-            return route(query, self.headers.get("Accept", ""))
-        except KVBusError as error:
-            is_wrong = error.code is ErrorCode.INVALID
-            status = HTTPStatus.BAD_REQUEST if is_wrong else HTTPStatus.SERVICE_UNAVAILABLE
-            return _text(f"{error.code}: {error.message}", status)
-        except Exception:  # the answer says that it failed, the log why
-            log.exception("http.failed", path=path)
-            text = "failed; the agent's log says why"
-            return _text(text, HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def _refusal(self) -> Answer | None:
         """For who shows no token, where there is one; without one, for other names than ours."""

@@ -311,7 +311,7 @@ class Runtime:
         loop, registry = asyncio.get_running_loop(), self.metrics.registry
         pages = Pages(loop, registry, ping=self.transport.ping, report=self.report)
         with named("http_bind"):
-            self.http = HttpServer(self.config.http_bind, pages.routes(), token)
+            self.http = HttpServer(self.config.http_bind, pages, token)
 
     def _take_requests(self, engines: EngineDirectory) -> None:
         def tell_peer(asked: Status, call: Call) -> None:

@@ -185,8 +185,8 @@ def pages(
     return Pages(loop, CollectorRegistry(), ping, report)
 
 
-def verdict(ask_health: Callable[[], Any]) -> tuple[str, str]:
-    answer = ask_health()
+def verdict(pages: Pages, path: str) -> tuple[str, str]:
+    answer = pages.answer(path, {})
     return str(answer.status.value), answer.body.decode()
 
 
@@ -205,19 +205,19 @@ def test_an_agent_whose_loop_or_transport_hangs_is_not_alive_and_one_that_is_not
         hangs.set()
         goes_on.wait(60)
 
-    assert verdict(health.healthz) == verdict(health.readyz) == GOOD
+    assert verdict(health, "/healthz") == verdict(health, "/readyz") == GOOD
     ask_loop(loop, lambda: asyncio.get_running_loop().call_soon(hang))
     hangs.wait()
-    alive, ready = verdict(health.healthz), verdict(health.readyz)
+    alive, ready = verdict(health, "/healthz"), verdict(health, "/readyz")
     goes_on.set()
 
     assert (alive[0], ready[0]) == ("503", "503")
     assert "event loop" in alive[1]
-    assert verdict(health.healthz) == GOOD
-    status, words = verdict(without.healthz)
+    assert verdict(health, "/healthz") == GOOD
+    status, words = verdict(without, "/healthz")
     assert (status, "transport" in words) == ("503", True)
-    assert verdict(without.readyz) == verdict(faulty.healthz) == GOOD
-    assert verdict(faulty.readyz) == ("503", "no engine\ndraining\n")
+    assert verdict(without, "/readyz") == verdict(faulty, "/healthz") == GOOD
+    assert verdict(faulty, "/readyz") == ("503", "no engine\ndraining\n")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TimeoutError])
