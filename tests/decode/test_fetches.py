@@ -135,11 +135,10 @@ WAITS: list[Any] = [*SPREAD, READ]
 OTHERS_DONE = ev.ReadEnded("f1", 4096, None, "direct", elsewhere=True)
 WORDS = {
     SendReply: "ok",
-    ev.ResolvePeer: "resolve",
-    ev.HoldPeer: "hold",
     ev.StopReads: "stop",
     ev.AskOthers: "ask others",
     BlocksFreed: "freed",
+    Landed: "landed",
     Meet: "meet",
     Claim: "claim",
     Renew: "renew",
@@ -156,7 +155,7 @@ def said(commands: list[ev.Command]) -> list[str]:
 
 
 def _name(command: Any) -> str:
-    asked = command.requested if isinstance(command, ev.Ask) else command
+    asked = command.requested if isinstance(command, ev.HoldPeer) else command
     name = getattr(asked, "fetch_id", "f1")
     return "" if name == "f1" else f" {name}"
 
@@ -165,10 +164,11 @@ def _word(command: ev.Command) -> str:
     match command:
         case Refuse():
             return str(command.error.code)
-        case ev.Notify(message=Landed(num_tokens=num_tokens)):
-            return f"landed {num_tokens}"
-        case ev.Ask() | ev.Tell() | ev.Notify():
-            return WORDS[type(command.message)]
+        case ev.HoldPeer():
+            return "hold" if command.timeout_s is None else "resolve"
+        case ev.Ask(message=message) | ev.Tell(message=message) | ev.Notify(message=message):
+            word = WORDS[type(message)]
+            return word + (f" {message.num_tokens}" if isinstance(message, Landed) else "")
         case ev.ReadChunk():
             return f"read {command.start}-{command.stop}" + command.last * " last"
         case ev.ReportFetched():
@@ -246,7 +246,7 @@ SCRIPTS: dict[str, list[Step]] = {
         [(0, requested(), ["resolve"]), (0, READY, ["claim"]),
          (0, grant(), ["read 0-32 last"]), (0, READ, ["take"]), (0, YES, ["completed"])],
     "a fetch of an offer that is not made asks for its ticket first":
-        [(0, meeting(), ["meet"]), (0, MET, ["resolve"]),
+        [(0, meeting(), ["hold", "meet"]), (0, MET, ["resolve"]),
          (0, READY, ["claim"])],
     "the ticket is asked for until the deadline":
         [meeting(timeout_s=1.0), (0, failed(BUSY), []), (0.25, DUE, ["meet"]),
@@ -581,7 +581,9 @@ def test_what_is_asked_names_the_blocks_the_ticket_and_the_token_that_it_is_abou
     assert ahead.tables == take.message.tables == TABLES
     assert under_lease.message.tables is None, "what was read is what the lease named"
     assert (first.tables, renew.message.known_blocks) == (blocks(8), {"full": 1})
-    assert (claim.requested.ticket, claim.message.secret) == (TICKET, TICKET.secret)
+    asked = claim.message
+    assert (asked.agent_boot, asked.offer_id) == (TICKET.agent_boot, TICKET.offer_id)
+    assert asked.secret == TICKET.secret
     assert release == ev.Tell(TICKET, Release(**OF, epoch=4, token="token", code="cancelled"))
 
 

@@ -78,8 +78,7 @@ class DecodeService:
         self._driver.commands |= {
             ev.Ask: leases.ask,
             ev.Tell: leases.tell,
-            ev.ResolvePeer: leases.resolve,
-            ev.HoldPeer: leases.hold_peer,
+            ev.HoldPeer: leases.hold,
             ev.ReadChunk: self._reader.read_chunk,
             ev.StopReads: self._stop_reads,
             ev.AskOthers: self._others.ask,

@@ -174,9 +174,9 @@ Event = Requested | FetchEvent | TableEvent
 
 
 class Ask(Value, frozen=True):
-    """Ask the agent of the fetch's ticket; exactly one `Answered` follows."""
+    """Ask the agent that the fetch holds; exactly one `Answered` follows, or it has failed."""
 
-    requested: Requested
+    fetch_id: str
     message: Request[Any]
     timeout_s: float
 
@@ -191,19 +191,15 @@ class Tell(Value, frozen=True):
     message: Release | PeerWithdraw | Forgo
 
 
-class ResolvePeer(Value, frozen=True):
-    """Connect to the ticket's agent and shake hands; answer `PeerReady` or `StepFailed`."""
-
-    fetch_id: str
-    timeout_s: float
-    requested: Requested
-
-
 class HoldPeer(Value, frozen=True):
-    """Keep what a fetch needs whose route is known; `StepFailed` if that is gone."""
+    """Keep what the fetch needs of its agents from here on; `StepFailed` if that is gone.
 
-    fetch_id: str
+    With ``timeout_s`` its route is not known: connect to the ticket's agent, and shake hands;
+    answer `PeerReady` or `StepFailed`.
+    """
+
     requested: Requested
+    timeout_s: float | None = None
 
 
 class ReadChunk(Value, frozen=True):
@@ -268,7 +264,6 @@ Command = (
     | Refuse
     | Ask
     | Tell
-    | ResolvePeer
     | HoldPeer
     | ReadChunk
     | AskOthers

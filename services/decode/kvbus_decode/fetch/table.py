@@ -89,12 +89,12 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             entered_at=now,
         )
         if fetch.state is FetchState.MEETING:
-            commands: Commands = [ask(fetch, at)]
+            commands: Commands = [ev.HoldPeer(event), ask(fetch, at)]
         elif fetch.state is FetchState.RESOLVING:
             commands = [resolve(fetch, at)]
         else:
             self._places.add(fetch.turn, fetch.key)
-            commands = [ev.HoldPeer(fetch.key, event)]
+            commands = [ev.HoldPeer(event)]
         self._add(fetch, event, now, commands)
         return commands
 

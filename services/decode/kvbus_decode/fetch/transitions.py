@@ -69,7 +69,7 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
             known_blocks={group: len(table) for group, table in tables.items()},
         )
     fetch.question, fetch.ask_at, fetch.hinted = message, None, False
-    return ev.Ask(fetch.requested, message, timeout_s)
+    return ev.Ask(fetch.key, message, timeout_s)
 
 
 def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
@@ -164,10 +164,10 @@ def take_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     return [resolve(fetch, at)]
 
 
-def resolve(fetch: FetchEntry, at: Context) -> ev.ResolvePeer:
+def resolve(fetch: FetchEntry, at: Context) -> ev.HoldPeer:
     """Have its peer found."""
     timeout_s = min(fetch.timeout_s(at), REASON_SHARE * (fetch.deadline - at.now))
-    return ev.ResolvePeer(fetch.key, timeout_s, fetch.requested)
+    return ev.HoldPeer(fetch.requested, timeout_s)
 
 
 def queue(fetch: FetchEntry, _event: ev.PeerReady, at: Context) -> Commands:

@@ -62,26 +62,23 @@ class LeaseClient(PeerWatcher):
         self._dispatch, self._choose = dispatch, choose
         self._by_offer: defaultdict[str, set[str]] = defaultdict(set)
 
-    def resolve(self, command: ev.ResolvePeer) -> None:
-        """Find the route, by a handshake."""
+    def hold(self, command: ev.HoldPeer) -> None:
+        """Keep the peers of a fetch; find its route, by a handshake, where it is not known."""
         try:
             fetch = self._begin(command.requested)
         except KVBusError as error:
-            self._dispatch(ev.StepFailed(command.fetch_id, error))
+            self._dispatch(ev.StepFailed(command.requested.fetch_id, error))
         else:
-            self._agent.tasks.start_soon(self._resolve, fetch, command.timeout_s)
-
-    def hold_peer(self, command: ev.HoldPeer) -> None:
-        """Keep the peers of a fetch that asks for nothing yet."""
-        try:
-            self._begin(command.requested)
-        except KVBusError as error:
-            self._dispatch(ev.StepFailed(command.fetch_id, error))
+            if command.timeout_s is not None:
+                self._agent.tasks.start_soon(self._resolve, fetch, command.timeout_s)
 
     def ask(self, command: ev.Ask) -> None:
         """Ask the agent of the ticket; what it says, or why it was not asked, is `Answered`."""
-        requested, message, timeout_s = command.requested, command.message, command.timeout_s
-        fetch_id, ticket, sent_at = requested.fetch_id, requested.ticket, self._agent.loop.time()
+        fetch_id, message, timeout_s = command.fetch_id, command.message, command.timeout_s
+        fetch = self._active.get(fetch_id)
+        if fetch is None or not fetch.peers:  # they were not there: it has failed
+            return
+        requested, sent_at = fetch.requested, self._agent.loop.time()
 
         def settle(outcome: Message | KVBusError) -> None:
             self._dispatch(
@@ -89,14 +86,14 @@ class LeaseClient(PeerWatcher):
                     fetch_id=fetch_id,
                     message=message,
                     outcome=self._usable(outcome, requested),
-                    ticket=ticket,
+                    ticket=requested.ticket,
                     sent_at=sent_at,
                     luck=random.random(),  # noqa: S311 - no secret
                 )
             )
 
         try:
-            fetch = self._begin(requested)
+            fetch.home.check_alive(requested.ticket.agent_boot)
         except KVBusError as error:
             settle(error)
             return
