@@ -80,39 +80,26 @@ class FairThreads:
     def start(
         self,
         turn: Key,
-        jobs: Iterable[Job],
-        on_end: Callable[[Exception | None], None],
-    ) -> Work:
-        """Have the jobs done; ``on_end`` is called in the event loop, once, with why they failed.
-
-        That is when none of them runs any more.
-        """
-        work = Work(turn, on_end, deque(jobs))
-        self._serve(work)
-        return work
-
-    def start_planned(
-        self,
-        turn: Key,
         plan: Callable[[], Iterable[Job]],
         on_end: Callable[[Exception | None], None],
     ) -> Work:
-        """Have the jobs of ``plan`` done, which is called in a thread itself; else as `start`."""
+        """Have the jobs of ``plan`` done, which is called in a thread itself.
+
+        ``on_end`` is called in the event loop, once, with why they failed, when none of them runs
+        any more.
+        """
         work = Work(turn, on_end)
         self._queue(work, partial(self._plan, work, plan))
         return work
 
     def _plan(self, work: Work, plan: Callable[[], Iterable[Job]]) -> None:
-        """No other thread serves the work yet."""
+        """No other thread serves the work yet; then as many do as it has jobs for, this one too."""
         work.jobs.append(lambda: work.jobs.extend(plan()))
         work.do_next()
-        self._serve(work)
-
-    def _serve(self, work: Work) -> None:
-        """By as many threads as it has jobs for."""
         work.num_threads = max(1, min(self._num_threads, len(work.jobs)))
-        for _ in range(work.num_threads):
+        for _ in range(work.num_threads - 1):
             self._queue(work, partial(self._turn, work))
+        self._turn(work)
 
     def _queue(self, work: Work, turn: Callable[[], None]) -> None:
         """A thread for each turn, but not each for its own."""
@@ -194,7 +181,7 @@ class Copiers:
                 memory.stream.run(lambda: copy(paged), gone=lambda: engine.lost)
 
         jobs = [partial(in_thread, memory) for memory in memories]
-        return self._start(engine, on_end, partial(self._threads.start, turn, jobs))
+        return self.start_jobs(turn, lambda: jobs, on_end, engine=engine)
 
     def start_jobs(
         self,
@@ -213,27 +200,6 @@ class Copiers:
         if at_once and not engine.lost:
             on_end(_done_at_once(plan))
             return None
-        return self._start(engine, on_end, partial(self._threads.start_planned, turn, plan))
-
-    def start_alone(self, job: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """Have ``job``, which touches no engine's memory, called in a thread, then ``on_end``.
-
-        That is called in the event loop, once; a job that fails is logged.
-        """
-
-        def end(error: Exception | None) -> None:
-            if error is not None:
-                _failure(error)
-            on_end()
-
-        self._threads.start(Key("alone"), [job], end)
-
-    def _start(
-        self,
-        engine: LocalEngine,
-        on_end: OnEnd,
-        begin: Callable[[Callable[[Exception | None], None]], Work],
-    ) -> Work | None:
         if engine.lost:
             on_end(engine_lost())
             return None
@@ -246,9 +212,22 @@ class Copiers:
                 self._idle.pop(engine, anyio.Event()).set()
             on_end(None if error is None else _failure(error))
 
-        work = begin(end)
+        work = self._threads.start(turn, plan, end)
         self._running[engine].add(work)
         return work
+
+    def start_alone(self, job: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """Have ``job``, which touches no engine's memory, called in a thread, then ``on_end``.
+
+        That is called in the event loop, once; a job that fails is logged.
+        """
+
+        def end(error: Exception | None) -> None:
+            if error is not None:
+                _failure(error)
+            on_end()
+
+        self._threads.start(Key("alone"), lambda: [job], end)
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when nothing copies from or to the memory of a lost engine, or refers to it."""

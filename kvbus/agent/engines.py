@@ -91,11 +91,16 @@ class LocalEngine:
 
     Its boot id may not: on the engine socket that is who it is.
     """
+    num_missing_ranks: int = field(init=False)
+    """Ranks that are neither here nor at one of the others."""
     processes: set[EngineProcess] = field(default_factory=set)
     waiting: list[Call] = field(default_factory=list)
     lost: bool = False
     _accesses: list[str] = field(default_factory=list, repr=False)
     _rank_boots: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.num_missing_ranks = self.spec.num_ranks
 
     @property
     def engine_id(self) -> str:
@@ -105,13 +110,7 @@ class LocalEngine:
     @property
     def ready(self) -> bool:
         """Whether this is its home, and all of its processes here are registered and alive."""
-        return not self.lost and self.control is not None and self.num_missing_ranks == 0
-
-    @property
-    def num_missing_ranks(self) -> int:
-        """Ranks that are neither here nor at one of the others."""
-        known = self.ranks.keys() | {rank for other in self.others for rank in other.ranks}
-        return self.spec.num_ranks - len(known)
+        return self.control is not None and not self.num_missing_ranks and not self.lost
 
     @property
     def access(self) -> str:
@@ -173,6 +172,7 @@ class LocalEngine:
         self._check_others(others)
         self._check_whole([])
         self.control, self.others = process, others
+        self._count_missing()
         self.instance = uuid.uuid4().hex
         self._accesses.append(new_secret())
 
@@ -191,8 +191,13 @@ class LocalEngine:
         if access is not None:
             self._accesses.append(access)
         self.ranks[number], self._rank_boots[number] = memory, boot
+        self._count_missing()
         boots = "".join(f"{rank}:{boot};" for rank, boot in sorted(self._rank_boots.items()))
         self.memory_id = blake2b(boots.encode(), digest_size=16).hexdigest()
+
+    def _count_missing(self) -> None:
+        elsewhere = sum(len(other.ranks) for other in self.others)  # each is named once
+        self.num_missing_ranks = self.spec.num_ranks - elsewhere - len(self.ranks)
 
     def _check_whole(self, more: list[RankSpec]) -> None:
         """Once the last rank is here, they must hold all KV."""
@@ -291,13 +296,14 @@ class EngineDirectory:
             raise ProtocolError("attach message needs 'op' and a map 'body'")
         if op == Hello.op:
             return to_body(self._greet(connection, from_body(Hello, body)))
-        if op == PassSegment.op:
-            segment, process = from_body(PassSegment, body), self._greeted(connection)
-            return to_body(await process.segments.take(segment, fds))
+        if op not in (PassSegment.op, PassCuda.op):
+            raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
+        process = self._by_connection.get(connection)
+        if process is None:
+            raise _not_registered("say hello first")
         if op == PassCuda.op:
-            cuda, process = from_body(PassCuda, body), self._greeted(connection)
-            return to_body(await process.segments.take_cuda(cuda))
-        raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
+            return to_body(await process.segments.take_cuda(from_body(PassCuda, body)))
+        return to_body(await process.segments.take(from_body(PassSegment, body), fds))
 
     def on_attach_closed(self, connection: AttachConnection) -> None:
         """The process at the other end died, or meant to leave."""
@@ -418,12 +424,6 @@ class EngineDirectory:
         log.info("engine.attached", engine_id=hello.engine_id, pid=connection.peer.pid)
         return around.identity
 
-    def _greeted(self, connection: AttachConnection) -> EngineProcess:
-        process = self._by_connection.get(connection)
-        if process is None:
-            raise _not_registered("say hello first")
-        return process
-
     def _joined(self, process: EngineProcess) -> LocalEngine:
         if process.engine is None:
             raise _not_registered("register first")
@@ -492,7 +492,7 @@ class EngineDirectory:
         log.error("segment.cut", engine_id=process.engine_id, segment_id=segment_id)
         if process.engine is not None:
             self._lose(process.engine, meant=False)
-        process.connection.hang_up()
+        connection.hang_up()
 
     def _lose(self, engine: LocalEngine, *, meant: bool) -> None:
         if engine.lost:

@@ -14,7 +14,7 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.access import Access
 from kvbus.agent.data_plane import DataPlane
-from kvbus.agent.engines import EngineDirectory, LocalEngine
+from kvbus.agent.engines import EngineDirectory, EngineUser
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, EventPublisher, Handlers
@@ -56,7 +56,7 @@ class Agent:
     new_executor: NewExecutor = ThreadPoolExecutor
 
 
-class Service(Protocol):
+class Service(EngineUser, Protocol):
     """The part of an agent that is its own: offers and leases, or fetches and peers.
 
     Handlers may raise a `KVBusError`, which refuses the request. What a service knows of other
@@ -71,18 +71,6 @@ class Service(Protocol):
 
     def peer_handlers(self) -> Handlers:
         """For requests on the peer socket."""
-
-    def on_engine_ready(self, engine: LocalEngine) -> None:
-        """All of the engine is there; offers and fetches of it follow."""
-
-    def on_engine_lost(self, engine: LocalEngine) -> None:
-        """The engine is gone; what it asked for ends."""
-
-    async def copied(self, engine: LocalEngine) -> None:
-        """Return when no copy can touch the memory of a lost engine any more."""
-
-    async def quiesce(self, engine: LocalEngine) -> None:
-        """Return when no transfer can touch the memory of a lost engine any more."""
 
     def start_draining(self) -> None:
         """Refuse new work from now on."""

@@ -63,29 +63,24 @@ def fail() -> NoReturn:
     raise FAILED
 
 
-WORKS = st.tuples(
-    st.booleans(), st.integers(0, 20), st.none() | st.integers(0, 20), st.integers(-1, 2)
-)
-"""Whether it is planned in a thread, how many jobs it has, which one fails, how urgent it is."""
+WORKS = st.tuples(st.integers(0, 20), st.none() | st.integers(0, 20), st.integers(-1, 2))
+"""How many jobs it has, which one fails, how urgent it is."""
 
 
 @given(works=st.lists(WORKS, max_size=6), num_threads=st.sampled_from([1, 2, 5]))
 def test_every_work_does_its_jobs_once_and_ends_once_by_the_first_that_fails(
-    works: list[tuple[bool, int, int | None, int]], num_threads: int
+    works: list[tuple[int, int | None, int]], num_threads: int
 ) -> None:
     log = Log()
 
     async def run() -> None:
         threads = fair_threads(num_threads)
-        for number, (planned, count, failing, priority) in enumerate(works):
+        for number, (count, failing, priority) in enumerate(works):
             jobs, turn = [log.job(f"{number}") for _ in range(count)], Key(number % 4, priority)
             if failing is not None:
                 jobs.insert(failing, fail)
-            if planned:
-                threads.start_planned(turn, partial(list, jobs), log.end(f"{number}"))
-            else:
-                threads.start(turn, jobs, log.end(f"{number}"))
-        threads.start_planned(Key("no plan"), fail, log.end("no plan"))
+            threads.start(turn, partial(list, jobs), log.end(f"{number}"))
+        threads.start(Key("no plan"), fail, log.end("no plan"))
         await log.over(len(works) + 1)
 
     anyio.run(run)
@@ -93,7 +88,7 @@ def test_every_work_does_its_jobs_once_and_ends_once_by_the_first_that_fails(
     assert len(log.ends) == len(works) + 1
     ends = dict(log.ends)
     assert ends["no plan"] is FAILED
-    for number, (_, count, failing, _) in enumerate(works):
+    for number, (count, failing, _) in enumerate(works):
         assert ends[f"{number}"] == (None if failing is None else FAILED)
         num_done = log.done.count(f"{number}")
         least = count if failing is None else min(failing, count)
@@ -101,16 +96,10 @@ def test_every_work_does_its_jobs_once_and_ends_once_by_the_first_that_fails(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("planned", [True, False])
-async def test_a_stopped_work_begins_no_further_job_and_ends_after_the_one_that_runs(
-    planned: bool,
-) -> None:
+async def test_a_stopped_work_begins_no_further_job_and_ends_after_the_one_that_runs() -> None:
     log, threads = Log(), fair_threads()
     jobs = [log.job("first"), *log.jobs("held", 9)]
-    if planned:
-        work = threads.start_planned(Key("large"), lambda: jobs, log.end("large"))
-    else:
-        work = threads.start(Key("large"), jobs, log.end("large"))
+    work = threads.start(Key("large"), lambda: jobs, log.end("large"))
     await until(log.begun.is_set)
 
     work.stop(STOPPED)
@@ -126,10 +115,10 @@ async def test_a_stopped_work_begins_no_further_job_and_ends_after_the_one_that_
 @pytest.mark.anyio
 async def test_a_small_work_waits_for_one_job_of_a_large_one() -> None:
     log, threads = Log(), fair_threads()
-    threads.start_planned(Key("large"), lambda: log.jobs("large", 9), log.end("large"))
+    threads.start(Key("large"), lambda: log.jobs("large", 9), log.end("large"))
     await until(log.begun.is_set)
 
-    threads.start(Key("small"), [log.job("small")], log.end("small"))
+    threads.start(Key("small"), lambda: [log.job("small")], log.end("small"))
     await log.over(2)
 
     assert log.done[:3] == ["large 0", "small", "large 1"]
@@ -143,11 +132,11 @@ async def test_urgent_jobs_are_done_before_those_that_waited_which_have_some_tur
     num_urgent: int, num_slow: int, first_over: str
 ) -> None:
     log, threads = Log(), fair_threads()
-    threads.start(Key("first"), [log.held_job("first")], log.end("first"))
+    threads.start(Key("first"), lambda: [log.held_job("first")], log.end("first"))
     await until(log.begun.is_set)
 
-    threads.start_planned(Key("a"), lambda: [log.job("slow")] * num_slow, log.end("slow"))
-    threads.start(Key("a", 1), [log.job("urgent")] * num_urgent, log.end("urgent"))
+    threads.start(Key("a"), lambda: [log.job("slow")] * num_slow, log.end("slow"))
+    threads.start(Key("a", 1), lambda: [log.job("urgent")] * num_urgent, log.end("urgent"))
     await log.over(3)
 
     assert log.ends[1] == (first_over, None)
