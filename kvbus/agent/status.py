@@ -1,6 +1,5 @@
 """What an agent says of itself: what it holds, whether it can take work, and what is wrong now."""
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,6 @@ from shlex import quote
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
 
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.service import Agent, Service
@@ -17,7 +15,7 @@ from kvbus.keys.files import key_options
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.message import Role
-from kvbus.protocol.status import AgentStatus, Fault, Live, PeerView, Status
+from kvbus.protocol.status import AgentStatus, Fault, Live, Status
 from kvbus.protocol.trace import MAX_OTHERS, Span, Trace, Traced
 
 ADVICE = {
@@ -44,84 +42,6 @@ OLD_S = 600.0
 """What was last wrong before that is no fault of now."""
 
 
-def current_faults(
-    status: AgentStatus,
-    metrics: Mapping[str, float],
-    recent: Sequence[Sequence[Span]],
-    *,
-    now_s: float,
-    wall_s: float,
-    is_linked: bool,
-    key_options: Mapping[str, str],
-) -> Iterator[Fault]:
-    """Those of peers and of memory now, then those of the last minutes.
-
-    ``recent`` has the spans of each of the last handoffs; ``now_s`` is on their clock, ``wall_s``
-    are the seconds since 1970. ``is_linked`` says whether an interface of the agent has a link.
-    ``key_options`` are what a command needs to ask a peer, by its endpoint.
-    """
-    refused = _refused(len(status.silent_peers), metrics.get("kvbus_silent_peer_refusals", 0.0))
-    for endpoint, silent_s in status.silent_peers.items():
-        options = key_options.get(endpoint, "")
-        peer = f"--peer {quote(endpoint)}"
-        look = f"--only peer {peer}{options}" if options else peer
-        yield Fault(
-            f"the agent at {endpoint} has not answered for {silent_s:.0f} s{refused}",
-            f"See that it runs and is not stopped, then run here: kvbus doctor {look}",
-        )
-    if blocks := metrics.get("kvbus_quarantined_blocks"):
-        yield Fault(
-            f"{blocks:.0f} blocks are withheld, as a transfer can still write into them",
-            "A prefill agent is stopped or cut off: let it go on, or end it; else they come back "
-            "after quarantine_timeout_s."
-            if is_linked
-            else "This agent itself is cut off: they come back with the link.",
-        )
-    ago_s = wall_s - metrics.get("kvbus_recycled_timestamp_seconds", 0.0)
-    if ago_s < OLD_S:
-        times = metrics.get("kvbus_recycled_transports", 1.0)
-        yield Fault(
-            "transfers never ended, and NIXL was made anew, "
-            f"last {_age(ago_s)} ago ({times:.0f} times since the start)",
-            "See to the network between the agents, and to agents that were stopped (SIGSTOP) "
-            "or cut off.",
-        )
-    yield from _failures([entry[0] for entry in recent if entry], now_s)
-
-
-def _refused(num_silent: int, num_refused: float) -> str:
-    """How many fetches that cost; of several agents only the sum is known."""
-    if not num_refused:
-        return ""
-    whom = "it" if num_silent == 1 else f"{num_silent} such agents"
-    return f", and {num_refused:.0f} fetches were refused for {whom}"
-
-
-def _failures(handoffs: Sequence[Span], now_s: float) -> Iterator[Fault]:
-    """One for each code, the most frequent first; the error of a handoff is CODE: MESSAGE."""
-    by_code: dict[str, list[Span]] = {}
-    for one in handoffs:
-        if one.error:
-            by_code.setdefault(one.error.partition(":")[0], []).append(one)
-    for code, failed in sorted(by_code.items(), key=lambda item: -len(item[1])):
-        last = max(failed, key=_ended_at)
-        ago_s = now_s - _ended_at(last)
-        if code not in NOBODYS and ago_s < OLD_S:
-            yield Fault(
-                f"{len(failed)} of the last {len(handoffs)} handoffs failed, "
-                f"last {_age(ago_s)} ago, with {last.error}",
-                ADVICE.get(code, OTHERWISE),
-            )
-
-
-def _ended_at(span: Span) -> float:
-    return span.start_s if span.end_s is None else span.end_s
-
-
-def _age(seconds: float) -> str:
-    return f"{max(0.0, seconds):.0f} s" if seconds < 60 else f"{seconds / 60:.0f} min"
-
-
 MOST_RECENT = 100
 """Handoffs that one look has: each takes some 0.02 ms, of the loop only while it is under way."""
 
@@ -143,22 +63,30 @@ class SelfReport:
 
     def status(self, asked: Status) -> AgentStatus:
         """What it holds now, and the story of what is asked for."""
-        engines = self.agent.engines.engines
+        agent, service, view = self.agent, self.service, None
+        if asked.peer or asked.key:
+            view = structs.replace(
+                service.view(asked.peer),
+                min_protocol=PROTOCOL_VERSION,
+                max_protocol=PROTOCOL_VERSION,
+                server_key=agent.identity.server_key,
+                roles=agent.access.roles_of(asked.key),
+            )
         return AgentStatus(
-            agent_id=self.config.agent_id,
-            role=self.agent.identity.role,
-            engines={name: engine.ready for name, engine in engines.items()},
+            agent_id=agent.identity.agent_id,
+            role=agent.identity.role,
+            engines={name: engine.ready for name, engine in agent.engines.engines.items()},
             draining=self.is_draining,
-            counts=self.service.counts(),
-            data_endpoints=self.agent.data_plane.endpoints,
-            story=tuple(self.service.story(asked)),
-            sharing=self.service.sharing(),
-            silent_peers=self.service.silent_peers(),
-            engine_instances={name: engine.instance for name, engine in engines.items()},
-            peer_endpoint=self.agent.identity.peer_endpoint,
-            events_endpoint=self.agent.identity.events_endpoint,
+            counts=service.counts(),
+            data_endpoints=agent.data_plane.endpoints,
+            story=tuple(service.story(asked)),
+            sharing=service.sharing(),
+            silent_peers=service.silent_peers(),
+            engine_instances={n: engine.instance for n, engine in agent.engines.engines.items()},
+            peer_endpoint=agent.identity.peer_endpoint,
+            events_endpoint=agent.identity.events_endpoint,
             echo=asked.echo,
-            view=self._view(asked) if asked.peer or asked.key else None,
+            view=view,
         )
 
     def trace(self, asked: Trace) -> Traced:
@@ -169,7 +97,7 @@ class SelfReport:
             agent_id=identity.agent_id,
             role=identity.role,
             boot=identity.agent_boot,
-            now_s=asyncio.get_running_loop().time(),
+            now_s=self.agent.loop.time(),
             wall_s=time.time(),
             spans=spans,
             cut=cut,
@@ -178,89 +106,135 @@ class SelfReport:
 
     def unready(self) -> list[Fault]:
         """Why it should be given no work now; empty when it should."""
-        return list(self._reasons())
+        faults, plane = [], self.agent.data_plane
+        if not self.is_started:
+            faults.append(Fault("the agent is starting", "Wait."))
+        if self.is_draining:
+            faults.append(Fault("the agent is draining, and ends soon", "Use another one."))
+        if plane.outside:
+            what = f"UCX listens at {plane.outside}, which data_interfaces does not allow"
+            do = "See to the UCX_ settings of the environment: strangers can read memory there."
+            faults.append(Fault(what, do))
+        if plane.is_down():
+            what = "none of data_interfaces has a link"
+            faults.append(Fault(what, "See to the cable or the interface."))
+        engines = self.agent.engines.engines.values()
+        if self.config.ready_needs_engine and not any(engine.ready for engine in engines):
+            do = "Start one; the agent's log says who was refused."
+            faults.append(Fault("no engine is attached", do))
+        return faults
 
     def live(self, registry: CollectorRegistry) -> Callable[[], Live]:
         """Everything of now, and its newest offers or fetches, `MOST_RECENT` at most.
 
         What is returned makes the rest of it in any thread.
         """
-        families = list(registry.collect())
-        status, recent = without_place(self.status(Status())), self.service.recent(MOST_RECENT)
-        reasons = (*self._reasons(), *self._key_faults())
-        key_file, key_of = self.config.key_file, self.service.key_of
+        families, recent = list(registry.collect()), self.service.recent(MOST_RECENT)
+        status, key_file = without_place(self.status(Status())), self.config.key_file
+        server_key, key_of = self.agent.identity.server_key, self.service.key_of
         key_options_of = {at: key_options(key_file, key_of(at)) for at in status.silent_peers}
-        now_s, wall_s = asyncio.get_running_loop().time(), time.time()
-        is_linked = not self.agent.data_plane.is_down()
+        reasons, is_linked = (
+            [*self.unready(), *self._key_faults()],
+            not self.agent.data_plane.is_down(),
+        )
+        now_s, wall_s = self.agent.loop.time(), time.time()
 
         def finish() -> Live:
-            metrics = _samples(families)
-            spans = tuple(tuple(make_spans()) for make_spans in recent)
-            faults = current_faults(
-                status,
-                metrics,
-                spans,
-                now_s=now_s,
-                wall_s=wall_s,
-                is_linked=is_linked,
-                key_options=key_options_of,
-            )
-            return Live(
+            live = Live(
                 status=status,
                 boot=self.agent.identity.agent_boot,
                 now_s=now_s,
-                faults=(*reasons, *faults),
-                metrics=metrics,
-                recent=spans,
-                key_options=key_options(key_file, self.agent.identity.server_key),
+                faults=(),
+                metrics=dict(_samples(families)),
+                recent=tuple(tuple(make_spans()) for make_spans in recent),
+                key_options=key_options(key_file, server_key),
             )
+            faults = current_faults(
+                live, wall_s=wall_s, is_linked=is_linked, key_options=key_options_of
+            )
+            return structs.replace(live, faults=(*reasons, *faults))
 
         return finish
 
-    def _view(self, asked: Status) -> PeerView:
-        return structs.replace(
-            self.service.view(asked.peer),
-            min_protocol=PROTOCOL_VERSION,
-            max_protocol=PROTOCOL_VERSION,
-            server_key=self.agent.identity.server_key,
-            roles=self.agent.access.roles_of(asked.key),
-        )
-
     def _key_faults(self) -> Iterator[Fault]:
-        if self.agent.identity.role is AgentRole.PREFILL and self.agent.access.has_lost(
-            Role.PREFILL
-        ):
-            key, name = self.agent.identity.server_key, self.config.agent_id
+        identity, folder = self.agent.identity, self.config.authorized_keys
+        if identity.role is AgentRole.PREFILL and self.agent.access.has_lost(Role.PREFILL):
             yield Fault(
-                f"our own key is not among the trusted keys of {self.config.authorized_keys} as "
-                "prefill: decode agents that share the folder refuse us",
-                "Trust it there, or where the folder is made: "
-                f"kvbus keys trust FOLDER '{key}' --name {name} --role prefill",
+                f"our own key is not among the trusted keys of {folder} as prefill: decode agents "
+                "that share the folder refuse us",
+                "Trust it there, or where the folder is made: kvbus keys trust FOLDER "
+                f"'{identity.server_key}' --name {identity.agent_id} --role prefill",
             )
 
-    def _reasons(self) -> Iterator[Fault]:
-        if not self.is_started:
-            yield Fault("the agent is starting", "Wait.")
-        if self.is_draining:
-            yield Fault("the agent is draining, and ends soon", "Use another one.")
-        if outside := self.agent.data_plane.outside:
+
+def current_faults(
+    live: Live, *, wall_s: float, is_linked: bool, key_options: Mapping[str, str]
+) -> Iterator[Fault]:
+    """Those of peers and of memory now, then those of the last minutes.
+
+    ``wall_s`` are the seconds since 1970. ``is_linked`` says whether an interface of the agent has
+    a link. ``key_options`` are what a command needs to ask a peer, by its endpoint.
+    """
+    metrics, silent = live.metrics, live.status.silent_peers
+    whom, num_refused = "it", metrics.get("kvbus_silent_peer_refusals")
+    if len(silent) > 1:  # only the sum is known
+        whom = f"{len(silent)} such agents"
+    refused = f", and {num_refused:.0f} fetches were refused for {whom}" if num_refused else ""
+    for endpoint, silent_s in silent.items():
+        options = key_options.get(endpoint, "")
+        look = (
+            f"--only peer --peer {quote(endpoint)}{options}"
+            if options
+            else f"--peer {quote(endpoint)}"
+        )
+        yield Fault(
+            f"the agent at {endpoint} has not answered for {silent_s:.0f} s{refused}",
+            f"See that it runs and is not stopped, then run here: kvbus doctor {look}",
+        )
+    if blocks := metrics.get("kvbus_quarantined_blocks"):
+        yield Fault(
+            f"{blocks:.0f} blocks are withheld, as a transfer can still write into them",
+            "A prefill agent is stopped or cut off: let it go on, or end it; else they come back "
+            "after quarantine_timeout_s."
+            if is_linked
+            else "This agent itself is cut off: they come back with the link.",
+        )
+    ago_s = wall_s - metrics.get("kvbus_recycled_timestamp_seconds", 0.0)
+    if ago_s < OLD_S:
+        times = metrics.get("kvbus_recycled_transports", 1.0)
+        yield Fault(
+            "transfers never ended, and NIXL was made anew, "
+            f"last {_age(ago_s)} ago ({times:.0f} times since the start)",
+            "See to the network between the agents, and to agents that were stopped (SIGSTOP) "
+            "or cut off.",
+        )
+    yield from _failures([spans[0] for spans in live.recent if spans], live.now_s)
+
+
+def _failures(handoffs: Sequence[Span], now_s: float) -> Iterator[Fault]:
+    """One for each code, the most frequent first; the error of a handoff is CODE: MESSAGE."""
+    by_code: dict[str, list[tuple[float, str]]] = {}
+    for one in handoffs:
+        if one.error:
+            ended_at = one.start_s if one.end_s is None else one.end_s
+            by_code.setdefault(one.error.partition(":")[0], []).append((ended_at, one.error))
+    for code, failed in sorted(by_code.items(), key=lambda item: -len(item[1])):
+        ended_at, error = max(failed)
+        ago_s = now_s - ended_at
+        if code not in NOBODYS and ago_s < OLD_S:
             yield Fault(
-                f"UCX listens at {outside}, which data_interfaces does not allow",
-                "See to the UCX_ settings of the environment: strangers can read memory there.",
+                f"{len(failed)} of the last {len(handoffs)} handoffs failed, "
+                f"last {_age(ago_s)} ago, with {error}",
+                ADVICE.get(code, OTHERWISE),
             )
-        if self.agent.data_plane.is_down():
-            yield Fault("none of data_interfaces has a link", "See to the cable or the interface.")
-        engines = self.agent.engines.engines.values()
-        if self.config.ready_needs_engine and not any(engine.ready for engine in engines):
-            yield Fault("no engine is attached", "Start one; the agent's log says who was refused.")
 
 
-def _samples(families: Iterable[Metric]) -> dict[str, float]:
+def _age(seconds: float) -> str:
+    return f"{max(0.0, seconds):.0f} s" if seconds < 60 else f"{seconds / 60:.0f} min"
+
+
+def _samples(families: Iterable[Metric]) -> Iterator[tuple[str, float]]:
     """Each sample by its name and labels, as the Prometheus page writes them."""
-    samples: Iterable[Sample] = (one for family in families for one in family.samples)
-    return {f"{one.name}{_labels(one)}": one.value for one in samples}
-
-
-def _labels(sample: Sample) -> str:
-    pairs = [f'{name}="{value}"' for name, value in sorted(sample.labels.items())]
-    return f"{{{','.join(pairs)}}}" if pairs else ""
+    for one in (sample for family in families for sample in family.samples):
+        labels = ",".join(f'{name}="{value}"' for name, value in sorted(one.labels.items()))
+        yield f"{one.name}{{{labels}}}" if labels else one.name, one.value

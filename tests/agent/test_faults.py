@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvbus.agent import OLD_S, current_faults
-from kvbus.protocol import AgentRole, AgentStatus, Span
+from kvbus.protocol import AgentRole, AgentStatus, Live, Span
 
 NOW_S, WALL_S = 5_000.0, 1_700_000_000.0
 PEER = "tcp://10.0.0.7:7701"
@@ -28,9 +28,15 @@ def faults(
         [Span(name="fetch", start_s=NOW_S - ago_s - 1, end_s=NOW_S - ago_s, error=error)]
         for ago_s, error in errors
     ]
-    found = current_faults(
-        status, metrics, recent, now_s=NOW_S, wall_s=WALL_S, is_linked=is_linked, key_options={}
+    live = Live(
+        status=status,
+        boot="b",
+        now_s=NOW_S,
+        faults=(),
+        metrics=metrics,
+        recent=tuple(map(tuple, recent)),
     )
+    found = current_faults(live, wall_s=WALL_S, is_linked=is_linked, key_options={})
     return [(fault.what, fault.do) for fault in found]
 
 
