@@ -20,7 +20,7 @@ class ActiveFetch:
     peers: list[Peer] = field(default_factory=list)
     route: Route | None = None
     choice: object = None
-    """How it is read, chosen with the route."""
+    """How it is read, chosen when its route is known."""
     replica_index: int = 0
 
     @property

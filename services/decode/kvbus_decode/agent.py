@@ -67,7 +67,6 @@ class DecodeService:
             tickets=self._tickets,
             active=self._active,
             dispatch=self._dispatch,
-            choose=self._reader.choose,
         )
         self._warm = WarmPeers(agent, config, peers, self.routes)
         peers.watchers = (self.routes, leases, self._warm)

@@ -33,16 +33,13 @@ DRAIN_PERIOD_S = 1.0
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
 Dispatch = Callable[[ev.Event], None]
-Choose = Callable[[Route, int, int], object]
-"""By the first token and the number of tokens."""
 Settle = Callable[[Message | KVBusError], None]
 
 
 class LeaseClient(PeerWatcher):
     """Requests to prefill agents for the fetches under way; ``dispatch`` takes the answers.
 
-    ``active`` are the fetches that are under way, by id. ``choose`` says how one is read on a new
-    route.
+    ``active`` are the fetches that are under way, by id.
     """
 
     def __init__(
@@ -55,11 +52,10 @@ class LeaseClient(PeerWatcher):
         tickets: TicketGate,
         active: dict[str, ActiveFetch],
         dispatch: Dispatch,
-        choose: Choose,
     ) -> None:
         self._agent, self._config, self._peers, self._routes = agent, config, peers, routes
         self._tickets, self._active = tickets, active
-        self._dispatch, self._choose = dispatch, choose
+        self._dispatch = dispatch
         self._by_offer: defaultdict[str, set[str]] = defaultdict(set)
 
     def hold(self, command: ev.HoldPeer) -> None:
@@ -204,7 +200,8 @@ class LeaseClient(PeerWatcher):
             fetch.peers.append(self._peers.acquire(PeerAddress.of(requested.ticket)))
         fetch.home.check_alive(requested.ticket.agent_boot)
         if fetch.route is None and isinstance(requested.route, Route):
-            self._hold_route(fetch, requested.route, requested.choice)
+            self._hold_route(fetch, requested.route)
+            fetch.choice = requested.choice
         return fetch
 
     def _add(self, requested: ev.Requested) -> ActiveFetch:
@@ -225,12 +222,11 @@ class LeaseClient(PeerWatcher):
         if not self._by_offer[offer_id]:
             del self._by_offer[offer_id]
 
-    def _hold_route(self, fetch: ActiveFetch, route: Route, choice: object) -> None:
-        """Hold every peer of the route, on which this path was chosen."""
+    def _hold_route(self, fetch: ActiveFetch, route: Route) -> None:
+        """Hold every peer of the route."""
         for source in route.others[len(fetch.peers) - 1 :]:
             fetch.peers.append(self._peers.acquire(source.peer.address))
         fetch.route, fetch.replica_index = route, route.next_replica_index()
-        fetch.choice = choice
 
     def _is_active(self, fetch: ActiveFetch) -> bool:
         """Whether it did not end meanwhile."""
@@ -241,9 +237,7 @@ class LeaseClient(PeerWatcher):
             ticket, engine = fetch.requested.ticket, fetch.engine
             route = await self._routes.route(fetch.home, ticket, engine, timeout_s=timeout_s)
             if self._is_active(fetch):
-                asked = fetch.requested.asked
-                choice = self._choose(route, asked.first_token, asked.num_tokens)
-                self._hold_route(fetch, route, choice)
+                self._hold_route(fetch, route)
                 self._dispatch(ev.PeerReady(fetch.fetch_id))
 
         def fail(error: KVBusError) -> None:

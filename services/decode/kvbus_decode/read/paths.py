@@ -32,7 +32,7 @@ class PathChooser:
         self._paths: WeakKeyDictionary[Route, tuple[Path, ...]] = WeakKeyDictionary()
 
     def choose(self, route: Route, first_token: int, num_tokens: int) -> PathChoice | None:
-        """How a fetch of these tokens is read; None when no path can be taken: `still` says why."""
+        """How a fetch of these tokens is read; None when no path is open: `path_of` says why."""
         whole, groups = (first_token, num_tokens), route.engine.spec.groups
         spans = chunk_spans(groups, route.prefill.groups, whole, whole, last=True)
         try:
@@ -40,17 +40,19 @@ class PathChooser:
         except KVBusError:
             return None
 
-    def still(self, choice: object, chunk: Chunk) -> PathChoice:
-        """``choice``, or another for this chunk: memory that was mapped may be closed by now.
+    def path_of(self, chunk: Chunk) -> PathChoice:
+        """How a chunk is read: as its whole fetch, unless memory that was mapped has closed.
 
         Without a lease it is one of `WITHOUT_BOXES`. Raises `ConfigError` when no path is open.
         """
-        route, leased = chunk.route, chunk.wanted.epoch > 0
+        route, fetch, asked, leased = chunk.route, chunk.fetch, chunk.asked, chunk.wanted.epoch > 0
+        choice = fetch.choice or self.choose(route, asked.first_token, asked.num_tokens)
         if isinstance(choice, PathChoice):
+            fetch.choice = choice
             is_open = choice.path is not Path.MAPPED or route.is_mapped
             if is_open and (leased or choice.path in WITHOUT_BOXES):
                 return choice
-        return self._choose(route, chunk.spans, chunk.fetch.replica_index, leased=leased)
+        return self._choose(route, chunk.spans, fetch.replica_index, leased=leased)
 
     def _choose(
         self, route: Route, spans: Spans, replica_index: int, *, leased: bool = True

@@ -117,7 +117,7 @@ class Reader:
         key, fetch = command.fetch_id, self._active[command.fetch_id]
         try:
             chunk = make_chunk(fetch, command, one_in=self._config.digest_one_in)
-            choice = self._chooser.still(fetch.choice, chunk)
+            choice = self._chooser.path_of(chunk)
             job_bytes, staging = self._agent.transport.limits.slice_bytes, self._agent.staging
             short = None
             if choice.path is Path.MAPPED:
