@@ -64,7 +64,7 @@ $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vll
 
 # Installing compiles it too; this is for a kernel that was changed since. Without a compiler all works
 # as well, more slowly.
-$(KERNEL): hatch_build.py kvbus/memory/copy_runs.c kvbus/memory/digest_pieces.c | $(INSTALLED)
+$(KERNEL): hatch_build.py kvbus/memory/copy_runs.c | $(INSTALLED)
 	-$(BIN)/python hatch_build.py
 
 # Tests that need one of these are skipped without it, and say so; in CI they fail. So are those that need kubectl 1.27

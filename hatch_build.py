@@ -1,8 +1,8 @@
-"""Compiles the kernel that copies and digests when kvbus is built or installed.
+"""Compiles the kernel that copies when kvbus is built or installed.
 
 A wheel gets one from a temporary folder, and nothing is written beside the sources; an editable
 install needs it there, where ``python hatch_build.py`` compiles it, too. Without a compiler the
-build goes on: kvbus then copies and digests by numpy, which is slower.
+build goes on: kvbus then copies by numpy, which is slower.
 """
 
 import os
@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "kvbus" / "memory"
-SOURCES, LIBRARY = (FOLDER / "copy_runs.c", FOLDER / "digest_pieces.c"), FOLDER / "copy_runs.so"
+SOURCE, LIBRARY = FOLDER / "copy_runs.c", FOLDER / "copy_runs.so"
 
 
 def compile_kernel(library: Path = LIBRARY) -> str | None:
     """Compile by ``CC`` (default: cc). Returns why not, if there is none: not an old one either."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     new = library.with_suffix(f".{os.getpid()}")
-    sources = map(str, SOURCES)
-    command = [*compiler, "-O2", "-std=c99", "-shared", "-fPIC", "-o", str(new), *sources]
+    command = [*compiler, "-O2", "-std=c99", "-shared", "-fPIC", "-o", str(new), str(SOURCE)]
     library.unlink(missing_ok=True)
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -22,9 +22,9 @@ from kvbus.memory.digest_pieces import Digests, digest_gathered, digest_pieces
 from kvbus.planning.digests import Lattice, Numbers, PieceMap, by_lattice, chosen_pieces
 from kvbus.table import Key
 
-SHORT_BYTES = 1 << 20
+SHORT_BYTES = 128 << 10
 """So much is digested on the event loop, in some 0.1 ms; the way to a thread and back takes 0.07,
-and more where other threads have the cores. It is a sample of 64 MiB.
+and more where other threads have the cores. It is a sample of 8 MiB.
 """
 
 

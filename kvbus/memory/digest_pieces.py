@@ -1,14 +1,9 @@
 """Digests of pieces of this process's memory: XXH3 of 64 bits, from the package `xxhash`.
 
-Where kvbus's kernel in C was built, that walks through the memory and calls the package's own
-function, without the GIL; else numpy does. Refuses nothing: addresses are the caller's to check.
+Addresses are the caller's to check.
 """
 
-import ctypes
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -17,116 +12,46 @@ from msgspec.structs import replace
 
 from kvbus.geometry import AxisName, BlockTable, Box, SlotOrder, slot_bytes, slot_table
 from kvbus.memory.copying import PagedMemory, Slot, address_of, gather
-from kvbus.memory.run_copy import KERNEL
-from kvbus.planning import PlacedRank, slot_rank
+from kvbus.memory.run_copy import copy_runs
+from kvbus.planning import Copies, PlacedRank, slot_rank
 from kvbus.planning.digests import SPAN_TOKENS, Lattice, Numbers, PieceMap
 
 Digests = npt.NDArray[np.uint64]
-Kernel = Callable[..., None]
-HASHES = ("XXH3_64bits_dispatch", "XXH3_64bits")
-"""The package's functions in C, the one that looks at the CPU first."""
-PROBE = bytes(range(256)) * 16
 BY_PIECE = SlotOrder(
     (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.BLOCK, AxisName.TOKEN, AxisName.DIM), 1
 )
 """Each piece in one run."""
 
 
-def load_kernel(library: Path, package: Path | None = None) -> tuple[Kernel, int] | None:
-    """The kernel, and the address of the hash that it calls; None where one is missing.
-
-    ``package`` is what `xxhash` itself has in C, by default the one that is installed.
-    """
-    try:
-        kernel: Any = ctypes.CDLL(str(library)).kvbus_digest_pieces
-        hash_in_c = _hash_in_c(package or _package())
-    except (OSError, AttributeError):
-        return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = (
-        *(pointer, pointer, number, pointer, pointer),
-        *(pointer, number, number, number, number, pointer, pointer),
-    )
-    kernel.restype = None
-    address = ctypes.cast(hash_in_c, pointer).value
-    found: Kernel = kernel
-    return None if address is None else (found, address)
-
-
-def _package() -> Path:
-    spec = find_spec("xxhash._xxhash")
-    return Path(spec.origin if spec is not None and spec.origin else "")
-
-
-def _hash_in_c(package: Path) -> Any:
-    """Raises `AttributeError` when the package has none that digests as it says."""
-    library = ctypes.CDLL(str(package))
-    for name in HASHES:
-        function: Any = getattr(library, name, None)
-        if function is None:
-            continue
-        function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_size_t), ctypes.c_uint64
-        if function(PROBE, len(PROBE)) == xxhash.xxh3_64_intdigest(PROBE):
-            return function
-    raise AttributeError(f"{package} has no {HASHES[-1]}")
-
-
-_kernel = load_kernel(KERNEL)
-
-
-def is_compiled() -> bool:
-    """Whether digests are made by the kernel in C."""
-    return _kernel is not None
-
-
 def digest_pieces(lattice: Lattice, pieces: Numbers) -> Digests:
     """The digest of each of ``pieces``, which are span * number of the lattice's corners + corner.
 
-    All memory must be mapped and stay so. In this thread; the kernel releases the GIL.
+    All memory must be mapped and stay so. Pieces of one length are brought together at once.
     """
-    if _kernel is None:
-        return digest_by_numpy(lattice, pieces)
-    return digest_by_kernel(*_kernel, lattice, pieces)
-
-
-def digest_by_kernel(kernel: Kernel, hash_at: int, lattice: Lattice, pieces: Numbers) -> Digests:
-    """One call into C."""
-    longest = int(np.diff(lattice.edges).max()) * lattice.row_bytes
-    buffer, found = np.empty(longest, np.uint8), np.empty(pieces.size, np.uint64)
-    corners, positions, edges, wanted = map(
-        np.ascontiguousarray, (lattice.corners, lattice.positions, lattice.edges, pieces)
-    )
-    kernel(
-        hash_at,
-        corners.ctypes.data,
-        corners.size,
-        positions.ctypes.data,
-        edges.ctypes.data,
-        wanted.ctypes.data,
-        wanted.size,
-        lattice.num_runs,
-        lattice.run_bytes,
-        lattice.step_bytes,
-        buffer.ctypes.data,
-        found.ctypes.data,
-    )
-    return found
-
-
-def digest_by_numpy(lattice: Lattice, pieces: Numbers) -> Digests:
-    """The same without a compiler, run by run."""
-    steps = range(0, lattice.num_runs * lattice.step_bytes or 1, lattice.step_bytes or 1)
-    num_corners = lattice.corners.size
+    spans, corners = np.divmod(pieces, lattice.corners.size)
+    firsts, lengths = lattice.edges[spans], np.diff(lattice.edges)[spans]
     found = np.empty(pieces.size, np.uint64)
-    for at, number in enumerate(pieces.tolist()):
-        span, corner = divmod(number, num_corners)
-        first, stop = lattice.edges[span : span + 2].tolist()
-        rows = (lattice.positions[first:stop] + lattice.corners[corner]).tolist()
-        piece = b"".join(
-            ctypes.string_at(row + step, lattice.run_bytes) for row in rows for step in steps
-        )
-        found[at] = xxhash.xxh3_64_intdigest(piece)
+    for length in np.unique(lengths).tolist():
+        which = np.flatnonzero(lengths == length)
+        rows = lattice.positions[firsts[which][:, None] + np.arange(length)]
+        rows += lattice.corners[corners[which]][:, None]
+        found[which] = [xxhash.xxh3_64_intdigest(one) for one in _gathered(lattice, rows)]
     return found
+
+
+def _gathered(lattice: Lattice, rows: Numbers) -> npt.NDArray[np.uint8]:
+    """Bytes of pieces whose rows start at these addresses: [piece, byte]."""
+    gathered = np.empty((len(rows), rows.shape[1] * lattice.row_bytes), np.uint8)
+    targets = address_of(gathered) + np.arange(rows.size) * lattice.row_bytes
+    runs = np.arange(lattice.num_runs)
+    copies = Copies(
+        outer=np.stack((rows.reshape(-1), targets)),
+        units=np.zeros((2, 1), np.int64),
+        inner=np.stack((runs * lattice.step_bytes, runs * lattice.run_bytes)),
+        run_bytes=lattice.run_bytes,
+    )
+    copy_runs((copies,))
+    return gathered
 
 
 def digest_gathered(

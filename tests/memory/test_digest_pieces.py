@@ -43,15 +43,11 @@ def by_gathering(side: InMemory, rank: int, box: Box, pieces: Numbers) -> list[i
     return [int(one) for one in found]
 
 
-@pytest.fixture(scope="module", params=["kernel", "numpy", "gathered"])
+@pytest.fixture(scope="module", params=["mapped", "gathered"])
 def digest(request: pytest.FixtureRequest) -> Digest:
     if request.param == "gathered":
         return by_gathering
-    if request.param == "numpy":
-        return partial(by_lattices, digest_pieces.digest_by_numpy)
-    found = digest_pieces.load_kernel(request.getfixturevalue("library"))
-    assert found is not None
-    return partial(by_lattices, partial(digest_pieces.digest_by_kernel, *found))
+    return partial(by_lattices, digest_pieces.digest_pieces)
 
 
 def boxes_of(case: Case) -> Iterator[tuple[int, int, Box]]:
