@@ -5,17 +5,16 @@ Refuses nothing: addresses are the caller's to check (`kvbus.planning.check_sour
 
 import ctypes
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbus.planning import Copies, Run
-from kvbus.planning.pairs import Offsets
 
 Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
 Kernel = Callable[..., None]
 KERNEL = Path(__file__).with_name("copy_runs.so")
 
@@ -73,46 +72,28 @@ def copy_by_kernel(kernel: Kernel, copies: Copies) -> None:
 
 
 def copy_by_numpy(copies: Copies) -> None:
-    """The same without a compiler: an assignment for each outer offset and unit."""
-    axes, rest = even_axes(copies.inner)
-    starts = replace(copies, inner=rest).addresses()
-    for source, target in starts.T.tolist():
-        if not axes:
-            ctypes.memmove(target, source, copies.run_bytes)
-            continue
-        _view(target, axes, 1, copies.run_bytes)[...] = _view(source, axes, 0, copies.run_bytes)
+    """The same without a compiler: all runs are brought together, and then put in their places."""
+    if copies.num_runs:
+        (from_runs, sources), (to_runs, targets) = (
+            _runs_from(side, copies.run_bytes) for side in copies.addresses()
+        )
+        to_runs[targets] = from_runs[sources]
 
 
-class EvenAxis(NamedTuple):
-    """So many offsets, each as far from the one before: in the source and in the target."""
+class _Runs:
+    """What numpy reads to see a run of so many bytes at every address from ``first`` on."""
 
-    size: int
-    steps: tuple[int, int]
-
-
-def even_axes(offsets: Offsets) -> tuple[list[EvenAxis], Offsets]:
-    """Axes, outermost first, and what is left: the offsets are all sums of one of each."""
-    axes: list[EvenAxis] = []
-    while offsets.shape[1] > 1:
-        first, step = offsets[:, :1], offsets[:, 1] - offsets[:, 0]
-        even = first + step[:, None] * np.arange(offsets.shape[1])
-        uneven = np.flatnonzero((offsets != even).any(axis=0))
-        size = int(uneven[0]) if uneven.size else offsets.shape[1]
-        if offsets.shape[1] % size:
-            break
-        table = offsets.reshape(2, -1, size)
-        if (table - table[:, :, :1] != table[:, :1] - table[:, :1, :1]).any():
-            break
-        axes.insert(0, EvenAxis(size, (int(step[0]), int(step[1]))))
-        offsets = table[:, :, 0]
-    return axes, offsets
+    def __init__(self, first: int, num_addresses: int, run_bytes: int) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (num_addresses, run_bytes),
+            "strides": (1, 1),
+            "data": (first, False),
+        }
 
 
-def _view(address: int, axes: Iterable[EvenAxis], side: int, run_bytes: int) -> Bytes:
-    """The runs at ``address`` and on from there, the last axis one run."""
-    reaches = [axis.steps[side] * (axis.size - 1) for axis in axes]
-    below = sum(reach for reach in reaches if reach < 0)
-    above = sum(reach for reach in reaches if reach > 0) + run_bytes
-    buffer: Any = (ctypes.c_char * (above - below)).from_address(address + below)
-    shape, strides = [axis.size for axis in axes], [axis.steps[side] for axis in axes]
-    return np.ndarray((*shape, run_bytes), np.uint8, buffer, -below, (*strides, 1))
+def _runs_from(addresses: Numbers, run_bytes: int) -> tuple[Bytes, Numbers]:
+    """Runs by their distance from the first, [distance, byte]; and the distances."""
+    first, last = int(addresses.min()), int(addresses.max())
+    return np.asarray(_Runs(first, last - first + 1, run_bytes)), addresses - first
