@@ -16,7 +16,7 @@ from kvbus.agent.service import Agent
 from kvbus.bus import Call, new_secret
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RequestRefused
 from kvbus.protocol.engine import AgentRanks, Fetched
-from kvbus.protocol.message import Empty, Message, Role
+from kvbus.protocol.message import Empty, Role
 from kvbus.protocol.peer import CancelPart, FetchPart, PartFetched
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
@@ -37,19 +37,17 @@ OF_THE_CONNECTION = (ErrorCode.FORBIDDEN, ErrorCode.CLOSED, ErrorCode.STALE)
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """The part of one other agent, as its home sees it; ``wakes`` when there is news of it."""
+    """The part of one other agent, as its home sees it; ``wakes`` when there is news of it.
 
-    other: AgentRanks
+    Once the question ``is_sent`` the other agent may write; ``is_stopped`` when the fetch is over.
+    """
+
+    address: PeerAddress
     question: FetchPart
     answer: PartFetched | KVBusError | None = None
     is_sent: bool = False
     is_stopped: bool = False
     wakes: anyio.Event = field(default_factory=anyio.Event)
-
-    @property
-    def address(self) -> PeerAddress:
-        """Where it is asked for."""
-        return PeerAddress(self.other.endpoint, self.other.server_key, Role.DECODE)
 
     @property
     def has_ended(self) -> bool:
@@ -60,17 +58,12 @@ class _Asked:
         return isinstance(error, RequestRefused) and error.code not in OF_THE_CONNECTION
 
     def note_sent(self) -> None:
-        """From here on the other agent may write."""
+        """The connection has taken it."""
         self.is_sent = True
 
     def settle(self, answer: PartFetched | KVBusError) -> None:
         """The other agent has answered, or does not."""
         self.answer = answer
-        self.wakes.set()
-
-    def stop(self) -> None:
-        """The fetch has ended."""
-        self.is_stopped = True
         self.wakes.set()
 
 
@@ -120,14 +113,20 @@ class PartClient:
     def ask(self, command: ev.AskOthers) -> None:
         """Have each other agent fetch its part."""
         fetch = self._active[command.fetch_id]
-        parts = [_Asked(other, self._question(fetch, other)) for other in fetch.requested.others]
-        self._asked[fetch.fetch_id] = parts
+        parts = self._asked[fetch.fetch_id] = [
+            _Asked(
+                PeerAddress(other.endpoint, other.server_key, Role.DECODE),
+                self._question(fetch, other),
+            )
+            for other in fetch.requested.others
+        ]
         self._agent.tasks.start_soon(self._fetch, fetch, parts)
 
     def stop(self, command: ev.StopReads) -> None:
         """Have them end."""
         for one in self._asked.get(command.fetch_id, ()):
-            one.stop()
+            one.is_stopped = True
+            one.wakes.set()
 
     def _question(self, fetch: ActiveFetch, other: AgentRanks) -> FetchPart:
         requested, asked = fetch.requested, fetch.requested.asked
@@ -242,14 +241,6 @@ class Part:
         self.on_end(self)
 
 
-class _Unheard:
-    """Takes the answer to a cancellation: what counts is the end of the part."""
-
-    def reply(self, _: Message) -> None: ...
-
-    def refuse(self, _: KVBusError) -> None: ...
-
-
 class PartServer:
     """Has parts fetched for homes elsewhere; ``begin`` makes a fetch of one, or raises."""
 
@@ -299,7 +290,7 @@ class PartServer:
         if part.cancelled_by is not None:
             part.cancelled_by.refuse(LocalError("it was asked again", code=ErrorCode.BUSY))
         part.cancelled_by = call
-        self._dispatch(ev.CancelRequested(key, _Unheard()))
+        self._dispatch(ev.CancelRequested(key, None))  # what counts is the end of the part
 
     def _end(self, part: Part) -> None:
         answer = part.answer or LocalError("nothing was read", code=ErrorCode.INTERNAL)

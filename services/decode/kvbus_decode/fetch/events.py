@@ -159,10 +159,13 @@ class ReadEnded(Value, frozen=True):
 
 
 class CancelRequested(Value, frozen=True):
-    """The engine does not want the KV any more; with ``release_offer`` no other reader does."""
+    """The engine does not want the KV any more; with ``release_offer`` no other reader does.
+
+    ``reply_to`` is None where no one asked: a part of another agent's fetch is answered by its end.
+    """
 
     fetch_id: str
-    reply_to: object
+    reply_to: object | None
     release_offer: bool = False
 
 

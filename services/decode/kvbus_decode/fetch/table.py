@@ -147,7 +147,7 @@ def _first_state(requested: ev.Requested) -> FetchState:
 def _answer_forgotten(event: ev.FetchEvent) -> Commands:
     """What can still be done for a fetch that never was, or that was forgotten since."""
     match event:
-        case ev.CancelRequested(fetch_id, reply_to):
+        case ev.CancelRequested(fetch_id, reply_to) if reply_to is not None:
             error = LocalError(f"no fetch '{fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)
             return [Refuse(reply_to, error)]
         case ev.Answered(message=Claim(), outcome=Granted() as granted, ticket=ticket):

@@ -288,7 +288,7 @@ def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Command
     One that has ended already says so in its answer; its offer may still wait for another reader. A
     completed one has ended its offer by its take.
     """
-    commands: Commands = [SendReply(event.reply_to, Empty())]
+    commands: Commands = [SendReply(event.reply_to, Empty())] if event.reply_to is not None else []
     if fetch.state in STAGES:
         error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
         commands += fail(fetch, error, at, ends_as=CANCELLED)
