@@ -3,16 +3,17 @@
 An engine whose KV ours cannot use is refused; both sides log the field and both values.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import anyio
 import structlog
 from msgspec import structs
 
 from kvbus.agent.engines import LocalEngine
-from kvbus.agent.loop import guarded, in_thread
+from kvbus.agent.loop import in_thread
 from kvbus.agent.service import Agent
 from kvbus.bus import RequestClient
 from kvbus.errors import (
@@ -36,20 +37,6 @@ from kvbus_decode.peer.route import Route, Source, placed_ranks
 
 log = structlog.get_logger()
 
-REASON_GRACE_S = 0.5
-"""A handshake that ends in time knows better than its waiters which agent did not answer."""
-
-OF_THE_TICKET = frozenset(
-    {
-        ErrorCode.FORBIDDEN,
-        ErrorCode.OFFER_UNKNOWN,
-        ErrorCode.OFFER_WITHDRAWN,
-        ErrorCode.OFFER_EXPIRED,
-        ErrorCode.OFFER_COMPLETED,
-    }
-)
-"""Why a handshake is refused to one ticket, and may not be to another of the same engine."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Round:
@@ -64,8 +51,7 @@ class _Round:
     lent: dict[tuple[str, str], MappedMemory | str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class RouteKey:
+class RouteKey(NamedTuple):
     """What must not have changed for a route to be used again."""
 
     endpoint: str
@@ -93,7 +79,8 @@ class RouteBook(PeerWatcher):
         self._agent, self._peers, self.borrower = agent, peers, borrower
         self._nixl = NixlPeers(agent, self._nixl_memory)
         self._routes: dict[RouteKey, Route] = {}
-        self._shaking: dict[RouteKey, asyncio.Future[Route]] = {}
+        self._turns = WeakValueDictionary[RouteKey, anyio.Lock]()
+        """Where one handshake is under way, the others wait."""
         borrower.on_end = self._forget_mapped
 
     def __iter__(self) -> Iterator[Route]:
@@ -123,27 +110,17 @@ class RouteBook(PeerWatcher):
     ) -> Route:
         """The route for ``ticket`` into ``engine``, by a handshake when it is not known.
 
-        Fetches that need the same handshake wait for one; it is made again for those whose ticket
-        is better than the one that was shown. Raises `KVBusError`.
+        Fetches that need the same handshake wait for one, and make their own if it fails: its
+        ticket may have been no good. Raises `KVBusError`.
         """
-        key = RouteKey.of(ticket, engine)
-        with anyio.move_on_after(timeout_s + REASON_GRACE_S):
-            while (known := self.find(ticket, engine)) is None:
-                shaking = self._shaking.get(key)
-                is_own = shaking is None
-                if shaking is None:
-                    shaking = self._shaking[key] = self._agent.loop.create_future()
-                    self._agent.tasks.start_soon(
-                        self._shake_hands, key, peer, ticket, engine, timeout_s
-                    )
-                try:
-                    return await asyncio.shield(shaking)
-                except KVBusError as error:
-                    if is_own or error.code not in OF_THE_TICKET:
-                        raise
-            return known
+        key, deadline = RouteKey.of(ticket, engine), self._agent.loop.time() + timeout_s
+        async with self._turns.setdefault(key, anyio.Lock()):
+            if (known := self.find(ticket, engine)) is not None:
+                return known
+            if self._agent.loop.time() < deadline:
+                return await self._shake_hands(key, peer, ticket, engine, deadline)
         raise RequestTimeout(
-            f"no handshake with {peer.endpoint} within {timeout_s:g} s",
+            f"no handshake with {peer.endpoint} within {timeout_s:g} s: {peer.refusal}",
             code=ErrorCode.PEER_UNREACHABLE,
             endpoint=peer.endpoint,
         )
@@ -201,40 +178,31 @@ class RouteBook(PeerWatcher):
             yield from (source.nixl for source in route.sources if source.nixl is not None)
 
     async def _shake_hands(
-        self, key: RouteKey, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
-    ) -> None:
-        waiting = self._shaking[key]
+        self, key: RouteKey, peer: Peer, ticket: Ticket, engine: LocalEngine, deadline: float
+    ) -> Route:
         bound = log.bind(peer=ticket.agent_id, engine_id=ticket.engine_id)
-
-        async def shake() -> None:
-            route = await self._negotiate(peer, ticket, engine, timeout_s)
-            bound.info("handshake.done", reader=engine.engine_id, num_agents=len(route.sources))
-            self._keep(key, route)
-            waiting.set_result(route)
-
-        def fail(error: KVBusError) -> None:
-            if error.code not in OF_THE_TICKET:
-                peer.refusal = error.message
+        try:
+            route = await self._negotiate(peer, ticket, engine, deadline)
+        except KVBusError as error:
+            peer.refusal = error.message
             bound.warning(
                 "handshake.refused",
                 code=error.code,
                 reason=error.message,
                 **{f"detail_{name}": value for name, value in error.detail.items()},
             )
-            waiting.set_exception(error)
-            waiting.exception()  # marks it as seen: its waiters may all have given up
-
-        await guarded(shake, fail)
-        del self._shaking[key]
+            raise
+        bound.info("handshake.done", reader=engine.engine_id, num_agents=len(route.sources))
+        self._keep(key, route)
+        return route
 
     # Agents of one machine and user copy from mapped memory. Then NIXL is told of nothing, and as
     # long as it is needed for no peer its backend is not open: over TCP it listens where any user
     # of the machine reaches it. So the first round of handshakes asks for memory to map; the second
     # one, for NIXL's metadata, follows only where some of the memory cannot be mapped.
     async def _negotiate(
-        self, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
+        self, peer: Peer, ticket: Ticket, engine: LocalEngine, deadline: float
     ) -> Route:
-        deadline = self._agent.loop.time() + timeout_s
         first = _Round(engine, deadline, self.borrower.machine(engine))
         done, sources = await self._meet_all(peer, ticket, first)
         if not _can_be_read(sources):
