@@ -110,7 +110,7 @@ def ask_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
     return answer.result()
 
 
-class Pages:
+class AgentPages:
     """What an agent answers; its report and its metrics are read in ``loop``, their owner.
 
     ``ping`` asks the transport's thread.
@@ -195,7 +195,7 @@ class HttpServer(ThreadingTCPServer):
     allow_reuse_address, daemon_threads = True, True
     request_queue_size = 2 * MAX_CONNECTIONS
 
-    def __init__(self, bind: str, pages: Pages, token: str) -> None:
+    def __init__(self, bind: str, pages: AgentPages, token: str) -> None:
         """Raises `ConfigError` when the address cannot be bound."""
         self.pages, self.token = pages, token
         self.is_local = is_loopback(http_address(bind)[0])

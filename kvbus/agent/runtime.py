@@ -26,7 +26,7 @@ from kvbus.agent.data_plane import (
     restrict_ucx,
 )
 from kvbus.agent.engines import EngineDirectory, Surroundings
-from kvbus.agent.http import HttpServer, Pages
+from kvbus.agent.http import AgentPages, HttpServer
 from kvbus.agent.observe import AgentMetrics, Refusals
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
@@ -309,7 +309,7 @@ class Runtime:
         if not self.config.http_bind:
             return
         loop, registry = asyncio.get_running_loop(), self.metrics.registry
-        pages = Pages(loop, registry, ping=self.transport.ping, report=self.report)
+        pages = AgentPages(loop, registry, ping=self.transport.ping, report=self.report)
         with named("http_bind"):
             self.http = HttpServer(self.config.http_bind, pages, token)
 

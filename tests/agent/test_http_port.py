@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvbus.agent import AgentConfig, Pages, ask_loop, convert_config, load_http_token
+from kvbus.agent import AgentConfig, AgentPages, ask_loop, convert_config, load_http_token
 from kvbus.errors import ConfigError
 from kvbus.protocol import Fault
 from kvbus.spawn import free_port
@@ -179,13 +179,13 @@ def pong() -> Future[None]:
 
 def pages(
     loop: asyncio.AbstractEventLoop, ping: Callable[[], Future[None]], *faults: Fault
-) -> Pages:
+) -> AgentPages:
     """Of an agent that has these faults."""
     report: Any = SimpleNamespace(unready=lambda: list(faults))
-    return Pages(loop, CollectorRegistry(), ping, report)
+    return AgentPages(loop, CollectorRegistry(), ping, report)
 
 
-def verdict(pages: Pages, path: str) -> tuple[str, str]:
+def verdict(pages: AgentPages, path: str) -> tuple[str, str]:
     answer = pages.answer(path, {})
     return str(answer.status.value), answer.body.decode()
 
