@@ -71,6 +71,8 @@ async def test_a_long_fetch_is_cut_to_slots_that_many_short_ones_share_with_it_a
     )
     assert ended[0] != LONG, "the first short one waited for all of it"
     assert num_boxes >= num_bytes / SLOT_BYTES
+    for agent in (shapes.prefill, shapes.decode[path]):
+        assert agent.memory_maps("libtorch") == 0
 
 
 async def test_where_nothing_is_forced_what_fits_no_slot_is_cut_by_token_or_read_directly(
