@@ -4,7 +4,7 @@ Only ``storage`` and ``cuda`` import torch, which costs seconds.
 
     segment   SharedSegment: the engine's memory, sealed and reserved
     storage   share_tensor: a torch tensor moved to shared memory in place
-    pages     what is mapped, and how it ends (owned: what all such memory has in common)
+    pages     what is mapped, and how it ends
     mapping   SegmentMapping, LentMapping: the agent's side of either
     room      whether that much memory is there
     bus_errors  what happens when memory is cut that somebody has mapped

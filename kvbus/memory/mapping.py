@@ -8,8 +8,8 @@ import fcntl
 import os
 import resource
 import stat
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ class PassedMapping(MappedFile):
 
     def __init__(self, size_bytes: int) -> None:
         self.discarded = False
-        self._unwatch: Callable[[], None] = _nothing
+        self._watcher: BusErrors | None = None
         self.size_bytes = size_bytes
 
     def survive_cuts(self, bus_errors: BusErrors, on_cut: OnCut) -> None:
@@ -46,7 +46,7 @@ class PassedMapping(MappedFile):
         """
         pages = self._mapped()
         bus_errors.watch(pages.address, pages.length_bytes, on_cut)
-        self._unwatch = partial(bus_errors.unwatch, pages.address)
+        self._watcher = bus_errors
 
     def view(self) -> npt.NDArray[np.uint8]:
         """As every mapping; none of an engine that is gone."""
@@ -65,12 +65,19 @@ class PassedMapping(MappedFile):
         if not self.discarded:
             pages.discard()
             self.discarded, self._tensor = True, None
-            self._unwatch()
+            self._forget(pages)
 
     def close(self) -> None:
         """As every mapping."""
+        pages = self._pages
         super().close()
-        self._unwatch()
+        if pages is not None:
+            self._forget(pages)
+
+    def _forget(self, pages: Pages) -> None:
+        """The file's bytes are not here any more: nobody cuts them."""
+        if self._watcher is not None:
+            self._watcher.unwatch(pages.address)
 
 
 class SegmentMapping(PassedMapping):
@@ -79,47 +86,30 @@ class SegmentMapping(PassedMapping):
     Takes over ``fd`` and closes it, also when it raises. Enters the pages into the page table, so
     that no read has to, for two seconds at most, and takes longer when the engine left pages
     unreserved: an event loop calls it in a thread. With ``lend`` it keeps ``lent_fd``, open for
-    reading only, for agents that map the segment too; None when there is no room for it.
-    Raises ``SegmentError``.
+    reading only, for agents that map the segment too, until the memory is discarded; None when
+    there is no room for it. Raises ``SegmentError``.
     """
 
     lent_fd: int | None = None
 
     def __init__(self, fd: int, *, size_bytes: int, lend: bool = False) -> None:
         super().__init__(size_bytes)
-        try:
+        needs = "; its descriptor must be open for reading and writing, and memory be free"
+        with _taken_over(fd, f"the engine's segment of {size_bytes} bytes", needs):
             check_mappings()
             self.sealed = _seal_against_shrinking(fd)
             _check_file(fd, size_bytes)
             _reserve_holes(fd, size_bytes)
             self._pages = Pages(fd, size_bytes)
             self._pages.populate(_POPULATE_WITHIN_S)
-        except OSError as error:
-            raise SegmentError(
-                f"cannot map the engine's segment of {size_bytes} bytes: {error.strerror}; "
-                "its descriptor must be open for reading and writing, and memory be free",
-                size_bytes=size_bytes,
-            ) from error
-        else:
             self.lent_fd = _reopened(fd) if lend else None
-        finally:
-            os.close(fd)
-
-    def discard(self) -> None:
-        """As every mapping of others' memory; nobody is lent it any more."""
-        super().discard()
-        self._end_lending()
 
     def unmap(self) -> None:
         """`close`, which no transfer may be in flight for: `discard` is for that."""
         self.close()
 
-    def close(self) -> None:
-        """As every mapping."""
-        super().close()
-        self._end_lending()
-
-    def _end_lending(self) -> None:
+    def _forget(self, pages: Pages) -> None:
+        super()._forget(pages)
         fd, self.lent_fd = self.lent_fd, None
         if fd is not None:
             os.close(fd)
@@ -133,21 +123,22 @@ class LentMapping(PassedMapping):
 
     def __init__(self, fd: int, *, size_bytes: int) -> None:
         super().__init__(size_bytes)
-        try:
+        with _taken_over(fd, f"the other agent's segment of {size_bytes} bytes"):
             self.sealed = _seal_against_shrinking(fd)
             _check_file(fd, size_bytes)
             check_memory(_missing_bytes(fd, size_bytes))
             self._pages = Pages(fd, size_bytes, writable=False)
-        except OSError as error:
-            raise SegmentError(
-                f"cannot map the other agent's segment of {size_bytes} bytes: {error.strerror}",
-                size_bytes=size_bytes,
-            ) from error
-        finally:
-            os.close(fd)
 
 
-def _nothing() -> None: ...
+@contextmanager
+def _taken_over(fd: int, what: str, needs: str = "") -> Iterator[None]:
+    """Close the descriptor of what is mapped; an ``OSError`` is a `SegmentError`."""
+    try:
+        yield
+    except OSError as error:
+        raise SegmentError(f"cannot map {what}: {error.strerror}{needs}") from error
+    finally:
+        os.close(fd)
 
 
 # The descriptor that an engine passed is open for writing. One that is opened anew, by its name in

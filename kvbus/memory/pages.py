@@ -1,4 +1,4 @@
-"""Owns a memory file's mapping in this process: its address, its views, its end.
+"""Memory that must be given back: a memory file's mapping in this process, a torch storage.
 
 NIXL and kernels know the address without Python knowing of them. So the pages go only when
 ``release`` asks for it, and the addresses only after the last numpy or torch view of them is gone.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbus.errors import ClosedError
+from kvbus.errors import ClosedError, GeometryError
 from kvbus.memory import libc
-from kvbus.memory.owned import OwnedMemory
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,64 @@ class Pages:
         self.discard()
         finalizer = weakref.finalize(self, libc.unmap, self.address, self.length_bytes)
         finalizer.atexit = False  # at exit, views may be alive and the kernel cleans up anyway
+
+
+class OwnedMemory(ABC):
+    """Memory that goes when its owner says so; the garbage collector only warns.
+
+    NIXL, kernels and other processes use addresses that Python knows nothing of.
+    """
+
+    size_bytes: int
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether it was given back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give it back; idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self.closed:
+            what = f"{type(self).__name__} of {self.size_bytes} bytes"
+            warnings.warn(f"{what} was never closed", ResourceWarning, stacklevel=2)
+
+
+class OwnedStorage(OwnedMemory):
+    """A torch storage that an engine passes to its agent; alive until it is closed."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage: torch.UntypedStorage | None = storage
+        self.address = storage.data_ptr()
+        self.size_bytes = storage.nbytes()
+
+    @property
+    def closed(self) -> bool:
+        return self._storage is None
+
+    def offset_bytes_of(self, tensor: torch.Tensor) -> int:
+        """Return where the tensor's first element is; ``GeometryError`` if it lies elsewhere."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != self.address or storage.nbytes() != self.size_bytes:
+            raise GeometryError("the tensor does not lie in this shared storage")
+        return tensor.data_ptr() - self.address
+
+    def close(self) -> None:
+        """Let the storage go; idempotent."""
+        self._storage = None
+
+    def _open(self) -> torch.UntypedStorage:
+        if self._storage is None:
+            raise ClosedError("the shared storage was closed")
+        return self._storage
 
 
 class MappedFile(OwnedMemory):

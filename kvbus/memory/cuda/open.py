@@ -16,7 +16,7 @@ import torch
 from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
 from kvbus.memory.cuda import driver
 from kvbus.memory.cuda.driver import check_cuda, gpu_ordinal
-from kvbus.memory.owned import OwnedMemory
+from kvbus.memory.pages import OwnedMemory
 from kvbus.planning import Copies
 
 Offsets = npt.NDArray[np.int64]

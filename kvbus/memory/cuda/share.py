@@ -8,7 +8,7 @@ import torch
 from kvbus.errors import SegmentError
 from kvbus.memory.cuda import driver
 from kvbus.memory.cuda.driver import gpu_of, gpu_uuid
-from kvbus.memory.owned import OwnedStorage
+from kvbus.memory.pages import OwnedStorage
 
 
 class CudaStorage(OwnedStorage):
