@@ -139,13 +139,9 @@ class EngineGone(Value, frozen=True):
 
 
 class LegDue(Value, frozen=True):
-    """The leg may start; the table itself says when."""
+    """The leg may start, or go on with a slot of ours; the table itself says when."""
 
-
-class SlotGranted(Value, frozen=True):
-    """A slot of ours is the leg's from now on; the table itself says when."""
-
-    slot: int
+    slot: int | None = None
 
 
 class LegStopped(Value, frozen=True):
@@ -258,7 +254,7 @@ class ReadEntry:
 
 def begin(read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
     """Its next stage: it is its turn, a slot of ours is free, or the stage before has ended."""
-    if isinstance(event, SlotGranted):
+    if isinstance(event, LegDue):
         leg.slot = event.slot
     leg.state = leg.stages[leg.num_begun]
     leg.num_begun += 1
@@ -301,7 +297,7 @@ def abort(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Comman
 TRANSITIONS = transitions(
     ((WANTED,), (LegDue,), begin, (PACKING, READING, COPYING, COMPARING)),
     ((PACKING,), (StageEnded,), go_on, (PACKED, READING, OVER)),
-    ((PACKED,), (SlotGranted,), begin, (READING,)),
+    ((PACKED,), (LegDue,), begin, (READING,)),
     ((READING,), (StageEnded,), go_on, (COPYING, OVER)),
     ((COPYING, COMPARING), (StageEnded,), go_on, (OVER,)),
     ((PACKING, PACKED, COMPARING), (LegStopped,), drop, (OVER,)),
@@ -393,7 +389,7 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         for pool in self._pools.values():
             while (granted := pool.acquire()) is not None:
                 leg, slot = granted
-                commands += self._apply_leg(self._read_of[leg], leg, SlotGranted(slot), now)
+                commands += self._apply_leg(self._read_of[leg], leg, LegDue(slot), now)
         if read.read_slots:
             commands += read.release_slots()
         if not read.waiting and not read.live and not read.is_over:
