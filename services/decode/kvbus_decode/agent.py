@@ -102,7 +102,7 @@ class DecodeService:
         return {StartFetch: self._start_fetch, CancelFetch: self._cancel_fetch}
 
     def peer_handlers(self) -> Handlers:
-        """Another decode agent asks for help, with an engine of ours; or a router what it costs."""
+        """A part for an engine whose home is another agent, its end; and what a fetch costs."""
         return {
             FetchPart: self._parts.fetch,
             CancelPart: self._parts.cancel,
@@ -110,11 +110,11 @@ class DecodeService:
         }
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
-        """What its copies need is made ready."""
+        """Listed agents may be met for it."""
         self._warm.see_engine()
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
-        """Its fetches end; nobody is there to be told."""
+        """Its fetches end; there is no one to be told."""
         self._dispatch(EngineLost(engine.engine_id))
         self._reader.lose_engine(engine)
         self.routes.forget_engine(engine)

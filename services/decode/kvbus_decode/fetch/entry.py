@@ -32,7 +32,7 @@ class FetchState(StrEnum):
     """The lease is waited for: it was asked for, or is again as another reader has it."""
 
     WAITING = "waiting"
-    """What was ready is read; the prefill engine still computes, or other agents of ours read."""
+    """What was ready is read; the prefill engine still computes, or other decode agents read."""
 
     READING = "reading"
     """A chunk, all that was ready when it began, is on its way into the blocks."""

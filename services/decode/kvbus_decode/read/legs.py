@@ -92,9 +92,9 @@ class DirectJob(LegJob):
 # The memory that is copied from may end at any moment; the bytes under its addresses are zeros then
 # (`kvbus_decode.peer.mapped`). A fetch must not be completed with them:
 #
-#     the engine dies   its offers end in its agent, and then that hangs up: who has read a zero
-#                       takes later, and is refused
-#     its agent dies    nobody is left who could say yes
+#     the engine dies   its offers end in its agent, and then that hangs up: a fetch that has read
+#                       a zero takes later, and is refused
+#     its agent dies    no one is left to say yes
 #     the file is cut   by an engine that lives: its lease goes on, and a take would get a yes;
 #                       but the map is closed before the first zero is there
 #
@@ -162,7 +162,7 @@ class MappedJob(LegJob):
 class BoxJob(LegJob):
     """One box, from a rank of a source into ours; ``packed`` is where it lies there.
 
-    ``slots`` are those of ours that it is scattered from. Without, ``reads`` are the READs from a
+    ``slots`` are those here that it is scattered from. Without, ``reads`` are the READs from a
     slot at address 0 into the blocks.
     """
 
@@ -177,7 +177,7 @@ class BoxJob(LegJob):
 
     @property
     def ranks(self) -> tuple[RankMemory, ...]:
-        """The ranks of ours that it is for: with slots of ours, all of a joined share."""
+        """The ranks here that it is for: with slots here, all of a joined share."""
         return tuple(self.chunk.route.engine.ranks[number] for number in self.share.readers)
 
     @property
@@ -193,7 +193,7 @@ class BoxJob(LegJob):
         )
 
     def rows(self, slot: int | None) -> Rows:
-        """The READ into number ``slot`` of ours, or those into the blocks."""
+        """The READ into number ``slot`` here, or those into the blocks."""
         packed, slots = self.packed, self.slots
         if packed is not None and slots is not None and slot is not None:
             ours = slots.address(slot), slots.device
@@ -204,7 +204,7 @@ class BoxJob(LegJob):
         return from_slot(self.reads, packed.address, packed.device), "DRAM", packed.memory
 
     def copy(self, slot: int | None, memory: copying.PagedMemory) -> None:
-        """Scatter number ``slot`` of ours into the blocks of one rank; in a thread."""
+        """Scatter number ``slot`` here into the blocks of one rank; in a thread."""
         if self.slots is None or slot is None:
             raise LocalError("the box has no slot", code=ErrorCode.INTERNAL)
         table = self.chunk.asked.tables[self.box.group]

@@ -244,7 +244,7 @@ class Reader:
         self._end_stage(leg, outcome.num_bytes, error)
 
     def _copy(self, leg: Leg, _: ev.Begin) -> None:
-        """In threads: from a slot of ours into each rank, zeros, or from mapped memory."""
+        """In threads: from a slot here into each rank, zeros, or from mapped memory."""
         work = leg.work
         turn, engine = work.chunk.turn, work.chunk.route.engine
         if isinstance(work, MappedJob):

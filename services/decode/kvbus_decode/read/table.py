@@ -1,8 +1,8 @@
-"""All reads of one decode agent: the legs of each, slots of ours, and how a read ends (sans-IO).
+"""All reads of one decode agent: the legs of each, slots here, and how a read ends (sans-IO).
 
     ChunkWanted ─▶ legs ─▶ at most so many packed ones at a time ─▶ ... ─▶ next round ─▶ ReadEnded
                               │ ▲
-                              ▼ │ slots of ours, holder by holder in fair turn
+                              ▼ │ slots here, holder by holder in fair turn
 
 A leg goes through its stages, one after the other:
 
@@ -13,7 +13,7 @@ A leg goes through its stages, one after the other:
     zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
     comparing    wanted ─▶ comparing ──────────────────────────────────▶ over
 
-What may write into the engine's blocks is reading (unless into a slot of ours) or copying. Such a
+What may write into the engine's blocks is reading (unless into a slot here) or copying. Such a
 leg is never over before the agent has said that it ended: NIXL and a thread cannot be called back.
 All others are over as soon as they are stopped. So `ReadEnded` is the one place where blocks
 become free, whatever was aborted, lost or late before.
@@ -22,7 +22,7 @@ The legs of a read come in rounds: those that bring bytes, those that zero, and 
 so these see what the read leaves in the blocks.
 
 One READ that feeds several of our ranks is a packed leg whose copy writes to all of them. So its
-slot of ours is given on when none of them is copied to any more.
+slot here is given on when none of them is copied to any more.
 """
 
 from collections import defaultdict, deque
@@ -60,7 +60,7 @@ class LegState(StrEnum):
     """A READ is planned or posted."""
 
     COPYING = "copying"
-    """Threads copy into the engine's blocks: out of a slot of ours, mapped memory, or zeros."""
+    """Threads copy into the engine's blocks: out of a slot here, mapped memory, or zeros."""
 
     COMPARING = "comparing"
     """Its holder and threads here make digests of the box."""
@@ -79,8 +79,8 @@ class Leg:
     """One leg; ``work`` is what the agent needs to carry it out, and means nothing here.
 
     It goes through ``stages``, of which ``num_begun`` were begun. ``source`` is the holder's agent,
-    ``device`` where the slots of ours are that it reads into. ``slot_id`` names the slot there
-    while it is the leg's, ``slot`` is the number of ours.
+    ``device`` where the slots here are that it reads into. ``slot_id`` names the slot there
+    while it is the leg's, ``slot`` is the number of the one here.
     """
 
     stages: tuple[LegState, ...]
@@ -97,7 +97,7 @@ class Leg:
 
     @property
     def needs_slot(self) -> bool:
-        """Whether it is read into a slot of ours."""
+        """Whether it is read into a slot here."""
         return READING in self.stages and COPYING in self.stages
 
 
@@ -139,7 +139,7 @@ class EngineGone(Value, frozen=True):
 
 
 class LegDue(Value, frozen=True):
-    """The leg may start, or go on with a slot of ours; the table itself says when."""
+    """The leg may start, or go on with a slot here; the table itself says when."""
 
     slot: int | None = None
 
@@ -227,7 +227,7 @@ class ReadEntry:
         return min(times, default=None)
 
     def turn_of(self, leg: Leg) -> Key:
-        """What one of its legs waits for a slot of ours under."""
+        """What one of its legs waits for a slot here under."""
         return Key(leg.source, self.wanted.priority)
 
     def next_leg(self, most_packed: int) -> Leg | None:
@@ -253,7 +253,7 @@ class ReadEntry:
 
 
 def begin(read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
-    """Its next stage: it is its turn, a slot of ours is free, or the stage before has ended."""
+    """Its next stage: it is its turn, a slot here is free, or the stage before has ended."""
     if isinstance(event, LegDue):
         leg.slot = event.slot
     leg.state = leg.stages[leg.num_begun]
@@ -307,7 +307,7 @@ TRANSITIONS = transitions(
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Bounds of the table: packed legs of a read at a time, and slots of ours on each device.
+    """Bounds of the table: packed legs of a read at a time, and slots here on each device.
 
     READs that drain for ``quarantine_s`` are ended from outside.
     """
@@ -329,7 +329,7 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots of ours that are read into or copied from."""
+        """Slots here that are read into or copied from."""
         return sum(pool.num_in_use for pool in self._pools.values())
 
     def num_reads(self, engine: Hashable) -> int:
@@ -376,7 +376,7 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         return commands
 
     def _go_on(self, read: ReadEntry, now: float) -> Commands:
-        """Start what may start, hand out slots of ours, and end what is over."""
+        """Start what may start, hand out slots here, and end what is over."""
         commands: Commands = []
         if read.error is not None and read.recycle_at is None:
             commands += self._drain(read, now)
@@ -414,7 +414,7 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
     def _apply_leg(self, read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
         """Apply ``event``, and account what the leg holds.
 
-        That is a place in the queue for a slot of ours, such a slot, one at its holder, its read.
+        That is a place in the queue for a slot here, such a slot, one at its holder, its read.
         """
         before = leg.state
         commands: Commands = TRANSITIONS[before, type(event)].handler(read, leg, event, now)
