@@ -12,7 +12,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peer import Extent, NixlMemory, WarmPeers
+from kvbus_decode.peer.directory import Extent
+from kvbus_decode.peer.nixl import NixlMemory
+from kvbus_decode.peer.warm import WarmPeers
 from tests.agents import until
 
 

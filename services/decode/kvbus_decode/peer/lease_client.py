@@ -186,8 +186,8 @@ class LeaseClient(PeerWatcher):
     def _begin(self, requested: ev.Requested) -> ActiveFetch:
         """The fetch is under way, so its engine will be told; hold its peers.
 
-        Raises `LocalError`, and `PeerLost` when its home is gone. What was not held is held by the
-        next call.
+        Raises `LocalError`, and `PeerLost` when its home is gone: what is held by then goes with
+        the fetch.
         """
         fetch = self._active.get(requested.fetch_id) or self._add(requested)
         if fetch.requested.ticket is not requested.ticket:  # the agent names where the offer is
@@ -224,7 +224,7 @@ class LeaseClient(PeerWatcher):
 
     def _hold_route(self, fetch: ActiveFetch, route: Route) -> None:
         """Hold every peer of the route."""
-        for source in route.others[len(fetch.peers) - 1 :]:
+        for source in route.others:
             fetch.peers.append(self._peers.acquire(source.peer.address))
         fetch.route, fetch.replica_index = route, route.next_replica_index()
 
