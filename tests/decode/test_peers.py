@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,17 @@ import anyio
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
+from kvbus.engine import DecodeSession
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.directory import Extent
 from kvbus_decode.peer.nixl import NixlMemory
 from kvbus_decode.peer.warm import WarmPeers
 from tests.agents import until
+from tests.decode.neighbours import Neighbours, decode_agent
+from tests.engines import engine, works
+from tests.prefill.inside import prefill_agent
 
 
 class Broken:
@@ -48,6 +54,32 @@ async def test_a_defect_of_warming_keeps_the_agent_that_it_is_about_cold_and_not
 
     assert "ZeroDivisionError" in peers.view("tcp://10.0.0.1:1").problem
     assert peers.num_warm == 0
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_will_not_be_met_ahead_keeps_the_routes_that_fetches_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbus_decode.peer.warm.RETRY_S", 0.05)
+    (folder / "p").mkdir(mode=0o700)
+    (folder / "d").mkdir(mode=0o700)
+    async with prefill_agent(folder / "p") as source:
+        endpoint = source.runtime.agent.identity.peer_endpoint
+        async with decode_agent(folder / "d", peers=[endpoint]) as target:
+            both = Neighbours(source, target)
+            async with both.engines() as engines:
+                assert await works(*engines)
+                made = list(both.routes)
+                async with engine(DecodeSession, target.config.attach_path):
+                    with capture_logs() as lines:
+                        await until(lambda: len(refused(lines)) > 3)
+
+                    assert list(both.routes) == made
+                    assert len(made) == 1
+
+
+def refused(lines: list[Any]) -> list[Any]:
+    return [line for line in lines if line["event"] == "handshake.refused"]
 
 
 def memory(extents: set[Extent]) -> NixlMemory:

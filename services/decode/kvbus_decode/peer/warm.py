@@ -167,11 +167,11 @@ class WarmPeers(PeerWatcher):
             log.info("peer.warmed", peer=endpoint, num_routes=num_routes, seconds=seconds)
 
     def _leave(self, one: _Listed) -> None:
-        """Hold it no more; the next connection looks its name up again."""
+        """Hold it no more; where there is no connection the next one looks its name up again."""
         peer, one.peer = one.peer, None
         if peer is not None:
             self._peers.release(peer)
-            if not peer.num_users and self._peers.has(peer):
+            if peer.client.missing and not peer.num_users and self._peers.has(peer):
                 self._peers.drop(peer)
 
     def _note_cold(self, one: _Listed, error: KVBusError) -> None:
