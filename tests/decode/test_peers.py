@@ -78,6 +78,26 @@ async def test_an_agent_that_will_not_be_met_ahead_keeps_the_routes_that_fetches
                     assert len(made) == 1
 
 
+@pytest.mark.anyio
+async def test_a_listed_agent_that_moved_is_met_where_its_name_leads_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbus_decode.peer.warm.RETRY_S", 0.05)
+    told = ["127.0.0.9"]
+    monkeypatch.setattr("kvbus.bus.connection.look_up_all", lambda _: told)
+    (folder / "p").mkdir(mode=0o700)
+    (folder / "d").mkdir(mode=0o700)
+    async with prefill_agent(folder / "p", shake_hands_ahead="anybody") as source:
+        port = source.runtime.agent.identity.peer_endpoint.rpartition(":")[2]
+        listed = {"peers": [f"tcp://prefill:{port}"], "request_timeout_s": 0.3}
+        async with decode_agent(folder / "d", **listed) as target:
+            both = Neighbours(source, target)
+            async with both.engines():
+                await until(lambda: both.service.view(f"tcp://prefill:{port}").problem)
+                told[:] = ["127.0.0.1"]
+                await until(lambda: len(list(both.routes)) == 1)
+
+
 def refused(lines: list[Any]) -> list[Any]:
     return [line for line in lines if line["event"] == "handshake.refused"]
 
