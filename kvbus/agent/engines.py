@@ -296,14 +296,13 @@ class EngineDirectory:
             raise ProtocolError("attach message needs 'op' and a map 'body'")
         if op == Hello.op:
             return to_body(self._greet(connection, from_body(Hello, body)))
-        if op not in (PassSegment.op, PassCuda.op):
-            raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
-        process = self._by_connection.get(connection)
-        if process is None:
-            raise _not_registered("say hello first")
+        if op == PassSegment.op:
+            segment, process = from_body(PassSegment, body), self._greeted(connection)
+            return to_body(await process.segments.take(segment, fds))
         if op == PassCuda.op:
-            return to_body(await process.segments.take_cuda(from_body(PassCuda, body)))
-        return to_body(await process.segments.take(from_body(PassSegment, body), fds))
+            cuda, process = from_body(PassCuda, body), self._greeted(connection)
+            return to_body(await process.segments.take_cuda(cuda))
+        raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
 
     def on_attach_closed(self, connection: AttachConnection) -> None:
         """The process at the other end died, or meant to leave."""
@@ -423,6 +422,12 @@ class EngineDirectory:
         self._by_connection[connection] = self._by_boot[hello.boot] = process
         log.info("engine.attached", engine_id=hello.engine_id, pid=connection.peer.pid)
         return around.identity
+
+    def _greeted(self, connection: AttachConnection) -> EngineProcess:
+        process = self._by_connection.get(connection)
+        if process is None:
+            raise _not_registered("say hello first")
+        return process
 
     def _joined(self, process: EngineProcess) -> LocalEngine:
         if process.engine is None:
