@@ -120,6 +120,7 @@ async def test_an_agent_is_ready_while_its_engine_is_there_and_not_while_it_drai
         await until(lambda: agent.status()["draining"])
         draining, still_alive = agent.page("/readyz"), agent.page("/healthz")
         await offer.withdraw()
+    await until(lambda: not agent.alive)
 
     assert (before[0], "no engine" in before[1]) == (503, True)
     assert alive == during == still_alive == WELL
