@@ -122,8 +122,8 @@ class HandshakeDone(Message, frozen=True):
 @request(
     "handshake",
     Socket.PREFILL_PEER,
-    refusals="unsupported_version forbidden offer_unknown offer_withdrawn offer_expired "
-    "offer_completed stale engine_unknown engine_not_ready incompatible geometry transfer_failed",
+    refusals=f"unsupported_version {OF_OFFER} engine_unknown engine_not_ready incompatible "
+    "geometry transfer_failed",
 )
 class Handshake(Request[HandshakeDone], frozen=True):
     """A decode agent introduces one of its engines to one prefill engine. It is repeated whenever
