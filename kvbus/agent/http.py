@@ -39,7 +39,7 @@ from kvbus.protocol.trace import Trace
 
 log = structlog.get_logger()
 
-MAX_CONNECTIONS, MAX_HEAD_BYTES, SILENT_S, ANSWERS_WITHIN_S = 64, 16 << 10, 5.0, 2.0
+MAX_CONNECTIONS, MAX_HEAD_BYTES, WHOLE_WITHIN_S, ANSWERS_WITHIN_S = 64, 16 << 10, 5.0, 2.0
 LIVE_S = 0.1
 """So old may be what `/live` tells: all pages that ask within that time cost as much as one."""
 OPEN = ("/healthz", "/readyz")
@@ -230,7 +230,7 @@ class _Request(BaseHTTPRequestHandler):
     """The one request of a connection."""
 
     server: HttpServer
-    timeout = SILENT_S
+    timeout = WHOLE_WITHIN_S
     server_version, sys_version = "kvbus", ""
     error_message_format, error_content_type = "%(code)d %(message)s\n", "text/plain"
 
@@ -240,9 +240,11 @@ class _Request(BaseHTTPRequestHandler):
         More is read, as a connection that is closed with bytes unread is reset, and then the client
         does not see its answer.
         """
-        head, more = b"", b" "
+        head, more, until = b"", b" ", time.monotonic() + WHOLE_WITHIN_S
         while b"\r\n\r\n" not in head and len(head) <= 4 * MAX_HEAD_BYTES and more:
+            self.request.settimeout(max(0.001, until - time.monotonic()))
             head += (more := self.request.recv(4096))
+        self.request.settimeout(self.timeout)
         self.rfile = io.BytesIO(head)
         self.requestline, self.request_version, self.command = "", "HTTP/1.0", "GET"
         if len(head) > MAX_HEAD_BYTES:

@@ -113,6 +113,20 @@ def test_connections_without_a_whole_request_keep_others_out_for_a_few_seconds_a
                 assert answer.status == 200
 
 
+def test_a_connection_whose_request_is_never_whole_is_closed(prefill: AgentProcess) -> None:
+    host, _, port = prefill.settings["http_bind"].rpartition(":")
+    ended = threading.Event()
+    with socket.create_connection((host, int(port)), timeout=30) as slow:
+        sender = threading.Thread(target=send_slowly, args=([slow], ended))
+        sender.start()
+        try:
+            with suppress(ConnectionResetError):
+                assert slow.recv(1) == b""
+        finally:
+            ended.set()
+            sender.join()
+
+
 def send_slowly(connections: list[socket.socket], ended: threading.Event) -> None:
     """A header that goes on and on."""
     text = b"GET /healthz HTTP/1.1\r\nX: "
