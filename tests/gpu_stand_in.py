@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvbus.agent import SlotMemory, segments, slots
+from kvbus.agent import segments, slots
+from kvbus.agent.slots import SlotMemory
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank

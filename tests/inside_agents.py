@@ -7,7 +7,10 @@ from contextlib import asynccontextmanager, contextmanager
 import anyio
 import pytest
 
-from kvbus.agent import UCX_INTERFACES, AgentConfig, Runtime, ServiceFactory, StagingDevices
+from kvbus.agent.config import AgentConfig
+from kvbus.agent.data_plane import UCX_INTERFACES
+from kvbus.agent.runtime import Runtime, ServiceFactory
+from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
 from kvbus.protocol import AgentRole
 from kvbus.transport import Transport

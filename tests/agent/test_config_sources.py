@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbus.agent import AgentConfig, load_config, variable
+from kvbus.agent.config import AgentConfig, load_config
+from kvbus.agent.sources import variable
 from kvbus.errors import ConfigError
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvbus.agent import OLD_S, current_faults
+from kvbus.agent.status import OLD_S, current_faults
 from kvbus.protocol import AgentRole, AgentStatus, Live, Span
 
 NOW_S, WALL_S = 5_000.0, 1_700_000_000.0

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvbus.agent import AgentConfig, AgentPages, ask_loop, convert_config, load_http_token
+from kvbus.agent.access import load_http_token
+from kvbus.agent.config import AgentConfig, convert_config
+from kvbus.agent.http import AgentPages, ask_loop
 from kvbus.errors import ConfigError
 from kvbus.protocol import Fault
 from kvbus.spawn import free_port

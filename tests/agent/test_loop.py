@@ -6,7 +6,7 @@ from threading import Thread
 
 import anyio
 
-from kvbus.agent import AgentLoop
+from kvbus.agent.loop import AgentLoop
 
 WHOSE: ContextVar[str] = ContextVar("WHOSE", default="a thread's")
 

@@ -13,7 +13,7 @@ import anyio
 import pytest
 import structlog
 
-from kvbus.agent import SpanSender
+from kvbus.agent.otlp import SpanSender
 from kvbus.protocol import Span
 from tests.agents import until
 from tests.collector import Collector, collecting

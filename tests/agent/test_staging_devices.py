@@ -9,7 +9,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kvbus.agent import HOST, AgentConfig, StagingDevices, convert_config
+from kvbus.agent.config import AgentConfig, convert_config
+from kvbus.agent.slots import HOST, StagingDevices
 from kvbus.errors import ConfigError, LocalError, SegmentError
 from kvbus.transport import Transport
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.agent import Copiers, FairThreads, Job, LocalEngine
+from kvbus.agent.copiers import Copiers, FairThreads, Job
+from kvbus.agent.engines import LocalEngine
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.table import Key
 from tests.agents import WITHIN_S, until

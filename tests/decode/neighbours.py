@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvbus.agent import Runtime, convert_config
+from kvbus.agent.config import convert_config
+from kvbus.agent.runtime import Runtime
 from kvbus.bus import new_context
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.protocol import AgentRole

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from kvbus.agent import machine_id
+from kvbus.agent.identity import machine_id
 from kvbus.errors import LocalError
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer, encode_frame
 from kvbus.protocol import LentSegment, MemoryLent, MemorySocket, to_body

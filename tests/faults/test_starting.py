@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.agent import load_config
+from kvbus.agent.config import load_config
 from kvbus.engine import PrefillSession
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig

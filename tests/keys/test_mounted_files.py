@@ -19,7 +19,7 @@ UNSHARE = shutil.which("unshare")
 READ = """
 import os, sys
 from pathlib import Path
-from kvbus.agent import load_ticket_keys
+from kvbus.agent.access import load_ticket_keys
 from kvbus.errors import ConfigError
 from kvbus.keys import TrustedKeys, read_secret
 os.setgroups([int(sys.argv[2])]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))

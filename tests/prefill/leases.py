@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from kvbus.agent import HOST, LocalEngine
+from kvbus.agent.engines import LocalEngine
+from kvbus.agent.slots import HOST
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
 from kvbus.geometry import BlockTable, Box, KvPart, canonical_order

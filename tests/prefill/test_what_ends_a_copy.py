@@ -6,7 +6,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvbus.agent import Copiers, LocalEngine
+from kvbus.agent.copiers import Copiers
+from kvbus.agent.engines import LocalEngine
 from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
 from tests.agents import until

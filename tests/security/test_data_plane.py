@@ -9,7 +9,7 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from kvbus.agent import DataPlane
+from kvbus.agent.data_plane import DataPlane
 from kvbus.errors import KVBusError
 from kvbus.spawn import free_port
 from kvbus.transport import Transport
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 UCX_LISTENS_EVERYWHERE = """
 import socket
 import anyio
-from kvbus.agent import DataPlane
+from kvbus.agent.data_plane import DataPlane
 from kvbus.transport import Transport
 listener = socket.create_server(("0.0.0.0", 0))
 anyio.run(DataPlane(("lo",), Transport("unopened")).{method})
