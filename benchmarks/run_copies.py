@@ -12,23 +12,21 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-import torch
 
 from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, KvLayout, lay_out_rank
 from kvbus.memory import run_copy
 from kvbus.memory.segment import SharedSegment
-from kvbus.planning import Copies, DirectPlan, PlacedRank, ReadMap, cut_copies
+from kvbus.planning import PlacedRank, ReadMap, RunPlan, Runs
 
 NUM_TOKENS, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2048, 8, 8, 128
 JOB_BYTES = 8 << 20
 SPARE = 2
 """A cache is so many times as large as what is copied."""
 IOV_MAX = 1024
-WORD = torch.int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +55,9 @@ class Pair:
         self._sides, self._scattered = sides, scattered
         prefill, decode = (_placed(stack, side) for side in sides)
         ranks = ([one.rank for one in placed.values()] for placed in (prefill, decode))
-        self._plan = DirectPlan(prefill, decode, ReadMap(*ranks).shares())
+        self._plan = RunPlan(prefill, decode, ReadMap(*ranks).shares())
 
-    def copies(self, number: int) -> list[Copies]:
+    def runs(self, number: int) -> Runs:
         """Of request ``number``."""
         random = np.random.default_rng(number)
         tables = []
@@ -68,7 +66,7 @@ class Pair:
             ids = random.permutation(SPARE * needed)[:needed]
             ids = ids if self._scattered else np.arange(needed) + number % needed
             tables.append({"full": BlockTable.of(ids)})
-        return self._plan.copies(*tables, {"full": (0, NUM_TOKENS)})
+        return self._plan.runs(*tables, {"full": (0, NUM_TOKENS)})
 
 
 def _placed(stack: ExitStack, side: Side) -> dict[int, PlacedRank]:
@@ -85,66 +83,43 @@ def _placed(stack: ExitStack, side: Side) -> dict[int, PlacedRank]:
     return placed
 
 
-def by_kernel(copies: Copies) -> None:
+def by_kernel(runs: Runs) -> None:
     """What kvbus does where it was compiled, in jobs as an agent makes them."""
-    for job in cut_copies([copies], job_bytes=JOB_BYTES):
+    for job in runs.cut(JOB_BYTES):
         run_copy.copy_runs(job)
 
 
-def by_numpy(copies: Copies) -> None:
+def by_numpy(runs: Runs) -> None:
     """What it does elsewhere."""
-    for job in cut_copies([copies], job_bytes=JOB_BYTES):
-        for part in job:
+    for job in runs.cut(JOB_BYTES):
+        for part in job.lattices:
             run_copy.copy_by_numpy(part)
 
 
-def by_memmove(copies: Copies) -> None:
+def by_memmove(runs: Runs) -> None:
     """A call of C's memmove for each run."""
-    for source, target in copies.addresses().T.tolist():
-        ctypes.memmove(target, source, copies.run_bytes)
-
-
-def by_torch(copies: Copies) -> None:
-    """A copy of strided views for each outer offset and unit."""
-    axes, rest = run_copy.even_axes(copies.inner)
-    starts = replace(copies, inner=rest).addresses()
-    first = starts.min(axis=1)
-    words = [
-        torch.frombuffer((ctypes.c_char * (end - start)).from_address(start), dtype=WORD)
-        for start, end in zip(
-            first.tolist(), (starts.max(axis=1) + _reach(copies)).tolist(), strict=True
-        )
-    ]
-    shape = [*(axis.size for axis in axes), copies.run_bytes // WORD.itemsize]
-    steps = [[*(axis.steps[side] // WORD.itemsize for axis in axes), 1] for side in (0, 1)]
-    for source, target in ((starts - first[:, None]) // WORD.itemsize).T.tolist():
-        views = [words[s].as_strided(shape, steps[s], at) for s, at in ((0, source), (1, target))]
-        views[1].copy_(views[0])
-
-
-def _reach(copies: Copies) -> int:
-    return int(copies.inner.max()) + copies.run_bytes
+    for target, source, num_bytes in runs:
+        ctypes.memmove(target, source, num_bytes)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def by_readv(copies: Copies) -> None:
+def by_readv(runs: Runs) -> None:
     """process_vm_readv of this process itself, as many runs in a call as it takes."""
-    runs = copies.addresses()
-    iov = np.empty((2, runs.shape[1], 2), dtype=np.int64)
-    iov[:, :, 0], iov[:, :, 1] = runs, copies.run_bytes
-    for at in range(0, runs.shape[1], IOV_MAX):
-        num = ctypes.c_ulong(min(IOV_MAX, runs.shape[1] - at))
-        theirs, ours = (ctypes.c_void_p(iov[side, at:].ctypes.data) for side in (0, 1))
-        copied = _libc.process_vm_readv(os.getpid(), ours, num, theirs, num, ctypes.c_ulong(0))
-        assert copied == num.value * copies.run_bytes
+    for addresses, run_bytes in runs.by_length():
+        iov = np.empty((*addresses.shape, 2), dtype=np.int64)
+        iov[:, :, 0], iov[:, :, 1] = addresses, run_bytes
+        for at in range(0, addresses.shape[1], IOV_MAX):
+            num = ctypes.c_ulong(min(IOV_MAX, addresses.shape[1] - at))
+            theirs, ours = (ctypes.c_void_p(iov[side, at:].ctypes.data) for side in (0, 1))
+            copied = _libc.process_vm_readv(os.getpid(), ours, num, theirs, num, ctypes.c_ulong(0))
+            assert copied == num.value * run_bytes
 
 
-WAYS: dict[str, Callable[[Copies], None]] = {
+WAYS: dict[str, Callable[[Runs], None]] = {
     "kernel": by_kernel,
     "numpy": by_numpy,
-    "torch": by_torch,
     "memmove": by_memmove,
     "readv": by_readv,
 }
@@ -155,10 +130,9 @@ def seconds(pair: Pair, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
         for way, copy in WAYS.items():
-            copies = pair.copies(number)
+            runs = pair.runs(number)
             began = time.thread_time()
-            for one in copies:
-                copy(one)
+            copy(runs)
             if number:  # the first touches the memory
                 times[way].append(time.thread_time() - began)
     return {way: median(taken) for way, taken in times.items()}
@@ -168,7 +142,6 @@ def main() -> None:
     """Print a table."""
     if not run_copy.is_compiled():
         sys.exit("error: the kernel is not compiled here: run `python hatch_build.py`")
-    torch.set_num_threads(1)
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     print(f"| case | {' | '.join(WAYS)} | best other / kernel |")
     print("| --- |" + " --- |" * (len(WAYS) + 1))

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvbus.errors import RequestTimeout
-from kvbus.planning import Descriptors
+from kvbus.planning import Reads
 from kvbus.spawn import Child, free_port, write_agent_config
 
 BARE_PAIR = "kvbus.transport.bare_pair"
@@ -129,7 +129,7 @@ class BarePair:
 
 
 @contextlib.contextmanager
-def bare_pair(rows: Descriptors, size_bytes: int, folder: Path) -> Iterator[BarePair]:
+def bare_pair(rows: Reads, size_bytes: int, folder: Path) -> Iterator[BarePair]:
     """Start both processes, with memory of ``size_bytes`` each; ``rows`` are offsets into it."""
     path, size = folder / "rows.npz", str(size_bytes)
     np.savez(path, local=rows.local, remote=rows.remote)

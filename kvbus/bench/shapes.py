@@ -16,7 +16,7 @@ from kvbus.geometry import (
     lay_out_rank,
     num_blocks_for,
 )
-from kvbus.planning import Descriptors, DirectPlan, PlacedRank, ReadMap
+from kvbus.planning import PlacedRank, ReadMap, Reads, RunPlan
 
 Blocks = npt.NDArray[np.int64]
 
@@ -138,20 +138,18 @@ def scattered_tokens(
     return PairedBlocks(prefill, decode, num_tokens)
 
 
-def direct_descriptors(
-    source: Shape, target: Shape, tables: PairedBlocks
-) -> tuple[Descriptors, int]:
+def direct_descriptors(source: Shape, target: Shape, tables: PairedBlocks) -> tuple[Reads, int]:
     """What the direct path reads between two memories, by offsets, and the larger one's bytes."""
     num_source, num_target = tables.capacities
     prefill, prefill_bytes = _placed_ranks(source, num_source)
     decode, decode_bytes = _placed_ranks(target, num_target)
     ranks = [[placed.rank for placed in side.values()] for side in (prefill, decode)]
-    rows = DirectPlan(prefill, decode, ReadMap(*ranks).shares()).descriptors(
+    runs = RunPlan(prefill, decode, ReadMap(*ranks).shares()).runs(
         {GROUP: BlockTable.of(tables.prefill)},
         {GROUP: BlockTable.of(tables.decode)},
         {GROUP: (0, tables.num_tokens)},
     )
-    return rows, max(prefill_bytes, decode_bytes)
+    return runs.reads(), max(prefill_bytes, decode_bytes)
 
 
 def _placed_ranks(shape: Shape, num_blocks: int) -> tuple[dict[int, PlacedRank], int]:

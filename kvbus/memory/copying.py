@@ -8,9 +8,8 @@ GPU. Nothing here imports torch.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,8 +32,8 @@ from kvbus.geometry import (
     slot_bytes,
     slot_table,
 )
-from kvbus.memory.run_copy import copy_runs
-from kvbus.planning import Copies, DirectPlan, PlacedRank, Share, slot_plan
+from kvbus.memory.run_copy import copy_runs, zero_runs
+from kvbus.planning import PlacedRank, RunPlan, Runs, Share, slot_plan
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
     Buffer = npt.NDArray[np.uint8] | torch.Tensor
     """One row of bytes: on the host, or on a GPU."""
 
-CopiesAt = Callable[[int], list[Copies]]
-"""Copies whose slot is at an address."""
+RunsAt = Callable[[int], Runs]
+"""Runs whose slot is at an address."""
 MAX_PLANS = 1024
 
 
@@ -61,11 +60,11 @@ class Slot:
 class Mover(Protocol):
     """What runs copies where the memory is."""
 
-    def move(self, content: Buffer, copies_at: CopiesAt, *, into_slot: bool) -> None:
+    def move(self, content: Buffer, runs_at: RunsAt, *, into_slot: bool) -> None:
         """Copy between the rank and ``content``, all bytes of a box in its slot."""
         ...
 
-    def zero(self, copies: Iterable[Copies]) -> None:
+    def zero(self, runs: Runs) -> None:
         """Write zeros over the targets."""
         ...
 
@@ -94,8 +93,8 @@ class PagedMemory:
         self.mover: Mover = _mover(self._own)
         self._plan = lru_cache(MAX_PLANS)(partial(slot_plan, self.placed))
 
-    def copies(self, table: BlockTable, box: Box, order: SlotOrder, *, into_slot: bool) -> CopiesAt:
-        """The copies between the blocks of ``box`` and a slot; raises `GeometryError`."""
+    def runs(self, table: BlockTable, box: Box, order: SlotOrder, *, into_slot: bool) -> RunsAt:
+        """The runs between the blocks of ``box`` and a slot; raises `GeometryError`."""
         if box.group != self.group.name:
             message = f"box of group '{box.group}', not '{self.group.name}'"
             raise GeometryError(message, field="group")
@@ -105,22 +104,17 @@ class PagedMemory:
         plan = self._plan(shape, order, into_slot=into_slot)
         tables = {box.group: table}, {box.group: blocks}
         source, target = tables if into_slot else reversed(tables)
-        copies = plan.copies(source, target, {box.group: (box.start, box.stop)})
+        spans, at = {box.group: (box.start, box.stop)}, "target_at" if into_slot else "source_at"
+        return lambda address: plan.runs(source, target, spans, **{at: address})
 
-        def at(address: int) -> list[Copies]:
-            moved = np.array([[0], [address]] if into_slot else [[address], [0]])
-            return [replace(one, outer=one.outer + moved) for one in copies]
-
-        return at
-
-    def everything(self, table: BlockTable, start: int, stop: int) -> list[Copies]:
-        """Copies whose targets are all bytes of positions [start, stop)."""
+    def everything(self, table: BlockTable, start: int, stop: int) -> Runs:
+        """Runs whose targets are all bytes of positions [start, stop)."""
         self._check_blocks(table, start, stop)
         tables = {self.group.name: table}
-        return self._whole.copies(tables, tables, {self.group.name: (start, stop)})
+        return self._whole.runs(tables, tables, {self.group.name: (start, stop)})
 
     @cached_property
-    def _whole(self) -> DirectPlan:
+    def _whole(self) -> RunPlan:
         """Every region onto itself: no two of a rank have bytes in common."""
         shares = [
             Share(
@@ -134,7 +128,7 @@ class PagedMemory:
             )
             for region in self.placed.rank.regions
         ]
-        return DirectPlan({0: self.placed}, {0: self.placed}, shares)
+        return RunPlan({0: self.placed}, {0: self.placed}, shares)
 
     def _check_blocks(self, table: BlockTable, start: int, stop: int) -> None:
         """Raise `GeometryError` unless ``table`` has positions [start, stop), in blocks of here."""
@@ -189,7 +183,7 @@ def address_of(buffer: Buffer) -> int:
 
 
 def _move(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot, *, into_slot: bool) -> None:
-    copies_at = memory.copies(table, box, slot.order, into_slot=into_slot)
+    runs_at = memory.runs(table, box, slot.order, into_slot=into_slot)
     needed, room = slot_bytes(memory.group, box, slot.order), len(slot.buffer)
     if needed > room:
         raise GeometryError(
@@ -197,19 +191,17 @@ def _move(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot, *, into_
             needed_bytes=needed,
             given_bytes=room,
         )
-    memory.mover.move(slot.buffer[:needed], copies_at, into_slot=into_slot)
+    memory.mover.move(slot.buffer[:needed], runs_at, into_slot=into_slot)
 
 
 class _HostMover:
     """Of memory that this process has mapped; both ways are alike."""
 
-    def move(self, content: Buffer, copies_at: CopiesAt, *, into_slot: bool) -> None:
-        copy_runs(copies_at(address_of(content)))
+    def move(self, content: Buffer, runs_at: RunsAt, *, into_slot: bool) -> None:
+        copy_runs(runs_at(address_of(content)))
 
-    def zero(self, copies: Iterable[Copies]) -> None:
-        for one in copies:
-            for address in one.addresses()[1].tolist():
-                ctypes.memset(address, 0, one.run_bytes)
+    def zero(self, runs: Runs) -> None:
+        zero_runs(runs)
 
 
 def _mover(buffers: Mapping[str, Buffer]) -> Mover:

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from kvbus.geometry import AxisName, BlockTable, Box, SlotOrder, slot_bytes, slot_table
 from kvbus.memory.copying import PagedMemory, Slot, address_of, gather
 from kvbus.memory.run_copy import copy_runs
-from kvbus.planning import Copies, PlacedRank, slot_rank
+from kvbus.planning import Lattice as CopyLattice
+from kvbus.planning import PlacedRank, Runs, slot_rank
 from kvbus.planning.digests import SPAN_TOKENS, Lattice, Numbers, PieceMap
 
 Digests = npt.NDArray[np.uint64]
@@ -44,13 +45,13 @@ def _gathered(lattice: Lattice, rows: Numbers) -> npt.NDArray[np.uint8]:
     gathered = np.empty((len(rows), rows.shape[1] * lattice.row_bytes), np.uint8)
     targets = address_of(gathered) + np.arange(rows.size) * lattice.row_bytes
     runs = np.arange(lattice.num_runs)
-    copies = Copies(
+    copies = CopyLattice(
         outer=np.stack((rows.reshape(-1), targets)),
         units=np.zeros((2, 1), np.int64),
         inner=np.stack((runs * lattice.step_bytes, runs * lattice.run_bytes)),
         run_bytes=lattice.run_bytes,
     )
-    copy_runs((copies,))
+    copy_runs(Runs(lattices=(copies,)))
     return gathered
 
 

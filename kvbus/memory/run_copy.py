@@ -1,22 +1,25 @@
 """Copies runs of bytes within this process: by the kernel in C, or by numpy where it is not built.
 
-Refuses nothing: addresses are the caller's to check (`kvbus.planning.check_sources`).
+Refuses nothing: addresses are the caller's to check (`kvbus.planning.Runs.check_sources`).
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbus.planning import Copies, Run
+from kvbus.planning import Lattice, Runs
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 Kernel = Callable[..., None]
 KERNEL = Path(__file__).with_name("copy_runs.so")
+STREAMED_BYTES = 64 << 10
+"""Single runs from here on are worth the call of the kernel, which stores past the caches."""
+_AT = np.zeros((2, 1), np.int64)
 
 
 def load_kernel(library: Path) -> Kernel | None:
@@ -39,27 +42,32 @@ def is_compiled() -> bool:
     return _kernel is not None
 
 
-def copy_runs(job: Iterable[Copies]) -> None:
+def copy_runs(runs: Runs) -> None:
     """Copy, in this thread; the GIL is released while bytes move.
 
     All memory must be mapped and stay so. Sources and targets must not overlap.
     """
-    for copies in job:
-        if _kernel is None:
-            copy_by_numpy(copies)
+    for target, source, num_bytes in runs.few:
+        if num_bytes < STREAMED_BYTES or _kernel is None:
+            ctypes.memmove(target, source, num_bytes)
         else:
-            copy_by_kernel(_kernel, copies)
+            copy_by_kernel(_kernel, Lattice(np.array([[source], [target]]), _AT, _AT, num_bytes))
+    for lattice in runs.lattices:
+        if _kernel is None:
+            copy_by_numpy(lattice)
+        else:
+            copy_by_kernel(_kernel, lattice)
 
 
-def copy_few_runs(runs: Iterable[Run]) -> None:
-    """As `copy_runs`: a call for each run, and no arrays."""
-    for target, source, num_bytes in runs:
-        ctypes.memmove(target, source, num_bytes)
+def zero_runs(runs: Runs) -> None:
+    """Write zeros over the targets."""
+    for target, _, num_bytes in runs:
+        ctypes.memset(target, 0, num_bytes)
 
 
-def copy_by_kernel(kernel: Kernel, copies: Copies) -> None:
+def copy_by_kernel(kernel: Kernel, lattice: Lattice) -> None:
     """One call into C."""
-    outer, units, inner = map(np.ascontiguousarray, (copies.outer, copies.units, copies.inner))
+    outer, units, inner = map(np.ascontiguousarray, (lattice.outer, lattice.units, lattice.inner))
     kernel(
         outer.ctypes.data,
         outer.shape[1],
@@ -67,15 +75,15 @@ def copy_by_kernel(kernel: Kernel, copies: Copies) -> None:
         units.shape[1],
         inner.ctypes.data,
         inner.shape[1],
-        copies.run_bytes,
+        lattice.run_bytes,
     )
 
 
-def copy_by_numpy(copies: Copies) -> None:
+def copy_by_numpy(lattice: Lattice) -> None:
     """The same without a compiler: all runs are brought together, and then put in their places."""
-    if copies.num_runs:
+    if lattice.num_runs:
         (from_runs, sources), (to_runs, targets) = (
-            _runs_from(side, copies.run_bytes) for side in copies.addresses()
+            _runs_from(side, lattice.run_bytes) for side in lattice.addresses()
         )
         to_runs[targets] = from_runs[sources]
 

@@ -7,7 +7,7 @@ import msgspec
 
 from kvbus.geometry import SlotOrder, canonical_order
 from kvbus.plan.synthetic_engine import SyntheticEngine
-from kvbus.planning import DirectPlan, Share, Spans
+from kvbus.planning import RunPlan, Share, Spans
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.fetch_shape import (
     FetchShape,
@@ -119,9 +119,9 @@ def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape
     num_descriptors = num_bytes = 0
     for number in handoff.reader.ranks:
         own = [share for share in handoff.shares if share.reader == number]
-        plan = DirectPlan(handoff.holder.ranks, handoff.reader.ranks, own)
-        made = plan.descriptors(handoff.holder.tables, handoff.reader.tables, handoff.spans)
-        num_descriptors += len(made.local)
+        plan = RunPlan(handoff.holder.ranks, handoff.reader.ranks, own)
+        made = plan.runs(handoff.holder.tables, handoff.reader.tables, handoff.spans)
+        num_descriptors += len(made.reads().local)
         num_bytes += made.num_bytes
     merged = PathWork(num_bytes=num_bytes, num_runs=num_descriptors)
     return {

@@ -5,9 +5,7 @@ Addresses are numbers here.
 
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.compatibility import check_compatible
-from kvbus.planning.copies import Copies, check_runs, check_sources, cut_copies
 from kvbus.planning.digests import (
-    Lattice,
     Numbers,
     Piece,
     PieceMap,
@@ -17,7 +15,6 @@ from kvbus.planning.digests import (
     num_pieces,
     piece_of,
 )
-from kvbus.planning.direct import Descriptors, DirectPlan
 from kvbus.planning.fetch_shape import (
     ALL_PATHS,
     FEW_RUNS,
@@ -30,10 +27,9 @@ from kvbus.planning.fetch_shape import (
     usual_box_bytes,
 )
 from kvbus.planning.fetch_work import FetchWork
-from kvbus.planning.few_runs import Run
 from kvbus.planning.mapping import MAX_CHOICES, ReadMap, Share
-from kvbus.planning.pairs import PlacedRank
-from kvbus.planning.slot_reads import SlotReads, from_slot, slot_plan, slot_rank, whole_slot
+from kvbus.planning.run_plan import PlacedRank, RunPlan, slot_plan, slot_rank
+from kvbus.planning.runs import Lattice, Reads, Run, Runs
 from kvbus.planning.spans import Spans, chunk_spans, tail_spans, whole_spans
 
 __all__ = [
@@ -42,9 +38,6 @@ __all__ = [
     "LONG_RUN_BYTES",
     "MAX_CHOICES",
     "SHORT_BYTES",
-    "Copies",
-    "Descriptors",
-    "DirectPlan",
     "FetchShape",
     "FetchWork",
     "Lattice",
@@ -55,21 +48,19 @@ __all__ = [
     "PieceMap",
     "PlacedRank",
     "ReadMap",
+    "Reads",
     "Run",
+    "RunPlan",
+    "Runs",
     "Share",
-    "SlotReads",
     "Spans",
     "by_lattice",
     "check_compatible",
-    "check_runs",
-    "check_sources",
     "choose_path",
     "chosen_pieces",
     "chunk_spans",
-    "cut_copies",
     "cut_for_digests",
     "cut_into_boxes",
-    "from_slot",
     "num_pieces",
     "piece_of",
     "reader_order",
@@ -77,6 +68,5 @@ __all__ = [
     "slot_rank",
     "tail_spans",
     "usual_box_bytes",
-    "whole_slot",
     "whole_spans",
 ]

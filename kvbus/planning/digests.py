@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, BlockTable, Box, GroupSpec, Region
 from kvbus.planning.mapping import Share
-from kvbus.planning.pairs import PlacedRank, held_region, regions_by_part
+from kvbus.planning.pairs import held_region, regions_by_part
+from kvbus.planning.run_plan import PlacedRank
 
 SPAN_TOKENS = 16
 SAMPLED_ONE_IN = 64

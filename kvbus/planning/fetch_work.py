@@ -5,18 +5,18 @@ merge are not foreseen.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
 from kvbus.geometry import Box, num_blocks_for
 from kvbus.planning.boxes import reader_order
-from kvbus.planning.direct import cut_into_units
 from kvbus.planning.fetch_shape import FetchShape, Path, PathWork
 from kvbus.planning.mapping import Share
-from kvbus.planning.pairs import Form, PlacedRank, pair_regions, pattern_of
-from kvbus.planning.slot_reads import slot_rank
+from kvbus.planning.pairs import Form, pair_regions, pattern_of
+from kvbus.planning.run_plan import PlacedRank, slot_rank
+from kvbus.planning.runs import Offsets
 from kvbus.planning.spans import Spans
 
 Ranks = Mapping[int, PlacedRank]
@@ -190,3 +190,12 @@ def _units(start: int, stop: int, cuts: frozenset[int]) -> Iterator[tuple[int, i
         _, lengths = cut_into_units(start, stop, cuts)
         lengths, times = np.unique(lengths, return_counts=True)
         yield from zip(lengths.tolist(), times.tolist(), strict=True)
+
+
+def cut_into_units(start: int, stop: int, sizes: Set[int]) -> tuple[Offsets, Offsets]:
+    """Units lie in one block of either size: their first positions, and lengths in tokens."""
+    ends = [np.arange(start - start % size + size, stop, size) for size in sizes]
+    starts = np.concatenate([np.array([start], dtype=np.int64), *ends])
+    if len(sizes) > 1:
+        starts = np.unique(starts)
+    return starts, np.diff(starts, append=stop)

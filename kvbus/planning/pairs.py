@@ -7,7 +7,6 @@ Arrays of offsets have the shape (2, n): row 0 is remote, row 1 is local.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,32 +16,9 @@ import numpy.typing as npt
 from kvbus.errors import GeometryError
 from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, Box, EngineSpec, RankSpec, Region
 from kvbus.planning.mapping import Share
+from kvbus.planning.run_plan import PlacedRank
 
 Offsets = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedRank:
-    """A rank of an engine, and the address at which its agent has mapped each segment.
-
-    Without addresses it is unregistered: no READ can start or end in its blocks.
-    """
-
-    engine: EngineSpec
-    rank: RankSpec
-    addresses: Mapping[str, int]
-
-    @property
-    def direct(self) -> bool:
-        """Whether READs can start or end in its blocks."""
-        return bool(self.addresses)
-
-    def somewhere(self) -> "PlacedRank":
-        """The rank with addresses, invented ones too: for questions where these do not matter."""
-        if self.direct:
-            return self
-        at_zero = {segment.segment_id: 0 for segment in self.rank.segments}
-        return PlacedRank(self.engine, self.rank, at_zero)
 
 
 class Strides(NamedTuple):

@@ -126,14 +126,13 @@ async def begin(source: Engine, target: Engine, num_tokens: int) -> tuple[Offer,
 
 def before_each_copy(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Have ``act`` done in the copying thread, before bytes move."""
-    for name in ("copy_runs", "copy_few_runs"):
-        copy = getattr(legs, name)
+    copy: Callable[[Any], None] = vars(legs)["copy_runs"]
 
-        def acting(runs: Any, copy: Callable[[Any], None] = copy) -> None:
-            act()
-            copy(runs)
+    def acting(runs: Any) -> None:
+        act()
+        copy(runs)
 
-        monkeypatch.setattr(legs, name, acting)
+    monkeypatch.setattr(legs, "copy_runs", acting)
 
 
 def bytes_at(address: int, num_bytes: int) -> npt.NDArray[np.uint8]:

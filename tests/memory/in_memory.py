@@ -3,22 +3,23 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import msgspec
 import torch
 from hypothesis import strategies as st
 
-from kvbus.geometry import AxisName, Box, SlotOrder, canonical_order, slot_bytes
+from kvbus.geometry import AxisName, Box, SlotOrder, canonical_order, slot_bytes, slot_table
 from kvbus.memory import PagedMemory, Slot, gather, scatter, zero_positions
 from kvbus.memory.cuda import GpuMover
 from kvbus.planning import (
-    DirectPlan,
     PlacedRank,
     ReadMap,
+    RunPlan,
     Share,
-    SlotReads,
     cut_into_boxes,
     reader_order,
+    slot_plan,
 )
-from tests.planning.handoffs import Case, Side, reads_in, where_elements_lie
+from tests.planning.handoffs import Case, Side, where_elements_lie
 
 
 class InMemory:
@@ -52,12 +53,12 @@ class InMemory:
         return PagedMemory(placed.engine.group(group), placed.rank.regions, buffers)
 
 
-def plan_between(case: Case, prefill: InMemory, decode: InMemory) -> DirectPlan:
+def plan_between(case: Case, prefill: InMemory, decode: InMemory) -> RunPlan:
     """At true addresses."""
     holders, readers = (
         {rank: side.placed(rank) for rank in side.side.ranks} for side in (prefill, decode)
     )
-    return DirectPlan(holders, readers, ReadMap(*case.ranks).shares(case.replica_index))
+    return RunPlan(holders, readers, ReadMap(*case.ranks).shares(case.replica_index))
 
 
 orders = st.one_of(
@@ -117,8 +118,11 @@ def move_through_slots(
             if not by_blocks:
                 scatter(memory, table, box, slot)
                 continue
-            reads = SlotReads(case.decode.ranks[rank]).descriptors(box, used, table=table)
-            for target, source, size in reads_in(reads):
+            blocks = slot_table(box, used)
+            shape = msgspec.structs.replace(box, start=0, stop=len(blocks) * used.block_size)
+            plan = slot_plan(case.decode.ranks[rank], shape, used, into_slot=False)
+            spans = {box.group: (box.start, box.stop)}
+            for target, source, size in plan.runs({box.group: blocks}, {box.group: table}, spans):
                 to = target - case.decode.base
                 decode.bytes[to : to + size] = whole[source : source + size]
         assert torch.equal(whole[num_bytes:], beyond)

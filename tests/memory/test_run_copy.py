@@ -12,16 +12,22 @@ from hypothesis import strategies as st
 
 import hatch_build
 from kvbus.memory import run_copy
-from kvbus.planning import Copies, cut_copies
+from kvbus.planning import Lattice, Runs
 from tests.memory.conftest import HAS_COMPILER
 from tests.memory.in_memory import InMemory, plan_between
-from tests.planning.handoffs import Case, cases, copied_by_loops, runs_in, some
+from tests.planning.handoffs import Case, cases, copied_by_loops, some
 
-Copy = Callable[[Copies], None]
+Copy = Callable[[Runs], None]
 
 
-def copy_one_by_one(copies: Copies) -> None:
-    run_copy.copy_few_runs(runs_in([copies]))
+def copy_one_by_one(runs: Runs) -> None:
+    run_copy.copy_runs(Runs(few=tuple(runs)))
+
+
+def copy_lattices(copy_one: Callable[[Lattice], None], runs: Runs) -> None:
+    for lattice in runs.lattices:
+        copy_one(lattice)
+    run_copy.copy_runs(Runs(few=runs.few))
 
 
 @pytest.fixture(scope="module", params=["kernel", "numpy", "one by one"])
@@ -29,8 +35,10 @@ def copy(request: pytest.FixtureRequest) -> Copy:
     if request.param == "kernel":
         kernel = run_copy.load_kernel(request.getfixturevalue("library"))
         assert kernel is not None
-        return partial(run_copy.copy_by_kernel, kernel)
-    return run_copy.copy_by_numpy if request.param == "numpy" else copy_one_by_one
+        return partial(copy_lattices, partial(run_copy.copy_by_kernel, kernel))
+    if request.param == "numpy":
+        return partial(copy_lattices, run_copy.copy_by_numpy)
+    return copy_one_by_one
 
 
 @some(200)
@@ -39,11 +47,10 @@ def test_what_loops_over_every_element_copy_is_copied(
     copy: Copy, case: Case, job_bytes: int
 ) -> None:
     prefill, decode = InMemory(case.prefill), InMemory(case.decode)
-    copies = plan_between(case, prefill, decode).copies(*case.tables, case.spans())
+    runs = plan_between(case, prefill, decode).runs(*case.tables, case.spans())
 
-    for job in cut_copies(copies, job_bytes=job_bytes):
-        for one in job:
-            copy(one)
+    for job in runs.cut(job_bytes):
+        copy(job)
 
     assert decode.content() == copied_by_loops(case)[0]
 
@@ -77,7 +84,7 @@ def test_runs_of_any_length_and_alignment_are_copied_and_nothing_else(
     addresses = np.array([[source.ctypes.data + starts[0]], [target.ctypes.data + starts[1]]])
     units, inner = (zero, offsets) if within_units else (offsets, zero)
 
-    copy(Copies(addresses, units, inner, run_bytes))
+    copy(Runs(lattices=(Lattice(addresses, units, inner, run_bytes),)))
 
     assert (target == expected).all()
 
@@ -89,7 +96,7 @@ def test_without_a_library_numpy_copies(monkeypatch: pytest.MonkeyPatch, tmp_pat
     at = np.array([[source.ctypes.data], [target.ctypes.data]])
     monkeypatch.setattr(run_copy, "_kernel", run_copy.load_kernel(tmp_path / "none.so"))
 
-    run_copy.copy_runs([Copies(at, zero, zero, 8)])
+    run_copy.copy_runs(Runs(lattices=(Lattice(at, zero, zero, 8),)))
 
     assert not run_copy.is_compiled()
     assert run_copy.load_kernel(tmp_path / "text.so") is None

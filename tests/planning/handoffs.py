@@ -26,12 +26,12 @@ from kvbus.geometry import (
     state_group,
 )
 from kvbus.planning import (
-    Copies,
-    Descriptors,
-    DirectPlan,
     PlacedRank,
     ReadMap,
+    Reads,
     Run,
+    RunPlan,
+    Runs,
     Spans,
     whole_spans,
 )
@@ -97,16 +97,16 @@ class Case:
     def tables(self) -> tuple[Mapping[str, BlockTable], Mapping[str, BlockTable]]:
         return self.prefill.tables, self.decode.tables
 
-    def plan(self) -> DirectPlan:
+    def plan(self) -> RunPlan:
         shares = ReadMap(*self.ranks).shares(self.replica_index)
-        return DirectPlan(self.prefill.ranks, self.decode.ranks, shares)
+        return RunPlan(self.prefill.ranks, self.decode.ranks, shares)
 
     def spans(self) -> Spans:
         readers, holders = self.decode.engine.groups, self.prefill.engine.groups
         return whole_spans(readers, holders, self.start, self.stop)
 
-    def copies(self) -> list[Copies]:
-        return self.plan().copies(*self.tables, self.spans())
+    def runs(self) -> Runs:
+        return self.plan().runs(*self.tables, self.spans())
 
 
 Memory = tuple[bytes, bytes]
@@ -139,12 +139,6 @@ def copied(case: Case, runs: Iterable[Run]) -> Memory:
     return after.tobytes(), times.tobytes()
 
 
-def runs_in(copies: Iterable[Copies]) -> Iterator[Run]:
-    for one in copies:
-        for source, target in one.addresses().T.tolist():
-            yield target, source, one.run_bytes
-
-
 def placed_ranks(
     engine: EngineSpec,
     layout: str | KvLayout = "NHD",
@@ -163,7 +157,7 @@ def placed_ranks(
     return placed
 
 
-def reads_in(reads: Descriptors) -> Iterator[Run]:
+def reads_in(reads: Reads) -> Iterator[Run]:
     for (to, size, _), (out_of, _, _) in zip(
         reads.local.tolist(), reads.remote.tolist(), strict=True
     ):

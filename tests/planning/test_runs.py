@@ -21,15 +21,11 @@ from kvbus.geometry import (
     validate_ranks,
 )
 from kvbus.planning import (
-    Descriptors,
-    DirectPlan,
     ReadMap,
-    check_runs,
-    check_sources,
+    Reads,
+    RunPlan,
+    Runs,
     chunk_spans,
-    cut_copies,
-    from_slot,
-    whole_slot,
 )
 from tests.planning.handoffs import (
     Case,
@@ -39,7 +35,6 @@ from tests.planning.handoffs import (
     copied_by_loops,
     placed_ranks,
     reads_in,
-    runs_in,
     some,
 )
 
@@ -53,20 +48,19 @@ def test_a_plan_moves_exactly_the_bytes_that_loops_over_every_element_move(
     cuts = data.draw(st.lists(st.integers(case.start, case.stop), max_size=4).map(sorted))
     plan, expected = case.plan(), copied_by_loops(case)
 
-    whole = plan.descriptors(*case.tables, case.spans())
+    runs = plan.runs(*case.tables, case.spans())
+    reads = runs.reads()
     chunks = list(in_chunks(case, plan, cuts))
-    few = plan.few_runs(*case.tables, case.spans())
-    copies = case.copies()
-    jobs = cut_copies(copies, job_bytes=job_bytes)
+    jobs = runs.cut(job_bytes)
 
-    event("many" if few is None else "few")
-    assert copied(case, reads_in(whole)) == expected
-    assert copied(case, (run for reads in chunks for run in reads_in(reads))) == expected
-    assert copied(case, (run for job in jobs for run in runs_in(job))) == expected
-    assert few is None or copied(case, few) == expected
-    assert whole.num_bytes == sum(expected[1])
-    assert_in_order_and_merged(whole)
-    assert all(0 < sum(one.num_bytes for one in job) <= job_bytes for job in jobs)
+    event("few" if runs.few else "many")
+    assert copied(case, runs) == expected
+    assert copied(case, reads_in(reads)) == expected
+    assert copied(case, (run for chunk in chunks for run in reads_in(chunk))) == expected
+    assert copied(case, (run for job in jobs for run in job)) == expected
+    assert runs.num_bytes == reads.num_bytes == sum(expected[1])
+    assert_in_order_and_merged(reads)
+    assert all(0 < job.num_bytes <= job_bytes for job in jobs)
 
 
 def assert_an_agent_would_accept(case: Case) -> None:
@@ -77,7 +71,7 @@ def assert_an_agent_would_accept(case: Case) -> None:
         validate_ranks(side.engine, ranks)
 
 
-def in_chunks(case: Case, plan: DirectPlan, cuts: Sequence[int]) -> Iterator[Descriptors]:
+def in_chunks(case: Case, plan: RunPlan, cuts: Sequence[int]) -> Iterator[Reads]:
     """The reads of a fetch that follows an offer which grows."""
     readers, holders = case.decode.engine.groups, case.prefill.engine.groups
     ends = [case.start, *cuts, case.stop]
@@ -89,7 +83,7 @@ def in_chunks(case: Case, plan: DirectPlan, cuts: Sequence[int]) -> Iterator[Des
             for group in holders
             if spans[group.name][0] < spans[group.name][1]
         }
-        yield plan.descriptors(tables, case.decode.tables, spans)
+        yield plan.runs(tables, case.decode.tables, spans).reads()
 
 
 def grown_to(table: BlockTable, stop: int, group: GroupSpec) -> BlockTable:
@@ -98,7 +92,7 @@ def grown_to(table: BlockTable, stop: int, group: GroupSpec) -> BlockTable:
     return BlockTable.of(table.array()[:num_blocks], first_block=table.first_block)
 
 
-def assert_in_order_and_merged(reads: Descriptors) -> None:
+def assert_in_order_and_merged(reads: Reads) -> None:
     local, remote = reads.local.astype(np.int64), reads.remote.astype(np.int64)
     ends, theirs = (side[:-1, 0] + side[:-1, 1] for side in (local, remote))
     assert (ends <= local[1:, 0]).all()
@@ -113,10 +107,9 @@ def assert_in_order_and_merged(reads: Descriptors) -> None:
 def test_a_copy_is_refused_where_one_byte_of_its_source_is_not_mapped(
     case: Case, data: st.DataObject
 ) -> None:
-    copies = case.copies()
-    runs = list(runs_in(copies))
-    assume(runs)
-    _, source, num_bytes = data.draw(st.sampled_from(runs))
+    runs = case.runs()
+    assume(runs.num_bytes)
+    _, source, num_bytes = data.draw(st.sampled_from(list(runs)))
     mapped = [
         (at := placed.addresses[segment.segment_id], at + segment.size_bytes)
         for placed in case.prefill.ranks.values()
@@ -126,12 +119,9 @@ def test_a_copy_is_refused_where_one_byte_of_its_source_is_not_mapped(
     left = data.draw(st.sampled_from([(first, source + num_bytes - 1), (source + 1, end), None]))
     hurt = [one for one in mapped if one != within] + ([left] if left else [])
 
-    check_runs(runs, mapped)
-    check_sources(copies, mapped)
+    runs.check_sources(mapped)
     with pytest.raises(GeometryError, match="outside"):
-        check_sources(copies, hurt)
-    with pytest.raises(GeometryError, match="outside"):
-        check_runs(runs, hurt)
+        runs.check_sources(hurt)
 
 
 NUM_TOKENS, JOB_BYTES = 1500, 1 << 20
@@ -153,14 +143,14 @@ def test_a_handoff_that_no_cache_holds_moves_what_numpy_moves(
     for rank, heads in zip(expected, np.split(held, sizes[1], axis=2), strict=True):
         rank[places(decode)] = heads
 
-    reads = case.plan().descriptors(*case.tables, case.spans())
-    jobs = cut_copies(case.copies(), job_bytes=JOB_BYTES)
+    reads = case.runs().reads()
+    jobs = case.runs().cut(JOB_BYTES)
 
-    for runs in (reads_in(reads), (run for job in jobs for run in runs_in(job))):
+    for runs in (reads_in(reads), (run for job in jobs for run in job)):
         after, times = copied(case, runs)
         assert after == in_memory(expected, decode_layout).tobytes()
         assert max(times) == 1
-    assert max(sum(one.num_bytes for one in job) for job in jobs) <= JOB_BYTES
+    assert max(job.num_bytes for job in jobs) <= JOB_BYTES
 
 
 def one_layer(tp_size: int, layout: str, block: int, *, base: int) -> Side:
@@ -193,22 +183,22 @@ def places(side: Side) -> tuple[Numbers, slice, Numbers]:
 
 
 @pytest.fixture
-def plan() -> DirectPlan:
+def plan() -> RunPlan:
     """Between two engines that are alike, whose blocks have 128 bytes."""
     engine = EngineSpec("e", "m", 1, (GroupSpec("full", (0,), 4, 2, 4, "float16"),))
     layout = KvLayout.parse("NHD", cross_layer=True)
     prefill, decode = (
         placed_ranks(engine, layout, num_blocks=8, base=base) for base in (1 << 20, 1 << 30)
     )
-    return DirectPlan(prefill, decode, ReadMap([prefill[0].rank], [decode[0].rank]).shares())
+    return RunPlan(prefill, decode, ReadMap([prefill[0].rank], [decode[0].rank]).shares())
 
 
 def test_whole_blocks_of_equal_engines_are_one_read_each_and_neighbours_are_one_together(
-    plan: DirectPlan,
+    plan: RunPlan,
 ) -> None:
     tables = {"full": BlockTable.of([2, 3, 6])}, {"full": BlockTable.of([4, 5, 1])}
 
-    found = plan.descriptors(*tables, {"full": (0, 12)})
+    found = plan.runs(*tables, {"full": (0, 12)}).reads()
 
     assert list(reads_in(found)) == [
         ((1 << 30) + 1 * 128, (1 << 20) + 6 * 128, 128),
@@ -217,24 +207,20 @@ def test_whole_blocks_of_equal_engines_are_one_read_each_and_neighbours_are_one_
 
 
 def test_a_group_without_positions_needs_no_tables_and_one_with_them_all_blocks_on_both_sides(
-    plan: DirectPlan,
+    plan: RunPlan,
 ) -> None:
     whole = {"full": BlockTable.of([0, 1])}
 
-    nothing = plan.descriptors({}, {}, {"full": (5, 5)})
+    nothing = plan.runs({}, {}, {"full": (5, 5)}).reads()
 
     assert nothing.local.shape == nothing.remote.shape == (0, 3)
     for lacking in (BlockTable.of([1]), BlockTable.of([2], first_block=1), BlockTable.of([])):
         for tables in (({"full": lacking}, whole), (whole, {"full": lacking})):
             with pytest.raises(IndexError):
-                plan.descriptors(*tables, {"full": (0, 8)})
+                plan.runs(*tables, {"full": (0, 8)})
 
 
-def test_reads_of_slots_name_the_device_of_either_side() -> None:
-    local, remote = (np.array(rows, np.uint64) for rows in ([[64, 16, 0]], [[16, 16, 0]]))
+def test_reads_name_the_device_of_either_side() -> None:
+    found = Runs(few=((0x4200, 0x7000, 96),)).reads(local_device=1, remote_device=3)
 
-    whole = whole_slot((0x4200, 1), (0x7000, 3), 96)
-    part = from_slot(Descriptors(local=local.copy(), remote=remote), 0x7000, 3)
-
-    assert (whole.local.tolist(), whole.remote.tolist()) == ([[0x4200, 96, 1]], [[0x7000, 96, 3]])
-    assert (part.local.tolist(), part.remote.tolist()) == ([[64, 16, 0]], [[0x7010, 16, 3]])
+    assert (found.local.tolist(), found.remote.tolist()) == ([[0x4200, 96, 1]], [[0x7000, 96, 3]])

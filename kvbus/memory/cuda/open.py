@@ -17,7 +17,7 @@ from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
 from kvbus.memory.cuda import driver
 from kvbus.memory.cuda.driver import check_cuda, gpu_ordinal
 from kvbus.memory.pages import OwnedMemory
-from kvbus.planning import Copies
+from kvbus.planning import Runs
 
 Offsets = npt.NDArray[np.int64]
 T = TypeVar("T")
@@ -235,7 +235,7 @@ class GpuMover:
     def move(
         self,
         content: torch.Tensor | npt.NDArray[np.uint8],
-        copies_at: Callable[[int], list[Copies]],
+        runs_at: Callable[[int], Runs],
         *,
         into_slot: bool,
     ) -> None:
@@ -246,21 +246,20 @@ class GpuMover:
         at_once = is_beside or not there.is_pinned()  # else the copy stream is waited for
         if not (into_slot or is_beside):
             near.copy_(there, non_blocking=not at_once)
-        _copy(copies_at(near.data_ptr()), [*self._tensors, near])
+        _copy(runs_at(near.data_ptr()), [*self._tensors, near])
         if into_slot and not is_beside:
             there.copy_(near, non_blocking=not at_once)
 
-    def zero(self, copies: Iterable[Copies]) -> None:
+    def zero(self, runs: Runs) -> None:
         """Write zeros over the targets."""
-        for one in copies:
-            for runs in _by_tensor(one.addresses()[1:], one.run_bytes, self._tensors):
-                (rows,), (numbers,) = runs
+        for addresses, run_bytes in runs.by_length():
+            for (rows,), (numbers,) in _by_tensor(addresses[1:], run_bytes, self._tensors):
                 rows.index_fill_(0, numbers, 0)
 
 
-def _copy(copies: Iterable[Copies], tensors: Sequence[torch.Tensor]) -> None:
-    for one in copies:
-        for (source, target), (origin, goal) in _by_tensor(one.addresses(), one.run_bytes, tensors):
+def _copy(runs: Runs, tensors: Sequence[torch.Tensor]) -> None:
+    for addresses, run_bytes in runs.by_length():
+        for (source, target), (origin, goal) in _by_tensor(addresses, run_bytes, tensors):
             target.index_copy_(0, goal, source.index_select(0, origin))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvbus.memory import BusErrors, LentMapping, SegmentMapping, map_shared
 from kvbus.memory.run_copy import copy_by_kernel, copy_by_numpy, load_kernel
-from kvbus.planning import Copies
+from kvbus.planning import Lattice
 
 SIZE_BYTES, RUN_BYTES = 1 << 24, 4096
 kind, *library = sys.argv[1:]
@@ -39,7 +39,7 @@ def copy(source: np.ndarray, target: np.ndarray) -> None:
         return
     at = np.array([[source.ctypes.data], [target.ctypes.data]])
     steps = np.stack([np.arange(0, SIZE_BYTES, RUN_BYTES)] * 2)
-    runs = Copies(at, steps[:, ::-1], np.array([[0, 2048], [0, 2048]]), 2048)
+    runs = Lattice(at, steps[:, ::-1], np.array([[0, 2048], [0, 2048]]), 2048)
     kernel = load_kernel(Path(library[0]))
     if kernel is None:
         copy_by_numpy(runs)

@@ -6,6 +6,7 @@ A route is made of what handshakes brought.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from math import prod
 
 from kvbus.agent.engines import LocalEngine
@@ -21,19 +22,20 @@ from kvbus.geometry import (
     validate_ranks,
 )
 from kvbus.planning import (
-    DirectPlan,
     FetchWork,
     PlacedRank,
     ReadMap,
+    RunPlan,
     Share,
-    SlotReads,
     Spans,
+    slot_plan,
 )
 from kvbus.protocol.peer import CheckMemory, EngineMemory
 from kvbus_decode.peer.directory import Peer
 from kvbus_decode.peer.mapped import MappedMemory
 from kvbus_decode.peer.nixl import NixlMemory
 
+MAX_PLANS = 1024
 PER_POSITION = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.DIM)
 
 
@@ -92,8 +94,8 @@ class SourcePlan:
     source: Source
     shares: tuple[Share, ...]
     joined: tuple[Share, ...]
-    direct: DirectPlan | None
-    mapped: DirectPlan | None
+    direct: RunPlan | None
+    mapped: RunPlan | None
 
 
 class Route:
@@ -114,7 +116,10 @@ class Route:
         validate_ranks(prefill, ranks)
         self.readers = {placed.rank.rank: placed for placed in engine.placed()}
         """The ranks of the decode engine that are here, by number."""
-        self.slot_reads = {n: SlotReads(reader) for n, reader in self.readers.items()}
+        self.slot_reads = {
+            n: lru_cache(MAX_PLANS)(partial(slot_plan, reader, into_slot=False))
+            for n, reader in self.readers.items()
+        }
         self.prefill_direct = all(placed.direct for placed in placed_there)
         """Whether READs can start in the blocks of every rank of the prefill engine."""
         self.decode_direct = all(placed.direct for placed in self.readers.values())
@@ -218,17 +223,17 @@ class Route:
             found[self._holders[share.holder]].append(share)
         return {source: tuple(shares) for source, shares in found.items()}
 
-    def _direct_plan(self, source: Source, shares: tuple[Share, ...]) -> DirectPlan | None:
+    def _direct_plan(self, source: Source, shares: tuple[Share, ...]) -> RunPlan | None:
         if not (self.prefill_direct and self.decode_direct):
             return None
-        return DirectPlan(source.ranks, self.readers, shares)
+        return RunPlan(source.ranks, self.readers, shares)
 
-    def _mapped_plan(self, source: Source, shares: tuple[Share, ...]) -> DirectPlan | None:
+    def _mapped_plan(self, source: Source, shares: tuple[Share, ...]) -> RunPlan | None:
         if not self.is_mapped or source.mapped is None:
             return None
         addresses = source.mapped.addresses
         ranks = {n: replace(there, addresses=addresses[n]) for n, there in source.ranks.items()}
-        return DirectPlan(ranks, self._mapped_readers, shares)
+        return RunPlan(ranks, self._mapped_readers, shares)
 
 
 def _num_blocks(ranks: list[RankSpec]) -> dict[str, int]:

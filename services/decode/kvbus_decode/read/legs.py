@@ -1,30 +1,27 @@
 """The legs of a chunk on each path, and what each of them carries: how it is carried out."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
+import numpy as np
 
 from kvbus.agent.copiers import Job, Work
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.slots import SlotMemory, StagingDevices
 from kvbus.errors import ErrorCode, GeometryError, LocalError, RemoteError
-from kvbus.geometry import Box, GroupSpec, SlotOrder, canonical_order, slot_bytes
+from kvbus.geometry import Box, GroupSpec, SlotOrder, canonical_order, slot_bytes, slot_table
 from kvbus.memory import copying
-from kvbus.memory.run_copy import copy_few_runs, copy_runs
+from kvbus.memory.run_copy import copy_runs
 from kvbus.planning import (
-    Copies,
-    Descriptors,
     Path,
-    Run,
+    Reads,
+    Runs,
     Share,
-    check_runs,
-    check_sources,
-    cut_copies,
     cut_into_boxes,
-    from_slot,
     reader_order,
-    whole_slot,
 )
 from kvbus.planning.digests import cut_for_digests
 from kvbus.protocol.peer import Packed
@@ -35,7 +32,7 @@ from kvbus_decode.read.compare import CompareJob
 from kvbus_decode.read.paths import PathChoice
 from kvbus_decode.read.table import COMPARING, COPYING, PACKING, READING, Leg
 
-Rows = tuple[Descriptors, MemoryKind, MemoryKind]
+Rows = tuple[Reads, MemoryKind, MemoryKind]
 """READs, and the kinds of memory: ours and theirs."""
 
 SHORT_BYTES = 128 << 10
@@ -74,7 +71,7 @@ class DirectJob(LegJob):
     @property
     def num_descriptors(self) -> int:
         """About how many READs it takes."""
-        return self.plan.direct.num_descriptors(self.chunk.spans) if self.plan.direct else 0
+        return self.plan.direct.num_runs(self.chunk.spans) if self.plan.direct else 0
 
     def rows(self, _slot: int | None) -> Rows:
         """The READs; raises `GeometryError`, and `LocalError` where NIXL knows one side not."""
@@ -83,10 +80,10 @@ class DirectJob(LegJob):
         try:
             chunk = self.chunk
             tables = chunk.wanted.tables, chunk.asked.tables
-            rows = self.plan.direct.descriptors(*tables, chunk.spans)
+            runs = self.plan.direct.runs(*tables, chunk.spans)
         except (IndexError, KeyError) as error:
             raise _lacking(error) from error
-        return rows, "DRAM", "DRAM"
+        return runs.reads(), "DRAM", "DRAM"
 
 
 # The memory that is copied from may end at any moment; the bytes under its addresses are zeros then
@@ -129,15 +126,12 @@ class MappedJob(LegJob):
             raise LocalError("the memory of one side is not mapped", code=ErrorCode.INTERNAL)
         tables = chunk.wanted.tables, chunk.asked.tables
         try:
-            runs = mapped.few_runs(*tables, chunk.spans) if self.is_short else None
-            copies = mapped.copies(*tables, chunk.spans) if runs is None else ()
+            runs = mapped.runs(*tables, chunk.spans)
         except (IndexError, KeyError) as error:
             raise _lacking(error) from error
-        if runs is not None:
-            check_runs(runs, memory.extents)
-            return [partial(self._copy_few, runs)]
-        check_sources(copies, memory.extents)
-        return [partial(self._copy, job) for job in cut_copies(copies, job_bytes=self.job_bytes)]
+        runs.check_sources(memory.extents)
+        jobs = [runs] if self.is_short else runs.cut(self.job_bytes)
+        return [partial(self._copy, job) for job in jobs]
 
     def loss(self) -> RemoteError | None:
         """The error if the source memory was closed during the copy."""
@@ -147,15 +141,10 @@ class MappedJob(LegJob):
         message = f"the memory that was copied from is gone: {memory.closed}"
         return RemoteError(message, code=ErrorCode.TRANSFER_FAILED)
 
-    def _copy(self, copies: Sequence[Copies]) -> None:
+    def _copy(self, runs: Runs) -> None:
         if self.loss() is None:
-            copy_runs(copies)
-            self.copied_bytes.append(sum(one.num_bytes for one in copies))
-
-    def _copy_few(self, runs: Sequence[Run]) -> None:
-        if self.loss() is None:
-            copy_few_runs(runs)
-            self.copied_bytes.append(sum(num_bytes for _, _, num_bytes in runs))
+            copy_runs(runs)
+            self.copied_bytes.append(runs.num_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +162,7 @@ class BoxJob(LegJob):
     order: SlotOrder
     slots: SlotMemory | None
     packed: Packed | None = None
-    reads: Descriptors | None = None
+    reads: Reads | None = None
 
     @property
     def ranks(self) -> tuple[RankMemory, ...]:
@@ -185,23 +174,26 @@ class BoxJob(LegJob):
         """Bytes of the box in a slot."""
         return slot_bytes(self.group, self.box, self.order)
 
-    def block_reads(self) -> Descriptors:
+    def block_reads(self) -> Reads:
         """READs from a slot at address 0 into the blocks; the caller's to change."""
-        reads = self.chunk.route.slot_reads[self.share.reader]
-        return reads.descriptors(
-            self.box, self.order, table=self.chunk.asked.tables[self.box.group]
-        )
+        box, blocks = self.box, slot_table(self.box, self.order)
+        shape = msgspec.structs.replace(box, start=0, stop=len(blocks) * self.order.block_size)
+        plan = self.chunk.route.slot_reads[self.share.reader](shape, self.order)
+        tables = {box.group: blocks}, {box.group: self.chunk.asked.tables[box.group]}
+        return plan.runs(*tables, {box.group: (box.start, box.stop)}).reads()
 
     def rows(self, slot: int | None) -> Rows:
         """The READ into number ``slot`` here, or those into the blocks."""
         packed, slots = self.packed, self.slots
         if packed is not None and slots is not None and slot is not None:
-            ours = slots.address(slot), slots.device
-            rows = whole_slot(ours, (packed.address, packed.device), packed.num_bytes)
+            whole = Runs(few=((slots.address(slot), packed.address, packed.num_bytes),))
+            rows = whole.reads(local_device=slots.device, remote_device=packed.device)
             return rows, slots.memory, packed.memory
         if packed is None or self.reads is None:
             raise LocalError("the box is not packed", code=ErrorCode.INTERNAL)
-        return from_slot(self.reads, packed.address, packed.device), "DRAM", packed.memory
+        self.reads.remote[:, 0] += np.uint64(packed.address)
+        self.reads.remote[:, 2] = packed.device
+        return self.reads, "DRAM", packed.memory
 
     def copy(self, slot: int | None, memory: copying.PagedMemory) -> None:
         """Scatter number ``slot`` here into the blocks of one rank; in a thread."""
@@ -257,7 +249,7 @@ def short_copy(chunk: Chunk, *, job_bytes: int) -> MappedJob | None:
     if len(plans) != 1 or chunk.tail or chunk.one_in or chunk.num_bytes > SHORT_BYTES:
         return None
     mapped = plans[0].mapped
-    if mapped is None or mapped.num_descriptors(chunk.spans) > SHORT_RUNS:
+    if mapped is None or mapped.num_runs(chunk.spans) > SHORT_RUNS:
         return None
     return MappedJob(chunk, plans[0], job_bytes, is_short=True)
 

@@ -71,7 +71,7 @@ class PathChooser:
         path = choose_path(
             tuple(one for one in paths if work.least_box_bytes(one) <= slot_bytes) or paths,
             num_bytes=num_bytes,
-            num_runs=sum(plan.direct.num_descriptors(spans) for plan in plans if plan.direct),
+            num_runs=sum(plan.direct.num_runs(spans) for plan in plans if plan.direct),
             repeated_bytes=work.repeated_bytes(spans),
         )
         if path in WITHOUT_BOXES:

@@ -1,0 +1,269 @@
+"""Runs: bytes to move, from source addresses to target addresses, as executors take them.
+
+A few are integers, as one call of numpy costs as much as a run does; many are lattices.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.errors import GeometryError
+
+CACHED_BYTES = 512 << 10
+
+Offsets = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.uint64]
+Run = tuple[int, int, int]
+"""Target address, source address, bytes."""
+Extents = Sequence[tuple[int, int]]
+"""Addresses [first, end) of memory, in any order, none within another."""
+
+
+class Reads(NamedTuple):
+    """Runs as NIXL takes them: row i of either, of shape (n, 3), is address, bytes, device."""
+
+    local: Rows
+    remote: Rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are read."""
+        return int(self.local[:, 1].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """Runs of one length: one at each sum of an outer, a unit and an inner offset.
+
+    Each array has the shape (2, n): row 0 is the source, row 1 the target. The offsets of
+    ``outer`` are addresses; each column of ``units`` is one unit of tokens.
+    """
+
+    outer: Offsets
+    units: Offsets
+    inner: Offsets
+    run_bytes: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """How many offsets each array has."""
+        return self.outer.shape[1], self.units.shape[1], self.inner.shape[1]
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of the whole lattice."""
+        num_outer, num_units, num_inner = self.shape
+        return num_outer * num_units * num_inner
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are moved."""
+        return self.num_runs * self.run_bytes
+
+    def addresses(self) -> Offsets:
+        """Of each run, shape (2, num_runs): outer offsets step slowest, inner ones fastest."""
+        found = np.empty((2, self.num_runs), dtype=np.int64)
+        for side, row in enumerate(found):
+            corners = self.outer[side][:, None] + self.units[side]
+            np.add(corners[:, :, None], self.inner[side], out=row.reshape(self.shape))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Bytes to move: each of ``few``, and those of all ``lattices``.
+
+    Targets do not overlap, and sources are the caller's to check.
+    """
+
+    few: tuple[Run, ...] = ()
+    lattices: tuple[Lattice, ...] = ()
+
+    def __iter__(self) -> Iterator[Run]:
+        for addresses, run_bytes in self.by_length():
+            for source, target in addresses.T.tolist():
+                yield target, source, run_bytes
+
+    def by_length(self) -> Iterator[tuple[Offsets, int]]:
+        """Addresses of shape (2, n), sources and targets, of n runs of so many bytes."""
+        for length in {run[2] for run in self.few}:
+            alike = [(source, target) for target, source, num in self.few if num == length]
+            yield np.array(alike, dtype=np.int64).T, length
+        for one in self.lattices:
+            yield one.addresses(), one.run_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are moved."""
+        return sum(run[2] for run in self.few) + sum(one.num_bytes for one in self.lattices)
+
+    def check_sources(self, extents: Extents) -> None:
+        """Raise `GeometryError` unless what is read together lies in one of ``extents``.
+
+        That is each of the few runs, and all runs of an outer offset.
+        """
+        ordered = sorted(extents)
+        for _, source, num_bytes in self.few:
+            at = bisect_right(ordered, source, key=itemgetter(0)) - 1
+            if at < 0 or source + num_bytes > ordered[at][1]:
+                raise _outside()
+        for one in self.lattices:
+            if not one.num_runs:
+                continue
+            firsts, ends = np.array(ordered, dtype=np.int64).reshape(-1, 2).T
+            lowest = one.outer[0] + one.units[0].min() + one.inner[0].min()
+            highest = one.outer[0] + one.units[0].max() + one.inner[0].max() + one.run_bytes
+            places = np.searchsorted(firsts, lowest, side="right") - 1
+            if not (firsts.size and (places >= 0).all() and (highest <= ends[places]).all()):
+                raise _outside()
+
+    def reads(self, *, local_device: int = 0, remote_device: int = 0) -> Reads:
+        """As READs into the targets, neighbours merged, in ascending local address."""
+        sides = zip(self._merged(), (local_device, remote_device), strict=True)
+        return Reads(*(_rows(*rows, device) for rows, device in sides))
+
+    def cut(self, job_bytes: int) -> list["Runs"]:
+        """Jobs of at most ``job_bytes`` that move each byte once; small ones share a job."""
+        jobs: list[Runs] = []
+        room = 0
+        for part in self._parts(job_bytes):
+            if jobs and part.num_bytes <= room:
+                jobs[-1] = Runs(jobs[-1].few + part.few, jobs[-1].lattices + part.lattices)
+            else:
+                jobs.append(part)
+                room = job_bytes
+            room -= part.num_bytes
+        return jobs
+
+    def _parts(self, job_bytes: int) -> Iterator["Runs"]:
+        for target, source, num_bytes in self.few:
+            for at in range(0, num_bytes, job_bytes):
+                run = target + at, source + at, min(job_bytes, num_bytes - at)
+                yield Runs(few=(run,))
+        for one in self.lattices:
+            for part in _cut(_for_caches(one), job_bytes):
+                yield Runs(lattices=(part,))
+
+    def _merged(self) -> tuple[tuple[Offsets, Offsets], tuple[Offsets, Offsets]]:
+        """Addresses and bytes of targets, and of sources."""
+        if not self.lattices:
+            found = np.array(_merged_few(self.few), dtype=np.int64).reshape(-1, 3).T
+        else:
+            every = [_expanded(one) for one in self.lattices]
+            every.append(np.array(self.few, dtype=np.int64).reshape(-1, 3).T)
+            found = _merged_many(_ascending(np.concatenate(every, axis=1)))
+        return (found[0], found[2]), (found[1], found[2])
+
+
+def _outside() -> GeometryError:
+    return GeometryError("a copy would read outside of the memory that is mapped")
+
+
+def _merged_few(runs: Iterable[Run]) -> list[Run]:
+    """By target; runs that continue the one before on both sides become one with it."""
+    merged: list[Run] = []
+    for target, source, num_bytes in sorted(runs):
+        if merged:
+            before, from_before, bytes_before = merged[-1]
+            if before + bytes_before == target and from_before + bytes_before == source:
+                merged[-1] = before, from_before, bytes_before + num_bytes
+                continue
+        merged.append((target, source, num_bytes))
+    return merged
+
+
+def _expanded(one: Lattice) -> Offsets:
+    """Of shape (3, n): target, source, bytes; it ascends if the lattice nests."""
+    sources, targets = one.addresses()
+    return np.stack((targets, sources, np.full_like(targets, one.run_bytes)))
+
+
+def _ascending(runs: Offsets) -> Offsets:
+    """By target; what is not so already is made of few ascending sequences."""
+    targets = runs[0]
+    if (targets[1:] > targets[:-1]).all():
+        return runs
+    return runs.take(np.argsort(targets, kind="stable"), axis=1)
+
+
+def _merged_many(runs: Offsets) -> Offsets:
+    """As `_merged_few`, of runs that ascend."""
+    ends = runs[:2] + runs[2]
+    continues = (runs[:2, 1:] == ends[:, :-1]).all(axis=0)
+    if not continues.any():
+        return runs
+    first = np.flatnonzero(np.concatenate([[True], ~continues]))
+    last = np.append(first[1:], runs.shape[1]) - 1
+    merged = runs.take(first, axis=1)
+    merged[2] = ends[0, last] - merged[0]
+    return merged
+
+
+def _rows(addresses: Offsets, num_bytes: Offsets, device: int) -> Rows:
+    rows = np.empty((addresses.size, 3), dtype=np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, num_bytes, device
+    return rows.view(np.uint64)
+
+
+def _cut(one: Lattice, job_bytes: int) -> Iterator[Lattice]:
+    """The lattice in parts of at most ``job_bytes``.
+
+    It is cut between outer offsets if it can be, so that units which are neighbours stay together;
+    where a unit has several runs, between units, so that what the outer offsets take of one is read
+    together. Then the other way, then within units and runs.
+    """
+    if one.num_bytes <= job_bytes:
+        yield one
+        return
+    by_unit = one.inner.shape[1] > 1
+    for name in ("units", "outer", "inner") if by_unit else ("outer", "units"):
+        offsets: Offsets = getattr(one, name)
+        num = offsets.shape[1]
+        if num > 1:
+            step = max(1, job_bytes * num // one.num_bytes)
+            for at in range(0, num, step):
+                fewer: dict[str, Any] = {name: offsets[:, at : at + step]}
+                yield from _cut(replace(one, **fewer), job_bytes)
+            return
+    for first in range(0, one.run_bytes, job_bytes):
+        num_bytes = min(job_bytes, one.run_bytes - first)
+        yield replace(one, inner=one.inner + first, run_bytes=num_bytes)
+
+
+# What is read in short pieces waits for memory, and what is written in them does not: stores leave
+# the CPU on their way. So a unit is read in order, and written where that leads.
+def _for_caches(one: Lattice) -> Lattice:
+    """The same runs, read in order, and in turns, if they are more than a cache holds."""
+    if one.num_bytes <= CACHED_BYTES:
+        return one
+    by_source = one.inner[:, np.argsort(one.inner[0], kind="stable")]
+    return _interleaved(replace(one, inner=by_source))
+
+
+# Two readers of one token, each of half of its heads: by target, all of reader 0 comes first, and
+# each line of the source is brought in twice, as the look-ahead of the CPU takes more than is asked
+# for. In turns, what lies together is read together; likewise what is written together.
+#
+#     source       [t0 heads 0-3][t0 heads 4-7][t1 heads 0-3][t1 heads 4-7] ...
+#     by target     1             33            2             34
+#     interleaved   1             2             3             4
+def _interleaved(one: Lattice) -> Lattice:
+    """The same runs, but outer offsets that are neighbours or equal on one side as inner ones."""
+    num = one.outer.shape[1]
+    for side in (0, 1):
+        ascending = one.outer[:, np.argsort(one.outer[side], kind="stable")]
+        steps = np.diff(ascending[side])
+        apart = np.flatnonzero((steps != 0) & (steps != one.run_bytes))
+        size = int(apart[0]) + 1 if apart.size else num
+        if size == 1 or num % size:
+            continue
+        groups = ascending.reshape(2, -1, size)
+        first, beside = groups[:, :, 0], groups[:, :1] - groups[:, :1, :1]
+        if (groups - first[:, :, None] == beside).all():
+            return replace(one, outer=first, inner=(one.inner[:, :, None] + beside).reshape(2, -1))
+    return one
