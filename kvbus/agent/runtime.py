@@ -60,7 +60,7 @@ BUS_READINGS = {
     "bus_busy": "Requests that were refused because too many were pending.",
     "bus_repeats": "Requests that came again, by a new connection, while they were in progress.",
     "peer_pings": "Signs of life that other agents have asked for.",
-    "replies_dropped": "Replies whose peer was gone.",
+    "replies_dropped": "Replies and notices whose peer was gone, or did not read.",
     "attach_refused": "Connections to the attach socket that were turned away.",
 }
 
@@ -376,7 +376,7 @@ class Runtime:
             "bus_busy": sum(c.busy for c in servers),
             "bus_repeats": sum(c.repeats_absorbed for c in servers),
             "peer_pings": self.peer_socket.counters.pings,
-            "replies_dropped": sum(c.replies_dropped for c in servers),
+            "replies_dropped": sum(c.dropped for c in servers),
             "attach_refused": refused,
         }
 

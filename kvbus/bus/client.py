@@ -207,9 +207,9 @@ class RequestClient(SocketActor):
         if len(frame) > self._max_bytes:
             raise too_large(len(frame), self._max_bytes)
         self._last_id = request_id
-        self._pending[request_id] = pending = _Pending(message, frame, on_reply, timeout_s, on_sent)
-        if self._unsent or not self._hand_over(pending):
-            self._unsent[request_id] = None
+        self._pending[request_id] = _Pending(message, frame, on_reply, timeout_s, on_sent)
+        self._unsent[request_id] = None
+        self._pump.flush()
         if timeout_s < math.inf:
             self.timers.at(self.timers.now() + timeout_s, self._time_out, request_id)
         return request_id
@@ -223,20 +223,20 @@ class RequestClient(SocketActor):
         self._pending.pop(request_id, None)
         self._unsent.pop(request_id, None)
 
-    def _hand_over(self, pending: _Pending) -> bool:
-        """Whether there is a connection that takes it."""
-        is_sent = self._pump.send(pending.frame)
-        if is_sent and pending.on_sent is not None:
-            pending.on_sent()
-            pending.on_sent = None
-        return is_sent
-
     def _flush(self) -> None:
-        """Send what found no connection, or no room on it, in the order of the requests."""
-        for request_id in list(self._unsent):
-            if not self._hand_over(self._pending[request_id]):
+        """Send what waits, or found no connection or no room on it, in the order of the requests.
+
+        It ends where there is no connection that takes it.
+        """
+        while self._unsent:
+            request_id = next(iter(self._unsent))
+            pending = self._pending[request_id]
+            if not self._pump.send(pending.frame):
                 return
             del self._unsent[request_id]
+            if pending.on_sent is not None:
+                pending.on_sent()
+                pending.on_sent = None
 
     # What the connection before has taken may be lost with it. What the new one took before its
     # making is told comes twice, which changes nothing.

@@ -1,8 +1,8 @@
 """Moving messages between one ZeroMQ socket and one event loop, without a thread or a poll.
 
 From the thread of the loop only. The socket's descriptor is edge-triggered: any call on the socket
-can swallow its signal, so ``ZMQ_EVENTS`` is read after each batch, and once in the turn of the loop
-that follows on sends. Each look costs some system calls.
+can swallow its signal, so ``ZMQ_EVENTS`` is read at the end of each turn, and once in the turn of
+the loop that follows on sends. Each look costs some system calls.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Pump:
 
     Of a message of more than `_MAX_FRAMES` the first so many are handed over. ``last`` is the last
     frame that was received, for what ZeroMQ knows of its connection.
-    ``on_writable`` follows a batch when the socket takes more.
+    ``on_writable`` sends what waits; it is called by `flush`, and when the socket takes more.
     An exception out of a callback goes to ``on_failure``: callbacks isolate their own users.
     """
 
@@ -45,7 +45,8 @@ class Pump:
         self._on_writable = on_writable
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = True
-        self._receiving = self._scheduled = self._refused = False
+        self._in_turn = self._scheduled = self._refused = False
+        self._has_sent = self._flushes = False
         self._frames: list[bytes] = []
         self.last: zmq.Frame | None = None
         self.was_full = False
@@ -59,7 +60,7 @@ class Pump:
 
     def take_last(self) -> None:
         """Hand over what has come, however much: the other side has ended."""
-        while self._loop is not None and self._receive(signalled=False) & _POLLIN:
+        while self._loop is not None and self._turn(signalled=False) & _POLLIN:
             pass
 
     def close(self) -> None:
@@ -67,6 +68,8 @@ class Pump:
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
+        if self._open and self._flushes:
+            self._on_writable()
         self._open = False
         self._socket.close()
 
@@ -85,9 +88,24 @@ class Pump:
             self._refused, self.was_full = True, error.errno == zmq.EAGAIN
             return False
         finally:
-            if not self._receiving:
+            if not self._in_turn:
                 self._schedule()
+            self._has_sent = True
         return True
+
+    # A message that finds ZeroMQ's thread asleep wakes it, by a system call and often by a change
+    # of threads, which costs more than the message itself. So the first one of a turn goes at once:
+    # nothing may follow. Those behind it go together, and find that thread at work:
+    #
+    #     one question    ─▶ answer
+    #     64 questions    ─▶ answer   2 .. 64 are kept   ─▶ 63 answers, and one wake-up
+    #                     └───────── one turn ──────────┘
+    def flush(self) -> None:
+        """Call ``on_writable``: now, or with all that is sent later in this turn of the loop."""
+        if self._has_sent and self._loop is not None:
+            self._flushes = True
+        else:
+            self._on_writable()
 
     def _schedule(self) -> None:
         if self._loop is not None and not self._scheduled:
@@ -103,7 +121,7 @@ class Pump:
         if self._loop is None:
             return
         try:
-            events = self._receive(signalled=signalled)
+            events = self._turn(signalled=signalled)
             if self._refused and events & _POLLOUT:
                 self._refused = False
                 self._on_writable()
@@ -112,33 +130,50 @@ class Pump:
         except Exception as error:  # a bug of ours: it must end the owner, not the loop's handler
             self._on_failure(error)
 
-    def _receive(self, *, signalled: bool) -> int:
-        """Take a batch; a signal is nearly always for a message, so that is tried first."""
-        get, recv = self._socket.get, self._socket.recv
-        self._receiving = True
-        num_frames = num_bytes = 0
+    def _turn(self, *, signalled: bool) -> int:
+        """Take a batch, send what waits, and look what there is then."""
+        self._in_turn = True
         try:
-            while num_frames < _BATCH and num_bytes <= _BATCH_BYTES:
-                # The frames of a message are there together; before its first one is to be asked.
-                if not self._frames and not signalled:
-                    events = int(get(_EVENTS))
-                    if not events & _POLLIN:
-                        return events
-                try:
-                    self.last = frame = recv(_NOBLOCK, copy=False)
-                except zmq.Again:
-                    if not signalled:
-                        raise
-                    break
-                signalled, content = False, frame.bytes
-                num_frames, num_bytes = num_frames + 1, num_bytes + len(content)
-                if len(self._frames) < _MAX_FRAMES:
-                    self._frames.append(content)
-                if not frame.more:
-                    frames, self._frames = self._frames, []
-                    self._on_frames(frames)
-                    if self._loop is None:  # a callback closed this pump
-                        return 0
+            events = self._receive(signalled=signalled)
+            if self._flushes and self._loop is not None:
+                self._flushes, events = False, None
+                self._on_writable()
+            if self._loop is None:  # a callback closed this pump
+                return 0
+            self._has_sent = False
+            return int(self._socket.get(_EVENTS)) if events is None else events
         finally:
-            self._receiving = False
-        return int(get(_EVENTS))
+            self._in_turn = False
+
+    def _receive(self, *, signalled: bool) -> int | None:
+        """Take a batch; returns ``ZMQ_EVENTS`` if nothing has changed them since they were read.
+
+        A signal is nearly always for a message, so that is tried first. Where one follows there are
+        most often more: they are taken until there is none.
+        """
+        get, recv = self._socket.get, self._socket.recv
+        num_frames = num_bytes = 0
+        surely = signalled
+        while num_frames < _BATCH and num_bytes <= _BATCH_BYTES:
+            # The frames of a message are there together; before its first one is to be asked.
+            if not self._frames and not surely:
+                events = int(get(_EVENTS))
+                if not events & _POLLIN:
+                    return events
+                surely = num_frames > 0
+            try:
+                self.last = frame = recv(_NOBLOCK, copy=False)
+            except zmq.Again:
+                return None if self._refused else 0
+            content = frame.bytes
+            num_frames, num_bytes = num_frames + 1, num_bytes + len(content)
+            if len(self._frames) < _MAX_FRAMES:
+                self._frames.append(content)
+            if not frame.more:
+                if signalled:
+                    signalled = surely = False
+                frames, self._frames = self._frames, []
+                self._on_frames(frames)
+                if self._loop is None:  # a callback closed this pump
+                    break
+        return None

@@ -80,7 +80,7 @@ class ServerCounters:
     repeats_absorbed: int = 0
     malformed: int = 0
     busy: int = 0
-    replies_dropped: int = 0
+    dropped: int = 0
 
 
 class Sender(NamedTuple):
@@ -160,16 +160,12 @@ class Session:
         if self.closed:
             return
         self._last_seq += 1
-        self.send(encode_notice(op, self._last_seq, self._server.boot, body))
+        self._server.post(encode_notice(op, self._last_seq, self._server.boot, body), self)
 
-    def send(self, frame: bytes) -> bool:
-        """Send to its latest connection; False when it does not read, or is gone."""
-        pump = self._server.pump
-        if pump.send(self.identity, frame):
-            return True
-        if self.on_unread is not None and pump.was_full and not self.closed:
+    def say_unread(self) -> None:
+        """Its peer does not read."""
+        if self.on_unread is not None and not self.closed:
             self.on_unread()
-        return False
 
     def hears(self, identity: bytes) -> bool:
         """Whether what came by this connection counts: it does not by one that the peer has left.
@@ -301,7 +297,13 @@ class RequestServer(SocketActor):
         self._has_keys = options.curve is not None
         socket = open_router(context, endpoint, options)
         self.endpoint = bound_endpoint(socket)
-        self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail)
+        self._outbox: deque[tuple[bytes, Session | bytes]] = deque()
+        self.pump = Pump(
+            socket,
+            on_frames=self._on_frames,
+            on_failure=self._fail,
+            on_writable=self._send_out,
+        )
 
     def knows(self, call: Call) -> bool:
         """Whether the sender shows a key, or is a process of the same user on this machine.
@@ -356,8 +358,7 @@ class RequestServer(SocketActor):
             error = KVBusError(f"reply to '{call.op}' could not be encoded", code=code)
             frame = encode_refusal(call.request_id, self.boot, error_body(error))
         self.let_go(call)
-        if not call.session.send(frame):
-            self.counters.replies_dropped += 1
+        self.post(frame, call.session)
         if fault is not None:
             self._fault(fault, call)
         elif self._on_refusal is not None and isinstance(outcome, KVBusError):
@@ -417,7 +418,7 @@ class RequestServer(SocketActor):
             return
         if request.op == Ping.op:
             self.counters.pings += 1
-            self._post(identity, encode_reply(request.request_id, self.boot, Empty()))
+            self.post(encode_reply(request.request_id, self.boot, Empty()), identity)
         elif request.request_id in session.pending:
             self.counters.repeats_absorbed += 1
         else:
@@ -489,8 +490,18 @@ class RequestServer(SocketActor):
         """Answer without a call."""
         if error.code is ErrorCode.BUSY:
             self.counters.busy += 1
-        self._post(identity, encode_refusal(request_id, self.boot, error_body(error)))
+        self.post(encode_refusal(request_id, self.boot, error_body(error)), identity)
 
-    def _post(self, identity: bytes, frame: bytes) -> None:
-        if not self.pump.send(identity, frame):
-            self.counters.replies_dropped += 1
+    def post(self, frame: bytes, to: "Session | bytes") -> None:
+        """Send to a session's latest connection, or to this one; it is dropped if that is gone."""
+        self._outbox.append((frame, to))
+        self.pump.flush()
+
+    def _send_out(self) -> None:
+        while self._outbox:
+            frame, to = self._outbox.popleft()
+            if self.pump.send(to if isinstance(to, bytes) else to.identity, frame):
+                continue
+            self.counters.dropped += 1
+            if isinstance(to, Session) and self.pump.was_full:
+                to.say_unread()
