@@ -160,28 +160,32 @@ class Copiers:
     def start(
         self,
         turn: Key,
-        copy: Callable[[PagedMemory], None],
+        plan: Callable[[], Iterable[Callable[[PagedMemory], None]]],
         on_end: OnEnd,
         *,
         engine: LocalEngine,
         memories: Collection[RankMemory],
         group: GroupSpec,
+        at_once: bool = False,
     ) -> Work | None:
-        """Have ``copy`` called in threads, once for each of ``memories``.
+        """Have each copy of ``plan`` called in threads, once for each of ``memories``.
 
-        ``on_end`` gets why it failed, or None, when nothing of it runs. That is called in the event
-        loop, once; at once, and nothing is returned, for an engine that is lost.
+        ``at_once`` is as for `start_jobs`. ``on_end`` gets why it failed, or None, when nothing of
+        it runs. That is called in the event loop, once; at once, and nothing is returned, for an
+        engine that is lost.
         """
 
-        def in_thread(memory: RankMemory) -> None:
+        def in_thread(copy: Callable[[PagedMemory], None], memory: RankMemory) -> None:
             paged = memory.paged(group)
             if memory.stream is None:
                 copy(paged)
             else:
                 memory.stream.run(lambda: copy(paged), gone=lambda: engine.lost)
 
-        jobs = [partial(in_thread, memory) for memory in memories]
-        return self.start_jobs(turn, lambda: jobs, on_end, engine=engine)
+        def jobs() -> Iterable[Job]:
+            return [partial(in_thread, copy, memory) for copy in plan() for memory in memories]
+
+        return self.start_jobs(turn, jobs, on_end, engine=engine, at_once=at_once)
 
     def start_jobs(
         self,

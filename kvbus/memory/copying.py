@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 RunsAt = Callable[[int], Runs]
 """Runs whose slot is at an address."""
-MAX_PLANS = 1024
+MAX_PLANS = 256
+"""Plans that are kept of a group on a rank, some 20 KB each: readers ask for boxes of any shape."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """What goes through staging slots arrives byte for byte, or is refused before a byte moves."""
 
+import tracemalloc
+from random import Random
 from typing import Any
 
 import msgspec
@@ -149,3 +151,23 @@ def test_a_region_that_leaves_its_buffer_is_refused() -> None:
         PagedMemory(GROUP, RANK.regions, {"kv": np.zeros(5000, np.uint8)})
     with pytest.raises(GeometryError, match="which has 0"):
         PagedMemory(GROUP, RANK.regions, {})
+
+
+def test_what_is_kept_of_boxes_that_readers_choose_is_bounded() -> None:
+    """A reader may ask for any choice of layers, in any order."""
+    group = GroupSpec("full", tuple(range(8)), 16, 2, 8, "float16")
+    rank = lay_out_rank(EngineSpec("e", "m", 1, (group,)), 0, KvLayout.parse("NHD"), num_blocks=1)
+    buffer = np.zeros(rank.segments[0].size_bytes, np.uint8)
+    memory, layers = PagedMemory(group, rank.regions, {"kv": buffer}), list(range(8))
+    slot = Slot(buffer.copy(), canonical_order())
+    kept_bytes = []
+
+    tracemalloc.start()
+    for number in range(900):
+        Random(number).shuffle(layers)
+        box = Box("full", tuple(layers), ("k", "v"), 0, 2, 0, 16)
+        gather(memory, BlockTable.of([0]), box, slot)
+        kept_bytes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+
+    assert kept_bytes[-1] - kept_bytes[300] < kept_bytes[300] - kept_bytes[0]

@@ -1,10 +1,7 @@
 """Digests of memory are those of its elements, so that one flipped bit changes one of a piece."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
@@ -12,42 +9,15 @@ from hypothesis import strategies as st
 
 from kvbus.geometry import Box
 from kvbus.memory import digest_pieces
-from kvbus.planning import (
-    Numbers,
-    Piece,
-    PieceMap,
-    ReadMap,
-    by_lattice,
-    cut_for_digests,
-    num_pieces,
-    piece_of,
-)
+from kvbus.planning import Piece, ReadMap, chosen_boxes, cut_for_digests, num_pieces, piece_of
 from tests.memory.in_memory import InMemory
 from tests.planning.handoffs import Case, cases, copied_by_loops, some
 
-Digest = Callable[[InMemory, int, Box, Numbers], list[int]]
 
-
-def by_lattices(digest: Any, side: InMemory, rank: int, box: Box, pieces: Numbers) -> list[int]:
-    found = np.zeros(pieces.size, np.uint64)
-    lattices = PieceMap(side.placed(rank)).lattices(box, side.side.tables[box.group])
-    for lattice, which, numbers in by_lattice(lattices, pieces):
-        found[which] = digest(lattice, numbers)
-    return [int(one) for one in found]
-
-
-def by_gathering(side: InMemory, rank: int, box: Box, pieces: Numbers) -> list[int]:
-    """As for memory that cannot be looked into."""
-    memory, table = side.paged(rank, box.group), side.side.tables[box.group]
-    found = digest_pieces.digest_gathered(memory, table, box, pieces, buffer_bytes=64)
-    return [int(one) for one in found]
-
-
-@pytest.fixture(scope="module", params=["mapped", "gathered"])
-def digest(request: pytest.FixtureRequest) -> Digest:
-    if request.param == "gathered":
-        return by_gathering
-    return partial(by_lattices, digest_pieces.digest_pieces)
+def digests(side: InMemory, rank: int, boxes: list[Box]) -> list[int]:
+    (group,) = {box.group for box in boxes}
+    memory, table = side.paged(rank, group), side.side.tables[group]
+    return [int(one) for one in digest_pieces.digest_pieces(memory, table, boxes)]
 
 
 def boxes_of(case: Case) -> Iterator[tuple[int, int, Box]]:
@@ -69,20 +39,18 @@ def wanted(case: Case, box: Box, piece: Piece) -> int:
     return xxhash.xxh3_64_intdigest(b"".join(values))
 
 
+@pytest.mark.parametrize("as_gpu", [False, True], ids=["host", "gpu"])
 @some(160)
-@given(cases(), st.data())
-def test_both_sides_digest_of_any_pieces_what_loops_over_every_element_say(
-    digest: Digest, case: Case, data: st.DataObject
+@given(cases(), st.integers(1, 3), st.text(max_size=3))
+def test_both_sides_digest_of_any_sample_what_loops_over_every_element_say(
+    as_gpu: bool, case: Case, one_in: int, offer_id: str
 ) -> None:
-    """Pieces that lie side by side are gathered together, if all of them are asked for."""
-    prefill = InMemory(case.prefill)
-    decode = InMemory(case.decode, copied_by_loops(case)[0])
+    prefill = InMemory(case.prefill, as_gpu=as_gpu)
+    decode = InMemory(case.decode, copied_by_loops(case)[0], as_gpu=as_gpu)
 
     for holder, reader, box in boxes_of(case):
-        numbers = range(num_pieces(box))
-        some_of_them = st.sets(st.sampled_from(numbers), min_size=1)
-        chosen = np.array(sorted(data.draw(st.just(set(numbers)) | some_of_them)))
-
-        should_be = [wanted(case, box, piece_of(box, number)) for number in chosen.tolist()]
-        assert digest(prefill, holder, box, chosen) == should_be
-        assert digest(decode, reader, box, chosen) == should_be
+        if chosen := list(chosen_boxes(box, offer_id=offer_id, one_in=one_in)):
+            numbers = range(sum(map(num_pieces, chosen)))
+            should_be = [wanted(case, box, piece_of(chosen, number)) for number in numbers]
+            assert digests(prefill, holder, chosen) == should_be
+            assert digests(decode, reader, chosen) == should_be

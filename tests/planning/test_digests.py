@@ -1,25 +1,20 @@
 """Which pieces of KV are compared: all of a box once, and the same choice however it is cut."""
 
-import tracemalloc
 from hashlib import blake2b
 from itertools import product
-from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.geometry import BlockTable, Box, EngineSpec, GroupSpec
 from kvbus.planning import (
     Piece,
-    PieceMap,
     Share,
-    chosen_pieces,
+    chosen_boxes,
     cut_for_digests,
     num_pieces,
     piece_of,
 )
 from tests.examples import num_examples
-from tests.planning.handoffs import placed_ranks
 
 MASK = 2**64 - 1
 
@@ -49,7 +44,7 @@ def is_chosen(piece: Piece, offer_id: str, one_in: int) -> bool:
     """The definition, number by number."""
     seed = blake2b(f"{offer_id}/full".encode(), digest_size=8).digest()
     number = int.from_bytes(seed, "little")
-    for more in (piece.layer, piece.head, piece.start // 16):
+    for more in (piece.layer, piece.start // 16):
         number = number + more & MASK
         number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK
         number = (number ^ number >> 27) * 0x94D049BB133111EB & MASK
@@ -74,28 +69,10 @@ def test_boxes_have_each_piece_once_and_both_sides_choose_the_same_however_they_
 
     wanted, least = by_loops(share, span), len(share.parts) * share.num_heads
     assert all(num_pieces(box) <= max(most, least) for box in boxes)
-    assert sorted(wanted) == sorted(
-        piece_of(box, number) for box in boxes for number in range(num_pieces(box))
-    )
-    assert sorted(piece for piece in wanted if is_chosen(piece, offer_id, one_in)) == sorted(
-        piece_of(box, number)
-        for box in boxes
-        for number in chosen_pieces(box, offer_id=offer_id, one_in=one_in).tolist()
-    )
-
-
-def test_what_is_kept_of_boxes_that_readers_choose_is_bounded() -> None:
-    """A reader may ask for any choice of layers, in any order."""
-    group = GroupSpec("full", tuple(range(8)), 16, 2, 8, "float16")
-    pieces_at = PieceMap(placed_ranks(EngineSpec("engine", "model", 1, (group,)))[0])
-    table, layers = BlockTable.of([0]), list(range(8))
-    kept_bytes = []
-
-    tracemalloc.start()
-    for number in range(600):
-        Random(number).shuffle(layers)
-        pieces_at.lattices(Box("full", tuple(layers), ("k", "v"), 0, 2, 0, 16), table)
-        kept_bytes.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-
-    assert kept_bytes[-1] - kept_bytes[200] < kept_bytes[200] - kept_bytes[0]
+    for least_in in (1, one_in):
+        chosen = [list(chosen_boxes(box, offer_id=offer_id, one_in=least_in)) for box in boxes]
+        assert sorted(piece for piece in wanted if is_chosen(piece, offer_id, least_in)) == sorted(
+            piece_of(found, number)
+            for found in chosen
+            for number in range(sum(map(num_pieces, found)))
+        )

@@ -157,7 +157,7 @@ async def test_a_bit_that_is_not_as_the_prefill_engine_has_it_is_found_and_locat
 
 
 async def test_of_a_sample_a_few_pieces_are_compared(site: Site) -> None:
-    num_tokens = 400
+    num_tokens = 8000
     num_all = GROUP.num_kv_heads * 2 * 2 * num_tokens // 16
     async with two_engines(site.shapes, "mapped", Side(), Side(), max_tokens=num_tokens) as engines:
         before = site.num_pieces("mapped", "equal")

@@ -223,7 +223,7 @@ class Packing:
         work: Gather = asked.work
         self.copiers.start(
             asked.turn,
-            partial(self._gather, work, asked.slots, command.slot),
+            lambda: (partial(self._gather, work, asked.slots, command.slot),),
             lambda error: self._driver.dispatch(slots.GatherEnded(slot_id, error)),
             engine=work.engine,
             memories=(work.memory,),

@@ -14,7 +14,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box
 from kvbus.memory.digest_pieces import Digests
 from kvbus.planning import Share
-from kvbus.planning.digests import Numbers, piece_of
+from kvbus.planning.digests import piece_of
 from kvbus.protocol import peer as wire
 from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.peer.route import Source
@@ -136,21 +136,23 @@ class Comparison:
         self._different.inc(wrong.size)
         if not wrong.size:
             return None
-        return _mismatch(work, rank, work.wanted.pieces()[wrong], found.size)
+        return _mismatch(work, rank, int(wrong[0]), wrong.size, found.size)
 
 
-def _mismatch(work: CompareJob, rank: int, wrong: Numbers, num_compared: int) -> RemoteError:
+def _mismatch(
+    work: CompareJob, rank: int, first: int, num_wrong: int, num_compared: int
+) -> RemoteError:
     """Names the first piece that differs."""
-    piece, holder = piece_of(work.box, int(wrong[0])), work.share.holder
+    piece, holder = piece_of(work.wanted.boxes(), first), work.share.holder
     return RemoteError(
         f"rank {rank} has other bytes than rank {holder} of prefill engine "
         f"'{work.chunk.route.prefill.engine_id}': group '{work.box.group}', layer {piece.layer}, "
-        f"'{piece.part}', head {piece.head}, tokens {piece.start} to {piece.stop}; {wrong.size} of "
+        f"'{piece.part}', head {piece.head}, tokens {piece.start} to {piece.stop}; {num_wrong} of "
         f"{num_compared} pieces differ",
         code=ErrorCode.DIGEST_MISMATCH,
         rank=rank,
         holder=holder,
         group=work.box.group,
-        num_different=int(wrong.size),
+        num_different=num_wrong,
         **piece._asdict(),
     )

@@ -253,7 +253,7 @@ class Reader:
             return
         work.copying = self._copiers.start(
             turn,
-            partial(work.copy, leg.slot),
+            lambda: (partial(work.copy, leg.slot),),
             partial(self._on_copied, leg),
             engine=engine,
             memories=work.ranks,
