@@ -20,27 +20,32 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
 from kvbus.bench.processes import agent
 from kvbus.engine import new_secret, share_tensor
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
-from kvbus.integrations.vllm.held_blocks import HeldBlocks
-from kvbus.integrations.vllm.options import ConnectorOptions
-from kvbus.integrations.vllm.scheduler_side import SchedulerSide
+from kvbus.integrations.vllm.params import ConnectorOptions
+from kvbus.integrations.vllm.scheduler import SchedulerSide
 from kvbus.integrations.vllm.sessions import memory_link
-from kvbus.integrations.vllm.step_results import EarlyCompletions
+from kvbus.integrations.vllm.steps import EarlyCompletions
 
 GROUP = GroupSpec("full", (0, 1), 32, 2, 64, "float32")
 NUM_BLOCKS = 512
 PROMPT = list(range(100, 164))
 UP_WITHIN_S = 30.0
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+CACHES = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["0", "1"], SPEC)])
 NOTHING_SCHEDULED = SchedulerOutput.make_empty()
 
 
@@ -54,17 +59,22 @@ def scheduler(attach: Path, name: str) -> Iterator[SchedulerSide]:
         memory = memory_link(
             attach, spec, rank, {rank.segments[0].segment_id: storage}, access=new_secret()
         )
-        side = SchedulerSide(ConnectorOptions(str(attach)), spec)
         pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=GROUP.block_size)
-        side.hold_in(HeldBlocks(pool, drains=False))
-        side.meet_workers(())
+        side = SchedulerSide(ConnectorOptions(str(attach)), spec, CACHES)
+        side.bind_kv_cache_manager(SimpleNamespace(block_pool=pool))
+        side.set_xfer_handshake_metadata_pp_aware({})
         try:
-            if not side.wait_up(UP_WITHIN_S):
+            if not side._control_links[0].wait_open(UP_WITHIN_S):
                 raise SystemExit(f"error: the agent at {attach} did not take the engine")
             yield side
         finally:
-            side.close()
+            side.shutdown()
             memory.close()
+
+
+def blocks_of(number: int) -> KVCacheBlocks:
+    """The two blocks of a request."""
+    return KVCacheBlocks(([KVCacheBlock(2 * number + 1), KVCacheBlock(2 * number + 2)],))
 
 
 def request(request_id: str, params: dict[str, Any]) -> Request:
@@ -76,12 +86,12 @@ def request(request_id: str, params: dict[str, Any]) -> Request:
 def offered(side: SchedulerSide, number: int) -> dict[str, Any]:
     """A request whose KV waits for a reader: the params of its decode request."""
     wanted = request(f"offer-{number}", {"do_remote_decode": True})
-    block_ids = [[2 * number + 1, 2 * number + 2]]
-    side.expect(wanted)
-    side.allocated(wanted, block_ids, 0)
+    blocks = blocks_of(number)
+    side.on_new_request(wanted)
+    side.update_state_after_alloc(wanted, blocks, 0)
     wanted.num_computed_tokens = len(PROMPT)
     wanted.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    _, params = side.finished(wanted, block_ids)
+    _, params = side.request_finished_all_groups(wanted, blocks.get_block_ids())
     if params is None:
         raise SystemExit("error: the prefill agent gave no ticket")
     return params
@@ -100,9 +110,9 @@ def stopped(pid: int) -> Iterator[None]:
 def load(side: SchedulerSide, number: int, params: dict[str, Any]) -> None:
     """A load that waits for its KV."""
     wanted = request(f"load-{number}", params)
-    side.expect(wanted)
-    num_tokens = side.matched(wanted, 0)
-    side.allocated(wanted, [[2 * number + 1, 2 * number + 2]], num_tokens)
+    side.on_new_request(wanted)
+    num_tokens, _ = side.get_num_new_matched_tokens(wanted, 0)
+    side.update_state_after_alloc(wanted, blocks_of(number), num_tokens or 0)
 
 
 def steps_us(side: SchedulerSide, num_steps: int) -> list[float]:
@@ -111,7 +121,8 @@ def steps_us(side: SchedulerSide, num_steps: int) -> list[float]:
     times = []
     for _ in range(num_steps):
         start = time.perf_counter_ns()
-        completions.take(pickle.loads(pickle.dumps(side.step(NOTHING_SCHEDULED))))  # noqa: S301 - of this process
+        results = side.build_connector_meta(NOTHING_SCHEDULED)
+        completions.take(pickle.loads(pickle.dumps(results)))  # noqa: S301 - of this process
         times.append((time.perf_counter_ns() - start) / 1e3)
     return times
 

@@ -1,4 +1,4 @@
-"""The connector has what vLLM calls, as the newest vLLM does: its base class was written down."""
+"""The connector has what vLLM calls, and vLLM what it needs, as the newest one was written down."""
 
 import copy
 import json
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm_contract import RECORDED, differences
+from tests.integrations.vllm_contract import RECORDED, differences, needed, private_names
 
 
 @pytest.fixture
@@ -27,6 +27,7 @@ def test_whatever_does_not_fit_is_named(recorded: dict[str, Any]) -> None:
     other["methods"]["build_prom_metrics"]["kinds"] = []
     other["methods"]["start"] = {"parameters": ["self"], "kinds": ["abstractmethod"]}
     other["imports"].remove("vllm.config:VllmConfig")
+    other["inside"].remove("vllm.v1.request:Request:_all_token_ids")
 
     found = [line.partition(":")[0] for line in differences(other)]
 
@@ -36,4 +37,9 @@ def test_whatever_does_not_fit_is_named(recorded: dict[str, Any]) -> None:
         "on_new_request",
         "start",
         "vllm.config",
+        "vllm.v1.request",
     ]
+
+
+def test_each_private_name_of_vllm_that_is_used_is_in_the_list() -> None:
+    assert private_names() == {name for *_, name in needed() if name.startswith("_")}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvbus.errors import ConfigError
-from kvbus.integrations.vllm.options import read_options
+from kvbus.integrations.vllm.params import read_options
 from kvbus.protocol import AgentRole
 
 BOTH = {"prefill": "/run/p.sock", "decode": "unix:///run/d.sock"}

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.integrations.vllm.sessions import ranks_elsewhere
-from kvbus.integrations.vllm.step_results import (
+from kvbus.integrations.vllm.steps import (
     NOTHING,
     EarlyCompletions,
     StepResults,
     WorkerPlace,
+    ranks_elsewhere,
 )
 from kvbus.protocol import AgentRanks, Fetched, Outcome
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from kvbus.errors import ProtocolError
 from kvbus.geometry import BlockTable
-from kvbus.integrations.vllm.transfer_params import (
+from kvbus.integrations.vllm.params import (
     HandoffParams,
     prompt_digest,
+    read_offer_params,
     read_params,
-    read_readers,
     read_trace,
 )
 from kvbus.protocol import Ticket
@@ -66,9 +66,9 @@ def test_digests_are_equal_only_for_equal_tokens_and_conditions(
 def test_a_ticket_is_for_one_reader_or_the_routers_number_and_another_is_refused(
     readers: object,
 ) -> None:
-    assert [read_readers({}), read_readers({"readers": 3})] == [1, 3]
+    assert [read_offer_params(said).readers for said in ({}, {"readers": 3})] == [1, 3]
     with pytest.raises(ProtocolError, match="readers"):
-        read_readers({"readers": readers})
+        read_offer_params({"readers": readers})
 
 
 def test_the_trace_of_a_request_is_that_of_its_headers_or_of_the_router() -> None:

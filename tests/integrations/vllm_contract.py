@@ -1,7 +1,8 @@
-"""What vLLM calls of a connector, and what the connector imports of vLLM, read from source alone.
+"""What vLLM calls of a connector, and what the connector needs of vLLM, read from source alone.
 
 ``python -m tests.integrations.vllm_contract`` downloads vLLM's wheel (some 340 MB), and writes down
-what its base class has: `RECORDED`. It is neither installed nor imported, nor is the connector.
+what its base class has, and what it has of the connector's imports and of `INSIDE_VLLM`:
+`RECORDED`. It is neither installed nor imported, nor is the connector.
 """
 
 import argparse
@@ -15,11 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvbus.integrations.vllm import INSIDE_VLLM
+
 ROOT = Path(__file__).parents[2]
 CONNECTOR = ROOT / "kvbus/integrations/vllm"
 RECORDED = Path(__file__).with_suffix(".json")
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 BASE_CLASSES = ("KVConnectorBase_V1", "SupportsHMA")
+OUR_CLASSES = ("WorkerSide", "SchedulerSide", "KvbusConnector")
+"""What the connector is made of; a method of a later one hides that of an earlier one."""
 KINDS = ("classmethod", "staticmethod", "property", "abstractmethod")
 
 Methods = dict[str, dict[str, list[str]]]
@@ -50,6 +55,36 @@ def imported() -> set[tuple[str, str]]:
     return {pair for path in CONNECTOR.glob("*.py") for pair in imports_of(path.read_text())}
 
 
+def needed() -> Iterator[tuple[str, str, str]]:
+    """Module, class and name of all that the connector uses inside vLLM."""
+    for owner, names in INSIDE_VLLM.items():
+        module, _, name = owner.partition(":")
+        yield from ((module, name, one) for one in names.split())
+
+
+def private_names() -> set[str]:
+    """The private names of others that the connector uses; those of ``self`` that it has not."""
+    trees = [ast.parse(path.read_text()) for path in sorted(CONNECTOR.glob("*.py"))]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    known = {one.name for one in nodes if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    used = [one for one in nodes if isinstance(one, ast.Attribute) and one.attr.startswith("_")]
+    known |= {one.attr for one in used if _of_self(one) and isinstance(one.ctx, ast.Store)}
+    return {one.attr for one in used if not one.attr.startswith("__")} - known
+
+
+def members_of(source: str, name: str) -> set[str]:
+    """The methods and attributes of a class, and of its bases in the same source."""
+    classes = {one.name: one for one in ast.parse(source).body if isinstance(one, ast.ClassDef)}
+    found: set[str] = set()
+    wanted = [name]
+    while wanted:
+        if (node := classes.pop(wanted.pop(), None)) is not None:
+            wanted += [base.id for base in node.bases if isinstance(base, ast.Name)]
+            inside = [one for one in ast.walk(node) if isinstance(one, ast.Attribute)]
+            found |= {one.attr for one in inside if _of_self(one)} | set(_top_level(node.body))
+    return found
+
+
 def record(version: str, read: Callable[[str], str | None]) -> dict[str, Any]:
     """What a vLLM has; ``read`` gives the source of a file in it, None if there is no such file."""
     there = sorted(pair for pair in imported() if _has(read, *pair))
@@ -57,6 +92,7 @@ def record(version: str, read: Callable[[str], str | None]) -> dict[str, Any]:
         "version": version,
         "methods": methods_of(read(BASE) or "", *BASE_CLASSES),
         "imports": [f"{module}:{name}" for module, name in there],
+        "inside": [":".join(one) for one in needed() if _has_inside(read, *one)],
     }
 
 
@@ -65,13 +101,17 @@ def text_of(recorded: dict[str, Any]) -> str:
     methods = [f"{json.dumps(n)}: {json.dumps(one)}" for n, one in recorded["methods"].items()]
     imports = [json.dumps(one) for one in recorded["imports"]]
     version = json.dumps(recorded["version"])
-    parts = f'{{"version": {version},', '"methods": {', ",\n".join(methods), "},"
-    return "\n".join([*parts, '"imports": [', ",\n".join(imports), "]}"]) + "\n"
+    parts = [f'{{"version": {version},', '"methods": {', ",\n".join(methods), "},"]
+    inside = [json.dumps(one) for one in recorded["inside"]]
+    parts += ['"imports": [', ",\n".join(imports), "],", '"inside": [', ",\n".join(inside), "]}"]
+    return "\n".join(parts) + "\n"
 
 
 def differences(recorded: dict[str, Any]) -> list[str]:
     """Where the connector does not fit a vLLM that was recorded, a line for each."""
-    ours = methods_of((CONNECTOR / "connector.py").read_text(), "KvbusConnector")
+    ours: Methods = {}
+    for path in sorted(CONNECTOR.glob("*.py"), key=lambda one: one.stem == "connector"):
+        ours |= methods_of(path.read_text(), *OUR_CLASSES)
     theirs: Methods = recorded["methods"]
     lines = [f"{name}: vLLM does not call it" for name in sorted(ours.keys() - theirs.keys())]
     for name, method in theirs.items():
@@ -81,7 +121,8 @@ def differences(recorded: dict[str, Any]) -> list[str]:
             lines += [f"{name}: abstract, and the connector has none"] * abstract
         elif ours[name] != {"parameters": method["parameters"], "kinds": kinds}:
             lines.append(f"{name}: {ours[name]}, in vLLM {method}")
-    lacking = {f"{module}:{name}" for module, name in imported()} - set(recorded["imports"])
+    lacking = {":".join(one) for one in imported()} - set(recorded["imports"])
+    lacking |= {":".join(one) for one in needed()} - set(recorded["inside"])
     unknown = f"not in vLLM {recorded['version']}, or not written down: make vllm-contract"
     return lines + [f"{name}: {unknown}" for name in sorted(lacking)]
 
@@ -106,6 +147,16 @@ def _has(read: Callable[[str], str | None], module: str, name: str) -> bool:
         return True
     source = read(f"{path}.py") or read(f"{path}/__init__.py") or ""
     return name in set(_top_level(ast.parse(source).body))
+
+
+def _has_inside(read: Callable[[str], str | None], module: str, owner: str, name: str) -> bool:
+    path = module.replace(".", "/")
+    source = read(f"{path}.py") or read(f"{path}/__init__.py") or ""
+    return name in members_of(source, owner)
+
+
+def _of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[str]:

@@ -355,7 +355,8 @@ def engines_of(folder: Path) -> Iterator[EngineOf]:
             place = {(0, 0): worker.get_handshake_metadata()}
             scheduler.connector.set_xfer_handshake_metadata_pp_aware(place)
             if fits:
-                assert scheduler.connector._scheduler.wait_up(WITHIN_S)
+                for link in scheduler.connector._control_links:
+                    assert link.wait_open(WITHIN_S)
             yield Scheduled(scheduler, worker, memory)
         finally:
             scheduler.connector.shutdown()

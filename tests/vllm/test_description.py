@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.description import describe_engine
+from kvbus.integrations.vllm.describe import describe_engine
 from kvbus.planning import check_compatible
 from tests.vllm.configured import Configured, configure, full, layers, window
 

@@ -26,8 +26,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, EngineSpec, validate_ranks
-from kvbus.integrations.vllm.description import describe_engine
-from kvbus.integrations.vllm.memory_export import SharedRank, share_rank
+from kvbus.integrations.vllm.describe import describe_engine
+from kvbus.integrations.vllm.worker import SharedRank, share_rank
 from kvbus.memory import SegmentMapping
 from tests.vllm.configured import Configured, configure, full, layers, window
 
@@ -59,14 +59,15 @@ class Worker:
         shared = share_rank(
             self.engine,
             self.rank,
-            vllm_config=self.case.vllm_config,
-            kv_cache_config=self.case.workers[self.rank],
-            kv_caches=self.caches,
+            self.case.vllm_config,
+            self.case.workers[self.rank],
+            self.caches,
         )
         try:
             yield shared
         finally:
-            shared.close()
+            for storage in shared.storages.values():
+                storage.close()
 
     def write(self, name: str, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the layer was given for those slots, by part: [slot, head, dim]."""

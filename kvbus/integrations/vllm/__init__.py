@@ -1,6 +1,6 @@
 """vLLM as a client of kvbus: ``kv_connector_module_path`` of its ``--kv-transfer-config``.
 
-What is here stands on vLLM's public connector base class, that of 0.32 and later.
+What is here stands on vLLM's connector base class, that of 0.32 and later, and on `INSIDE_VLLM`.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,60 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvbus.integrations.vllm.connector import KvbusConnector
 
-__all__ = ["KvbusConnector"]
+__all__ = ["INSIDE_VLLM", "KvbusConnector"]
+
+INSIDE_VLLM = {
+    "vllm.config.vllm:VllmConfig": (
+        "cache_config compilation_config kv_transfer_config model_config parallel_config "
+        "shutdown_timeout speculative_config"
+    ),
+    "vllm.config.cache:CacheConfig": "cache_dtype",
+    "vllm.config.compilation:CompilationConfig": "static_forward_context",
+    "vllm.config.kv_transfer:KVTransferConfig": "engine_id kv_connector_extra_config kv_role",
+    "vllm.config.model:ModelConfig": (
+        "dtype get_total_num_hidden_layers get_total_num_kv_heads is_encoder_decoder model "
+        "quantization revision"
+    ),
+    "vllm.config.parallel:ParallelConfig": (
+        "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "
+        "tensor_parallel_size"
+    ),
+    "vllm.config.speculative:SpeculativeConfig": "uses_draft_kv_cache",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
+        "_get_connector_metadata _kv_cache_config _vllm_config"
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": (
+        "_counter_cls _histogram_cls _labelnames per_engine_labelvalues"
+    ),
+    "vllm.model_executor.layers.attention.mla_attention:MLAAttention": (
+        "_k_scale impl kv_cache kv_cache_dtype kv_lora_rank"
+    ),
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": "do_kv_cache_update",
+    "vllm.v1.core.block_pool:BlockPool": "blocks evict_blocks free_blocks touch",
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool get_block_ids",
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_hash",
+    "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens preempted_req_ids",
+    "vllm.v1.kv_cache_interface:KVCacheConfig": (
+        "kv_cache_groups num_blocks select_transfer_block_ids transfer_group_ids transfer_groups"
+    ),
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": (
+        "enable_kv_transfer host_resident is_eagle_group kv_cache_spec layer_names role"
+    ),
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": (
+        "block_size dtype head_size head_size_v kv_quant_mode num_kv_heads tokens_per_state"
+    ),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": "extra_retained_tokens sliding_window",
+    "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": "kv_cache_specs",
+    "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
+    "vllm.v1.request:Request": (
+        "_all_token_ids abort_immediately all_token_ids kv_transfer_params lora_request max_tokens "
+        "mm_features num_computed_tokens num_prompt_tokens num_tokens priority prompt_embeds "
+        "prompt_token_ids request_id sampling_params status trace_headers"
+    ),
+}
+"""What the connector needs of vLLM besides: attributes and methods, by class. vLLM promises none of
+them, so the contract test looks for each in the versions that are written down."""
 
 
 def __getattr__(name: str) -> type:

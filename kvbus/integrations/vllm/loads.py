@@ -1,36 +1,38 @@
 """The loads of a decode engine: from a request's params to the fetch, and to vLLM's scheduler.
 
-Refuses to wait, and to report a load as over while anything can write into its blocks. The public
-methods are for the scheduler's thread; fetches live in the thread of the link.
+A load is over when nothing can write into its blocks any more. The public methods are for the
+scheduler's thread and never wait; fetches live in the thread of the link.
 """
 
 import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
+
+import msgspec
 
 from kvbus.engine import DecodeSession, Fetch
 from kvbus.engine.control import ControlSession
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.block_tables import NO_TABLES, Tables, tables_of
+from kvbus.integrations.vllm.blocks import BlockIds, Tables, tables_of
+from kvbus.integrations.vllm.params import HandoffParams
 from kvbus.integrations.vllm.sessions import ControlLink
-from kvbus.integrations.vllm.shared_tickets import SharedTickets, ticket_key
-from kvbus.integrations.vllm.stats import StatsRecorder
-from kvbus.integrations.vllm.transfer_params import HandoffParams
+from kvbus.integrations.vllm.stats import LOADS, LOADS_FAILED, REFUSED_AT, StatsRecorder
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.ticket import Rendezvous
 
 logger = logging.getLogger("vllm.kvbus")
 
+MOST_TICKETS = 4096
+"""Tickets whose reader is known; of one that was forgotten the prefill agent says it was used."""
 MAX_WAITING = 1024
 """Unwanted offers that wait; the first of more are left to expire."""
 MAX_UNDER_WAY = 16
-REFUSED_AT = "requested"
-"""The stage of a load that was not even asked for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +42,8 @@ class Load:
     With a ``problem`` the load is to fail as loads do; ``handoff`` is None if its params were
     refused. Loads of a greater ``priority`` are more urgent. Fewer than ``min_tokens`` are not
     loaded. ``seen_at`` is when vLLM's scheduler got the request, ``started_at`` when that gave it
-    blocks, by `time.monotonic`.
+    blocks, by `time.monotonic`. Blocks in ``partial`` may have a gap at their beginning, in front
+    of a window.
     """
 
     request_id: str
@@ -57,12 +60,13 @@ class Load:
     fetch: Fetch | None = None
     is_given_up: bool = False
     partial: set[int] = field(default_factory=set)
-    """Its blocks that may have a gap at their beginning: in front of a window."""
     ticket_key: bytes = field(init=False, default=b"")
+    """Names all of the ticket, so that one that was altered is another."""
 
     def __post_init__(self) -> None:
-        if self.handoff is not None:
-            self.ticket_key = ticket_key(self.handoff.ticket)
+        if self.handoff is not None:  # some have tens of kilobytes: once
+            ticket = msgspec.json.encode(self.handoff.ticket)
+            self.ticket_key = blake2b(ticket, digest_size=16).digest()
 
     def name(self) -> str:
         """What joins a line of vLLM's log to those of both agents."""
@@ -71,6 +75,10 @@ class Load:
         return f"request {self.request_id} ({also}fetch {self.fetch_id})"
 
 
+# Several requests may come with one ticket: where a router passes `n` on vLLM makes a request of
+# each sequence, and a router may send a request again. The first one that vLLM asks about reads,
+# and the others wait until vLLM computes on it: then its prefix cache has what that one has read,
+# and they compute the rest.
 class Loads:
     """All loads of one decode engine."""
 
@@ -85,7 +93,10 @@ class Loads:
         self._engine, self._link, self._stats = engine, link, stats
         self._timeout_s = timeout_s
         self._unwanted = UnwantedOffers(link)
-        self._tickets = SharedTickets()
+        self._readers: dict[bytes, str] = {}
+        """The request that reads by each ticket."""
+        self._reading: set[str] = set()
+        """Those of them that the others wait for."""
         self._expected: dict[str, Load] = {}
         self._running: dict[str, Load] = {}
         self._partial: dict[str, Load] = {}
@@ -106,9 +117,10 @@ class Loads:
         if load is None:
             return 0
         if load.handoff is not None:
-            reader = self._tickets.reader(load.ticket_key, request_id)
-            if reader != request_id:
-                if self._tickets.is_reading(reader):
+            if load.ticket_key not in self._readers:
+                self._read_by(load)
+            if (reader := self._readers[load.ticket_key]) != request_id:
+                if reader in self._reading:
                     return None
                 del self._expected[request_id]
                 return 0
@@ -116,8 +128,8 @@ class Loads:
         num_tokens = load.num_tokens - num_computed_tokens
         return num_tokens if num_tokens >= max(1, load.min_tokens) else 0
 
-    def start(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Load ``num_tokens`` tokens into ``block_ids`` (by group); none, if the engine has all."""
+    def start(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
+        """Load ``num_tokens`` tokens into ``block_ids``; none, if the engine has all."""
         load = self._expected.pop(request_id, None)
         if load is None:
             return
@@ -128,11 +140,11 @@ class Loads:
         self._running[request_id] = load
         self._started.append((request_id, load.fetch_id))
         stop = load.first_token + num_tokens
+        tables = Tables({}, {}, set())
         try:
             tables = tables_of(self._engine, block_ids, load.first_token, stop)
         except GeometryError as error:
             load.problem = error.message
-            tables = NO_TABLES
         if tables.partial:
             load.partial = tables.partial
             self._partial[request_id] = load
@@ -153,16 +165,17 @@ class Loads:
         """The request has ended, by whatever reason; a load that runs is cancelled."""
         self.lose_blocks(request_id)
         expected = self._expected.pop(request_id, None)
-        if expected is not None:
+        if expected is not None and expected.handoff is not None:
             self._pass_on(expected)
-        self._tickets.end(request_id)
+        self._reading.discard(request_id)
         running = self._running.get(request_id)
         if running is not None:
             self._link.post(lambda _: self._cancel(running))
 
     def note_computed(self, request_ids: Container[str]) -> None:
         """vLLM computes on these requests in the next step: what they loaded is in its cache."""
-        self._tickets.note_computed(request_ids)
+        if self._reading:
+            self._reading = {each for each in self._reading if each not in request_ids}
 
     def take_started(self) -> tuple[tuple[str, str], ...]:
         """The loads that began since the last call, by request, and their fetch ids."""
@@ -172,36 +185,41 @@ class Loads:
     def take_ended(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The requests whose load has failed since the last call, and those whose load is over.
 
-        Over is a load when nothing writes into its blocks any more. A failure is never told after
-        that: blocks whose load is over count as loaded. So what is over is taken first, as the
-        link's thread goes on meanwhile, and a failure is noted before it is over.
+        A failure is never told after that: blocks whose load is over count as loaded. So what is
+        over is taken first, as the link's thread goes on meanwhile, and a failure is noted before
+        it is over.
         """
-        over = _drained(self._over)
-        failed = _drained(self._failed)
+        over, failed = _drained(self._over), _drained(self._failed)
         for request_id in over:
             self._running.pop(request_id, None)
         for request_id in failed:  # vLLM frees its blocks
             self.lose_blocks(request_id)
         return failed, over
 
+    def _read_by(self, load: Load) -> None:
+        """``load`` is the one that reads by its ticket."""
+        self._readers[load.ticket_key] = load.request_id
+        self._reading.add(load.request_id)
+        if len(self._readers) > MOST_TICKETS:
+            del self._readers[next(iter(self._readers))]
+
     def _pass_on(self, load: Load) -> None:
-        """A load will not begin: another request with its ticket may need what that names."""
-        if load.handoff is None:
+        """A load will not begin: another request with its ticket reads, if there is one."""
+        if self._readers.get(load.ticket_key, load.request_id) != load.request_id:
             return
-        if self._tickets.reader(load.ticket_key, load.request_id) != load.request_id:
-            return
-        for other in self._expected.values():
-            if other.ticket_key == load.ticket_key:
-                self._tickets.take_over(load.ticket_key, other.request_id)
-                return
-        self._unwanted.release(load)
+        others = (one for one in self._expected.values() if one.ticket_key == load.ticket_key)
+        other = next(others, None)
+        self._read_by(other or load)
+        if other is None:
+            self._unwanted.release(load)
 
     def _begin(self, load: Load, stop: int, tables: Tables, session: ControlSession | None) -> None:
         try:
             fetch = load.fetch = self._fetch(load, stop, tables, session)
         except KVBusError as error:
             self._note(load, REFUSED_AT, error.code, error.message)
-            self._stats.add_refused_load(REFUSED_AT)
+            self._stats.add(LOADS, Outcome.FAILED.value)
+            self._stats.add(LOADS_FAILED, REFUSED_AT)
             self._unwanted.release(load)
             self._over.append(load.request_id)
         else:

@@ -8,20 +8,20 @@ The public methods are for the scheduler's thread; offers live in the link's.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
+from threading import Event
 from typing import Any
 
 from kvbus.engine import Offer, PrefillSession
 from kvbus.engine.control import ControlSession
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestRefused
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.block_tables import Tables, tables_of
-from kvbus.integrations.vllm.growing import Ready
-from kvbus.integrations.vllm.request_ids import agents_id
-from kvbus.integrations.vllm.reservations import Reservation, State
-from kvbus.integrations.vllm.sequences import Sequences
+from kvbus.integrations.vllm.blocks import BlockIds, Tables, tables_of
+from kvbus.integrations.vllm.params import OfferParams, agents_id, prompt_of_sequence
 from kvbus.integrations.vllm.sessions import ControlLink
 from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS, OFFERS_FAILED, StatsRecorder
 from kvbus.protocol.engine import Outcome
@@ -30,60 +30,92 @@ logger = logging.getLogger("vllm.kvbus")
 
 TICKET_WITHIN_S = 1.0
 """How long the end of a request waits for its ticket, if the agent had answered so far."""
+MOST_PROMPTS = 256
+"""Those of several sequences whose last offer is known: the sequences end soon after each other."""
+
+
+class State(Enum):
+    """Of a reservation; changed in the link's thread only."""
+
+    OPEN = auto()
+    PUBLISHED = auto()
+    ABANDONED = auto()
+    UNWANTED = auto()
+    """Its reader has given it up."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """An open offer without blocks, for the ticket of a request that is being computed.
+
+    ``asked`` is the session whose agent has made the offer, or is making it: one of each session.
+    ``told`` are the blocks of each group that the offer has by now; extensions have turns. An offer
+    with ``transfer_id`` is made once. ``refusal`` is why its agent made none.
+    """
+
+    request_id: str
+    prompt_digest: str = ""
+    transfer_id: str | None = None
+    ttl_s: float | None = None
+    readers: int = 1
+    traceparent: str = ""
+    told: dict[str, int] = field(default_factory=dict)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    state: State = State.OPEN
+    asked: PrefillSession | None = None
+    offer: Offer | None = None
+    refusal: str = ""
+    is_made: Event = field(default_factory=Event)
+
+    def untold(self, block_ids: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """What of each table the offer has not yet; from here on it has."""
+        more = {group: ids[self.told.get(group, 0) :] for group, ids in block_ids.items()}
+        self.told = {group: len(ids) for group, ids in block_ids.items()}
+        return {group: ids for group, ids in more.items() if ids}
 
 
 class Offers:
     """All offers of one prefill engine."""
 
-    def __init__(
-        self,
-        engine: EngineSpec,
-        link: ControlLink,
-        stats: StatsRecorder,
-        *,
-        ttl_s: float | None,
-    ) -> None:
-        self._engine, self._link, self._stats, self._ttl_s = engine, link, stats, ttl_s
+    def __init__(self, engine: EngineSpec, link: ControlLink, stats: StatsRecorder) -> None:
+        self._engine, self._link, self._stats = engine, link, stats
         self._reserved: dict[str, Reservation] = {}
-        self._sequences = Sequences(link)
-        self._released: deque[Offer] = deque()
+        self._published: dict[str, Reservation] = {}
+        self._last_of_prompt: dict[str, str] = {}
+        self._released: deque[str] = deque()
         self._answers = True
         link.when_open(self._renew)
 
     def reserve(
         self,
         request_id: str,
-        digest: Callable[[], str] = str,
-        transfer_id: str | None = None,
+        digest: Callable[[], str],
+        asked: OfferParams = OfferParams(),  # noqa: B008 - it is frozen
         *,
-        ttl_s: float | None = None,
-        readers: int = 1,
+        ttl_s: float | None,
         traceparent: str = "",
-    ) -> Reservation:
-        """Ask for the ticket of a request that is going to be computed; again is no more.
+    ) -> None:
+        """Ask for the ticket of a request that is going to be computed; idempotent.
 
-        ``digest`` is asked once for what the ticket says of the prompt. Who knows ``transfer_id``
-        needs no ticket; so many ``readers`` may use it. ``ttl_s`` replaces that of all offers.
+        ``digest`` is called once for what the ticket says of the prompt.
         """
-        reservation = self._reserved.get(request_id)
-        if reservation is None:
-            ttl_s = self._ttl_s if ttl_s is None else ttl_s
-            reservation = Reservation(
-                request_id, digest(), transfer_id, ttl_s, readers, traceparent
-            )
-            self._reserved[request_id] = reservation
-            self._link.post(partial(self._make, reservation))
-        return reservation
+        if request_id in self._reserved:
+            return
+        reservation = Reservation(
+            request_id, digest(), asked.transfer_id, ttl_s, asked.readers, traceparent
+        )
+        self._reserved[request_id] = reservation
+        self._link.post(partial(self._make, reservation))
 
-    def grow(self, ready: Ready) -> None:
-        """More of a request is computed: it may be read."""
-        reservation = self._reserved.get(ready.request_id)
+    def grow(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
+        """The first ``num_tokens`` of a request are computed: they may be read."""
+        reservation = self._reserved.get(request_id)
         if reservation is not None:
-            grow = partial(self._grow, reservation, ready)
+            grow = partial(self._grow, reservation, block_ids, num_tokens)
             self._link.post(lambda _: self._link.spawn(grow))
 
     def take_back(self, request_id: str) -> None:
-        """The request was preempted: nobody may read what has been told of it.
+        """The request was preempted: nothing of what was told of it may be read.
 
         Its reader computes it, so it is not offered again.
         """
@@ -92,13 +124,12 @@ class Offers:
             self._link.post(lambda _: self._abandon(reservation, State.UNWANTED))
 
     def publish(
-        self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int
+        self, request_id: str, block_ids: BlockIds, num_tokens: int
     ) -> dict[str, Any] | None:
-        """The ticket of ``num_tokens`` tokens in ``block_ids`` (by group).
+        """The ticket of ``num_tokens`` tokens in ``block_ids``, which may be read from here on.
 
-        The blocks are the agent's until `take_released` has the offer that the ticket names, and
-        from here on they may be read. None, with a line in the log, when there is no agent to offer
-        them.
+        The blocks are the agent's until `take_released` names the ticket's offer. None, with a line
+        in the log, when there is no agent to offer them.
         """
         reservation = self._reserved.pop(request_id, None)
         if reservation is None:
@@ -116,7 +147,8 @@ class Offers:
             self._link.post(lambda _: self._abandon(reservation))
             return None
         self._link.post(lambda _: self._publish(reservation, offer, num_tokens, tables))
-        self._sequences.publish(reservation, offer)
+        self._published[offer.offer_id] = reservation
+        self._end_other_sequences(request_id, offer.offer_id)
         # vLLM has written these tokens for the last time, so their blocks can be named: who was
         # preempted has none or was computed again, and steps scheduled ahead write behind them.
         return offer.ticket_naming(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)
@@ -127,13 +159,31 @@ class Offers:
         if reservation is not None:
             self._link.post(lambda _: self._abandon(reservation))
 
-    def withdraw(self, reservation: Reservation) -> None:
-        """Nobody may read what was published any more: its blocks come back at once."""
-        self._link.post(lambda _: self._link.spawn(partial(self._withdraw, reservation)))
+    def withdraw(self, offer_id: str) -> None:
+        """A published offer may not be read any more: its blocks come back at once."""
+        reservation = self._published.get(offer_id)
+        if reservation is not None:
+            self._link.post(lambda _: self._link.spawn(partial(self._withdraw, reservation)))
 
-    def take_released(self) -> tuple[Offer, ...]:
+    def take_released(self) -> list[str]:
         """The published offers whose blocks are the engine's again, since the last call."""
-        return tuple(self._released.popleft() for _ in range(len(self._released)))
+        released = [self._released.popleft() for _ in range(len(self._released))]
+        for offer_id in released:
+            self._published.pop(offer_id, None)
+        return released
+
+    def _end_other_sequences(self, request_id: str, offer_id: str) -> None:
+        """Of several sequences of a prompt each has an offer, and one is read.
+
+        vLLM's answer has the ticket of the one that ended last.
+        """
+        prompt = prompt_of_sequence(request_id)
+        if prompt is None:
+            return
+        self.withdraw(self._last_of_prompt.pop(prompt, ""))
+        self._last_of_prompt[prompt] = offer_id
+        if len(self._last_of_prompt) > MOST_PROMPTS:
+            del self._last_of_prompt[next(iter(self._last_of_prompt))]
 
     def _wait_for_ticket(self, reservation: Reservation) -> None:
         """It is there, as a rule. An agent that hangs makes the engine wait once, until it answers.
@@ -199,7 +249,7 @@ class Offers:
         if reservation.offer is not offer:
             return
         if reservation.state is State.PUBLISHED:
-            self._released.append(offer)
+            self._released.append(offer.offer_id)
             self._stats.add(OFFERS, (offer.outcome or Outcome.FAILED).value)
         elif offer.outcome is Outcome.WITHDRAWN and reservation.transfer_id is not None:
             reservation.state = State.UNWANTED
@@ -208,18 +258,17 @@ class Offers:
             if (latest := self._link.session) is not None:
                 self._make(reservation, latest)
 
-    async def _grow(self, reservation: Reservation, ready: Ready) -> None:
+    async def _grow(self, reservation: Reservation, block_ids: BlockIds, num_tokens: int) -> None:
         """What is not told now, as there is no offer yet, is told with the next step.
 
         One that was made anew has lost its name, so that nobody can read it yet: it need not grow,
         and has nothing to take back.
         """
-        num_tokens = ready.num_tokens
         try:
             async with reservation.turn:
                 offer, is_named = reservation.offer, reservation.transfer_id is not None
                 if offer is not None and is_named and reservation.state is State.OPEN:
-                    tables = tables_of(self._engine, ready.block_ids, 0, num_tokens)
+                    tables = tables_of(self._engine, block_ids, 0, num_tokens)
                     await offer.extend(num_tokens, reservation.untold(tables.block_ids))
         except KVBusError as error:  # it matters when the request is computed: then it is told
             logger.info(
@@ -240,7 +289,7 @@ class Offers:
         if reservation.state is not State.UNWANTED:
             self._abandon(reservation)
             self._say_not_offered(reservation.request_id, "its ticket expired in that moment")
-        self._released.append(offer)
+        self._released.append(offer.offer_id)
 
     async def _fill(
         self, reservation: Reservation, offer: Offer, num_tokens: int, tables: Tables

@@ -13,7 +13,6 @@ from kvbus.engine.session import EngineSession
 from kvbus.engine.thread import SessionThread
 from kvbus.errors import LocalError
 from kvbus.geometry import EngineSpec, RankSpec
-from kvbus.integrations.vllm.step_results import WorkerPlace
 from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched
 
 logger = logging.getLogger("vllm.kvbus")
@@ -91,20 +90,3 @@ def memory_link(
     name = f"the {role} memory session" if role else "the memory session"
     name = f"{name} of rank {rank.rank}"
     return SessionThread(name, make, begin=begin, reconnect=True, logger=logger)
-
-
-def ranks_elsewhere(workers: Sequence[WorkerPlace]) -> list[AgentRanks]:
-    """The ranks whose agent is not that of the first; one access to an agent does for all.
-
-    Where the first has no agent yet, nobody knows which are elsewhere.
-    """
-    if not workers[0].peer_endpoint:
-        return []
-    elsewhere: dict[str, list[WorkerPlace]] = {}
-    for worker in workers:
-        if worker.peer_endpoint not in ("", workers[0].peer_endpoint):
-            elsewhere.setdefault(worker.peer_endpoint, []).append(worker)
-    return [
-        AgentRanks(endpoint, tuple(one.rank for one in there), there[0].access, there[0].server_key)
-        for endpoint, there in elsewhere.items()
-    ]

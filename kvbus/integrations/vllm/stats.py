@@ -1,13 +1,24 @@
-"""What became of loads and offers since vLLM last asked, for its logger and its metrics.
+"""What became of loads and offers: recorded by the link's thread, taken by vLLM's scheduler.
 
-Recorded in the link's thread, taken in the scheduler's.
+vLLM logs the figures, and exports them to Prometheus. `METRICS` is the list of them.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, quantiles
+from typing import Any
 
 import msgspec
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
 
-from kvbus.protocol.engine import Fetched, Outcome
+from kvbus.protocol.engine import Fetched, Outcome, StageTimes
 
 LOADS = "loads"
 LOAD_SECONDS = "load_seconds"
@@ -17,38 +28,82 @@ LOADS_FAILED = "loads_failed"
 OFFERS = "offers"
 OFFERED_TOKENS = "offered_tokens"
 OFFERS_FAILED = "offers_failed"
-KEYS = (
-    LOADS,
-    LOAD_SECONDS,
-    LOAD_BYTES,
-    LOAD_STAGE_SECONDS,
-    LOADS_FAILED,
-    OFFERS,
-    OFFERED_TOKENS,
-    OFFERS_FAILED,
-)
+
+REFUSED_AT = "requested"
+"""The stage of a load that was not even asked for."""
+SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+BYTES_BUCKETS = tuple(2.0**power for power in range(12, 38, 2))
+_MIB = 2**20
 
 Reading = float | str | tuple[str, str, float]
+"""The value of a histogram or a counter without labels, else its labels, and then its value."""
 Figures = dict[str, list[Reading]]
 
 
+@dataclass(frozen=True)
+class Metric:
+    """``vllm:kvbus_{key}``, with labels of its own; a histogram if it has ``buckets``.
+
+    The series of the labels ``known`` are there from the start: a counter that appears with its
+    first event hides that event from a rate.
+    """
+
+    key: str
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    known: tuple[str, ...] = ()
+
+
+METRICS = (
+    Metric(
+        LOADS,
+        "Loads of KV that have ended.",
+        labels=("outcome",),
+        known=(Outcome.COMPLETED, Outcome.FAILED, Outcome.CANCELLED),
+    ),
+    Metric(
+        LOADS_FAILED,
+        "Loads of KV that failed, by stage.",
+        labels=("stage",),
+        known=(REFUSED_AT, *StageTimes.__struct_fields__, "lost", "silent"),
+    ),
+    Metric(LOAD_SECONDS, "Seconds from asking for KV to its completion.", buckets=SECONDS_BUCKETS),
+    Metric(LOAD_BYTES, "Bytes of KV that one load moved.", buckets=BYTES_BUCKETS),
+    Metric(
+        LOAD_STAGE_SECONDS,
+        "Seconds that a load was in one stage.",
+        labels=("stage", "outcome"),
+        buckets=SECONDS_BUCKETS,
+    ),
+    Metric(
+        OFFERS,
+        "Offers of KV that were released.",
+        labels=("outcome",),
+        known=(Outcome.COMPLETED, Outcome.WITHDRAWN, Outcome.EXPIRED, Outcome.FAILED),
+    ),
+    Metric(OFFERED_TOKENS, "Tokens whose KV was offered."),
+    Metric(OFFERS_FAILED, "Requests without an offer."),
+)
+
+
 def no_figures() -> Figures:
-    """Of every key, nothing."""
-    return {key: [] for key in KEYS}
+    """No reading of any metric."""
+    return {metric.key: [] for metric in METRICS}
 
 
 class StatsRecorder:
-    """Readings by key, each taken once."""
+    """Readings by the key of a metric; each is taken once."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[str, Reading]] = deque()
 
     def add(self, key: str, reading: Reading) -> None:
-        """One of `KEYS`. Of loads and offers their outcome, of a failed load the stage in which."""
+        """One reading, in any thread."""
         self._readings.append((key, reading))
 
     def add_load(self, notice: Fetched, *, given_up: bool = False) -> None:
-        """A load has ended; ``given_up`` when vLLM did not want it any more before that."""
+        """A load has ended; it was cancelled if vLLM had ``given_up`` its request before."""
         outcome = Outcome.CANCELLED if given_up else notice.outcome
         self.add(LOADS, outcome.value)
         if outcome is Outcome.COMPLETED:
@@ -60,13 +115,8 @@ class StatsRecorder:
             if spent_s > 0:
                 self.add(LOAD_STAGE_SECONDS, (stage, outcome.value, spent_s))
 
-    def add_refused_load(self, stage: str) -> None:
-        """A load has failed before it was asked for."""
-        self.add(LOADS, Outcome.FAILED.value)
-        self.add(LOADS_FAILED, stage)
-
     def take(self) -> Figures | None:
-        """All since the last call, None when there was nothing."""
+        """The readings since the last call, None when there were none."""
         if not self._readings:
             return None
         figures = no_figures()
@@ -74,3 +124,95 @@ class StatsRecorder:
             key, reading = self._readings.popleft()
             figures[key].append(reading)
         return figures
+
+
+@dataclass
+class KvbusStats(KVConnectorStats):
+    """The readings of one logging interval."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Begin a new interval."""
+        self.data: dict[str, Any] = dict(no_figures())
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the readings of ``other``."""
+        for key, readings in other.data.items():
+            self.data[key].extend(readings)
+        return self
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not any(self.data.values())
+
+    def reduce(self) -> dict[str, int | float]:
+        """The figures of vLLM's log line."""
+        seconds: list[float] = self.data[LOAD_SECONDS]
+        num_bytes: list[float] = self.data[LOAD_BYTES]
+        failed = Counter(self.data[LOADS_FAILED])
+        figures: dict[str, int | float] = {
+            "KV loads": len(seconds),
+            "KV loads failed": failed.total(),
+            **{f"KV loads failed, {stage}": num for stage, num in failed.items()},
+            "KV offers": len(self.data[OFFERED_TOKENS]),
+            "KV offers failed": len(self.data[OFFERS_FAILED]),
+        }
+        if seconds:
+            p90 = quantiles(seconds, n=10)[-1] if len(seconds) > 1 else seconds[0]
+            figures |= {
+                "avg load (ms)": round(fmean(seconds) * 1e3, 3),
+                "P90 load (ms)": round(p90 * 1e3, 3),
+                "avg MiB a load": round(fmean(num_bytes) / _MIB, 3),
+                "MiB/s": round(sum(num_bytes) / _MIB / max(sum(seconds), 1e-9), 1),
+            }
+        return figures
+
+
+class KvbusPromMetrics(KVConnectorPromMetrics):
+    """``vllm:kvbus_*``, by engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {metric.key: self._make(metric) for metric in METRICS}
+        for metric in METRICS:
+            first = [[label] for label in metric.known] if metric.labels else [[]]
+            for labels in first:
+                for engine_idx in per_engine_labelvalues:
+                    self._series(metric, engine_idx, labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add the readings of one interval."""
+        for metric in METRICS:
+            for reading in transfer_stats_data[metric.key]:
+                self._add(metric, reading, engine_idx)
+
+    def _add(self, metric: Metric, reading: Any, engine_idx: int) -> None:
+        if metric.buckets:
+            *labels, value = reading if metric.labels else (reading,)
+            self._series(metric, engine_idx, labels).observe(value)
+        elif metric.labels:
+            self._series(metric, engine_idx, (reading,)).inc()
+        else:
+            self._series(metric, engine_idx, ()).inc(reading)
+
+    def _series(self, metric: Metric, engine_idx: int, labels: Sequence[str]) -> Any:
+        return self._metrics[metric.key].labels(*self.per_engine_labelvalues[engine_idx], *labels)
+
+    def _make(self, metric: Metric) -> Any:
+        options: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
+        kind: Any = self._histogram_cls if metric.buckets else self._counter_cls
+        return kind(
+            name=f"vllm:kvbus_{metric.key}",
+            documentation=metric.text,
+            labelnames=[*self._labelnames, *metric.labels],
+            **options,
+        )

@@ -1,0 +1,235 @@
+"""The engine as kvbus names it, from vLLM's configuration alone, or why it cannot be served.
+
+The scheduler's process has no tensors, and must say the same as the workers. Detail ``field`` of
+each `GeometryError` names the setting or the kind of cache that is refused.
+"""
+
+from typing import Any
+
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupRole,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    is_quantized_kv_cache,
+)
+
+from kvbus.errors import GeometryError
+from kvbus.geometry import DTYPE_SIZES_BYTES, EngineSpec, GroupSpec, KvPart, validate_engine
+
+SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+
+
+def describe_engine(
+    vllm_config: Any, kv_cache_config: Any, *, engine_id: str, model: str | None = None
+) -> EngineSpec:
+    """The spec that every process of this vLLM registers, and that its reader must match.
+
+    ``model`` overrides `model_name`. Group i is transfer group i of ``kv_cache_config``, and the
+    i-th of what its `select_transfer_block_ids` gives. Raises `GeometryError` for what is not
+    served.
+    """
+    _refuse_settings(vllm_config, kv_cache_config)
+    for group in kv_cache_config.kv_cache_groups:
+        _refuse_group(group)
+    parallel = vllm_config.parallel_config
+    groups = kv_cache_config.transfer_groups
+    named = zip(_group_names(groups), groups, strict=True)
+    spec = EngineSpec(
+        engine_id=engine_id,
+        model=model or model_name(vllm_config.model_config),
+        tp_size=parallel.tensor_parallel_size,
+        groups=tuple(_describe_group(name, group, vllm_config) for name, group in named),
+        pp_size=parallel.pipeline_parallel_size,
+    )
+    validate_engine(spec)
+    return spec
+
+
+def model_name(model_config: Any) -> str:
+    """The model as both sides of a handoff must have it: weights, revision, quantisation.
+
+    A model that lies in a folder has the folder's path for a name: where the two sides' differ,
+    give both the same name in the connector's options.
+    """
+    name = f"{model_config.model}@{model_config.revision or 'main'}"
+    return f"{name}+{model_config.quantization}" if model_config.quantization else name
+
+
+def cache_of(group: Any) -> Any:
+    """What each layer of vLLM's ``group`` caches; raises `GeometryError` when layers differ."""
+    if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+        return group.kv_cache_spec
+    first, *others = group.kv_cache_spec.kv_cache_specs.values()
+    same = ("num_kv_heads", "head_size", "head_size_v", "dtype", "block_size")
+    for name in same if type(first) in SERVED else ():
+        require(
+            all(getattr(one, name, None) == getattr(first, name) for one in others),
+            name,
+            f"layers of one group differ in {name}, kvbus needs groups of equal layers: "
+            f"{', '.join(group.layer_names[:3])} ...",
+        )
+    return first
+
+
+def layer_number(name: str) -> int:
+    """The number in the whole model of the layer whose attention is called ``name``."""
+    try:
+        return int(extract_layer_index(name))
+    except (AssertionError, ValueError) as error:
+        raise GeometryError(
+            f"vLLM cannot be served by kvbus: layer '{name}' has not one number", field="layers"
+        ) from error
+
+
+def require(condition: bool, field: str, message: str) -> None:
+    """Raise `GeometryError` with ``message``, unless ``condition``."""
+    if not condition:
+        raise GeometryError(f"vLLM cannot be served by kvbus: {message}", field=field)
+
+
+def _refuse_settings(vllm_config: Any, kv_cache_config: Any) -> None:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name)
+        require(size == 1, name, f"{name} is {size}: kvbus serves no context parallelism, set 1")
+    require(
+        not is_quantized_kv_cache(cache.cache_dtype),
+        "kv_cache_dtype",
+        f"the KV cache is quantised ({cache.cache_dtype}): start vLLM with --kv-cache-dtype auto",
+    )
+    speculative = vllm_config.speculative_config
+    require(
+        speculative is None or not speculative.uses_draft_kv_cache(),
+        "speculative_config",
+        "the draft layers of speculative decoding have KV of their own, which kvbus does not move: "
+        "start vLLM without, or with a method that needs no draft model (ngram)",
+    )
+    require(
+        not vllm_config.model_config.is_encoder_decoder,
+        "model",
+        "encoder-decoder models are not served: their cross attention caches the encoder's states",
+    )
+    num_groups = len(kv_cache_config.transfer_groups)
+    require(num_groups > 0, "groups", "the model has no KV cache")
+    require(
+        num_groups == 1 or parallel.pipeline_parallel_size == 1,
+        "pipeline_parallel_size",
+        "a model with several kinds of attention is not served in pipeline stages: no process of "
+        "vLLM knows which layers the groups of the other stages have. Set it to 1",
+    )
+
+
+def _refuse_group(group: Any) -> None:
+    cache = cache_of(group)
+    kind = type(cache).__name__
+    where = f"the group of {', '.join(group.layer_names[:2])} ..."
+    plain = not group.host_resident and group.role is KVCacheGroupRole.DEFAULT
+    require(plain and group.enable_kv_transfer, "groups", f"{where} is of HiSparse: not served")
+    require(
+        not group.is_eagle_group,
+        "groups",
+        f"{where} has draft layers of speculative decoding: start vLLM without",
+    )
+    require(
+        type(cache) in SERVED,
+        "groups",
+        f"{where} is a {kind}: kvbus serves full attention, sliding windows and MLA",
+    )
+    require(
+        cache.kv_quant_mode is KVQuantMode.NONE,
+        "kv_cache_dtype",
+        f"{where} is quantised ({cache.kv_quant_mode.name}): use --kv-cache-dtype auto",
+    )
+    require(cache.tokens_per_state == 1, "groups", f"{where} compresses tokens: not served")
+    require(
+        isinstance(cache, MLAAttentionSpec) or cache.head_size_v == cache.head_size,
+        "head_size_v",
+        f"{where} has K heads of {cache.head_size} and V heads of {cache.head_size_v} elements: "
+        "kvbus needs one size for both",
+    )
+    if isinstance(cache, SlidingWindowSpec):
+        require(cache.sliding_window > 1, "sliding_window", f"{where} has a window of one token")
+        require(
+            cache.extra_retained_tokens == 0,
+            "sliding_window",
+            f"{where} keeps tokens for draft modules: start vLLM without speculative decoding",
+        )
+
+
+def _group_names(groups: Any) -> list[str]:
+    """Names that say what a group of vLLM is, so that the same group of another vLLM has it, too.
+
+    "full", "latent", or "window-4096"; where there are several of a kind they are numbered, by
+    their first layers.
+    """
+    kinds = [_kind(cache_of(group)) for group in groups]
+    firsts = [(min(map(layer_number, one.layer_names)), at) for at, one in enumerate(groups)]
+    names = []
+    for kind, first in zip(kinds, firsts, strict=True):
+        alike = sorted(one for one, other in zip(firsts, kinds, strict=True) if other == kind)
+        names.append(kind if len(alike) == 1 else f"{kind}.{alike.index(first)}")
+    return names
+
+
+def _kind(cache: Any) -> str:
+    if isinstance(cache, SlidingWindowSpec):
+        return f"window-{cache.sliding_window}"
+    return "latent" if isinstance(cache, MLAAttentionSpec) else "full"
+
+
+# A token attends to `sliding_window` tokens, itself one of them. So of N tokens the next one needs
+# the last `sliding_window - 1`, which is what vLLM's cache manager keeps when N are computed: the
+# block of the token before those may be gone on the one side and was never given on the other.
+# Token N - 1, were it computed again, would need that one too: prefill hands over all but the last
+# token of a prompt, which decode computes anyway.
+def _describe_group(name: str, group: Any, vllm_config: Any) -> GroupSpec:
+    cache = cache_of(group)
+    dtype = str(cache.dtype).removeprefix("torch.")
+    require(dtype in DTYPE_SIZES_BYTES, "kv_cache_dtype", f"a KV cache of {dtype} is not served")
+    latent = isinstance(cache, MLAAttentionSpec)
+    return GroupSpec(
+        name=name,
+        layers=_all_layers(group, vllm_config),
+        block_size=cache.block_size,
+        num_kv_heads=1 if latent else _num_kv_heads(cache, vllm_config),
+        head_dim=cache.head_size,
+        dtype=dtype,
+        parts=(KvPart.LATENT,) if latent else (KvPart.KEY, KvPart.VALUE),
+        window=cache.sliding_window - 1 if isinstance(cache, SlidingWindowSpec) else None,
+    )
+
+
+def _all_layers(group: Any, vllm_config: Any) -> tuple[int, ...]:
+    """Those of all pipeline stages: a process of vLLM only knows the names of its own."""
+    numbers = tuple(sorted(map(layer_number, group.layer_names)))
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return numbers
+    layers = tuple(range(vllm_config.model_config.get_total_num_hidden_layers()))
+    require(
+        set(numbers) <= set(layers), "layers", f"layers {numbers} of {len(layers)} in the model"
+    )
+    return layers
+
+
+def _num_kv_heads(cache: Any, vllm_config: Any) -> int:
+    """The KV heads of all ranks, each counted once.
+
+    A rank with several heads has them alone. One head of each rank may be a replica; then the
+    model says how many there are.
+    """
+    tp_size: int = vllm_config.parallel_config.tensor_parallel_size
+    on_each_rank: int = cache.num_kv_heads
+    if on_each_rank > 1 or tp_size == 1:
+        return on_each_rank * tp_size
+    total: int = vllm_config.model_config.get_total_num_kv_heads()
+    require(
+        total <= tp_size and tp_size % total == 0,
+        "num_kv_heads",
+        f"a layer has one KV head on each of {tp_size} ranks, the model says {total} in all: "
+        "layers that differ in KV heads are not served at this tensor parallel size",
+    )
+    return total

@@ -1,0 +1,211 @@
+"""What comes from outside: the options of a user, the ``kv_transfer_params`` of a router, ids.
+
+Routers need to know two keys of the params, and pass the rest on as it is.
+"""
+
+import re
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from kvbus.errors import ConfigError, ProtocolError
+from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.message import Readers, Secret
+from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.trace import known_trace
+
+ASKS_TO_OFFER = "do_remote_decode"
+ASKS_TO_FETCH = "do_remote_prefill"
+TICKET = "ticket"
+TRANSFER_ID = "transfer_id"
+RENDEZVOUS = "rendezvous"
+TRACEPARENT = "traceparent"
+
+AttachSocket = Annotated[str, msgspec.Meta(min_length=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Endpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The attach sockets of the two agents of a vLLM that offers and loads."""
+
+    prefill: AttachSocket
+    decode: AttachSocket
+
+
+class AgentEndpoint(NamedTuple):
+    """The attach socket of an agent, and the role that it must have, None for either."""
+
+    path: Path
+    role: AgentRole | None
+
+
+class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The keys of ``kv_connector_extra_config``; docs/vllm.md describes them."""
+
+    endpoint: AttachSocket | Endpoints
+    model_id: str = ""
+    attach_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    fetch_timeout_s: Seconds | None = None
+    offer_ttl_s: Seconds | None = None
+    bidirectional_kv_xfer: bool = False
+    decoder_kv_blocks_ttl: Seconds = 480.0
+    decoder_kv_blocks_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    kv_recompute_threshold: Annotated[int, msgspec.Meta(ge=0)] = 64
+
+    @property
+    def agents(self) -> tuple[AgentEndpoint, ...]:
+        """The only agent, or the one that offers and then the one that loads."""
+        if isinstance(self.endpoint, str):
+            return (AgentEndpoint(_path(self.endpoint), None),)
+        return (
+            AgentEndpoint(_path(self.endpoint.prefill), AgentRole.PREFILL),
+            AgentEndpoint(_path(self.endpoint.decode), AgentRole.DECODE),
+        )
+
+
+def read_options(extra_config: Mapping[str, Any], kv_role: str = "kv_both") -> ConnectorOptions:
+    """The options in ``extra_config``; raises `ConfigError` that names the key."""
+    try:
+        options = msgspec.convert(dict(extra_config), ConnectorOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"kv_connector_extra_config: {error}; it needs 'endpoint', the path of the agent's "
+            "attach socket, or one for 'prefill' and one for 'decode', and knows "
+            + ", ".join(ConnectorOptions.__struct_fields__)
+        ) from error
+    paths = [agent.path for agent in options.agents]
+    if len(paths) == 1:
+        _require(
+            not options.bidirectional_kv_xfer,
+            "bidirectional_kv_xfer needs both agents beside this vLLM: give endpoint as "
+            '{"prefill": "…/attach.sock", "decode": "…/attach.sock"}',
+        )
+        return options
+    _require(
+        paths[0] != paths[1],
+        f"endpoint: prefill and decode are both {paths[0]}, but an agent is of one kind: "
+        "start a kvbus-prefill and a kvbus-decode, each with a runtime_dir of its own",
+    )
+    _require(
+        kv_role == "kv_both",
+        f"endpoint names both agents, but kv_role is {kv_role}: set it to kv_both",
+    )
+    return options
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(f"kv_connector_extra_config: {message}")
+
+
+def _path(endpoint: str) -> Path:
+    return Path(endpoint.removeprefix("unix://"))
+
+
+class HandoffParams(msgspec.Struct, frozen=True):
+    """A ticket, and the tokens that its KV is of.
+
+    ``prompt_digest`` is of the ``remote_num_tokens`` that the other engine has computed, see
+    `prompt_digest`. Without ``whole_blocks`` the first block of a window has a gap at its beginning
+    there, too.
+    """
+
+    ticket: dict[str, Any]
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    prompt_digest: str
+    whole_blocks: bool = True
+
+    def to_params(self, *, next_turn: bool = False) -> dict[str, Any]:
+        """The params of the decode request, or of the prefill request of the ``next_turn``."""
+        asks = {ASKS_TO_FETCH: not next_turn, ASKS_TO_OFFER: next_turn}
+        return {**asks, **msgspec.to_builtins(self)}
+
+
+class OfferParams(msgspec.Struct, frozen=True):
+    """What a router may say of an offer: its name, and how many decode requests may read it."""
+
+    transfer_id: Secret | None = None
+    readers: Readers = 1
+
+
+def read_params(params: Mapping[str, Any]) -> HandoffParams:
+    """The ticket in the params of a request; raises `ProtocolError`."""
+    try:
+        handoff = msgspec.convert(dict(params), HandoffParams)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(
+            f"kv_transfer_params: {error}; pass those of the engine's response on unchanged"
+        ) from error
+    Ticket.from_json(handoff.ticket)
+    return handoff
+
+
+def read_offer_params(params: Mapping[str, Any]) -> OfferParams:
+    """What the params of a request say of its offer; raises `ProtocolError`."""
+    try:
+        return msgspec.convert(dict(params), OfferParams)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"kv_transfer_params: {error}") from error
+
+
+def read_trace(params: Mapping[str, Any], headers: Mapping[str, str] | None) -> str:
+    """The trace of a request: that of its HTTP headers, or else the router's; empty for none.
+
+    vLLM keeps the headers only where it sends spans itself (``--otlp-traces-endpoint``).
+    """
+    return known_trace((headers or {}).get(TRACEPARENT, ""), str(params.get(TRACEPARENT, "")))
+
+
+def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str]) -> str:
+    """Of tokens, and of all else that their KV depends on: LoRA, images.
+
+    Equal on both sides for the same request, whatever their block sizes are.
+    """
+    digest = blake2b(digest_size=16)
+    texts = [condition.encode(errors="surrogatepass") for condition in conditions]
+    for part in (array("q", token_ids).tobytes(), *texts):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+MAX_ID_CHARACTERS = 200
+"""Agents take 256; routers put host names into ids, and clients what they like."""
+_KEPT_AT_AN_END = 80
+
+
+def agents_id(request_id: str) -> str:
+    """The name of a request at the agents: its id, of a long one both ends and a digest."""
+    if len(request_id) <= MAX_ID_CHARACTERS:
+        return request_id
+    digest = blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{request_id[:_KEPT_AT_AN_END]}~{digest}~{request_id[-_KEPT_AT_AN_END:]}"
+
+
+# vLLM makes a request of each prompt of a completion, `cmpl-NAME-INDEX-RANDOM`, and then of each
+# sequence of a prompt, `SEQUENCE_cmpl-NAME-INDEX-RANDOM`. A chat has one prompt.
+_SEQUENCE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
+_LATER_PROMPT = re.compile(r"(\d+_)?cmpl-.*-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
+
+
+def is_of_later_prompt(request_id: str) -> bool:
+    """Whether it is of a prompt of a completion, but not of the first.
+
+    vLLM's answer to several prompts has the `kv_transfer_params` of the first one.
+    """
+    return _LATER_PROMPT.fullmatch(request_id) is not None
+
+
+def is_later_sequence(request_id: str) -> bool:
+    """Whether it is one of several sequences of a prompt, but not the first."""
+    return prompt_of_sequence(request_id) is not None and not request_id.startswith("0_")
+
+
+def prompt_of_sequence(request_id: str) -> str | None:
+    """The id of the prompt that several sequences are made of, None for a prompt of one."""
+    match = _SEQUENCE.fullmatch(request_id)
+    return match["prompt"] if match is not None else None

@@ -1,0 +1,426 @@
+"""The connector's half in the scheduler's process: which requests load and offer, how that ends."""
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.request import RequestStatus
+
+from kvbus.errors import ProtocolError
+from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm.blocks import NULL_BLOCK, BlockIds, HeldBlocks
+from kvbus.integrations.vllm.loads import Load, Loads
+from kvbus.integrations.vllm.offers import Offers
+from kvbus.integrations.vllm.params import (
+    ASKS_TO_FETCH,
+    ASKS_TO_OFFER,
+    RENDEZVOUS,
+    TICKET,
+    TRANSFER_ID,
+    ConnectorOptions,
+    HandoffParams,
+    OfferParams,
+    is_later_sequence,
+    is_of_later_prompt,
+    prompt_digest,
+    read_offer_params,
+    read_params,
+    read_trace,
+)
+from kvbus.integrations.vllm.sessions import CLOSE_WITHIN_S, ControlLink, control_link
+from kvbus.integrations.vllm.stats import KvbusStats, StatsRecorder
+from kvbus.integrations.vllm.steps import (
+    Growing,
+    StepDone,
+    StepResults,
+    WorkerPlaces,
+    ranks_elsewhere,
+)
+from kvbus.protocol.message import MAX_PRIORITY, MIN_PRIORITY
+from kvbus.protocol.ticket import Rendezvous
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvbus")
+
+HANDS_OFF_AFTER = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class SchedulerSide:
+    """What vLLM's scheduler calls, by vLLM's names.
+
+    Only the end of a request that is offered waits: for its ticket, a second at most. With
+    ``drains`` vLLM waits at its end for the readers of its offers.
+    """
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        engine: EngineSpec,
+        caches: "KVCacheConfig",
+        *,
+        kv_role: str = "kv_both",
+        drains: bool = False,
+    ) -> None:
+        self._options, self._engine, self._caches = options, engine, caches
+        self._kv_role, self._drains = kv_role, drains
+        self._has_windows = any(group.window is not None for group in engine.groups)
+        self._stats = StatsRecorder()
+        self._growing = Growing()
+        self._answers: dict[str, int] = {}
+        """The offers of answers that wait for the next turn, and how many blocks each has."""
+        self._control_links: list[ControlLink] = []
+
+    # Of vLLM's start and its end
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Look up blocks, and hold those of offers, there."""
+        self._manager = kv_cache_manager
+        self._held = HeldBlocks(kv_cache_manager.block_pool, drains=self._drains)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Open the control sessions: the workers have shared their memory with each agent."""
+        options = self._options
+        workers = [one.places for one in metadata.values() if isinstance(one, WorkerPlaces)]
+        for number, (path, role) in enumerate(options.agents):
+            places = sorted((each[number] for each in workers), key=lambda place: place.rank)
+            link = control_link(path, self._engine, ranks_elsewhere(places), role, self._kv_role)
+            self._control_links.append(link)
+        offering, loading = self._control_links[0], self._control_links[-1]
+        self._loads = Loads(self._engine, loading, self._stats, timeout_s=options.fetch_timeout_s)
+        self._offers = Offers(self._engine, offering, self._stats)
+
+    def shutdown(self) -> None:
+        """End the control sessions, and with them every load and offer."""
+        for link in self._control_links:
+            link.close(CLOSE_WITHIN_S)
+
+    # Of a request
+
+    def on_new_request(self, request: "Request") -> None:
+        """Note what it asks for; blocks that are free by now are there for it."""
+        self._free_released()
+        params = request.kv_transfer_params or {}
+        asks_to_offer = bool(params.get(ASKS_TO_OFFER))
+        if asks_to_offer and params.get(TICKET):
+            self._expect_turn(request, params)
+        elif params.get(ASKS_TO_FETCH):
+            self._expect(self._load_of(request, params))
+        if asks_to_offer and self._has_windows:
+            _leave_last_token(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens can be loaded behind those that vLLM has, None to be asked again.
+
+        They are loaded beside the steps.
+        """
+        if self._uncache_partial():  # vLLM may just have found one of them for this request
+            return None, False
+        num_tokens = self._loads.matched(request.request_id, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        """All that are handed off."""
+        group_ids: tuple[int, ...] = self._caches.transfer_group_ids
+        return group_ids
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Load into the blocks of the request, or ask for the ticket of what they will hold."""
+        block_ids = self._caches.select_transfer_block_ids(blocks.get_block_ids())
+        self._loads.start(request.request_id, block_ids, num_external_tokens)
+        self._uncache_partial()
+        params = request.kv_transfer_params or {}
+        if params.get(ASKS_TO_OFFER) and not is_of_later_prompt(request.request_id):
+            self._reserve(request, params)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, of the only group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer what was computed for others; whether vLLM shall keep the blocks, and the params.
+
+        It need not: `HeldBlocks` does.
+        """
+        ids: BlockIds = self._caches.select_transfer_block_ids(block_ids)
+        partial_blocks = self._loads.partial_blocks(request.request_id)
+        whole_blocks = not any(partial_blocks.intersection(each) for each in ids)
+        self._loads.give_up(request.request_id)
+        self._growing.end(request.request_id)
+        params = request.kv_transfer_params or {}
+        ends_well = request.status in HANDS_OFF_AFTER and _has_tokens(request)
+        if params.get(ASKS_TO_OFFER):
+            # a reader that knows the name of the offer hears of no gap
+            if ends_well and (whole_blocks or not params.get(TRANSFER_ID)):
+                return False, self._offer_prompt(request, ids, whole_blocks)
+            self._offers.abandon(request.request_id)
+        elif params and ends_well and not is_of_later_prompt(request.request_id):
+            return False, self._offer_answer(request, ids, whole_blocks)
+        return False, None
+
+    # Of a step
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepResults:
+        """What the workers shall report to vLLM in the step that computes ``scheduler_output``."""
+        self._uncache_partial()
+        for request_id in scheduler_output.preempted_req_ids or ():  # its blocks are another's now
+            self._growing.end(request_id)
+            self._offers.take_back(request_id)
+            self._loads.lose_blocks(request_id)
+        self._free_released()
+        num_scheduled_tokens = scheduler_output.num_scheduled_tokens
+        self._loads.note_computed(num_scheduled_tokens)
+        step = self._growing.schedule(num_scheduled_tokens)
+        started = self._loads.take_started()
+        failed, received = self._loads.take_ended()
+        return StepResults(started, received, failed, step)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """What the workers have computed may be read."""
+        if isinstance(done := connector_output.kv_connector_worker_meta, StepDone):
+            for request_id, num_tokens in self._growing.done(done.step):
+                block_ids = self._manager.get_block_ids(request_id)
+                selected = self._caches.select_transfer_block_ids(block_ids)
+                self._offers.grow(request_id, selected, num_tokens)
+
+    def get_finished_count(self) -> int | None:
+        """One worker reports for all, as the agent tells of a handoff once."""
+        return 1
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM is to go on with steps, to hear soon of offers that were read."""
+        return self._held.needs_steps
+
+    def get_kv_connector_stats(self) -> KvbusStats | None:
+        """What happened since the last call; a worker knows of nothing."""
+        figures = self._stats.take()
+        return KvbusStats(data=figures) if figures is not None else None
+
+    # vLLM takes every block that a load has filled for whole. One whose beginning was not loaded
+    # must be found by no other request, though its own goes on with it: vLLM would read what was
+    # there before. It enters the prefix cache within a pass of vLLM's scheduler, and leaves it in
+    # the same:
+    #
+    #     running requests: given blocks     it enters, when its request has filled the rest of it
+    #     waiting: the load has ended        it enters
+    #              looked up in the cache
+    #              `get_num_new_matched…`    it leaves, and "ask again", as it may have been found
+    #              `update_state_after_…`    it leaves, so that as a rule it was not found
+    #     `build_connector_meta`             it leaves
+    #
+    # A whole block with the same hash stays.
+    def _uncache_partial(self) -> bool:
+        return self._held.uncache(self._loads.partial_blocks())
+
+    def _free_released(self) -> None:
+        released = self._offers.take_released()
+        self._held.free(released)
+        for offer_id in released:
+            self._answers.pop(offer_id, None)
+
+    # Offers
+
+    def _reserve(self, request: "Request", params: Mapping[str, Any]) -> None:
+        """Ask for a ticket; an offer with a name of the router's is read while it is computed.
+
+        Not so with windows, which leave blocks behind. Of several sequences of a prompt the first
+        has the name, and whoever knows that needs no ticket of the others.
+        """
+        try:
+            asked = read_offer_params(params)
+        except ProtocolError as error:
+            logger.error("kvbus: request %s: %s", request.request_id, error.message)
+            asked = OfferParams()
+        is_named = asked.transfer_id is not None
+        if is_named and is_later_sequence(request.request_id):
+            return
+        self._offers.reserve(
+            request.request_id,
+            lambda: digest_of(request, request.num_prompt_tokens) if _has_tokens(request) else "",
+            asked,
+            ttl_s=self._options.offer_ttl_s,
+            traceparent=read_trace(params, request.trace_headers),
+        )
+        if is_named and not self._has_windows:
+            self._growing.begin(request)
+
+    def _offer_prompt(
+        self, request: "Request", block_ids: BlockIds, whole_blocks: bool
+    ) -> dict[str, Any] | None:
+        """The params of the decode request."""
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if num_tokens == 0:
+            self._offers.abandon(request.request_id)
+            return None
+        ticket = self._offers.publish(request.request_id, block_ids, num_tokens)
+        if ticket is None:
+            return None
+        self._held.hold(ticket["offer_id"], block_ids)
+        is_all = num_tokens == request.num_prompt_tokens
+        digest = ticket["prompt_digest"] if is_all else digest_of(request, num_tokens)
+        return HandoffParams(ticket, num_tokens, digest, whole_blocks).to_params()
+
+    def _offer_answer(
+        self, request: "Request", block_ids: BlockIds, whole_blocks: bool
+    ) -> dict[str, Any] | None:
+        """The params of the next turn's prefill request, where the answer of the server has them.
+
+        That of a stream has no place for them. The last token is not computed, though a step that
+        was scheduled ahead may be about to. All answers hold a share of the cache at most: the
+        oldest goes for a new one.
+        """
+        sampling = request.sampling_params
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        is_streamed = sampling is None or sampling.output_kind is RequestOutputKind.DELTA
+        if not self._options.bidirectional_kv_xfer or is_streamed or num_tokens == 0:
+            return None
+        max_blocks = int(self._options.decoder_kv_blocks_share * self._caches.num_blocks)
+        num_blocks = sum(block != NULL_BLOCK for ids in block_ids for block in ids)
+        if num_blocks > max_blocks:
+            logger.info(
+                "kvbus: request %s: its answer is not kept for the next turn: it has %s blocks, "
+                "all answers may have %s (decoder_kv_blocks_share)",
+                request.request_id,
+                num_blocks,
+                max_blocks,
+            )
+            return None
+        digest = digest_of(request, num_tokens)
+        ttl_s = self._options.decoder_kv_blocks_ttl
+        self._offers.reserve(request.request_id, lambda: digest, ttl_s=ttl_s)
+        ticket = self._offers.publish(request.request_id, block_ids, num_tokens)
+        if ticket is None:
+            return None
+        self._held.hold(ticket["offer_id"], block_ids, is_awaited=False)
+        self._answers[ticket["offer_id"]] = num_blocks
+        while sum(self._answers.values()) > max_blocks:
+            oldest = next(iter(self._answers))
+            self._offers.withdraw(oldest)
+            del self._answers[oldest]
+        return HandoffParams(ticket, num_tokens, digest, whole_blocks).to_params(next_turn=True)
+
+    # Loads
+
+    def _expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
+        """A prompt to prefill that goes on a conversation whose KV a decode engine has.
+
+        Nothing is loaded where computing is as fast, and with a window nothing that leaves no token
+        to compute: vLLM would compute the last again, which needs one that is gone.
+        """
+        if not self._options.bidirectional_kv_xfer:
+            logger.info(
+                "kvbus: request %s: the KV of its conversation is not loaded, as "
+                "bidirectional_kv_xfer is off in the options of this vLLM",
+                request.request_id,
+            )
+            return
+        load = self._load_of(request, params)
+        leaves_none = load.num_tokens >= request.num_prompt_tokens - 1
+        if self._has_windows and leaves_none and not load.problem:
+            load.num_tokens = 0
+        load.min_tokens = self._options.kv_recompute_threshold
+        self._expect(load)
+
+    def _expect(self, load: Load) -> None:
+        """A ticket is of the first prompt of several: that the others have none is no problem."""
+        if load.handoff is not None or not is_of_later_prompt(load.request_id):
+            self._loads.expect(load)
+
+    def _load_of(self, request: "Request", params: Mapping[str, Any]) -> Load:
+        num_wanted = request.num_prompt_tokens - self._has_windows
+        try:
+            handoff = self._handoff_of(request, params)
+        except ProtocolError as error:
+            return Load(request.request_id, num_wanted, None, error.message)
+        return Load(
+            request.request_id,
+            min(num_wanted, handoff.remote_num_tokens),
+            handoff,
+            priority=max(MIN_PRIORITY, min(MAX_PRIORITY, -request.priority)),
+            traceparent=read_trace(params, request.trace_headers),
+        )
+
+    def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
+        """What the router carries; by a rendezvous, all of the prompt is going to be there.
+
+        A request that vLLM has refused comes without its prompt.
+        """
+        if RENDEZVOUS not in params:
+            handoff = read_params(params)
+            if not request.abort_immediately:
+                _check_prompt(request, handoff)
+            return handoff
+        meets = Rendezvous.from_json(params[RENDEZVOUS])
+        _check_tokens(request)
+        num_tokens = request.num_prompt_tokens - self._has_windows
+        return HandoffParams(meets.to_json(), num_tokens, digest_of(request, num_tokens))
+
+
+def digest_of(request: "Request", num_tokens: int) -> str:
+    """The digest of the first tokens, prompt and then answer, their LoRA and their images.
+
+    What it takes grows with the prompt, and vLLM's scheduler waits: ask once for each request.
+    """
+    lora = request.lora_request
+    conditions = [lora.lora_name if lora is not None else ""]
+    conditions += [
+        feature.identifier
+        for feature in request.mm_features
+        if feature.mm_position.offset < num_tokens
+    ]
+    return prompt_digest(request.all_token_ids[:num_tokens], conditions)
+
+
+def _has_tokens(request: "Request") -> bool:
+    """Whether the prompt is all tokens: embeddings in it are not named by anything."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
+
+
+def _check_tokens(request: "Request") -> None:
+    if not _has_tokens(request):
+        raise ProtocolError("a prompt with embeddings is not handed off")
+
+
+def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
+    """Raise `ProtocolError` unless the prompt begins with the tokens of ``handoff``."""
+    num_tokens = handoff.remote_num_tokens
+    _check_tokens(request)
+    if num_tokens > request.num_prompt_tokens:
+        raise ProtocolError(
+            f"the KV is of {num_tokens} tokens, the prompt here has only "
+            f"{request.num_prompt_tokens}: the router must send the ticket with the prompt, or the "
+            "conversation, that it was made for"
+        )
+    if digest_of(request, num_tokens) != handoff.prompt_digest:
+        raise ProtocolError(
+            f"the first {num_tokens} tokens of the prompt, its LoRA or its images are not those "
+            "that the KV is of: the router must send the ticket with the prompt, or the "
+            "conversation, that it was made for"
+        )
+
+
+def _leave_last_token(request: "Request") -> None:
+    """Have the prefill engine compute all but the last token of the prompt.
+
+    The decode engine computes that one in any case, for its logits. With a sliding window it needs
+    a token for it that vLLM drops once the last one was computed, if it is the last of its block.
+    """
+    if request.num_prompt_tokens > 1 and _has_tokens(request):
+        del request.prompt_token_ids[-1]
+        del request._all_token_ids[-1]
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1
