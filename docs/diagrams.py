@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvbus.table import Transition
+from kvbus_decode import read_table as read
 from kvbus_decode.fetch import transitions as decode
 from kvbus_decode.fetch.entry import FetchState
-from kvbus_decode.read import table as read
-from kvbus_decode.read.table import LegState
+from kvbus_decode.read_table import LegState
 from kvbus_prefill import slots
 from kvbus_prefill.offer import transitions as prefill
 from kvbus_prefill.offer.entry import OfferState

@@ -62,7 +62,7 @@ PURE_FOLDERS = (
 )
 PURE_MODULES = (
     "services/prefill/kvbus_prefill/slots.py",
-    "services/decode/kvbus_decode/read/table.py",
+    "services/decode/kvbus_decode/read_table.py",
 )
 MOST_MODULES, MOST_PRIVATE = 88, 12
 SIMULATED_LOOP = Path("tests/sim/world.py")

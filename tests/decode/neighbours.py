@@ -17,9 +17,9 @@ from kvbus.agent.runtime import Runtime
 from kvbus.bus import new_context
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.protocol import AgentRole
+from kvbus_decode import legs
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.read import legs
 from kvbus_prefill.agent import PrefillService
 from tests.agents import until
 from tests.engines import Engine, engine, make_spec

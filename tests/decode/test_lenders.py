@@ -263,7 +263,7 @@ async def test_an_agent_that_cannot_have_its_memory_socket_lends_nothing_and_wor
 async def test_who_hangs_up_or_never_answers_is_not_waited_for_long(
     both: Neighbours, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus_decode.peer.mapped.MAP_WITHIN_S", 0.2)
+    monkeypatch.setattr("kvbus_decode.mapped.MAP_WITHIN_S", 0.2)
 
     async def never(*_: Any) -> PassingAnswer:
         await anyio.sleep_forever()

@@ -15,9 +15,9 @@ from structlog.testing import capture_logs
 
 from kvbus.engine import DecodeSession
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peer.directory import Extent
-from kvbus_decode.peer.nixl import NixlMemory
-from kvbus_decode.peer.warm import WarmPeers
+from kvbus_decode.nixl_peers import NixlMemory
+from kvbus_decode.peers import Extent
+from kvbus_decode.warm import WarmPeers
 from tests.agents import until
 from tests.decode.neighbours import Neighbours, decode_agent
 from tests.engines import engine, works
@@ -60,7 +60,7 @@ async def test_a_defect_of_warming_keeps_the_agent_that_it_is_about_cold_and_not
 async def test_an_agent_that_will_not_be_met_ahead_keeps_the_routes_that_fetches_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus_decode.peer.warm.RETRY_S", 0.05)
+    monkeypatch.setattr("kvbus_decode.warm.RETRY_S", 0.05)
     (folder / "p").mkdir(mode=0o700)
     (folder / "d").mkdir(mode=0o700)
     async with prefill_agent(folder / "p") as source:
@@ -82,7 +82,7 @@ async def test_an_agent_that_will_not_be_met_ahead_keeps_the_routes_that_fetches
 async def test_a_listed_agent_that_moved_is_met_where_its_name_leads_then(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus_decode.peer.warm.RETRY_S", 0.05)
+    monkeypatch.setattr("kvbus_decode.warm.RETRY_S", 0.05)
     told = ["127.0.0.9"]
     monkeypatch.setattr("kvbus.bus.connection.look_up_all", lambda _: told)
     (folder / "p").mkdir(mode=0o700)

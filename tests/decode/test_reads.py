@@ -11,10 +11,10 @@ import pytest
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.table.events import DeadlinePassed, Stopped
-from kvbus_decode import read
+from kvbus_decode import read_table as read
 from kvbus_decode.fetch.events import ReadEnded, StopReads
 
-ev = read.events
+ev = read
 Stage = read.LegState
 LIMITS = read.ReadLimits(legs_in_flight=2, num_slots=4)
 ONE_SLOT = read.ReadLimits(legs_in_flight=2, num_slots=1)

@@ -10,7 +10,7 @@ import pytest
 
 from kvbus.engine import Offer
 from kvbus.errors import ErrorCode, FetchFailed, RequestRefused
-from kvbus_decode.read.reader import AGAIN_S
+from kvbus_decode.reader import AGAIN_S
 from tests.agents import AgentProcess, until
 from tests.engines import (
     LARGE,

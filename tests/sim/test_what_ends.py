@@ -185,7 +185,7 @@ def test_fetches_from_a_silent_agent_fail_at_once_after_some_that_were_not_answe
 def test_a_peer_that_is_silent_or_that_nobody_reads_from_is_left_and_met_again(
     monkeypatch: pytest.MonkeyPatch, seed: int, frozen_s: float, forgets: dict[str, float]
 ) -> None:
-    monkeypatch.setattr("kvbus_decode.peer.directory.FORGET_PEER_S", 2.0 if frozen_s else 60.0)
+    monkeypatch.setattr("kvbus_decode.peers.FORGET_PEER_S", 2.0 if frozen_s else 60.0)
     with cluster_of(quick(part_s=0.5, decode_config=forgets), seed) as world:
         assert world.works()
         transport = world.agents[D, 0].agent.transport

@@ -6,8 +6,8 @@ from kvbus.agent.engines import LocalEngine
 from kvbus.planning import whole_spans
 from kvbus.protocol.ticket import UNKNOWN
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.peer.directory import Peer
-from kvbus_decode.peer.route import Route
+from kvbus_decode.peers import Peer
+from kvbus_decode.route import Route
 
 
 @dataclass(slots=True, eq=False)

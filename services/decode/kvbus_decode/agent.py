@@ -20,22 +20,22 @@ from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.table import Driver
 from kvbus.table.events import DrainStarted, EngineLost, Stopped
 from kvbus_decode.active import ActiveFetch
+from kvbus_decode.chunk import check_tables
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.costs import CostBook
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
+from kvbus_decode.lease_client import LeaseClient
+from kvbus_decode.mapped import MemoryBorrower
 from kvbus_decode.observe import READINGS, DecodeMetrics, FetchStories, log_fetched
 from kvbus_decode.parts import Part, PartClient, PartServer
-from kvbus_decode.peer.directory import PeerAddress, PeerDirectory
-from kvbus_decode.peer.handshake import RouteBook
-from kvbus_decode.peer.lease_client import LeaseClient
-from kvbus_decode.peer.mapped import MemoryBorrower
-from kvbus_decode.peer.warm import WarmPeers
-from kvbus_decode.read.chunk import check_tables
-from kvbus_decode.read.paths import ahead_of
-from kvbus_decode.read.reader import Reader
+from kvbus_decode.paths import ahead_of
+from kvbus_decode.peers import PeerAddress, PeerDirectory
+from kvbus_decode.reader import Reader
+from kvbus_decode.route_book import RouteBook
 from kvbus_decode.tickets import TicketGate
+from kvbus_decode.warm import WarmPeers
 
 log = structlog.get_logger()
 

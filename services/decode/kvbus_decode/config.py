@@ -7,7 +7,7 @@ from msgspec import Meta
 from kvbus.agent.config import AgentConfig, Bound, Duration
 from kvbus.planning.digests import SAMPLED_ONE_IN
 from kvbus_decode.fetch.entry import FetchLimits
-from kvbus_decode.read.table import ReadLimits
+from kvbus_decode.read_table import ReadLimits
 
 LISTING = r"^tcp://[^\s/;,]+:[0-9]{1,5}( [!-~]{40})?$"
 WORDS = "tcp://HOST:PORT for each, and behind a space the agent's public key if it has one"

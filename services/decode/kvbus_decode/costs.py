@@ -9,9 +9,9 @@ from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import chunk_spans
 from kvbus.protocol.engine import Fetched
 from kvbus.protocol.status import Cost, Predicted
-from kvbus_decode.peer.handshake import RouteBook
-from kvbus_decode.peer.route import position_bytes
-from kvbus_decode.read.reader import Reader
+from kvbus_decode.reader import Reader
+from kvbus_decode.route import position_bytes
+from kvbus_decode.route_book import RouteBook
 
 MAX_LEARNED = 4096
 MEETING_S = 0.1

@@ -28,7 +28,7 @@ from kvbus.table import Story
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry, FetchState
 from kvbus_decode.fetch.table import FetchTable
-from kvbus_decode.read.table import LegState
+from kvbus_decode.read_table import LegState
 
 log = structlog.get_logger()
 

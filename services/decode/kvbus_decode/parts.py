@@ -21,7 +21,7 @@ from kvbus.protocol.peer import CancelPart, FetchPart, PartFetched
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
+from kvbus_decode.peers import Peer, PeerAddress, PeerDirectory
 
 ASK_S, PAUSE_S = 2.0, 0.5
 LATE_S = 30.0

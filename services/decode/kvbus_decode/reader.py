@@ -29,17 +29,17 @@ from kvbus.table import Driver, Story
 from kvbus.table.events import Stopped
 from kvbus.transport import ReadOutcome, ReadStatus
 from kvbus.transport.types import RecycleReport
+from kvbus_decode import read_table as ev
 from kvbus_decode.active import ActiveFetch
+from kvbus_decode.chunk import make_chunk
+from kvbus_decode.compare import Comparison
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded
+from kvbus_decode.legs import BoxJob, DirectJob, MappedJob, Rows, rounds_of, short_copy
 from kvbus_decode.observe import DecodeMetrics
-from kvbus_decode.peer.route import Source
-from kvbus_decode.read import table as ev
-from kvbus_decode.read.chunk import make_chunk
-from kvbus_decode.read.compare import Comparison
-from kvbus_decode.read.legs import BoxJob, DirectJob, MappedJob, Rows, rounds_of, short_copy
-from kvbus_decode.read.paths import PathChooser
-from kvbus_decode.read.table import Leg, LegState, ReadTable, StageEnded
+from kvbus_decode.paths import PathChooser
+from kvbus_decode.read_table import Leg, LegState, ReadTable, StageEnded
+from kvbus_decode.route import Source
 
 log = structlog.get_logger()
 

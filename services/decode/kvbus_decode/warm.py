@@ -17,14 +17,14 @@ from kvbus.protocol.envelope import Notice
 from kvbus.protocol.status import AgentStatus, PeerView, Status
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peer.directory import (
+from kvbus_decode.peers import (
     ENGINE_READY,
     Peer,
     PeerAddress,
     PeerDirectory,
     PeerWatcher,
 )
-from kvbus_decode.peer.handshake import RouteBook, RouteKey
+from kvbus_decode.route_book import RouteBook, RouteKey
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from kvbus.protocol.ticket import Ticket
 from kvbus.table import Key
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.fetch.events import ReadChunk
-from kvbus_decode.peer.route import Route, SourcePlan
+from kvbus_decode.route import Route, SourcePlan
 
 
 def check_tables(

@@ -6,11 +6,11 @@ from weakref import WeakKeyDictionary
 from kvbus.agent.service import Agent
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, TransferFailed
 from kvbus.planning import Path, Spans, choose_path, chunk_spans, usual_box_bytes
+from kvbus_decode.chunk import Chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import Ahead
 from kvbus_decode.fetch.events import Requested
-from kvbus_decode.peer.route import Route
-from kvbus_decode.read.chunk import Chunk
+from kvbus_decode.route import Route
 
 WITHOUT_BOXES = (Path.DIRECT, Path.MAPPED)
 """Paths that need nothing of the prefill agent that is asked for under an epoch."""

@@ -30,10 +30,10 @@ from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory, PeerWatcher
-from kvbus_decode.peer.mapped import MappedMemory, MemoryBorrower, is_near
-from kvbus_decode.peer.nixl import NixlMemory, NixlPeers
-from kvbus_decode.peer.route import Route, Source, placed_ranks
+from kvbus_decode.mapped import MappedMemory, MemoryBorrower, is_near
+from kvbus_decode.nixl_peers import NixlMemory, NixlPeers
+from kvbus_decode.peers import Peer, PeerAddress, PeerDirectory, PeerWatcher
+from kvbus_decode.route import Route, Source, placed_ranks
 
 log = structlog.get_logger()
 

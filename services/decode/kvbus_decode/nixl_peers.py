@@ -15,7 +15,7 @@ from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, LocalError, TransferFailed
 from kvbus.protocol.peer import HandshakeDone
 from kvbus.transport import PeerMetadata
-from kvbus_decode.peer.directory import Extent, Peer
+from kvbus_decode.peers import Extent, Peer
 
 log = structlog.get_logger()
 

@@ -31,9 +31,9 @@ from kvbus.planning import (
     slot_plan,
 )
 from kvbus.protocol.peer import CheckMemory, EngineMemory
-from kvbus_decode.peer.directory import Peer
-from kvbus_decode.peer.mapped import MappedMemory
-from kvbus_decode.peer.nixl import NixlMemory
+from kvbus_decode.mapped import MappedMemory
+from kvbus_decode.nixl_peers import NixlMemory
+from kvbus_decode.peers import Peer
 
 MAX_PLANS = 1024
 PER_POSITION = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.DIM)

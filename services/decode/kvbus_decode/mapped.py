@@ -29,7 +29,7 @@ from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import EngineMemory, HandshakeDone
 from kvbus.protocol.status import Sharing
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peer.directory import Extent
+from kvbus_decode.peers import Extent
 
 log = structlog.get_logger()
 

@@ -21,9 +21,9 @@ from kvbus.protocol.ticket import Ticket
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory, PeerWatcher
-from kvbus_decode.peer.handshake import RouteBook
-from kvbus_decode.peer.route import Route
+from kvbus_decode.peers import Peer, PeerAddress, PeerDirectory, PeerWatcher
+from kvbus_decode.route import Route
+from kvbus_decode.route_book import RouteBook
 from kvbus_decode.tickets import TicketGate
 
 log = structlog.get_logger()

@@ -16,10 +16,10 @@ from kvbus.memory.digest_pieces import Digests
 from kvbus.planning import Share
 from kvbus.planning.digests import piece_of
 from kvbus.protocol import peer as wire
+from kvbus_decode.chunk import Chunk
 from kvbus_decode.observe import DecodeMetrics
-from kvbus_decode.peer.route import Source
-from kvbus_decode.read.chunk import Chunk
-from kvbus_decode.read.table import Begin, Event, Leg, StageEnded
+from kvbus_decode.read_table import Begin, Event, Leg, StageEnded
+from kvbus_decode.route import Source
 
 log = structlog.get_logger()
 

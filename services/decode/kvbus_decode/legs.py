@@ -26,11 +26,11 @@ from kvbus.planning import (
 from kvbus.planning.digests import cut_for_digests
 from kvbus.protocol.peer import Packed
 from kvbus.transport import MemoryKind, Read
-from kvbus_decode.peer.route import SourcePlan
-from kvbus_decode.read.chunk import Chunk
-from kvbus_decode.read.compare import CompareJob
-from kvbus_decode.read.paths import PathChoice
-from kvbus_decode.read.table import COMPARING, COPYING, PACKING, READING, Leg
+from kvbus_decode.chunk import Chunk
+from kvbus_decode.compare import CompareJob
+from kvbus_decode.paths import PathChoice
+from kvbus_decode.read_table import COMPARING, COPYING, PACKING, READING, Leg
+from kvbus_decode.route import SourcePlan
 
 Rows = tuple[Reads, MemoryKind, MemoryKind]
 """READs, and the kinds of memory: ours and theirs."""
@@ -87,7 +87,7 @@ class DirectJob(LegJob):
 
 
 # The memory that is copied from may end at any moment; the bytes under its addresses are zeros then
-# (`kvbus_decode.peer.mapped`). A fetch must not be completed with them:
+# (`kvbus_decode.mapped`). A fetch must not be completed with them:
 #
 #     the engine dies   its offers end in its agent, and then that hangs up: a fetch that has read
 #                       a zero takes later, and is refused

@@ -1,1 +1,0 @@
-"""The prefill agents that fetches read from: connections, handshakes, routes and leases."""
