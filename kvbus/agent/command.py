@@ -46,7 +46,7 @@ def run_command(
     except ConfigError as error:
         raise SystemExit(_complain(error, status=2)) from error
     boot = new_boot_id()
-    configure_logs(level=config.log_level, agent=config.agent_id, boot_id=boot)
+    flush_logs = configure_logs(level=config.log_level, agent=config.agent_id, boot_id=boot)
     failures: list[KVBusError] = []
     try:
         anyio.run(
@@ -59,6 +59,8 @@ def run_command(
         )
     except* KVBusError as errors:
         failures = leaves(errors)
+    finally:
+        flush_logs()
     for failure in failures:
         _complain(failure, status=1)
     _exit(1 if failures else 0)

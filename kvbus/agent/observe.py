@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import logging
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
-from functools import partial
 from typing import BinaryIO
 
 import msgspec
@@ -22,57 +23,91 @@ from kvbus.protocol.peer import Release
 from kvbus.text import printable, printable_values
 
 
-def configure_logs(*, level: str, style: str = "auto", **context: str) -> None:
+def configure_logs(*, level: str, style: str = "auto", **context: str) -> Callable[[], None]:
     """Set up structlog for the whole process; ``context`` is on every line.
 
+    Call what is returned before the process leaves, for the lines of the last turn of its loop.
     ``level`` is a name of `logging`; ``style`` is ``json``, ``console``, or ``auto``: for people on
     a terminal, JSON otherwise. Lines go to stderr, so that stdout stays for results.
     """
     pretty = style == "console" or (style == "auto" and sys.stderr.isatty())
+    writer = LineWriter(sys.stderr.buffer)
     structlog.configure(
         processors=[
-            partial(_add_context, context),
-            structlog.processors.add_log_level,
-            _add_time,
-            structlog.processors.format_exc_info,
+            _Common(context),
             *((printable_values, structlog.dev.ConsoleRenderer()) if pretty else (_render_json,)),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
         ),
-        logger_factory=lambda *_: _LineWriter(sys.stderr.buffer),
+        logger_factory=lambda *_: writer,
         cache_logger_on_first_use=True,
     )
+    return writer.flush
 
 
-def _add_context(
-    context: Mapping[str, str], _logger: object, _method: str, event: EventDict
-) -> EventDict:
-    """What is the same for the whole process; context variables would miss other threads."""
-    event.update(context)
-    return event
+class _Common:
+    """Adds what is the same on every line of the process, the level, and when it was, in UTC.
+
+    Context variables would miss other threads, and structlog's own stamper takes ten times as long.
+    """
+
+    def __init__(self, context: Mapping[str, str]) -> None:
+        self._context = context
+        self._now = 0, ""
+
+    def __call__(self, logger: object, method: str, event: EventDict) -> EventDict:
+        second, us = divmod(time.time_ns() // 1000, 1_000_000)
+        known, text = self._now  # one value: threads log, too
+        if second != known:
+            self._now = second, (text := time.strftime("%FT%T", time.gmtime(second)))
+        event.update(self._context)
+        event["level"], event["timestamp"] = method, f"{text}.{us:06}Z"
+        if "exc_info" in event:
+            return structlog.processors.format_exc_info(logger, method, event)
+        return event
 
 
-def _add_time(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """UTC, as structlog's own stamper has it, in a third of its time."""
-    now = datetime.now(UTC).isoformat(timespec="microseconds")
-    event["timestamp"] = now.removesuffix("+00:00") + "Z"
-    return event
+class LineWriter:
+    """Writes rendered lines; a disk that is full, or a reader that is gone, loses lines only.
 
-
-class _LineWriter:
-    """Writes rendered lines; a disk that is full, or a reader that is gone, loses lines only."""
+    What an event loop logs in one turn is written at its end, by one system call. Warnings, and
+    lines of other threads, are written at once, with all before them.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
+        self._waiting: deque[str] = deque()
+        self._is_due = False
+        self._lock = threading.Lock()
 
-    def msg(self, line: str) -> None:
-        """Write one line at once."""
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(line.encode(errors="replace") + b"\n")
+    def info(self, line: str) -> None:
+        """Write a line soon."""
+        self._waiting.append(line)
+        if self._is_due:
+            return
+        try:
+            asyncio.get_running_loop().call_soon(self.flush)
+        except RuntimeError:  # there is no loop here
+            self.flush()
+        else:
+            self._is_due = True
+
+    def warning(self, line: str) -> None:
+        """Write a line at once."""
+        self._waiting.append(line)
+        self.flush()
+
+    debug = msg = info
+    error = critical = exception = warning
+
+    def flush(self) -> None:
+        """Write what waits."""
+        self._is_due = False
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            text = "".join(self._waiting.popleft() + "\n" for _ in range(len(self._waiting)))
+            self._stream.write(text.encode(errors="replace"))
             self._stream.flush()
-
-    debug = info = warning = error = critical = exception = msg
 
 
 def _render_json(_logger: object, _method: str, event: EventDict) -> str:

@@ -60,3 +60,30 @@ def test_what_a_name_would_tell_a_terminal_is_escaped(style: str) -> None:
     assert {one for one in line if not one.isprintable()} <= ours
     assert "a\\u001b[2J\\u202e\\u009bb" in line.replace("\\\\", "\\")
     assert "\x1b[2J" not in line
+
+
+IN_A_LOOP = """
+import asyncio, threading
+import structlog
+from kvbus.agent.observe import configure_logs
+flush = configure_logs(level="info", style="json", agent="name")
+log = structlog.get_logger()
+async def main():
+    log.info("first")
+    log.info("second")
+    thread = threading.Thread(target=log.info, args=["third"])
+    thread.start()
+    thread.join()
+    log.info("fourth")
+    log.info("fifth")
+asyncio.new_event_loop().run_until_complete(main())
+log.info("sixth")
+flush()
+"""
+
+
+def test_lines_of_an_event_loop_and_of_threads_come_in_their_order_and_none_is_lost() -> None:
+    ended = subprocess.run([sys.executable, "-c", IN_A_LOOP], capture_output=True, check=True)
+
+    events = [json.loads(line)["event"] for line in ended.stderr.splitlines()]
+    assert events == ["first", "second", "third", "fourth", "fifth", "sixth"]

@@ -135,7 +135,7 @@ def log_fetched(report: ev.ReportFetched) -> None:
         leased=report.leased,
         blocks_free=fetched.blocks_free,
         total_ms=round(fetched.stages_s.total * 1e3, 3),
-        **{f"{stage}_ms": round(spent_s * 1e3, 3) for stage, spent_s in stages_s.items()},
+        **{f"{name}_ms": round(s * 1e3, 3) if s else 0.0 for name, s in stages_s.items()},
         **failure,
     )
 
