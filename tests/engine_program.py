@@ -209,7 +209,8 @@ class Program:
     async def _allocate(self, session: MemorySession) -> None:
         """Once: the later sessions register what this one had."""
         if self.config.memory == "ring":
-            self._buffers.append(await session.allocate_ring(self.config.ring_blocks))
+            self._buffers.append(HostBuffer(self.spec, session.rank, self.config.ring_blocks))
+            await session.keep(self._buffers[-1].memory)
         else:
             layout, direct = KvLayout.parse(self.config.layout), self.config.memory == "direct"
             num_blocks = self.config.num_blocks
@@ -277,7 +278,7 @@ class PrefillProgram(Program):
         key, steps, session = order["key"], order["steps"], self.control.latest
         offering = session
         if self._host is not None:
-            self._host.session = session
+            self._host.link = session
             offering = Offering(self._host, steps[-1], wait_s=ROOM_WITHIN_S)
         fill(key, self.views, blocks, 0, steps[0])
         try:
@@ -420,10 +421,10 @@ class DecodeProgram(Program):
         more = {name: order[name] for name in ("num_tokens", "first_token", "fetch_id")}
         more |= {"timeout_s": order.get("timeout_s"), "zero_tail": order.get("zero_tail", False)}
         if self._host is not None:
-            self._host.session = session
+            self._host.link = session
             return self._host.fetch(ticket, block_ids=blocks, **more)
         return session.fetch(
-            ticket, block_ids=blocks, piece_tokens=order.get("piece_tokens", 0), **more
+            ticket, block_ids=blocks, chunk_tokens=order.get("piece_tokens", 0), **more
         )
 
     async def _freed(self, fetch: Any, ended: FetchFailed) -> bool:

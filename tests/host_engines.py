@@ -15,6 +15,7 @@ import torch
 from kvbus.demo.device import device_copy
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.engine.bounce import (
+    HostBuffer,
     HostDecode,
     HostOffer,
     HostPool,
@@ -88,7 +89,7 @@ class Offering:
             with suppress(KVBusError):  # then it ends with the session
                 await offer.abort()
             raise
-        groups = self.host.session.engine.groups
+        groups = self.host.link.engine.groups
         states = {group.name: block_ids.get(group.name, []) for group in groups if group.state}
         return Offered(offer, ticket, states)
 
@@ -160,7 +161,8 @@ async def host_engine(
         buffers = []
         for rank in range(spec.num_ranks):
             session = await stack.enter_async_context(MemorySession(attach, spec, rank))
-            buffers.append(await session.allocate_ring(ring_blocks))
+            buffers.append(HostBuffer(spec, rank, ring_blocks))
+            await session.keep(buffers[-1].memory)
         control.caches = [KvCache(spec, buffer.rank, buffer.tensor) for buffer in buffers]
         await control.register()
         await control.ready()

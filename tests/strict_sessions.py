@@ -6,7 +6,7 @@ changed them if it ``overwrites``. ``caches`` are the engine's, once it has them
 block, token (of a block), head, dim.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvbus.engine import DecodeSession, Fetch, KvCache, Offer, PrefillSession
-from kvbus.protocol import ExtendOffer, Outcome
+from kvbus.errors import KVBusError
+from kvbus.protocol import ExtendOffer, MakeOffer, Outcome
 
 BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -36,18 +37,24 @@ class OverwritingPrefill(PrefillSession):
         self.caches: Sequence[KvCache] = ()
         self._offered: dict[str, list[Mapping[str, Any]]] = {}
 
-    async def offer(self, request_id: str, *, block_ids: Mapping[str, Any], **more: Any) -> Offer:
-        offer = await super().offer(request_id, block_ids=block_ids, **more)
-        self._offered[offer.offer_id] = [dict(block_ids)]
-        offer.when_released(partial(self._overwrite, offer.offer_id))
-        return offer
+    def make(self, offer: Offer) -> Offer:
+        def note() -> None:
+            self._offered[offer.offer_id] = [_blocks_of(offer.message)]
+            offer.ended.then(partial(self._overwrite, offer.offer_id))
 
-    async def request(self, message: Any, *, timeout_s: float = 0.0) -> Any:
-        answer = await super().request(message, timeout_s=timeout_s)
-        if isinstance(message, ExtendOffer) and message.offer_id in self._offered:
-            more = {group: table.array() for group, table in message.tables.items()}
-            self._offered[message.offer_id].append(more)
-        return answer
+        offer.made.then(lambda: note() if offer.offer_id else None)
+        return super().make(offer)
+
+    def send(
+        self, message: Any, on_reply: Callable[[Any], None], *, timeout_s: float = 0.0
+    ) -> None:
+        def reply(answer: Any) -> None:
+            is_good = isinstance(message, ExtendOffer) and not isinstance(answer, KVBusError)
+            if is_good and message.offer_id in self._offered:
+                self._offered[message.offer_id].append(_blocks_of(message))
+            on_reply(answer)
+
+        super().send(message, reply, timeout_s=timeout_s)
 
     def _overwrite(self, offer_id: str) -> None:
         ended, still = self._blocks_of(self._offered.pop(offer_id)), set()
@@ -61,6 +68,10 @@ class OverwritingPrefill(PrefillSession):
         return {(group, int(at)) for table in tables for group in table for at in table[group]}
 
 
+def _blocks_of(message: MakeOffer | ExtendOffer) -> Mapping[str, Any]:
+    return {group: table.array() for group, table in message.tables.items()}
+
+
 def change_blocks(caches: Sequence[KvCache], group: str, block_ids: Any) -> None:
     """Make every number in these blocks another one; replicas of a head stay equal."""
     ids = torch.as_tensor(block_ids, dtype=torch.int64)
@@ -72,9 +83,9 @@ def change_blocks(caches: Sequence[KvCache], group: str, block_ids: Any) -> None
 def overwrite_once_released(
     offer: Offer, cache: KvCache, block_ids: Mapping[str, Sequence[int]]
 ) -> None:
-    """As an `OverwritingPrefill` does, for an offer of a blocking session."""
+    """As an `OverwritingPrefill` does, for an offer of a `Link`."""
     for group, ids in block_ids.items():
-        offer.when_released(partial(change_blocks, [cache], group, ids))
+        offer.ended.then(partial(change_blocks, [cache], group, ids))
 
 
 @dataclass
@@ -104,17 +115,15 @@ class WatchingDecode(DecodeSession):
         self._free_blocks = [] if free_blocks is None else free_blocks
         """Shared with the next session of an engine that keeps its memory."""
 
-    def fetch(
-        self, ticket: Mapping[str, Any], *, block_ids: Mapping[str, Any], **more: Any
-    ) -> Fetch:
-        fetch = super().fetch(ticket, block_ids=block_ids, **more)
+    def begin(self, fetch: Fetch) -> None:
+        super().begin(fetch)
+        block_ids = {group: table.array().tolist() for group, table in fetch.message.tables.items()}
         tables = {group: torch.as_tensor(ids).long() for group, ids in block_ids.items()}
         for group, ids in tables.items():
             self._free_blocks[:] = [
                 one.without(ids) if one.group == group else one for one in self._free_blocks
             ]
         fetch.when_freed(partial(self._remember, fetch, tables))
-        return fetch
 
     def check_free_blocks(self) -> None:
         """Fail if anything has landed in a block since it was free; lost ranks do not count."""

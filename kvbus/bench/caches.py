@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvbus.bench.shapes import GROUP, PairedBlocks, Shape
 from kvbus.engine import KvCache, MemorySession
-from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks, HostPool, LocalCopier
+from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks, HostBuffer, HostPool, LocalCopier
 from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec
 
@@ -47,7 +47,9 @@ async def open_caches(
         return [await one.allocate(shape.layout, num_blocks=num_blocks) for one in sessions], None
     torch.set_num_threads(1)  # else each block's copy waits for another thread to be woken
     ring = HostPool({GROUP: max(1, num_blocks // 2)})
-    buffers = [await one.allocate_ring(ring.num_blocks) for one in sessions]
+    buffers = [HostBuffer(spec, one.rank, ring.num_blocks) for one in sessions]
+    for one, buffer in zip(sessions, buffers, strict=True):
+        await one.keep(buffer.memory)
     (rank,), device = shape.ranks(num_blocks), device_blocks(shape, num_blocks)
     cache = KvCache(spec, rank, device.flatten().view(torch.uint8))
     return [cache], (ring, LocalCopier(buffers, block_copy(device)))

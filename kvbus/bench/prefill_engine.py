@@ -21,7 +21,6 @@ from kvbus.bench.shapes import GROUP, SHAPES
 from kvbus.engine import Offer, PrefillSession
 from kvbus.engine.bounce import HostOffer, HostPrefill
 from kvbus.errors import KVBusError, RequestRefused, leaves
-from kvbus.protocol.engine import Released
 
 Ticket = Mapping[str, Any]
 
@@ -42,9 +41,7 @@ class SourceEngine:
         shape = SHAPES[shape_name]
         spec, path = shape.spec(self._engine_id), self._attach_path
         self._control = await self._stack.enter_async_context(
-            PrefillSession(
-                path, spec, attach_timeout_s=ATTACH_TIMEOUT_S, on_released=self._on_released
-            )
+            PrefillSession(path, spec, attach_timeout_s=ATTACH_TIMEOUT_S)
         )
         caches, ring = await open_caches(self._stack, path, spec, shape, num_blocks)
         fill(caches)
@@ -76,7 +73,7 @@ class SourceEngine:
         offer = await self._control.offer(
             request_id, num_tokens=0, block_ids={GROUP: blocks}, sealed=False
         )
-        self._ready_at[offer.offer_id] = time.perf_counter()
+        self._note(offer, time.perf_counter())
         self._tasks.start_soon(self._extend, offer, num_tokens, num_chunks, chunk_s)
         return offer.ticket
 
@@ -103,21 +100,25 @@ class SourceEngine:
             offer = await self._host.begin(request_id, num_tokens=num_tokens)
             self._tasks.start_soon(_save, offer, num_tokens, block_ids)
             tickets[request_id] = await offer.offer()
-        self._ready_at[offer.offer_id] = began
+        self._note(offer, began)
 
     async def _extend(self, offer: Offer, num_tokens: int, num_chunks: int, chunk_s: float) -> None:
         """Until all of it is there, or nobody wants it any more."""
         with contextlib.suppress(RequestRefused):
             for chunk in range(1, num_chunks + 1):
                 await anyio.sleep(chunk_s)
-                if offer.ended.is_set():
+                if offer.ended.done():
                     return
                 self._ready_at[offer.offer_id] = time.perf_counter()
                 await offer.extend(num_tokens * chunk // num_chunks)
             await offer.seal()
 
-    def _on_released(self, released: Released) -> None:
-        self._ended.append((self._ready_at.pop(released.offer_id), time.perf_counter()))
+    def _note(self, offer: Offer | HostOffer, ready_at: float) -> None:
+        self._ready_at[offer.offer_id] = ready_at
+        offer.ended.add_callback(partial(self._on_ended, offer.offer_id))
+
+    def _on_ended(self, offer_id: str) -> None:
+        self._ended.append((self._ready_at.pop(offer_id), time.perf_counter()))
         if not self._ready_at:
             self._settled.set()
 

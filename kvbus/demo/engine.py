@@ -21,7 +21,7 @@ from kvbus.demo.model import Transformer
 from kvbus.demo.options import Memory
 from kvbus.demo.paged_cache import PagedKV
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
-from kvbus.engine.bounce import HostPool, LocalCopier
+from kvbus.engine.bounce import HostBuffer, HostPool, LocalCopier
 from kvbus.errors import KVBusError, leaves
 from kvbus.geometry import GroupSpec, KvLayout, num_blocks_for
 
@@ -100,7 +100,9 @@ async def attached_engine(
             caches = [private_cache(spec, rank.rank, layout, num_blocks) for rank in ranks]
             share = setup.ring_share
             pool = HostPool({group: max(1, round(share * n)) for group, n in num_blocks.items()})
-            buffers = [await rank.allocate_ring(pool.num_blocks) for rank in ranks]
+            buffers = [HostBuffer(spec, rank.rank, pool.num_blocks) for rank in ranks]
+            for rank, buffer in zip(ranks, buffers, strict=True):
+                await rank.keep(buffer.memory)
             ring = pool, LocalCopier(buffers, device_copy(caches))
         session = await stack.enter_async_context(control(setup.attach_path, spec))
         await session.register()

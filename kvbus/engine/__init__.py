@@ -1,11 +1,10 @@
 """The SDK that engines import: sessions with a local agent, async and blocking."""
 
 from kvbus.bus import new_secret
-from kvbus.engine.blocking import BlockingDecode, BlockingMemory, BlockingPrefill
-from kvbus.engine.decode import DecodeSession
-from kvbus.engine.fetch import Fetch
+from kvbus.engine.decode import DecodeSession, Fetch
 from kvbus.engine.kept import KeptSession
-from kvbus.engine.memory import KvCache, MemorySession
+from kvbus.engine.link import Link
+from kvbus.engine.memory import KvCache, MemorySession, RankMemory
 from kvbus.engine.prefill import Offer, PrefillSession
 from kvbus.engine.thread import SessionThread
 from kvbus.memory.cuda import CudaStorage
@@ -14,17 +13,16 @@ from kvbus.protocol.engine import AgentRanks
 
 __all__ = [
     "AgentRanks",
-    "BlockingDecode",
-    "BlockingMemory",
-    "BlockingPrefill",
     "CudaStorage",
     "DecodeSession",
     "Fetch",
     "KeptSession",
     "KvCache",
+    "Link",
     "MemorySession",
     "Offer",
     "PrefillSession",
+    "RankMemory",
     "SessionThread",
     "SharedStorage",
     "new_secret",

@@ -6,12 +6,13 @@ Its agent is the engine's home.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import anyio
 
 from kvbus.engine.busy import BusyPauses
-from kvbus.engine.session import EngineSession, Latch
+from kvbus.engine.later import Later
+from kvbus.engine.session import EngineSession
 from kvbus.errors import KVBusError, LocalError, RequestRefused, RequestTimeout
 from kvbus.protocol.engine import AgentRanks, Register
 
@@ -64,7 +65,9 @@ class ControlSession(EngineSession):
                     continue
                 if (waiting := self._going_on()) is None:
                     return
-                await waiting.wait()
+                has_ended = anyio.Event()
+                waiting.then(has_ended.set)
+                await has_ended.wait()
 
     async def when_not_busy(self, ask: Callable[[], Awaitable[T]]) -> T:
         """What ``ask`` returns, called again while it is refused as ``busy`` and there is time."""
@@ -90,7 +93,7 @@ class ControlSession(EngineSession):
             raise error
         return session
 
-    def _going_on(self) -> Latch | None:
+    def _going_on(self) -> Later[Any] | None:
         """The end of something that was begun and has not ended; None when there is nothing."""
         return None
 

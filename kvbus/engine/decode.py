@@ -1,7 +1,7 @@
 """The control session of a decode engine: fetches, and when their blocks may be used or reused.
 
-Refuses to call KV valid before the agent says ``completed``, and blocks free while anything may
-write into them.
+KV is valid when the agent says ``completed``, and not before; blocks are free when nothing can
+write into them any more.
 """
 
 import asyncio
@@ -11,18 +11,19 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, TypedDict, Unpack
 
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvbus.engine.busy import BusyPauses
 from kvbus.engine.control import ControlSession
-from kvbus.engine.fetch import Fetch, OnFetched, OnLanded
-from kvbus.engine.session import Latch, SessionOptions
+from kvbus.engine.later import Later, Runner
+from kvbus.engine.prefill import BlockIds
+from kvbus.engine.session import SessionOptions
 from kvbus.errors import (
     AgentHungUp,
     ErrorCode,
+    FetchFailed,
     GeometryError,
     KVBusError,
     LocalError,
@@ -31,50 +32,163 @@ from kvbus.errors import (
     RequestTimeout,
 )
 from kvbus.geometry import BlockTable, EngineSpec
-from kvbus.protocol.engine import AgentRole, BlocksFreed, Fetched, Landed, Outcome, StartFetch
+from kvbus.protocol.engine import (
+    AgentRole,
+    BlocksFreed,
+    CancelFetch,
+    Fetched,
+    Landed,
+    Outcome,
+    StartFetch,
+)
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import from_body
+from kvbus.protocol.message import Empty, from_body
 from kvbus.protocol.trace import known_trace
 
 SILENT_S = 5.0
 DOUBT_S = 8.0
 """More than an agent waits for transfers when it stops."""
 
-BlockIds = Mapping[str, npt.ArrayLike]
-OnBlocksFreed = Callable[[BlocksFreed], None]
+OnLanded = Callable[[int], None]
 
 
-class _Asked(NamedTuple):
-    """What is asked for a fetch until the agent takes it."""
+class FetchOptions(TypedDict, total=False):
+    """What a fetch can be told besides its ticket, tokens and blocks."""
 
-    message: StartFetch
-    fetch: Fetch
-    pauses: BusyPauses
+    first_token: int
+    """The first token that is wanted, when those before it are there: 0 by default."""
+    timeout_s: float | None
+    """Seconds until it has ended; None lets the agent choose."""
+    zero_tail: bool
+    """Zero the unused slots of the last block, which else stay as they were."""
+    chunk_tokens: int
+    """Read in chunks that end at multiples of it, and tell ``on_landed`` of each."""
+    on_landed: OnLanded | None
+    """Called with the end of each chunk that is in the blocks, though valid only with the end."""
+    fetch_id: str | None
+    """A name that the engine has never used before; one is made when there is none."""
+    prompt_digest: str
+    """The ticket must be of a prompt with this one, see `prompt_digest`."""
+    priority: int
+    """Of fetches that wait for each other, those of a greater one come first, though never alone:
+    the others go on more slowly."""
+    traceparent: str
+    """The trace that the request belongs to; that of the ticket when there is none."""
+    wanted_s: float | None
+    """For spans: since when, by `time.monotonic`, the engine has had the request, which waited for
+    its turn."""
+    asked_s: float | None
+    """For spans: when the engine asked for this, if that was not now."""
+
+
+class Fetch:
+    """One fetch of a decode engine; its calls return at once, in any thread.
+
+    ``ended`` says success: the KV is in the blocks, and valid. It raises `FetchFailed`, also for a
+    refusal by the agent (stage ``requested``) and when the session ended first (stage ``lost``).
+
+    ``freed`` follows, or comes with it: nothing can write into the blocks any more. It comes, too,
+    when the agent is gone. But if other agents have ranks of this engine, or the agent only hung
+    up, or the link was closed from here, somebody may still write, and nobody will say when that is
+    over: then it raises why the session ended (`PeerLost`, `AgentHungUp`, `ClosedError`). Do not
+    use the blocks again; close the engine's links and register new memory.
+    """
+
+    def __init__(
+        self, runner: Runner, message: StartFetch, on_landed: OnLanded | None, overdue_s: float
+    ) -> None:
+        """``overdue_s`` is for how long an agent that answers nothing is waited for."""
+        self.fetch_id, self.message, self.on_landed = message.fetch_id, message, on_landed
+        self.ended: Later[Fetched] = Later()
+        self.freed: Later[None] = Later()
+        self.overdue_at = time.monotonic() + overdue_s
+        self.pauses = BusyPauses(self.overdue_at)
+        self.session: DecodeSession | None = None
+        self.give_up: Callable[[], None] | None = None
+        """Ends it here; set by the session while the agent is too busy for it and knows nothing."""
+        self._runner = runner
+        self._notice: Fetched | None = None
+
+    @property
+    def notice(self) -> Fetched | None:
+        """How it ended, None before that.
+
+        Its stage is ``lost`` when its session ended first, ``silent`` when its agent is stopped.
+        """
+        return self._notice
+
+    @property
+    def are_blocks_free(self) -> bool:
+        """Whether nothing can write into the blocks any more."""
+        return self.freed.done() and self.freed.exception() is None
+
+    def cancel(self, *, release_offer: bool = False) -> Later[None]:
+        """Give up; `ended` raises with code ``cancelled``, unless it had ended before.
+
+        With ``release_offer`` nobody will fetch this ticket any more: the prefill engine gets its
+        blocks back now, and not when the offer expires. Also for a fetch that failed; not for one
+        that waits as the agent is busy: see `Link.release`. What is returned need not be waited
+        for.
+        """
+        done: Later[None] = Later()
+        self._runner.post(partial(self._cancel, done, release_offer))
+        return done
+
+    async def completed(self) -> Fetched:
+        """`ended`."""
+        return await self.ended
+
+    async def blocks_freed(self) -> None:
+        """`freed`."""
+        await self.freed
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """`Later.add_callback` of ``ended``."""
+        self.ended.add_callback(call)
+
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when nothing can write into the blocks any more; or at once.
+
+        Never called when nobody will say so.
+        """
+        self.freed.add_callback(lambda: call() if self.are_blocks_free else None)
+
+    def _cancel(self, done: Later[None], release_offer: bool) -> None:
+        def answer(reply: Empty | KVBusError) -> None:
+            done.settle(reply if isinstance(reply, KVBusError) else None)
+
+        if self.give_up is not None:
+            self.give_up()
+            done.settle(None)
+        elif self.session is None:  # it was refused here
+            done.settle(None)
+        else:
+            try:
+                self.session.send(CancelFetch(self.fetch_id, release_offer), answer)
+            except KVBusError as error:
+                done.settle(error)
+
+    def end(self, fetched: Fetched) -> None:
+        """Called by the session: the fetch ended."""
+        if self._notice is None:
+            self._notice = fetched
+            if fetched.blocks_free:
+                self.freed.settle(None)
+            is_good = fetched.outcome is Outcome.COMPLETED
+            self.ended.settle(fetched if is_good else failure_of(fetched))
 
 
 class DecodeSession(ControlSession):
-    """Registers a decode engine and fetches the KV of its requests.
-
-    The callbacks are for engines that do not wait for each fetch; those that are left when the
-    session ends have failed with stage ``lost``. They are not told of fetches that are observed one
-    by one, see `Fetch.when_ended`.
-    """
+    """Registers a decode engine and fetches the KV of its requests."""
 
     serves = AgentRole.DECODE
 
     def __init__(
-        self,
-        attach_path: str | Path,
-        engine: EngineSpec,
-        *,
-        on_fetched: OnFetched | None = None,
-        on_blocks_freed: OnBlocksFreed | None = None,
-        **options: Unpack[SessionOptions],
+        self, attach_path: str | Path, engine: EngineSpec, **options: Unpack[SessionOptions]
     ) -> None:
         super().__init__(attach_path, engine, **options)
-        self._on_fetched, self._on_blocks_freed = on_fetched, on_blocks_freed
         self._fetches: dict[str, Fetch] = {}
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, Fetch] = {}
         """Those that have no answer."""
         self._was_silent = False
 
@@ -84,107 +198,72 @@ class DecodeSession(ControlSession):
         *,
         num_tokens: int,
         block_ids: BlockIds,
-        first_token: int = 0,
-        timeout_s: float | None = None,
-        zero_tail: bool = False,
-        piece_tokens: int = 0,
-        on_landed: OnLanded | None = None,
-        fetch_id: str | None = None,
-        prompt_digest: str = "",
-        priority: int = 0,
-        traceparent: str = "",
-        asked_s: float | None = None,
-        wanted_s: float | None = None,
+        **options: Unpack[FetchOptions],
     ) -> Fetch:
-        """Ask for tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
-
-        Each group gives exactly the blocks of its `GroupSpec.positions`: of these tokens; with a
-        window, of those among the last ``window`` of ``num_tokens``; of a state, its one block. A
-        group that needs none may be left out. ``zero_tail`` zeroes the unused slots of the last
-        block, which else stay as they were. With ``piece_tokens`` the tokens are read in pieces
-        that end at multiples of it, and ``on_landed`` is called with the end of each when it is in
-        the blocks, though valid only with the completion. ``fetch_id`` is one that the engine has
-        never used before; one is made when there is none. With ``prompt_digest`` the ticket must be
-        of a prompt with that digest. Of fetches that wait for each other, those of a greater
-        ``priority`` come first, though never alone: the others go on more slowly. ``traceparent``
-        is the trace that the request belongs to; that of the ticket when there is none. For spans,
-        ``asked_s`` is when the engine asked for this, by `time.monotonic`: now, unless this is
-        called in another thread, later. ``wanted_s`` is since when it has had the request, which
-        waited for its turn.
-
-        Returns at once; `Fetch.completed` says how it ends, a refusal by the agent included (its
-        stage is ``requested``). An agent without room is asked again until ``timeout_s`` or
-        ``request_timeout_s`` have passed, see `EngineSession`. An agent that
-        answers nothing any more cannot say so: the fetch fails then with stage ``silent``, after
-        ``timeout_s`` or ``request_timeout_s``.
-        Raises `GeometryError` for ids that are none or of no group, and why the session ended when
-        it did.
-        """
-        now = time.monotonic()
-        tables = fetch_tables(self.engine, block_ids, first_token, num_tokens)
-        overdue_at = now + (timeout_s or self.request_timeout_s)
-        fetch = Fetch(self, fetch_id or uuid.uuid4().hex, on_landed, overdue_at=overdue_at)
-        message = StartFetch(
-            fetch_id=fetch.fetch_id,
-            ticket=dict(ticket),
+        """As `Link.fetch`; raises why the session ended when it did."""
+        fetch = new_fetch(
+            self.runner,
+            self.engine,
+            ticket,
             num_tokens=num_tokens,
-            tables=tables,
-            first_token=first_token,
-            timeout_s=timeout_s,
-            zero_tail=zero_tail,
-            chunk_tokens=piece_tokens,
-            prompt_digest=prompt_digest,
-            priority=priority,
-            traceparent=known_trace(traceparent),
-            asked_s=now if asked_s is None else asked_s,
-            wanted_s=wanted_s,
+            block_ids=block_ids,
+            patience_s=self.request_timeout_s,
+            **options,
         )
-        asked = _Asked(message, fetch, BusyPauses(overdue_at))
-        if self.lost is not None and self.is_kept:
-            self._put_off(asked, self.lost)
-        else:
-            self._ask(asked)
-            self._fetches[fetch.fetch_id] = fetch
+        self.begin(fetch)
         return fetch
 
-    def _ask(self, asked: _Asked) -> None:
-        self.send(asked.message, partial(self._on_answer, asked), timeout_s=math.inf)
-        self._asked[asked.fetch.fetch_id] = asked
+    def begin(self, fetch: Fetch) -> None:
+        """Ask for it; where it is kept and lost, ask the session that follows.
 
-    def _on_answer(self, asked: _Asked, reply: Fetched | KVBusError) -> None:
+        Raises why the session ended.
+        """
+        if self.lost is not None and self.is_kept:
+            self._put_off(fetch, self.lost)
+        else:
+            self._ask(fetch)
+            self._fetches[fetch.fetch_id] = fetch
+
+    def _ask(self, fetch: Fetch) -> None:
+        fetch.session = self
+        self.send(fetch.message, partial(self._on_answer, fetch), timeout_s=math.inf)
+        self._asked[fetch.fetch_id] = fetch
+
+    def _on_answer(self, fetch: Fetch, reply: Fetched | KVBusError) -> None:
         """Without a clear no, the agent may have taken the fetch: its blocks stay in doubt."""
         if self.lost is None:
-            self._asked.pop(asked.fetch.fetch_id, None)
+            self._asked.pop(fetch.fetch_id, None)
         if isinstance(reply, Fetched):
             self._end(reply)
             return
         if self.lost is not None:
             return
         if self.may_be_asked_next(reply):
-            self._put_off(asked, reply)
+            self._put_off(fetch, reply)
             return
-        fetch, now = asked.fetch, time.monotonic()
-        pause_s = asked.pauses.after(reply, now) if self.retry_busy else None
+        pause_s = fetch.pauses.after(reply, time.monotonic()) if self.retry_busy else None
         if pause_s is not None and fetch.notice is None:
-            asyncio.get_running_loop().call_later(pause_s, self._ask_again, asked)
+            asyncio.get_running_loop().call_later(pause_s, self._ask_again, fetch)
             fetch.give_up = partial(self._give_up, fetch)
-            self._asked[fetch.fetch_id] = asked
+            self._asked[fetch.fetch_id] = fetch
             return
         refused = isinstance(reply, RequestRefused)
-        self._end(_failed(fetch, reply, stage="requested", blocks_free=refused))
+        self._end(failed(fetch, reply, stage="requested", blocks_free=refused))
 
-    def _ask_again(self, asked: _Asked) -> None:
-        fetch, message = asked.fetch, asked.message
+    def _ask_again(self, fetch: Fetch) -> None:
         fetch.give_up = None
         if fetch.notice is not None or self.lost is not None:
             return
-        if message.timeout_s is not None:
-            message = replace(message, timeout_s=max(1e-3, fetch.overdue_at - time.monotonic()))
-        self._ask(asked._replace(message=message))
+        if fetch.message.timeout_s is not None:
+            left_s = max(1e-3, fetch.overdue_at - time.monotonic())
+            fetch.message = replace(fetch.message, timeout_s=left_s)
+        try:
+            self._ask(fetch)
+        except KVBusError as error:
+            self._end(failed(fetch, error, stage="requested", blocks_free=True))
 
     # Until the next agent is there nobody has begun the fetch: its blocks are the engine's.
-    def _put_off(self, asked: _Asked, error: KVBusError) -> None:
-        fetch = asked.fetch
+    def _put_off(self, fetch: Fetch, error: KVBusError) -> None:
         self._fetches.pop(fetch.fetch_id, None)
         fetch.give_up = partial(self._give_up, fetch)
 
@@ -192,21 +271,20 @@ class DecodeSession(ControlSession):
             if fetch.notice is not None:
                 return
             if session is not None:
-                session._take_over(asked)
+                session._take_over(fetch)
                 return
             self._fetches[fetch.fetch_id] = fetch
-            self._end(_failed(fetch, error, stage="requested", blocks_free=True))
+            self._end(failed(fetch, error, stage="requested", blocks_free=True))
 
         self.when_followed(go_on)
 
-    def _take_over(self, asked: _Asked) -> None:
+    def _take_over(self, fetch: Fetch) -> None:
         """The agent of the session before this one did not begin the fetch."""
         if self.lost is not None:
-            self._put_off(asked, self.lost)
+            self._put_off(fetch, self.lost)
             return
-        asked.fetch.move(self)
-        self._fetches[asked.fetch.fetch_id] = asked.fetch
-        self._ask_again(asked)
+        self._fetches[fetch.fetch_id] = fetch
+        self._ask_again(fetch)
 
     def _give_up(self, fetch: Fetch) -> None:
         """The agent knows nothing of the fetch: it ends here, once."""
@@ -215,7 +293,7 @@ class DecodeSession(ControlSession):
         self._asked.pop(fetch.fetch_id, None)
         error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
         self._fetches[fetch.fetch_id] = fetch
-        ended = _failed(fetch, error, stage="requested", blocks_free=True)
+        ended = failed(fetch, error, stage="requested", blocks_free=True)
         self._end(replace(ended, outcome=Outcome.CANCELLED))
 
     def _on_notice(self, notice: Notice) -> None:
@@ -242,7 +320,7 @@ class DecodeSession(ControlSession):
         error = RequestTimeout(problem)
         for fetch in list(self._fetches.values()):
             if fetch.notice is None and now >= fetch.overdue_at:
-                self._end(_failed(fetch, error, stage="silent", blocks_free=False))
+                self._end(failed(fetch, error, stage="silent", blocks_free=False))
 
     def _end(self, fetched: Fetched) -> None:
         fetch = self._fetches.get(fetched.fetch_id)
@@ -254,20 +332,14 @@ class DecodeSession(ControlSession):
             self._fetches.pop(fetched.fetch_id, None)
         if fetch is not None:
             fetch.end(fetched)
-        is_observed = fetch is not None and fetch.is_observed
-        if self._on_fetched is not None and not is_observed:
-            self._on_fetched(fetched)
 
     def _free(self, freed: BlocksFreed) -> None:
         fetch = self._fetches.pop(freed.fetch_id, None)
         if fetch is not None:
-            fetch.settle(blocks_free=True)
-        is_observed = fetch is not None and fetch.is_observed
-        if self._on_blocks_freed is not None and not is_observed:
-            self._on_blocks_freed(freed)
+            fetch.freed.settle(None)
 
-    def _going_on(self) -> Latch | None:
-        return next((fetch.settled for fetch in self._fetches.values()), None)
+    def _going_on(self) -> Later[Any] | None:
+        return next((fetch.freed for fetch in self._fetches.values()), None)
 
     def _ends_within_s(self) -> float:
         """An agent that stops waits for its transfers; their blocks are free when it is gone."""
@@ -276,20 +348,62 @@ class DecodeSession(ControlSession):
     def _on_lost(self, error: KVBusError) -> None:
         """A process that is gone does not write; other agents, or one that only lost us, may."""
         if self.is_left and self.is_kept:
-            for asked in [one for one in self._asked.values() if one.fetch.notice is None]:
-                self._put_off(asked, error)
+            for fetch in [one for one in self._asked.values() if one.notice is None]:
+                self._put_off(fetch, error)
         is_gone = isinstance(error, PeerLost) and not isinstance(error, AgentHungUp)
         blocks_free = is_gone and not self.others
         for fetch in list(self._fetches.values()):
             if fetch.notice is None:
-                self._end(_failed(fetch, error, stage="lost", blocks_free=blocks_free))
-            elif blocks_free:
-                self._free(BlocksFreed(fetch.fetch_id))
-            fetch.settle(blocks_free=blocks_free)
+                self._end(failed(fetch, error, stage="lost", blocks_free=blocks_free))
+            fetch.freed.settle(None if blocks_free else error)
         self._fetches.clear()
 
 
-def _failed(fetch: Fetch, error: KVBusError, *, stage: str, blocks_free: bool) -> Fetched:
+def new_fetch(
+    runner: Runner,
+    engine: EngineSpec,
+    ticket: Mapping[str, Any],
+    *,
+    num_tokens: int,
+    block_ids: BlockIds,
+    patience_s: float,
+    first_token: int = 0,
+    timeout_s: float | None = None,
+    zero_tail: bool = False,
+    chunk_tokens: int = 0,
+    on_landed: OnLanded | None = None,
+    fetch_id: str | None = None,
+    prompt_digest: str = "",
+    priority: int = 0,
+    traceparent: str = "",
+    asked_s: float | None = None,
+    wanted_s: float | None = None,
+) -> Fetch:
+    """A fetch that nobody has asked for yet; copies the ids.
+
+    Without ``timeout_s``, an agent that answers nothing is waited for ``patience_s``. Raises
+    `GeometryError` as `Link.fetch` does.
+    """
+    message = StartFetch(
+        fetch_id=fetch_id or uuid.uuid4().hex,
+        ticket=dict(ticket),
+        num_tokens=num_tokens,
+        tables=fetch_tables(engine, block_ids, first_token, num_tokens),
+        first_token=first_token,
+        timeout_s=timeout_s,
+        zero_tail=zero_tail,
+        chunk_tokens=chunk_tokens,
+        prompt_digest=prompt_digest,
+        priority=priority,
+        traceparent=known_trace(traceparent),
+        asked_s=time.monotonic() if asked_s is None else asked_s,
+        wanted_s=wanted_s,
+    )
+    return Fetch(runner, message, on_landed, timeout_s or patience_s)
+
+
+def failed(fetch: Fetch, error: KVBusError, *, stage: str, blocks_free: bool) -> Fetched:
+    """How a fetch ended that no agent has ended."""
     return Fetched(
         fetch_id=fetch.fetch_id,
         request_id="",
@@ -298,6 +412,18 @@ def _failed(fetch: Fetch, error: KVBusError, *, stage: str, blocks_free: bool) -
         blocks_free=blocks_free,
         code=error.code.value,
         message=error.message,
+    )
+
+
+def failure_of(fetched: Fetched) -> FetchFailed:
+    """The error that stands for it; an agent that is newer may have codes of its own."""
+    is_known = fetched.code in ErrorCode._value2member_map_
+    return FetchFailed(
+        fetched.message,
+        code=ErrorCode(fetched.code) if is_known else ErrorCode.INTERNAL,
+        stage=fetched.stage,
+        blocks_free=fetched.blocks_free,
+        fetch_id=fetched.fetch_id,
     )
 
 

@@ -81,6 +81,11 @@ class KeptSession(Generic[S]):
         return self._problem if current is None else current.lost
 
     @property
+    def has_failed(self) -> bool:
+        """Whether `problem` is why the last attempt failed, or the last session was lost."""
+        return self.session is None and self._last_failure != ""
+
+    @property
     def latest(self) -> S:
         """The last session, lost or not: a call of a lost one raises why it ended.
 

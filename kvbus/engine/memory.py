@@ -4,16 +4,14 @@ Refuses memory that the agent cannot map: an engine on such a device copies thro
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, Unpack
 
 import torch
 
-from kvbus.engine.bounce.buffer import HostBuffer
-from kvbus.engine.bounce.sizing import HOST_LAYOUT
-from kvbus.engine.fetch import OnFetched
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.engine.session import EngineSession, SessionOptions
 from kvbus.errors import GeometryError, LocalError, SegmentError
@@ -29,6 +27,67 @@ from kvbus.protocol.message import from_body
 log = logging.getLogger("kvbus.engine")
 
 Storage = SharedStorage | CudaStorage | SharedSegment
+OnFetched = Callable[[Fetched], None]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one rank: what is in it, and the storages that an agent maps.
+
+    ``storages`` are by segment id, as the regions of ``rank`` name them. With ``direct`` False
+    NIXL, and so a NIC, never pins it, and its KV goes through the agent's slots; that of a CUDA
+    device always does.
+    """
+
+    rank: RankSpec
+    storages: Mapping[str, Storage]
+    direct: bool = True
+
+    @classmethod
+    def allocate(
+        cls,
+        engine: EngineSpec,
+        rank: int,
+        layout: KvLayout,
+        *,
+        num_blocks: int | Mapping[str, int],
+        device: torch.device | str = "cpu",
+        direct: bool = True,
+        huge_pages: HugePages = False,
+    ) -> "RankMemory":
+        """Zeroed memory for the rank's whole KV cache; `KvCache` gives views of it.
+
+        ``num_blocks`` is that of every group, or by group. ``huge_pages`` are those of
+        `SharedSegment`; a machine that gives none is logged. Raises `SegmentError` when there is
+        not enough memory, or no such device.
+        """
+        spec = lay_out_rank(engine, rank, layout, num_blocks=num_blocks)
+        (segment,) = spec.segments
+        where = torch.device(device)
+        storage: Storage
+        if where.type == "cuda":
+            storage = allocate_cuda(segment.size_bytes, where)
+        elif where.type == "cpu":
+            storage = _allocate_shared(engine, spec, huge_pages=huge_pages)
+        else:
+            raise SegmentError(
+                f"no agent can open memory of {where}: use cpu, a cuda device, or a buffer of host "
+                "blocks"
+            )
+        return cls(spec, {segment.segment_id: storage}, direct)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All bytes of what `allocate` made, one row of uint8."""
+        (storage,) = self.storages.values()
+        if not isinstance(storage, SharedSegment | CudaStorage):
+            raise LocalError("this memory was not allocated here: its tensors are the engine's")
+        return storage.tensor
+
+    def close(self) -> None:
+        """Close the descriptors, once no `Link` needs them; tensors keep their memory."""
+        for storage in self.storages.values():
+            storage.close()
 
 
 class KvCache:
@@ -61,7 +120,7 @@ class MemorySession(EngineSession):
 
     ``on_fetched`` is called for each fetch of the engine that ended, in the session's thread: for
     workers that tell their engine before its control session could. It needs a rank that is
-    attached to the engine's home. What this allocates ends with it, or with ``storages``.
+    attached to the engine's home. What this keeps ends with it, or with ``storages``.
     ``access`` is shown by those who ask about a rank that is not at home: the control session names
     it (`ControlSession.register`), so all sessions at one agent are given the same. It is a secret.
     """
@@ -93,26 +152,25 @@ class MemorySession(EngineSession):
         direct: bool = True,
         huge_pages: HugePages = False,
     ) -> KvCache:
-        """Allocate the rank's whole KV cache, zeroed, and register it.
+        """`RankMemory.allocate`, and register it."""
+        memory = RankMemory.allocate(
+            self.engine,
+            self.rank,
+            layout,
+            num_blocks=num_blocks,
+            device=device,
+            direct=direct,
+            huge_pages=huge_pages,
+        )
+        await self.keep(memory)
+        return KvCache(self.engine, memory.rank, memory.tensor)
 
-        ``num_blocks`` is that of every group, or by group. With ``direct`` False the memory is
-        unregistered: NIXL, and so a NIC, never pins it, and its KV goes through the agent's slots.
-        That of a CUDA ``device`` always is; see `record`. ``huge_pages`` are those of
-        `SharedSegment`; a machine that gives none is logged. Raises `SegmentError` when there is
-        not enough memory, or no such device.
-        """
-        rank = lay_out_rank(self.engine, self.rank, layout, num_blocks=num_blocks)
-        storage = allocate_storage(self.engine, rank, device, huge_pages=huge_pages)
-        return KvCache(self.engine, rank, await self._share(rank, storage, direct=direct))
-
-    async def allocate_ring(self, num_blocks: Mapping[str, int]) -> HostBuffer:
-        """Allocate the rank's host blocks, which its own copies go through, and register them.
-
-        For an engine whose own cache no agent can map. Raises `SegmentError`, as `allocate` does.
-        """
-        rank = lay_out_rank(self.engine, self.rank, HOST_LAYOUT, num_blocks=num_blocks)
-        storage = allocate_storage(self.engine, rank)
-        return HostBuffer(self.engine, rank, await self._share(rank, storage, direct=True))
+    async def keep(self, memory: RankMemory) -> RankMemory:
+        """Register memory that ends with this session, or with its ``storages``; returns it."""
+        owner: ExitStack | AsyncExitStack = self._exit if self._storages is None else self._storages
+        owner.callback(memory.close)
+        await self.register(memory.rank, memory.storages, direct=memory.direct)
+        return memory
 
     async def register(
         self,
@@ -168,15 +226,6 @@ class MemorySession(EngineSession):
         if self._on_fetched is not None and notice.op == Fetched.op:
             self._on_fetched(from_body(Fetched, notice.body))
 
-    async def _share(
-        self, rank: RankSpec, storage: SharedSegment | CudaStorage, *, direct: bool
-    ) -> torch.Tensor:
-        """Register new memory; returns all of its bytes."""
-        owner: ExitStack | AsyncExitStack = self._exit if self._storages is None else self._storages
-        owner.callback(storage.close)
-        await self.register(rank, {rank.segments[0].segment_id: storage}, direct=direct)
-        return storage.tensor
-
     async def _pass_cuda(self, segment_id: str, storage: CudaStorage) -> None:
         if self._event is None:
             self._event = CudaEvent(storage.ordinal)
@@ -192,22 +241,8 @@ class MemorySession(EngineSession):
         await self._call(message)
 
 
-def allocate_storage(
-    engine: EngineSpec,
-    rank: RankSpec,
-    device: torch.device | str = "cpu",
-    *,
-    huge_pages: HugePages = False,
-) -> SharedSegment | CudaStorage:
-    """Zeroed memory for all of a rank's one segment; raises `SegmentError`."""
-    size_bytes, where = rank.segments[0].size_bytes, torch.device(device)
-    if where.type == "cuda":
-        return allocate_cuda(size_bytes, where)
-    if where.type != "cpu":
-        raise SegmentError(
-            f"no agent can open memory of {where}: use cpu, a cuda device, or a buffer of host "
-            "blocks"
-        )
+def _allocate_shared(engine: EngineSpec, rank: RankSpec, *, huge_pages: HugePages) -> SharedSegment:
+    size_bytes = rank.segments[0].size_bytes
     segment = SharedSegment(size_bytes, name=f"kvbus-{engine.engine_id}", huge_pages=huge_pages)
     if huge_pages and not segment.uses_huge_pages:
         log.warning(

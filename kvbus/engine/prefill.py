@@ -1,19 +1,21 @@
 """The control session of a prefill engine: offers, and when their blocks come back.
 
-Refuses to guess about blocks: they are the engine's again when `Offer.released` returns, or when
-the session is lost, as nobody can complete a read of them then.
+Blocks are the engine's again when the offer has ended: when its agent says so, or when the session
+is lost, as nobody can complete a read of them then.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy.typing as npt
 
 from kvbus.engine.control import ControlSession
-from kvbus.engine.session import EngineSession, Latch, SessionOptions
-from kvbus.errors import GeometryError, KVBusError
+from kvbus.engine.later import Later, Runner
+from kvbus.engine.session import SessionOptions
+from kvbus.errors import ClosedError, GeometryError, KVBusError, PeerLost
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import (
     AgentRole,
@@ -26,44 +28,112 @@ from kvbus.protocol.engine import (
     WithdrawOffer,
 )
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import from_body
+from kvbus.protocol.message import Empty, Request, from_body
 from kvbus.protocol.ticket import packed_tables
 from kvbus.protocol.trace import known_trace
 
 BlockIds = Mapping[str, npt.ArrayLike]
-OnReleased = Callable[[Released], None]
+"""Block ids by group, in order of position."""
+
+
+class OfferOptions(TypedDict, total=False):
+    """What an offer can be told besides its tokens and blocks."""
+
+    sealed: bool
+    """False for an open offer: `Offer.extend` and `Offer.seal` follow. True by default."""
+    ttl_s: float | None
+    """Seconds that it waits for a reader; None lets the agent choose."""
+    first_blocks: Mapping[str, int] | None
+    """By group, which block of the request its table starts at: a group with a window may have
+    kept only its tail."""
+    audience: str
+    """Where the site signs tickets: the one decode engine, or agent, that may use this one."""
+    prompt_digest: str
+    """What the prompt is known by, see `prompt_digest`; a fetch with another one is refused."""
+    transfer_id: str | None
+    """The offer's name, a secret: who shows it is given the ticket, and may ask for it before the
+    offer is made. A router makes it and has both engines told, see `Rendezvous`. Refused with
+    ``offer_exists`` when there was an offer of that name, with ``cancelled`` when its reader has
+    given it up."""
+    readers: int
+    """So many may use the ticket, each of which gets all of it; the blocks come back when the last
+    one has it, or after ``ttl_s`` when fewer come. 1 by default."""
+    traceparent: str
+    """The trace that the request belongs to, as W3C Trace Context writes it; what is none is
+    ignored. The ticket carries it."""
 
 
 class Offer:
-    """One offer of this engine. ``ticket`` is a JSON-able dict for the decode engine."""
+    """One offer of a prefill engine.
 
-    def __init__(
-        self, session: EngineSession, request_id: str, made: OfferMade, ends: dict[str, int]
-    ) -> None:
-        self.offer_id, self.request_id = made.offer_id, request_id
-        self.ticket: dict[str, Any] = dict(made.ticket)
-        self._session, self._ends = session, ends
-        self._ticket_blocks = made.ticket_blocks
-        self.ended = Latch()
-        self._outcome: Outcome | None = None
+    Its calls return at once, in any thread, and go out in their order. What they return need not be
+    waited for: an error of one of them ends the offer, and is `error`. ``ended`` is how it ended:
+    then its blocks are the engine's again. It raises `PeerLost` when the agent went (the blocks are
+    the engine's then, too, be its ranks spread over several agents: leases are held at its home,
+    and with it gone no reader can take), and why an offer could not be made.
 
-    async def extend(
+    In an event loop, ``await`` it: it is then made, or this raises why not.
+    """
+
+    def __init__(self, runner: Runner, message: MakeOffer) -> None:
+        self.request_id = message.request_id
+        self.made: Later[dict[str, Any]] = Later()
+        """The ticket, once the agent has made the offer; an error when it did not."""
+        self.ended: Later[Outcome] = Later()
+        self.error: KVBusError | None = None
+        """Why the agent or the session ended it before its time."""
+        self.message = message
+        self._runner, self._ends = runner, _ends(message.tables)
+        self._session: PrefillSession | None = None
+        self._made = OfferMade("", {})
+        self._waiting: list[Callable[[], None]] = []
+
+    def __await__(self) -> Generator[Any, None, "Offer"]:
+        yield from self.made.__await__()
+        return self
+
+    @property
+    def ticket(self) -> dict[str, Any]:
+        """The JSON-able ticket for the decode engine; waits until there is one, or raises why not.
+
+        In an event loop, ``await`` the offer before.
+        """
+        return self.made.wait()
+
+    @property
+    def offer_id(self) -> str:
+        """The agent's name of it; empty before it is made."""
+        return self._made.offer_id
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How it ended; None while it has not, and when no agent says so."""
+        has_outcome = self.ended.done() and self.ended.exception() is None
+        return self.ended.result() if has_outcome else None
+
+    def extend(
         self,
         num_tokens: int,
         block_ids: BlockIds | None = None,
         *,
         first_blocks: Mapping[str, int] | None = None,
-    ) -> None:
+    ) -> Later[None]:
         """Say that ``num_tokens`` are ready in all; ``block_ids`` are the new blocks only.
 
         They continue where the group's table ended; ``first_blocks`` says where those of groups
-        without a table start, as for `PrefillSession.offer`. Raises `GeometryError` for ids that
-        are none.
+        without a table start. Raises `GeometryError` for ids that are no unsigned 32-bit integers.
         """
         tables = _tables(block_ids or {}, {**(first_blocks or {}), **self._ends})
-        message = ExtendOffer(offer_id=self.offer_id, num_tokens=num_tokens, tables=tables)
-        await self._session.request(message)
         self._ends |= _ends(tables)
+        return self._send(lambda offer_id: ExtendOffer(offer_id, num_tokens, tables))
+
+    def seal(self) -> Later[None]:
+        """Say that all tokens are ready."""
+        return self._send(SealOffer)
+
+    def withdraw(self) -> Later[None]:
+        """End the offer, because its request was aborted; `ended` follows."""
+        return self._send(WithdrawOffer)
 
     def ticket_naming(
         self,
@@ -78,139 +148,117 @@ class Offer:
         away when all tokens are computed, and write to the blocks no more. It is `ticket` itself
         where the agent lets nothing be added: it signs tickets, or the blocks are too many.
         """
-        if not self._ticket_blocks:
-            return self.ticket
+        ticket = self.ticket
+        if not self._made.ticket_blocks:
+            return ticket
         tables = _tables(block_ids, first_blocks or {})
-        blocks = packed_tables(tables, max_blocks=self._ticket_blocks)
-        return self.ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else self.ticket
-
-    async def seal(self) -> None:
-        """Say that all tokens are ready."""
-        await self._session.request(SealOffer(offer_id=self.offer_id))
-
-    async def withdraw(self) -> None:
-        """End the offer, because its request was aborted; `released` follows."""
-        await self._session.request(WithdrawOffer(offer_id=self.offer_id))
+        blocks = packed_tables(tables, max_blocks=self._made.ticket_blocks)
+        return ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else ticket
 
     async def released(self) -> Outcome:
-        """How the offer ended, once its blocks are the engine's again.
-
-        Raises `PeerLost` when the agent went; the blocks are the engine's then, too, be its ranks
-        spread over several agents: leases are held at its home, and with it gone no reader can
-        take.
-        """
-        await self.ended.wait()
-        if self._outcome is None:
-            raise self._session.lost or KVBusError("the offer ended without an outcome")
-        return self._outcome
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """How it ended; None while it has not, and when its agent went."""
-        return self._outcome
+        """`ended`."""
+        return await self.ended
 
     def when_released(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once when the offer has ended; at once when it has by now."""
-        self.ended.when_set(call)
+        """`Later.add_callback` of ``ended``."""
+        self.ended.add_callback(call)
 
-    def end(self, outcome: Outcome | None) -> None:
-        """Called by the session: the offer ended, None when the session did."""
-        self._outcome = outcome
-        self.ended.set()
+    def begin(self, session: "PrefillSession", made: OfferMade) -> None:
+        """Called by the session: the agent has made it."""
+        self._session, self._made = session, made
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+        self.made.settle(dict(made.ticket))
+
+    def end(self, outcome: Outcome | KVBusError) -> None:
+        """Called by the session: the offer ended, or there is none."""
+        if isinstance(outcome, KVBusError):
+            self.error = self.error or outcome
+            self.made.settle(outcome)
+        self.ended.settle(outcome)
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+    def _send(self, message: Callable[[str], Request[Empty]]) -> Later[None]:
+        done: Later[None] = Later()
+        self._runner.post(partial(self._ask, message, done))
+        return done
+
+    def _ask(self, message: Callable[[str], Request[Empty]], done: Later[None]) -> None:
+        if self._session is not None:
+            try:
+                self._session.send(message(self.offer_id), partial(self._on_reply, done))
+            except KVBusError as error:
+                self._on_reply(done, error)
+        elif self.ended.done():
+            done.settle(self.error or ClosedError("the offer has ended"))
+        else:
+            self._waiting.append(partial(self._ask, message, done))
+
+    def _on_reply(self, done: Later[None], reply: Empty | KVBusError) -> None:
+        if not isinstance(reply, KVBusError):
+            done.settle(None)
+            return
+        session = self._session
+        if session is not None and isinstance(reply, ClosedError | PeerLost):
+            reply = session.lost or reply
+        done.settle(reply)
+        if session is not None and self.error is None and not self.ended.done():
+            self.error = reply
+            if session.lost is None:
+                self.withdraw()
 
 
 class PrefillSession(ControlSession):
-    """Registers a prefill engine and offers the KV of its requests.
-
-    ``on_released`` is called for each offer that ended, for engines that do not wait for each; with
-    outcome ``failed`` for those that were left when the session ended.
-    """
+    """Registers a prefill engine and offers the KV of its requests."""
 
     serves = AgentRole.PREFILL
 
     def __init__(
-        self,
-        attach_path: str | Path,
-        engine: EngineSpec,
-        *,
-        on_released: OnReleased | None = None,
-        **options: Unpack[SessionOptions],
+        self, attach_path: str | Path, engine: EngineSpec, **options: Unpack[SessionOptions]
     ) -> None:
         super().__init__(attach_path, engine, **options)
-        self._on_released = on_released
         self._offers: dict[str, Offer] = {}
 
-    async def offer(
+    def offer(
         self,
         request_id: str,
         *,
         num_tokens: int,
         block_ids: BlockIds,
-        sealed: bool = True,
-        ttl_s: float | None = None,
-        first_blocks: Mapping[str, int] | None = None,
-        audience: str = "",
-        prompt_digest: str = "",
-        transfer_id: str | None = None,
-        readers: int = 1,
-        traceparent: str = "",
+        **options: Unpack[OfferOptions],
     ) -> Offer:
-        """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
+        """As `Link.offer`; ``await`` the offer for its ticket."""
+        message = offer_message(request_id, num_tokens, block_ids, **options)
+        return self.make(Offer(self.runner, message))
 
-        With ``sealed`` False the offer is open: `Offer.extend` and `Offer.seal` follow.
-        A group with a window may have kept only its tail: ``first_blocks`` says which block of the
-        request its table starts at. A state has one block. Raises `GeometryError` for ids that are
-        none and for a first block without a table, and `RequestRefused`, for an agent without room
-        when ``request_timeout_s`` has passed.
+    def make(self, offer: Offer) -> Offer:
+        """Have the agent make it, or the one that follows."""
+        self.runner.start(partial(self._make, offer))
+        return offer
 
-        Only the decode engine or agent of the name ``audience`` may use the ticket, only for the
-        prompt that its engine knows by the same ``prompt_digest``: where the site signs tickets.
-
-        Whoever shows ``transfer_id`` is given the ticket, and may ask for it before the offer is
-        made: a router makes it, and has both engines told, see `kvbus.protocol.ticket`. Refused
-        with ``offer_exists`` when there was an offer of that name, with ``cancelled`` when its
-        reader has given it up.
-
-        The ticket may be used by so many ``readers``, each of which gets all of it; the blocks come
-        back when the last one has it, or after ``ttl_s`` when fewer come.
-
-        ``traceparent`` is the trace that the request belongs to, as W3C Trace Context writes it;
-        the ticket carries it. What is none is ignored.
-        """
-        asked_s, first_blocks = time.monotonic(), first_blocks or {}
-        if without := sorted(first_blocks.keys() - block_ids.keys()):
-            raise GeometryError(
-                f"no blocks are given for {', '.join(without)}", field="first_blocks"
-            )
-        tables = _tables(block_ids, first_blocks)
-        message = MakeOffer(
-            request_id=request_id,
-            num_tokens=num_tokens,
-            tables=tables,
-            sealed=sealed,
-            ttl_s=ttl_s,
-            audience=audience,
-            prompt_digest=prompt_digest,
-            transfer_id=transfer_id,
-            readers=readers,
-            traceparent=known_trace(traceparent),
-            asked_s=asked_s,
-        )
-
+    async def _make(self, offer: Offer) -> None:
         session = self
-        while True:
-            try:
-                return await session._make(message)
-            except KVBusError as error:
-                session = await session.next_for(error)
+        try:
+            while True:
+                try:
+                    return await session._ask_for(offer)
+                except KVBusError as error:
+                    session = await session.next_for(error)
+        except KVBusError as error:
+            offer.end(error)
+        finally:
+            if not offer.made.done():
+                offer.end(ClosedError("the session was closed"))
 
-    async def _make(self, message: MakeOffer) -> Offer:
-        def keep(made: OfferMade) -> Offer:
-            ends = _ends(message.tables)
-            offer = self._offers[made.offer_id] = Offer(self, message.request_id, made, ends)
-            return offer
+    async def _ask_for(self, offer: Offer) -> None:
+        def keep(made: OfferMade) -> None:
+            self._offers[made.offer_id] = offer
+            offer.begin(self, made)
 
-        return await self.when_not_busy(lambda: self.request_as(message, keep))
+        await self.when_not_busy(lambda: self.request_as(offer.message, keep))
 
     def _on_notice(self, notice: Notice) -> None:
         if notice.op != Released.op:
@@ -219,18 +267,47 @@ class PrefillSession(ControlSession):
         offer = self._offers.pop(released.offer_id, None)
         if offer is not None:
             offer.end(released.outcome)
-        if self._on_released is not None:
-            self._on_released(released)
 
-    def _going_on(self) -> Latch | None:
+    def _going_on(self) -> Later[Any] | None:
         return next((offer.ended for offer in self._offers.values()), None)
 
     def _on_lost(self, error: KVBusError) -> None:
         offers, self._offers = self._offers, {}
         for offer in offers.values():
-            offer.end(None)
-            if self._on_released is not None:
-                self._on_released(Released(offer.offer_id, offer.request_id, Outcome.FAILED))
+            offer.end(error)
+
+
+def offer_message(
+    request_id: str,
+    num_tokens: int,
+    block_ids: BlockIds,
+    *,
+    sealed: bool = True,
+    ttl_s: float | None = None,
+    first_blocks: Mapping[str, int] | None = None,
+    audience: str = "",
+    prompt_digest: str = "",
+    transfer_id: str | None = None,
+    readers: int = 1,
+    traceparent: str = "",
+) -> MakeOffer:
+    """Copies the ids; raises `GeometryError` as `Link.offer` does."""
+    first_blocks = first_blocks or {}
+    if without := sorted(first_blocks.keys() - block_ids.keys()):
+        raise GeometryError(f"no blocks are given for {', '.join(without)}", field="first_blocks")
+    return MakeOffer(
+        request_id=request_id,
+        num_tokens=num_tokens,
+        tables=_tables(block_ids, first_blocks),
+        sealed=sealed,
+        ttl_s=ttl_s,
+        audience=audience,
+        prompt_digest=prompt_digest,
+        transfer_id=transfer_id,
+        readers=readers,
+        traceparent=known_trace(traceparent),
+        asked_s=time.monotonic(),
+    )
 
 
 def _ends(tables: Mapping[str, BlockTable]) -> dict[str, int]:

@@ -6,12 +6,14 @@ Refuses to outlive the agent: when it goes, everything that waits fails with `Pe
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Self, TypedDict, TypeVar
 
 import anyio
 
 from kvbus.bus import RequestClient, new_boot_id, new_context
+from kvbus.engine.later import Runner, running_loop
 from kvbus.errors import (
     AgentHungUp,
     ClosedError,
@@ -41,28 +43,6 @@ MAX_PENDING = 1 << 20
 """Requests without a reply: as many as the largest `max_handoffs` of an agent."""
 
 T = TypeVar("T")
-
-
-class Latch(asyncio.Event):
-    """Something that happens once, for those who wait for it and those who want to be called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls: list[Callable[[], None]] = []
-
-    def set(self) -> None:
-        """It has happened: wake who waits, and make the calls. Idempotent."""
-        super().set()
-        calls, self._calls = self._calls, []
-        for call in calls:
-            call()
-
-    def when_set(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when it happens; at once when it has."""
-        if self.is_set():
-            call()
-        else:
-            self._calls.append(call)
 
 
 class SessionOptions(TypedDict, total=False):
@@ -117,6 +97,11 @@ class EngineSession:
         """Whether the agent has said that it ends: what it did not answer was not begun."""
         self._next: Self | None = None
         self._waiting: dict[Callable[[Self | None], None], asyncio.TimerHandle] = {}
+
+    @cached_property
+    def runner(self) -> Runner:
+        """Its event loop. A `Link` sets its own."""
+        return Runner(running_loop())
 
     @property
     def agent(self) -> Welcome:
@@ -335,3 +320,13 @@ class EngineSession:
             self._client.close()
         self._on_lost(error)
         self._ended.set()
+
+
+async def greet(attach: Path) -> Welcome:
+    """Who listens at ``attach``, and where its other sockets are.
+
+    Raises `PeerLost` or `RequestRefused` (``busy``) while it is not ready.
+    """
+    hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, engine_id="greeting", boot=new_boot_id())
+    async with AttachClient(attach) as client:
+        return read_reply(hello, await client.call({"op": hello.op, "body": to_body(hello)}))

@@ -146,7 +146,7 @@ class Handoffs:
             first_token=draw.first_token,
             timeout_s=draw.timeout_s,
             zero_tail=draw.zero_tail,
-            piece_tokens=draw.piece_tokens,
+            chunk_tokens=draw.piece_tokens,
             hold_s=draw.act_after_s,
         )
         asked = target.ask(key, order)

@@ -1,6 +1,6 @@
-"""An engine on the blocking sessions of kvbus's SDK, of both roles: one loop, as a scheduler has.
+"""An engine on a link of kvbus's SDK, of both roles: one loop, as a scheduler has.
 
-It is the engine that docs/conformance.md wants, and its sessions find an agent that comes back.
+It is the engine that docs/conformance.md wants, and its link finds an agent that comes back.
 """
 
 import json
@@ -9,20 +9,19 @@ import select
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, Fetch, KvCache, Offer
-from kvbus.errors import PeerLost, RequestRefused
+from kvbus.engine import Fetch, KvCache, Link, Offer, RankMemory
+from kvbus.errors import ErrorCode, PeerLost, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, StatePart, num_blocks_for, state_group
 from kvbus.protocol import Fetched, Outcome
 
 ATTACH, ROLE = os.environ["KVBUS_ATTACH"], os.environ["KVBUS_ROLE"]
-OPTIONS: Any = {"attach_timeout_s": 30.0, "reconnect": True}
+OPTIONS: Any = {"attach_timeout_s": 30.0, "agent_wait_s": 0.0}
 TICK_S = 0.01
 NUM_BLOCKS, BLOCK_SIZE, HEADS = 24, 16, 4
 FULL = GroupSpec("full", (0, 2), BLOCK_SIZE, HEADS, 8, "bfloat16")
@@ -97,8 +96,8 @@ class Cache:
 
 
 class Prefill:
-    def __init__(self, session: BlockingPrefill, cache: Cache) -> None:
-        self.session, self.cache = session, cache
+    def __init__(self, link: Link, cache: Cache) -> None:
+        self.link, self.cache = link, cache
         self.offers: dict[int, tuple[Offer, Blocks]] = {}
 
     def do_offer(self, name: int, rest: str) -> None:
@@ -118,9 +117,9 @@ class Prefill:
             spans = spans_of(0, count, whole=True)
             new = self.cache.grow(blocks, spans)
             self.cache.fill(name, blocks, spans)
-            self.session.extend(offer, count, {group: ids for group, ids in new.items() if ids})
+            offer.extend(count, {group: ids for group, ids in new.items() if ids})
         if later:
-            self.session.seal(offer)
+            offer.seal()
 
     def offer(
         self, name: str, num_tokens: int, blocks: Blocks, spans: Spans, *, sealed: bool
@@ -130,24 +129,30 @@ class Prefill:
         wanted: Any = {"block_ids": blocks, "first_blocks": firsts, "sealed": sealed}
         while True:
             try:
-                return self.session.offer(name, num_tokens=num_tokens, **wanted)
+                offer = self.link.offer(name, num_tokens=num_tokens, **wanted)
+                offer.made.wait()
             except PeerLost:
                 time.sleep(TICK_S)
+            else:
+                return offer
 
     def do_withdraw(self, name: int, _: str) -> None:
-        self.session.withdraw(self.offers[name][0])
+        self.offers[name][0].withdraw()
 
     def take(self) -> None:
-        for released in self.session.take_released():
-            name = int(released.request_id)
-            tell("released", name, released.outcome.value)
-            self.cache.give_back(self.offers.pop(name)[1])
+        for offer in self.link.ended():
+            name = int(offer.request_id) if isinstance(offer, Offer) else -1
+            if name in self.offers and self.offers[name][0] is offer:
+                outcome = offer.outcome if isinstance(offer, Offer) else None
+                tell("released", name, (outcome or Outcome.FAILED).value)
+                self.cache.give_back(self.offers.pop(name)[1])
 
 
 class Decode:
-    def __init__(self, session: BlockingDecode, cache: Cache) -> None:
-        self.session, self.cache = session, cache
-        self.fetches: dict[str, tuple[int, Spans, Fetch, Blocks]] = {}
+    def __init__(self, link: Link, cache: Cache) -> None:
+        self.link, self.cache = link, cache
+        self.fetches: dict[Fetch, tuple[int, Spans, Blocks, str]] = {}
+        self.told: set[Fetch] = set()
         self.later: list[tuple[int, str]] = []
 
     def do_fetch(self, name: int, rest: str) -> None:
@@ -155,27 +160,28 @@ class Decode:
         spans, blocks = spans_of(int(first), int(last)), Blocks()
         self.cache.grow(blocks, spans)
         wanted: Any = {"num_tokens": int(last), "block_ids": blocks, "first_token": int(first)}
-        try:
-            fetch = self.session.fetch(json.loads(ticket), **wanted)
-        except PeerLost:  # the next agent is not there yet
-            self.cache.give_back(blocks)
-            self.later.append((name, rest))
-            return
-        self.fetches[fetch.fetch_id] = name, spans, fetch, blocks
+        fetch = self.link.fetch(json.loads(ticket), **wanted)
+        self.fetches[fetch] = name, spans, blocks, rest
 
     def do_cancel(self, name: int, _: str) -> None:
-        self.session.cancel(next(fetch for n, _, fetch, _ in self.fetches.values() if n == name))
+        next(fetch for fetch, (number, *_) in self.fetches.items() if number == name).cancel()
 
     def take(self) -> None:
-        for ended in self.session.take_ended():
-            name, spans, _, blocks = self.fetches[ended.fetch_id]
-            if isinstance(ended, Fetched):
-                self.tell_end(name, ended, blocks, spans)
-            if not isinstance(ended, Fetched) or ended.blocks_free:
-                self.cache.give_back(self.fetches.pop(ended.fetch_id)[3])
         later, self.later = self.later, []
         for name, rest in later:
             self.do_fetch(name, rest)
+        for fetch in self.link.ended():
+            if not isinstance(fetch, Fetch) or fetch.notice is None:
+                continue
+            name, spans, blocks, rest = self.fetches[fetch]
+            if fetch.notice.stage == "requested" and fetch.notice.code == ErrorCode.PEER_LOST:
+                self.later.append((name, rest))  # the next agent is not there yet
+            elif fetch not in self.told:
+                self.tell_end(name, fetch.notice, blocks, spans)
+                self.told.add(fetch)
+            if fetch.are_blocks_free:
+                self.cache.give_back(self.fetches.pop(fetch)[2])
+                self.told.discard(fetch)
 
     def tell_end(self, name: int, ended: Fetched, blocks: Blocks, spans: Spans) -> None:
         if ended.outcome is Outcome.COMPLETED:
@@ -202,19 +208,13 @@ def run(engine: Prefill | Decode) -> None:
 
 
 def main() -> None:
-    with ExitStack() as stack:
-        ranks = list[KvCache]()
-        cache = Cache(ranks)
-        for rank in range(SPEC.tp_size):
-            memory = stack.enter_context(BlockingMemory(ATTACH, SPEC, rank, **OPTIONS))
-            ranks.append(memory.allocate(KvLayout.parse("HND"), num_blocks=NUM_BLOCKS))
-        engine: Prefill | Decode
-        if ROLE == "prefill":
-            engine = Prefill(stack.enter_context(BlockingPrefill(ATTACH, SPEC, **OPTIONS)), cache)
-        else:
-            engine = Decode(stack.enter_context(BlockingDecode(ATTACH, SPEC, **OPTIONS)), cache)
-        engine.session.register()
-        run(engine)
+    memories = [
+        RankMemory.allocate(SPEC, rank, KvLayout.parse("HND"), num_blocks=NUM_BLOCKS)
+        for rank in range(SPEC.tp_size)
+    ]
+    cache = Cache([KvCache(SPEC, memory.rank, memory.tensor) for memory in memories])
+    with Link(ATTACH, SPEC, memory=memories, **OPTIONS) as link:
+        run(Prefill(link, cache) if ROLE == "prefill" else Decode(link, cache))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ import logging
 
 import pytest
 
-from kvbus.engine.memory import allocate_storage
-from kvbus.geometry import lay_out_rank
+from kvbus.engine import RankMemory
 from kvbus.memory import GIVING_WORDS, HugePages, shmem_word
 from tests.engine.recording import SPEC
 from tests.memories import NHD
@@ -16,8 +15,8 @@ def test_a_machine_without_huge_pages_is_logged_if_they_were_asked_for(
     asked: HugePages, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvbus.engine"):
-        storage = allocate_storage(SPEC, lay_out_rank(SPEC, 0, NHD, num_blocks=4), huge_pages=asked)
-        storage.close()
+        memory = RankMemory.allocate(SPEC, 0, NHD, num_blocks=4, huge_pages=asked)
+        memory.close()
 
     lines = [record.getMessage() for record in caplog.records]
     must_tell = asked == "advise" and shmem_word() not in GIVING_WORDS

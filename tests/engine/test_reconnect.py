@@ -1,15 +1,13 @@
-"""Blocking engines that asked for it outlive their agents: what they registered is again."""
+"""Engines outlive their agents by their links: what they registered is registered again."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import pytest
 import torch
 
-from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill
+from kvbus.engine import KvCache, Link, RankMemory
 from kvbus.errors import FetchFailed, PeerLost
-from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.engines import FULL, make_spec
 from tests.memories import NHD
@@ -18,6 +16,7 @@ from tests.strict_sessions import bits
 SIZE = FULL.block_size
 THEIRS, OURS = {"full": [3, 4]}, {"full": [1, 0]}
 PATIENT_S = 20.0
+WAIT_S = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +38,14 @@ class Sides:
     """Two engines, each with its cache in memory that its agent maps."""
 
     def __init__(self, agents: Agents, stack: ExitStack) -> None:
-        def opened(kind: Any, agent: AgentProcess, *ranks: int) -> Any:
-            return stack.enter_context(
-                kind(agent.attach, specs[agent.role], *ranks, reconnect=True)
-            )
-
-        specs = {agent.role: make_spec(groups=(FULL,)) for agent in agents.all}
-        prefill, decode = agents.all
-        self.memories = [opened(BlockingMemory, agent, 0) for agent in agents.all]
-        self.caches = [memory.allocate(NHD, num_blocks=8) for memory in self.memories]
-        self.source, self.target = opened(BlockingPrefill, prefill), opened(BlockingDecode, decode)
-        for session in (self.source, self.target):
-            session.register()
-            session.ready()
+        self.caches, links = list[KvCache](), list[Link]()
+        for agent in agents.all:
+            spec = make_spec(groups=(FULL,))
+            memory = RankMemory.allocate(spec, 0, NHD, num_blocks=8)
+            self.caches.append(KvCache(spec, memory.rank, memory.tensor))
+            link = Link(agent.attach, spec, memory=memory, agent_wait_s=WAIT_S)
+            links.append(stack.enter_context(link))
+        self.source, self.target = links
 
     def works(self) -> bool:
         """Whether new bytes of the one cache come into the other."""
@@ -59,19 +53,20 @@ class Sides:
         sent.random_(-(2**15), 2**15)
         offer = self.source.offer("r", num_tokens=2 * SIZE, block_ids=THEIRS)
         fetch = self.target.fetch(offer.ticket, num_tokens=2 * SIZE, block_ids=OURS)
-        self.target.wait_completed(fetch)
-        self.source.wait_released(offer)
+        fetch.ended.wait(PATIENT_S)
+        offer.ended.wait(PATIENT_S)
         return torch.equal(got[OURS["full"]], sent[THEIRS["full"]])
 
 
 @contextmanager
-def restarted(agent: AgentProcess, *sessions: Any) -> Iterator[None]:
-    """The agent is dead in the block; each of ``sessions`` is attached again after it."""
+def restarted(agent: AgentProcess, link: Link) -> Iterator[None]:
+    """The agent is dead in the block; ``link`` is attached again after it."""
     agent.kill()
-    wait_until(lambda: all(one.session.lost for one in sessions), "the agent is missed")
+    wait_until(lambda: not link.is_open, "the agent is missed")
     yield
     agent.start()
-    wait_until(lambda: all(one.num_reconnects == 1 for one in sessions), "it is attached again")
+    assert link.wait_open(PATIENT_S)
+    assert link.num_opened == 2
 
 
 def test_a_prefill_engine_goes_on_with_the_agent_that_came_back(agents: Agents) -> None:
@@ -80,16 +75,19 @@ def test_a_prefill_engine_goes_on_with_the_agent_that_came_back(agents: Agents) 
         assert sides.works()
         offers = [sides.source.offer(name, num_tokens=1, block_ids=THEIRS) for name in "abc"]
 
-        with restarted(agents.all[0], sides.memories[0], sides.source):
-            with pytest.raises(PeerLost):
-                sides.source.wait_released(offers[0])
-            with pytest.raises(PeerLost):
-                sides.source.offer("d", num_tokens=1, block_ids=THEIRS)
-            released = sides.source.take_released()
+        for offer in offers:
+            offer.made.wait(PATIENT_S)
 
-        lost = [(offer.offer_id, Outcome.FAILED) for offer in offers[1:]]
-        assert [(one.offer_id, one.outcome) for one in released] == lost
-        assert sides.source.take_released() == []
+        with restarted(agents.all[0], sides.source):
+            with pytest.raises(PeerLost):
+                offers[0].ended.wait(PATIENT_S)
+            with pytest.raises(PeerLost):
+                sides.source.offer("d", num_tokens=1, block_ids=THEIRS).made.wait(PATIENT_S)
+            ended = sides.source.ended()
+
+        assert ended[:2] == offers[1:]
+        assert all(offer.outcome is None for offer in offers)
+        assert sides.source.ended() == []
         assert sides.works()
 
 
@@ -103,16 +101,17 @@ def test_a_decode_engine_goes_on_with_the_agent_that_came_back(agents: Agents) -
             for number in range(2)
         ]
         wait_until(lambda: agents.all[1].status()["counts"]["fetches"], "a fetch runs")
-        sides.target.take_ended()
+        assert sides.target.ended() == []
 
-        with restarted(agents.all[1], sides.memories[1], sides.target):
+        with restarted(agents.all[1], sides.target):
             with pytest.raises(FetchFailed):
-                sides.target.wait_completed(fetches[0])
-            (lost,) = sides.target.take_ended()
-            sides.target.wait_blocks_freed(fetches[1])
+                fetches[0].ended.wait(PATIENT_S)
+            fetches[1].freed.wait(PATIENT_S)
+            told = sides.target.ended()
 
-        told: Any = lost
-        assert (told.fetch_id, told.stage) == (fetches[1].fetch_id, "lost")
-        assert told.blocks_free
-        assert sides.target.take_ended() == []
+        assert told == fetches[1:]
+        assert fetches[1].notice is not None
+        assert fetches[1].notice.stage == "lost"
+        assert fetches[1].are_blocks_free
+        assert sides.target.ended() == []
         assert sides.works()

@@ -22,7 +22,7 @@ from kvbus.errors import (
     RequestTimeout,
 )
 from kvbus.geometry import BlockTable
-from kvbus.protocol import BlocksFreed, MakeOffer, Outcome, Released
+from kvbus.protocol import BlocksFreed, MakeOffer
 from tests.agents import until
 from tests.engine.recording import (
     FULL,
@@ -130,17 +130,23 @@ async def test_extensions_continue_each_table_also_one_that_starts_late() -> Non
 
 
 async def test_an_offer_that_was_made_after_its_caller_was_cancelled_is_not_forgotten() -> None:
-    released: list[Released] = []
-    session = RecordingPrefill(on_released=released.append, reply=None)
+    session = RecordingPrefill(reply=None)
+    offer = session.offer("r", num_tokens=16, block_ids={"full": [7]})
+
+    async def wait() -> None:
+        await offer
+
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(session.offer, "r", num_tokens=16, block_ids={"full": [7]}))
+        tasks.start_soon(wait)
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
 
     session.on_replies[0](MADE)
     session.lose(GONE)
 
-    assert released == [Released("offer-1", "r", Outcome.FAILED)]
+    assert offer.offer_id == "offer-1"
+    with pytest.raises(PeerLost):
+        await offer.ended
 
 
 # An agent that has no room

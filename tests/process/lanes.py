@@ -28,7 +28,10 @@ from tests.strict_sessions import WatchingDecode
 
 LEASE_S = 5.0
 """How long a stopped or killed agent is waited for."""
-KINDS = {"prefill": PrefillSession, "decode": DecodeSession}
+KINDS: dict[str, type[PrefillSession] | type[DecodeSession]] = {
+    "prefill": PrefillSession,
+    "decode": DecodeSession,
+}
 SLICES = {"slice_bytes": 4096}
 OVER_TCP = {"env": {"UCX_TLS": "tcp"}, **SLICES}
 RING = {"staging_bytes": 4 << 18, "slot_bytes": 1 << 18}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvbus.engine import BlockingDecode, BlockingMemory
+from kvbus.engine import KvCache, Link, RankMemory
 from kvbus.geometry import EngineSpec, KvLayout, KvPart
 from tests.agents import AgentProcess
 from tests.engines import FULL, make_spec
@@ -27,14 +27,10 @@ def tokens_of(view: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
 
 def received(decode: AgentProcess, spec: EngineSpec, ticket: Any, fetching: str) -> Any:
     """What a decode engine of three blocks has once it has run ``fetching``, by layer and part."""
-    with (
-        BlockingMemory(decode.attach, spec, 0) as memory,
-        BlockingDecode(decode.attach, spec) as session,
-    ):
-        cache = memory.allocate(KvLayout.parse("NHD"), num_blocks=3)
-        session.register()
-        session.ready()
-        exec(fetching, {"decode": session, "ticket": ticket})  # noqa: S102 - our own page
+    memory = RankMemory.allocate(spec, 0, KvLayout.parse("NHD"), num_blocks=3)
+    cache = KvCache(spec, memory.rank, memory.tensor)
+    with Link(decode.attach, spec, memory=memory) as link:
+        exec(fetching, {"link": link, "ticket": ticket})  # noqa: S102 - our own page
         return [tokens_of(cache.view(*place), [0, 1, 2]) for place in PLACES]
 
 

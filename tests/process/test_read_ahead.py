@@ -73,7 +73,7 @@ async def test_an_offer_that_the_decode_engine_has_already_is_taken_by_one_reque
     [
         ({"prefill": {"ticket_blocks": 2}}, {}),
         ({}, {"ready": NUM_TOKENS}),
-        ({}, {"piece_tokens": 16}),
+        ({}, {"chunk_tokens": 16}),
     ],
     ids=["too many blocks", "open", "in chunks"],
 )

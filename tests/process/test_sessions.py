@@ -1,19 +1,19 @@
 """What an engine can do with its agent by the SDK, and what others see of it."""
 
 import uuid
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from kvbus.engine import (
-    BlockingDecode,
-    BlockingMemory,
-    BlockingPrefill,
     DecodeSession,
+    KvCache,
+    Link,
     MemorySession,
     PrefillSession,
+    RankMemory,
 )
 from kvbus.errors import LocalError
 from kvbus.geometry import KvPart
@@ -44,45 +44,40 @@ def test_an_engine_without_an_event_loop_polls_for_what_ended(
 ) -> None:
     """Its second rank is at another agent."""
     theirs, ours = make_spec(), make_spec(tp=2)
-    ended: dict[str, list[Any]] = {"fetches": [], "offers": []}
-    with ExitStack() as stack:
-        cache, *caches = (
-            stack.enter_context(BlockingMemory(agent.attach, spec, rank, access=ACCESS)).allocate(
-                NHD, num_blocks=8
-            )
-            for agent, spec, rank in (
-                (prefill, theirs, 0),
-                (decode, ours, 0),
-                (other_decode, ours, 1),
-            )
-        )
-        sent, *got = (bits(one.view(0, KvPart.KEY)) for one in (cache, *caches))
-        source = stack.enter_context(BlockingPrefill(prefill.attach, theirs))
-        target = stack.enter_context(BlockingDecode(decode.attach, ours))
-        sent.random_(-(2**15), 2**15)
-        source.register()
-        target.register(others={other_decode.peer: [1]}, access=ACCESS)
-        source.ready()
-        target.ready()
+    memories = [
+        RankMemory.allocate(spec, rank, NHD, num_blocks=8)
+        for spec, rank in ((theirs, 0), (ours, 0), (ours, 1))
+    ]
+    cache, *caches = (
+        KvCache(spec, memory.rank, memory.tensor)
+        for spec, memory in zip((theirs, ours, ours), memories, strict=True)
+    )
+    sent, *got = (bits(one.view(0, KvPart.KEY)) for one in (cache, *caches))
+    sent.random_(-(2**15), 2**15)
+    written = sent.clone()
+    there = {other_decode.peer: [1]}
+    ended = list[Any]()
+    with (
+        Link(prefill.attach, theirs, memory=memories[0]) as source,
+        Link(other_decode.attach, ours, memory=memories[2], control=False, access=ACCESS),
+        Link(decode.attach, ours, memory=memories[1], others=there, access=ACCESS) as target,
+    ):
 
         def both_ended() -> bool:
-            ended["fetches"] += target.take_ended()
-            ended["offers"] += source.take_released()
-            return all(ended.values())
+            ended.extend([*target.ended(), *source.ended()])
+            return len(ended) == 2
 
-        written = sent.clone()
         offer = source.offer("r", num_tokens=0, block_ids={"full": []}, sealed=False)
-        overwrite_once_released(offer, cache, {"full": [3, 4]})
-        source.extend(offer, 32, {"full": [3, 4]})
+        offer.made.then(partial(overwrite_once_released, offer, cache, {"full": [3, 4]}))
+        offer.extend(32, {"full": [3, 4]})
         fetch = target.fetch(offer.ticket, num_tokens=32, block_ids={"full": [1, 0]})
-        source.seal(offer)
+        offer.seal()
         wait_until(both_ended, "the fetch and the offer have ended")
 
         assert torch.equal(torch.cat(got, dim=2)[[1, 0]], written[[3, 4]])
-        ((fetched,), (released,)) = ended.values()
-        assert (fetched.fetch_id, released.offer_id) == (fetch.fetch_id, offer.offer_id)
-        assert (fetched.outcome, released.outcome) == (Outcome.COMPLETED, Outcome.COMPLETED)
-        assert [*target.take_ended(), *source.take_released()] == []
+        assert set(ended) == {fetch, offer}
+        assert (fetch.ended.wait(0).outcome, offer.outcome) == (Outcome.COMPLETED,) * 2
+        assert [*target.ended(), *source.ended()] == []
 
 
 async def test_a_rank_that_asked_for_it_hears_what_the_control_session_hears(

@@ -15,12 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvbus.cli import app
-from kvbus.engine import (
-    BlockingDecode,
-    BlockingMemory,
-    BlockingPrefill,
-    DecodeSession,
-)
+from kvbus.engine import DecodeSession, Link, RankMemory
 from kvbus.geometry import BlockTable
 from kvbus.protocol import MakeOffer, Rendezvous, StartFetch
 from tests.agents import AgentProcess, until
@@ -165,7 +160,7 @@ async def test_an_offer_and_a_fetch_are_found_by_their_own_ids_and_each_chunk_is
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):
-        handoff = await begin(source, target, 48, piece_tokens=16)
+        handoff = await begin(source, target, 48, chunk_tokens=16)
         await handoff.completed()
 
     by_offer = await told(handoff.offer.offer_id, prefill)
@@ -329,26 +324,21 @@ def test_a_blocking_engine_asks_when_it_calls_and_not_when_its_session_comes_to_
     specs = [make_spec(), make_spec()]
     held_until: list[float] = []
 
-    async def hold() -> None:
-        time.sleep(HOLD_S)  # noqa: ASYNC251  the session's thread is to be busy
+    def hold() -> None:
+        time.sleep(HOLD_S)
         held_until.append(time.monotonic())
 
+    memories = [RankMemory.allocate(spec, 0, NHD, num_blocks=4) for spec in specs]
     with (
-        BlockingMemory(prefill.attach, specs[0], 0) as theirs,
-        BlockingMemory(decode.attach, specs[1], 0) as ours,
-        BlockingPrefill(prefill.attach, specs[0]) as source,
-        BlockingDecode(decode.attach, specs[1]) as target,
+        Link(prefill.attach, specs[0], memory=memories[0]) as source,
+        Link(decode.attach, specs[1], memory=memories[1]) as target,
     ):
-        for memory in (theirs, ours):
-            memory.allocate(NHD, num_blocks=4)
-        for session in (source, target):
-            session.register()
-            session.ready()
         offer = source.offer("blocking", num_tokens=16, block_ids={"full": [1]})
-        target.start(hold)
+        ticket = offer.ticket
+        target.post(hold)
         began_at = time.monotonic()
-        fetch = target.fetch(offer.ticket, num_tokens=16, block_ids={"full": [2]})
-        target.wait_completed(fetch)
+        fetch = target.fetch(ticket, num_tokens=16, block_ids={"full": [2]})
+        fetch.ended.wait()
 
     spans = parts(decode, fetch_id=fetch.fetch_id)
     assert began_at <= spans["asked"]["start_s"] < held_until[0] <= spans["asked"]["end_s"]

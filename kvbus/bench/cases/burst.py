@@ -13,7 +13,7 @@ import anyio.lowlevel
 from kvbus.bench.engines import Bench, EnginePair
 from kvbus.bench.figures import Figure, Scale, Target, milliseconds
 from kvbus.bench.shapes import GROUP, SMALL, PairedBlocks, contiguous
-from kvbus.engine.fetch import Fetch
+from kvbus.engine import Fetch
 
 NUM_FETCHES, ROUNDS = 2000, 5
 NUM_BLOCKS = 256

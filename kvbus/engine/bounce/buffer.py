@@ -3,7 +3,7 @@
 Refuses to end before what was started has: a thread that copies cannot be stopped.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -12,9 +12,11 @@ import anyio
 import torch
 
 from kvbus.engine.bounce.request_blocks import BlockCopy
+from kvbus.engine.bounce.sizing import HOST_LAYOUT
+from kvbus.engine.memory import RankMemory
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.geometry import EngineSpec, RankSpec
+from kvbus.geometry import EngineSpec
 from kvbus.geometry.blocks import BlockIds
 
 
@@ -53,11 +55,18 @@ when it returns.
 
 
 class HostBuffer:
-    """The host blocks of one rank; ``tensor`` is all of their bytes, should the device pin them."""
+    """The host blocks of one rank; ``memory`` is for its `Link`.
 
-    def __init__(self, engine: EngineSpec, rank: RankSpec, tensor: torch.Tensor) -> None:
-        self.rank, self.tensor = rank, tensor
-        self._regions = [(region, region_tensor(engine, region, tensor)) for region in rank.regions]
+    ``tensor`` is all of their bytes, should the device pin them.
+    """
+
+    def __init__(self, engine: EngineSpec, rank: int, num_blocks: Mapping[str, int]) -> None:
+        """``num_blocks`` are those of the `HostPool`. Raises `SegmentError`."""
+        self.memory = RankMemory.allocate(engine, rank, HOST_LAYOUT, num_blocks=num_blocks)
+        self.rank, self.tensor = self.memory.rank, self.memory.tensor
+        self._regions = [
+            (region, region_tensor(engine, region, self.tensor)) for region in self.rank.regions
+        ]
 
     def run(self, direction: Direction, copies: Iterable[BlockCopy], copy: CopyBlocks) -> None:
         """Call ``copy`` for each of ``copies`` that this rank has a part of; in this thread."""

@@ -1,26 +1,25 @@
 """Fetches KV into host blocks, and loads it into the decode engine's blocks as it arrives.
 
-Refuses to call KV valid before the agent has confirmed it and all of it is loaded, to report an end
-while a load still writes into the engine's blocks, and to give host blocks to another request while
-the agent may still write into them.
+KV is valid when the agent has confirmed it and all of it is loaded. A fetch has ended when no load
+writes into the engine's blocks; host blocks stay with it while the agent may still write there.
 """
 
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import anyio
-from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
 from kvbus.engine.bounce.buffer import Copier, Direction
 from kvbus.engine.bounce.host_pool import HostPool, HostTables
 from kvbus.engine.bounce.request_blocks import RequestBlocks
 from kvbus.engine.bounce.sizing import PIECE_BYTES, piece_tokens
-from kvbus.engine.decode import BlockIds, DecodeSession, fetch_tables
-from kvbus.engine.fetch import Fetch, OnLanded
-from kvbus.engine.session import Latch
+from kvbus.engine.decode import DecodeSession, Fetch, FetchOptions, OnLanded, fetch_tables
+from kvbus.engine.later import Later
+from kvbus.engine.link import Link
+from kvbus.engine.prefill import BlockIds
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.planning import Spans, tail_spans
@@ -33,49 +32,63 @@ FetchInto = Callable[[HostTables, OnLanded], Fetch]
 
 
 class HostDecode:
-    """The fetches of one decode engine that goes through host blocks; open within ``async with``.
+    """The fetches of one decode engine that goes through host blocks.
 
-    About ``piece_bytes`` are loaded at a time, while what follows is on the wire. A fetch waits for
-    room on the host for at most ``wait_s``. ``on_ended`` is called with each fetch that ended.
-    Leaving the block cancels what is left.
+    Open within ``with`` or ``async with``, inside of that of the link. About ``piece_bytes`` are
+    loaded at a time, while what follows is on the wire. A fetch waits for room on the host for at
+    most ``wait_s``. Leaving the block cancels what is left.
     """
 
     def __init__(
         self,
-        session: DecodeSession,
+        link: Link | DecodeSession,
         pool: HostPool,
         copier: Copier,
         *,
         piece_bytes: int = PIECE_BYTES,
         wait_s: float = 30.0,
-        on_ended: Callable[["HostFetch"], None] | None = None,
     ) -> None:
-        self.session, self.pool, self.copier, self.wait_s = session, pool, copier, wait_s
-        self._piece_tokens = piece_tokens(session.engine, piece_bytes=piece_bytes)
-        self._on_ended = on_ended
-        self._tasks: TaskGroup | None = None
-        self._fetches: set[HostFetch] = set()
+        self.link, self.pool, self.copier, self.wait_s = link, pool, copier, wait_s
+        self._chunk_tokens = piece_tokens(link.engine, piece_bytes=piece_bytes)
+        self._fetches: dict[HostFetch, None] = {}
+        self._over: dict[HostFetch, None] = {}
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close().wait()
 
     async def __aenter__(self) -> Self:
-        self._tasks = await anyio.create_task_group().__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
+        with anyio.CancelScope(shield=True):
+            await self.close()
 
-    async def aclose(self) -> None:
+    def close(self) -> Later[None]:
         """Cancel what is left, and end; what is loaded is waited for. Idempotent."""
-        tasks, self._tasks = self._tasks, None
-        if tasks is None:
-            return
-        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+        return self.link.runner.start(self._close)
+
+    def ended(self) -> "list[HostFetch]":
+        """The fetches that ended since the last call; never waits.
+
+        Those that somebody waits for, or has a call made for, are left out.
+        """
+        return [one for one in list(self._over) if self._over.pop(one, self) is None]
+
+    async def _close(self) -> None:
+        self._is_closed = True
+        with anyio.move_on_after(CLOSE_TIMEOUT_S):
             for fetch in list(self._fetches):
                 await fetch.cancel()
             for fetch in list(self._fetches):
-                await fetch.blocks_freed()
-        tasks.cancel_scope.cancel()
-        # told of no exception, it does not wrap the caller's into an ExceptionGroup
-        await tasks.__aexit__(None, None, None)
+                await fetch.freed
+        for fetch in list(self._fetches):
+            fetch.stop()
+        for fetch in list(self._fetches):
+            await fetch.freed
 
     def fetch(
         self,
@@ -83,59 +96,53 @@ class HostDecode:
         *,
         num_tokens: int,
         block_ids: BlockIds,
-        first_token: int = 0,
-        timeout_s: float | None = None,
-        zero_tail: bool = False,
-        fetch_id: str | None = None,
-        priority: int = 0,
-        traceparent: str = "",
+        **options: Unpack[FetchOptions],
     ) -> "HostFetch":
-        """Ask for tokens as `DecodeSession.fetch` does, into the engine's own blocks.
+        """Ask for tokens as `Link.fetch` does, into the engine's own blocks.
 
         The slots of a block in front of ``first_token`` are not touched, nor are those behind the
         last token, unless ``zero_tail`` asks for zeros. ``timeout_s`` counts from when there is
-        room on the host. ``fetch_id`` is one that the engine has never used before. Raises
-        `GeometryError` for blocks that do not fit the tokens and for a request that is larger than
-        the host buffer, and `ClosedError`.
+        room on the host. Raises `GeometryError` for blocks that do not fit the tokens and for a
+        request that is larger than the host buffer, and `ClosedError`.
         """
-        if self._tasks is None:
-            raise ClosedError("the host decode is not open")
-        engine = self.session.engine
+        if self._is_closed:
+            raise ClosedError("the host decode is closed")
+        engine, first_token = self.link.engine, options.get("first_token", 0)
         spans = {group.name: group.positions(first_token, num_tokens) for group in engine.groups}
         tables = fetch_tables(engine, block_ids, first_token, num_tokens)
         for group in engine.groups:
             table = tables.get(group.name, BlockTable.of(()))
             table.check_covers(*spans[group.name], group.block_size)
         self.pool.check_fits({name: len(table) for name, table in tables.items()})
-        tails = tail_spans(engine.groups, spans) if zero_tail else {}
+        tails = tail_spans(engine.groups, spans) if options.get("zero_tail") else {}
         loaded = {name: (span[0], tails.get(name, span)[1]) for name, span in spans.items()}
 
         def start(host_tables: HostTables, on_landed: OnLanded) -> Fetch:
-            return self.session.fetch(
-                ticket,
-                num_tokens=num_tokens,
-                block_ids=host_tables,
-                first_token=first_token,
-                timeout_s=timeout_s,
-                zero_tail=zero_tail,
-                piece_tokens=self._piece_tokens,
-                on_landed=on_landed,
-                fetch_id=fetch_id,
-                priority=priority,
-                traceparent=traceparent,
-            )
+            asked = options | {"chunk_tokens": self._chunk_tokens, "on_landed": on_landed}
+            return self.link.fetch(ticket, num_tokens=num_tokens, block_ids=host_tables, **asked)
 
         fetch = HostFetch(self, start, loaded, tables)
-        self._fetches.add(fetch)
-        fetch.when_ended(lambda: self._fetches.discard(fetch))
-        if self._on_ended is not None:
-            fetch.when_ended(partial(self._on_ended, fetch))
-        self._tasks.start_soon(fetch.run)
+        self._fetches[fetch] = None
+        fetch.ended.then(partial(self._note, fetch))
+        fetch.ended.on_observed = lambda: self._over.pop(fetch, None)
+        self.link.runner.start(fetch.run)
         return fetch
+
+    def _note(self, fetch: "HostFetch") -> None:
+        del self._fetches[fetch]
+        if not fetch.ended.is_observed:
+            self._over[fetch] = None
 
 
 class HostFetch:
-    """One fetch of this engine; ``fetch_id`` is the agent's, empty while there is no room."""
+    """One fetch of a decode engine that goes through host blocks.
+
+    ``ended`` says success: the KV is in the engine's blocks, and valid. It raises `FetchFailed`;
+    nothing writes into the blocks then, so ``freed`` comes with it. Stage ``requested`` and code
+    ``busy`` mean that there was no room on the host in time, stage ``loading`` that the engine's
+    copy function raised, which is the cause. ``fetch_id`` is the agent's, empty while there is no
+    room.
+    """
 
     def __init__(
         self,
@@ -145,14 +152,18 @@ class HostFetch:
         device_tables: Mapping[str, BlockTable],
     ) -> None:
         """``spans`` are the positions of each group that are loaded in the end."""
+        self.ended: Later[Fetched] = Later()
+        self.freed: Later[None] = Later()
         self._host, self._start_fetch = host, start
         self._spans, self._device_tables = spans, device_tables
         self._loaded = {name: start for name, (start, _) in spans.items()}
         self._num_landed, self._changed = 0, anyio.Event()
         self._fetch: Fetch | None = None
-        self._ended = Latch()
-        self._outcome: Fetched | FetchFailed | None = None
-        self._waiting = anyio.CancelScope()
+        self._is_cancelled = False
+        self._scope: anyio.CancelScope | None = None
+        """All of `run`."""
+        self._waiting: anyio.CancelScope | None = None
+        """The wait for room."""
 
     @property
     def fetch_id(self) -> str:
@@ -160,40 +171,43 @@ class HostFetch:
         return self._fetch.fetch_id if self._fetch is not None else ""
 
     async def completed(self) -> Fetched:
-        """The notice of success: the KV is in the engine's blocks, and valid.
-
-        Raises `FetchFailed`; nothing writes into the blocks then. Stage ``requested`` and code
-        ``busy`` mean that there was no room on the host in time, stage ``loading`` that the
-        engine's copy function raised, which is the cause.
-        """
-        await self._ended.wait()
-        if isinstance(self._outcome, Fetched):
-            return self._outcome
-        raise self._outcome or _failed("the fetch ended without an outcome", ErrorCode.INTERNAL)
+        """`ended`."""
+        return await self.ended
 
     async def blocks_freed(self) -> None:
-        """Return when nothing can write into the engine's blocks: when the fetch has ended."""
-        await self._ended.wait()
+        """`freed`."""
+        await self.freed
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when the fetch has ended; at once when it has by now."""
-        self._ended.when_set(call)
+        """`Later.add_callback` of ``ended``."""
+        self.ended.add_callback(call)
 
-    async def cancel(self, *, release_offer: bool = False) -> None:
-        """Give up; `completed` raises with code ``cancelled``, unless the KV is confirmed by then.
+    def cancel(self, *, release_offer: bool = False) -> Later[None]:
+        """Give up; `ended` raises with code ``cancelled``, unless the KV is confirmed by then.
 
         What is being loaded is loaded first. ``release_offer`` as of `Fetch.cancel`, once there was
         room to ask for it.
         """
-        self._waiting.cancel()
+        return self._host.link.runner.start(partial(self._cancel, release_offer))
+
+    async def _cancel(self, release_offer: bool = False) -> None:
+        self._is_cancelled = True
+        if self._waiting is not None:
+            self._waiting.cancel()
         if self._fetch is not None:
             with contextlib.suppress(KVBusError):  # the session is lost, and so is the fetch
                 await self._fetch.cancel(release_offer=release_offer)
 
+    def stop(self) -> None:
+        """Called by the host decode: end, once what is being loaded is."""
+        if self._scope is not None:
+            self._scope.cancel()
+
     async def run(self) -> None:
         """Called by the host decode: from the wait for room to the end."""
         try:
-            self._end(await self._run())
+            with anyio.CancelScope() as self._scope:
+                self._end(await self._run())
         except FetchFailed as error:
             self._end(error)
         except KVBusError as error:
@@ -209,7 +223,7 @@ class HostFetch:
         pool = self._host.pool
         wanted = {name: len(table) for name, table in self._device_tables.items()}
         tables: HostTables = {}
-        with self._waiting:
+        with anyio.CancelScope() as self._waiting:
             tables = await pool.acquire(wanted, wait_s=self._host.wait_s)
         try:
             fetch = self._start(tables)
@@ -219,13 +233,13 @@ class HostFetch:
         try:
             return await self._follow(fetch, tables)
         finally:  # nothing is loaded from there any more; the agent may still write there
-            fetch.when_freed(partial(pool.release, tables))
+            fetch.freed.then(lambda: pool.release(tables) if fetch.are_blocks_free else None)
 
     def _start(self, tables: HostTables) -> Fetch:
-        if self._waiting.cancel_called:
+        if self._is_cancelled:
             raise _failed("the engine cancelled the fetch", ErrorCode.CANCELLED, stage="requested")
         fetch = self._fetch = self._start_fetch(tables, self._on_landed)
-        fetch.when_ended(self._wake)
+        fetch.ended.then(self._wake)
         return fetch
 
     def _on_landed(self, num_tokens: int) -> None:
@@ -237,7 +251,7 @@ class HostFetch:
 
     async def _follow(self, fetch: Fetch, tables: HostTables) -> Fetched:
         """Load what has landed while the rest does, and the rest once it is confirmed."""
-        blocks = RequestBlocks(self._host.session.engine, tables, self._device_tables)
+        blocks = RequestBlocks(self._host.link.engine, tables, self._device_tables)
         failure: FetchFailed | None = None
         while fetch.notice is None:
             await self._changed.wait()
@@ -247,11 +261,11 @@ class HostFetch:
                     await self._load(blocks, self._num_landed)
                 except FetchFailed as error:
                     failure = error
-                    await self.cancel()
+                    await self._cancel()
         if failure is not None:
             raise failure
         try:
-            fetched = await fetch.completed()
+            fetched = await fetch.ended
         except FetchFailed as error:  # the agent writes into host blocks only
             failure = _failed(error.message, error.code, stage=error.stage, fetch_id=fetch.fetch_id)
             raise failure from error
@@ -281,9 +295,8 @@ class HostFetch:
 
     def _end(self, outcome: Fetched | FetchFailed) -> None:
         """The first outcome counts."""
-        if self._outcome is None:
-            self._outcome = outcome
-            self._ended.set()
+        self.freed.settle(None)
+        self.ended.settle(outcome)
 
 
 def _failed(

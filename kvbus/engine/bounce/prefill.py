@@ -1,10 +1,11 @@
 """Saves the KV of a prefill engine into host blocks, piece by piece, and offers it from there.
 
-Refuses to keep the engine's own blocks: once `HostOffer.save` has returned they are the engine's.
-The host blocks are free when the agent says that the offer is released.
+The engine's own blocks are the engine's again once `HostOffer.save` is done; the host blocks are
+free when the offer has ended.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import anyio
@@ -13,6 +14,8 @@ from kvbus.engine.bounce.buffer import Copier, Direction
 from kvbus.engine.bounce.host_pool import HostPool
 from kvbus.engine.bounce.request_blocks import RequestBlocks, block_tables, blocks_of, check_groups
 from kvbus.engine.bounce.sizing import PIECE_BYTES, piece_tokens
+from kvbus.engine.later import Later
+from kvbus.engine.link import Link
 from kvbus.engine.prefill import BlockIds, Offer, PrefillSession
 from kvbus.errors import ClosedError, GeometryError, KVBusError, LocalError
 from kvbus.geometry import BlockTable
@@ -24,35 +27,42 @@ class HostPrefill:
     """Makes the offers of one prefill engine that goes through host blocks.
 
     About ``piece_bytes`` are saved at a time: small enough that a piece is on the wire while the
-    next is saved.
+    next is saved. Its calls, and those of its offers, return at once, in any thread; what they
+    return may be waited for.
     """
 
     def __init__(
         self,
-        session: PrefillSession,
+        link: Link | PrefillSession,
         pool: HostPool,
         copier: Copier,
         *,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        self.session, self.pool, self.copier = session, pool, copier
-        self.piece_tokens = piece_tokens(session.engine, piece_bytes=piece_bytes)
+        self.link, self.pool, self.copier = link, pool, copier
+        self.piece_tokens = piece_tokens(link.engine, piece_bytes=piece_bytes)
 
-    async def begin(
+    def begin(
         self,
         request_id: str,
         *,
         num_tokens: int,
         first_blocks: Mapping[str, int] | None = None,
         wait_s: float = 0.0,
-    ) -> "HostOffer":
+    ) -> "Later[HostOffer]":
         """Acquire host blocks for a request of ``num_tokens`` tokens; nothing is offered yet.
 
         Of a group with a window the engine may keep only the tail: ``first_blocks`` says from which
         block of the request on. Waits for room for at most ``wait_s``. Raises `LocalError`
         (``busy``) when there is none, and `GeometryError` when there never will be enough.
         """
-        engine, given = self.session.engine, first_blocks or {}
+        begin = partial(self._begin, request_id, num_tokens, dict(first_blocks or {}), wait_s)
+        return self.link.runner.start(begin)
+
+    async def _begin(
+        self, request_id: str, num_tokens: int, given: Mapping[str, int], wait_s: float
+    ) -> "HostOffer":
+        engine = self.link.engine
         check_groups(engine, given)
         firsts = {group.name: given.get(group.name, 0) for group in engine.groups}
         wanted = {
@@ -68,8 +78,8 @@ class HostPrefill:
 class HostOffer:
     """One request: `save` what is computed, `offer` it before or after, and `seal`; or `abort`.
 
-    ``num_saved`` of its ``num_tokens`` tokens are on the host. After a `save` that failed or was
-    cancelled there is only `abort`.
+    ``num_saved`` of its ``num_tokens`` tokens are on the host. After a `save` that failed there is
+    only `abort`.
     """
 
     def __init__(
@@ -77,6 +87,7 @@ class HostOffer:
     ) -> None:
         self.request_id, self.num_tokens, self.num_saved = request_id, num_tokens, 0
         self._host, self._blocks = host, blocks
+        self._runner = host.link.runner
         self._states_at: dict[str, int] = {}
         self._offer: Offer | None = None
         self._saves, self._step = anyio.Lock(), anyio.Lock()
@@ -88,18 +99,54 @@ class HostOffer:
         """The agent's id of the offer; raises `LocalError` before `offer`."""
         return self._offered().offer_id
 
-    async def save(self, num_tokens: int, block_ids: BlockIds) -> None:
+    @property
+    def ended(self) -> Later[Outcome]:
+        """`Offer.ended`: the host blocks are free then, or when the piece that is being copied is.
+
+        Raises `LocalError` before `offer`.
+        """
+        return self._offered().ended
+
+    async def released(self) -> Outcome:
+        """`ended`."""
+        return await self.ended
+
+    def save(self, num_tokens: int, block_ids: BlockIds) -> Later[None]:
         """Copy what was computed since the last call: ``num_tokens`` tokens are ready in all.
 
         ``block_ids`` are the engine's new blocks by group, in order of position; a block that was
-        filled partly is gone on with. Of a state, its block as it is after these tokens. Returns
-        when the copies are done; the engine may then use the blocks for something else. What is
-        saved is offered piece by piece when `offer` was called before.
-        Raises `GeometryError` for blocks that do not fit the tokens, `ClosedError` after the end
-        and after `seal`, `RequestRefused` when the offer has ended, and what the engine's copy
-        function raised.
+        filled partly is gone on with. Of a state, its block as it is after these tokens. It is done
+        when the copies are: the engine may then use the blocks for something else. What is saved is
+        offered piece by piece when `offer` was called before. Saves follow each other in the order
+        of the calls.
+
+        Raises `GeometryError` for ids that are no unsigned 32-bit integers. It fails with
+        `GeometryError` for blocks that do not fit the tokens, `ClosedError` after the end and after
+        `seal`, `RequestRefused` when the offer has ended, and what the engine's copy function
+        raised.
         """
-        given = block_tables(block_ids)
+        return self._runner.start(partial(self._save, num_tokens, block_tables(block_ids)))
+
+    def offer(self, *, ttl_s: float | None = None, traceparent: str = "") -> Later[dict[str, Any]]:
+        """Offer what is saved, and what will be: the ticket. Fails with `RequestRefused`.
+
+        A `save` may be under way: what it copies is offered after this.
+        """
+        return self._runner.start(partial(self._make_offer, ttl_s, traceparent))
+
+    def seal(self) -> Later[None]:
+        """Say that all is saved; fails with `GeometryError` when something is not."""
+        return self._runner.start(self._seal)
+
+    def abort(self) -> Later[None]:
+        """Give the request up; an offer is withdrawn, one that has ended is ok.
+
+        The host blocks are free at once, or when the piece that is being copied is. Fails with what
+        a request to the agent can: `RequestTimeout`.
+        """
+        return self._runner.start(self._abort)
+
+    async def _save(self, num_tokens: int, given: Mapping[str, BlockTable]) -> None:
         async with self._saves:
             self._check_open()
             self._check_progress(num_tokens)
@@ -114,31 +161,25 @@ class HostOffer:
                 self._closed = self._closed or "a save of it did not end well"
                 raise
 
-    async def offer(self, *, ttl_s: float | None = None, traceparent: str = "") -> dict[str, Any]:
-        """Offer what is saved, and what will be; returns the ticket. Raises `RequestRefused`.
-
-        A `save` may be under way: what it copies is offered after this.
-        """
+    async def _make_offer(self, ttl_s: float | None, traceparent: str) -> dict[str, Any]:
         async with self._step:
             self._check_open()
             if self._offer is not None:
                 raise LocalError(f"request '{self.request_id}' is offered already")
-            with anyio.CancelScope(shield=True):  # else an offer could be made that nobody knows
-                offer = await self._host.session.offer(
-                    self.request_id,
-                    num_tokens=self.num_saved,
-                    block_ids=self._blocks.on_host(0, self.num_saved),
-                    sealed=False,
-                    ttl_s=ttl_s,
-                    first_blocks=self._blocks.first_blocks,
-                    traceparent=traceparent,
-                )
+            offer = await self._host.link.offer(
+                self.request_id,
+                num_tokens=self.num_saved,
+                block_ids=self._blocks.on_host(0, self.num_saved),
+                sealed=False,
+                ttl_s=ttl_s,
+                first_blocks=self._blocks.first_blocks,
+                traceparent=traceparent,
+            )
             self._offer = offer
-            offer.when_released(self._end)
+            offer.ended.then(self._end)
         return offer.ticket
 
-    async def seal(self) -> None:
-        """Say that all is saved; raises `GeometryError` when something is not."""
+    async def _seal(self) -> None:
         async with self._step:
             self._check_open()
             self._check_complete()
@@ -146,12 +187,7 @@ class HostOffer:
             self._closed = "it is sealed"
             await offer.seal()
 
-    async def abort(self) -> None:
-        """Give the request up; an offer is withdrawn, one that has ended is ok.
-
-        The host blocks are free at once, or when the piece that is being copied is. Raises what a
-        request to the agent can: `RequestTimeout`.
-        """
+    async def _abort(self) -> None:
         self._closed = self._closed or "it was aborted"
         async with self._step:
             if self._offer is None:
@@ -162,13 +198,6 @@ class HostOffer:
                 except KVBusError:
                     if not self._is_over:
                         raise
-
-    async def released(self) -> Outcome:
-        """How the offer ended, see `Offer.released`.
-
-        The host blocks are free then, or when the piece that is being copied is.
-        """
-        return await self._offered().released()
 
     def _ends_of_pieces(self, num_tokens: int) -> range:
         """Those in front of the last one, which ends at ``num_tokens``."""

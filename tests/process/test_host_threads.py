@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from kvbus.demo.device import device_copy
-from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, KvCache
-from kvbus.engine.bounce import HostPool, LocalCopier, host_blocks
-from kvbus.engine.bounce.blocking import BlockingHostDecode, BlockingHostPrefill
+from kvbus.engine import KvCache, Link
+from kvbus.engine.bounce import (
+    HostBuffer,
+    HostDecode,
+    HostPool,
+    HostPrefill,
+    LocalCopier,
+    host_blocks,
+)
 from kvbus.errors import ErrorCode, FetchFailed, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.protocol import Outcome
@@ -34,24 +40,18 @@ class Sides:
         self.gate = Event()
         self.gate.set()
         self._stack = stack
-        specs = [make_spec(groups=(FULL,)) for _ in range(2)]
-        self.source, prefill_ring = self._ring(prefill, specs[0])
-        self.target, decode_ring = self._ring(decode, specs[1])
-        control = stack.enter_context(BlockingPrefill(prefill.attach, specs[0]))
-        reader = stack.enter_context(BlockingDecode(decode.attach, specs[1]))
-        for session in (control, reader):
-            session.register()
-            session.ready()
+        source, self.source, prefill_ring = self._ring(prefill, make_spec(groups=(FULL,)))
+        target, self.target, decode_ring = self._ring(decode, make_spec(groups=(FULL,)))
         self.rings = prefill_ring[0], decode_ring[0]
-        self.prefill = BlockingHostPrefill(control, *prefill_ring)
-        self.decode = stack.enter_context(BlockingHostDecode(reader, *decode_ring))
+        self.prefill = HostPrefill(source, *prefill_ring)
+        self.decode = stack.enter_context(HostDecode(target, *decode_ring))
 
     def _ring(
         self, agent: AgentProcess, spec: EngineSpec
-    ) -> tuple[KvCache, tuple[HostPool, LocalCopier]]:
+    ) -> tuple[Link, KvCache, tuple[HostPool, LocalCopier]]:
         ring = HostPool(host_blocks(spec, buffer_bytes=RING_BYTES))
-        memory = self._stack.enter_context(BlockingMemory(agent.attach, spec, 0))
-        buffer = memory.allocate_ring(ring.num_blocks)
+        buffer = HostBuffer(spec, 0, ring.num_blocks)
+        link = self._stack.enter_context(Link(agent.attach, spec, memory=buffer.memory))
         cache = private_cache(spec, 0, Memory(), 40)
         copy = device_copy([cache])
 
@@ -61,7 +61,7 @@ class Sides:
 
         for place in ((0, "k"), (0, "v"), (1, "k"), (1, "v")):
             cache.view(*place).normal_()
-        return cache, (ring, LocalCopier([buffer], gated))
+        return link, cache, (ring, LocalCopier([buffer], gated))
 
 
 def is_empty(ring: HostPool) -> bool:
@@ -83,25 +83,25 @@ def test_a_step_neither_waits_for_a_save_nor_for_a_fetch_and_reads_the_block_ids
     sides: Sides,
 ) -> None:
     sides.gate.clear()
-    offer = sides.prefill.begin("r", num_tokens=NUM_TOKENS)
-    ticket = sides.prefill.offer(offer)
+    offer = sides.prefill.begin("r", num_tokens=NUM_TOKENS).wait()
+    ticket = offer.offer().wait()
     blocks = [3]
 
-    saves = [sides.prefill.save(offer, SIZE, {"full": blocks})]
+    saves = [offer.save(SIZE, {"full": blocks})]
     blocks[:] = 4, 1
-    saves.append(sides.prefill.save(offer, NUM_TOKENS, {"full": blocks}))
+    saves.append(offer.save(NUM_TOKENS, {"full": blocks}))
     blocks[0] = 9
     fetch = sides.decode.fetch(ticket, num_tokens=NUM_TOKENS, block_ids={"full": [7, 9, 8]})
-    early = [save.done() for save in saves], sides.decode.take_ended()
+    early = [save.done() for save in saves], sides.decode.ended()
     cancelled = [save.cancel() for save in saves]
     sides.gate.set()
     for save in saves:
-        save.result(timeout=60)
-    sides.prefill.seal(offer)
+        save.wait(60)
+    offer.seal()
     ended: list[object] = []
 
     def has_ended() -> bool:
-        ended.extend(sides.decode.take_ended())
+        ended.extend(sides.decode.ended())
         return bool(ended)
 
     wait_until(has_ended, "the end of the fetch")
@@ -109,8 +109,8 @@ def test_a_step_neither_waits_for_a_save_nor_for_a_fetch_and_reads_the_block_ids
     assert early == ([False, False], [])
     assert cancelled == [False, False]
     assert ended == [fetch]
-    assert sides.decode.wait_completed(fetch).outcome is Outcome.COMPLETED
-    assert sides.prefill.wait_released(offer) is Outcome.COMPLETED
+    assert fetch.ended.wait().outcome is Outcome.COMPLETED
+    assert offer.ended.wait(60) is Outcome.COMPLETED
     for place in ((0, "k"), (1, "v")):
         sent, got = sides.source.view(*place), sides.target.view(*place)
         assert torch.equal(got[[7, 9]], sent[[3, 4]])
@@ -118,16 +118,17 @@ def test_a_step_neither_waits_for_a_save_nor_for_a_fetch_and_reads_the_block_ids
 
 
 def test_requests_are_given_up_and_full_rings_are_busy(sides: Sides) -> None:
-    first = sides.prefill.begin("r", num_tokens=8 * SIZE)
+    first = sides.prefill.begin("r", num_tokens=8 * SIZE).wait()
+    second = sides.prefill.begin("s", num_tokens=1)
     with pytest.raises(LocalError) as refused:
-        sides.prefill.begin("s", num_tokens=1)
-    ticket = sides.prefill.offer(first)
+        second.wait()
+    ticket = first.offer().wait()
     fetch = sides.decode.fetch(ticket, num_tokens=8 * SIZE, block_ids={"full": list(range(8))})
 
-    sides.decode.cancel(fetch)
+    fetch.cancel()
     with pytest.raises(FetchFailed) as failed:
-        sides.decode.wait_completed(fetch)
-    sides.prefill.abort(first)
+        fetch.ended.wait(60)
+    first.abort()
 
     assert (refused.value.code, failed.value.code) == (ErrorCode.BUSY, ErrorCode.CANCELLED)
-    assert sides.prefill.wait_released(first) is Outcome.WITHDRAWN
+    assert first.ended.wait(60) is Outcome.WITHDRAWN

@@ -1,0 +1,144 @@
+"""What comes later, for threads and event loops alike, and the loop in which it is worked for."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Generator
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from kvbus.errors import ClosedError
+
+T = TypeVar("T")
+
+
+class Later(Future[T]):
+    """Something that happens once: a result, or an error.
+
+    In a thread `wait` for it, in any event loop ``await`` it, or have a call made. Who waits no
+    more does not undo it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # it cannot be cancelled
+        self.is_observed = False
+        """Whether somebody has asked for it here: then `Link.ended` does not tell of it."""
+        self.on_observed: Callable[[], None] = lambda: None
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """The result; raises the error, and `TimeoutError` after ``timeout_s``.
+
+        In an event loop, ``await`` it instead: this blocks its thread.
+        """
+        self._observe()
+        return self.result(timeout_s)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        self._observe()
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            woken: asyncio.Future[None] = loop.create_future()
+            self.add_done_callback(partial(_wake, loop, woken))
+            yield from woken
+        return self.result()
+
+    def add_callback(self, call: Callable[[], object]) -> None:
+        """Have ``call`` called once it has happened, in the thread where it does.
+
+        At once, if it has. It must not wait. What it raises is logged.
+        """
+        self._observe()
+        self.then(call)
+
+    def then(self, call: Callable[[], object]) -> None:
+        """As `add_callback`, for the SDK itself: it is not told that somebody observes this."""
+        self.add_done_callback(lambda _: call())
+
+    def settle(self, outcome: T | BaseException) -> None:
+        """It has happened; the first outcome counts. Called in the loop's thread only."""
+        if self.done():
+            return
+        if isinstance(outcome, BaseException):
+            self.set_exception(outcome)
+        else:
+            self.set_result(outcome)
+
+    def _observe(self) -> None:
+        self.is_observed = True
+        self.on_observed()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, woken: "asyncio.Future[None]", _: object) -> None:
+    def settle() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    if running_loop() is loop:
+        settle()
+    else:
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits in it
+            loop.call_soon_threadsafe(settle)
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop of this thread; None when there is none."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+class Runner:
+    """Runs calls in one event loop, from any thread, and those of one thread in their order."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Without a loop, only from the one thread that there is."""
+        self.loop = loop
+        self._lock, self._is_closed = threading.Lock(), False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Call ``call`` in the loop: at once from its own thread, and never waiting from others.
+
+        Raises `ClosedError` when the loop has ended. An error of ``call`` is logged.
+        """
+        if self.loop is None or running_loop() is self.loop:
+            call()
+            return
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the link is closed")
+            self.loop.call_soon_threadsafe(call)
+
+    def start(self, call: Callable[[], Awaitable[T]]) -> Later[T]:
+        """Begin ``call`` in the loop; what it returns or raises comes later."""
+        later: Later[T] = Later()
+        self.post(partial(self._start, call, later))
+        return later
+
+    def _start(self, call: Callable[[], Awaitable[T]], later: Later[T]) -> None:
+        task = asyncio.get_running_loop().create_task(_run(call, later))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        """From the loop: cancel what was started; nothing is posted any more. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+        await asyncio.sleep(0)  # what was posted by now is called
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run(call: Callable[[], Awaitable[T]], later: Later[T]) -> None:
+    try:
+        later.settle(await call())
+    except asyncio.CancelledError:
+        later.settle(ClosedError("the link was closed"))
+        raise
+    except Exception as error:
+        later.settle(error)
