@@ -4,8 +4,9 @@ from kvbus.bus import new_secret
 from kvbus.engine.decode import DecodeSession, Fetch
 from kvbus.engine.kept import KeptSession
 from kvbus.engine.link import Link
-from kvbus.engine.memory import KvCache, MemorySession, RankMemory
+from kvbus.engine.memory import MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
+from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
 from kvbus.engine.thread import SessionThread
 from kvbus.memory.cuda import CudaStorage
 from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors
@@ -25,6 +26,7 @@ __all__ = [
     "RankMemory",
     "SessionThread",
     "SharedStorage",
+    "describe_tensors",
     "new_secret",
     "share_tensor",
     "share_tensors",

@@ -29,8 +29,9 @@ from kvbus.engine.decode import (
 )
 from kvbus.engine.kept import KeptSession
 from kvbus.engine.later import Runner
-from kvbus.engine.memory import MemorySession, OnFetched, RankMemory
+from kvbus.engine.memory import MemorySession, OnFetched
 from kvbus.engine.prefill import BlockIds, Offer, OfferOptions, PrefillSession, offer_message
+from kvbus.engine.rank_memory import RankMemory
 from kvbus.engine.session import ATTACH_RETRY_S, SessionOptions, greet
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RequestRefused
 from kvbus.geometry import EngineSpec

@@ -3,116 +3,25 @@
 Refuses memory that the agent cannot map: an engine on such a device copies through host blocks.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, Unpack
 
 import torch
 
-from kvbus.engine.region_tensor import region_tensor
+from kvbus.engine.rank_memory import KvCache, RankMemory, Storage
 from kvbus.engine.session import EngineSession, SessionOptions
-from kvbus.errors import GeometryError, LocalError, SegmentError
-from kvbus.geometry import EngineSpec, KvLayout, RankSpec, lay_out_rank
-from kvbus.memory.cuda import CudaEvent, CudaStorage, allocate_cuda
-from kvbus.memory.segment import HugePages, SharedSegment, shmem_word
-from kvbus.memory.storage import SharedStorage
+from kvbus.errors import GeometryError, LocalError
+from kvbus.geometry import EngineSpec, KvLayout, RankSpec
+from kvbus.memory.cuda import CudaEvent, CudaStorage
+from kvbus.memory.segment import HugePages
 from kvbus.protocol.attach import PassCuda, PassSegment
 from kvbus.protocol.engine import Fetched, Register
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import from_body
 
-log = logging.getLogger("kvbus.engine")
-
-Storage = SharedStorage | CudaStorage | SharedSegment
 OnFetched = Callable[[Fetched], None]
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """The memory of one rank: what is in it, and the storages that an agent maps.
-
-    ``storages`` are by segment id, as the regions of ``rank`` name them. With ``direct`` False
-    NIXL, and so a NIC, never pins it, and its KV goes through the agent's slots; that of a CUDA
-    device always does.
-    """
-
-    rank: RankSpec
-    storages: Mapping[str, Storage]
-    direct: bool = True
-
-    @classmethod
-    def allocate(
-        cls,
-        engine: EngineSpec,
-        rank: int,
-        layout: KvLayout,
-        *,
-        num_blocks: int | Mapping[str, int],
-        device: torch.device | str = "cpu",
-        direct: bool = True,
-        huge_pages: HugePages = False,
-    ) -> "RankMemory":
-        """Zeroed memory for the rank's whole KV cache; `KvCache` gives views of it.
-
-        ``num_blocks`` is that of every group, or by group. ``huge_pages`` are those of
-        `SharedSegment`; a machine that gives none is logged. Raises `SegmentError` when there is
-        not enough memory, or no such device.
-        """
-        spec = lay_out_rank(engine, rank, layout, num_blocks=num_blocks)
-        (segment,) = spec.segments
-        where = torch.device(device)
-        storage: Storage
-        if where.type == "cuda":
-            storage = allocate_cuda(segment.size_bytes, where)
-        elif where.type == "cpu":
-            storage = _allocate_shared(engine, spec, huge_pages=huge_pages)
-        else:
-            raise SegmentError(
-                f"no agent can open memory of {where}: use cpu, a cuda device, or a buffer of host "
-                "blocks"
-            )
-        return cls(spec, {segment.segment_id: storage}, direct)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """All bytes of what `allocate` made, one row of uint8."""
-        (storage,) = self.storages.values()
-        if not isinstance(storage, SharedSegment | CudaStorage):
-            raise LocalError("this memory was not allocated here: its tensors are the engine's")
-        return storage.tensor
-
-    def close(self) -> None:
-        """Close the descriptors, once no `Link` needs them; tensors keep their memory."""
-        for storage in self.storages.values():
-            storage.close()
-
-
-class KvCache:
-    """A rank's KV cache: a torch view for each layer and part.
-
-    The views share the memory that the agent reads and writes, whatever its layout is. ``buffer``
-    is all of it, one row of uint8.
-    """
-
-    def __init__(self, engine: EngineSpec, rank: RankSpec, buffer: torch.Tensor) -> None:
-        self.rank = rank
-        self._views: dict[tuple[int, str], torch.Tensor] = {}
-        for region in rank.regions:
-            tensor = region_tensor(engine, region, buffer)
-            for number, layer in enumerate(region.layers):
-                for at, part in enumerate(region.parts):
-                    self._views[layer, part] = tensor[:, number, at]
-
-    def view(self, layer: int, part: str) -> torch.Tensor:
-        """One part of one layer, as K: [block, token, head, dim] with the layout's strides.
-
-        Of a state: [block, 1, unit, byte of a unit], uint8. Raises `KeyError` when the rank does
-        not hold it, as another pipeline stage does.
-        """
-        return self._views[layer, part]
 
 
 class MemorySession(EngineSession):
@@ -239,17 +148,3 @@ class MemorySession(EngineSession):
             event=self._event.handle,
         )
         await self._call(message)
-
-
-def _allocate_shared(engine: EngineSpec, rank: RankSpec, *, huge_pages: HugePages) -> SharedSegment:
-    size_bytes = rank.segments[0].size_bytes
-    segment = SharedSegment(size_bytes, name=f"kvbus-{engine.engine_id}", huge_pages=huge_pages)
-    if huge_pages and not segment.uses_huge_pages:
-        log.warning(
-            "the KV cache of rank %d of '%s' has ordinary pages: this machine gives no huge ones "
-            "(shmem_enabled is '%s'; see kvbus doctor)",
-            rank.rank,
-            engine.engine_id,
-            shmem_word(),
-        )
-    return segment

@@ -39,12 +39,12 @@ def test_the_two_engines_of_the_readme_hand_over_their_kv(
 ) -> None:
     offering, fetching = examples("README.md")
     offering = offering.replace("/run/kvbus/prefill-0/attach.sock", str(prefill.attach))
-    offering = re.sub(r"\.\.\. +# compute.*", "keys.normal_()", offering)
-    offering = re.sub(r"\.\.\. +# send offer.ticket.*", "got = hand_over(keys, offer)", offering)
+    offering = re.sub(r"\.\.\. +# compute.*", "cache.normal_()", offering)
+    offering = re.sub(r"\.\.\. +# send offer.ticket.*", "got = hand_over(cache, offer)", offering)
     sent: list[torch.Tensor] = []
 
-    def hand_over(keys: torch.Tensor, offer: Any) -> Any:
-        sent.append(tokens_of(keys, BLOCKS))
+    def hand_over(cache: torch.Tensor, offer: Any) -> Any:
+        sent.extend(tokens_of(cache[layer, part], BLOCKS) for layer in (0, 1) for part in (0, 1))
         engine: EngineSpec = names["engine"]
         spec = EngineSpec("decode-engine-0", engine.model, engine.tp_size, engine.groups)
         return received(decode, spec, offer.ticket, fetching)
@@ -52,7 +52,7 @@ def test_the_two_engines_of_the_readme_hand_over_their_kv(
     names: dict[str, Any] = {"hand_over": hand_over}
     exec(offering, names)  # noqa: S102 - our own page
 
-    assert torch.equal(sent[0], names["got"][0])
+    assert all(map(torch.equal, sent, names["got"]))
 
 
 def test_the_engine_of_the_memory_page_hands_over_its_kv_through_the_ring(

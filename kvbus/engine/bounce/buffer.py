@@ -13,7 +13,7 @@ import torch
 
 from kvbus.engine.bounce.request_blocks import BlockCopy
 from kvbus.engine.bounce.sizing import HOST_LAYOUT
-from kvbus.engine.memory import RankMemory
+from kvbus.engine.rank_memory import RankMemory
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.geometry import EngineSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
 from kvbus.engine.control import ControlSession
-from kvbus.engine.memory import Storage
+from kvbus.engine.rank_memory import Storage
 from kvbus.engine.session import EngineSession
 from kvbus.engine.thread import SessionThread
 from kvbus.errors import LocalError

@@ -1,0 +1,261 @@
+"""The memory of one rank: allocated for its engine, or the tensors that the engine has."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from kvbus.engine.region_tensor import region_tensor
+from kvbus.errors import GeometryError, LocalError, SegmentError
+from kvbus.geometry import (
+    Axis,
+    AxisName,
+    EngineSpec,
+    GroupSpec,
+    KvLayout,
+    RankSpec,
+    Region,
+    Segment,
+    held_heads,
+    held_layers,
+    lay_out_rank,
+    validate_rank,
+)
+from kvbus.memory.cuda import CudaStorage, allocate_cuda
+from kvbus.memory.segment import HugePages, SharedSegment, shmem_word
+from kvbus.memory.storage import SharedStorage, share_tensors
+
+log = logging.getLogger("kvbus.engine")
+
+Storage = SharedStorage | CudaStorage | SharedSegment
+Place = tuple[int | str, str] | tuple[int, str] | tuple[str, str] | int | str
+"""What a tensor is of: a layer, or a group for all of its layers; with one part, or for all."""
+P = TypeVar("P", bound=Place)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one rank: what is in it, and the storages that an agent maps.
+
+    ``storages`` are by segment id, as the regions of ``rank`` name them. With ``direct`` False
+    NIXL, and so a NIC, never pins it, and its KV goes through the agent's slots; that of a CUDA
+    device always does.
+    """
+
+    rank: RankSpec
+    storages: Mapping[str, Storage]
+    direct: bool = True
+
+    @classmethod
+    def allocate(
+        cls,
+        engine: EngineSpec,
+        rank: int,
+        layout: KvLayout,
+        *,
+        num_blocks: int | Mapping[str, int],
+        device: torch.device | str = "cpu",
+        direct: bool = True,
+        huge_pages: HugePages = False,
+    ) -> "RankMemory":
+        """Zeroed memory for the rank's whole KV cache; `KvCache` gives views of it.
+
+        ``num_blocks`` is that of every group, or by group. ``huge_pages`` are those of
+        `SharedSegment`; a machine that gives none is logged. Raises `SegmentError` when there is
+        not enough memory, or no such device.
+        """
+        spec = lay_out_rank(engine, rank, layout, num_blocks=num_blocks)
+        (segment,) = spec.segments
+        where = torch.device(device)
+        storage: Storage
+        if where.type == "cuda":
+            storage = allocate_cuda(segment.size_bytes, where)
+        elif where.type == "cpu":
+            storage = _allocate_shared(engine, spec, huge_pages=huge_pages)
+        else:
+            raise SegmentError(
+                f"no agent can open memory of {where}: use cpu, a cuda device, or a buffer of host "
+                "blocks"
+            )
+        return cls(spec, {segment.segment_id: storage}, direct)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All bytes of what `allocate` made, one row of uint8."""
+        (storage,) = self.storages.values()
+        if not isinstance(storage, SharedSegment | CudaStorage):
+            raise LocalError("this memory was not allocated here: its tensors are the engine's")
+        return storage.tensor
+
+    def close(self) -> None:
+        """Close the descriptors, once no `Link` needs them; tensors keep their memory."""
+        for storage in self.storages.values():
+            storage.close()
+
+
+class KvCache:
+    """A rank's KV cache: a torch view for each layer and part.
+
+    The views share the memory that the agent reads and writes, whatever its layout is. ``buffer``
+    is all of it, one row of uint8.
+    """
+
+    def __init__(self, engine: EngineSpec, rank: RankSpec, buffer: torch.Tensor) -> None:
+        self.rank = rank
+        self._views: dict[tuple[int, str], torch.Tensor] = {}
+        for region in rank.regions:
+            tensor = region_tensor(engine, region, buffer)
+            for number, layer in enumerate(region.layers):
+                for at, part in enumerate(region.parts):
+                    self._views[layer, part] = tensor[:, number, at]
+
+    def view(self, layer: int, part: str) -> torch.Tensor:
+        """One part of one layer, as K: [block, token, head, dim] with the layout's strides.
+
+        Of a state: [block, 1, unit, byte of a unit], uint8. Raises `KeyError` when the rank does
+        not hold it, as another pipeline stage does.
+        """
+        return self._views[layer, part]
+
+
+def describe_tensors(
+    tensors: Mapping[P, torch.Tensor],
+    axes: str | Mapping[str, str] = "block token head dim",
+    *,
+    engine: EngineSpec,
+    rank: int = 0,
+    direct: bool = True,
+) -> RankMemory:
+    """The memory of ``rank`` in tensors that the engine has, moved to where its agent can map it.
+
+    ``tensors`` are by what they are of: ``(layer, part)`` such as ``(0, "k")``; a layer, for all of
+    its parts along the axis ``kv``; or the name of a group in place of the layer, for all layers
+    that the rank has of it along the axis ``layer``. ``axes`` names the axes of each tensor in its
+    order, of all groups or by group: ``block``, ``layer``, ``kv``, ``token``, ``head`` and ``dim``;
+    what the tensor lacks has size 1. Views are welcome, with any strides; where blocks and tokens
+    are one axis, ``unflatten`` it. A state has ``block``, ``head`` for its units, and ``dim``.
+
+    Tensors on a CPU are moved to shared memory, in place, as `share_tensor` says: call it while
+    nothing runs. Nothing is moved before all is described. Raises `GeometryError` that names the
+    tensor for what is no KV cache of ``engine``: unknown axes, other sizes or dtypes, elements that
+    overlap, layers that are missing; and `SegmentError` for memory that cannot be shared.
+    """
+    storages: dict[int, str] = {}
+    regions = []
+    for place, tensor in tensors.items():
+        try:
+            held = _find(engine, rank, place)
+            names = axes if isinstance(axes, str) else axes.get(held.group.name, "")
+            found = _axes(held, names.split(), tensor)
+        except GeometryError as error:
+            message = f"tensor {place!r} of shape {tuple(tensor.shape)}: {error.message}"
+            raise GeometryError(message, field=str(error.detail.get("field", ""))) from error
+        address = tensor.untyped_storage().data_ptr()
+        regions.append(
+            Region(
+                segment_id=storages.setdefault(address, f"kv{len(storages)}"),
+                offset_bytes=tensor.data_ptr() - address,
+                group=held.group.name,
+                layers=held.layers,
+                parts=held.parts,
+                first_head=held.heads.start,
+                num_heads=len(held.heads),
+                axes=found,
+            )
+        )
+    sizes = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors.values()
+    }
+    segments = tuple(Segment(name, sizes[address]) for address, name in storages.items())
+    spec = RankSpec(rank, segments, tuple(regions))
+    validate_rank(engine, spec)
+    shared = share_tensors(tensors.values())
+    return RankMemory(spec, dict(zip(storages.values(), shared, strict=True)), direct)
+
+
+class _Held(NamedTuple):
+    """What a tensor holds of its engine."""
+
+    group: GroupSpec
+    layers: tuple[int, ...]
+    parts: tuple[str, ...]
+    heads: range
+
+
+def _find(engine: EngineSpec, rank: int, place: Place) -> _Held:
+    where, part = place if isinstance(place, tuple) else (place, None)
+    groups = [
+        group
+        for group in engine.groups
+        if where == group.name or (where in group.layers and (part is None or part in group.parts))
+    ]
+    if len(groups) != 1:
+        raise GeometryError(f"{where!r} is a layer, or the name, of {len(groups)} groups, not of 1")
+    (group,) = groups
+    if part not in (None, *group.parts):
+        raise GeometryError(f"the parts of '{group.name}' are {', '.join(group.parts)}")
+    stage = held_layers(engine, rank) if engine.pp_size > 1 else frozenset(group.layers)
+    held = tuple(layer for layer in group.layers if layer in stage)
+    parts = group.parts if part is None else (part,)
+    num_heads = group.part_shape(parts[0]).num_heads
+    heads = held_heads(rank % engine.tp_size, engine.tp_size, num_heads)
+    return _Held(group, held if where == group.name else (int(where),), parts, heads)
+
+
+def _axes(held: _Held, names: list[str], tensor: torch.Tensor) -> tuple[Axis, ...]:
+    """Of a state in bytes, whatever the dtype of its tensor is."""
+    group = held.group
+    known = {axis.value for axis in AxisName}
+    if unknown := [name for name in names if name not in known]:
+        raise GeometryError(
+            f"unknown axis {unknown[0]!r}: the axes are {', '.join(sorted(known))}", field="axes"
+        )
+    if len(names) != tensor.dim() or len(set(names)) != len(names):
+        raise GeometryError(
+            f"its {tensor.dim()} axes are not '{' '.join(names)}', each once", field="axes"
+        )
+    itemsize, dtype = tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
+    if not group.state and dtype not in (group.dtype, "uint8", "int8"):
+        raise GeometryError(
+            f"it is of {dtype}, group '{group.name}' of {group.dtype}", field="dtype"
+        )
+    expected = {
+        AxisName.LAYER: len(held.layers),
+        AxisName.KV: len(held.parts),
+        AxisName.TOKEN: group.block_size,
+        AxisName.HEAD: len(held.heads),
+        AxisName.DIM: group.part_shape(held.parts[0]).head_dim,
+    }
+    axes = []
+    for name, size, step in zip(map(AxisName, names), tensor.shape, tensor.stride(), strict=True):
+        if group.state and name is AxisName.DIM and itemsize > 1:
+            if step != 1 and size > 1:
+                raise GeometryError("the elements of a unit do not follow each other", field="axes")
+            axes.append(Axis(name, size * itemsize, 1))
+            continue
+        axes.append(Axis(name, size, step * itemsize))
+    sizes = {axis.name: axis.size for axis in axes}
+    for name, size in expected.items():
+        if (given := sizes.get(name, 1)) != size:
+            raise GeometryError(
+                f"its axis '{name}' has {given}, this rank of group '{group.name}' has {size}",
+                field=f"axes.{name}",
+            )
+    return tuple(sorted(axes, key=lambda axis: -axis.stride_bytes))
+
+
+def _allocate_shared(engine: EngineSpec, rank: RankSpec, *, huge_pages: HugePages) -> SharedSegment:
+    size_bytes = rank.segments[0].size_bytes
+    segment = SharedSegment(size_bytes, name=f"kvbus-{engine.engine_id}", huge_pages=huge_pages)
+    if huge_pages and not segment.uses_huge_pages:
+        log.warning(
+            "the KV cache of rank %d of '%s' has ordinary pages: this machine gives no huge ones "
+            "(shmem_enabled is '%s'; see kvbus doctor)",
+            rank.rank,
+            engine.engine_id,
+            shmem_word(),
+        )
+    return segment
