@@ -61,6 +61,7 @@ class _Pending:
     frame: bytes
     on_reply: OnReply[Any]
     timeout_s: float
+    ends_at: float
     on_sent: Callable[[], None] | None
     """Called when a connection takes it for the first time."""
 
@@ -101,6 +102,7 @@ class RequestClient(SocketActor):
         self._secret = new_secret()
         self._last_id = secrets.randbelow(2**52)  # an integer for peers that have only floats
         self._was_connected = False
+        self._look_at = math.inf
         socket = open_dealer(context, endpoint, options := options or SocketOptions())
         self._connection = Connection(
             context,
@@ -207,11 +209,13 @@ class RequestClient(SocketActor):
         if len(frame) > self._max_bytes:
             raise too_large(len(frame), self._max_bytes)
         self._last_id = request_id
-        self._pending[request_id] = _Pending(message, frame, on_reply, timeout_s, on_sent)
+        ends_at = self.timers.now() + timeout_s
+        pending = _Pending(message, frame, on_reply, timeout_s, ends_at, on_sent)
+        self._pending[request_id] = pending
         self._unsent[request_id] = None
         self._pump.flush()
-        if timeout_s < math.inf:
-            self.timers.at(self.timers.now() + timeout_s, self._time_out, request_id)
+        if ends_at < self._look_at:
+            self._look_again(ends_at)
         return request_id
 
     def take_last(self) -> None:
@@ -263,12 +267,27 @@ class RequestClient(SocketActor):
             self._ping()
         self.timers.at(silent_at, self._keep_alive)
 
-    def _time_out(self, request_id: int) -> None:
-        pending = self._pending.get(request_id)
-        if pending is not None:
-            op = pending.message.op
-            problem = f"no reply to '{op}' within {pending.timeout_s:g} s"
-            self._settle(request_id, RequestTimeout(problem, op=op, endpoint=self.endpoint))
+    # One look at all that is pending for many timeouts: nearly every request is answered before its
+    # own, so that a timer for each would be the most that most of them cost.
+    def _look_again(self, when: float) -> None:
+        self._look_at = when
+        self.timers.at(when, self._time_out)
+
+    def _time_out(self) -> None:
+        """Fail the requests whose time is over."""
+        now = self.timers.now()
+        if now < self._look_at:
+            return
+        late = [number for number, pending in self._pending.items() if pending.ends_at <= now]
+        for request_id in late:
+            if (pending := self._pending.get(request_id)) is not None:
+                op = pending.message.op
+                problem = f"no reply to '{op}' within {pending.timeout_s:g} s"
+                self._settle(request_id, RequestTimeout(problem, op=op, endpoint=self.endpoint))
+        self._look_at = math.inf
+        following = min((one.ends_at for one in self._pending.values()), default=math.inf)
+        if following < math.inf:
+            self._look_again(following)
 
     def _settle(self, request_id: int, outcome: Reply | KVBusError) -> None:
         pending = self._pending.pop(request_id, None)

@@ -130,50 +130,42 @@ class Pump:
         except Exception as error:  # a bug of ours: it must end the owner, not the loop's handler
             self._on_failure(error)
 
+    # A signal is nearly always for a message, so that is tried first. Where one follows there are
+    # most often more: they are taken until there is none.
     def _turn(self, *, signalled: bool) -> int:
         """Take a batch, send what waits, and look what there is then."""
+        get, recv = self._socket.get, self._socket.recv
+        num_frames = num_bytes = 0
+        surely, events = signalled, -1
         self._in_turn = True
         try:
-            events = self._receive(signalled=signalled)
+            while num_frames < _BATCH and num_bytes <= _BATCH_BYTES and self._loop is not None:
+                # The frames of a message are there together; before its first one is to be asked.
+                if not self._frames and not surely:
+                    events = int(get(_EVENTS))
+                    if not events & _POLLIN:
+                        break
+                    surely = num_frames > 0
+                try:
+                    self.last = frame = recv(_NOBLOCK, copy=False)
+                except zmq.Again:
+                    events = -1 if self._refused else 0
+                    break
+                content, events = frame.bytes, -1
+                num_frames, num_bytes = num_frames + 1, num_bytes + len(content)
+                if len(self._frames) < _MAX_FRAMES:
+                    self._frames.append(content)
+                if not frame.more:
+                    if signalled:
+                        signalled = surely = False
+                    frames, self._frames = self._frames, []
+                    self._on_frames(frames)
             if self._flushes and self._loop is not None:
-                self._flushes, events = False, None
+                self._flushes, events = False, -1
                 self._on_writable()
             if self._loop is None:  # a callback closed this pump
                 return 0
             self._has_sent = False
-            return int(self._socket.get(_EVENTS)) if events is None else events
+            return int(get(_EVENTS)) if events < 0 else events
         finally:
             self._in_turn = False
-
-    def _receive(self, *, signalled: bool) -> int | None:
-        """Take a batch; returns ``ZMQ_EVENTS`` if nothing has changed them since they were read.
-
-        A signal is nearly always for a message, so that is tried first. Where one follows there are
-        most often more: they are taken until there is none.
-        """
-        get, recv = self._socket.get, self._socket.recv
-        num_frames = num_bytes = 0
-        surely = signalled
-        while num_frames < _BATCH and num_bytes <= _BATCH_BYTES:
-            # The frames of a message are there together; before its first one is to be asked.
-            if not self._frames and not surely:
-                events = int(get(_EVENTS))
-                if not events & _POLLIN:
-                    return events
-                surely = num_frames > 0
-            try:
-                self.last = frame = recv(_NOBLOCK, copy=False)
-            except zmq.Again:
-                return None if self._refused else 0
-            content = frame.bytes
-            num_frames, num_bytes = num_frames + 1, num_bytes + len(content)
-            if len(self._frames) < _MAX_FRAMES:
-                self._frames.append(content)
-            if not frame.more:
-                if signalled:
-                    signalled = surely = False
-                frames, self._frames = self._frames, []
-                self._on_frames(frames)
-                if self._loop is None:  # a callback closed this pump
-                    break
-        return None

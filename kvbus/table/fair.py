@@ -106,10 +106,22 @@ class FairPool(FairQueue[T]):
         if taken is None:
             return None
         key, item = taken
+        return item, self._give(key.owner)
+
+    def acquire_at_once(self, owner: Hashable) -> int | None:
+        """A slot for what does not wait: there is a free one, and nothing waits for it."""
+        num_free = len(self._free)
+        if self._num_waiting or not num_free:
+            return None
+        if not self._may_have(self._num_held[owner], num_free):
+            return None
+        return self._give(owner)
+
+    def _give(self, owner: Hashable) -> int:
         slot = self._free.pop()
-        self._owners[slot] = key.owner
-        self._num_held[key.owner] += 1
-        return item, slot
+        self._owners[slot] = owner
+        self._num_held[owner] += 1
+        return slot
 
     def release(self, slot: int) -> None:
         """The slot is free again; raises `KeyError` when no owner had it."""

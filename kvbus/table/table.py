@@ -35,7 +35,8 @@ MOST_NAMESAKES = 64
 
 Handler = Callable[..., list[Any]]
 Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
-"""When, about which part, the kind of event, the state after it, kinds of commands, the error."""
+"""When, about which part, the kind of event or of its message, the state after it, kinds of
+commands, the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,6 @@ class Context(msgspec.Struct, Generic[L], frozen=True):
 
     now: float
     limits: L
-
-
-def kind_of(event: object) -> type[Any]:
-    """What transitions and stories know an event by: the class of its message, if it has one."""
-    return type(getattr(event, "message", event))
 
 
 class Story:
@@ -99,8 +95,8 @@ class Story:
             self.started_at = now
         error = getattr(event, "error", None)
         text = "" if error is None else f"{error.code}: {error.message}"
-        kinds = tuple(map(type, commands))
-        self._steps.append((now, about, kind_of(event), state, kinds, text))
+        kind, kinds = type(getattr(event, "message", event)), tuple(map(type, commands))
+        self._steps.append((now, about, kind, state, kinds, text))
 
     def retire(self) -> None:
         """Its entry is over, with the last step."""
@@ -253,12 +249,13 @@ class Table(Generic[K, N, L, C]):
         self.deadlines.set(entry.key, entry.due_at)
 
     def _apply(self, entry: N, event: object, now: float) -> list[C]:
-        transition = self.transitions[entry.state, kind_of(event)]
+        # An event that has a message is known by the class of that.
+        transition = self.transitions[entry.state, type(getattr(event, "message", event))]
         commands: list[C] = transition.handler(entry, event, Context(now, self.limits))
         entry.story.note(now, event, entry.state, commands)
-        is_over = entry.is_over
-        self.deadlines.set(entry.key, None if is_over else entry.due_at)
-        if is_over and entry.key in self.live:
+        is_over, key = entry.is_over, entry.key
+        self.deadlines.set(key, None if is_over else entry.due_at)
+        if is_over and key in self.live:
             self._retire(entry)
         return commands
 
@@ -274,15 +271,16 @@ class Table(Generic[K, N, L, C]):
 
     def _retire(self, entry: N) -> None:
         """It is over; its deadline is forgotten already."""
-        del self.live[entry.key]
+        key, story = entry.key, entry.story
+        del self.live[key]
         entry.retire()
-        entry.story.retire()
-        self.retired[entry.key] = entry
-        self.retired_bytes += entry.story.kept_bytes
+        story.retire()
+        self.retired[key] = entry
+        self.retired_bytes += story.kept_bytes
         for name in self._names_of(entry):
             others = self._retired_as.get(name, ())[1 - MOST_NAMESAKES :]
-            self._retired_as[name] = (*others, entry.key)
-        while self._is_over_bounds(entry.story.retired_at):
+            self._retired_as[name] = (*others, key)
+        while self._is_over_bounds(story.retired_at):
             self._forget(next(iter(self.retired)))
 
     # A late event comes soon or never, so age is the first bound: an agent takes as much as its

@@ -170,7 +170,7 @@ class FetchEntry:
     @property
     def ends_at(self) -> float:
         """When it has failed, whatever happens after that."""
-        return self.answer_until if self.is_undecided else self.deadline
+        return self.answer_until if isinstance(self.question, Take) else self.deadline
 
     def timeout_s(self, at: Context) -> float:
         """How long what is asked now may take: a take is asked again before the deadline only."""

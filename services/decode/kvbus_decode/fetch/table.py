@@ -6,7 +6,7 @@ from kvbus.table import Context, FairPool, Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchEntry, FetchLimits, FetchState
-from kvbus_decode.fetch.transitions import TRANSITIONS, Commands, ask, release, resolve
+from kvbus_decode.fetch.transitions import TRANSITIONS, Commands, ask, release, resolve, start
 
 
 class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
@@ -93,8 +93,13 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         elif fetch.state is FetchState.RESOLVING:
             commands = [resolve(fetch, at)]
         else:
-            self._places.add(fetch.turn, fetch.key)
             commands = [ev.HoldPeer(event)]
+            if (place := self._places.acquire_at_once(fetch.turn.owner)) is None:
+                self._places.add(fetch.turn, fetch.key)
+            else:
+                fetch.place, fetch.place_until = place, now + self.limits.patience_s
+                commands += start(fetch, event, at)
+                self._release_place(fetch, now)
         self._add(fetch, event, now, commands)
         return commands
 
@@ -116,7 +121,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     def _take_turns(self, now: float) -> Commands:
         """Places that came free go to fetches that wait for one."""
         commands: Commands = []
-        while (granted := self._places.acquire()) is not None:
+        while self._places and (granted := self._places.acquire()) is not None:
             fetch = self.live[granted[0]]
             fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
             commands += self._apply(fetch, ev.TurnCame(fetch.key), now)
@@ -131,11 +136,17 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             self._places.add(entry.turn, entry.key)
         elif was_queued and not is_queued and entry.place is None:
             self._places.discard(entry.turn, entry.key)
-        if entry.place is not None and not entry.makes_progress(now):
-            self._places.release(entry.place)
-            entry.place = None
-            self.deadlines.set(entry.key, None if entry.is_over else entry.due_at)
+        if self._release_place(entry, now) and not entry.is_over:
+            self.deadlines.set(entry.key, entry.due_at)
         return commands
+
+    def _release_place(self, fetch: FetchEntry, now: float) -> bool:
+        """Whether it had a place, and gives it back as it cannot go on by itself."""
+        if fetch.place is None or fetch.makes_progress(now):
+            return False
+        self._places.release(fetch.place)
+        fetch.place = None
+        return True
 
 
 def _first_state(requested: ev.Requested) -> FetchState:
