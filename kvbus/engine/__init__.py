@@ -11,6 +11,7 @@ from kvbus.engine.thread import SessionThread
 from kvbus.memory.cuda import CudaStorage
 from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors
 from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol.ticket import prompt_digest
 
 __all__ = [
     "AgentRanks",
@@ -28,6 +29,7 @@ __all__ = [
     "SharedStorage",
     "describe_tensors",
     "new_secret",
+    "prompt_digest",
     "share_tensor",
     "share_tensors",
 ]

@@ -7,7 +7,10 @@ It knows no clock: times are seconds since 1970 and come from outside.
 
 import base64
 import hmac
-from collections.abc import Mapping, Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
@@ -240,3 +243,20 @@ def _signature(key: bytes, ticket: Ticket | Rendezvous) -> str:
     fields.pop("traceparent", None)
     unsigned = msgspec.json.encode(fields)
     return hmac.digest(key, f"kvbus {ticket.what}\n".encode() + unsigned, "sha256").hex()
+
+
+def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str] = ("",)) -> str:
+    """What a prompt is known by on both sides of a handoff; see [Prompt digest](#prompt-digest).
+
+    Of its tokens, and of all else that their KV depends on: the name of the LoRA adapter, empty for
+    none, and then what each image or other item is known by, in the order of the prompt.
+    """
+    ids = array("q", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    digest = blake2b(digest_size=16)
+    texts = [condition.encode(errors="surrogatepass") for condition in conditions]
+    for part in (ids.tobytes(), *texts):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, ProtocolError
 from kvbus.geometry import BlockTable
-from kvbus.protocol import MAX_TICKET_BLOCKS, TICKET_VERSION, Ticket, packed_tables
+from kvbus.protocol import MAX_TICKET_BLOCKS, TICKET_VERSION, Ticket, packed_tables, prompt_digest
 from tests.protocol.strategies import PLAIN, TEXT, value_or_refusal
 
 NAMES = TEXT.filter(bool)
@@ -37,6 +37,8 @@ TICKETS = st.builds(
     expires_at_s=st.integers(0, 2**40),
     kvbus=st.just(TICKET_VERSION),
 )
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=50)
+CONDITIONS = st.lists(st.text(st.characters(), max_size=5), max_size=3)
 FIELDS = Ticket(
     "agent", "boot", "tcp://h:1", "engine", "instance", "offer", "request", 9, 32 * "0"
 ).to_json()
@@ -162,3 +164,13 @@ def test_any_text_is_block_tables_or_refused(blocks: str) -> None:
     tables = value_or_refusal(Ticket.from_json(FIELDS | {"blocks": blocks}).tables)
 
     assert isinstance(tables, dict) or tables.code is ErrorCode.INVALID
+
+
+@given(TOKENS, CONDITIONS, TOKENS, CONDITIONS)
+def test_digests_are_equal_only_for_equal_tokens_and_conditions(
+    tokens: list[int], conditions: list[str], other: list[int], others: list[str]
+) -> None:
+    same = (tokens, conditions) == (other, others)
+
+    assert (prompt_digest(tokens, conditions) == prompt_digest(other, others)) == same
+    assert prompt_digest([], ["ab", "c"]) != prompt_digest([], ["a", "bc"])

@@ -5,10 +5,19 @@ a message gets its default, and every frame is made again: what is different say
 """
 
 from collections.abc import Iterator
+from typing import Any
 
-from kvbus.protocol import from_body, to_body
+from kvbus.protocol import from_body, prompt_digest, to_body
 from tests.vectors.golden import FOLDER, KINDS, body_in, frame_of, read, rooms, written
 from tests.vectors.refused_examples import refused
+
+PROMPTS: list[tuple[list[int], list[str]]] = [
+    ([], [""]),
+    ([1], [""]),
+    ([151644, 872, 198, 9707, 0], [""]),
+    ([151644, 872, 198, 9707, 0], ["a-lora"]),
+    ([7, 128256, 128256, 9], ["", "image-1", "Bild-ü"]),
+]
 
 
 def files() -> Iterator[tuple[str, str]]:
@@ -23,6 +32,12 @@ def files() -> Iterator[tuple[str, str]]:
             vector["frame"] = frame_of(vector).hex()
         yield f"{room}.json", written(vectors)
     yield "refused.json", written([one.vector() for one in refused()])
+    yield "prompts.json", written([_prompt(*one) for one in PROMPTS])
+
+
+def _prompt(token_ids: list[int], conditions: list[str]) -> dict[str, Any]:
+    digest = prompt_digest(token_ids, conditions)
+    return {"token_ids": token_ids, "conditions": conditions, "prompt_digest": digest}
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ def written(vectors: list[Vector]) -> str:
 
 
 def rooms() -> list[str]:
-    """The files whose messages are right: all but one."""
-    return sorted(path.stem for path in FOLDER.glob("*.json") if path.stem != "refused")
+    """The files of messages that are right."""
+    others = "refused", "prompts"
+    return sorted(path.stem for path in FOLDER.glob("*.json") if path.stem not in others)
 
 
 def body_in(message: Vector) -> Any:

@@ -1,5 +1,6 @@
 """The wire is the golden vectors: every message has one, and each says the bytes of today."""
 
+import hashlib
 import json
 from typing import Any
 
@@ -130,3 +131,12 @@ def test_every_message_reply_event_and_error_code_has_a_vector() -> None:
     assert names(NOTICES.values()) == {vector["name"] for vector in of_kind("notice")}
     assert set(EVENTS) == {vector["message"]["op"] for vector in of_kind("event")}
     assert codes == {code.value for code in ErrorCode}
+
+
+@pytest.mark.parametrize("vector", json.loads((FOLDER / "prompts.json").read_text()))
+def test_the_digest_of_a_prompt_is_made_as_the_page_says(vector: dict[str, Any]) -> None:
+    ids = b"".join(one.to_bytes(8, "little", signed=True) for one in vector["token_ids"])
+    parts = [ids, *(text.encode() for text in vector["conditions"])]
+    stream = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+    assert hashlib.blake2b(stream, digest_size=16).hexdigest() == vector["prompt_digest"]

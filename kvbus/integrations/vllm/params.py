@@ -4,8 +4,7 @@ Routers need to know two keys of the params, and pass the rest on as it is.
 """
 
 import re
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -158,19 +157,6 @@ def read_trace(params: Mapping[str, Any], headers: Mapping[str, str] | None) -> 
     vLLM keeps the headers only where it sends spans itself (``--otlp-traces-endpoint``).
     """
     return known_trace((headers or {}).get(TRACEPARENT, ""), str(params.get(TRACEPARENT, "")))
-
-
-def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str]) -> str:
-    """Of tokens, and of all else that their KV depends on: LoRA, images.
-
-    Equal on both sides for the same request, whatever their block sizes are.
-    """
-    digest = blake2b(digest_size=16)
-    texts = [condition.encode(errors="surrogatepass") for condition in conditions]
-    for part in (array("q", token_ids).tobytes(), *texts):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
 
 
 MAX_ID_CHARACTERS = 200

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
+from kvbus.engine import prompt_digest
 from kvbus.errors import ProtocolError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.blocks import NULL_BLOCK, BlockIds, HeldBlocks
@@ -23,7 +24,6 @@ from kvbus.integrations.vllm.params import (
     OfferParams,
     is_later_sequence,
     is_of_later_prompt,
-    prompt_digest,
     read_offer_params,
     read_params,
     read_trace,
