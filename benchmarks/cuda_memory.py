@@ -27,10 +27,9 @@ from kvbus.geometry import (
     EngineSpec,
     GroupSpec,
     KvLayout,
-    canonical_order,
     lay_out_rank,
 )
-from kvbus.memory.copying import PagedMemory, Slot, gather, scatter
+from kvbus.memory.copying import PagedMemory, gather, scatter
 from kvbus.memory.cuda import check_cuda
 from kvbus.planning.boxes import cut_into_boxes
 from kvbus.planning.mapping import Share
@@ -61,7 +60,7 @@ def all_of(
     memory: PagedMemory,
     table: BlockTable,
     boxes: tuple[Box, ...],
-    slot: Slot,
+    slot: torch.Tensor,
 ) -> None:
     """Copy one box after the other through one slot."""
     for box in boxes:
@@ -89,11 +88,8 @@ def measure_copies(num_tokens: int) -> None:
         for num_heads in (NUM_HEADS, NUM_HEADS // 2):
             share = Share(0, 0, "full", LAYERS, GROUP.parts, 0, num_heads)
             for box_bytes in BOX_BYTES:
-                order = canonical_order()
-                boxes = cut_into_boxes(
-                    share, GROUP, (0, num_tokens), order=order, box_bytes=box_bytes
-                )
-                slot = Slot(torch.empty(box_bytes, dtype=torch.uint8, device="cuda"), order)
+                boxes = cut_into_boxes(share, GROUP, (0, num_tokens), box_bytes=box_bytes)
+                slot = torch.empty(box_bytes, dtype=torch.uint8, device="cuda")
                 rates = [
                     num_bytes * num_heads / NUM_HEADS / timed_s(partial(all_of, *what)) / 1e9
                     for what in [(copy, memory, table, boxes, slot) for copy in (gather, scatter)]

@@ -41,7 +41,6 @@ SHARED: tuple[type[msgspec.Struct], ...] = (
     geometry.Axis,
     geometry.BlockTable,
     geometry.Box,
-    geometry.SlotOrder,
     engine.AgentRanks,
     peer.EngineMemory,
     attach.MemorySocket,

@@ -16,7 +16,7 @@ from kvbus.demo.side_commands import demo_decode, demo_prefill
 from kvbus.doctor.command import doctor
 from kvbus.events_command import events
 from kvbus.keys.command import keys
-from kvbus.plan.command import plan
+from kvbus.planning.command import plan
 from kvbus.status_command import status
 from kvbus.top.command import top
 from kvbus.trace.command import trace

@@ -15,7 +15,7 @@ from kvbus.agent.copiers import Copiers, Work
 from kvbus.agent.engines import LocalEngine
 from kvbus.agent.segments import RankMemory
 from kvbus.errors import KVBusError
-from kvbus.geometry import BlockTable, Box, canonical_order, slot_bytes
+from kvbus.geometry import BlockTable, Box, slot_bytes
 from kvbus.memory.copying import PagedMemory
 from kvbus.memory.digest_pieces import Digests, digest_pieces
 from kvbus.planning.digests import chosen_boxes
@@ -71,7 +71,7 @@ class Digester:
             num_bytes = number = 0
             for box in wanted.boxes():
                 boxes.append(box)
-                num_bytes += slot_bytes(group, box, canonical_order())
+                num_bytes += slot_bytes(group, box)
                 if num_bytes >= self._job_bytes:
                     yield partial(digest, number, boxes)
                     boxes, num_bytes, number = [], 0, number + 1
@@ -80,7 +80,7 @@ class Digester:
         def end(error: KVBusError | None) -> None:
             on_end(error or np.concatenate([found[number] for number in sorted(found)]))
 
-        about_bytes = slot_bytes(group, wanted.box, canonical_order()) // wanted.one_in
+        about_bytes = slot_bytes(group, wanted.box) // wanted.one_in
         at_once = bool(rank.mapped_addresses) and about_bytes <= SHORT_BYTES
         return self._copiers.start(
             wanted.turn,

@@ -32,7 +32,7 @@ READERS: Mapping[str, Mapping[str, str | float]] = {
         for digest in ("off", "sampled", "full")
     },
     "unbounded": {"fetches_at_once": 1 << 20},
-    **{path: {"path": path} for path in ("mapped", "direct", "packed", "reordered")},
+    **{path: {"path": path} for path in ("mapped", "direct", "packed")},
 }
 """Decode agents that cases compare with the default one, by label: their configuration."""
 

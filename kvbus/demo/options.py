@@ -43,7 +43,6 @@ class ReadPath(StrEnum):
     AUTO = "auto"
     DIRECT = "direct"
     PACKED = "packed"
-    REORDERED = "reordered"
     MAPPED = "mapped"
 
 

@@ -1,7 +1,7 @@
 """What KV memory means: engines, ranks, groups and regions, and where each token's bytes lie."""
 
 from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS, BlockTable, num_blocks_for
-from kvbus.geometry.box import Box, SlotOrder, canonical_order, slot_bytes, slot_region, slot_table
+from kvbus.geometry.box import Box, slot_bytes, slot_region
 from kvbus.geometry.layouts import KvLayout, held_heads, held_layers, lay_out_rank
 from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
@@ -37,9 +37,7 @@ __all__ = [
     "RankSpec",
     "Region",
     "Segment",
-    "SlotOrder",
     "StatePart",
-    "canonical_order",
     "head_interval",
     "held_heads",
     "held_layers",
@@ -48,7 +46,6 @@ __all__ = [
     "num_blocks_for",
     "slot_bytes",
     "slot_region",
-    "slot_table",
     "state_group",
     "validate_engine",
     "validate_rank",

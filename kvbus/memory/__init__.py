@@ -16,7 +16,7 @@ Only ``storage`` and ``cuda`` import torch, which costs seconds.
 """
 
 from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.copying import PagedMemory, Slot, gather, scatter, zero_positions
+from kvbus.memory.copying import PagedMemory, gather, scatter, zero_positions
 from kvbus.memory.libc import map_shared, map_zeros_over, unmap
 from kvbus.memory.mapping import LentMapping, SegmentMapping
 from kvbus.memory.segment import GIVING_WORDS, HugePages, SharedSegment, huge_bytes, shmem_word
@@ -29,7 +29,6 @@ __all__ = [
     "PagedMemory",
     "SegmentMapping",
     "SharedSegment",
-    "Slot",
     "gather",
     "huge_bytes",
     "map_shared",

@@ -9,7 +9,6 @@ GPU. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,13 +26,11 @@ from kvbus.geometry import (
     GroupSpec,
     RankSpec,
     Region,
-    SlotOrder,
     num_blocks_for,
     slot_bytes,
-    slot_table,
 )
 from kvbus.memory.run_copy import copy_runs, zero_runs
-from kvbus.planning import PlacedRank, RunPlan, Runs, Share, slot_plan
+from kvbus.planning import PlacedRank, RunPlan, Runs, Share, SlotPlan
 
 if TYPE_CHECKING:
     import torch
@@ -45,17 +42,6 @@ RunsAt = Callable[[int], Runs]
 """Runs whose slot is at an address."""
 MAX_PLANS = 256
 """Plans that are kept of a group on a rank, some 20 KB each: readers ask for boxes of any shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A staging slot: its bytes as one row of uint8, and the order in which a box lies there.
-
-    The buffer may be larger than the box, which starts at its first byte.
-    """
-
-    buffer: Buffer
-    order: SlotOrder
 
 
 class Mover(Protocol):
@@ -92,21 +78,17 @@ class PagedMemory:
         self.placed = PlacedRank(engine, RankSpec(0, (), own), addresses)
         """The rank as the planner sees it, without the other groups."""
         self.mover: Mover = _mover(self._own)
-        self._plan = lru_cache(MAX_PLANS)(partial(slot_plan, self.placed))
+        self._plan = lru_cache(MAX_PLANS)(partial(SlotPlan, self.placed))
 
-    def runs(self, table: BlockTable, box: Box, order: SlotOrder, *, into_slot: bool) -> RunsAt:
+    def runs(self, table: BlockTable, box: Box, *, into_slot: bool) -> RunsAt:
         """The runs between the blocks of ``box`` and a slot; raises `GeometryError`."""
         if box.group != self.group.name:
             message = f"box of group '{box.group}', not '{self.group.name}'"
             raise GeometryError(message, field="group")
         self._check_blocks(table, box.start, box.stop)
-        blocks = slot_table(box, order)
-        shape = msgspec.structs.replace(box, start=0, stop=len(blocks) * order.block_size)
-        plan = self._plan(shape, order, into_slot=into_slot)
-        tables = {box.group: table}, {box.group: blocks}
-        source, target = tables if into_slot else reversed(tables)
-        spans, at = {box.group: (box.start, box.stop)}, "target_at" if into_slot else "source_at"
-        return lambda address: plan.runs(source, target, spans, **{at: address})
+        shape = msgspec.structs.replace(box, start=0, stop=box.stop - box.start)
+        plan = self._plan(shape, into_slot=into_slot)
+        return lambda address: plan.runs(table, box.start, box.stop, slot_at=address)
 
     def everything(self, table: BlockTable, start: int, stop: int) -> Runs:
         """Runs whose targets are all bytes of positions [start, stop)."""
@@ -153,15 +135,15 @@ class PagedMemory:
             )
 
 
-def gather(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> None:
-    """Copy ``box`` from the rank's blocks into ``slot``.
+def gather(memory: PagedMemory, table: BlockTable, box: Box, slot: Buffer) -> None:
+    """Copy ``box`` from the rank's blocks into ``slot``, from its first byte on; it may be larger.
 
     Raises `GeometryError` when the rank, the table or the slot does not have all of the box.
     """
     _move(memory, table, box, slot, into_slot=True)
 
 
-def scatter(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> None:
+def scatter(memory: PagedMemory, table: BlockTable, box: Box, slot: Buffer) -> None:
     """Copy ``box`` from ``slot`` into the rank's blocks, and change nothing else there.
 
     Errors are as for `gather`.
@@ -183,16 +165,18 @@ def address_of(buffer: Buffer) -> int:
     return buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data_ptr()
 
 
-def _move(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot, *, into_slot: bool) -> None:
-    runs_at = memory.runs(table, box, slot.order, into_slot=into_slot)
-    needed, room = slot_bytes(memory.group, box, slot.order), len(slot.buffer)
+def _move(
+    memory: PagedMemory, table: BlockTable, box: Box, slot: Buffer, *, into_slot: bool
+) -> None:
+    runs_at = memory.runs(table, box, into_slot=into_slot)
+    needed, room = slot_bytes(memory.group, box), len(slot)
     if needed > room:
         raise GeometryError(
             f"box takes {needed} bytes, its staging slot has {room}",
             needed_bytes=needed,
             given_bytes=room,
         )
-    memory.mover.move(slot.buffer[:needed], runs_at, into_slot=into_slot)
+    memory.mover.move(slot[:needed], runs_at, into_slot=into_slot)
 
 
 class _HostMover:

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvbus.geometry import BlockTable, Box, canonical_order, slot_bytes
-from kvbus.memory.copying import PagedMemory, Slot, gather
+from kvbus.geometry import BlockTable, Box, slot_bytes
+from kvbus.memory.copying import PagedMemory, gather
 from kvbus.planning.digests import num_pieces
 
 Digests = npt.NDArray[np.uint64]
@@ -20,8 +20,8 @@ def digest_pieces(memory: PagedMemory, table: BlockTable, boxes: Iterable[Box]) 
     """
     found: list[int] = []
     for box in boxes:
-        gathered = np.empty(slot_bytes(memory.group, box, canonical_order()), np.uint8)
-        gather(memory, table, box, Slot(gathered, canonical_order()))
+        gathered = np.empty(slot_bytes(memory.group, box), np.uint8)
+        gather(memory, table, box, gathered)
         num_tokens, by_token = box.stop - box.start, (len(box.layers), len(box.parts))
         heads = gathered.reshape(*by_token, num_tokens, box.num_heads, -1).swapaxes(2, 3)
         pieces = np.ascontiguousarray(heads).reshape(num_pieces(box), -1)

@@ -1,9 +1,18 @@
-"""Who reads what from whom, and the descriptors of it.
+"""Who reads what from whom, as runs of bytes, and by which path.
 
 Addresses are numbers here.
 """
 
-from kvbus.planning.boxes import cut_into_boxes, reader_order
+from kvbus.planning.boxes import cut_into_boxes
+from kvbus.planning.choose import (
+    Learned,
+    Path,
+    choose_path,
+    held_bytes,
+    least_box_bytes,
+    read_bytes,
+    usual_box_bytes,
+)
 from kvbus.planning.compatibility import check_compatible
 from kvbus.planning.digests import (
     Piece,
@@ -12,34 +21,16 @@ from kvbus.planning.digests import (
     num_pieces,
     piece_of,
 )
-from kvbus.planning.fetch_shape import (
-    ALL_PATHS,
-    FEW_RUNS,
-    LONG_RUN_BYTES,
-    SHORT_BYTES,
-    FetchShape,
-    Path,
-    PathWork,
-    choose_path,
-    usual_box_bytes,
-)
-from kvbus.planning.fetch_work import FetchWork
 from kvbus.planning.mapping import MAX_CHOICES, ReadMap, Share
-from kvbus.planning.run_plan import PlacedRank, RunPlan, slot_plan, slot_rank
+from kvbus.planning.run_plan import PlacedRank, RunPlan, SlotPlan
 from kvbus.planning.runs import Lattice, Reads, Run, Runs
 from kvbus.planning.spans import Spans, chunk_spans, tail_spans, whole_spans
 
 __all__ = [
-    "ALL_PATHS",
-    "FEW_RUNS",
-    "LONG_RUN_BYTES",
     "MAX_CHOICES",
-    "SHORT_BYTES",
-    "FetchShape",
-    "FetchWork",
     "Lattice",
+    "Learned",
     "Path",
-    "PathWork",
     "Piece",
     "PlacedRank",
     "ReadMap",
@@ -48,6 +39,7 @@ __all__ = [
     "RunPlan",
     "Runs",
     "Share",
+    "SlotPlan",
     "Spans",
     "check_compatible",
     "choose_path",
@@ -55,11 +47,11 @@ __all__ = [
     "chunk_spans",
     "cut_for_digests",
     "cut_into_boxes",
+    "held_bytes",
+    "least_box_bytes",
     "num_pieces",
     "piece_of",
-    "reader_order",
-    "slot_plan",
-    "slot_rank",
+    "read_bytes",
     "tail_spans",
     "usual_box_bytes",
     "whole_spans",

@@ -28,7 +28,6 @@ from kvbus.geometry import (
     RankSpec,
     Region,
     Segment,
-    SlotOrder,
     slot_bytes,
     slot_region,
 )
@@ -38,6 +37,9 @@ from kvbus.planning.spans import Spans
 
 MAX_FEW = 32
 """Runs that are found one by one; from there on arrays are faster."""
+
+ENDLESS = 2**31 - 1
+WHOLE_SLOT = BlockTable.of([0])
 
 Tables = Mapping[str, BlockTable]
 
@@ -57,13 +59,6 @@ class PlacedRank:
     def direct(self) -> bool:
         """Whether READs can start or end in its blocks."""
         return bool(self.addresses)
-
-    def somewhere(self) -> "PlacedRank":
-        """The rank with addresses, invented ones too: for questions where these do not matter."""
-        if self.direct:
-            return self
-        at_zero = {segment.segment_id: 0 for segment in self.rank.segments}
-        return PlacedRank(self.engine, self.rank, at_zero)
 
 
 class RunPlan:
@@ -127,37 +122,47 @@ class RunPlan:
         )
 
 
-def slot_plan(placed: PlacedRank, box: Box, order: SlotOrder, *, into_slot: bool) -> RunPlan:
-    """The runs between a rank's blocks and a slot at address 0; ``box`` starts at position 0.
+# A box of n positions from p on is, to the planner, all that a rank has of these positions in one
+# block that never ends. So no unit is cut for the slot's sake, and the address of position 0 is so
+# many tokens in front of the slot. Plans depend on n, but not on p.
+class SlotPlan:
+    """The runs between a rank's blocks and slots that hold a box of one shape.
 
     Raises `GeometryError` for a layer, part or head that the rank does not hold.
     """
-    _check_held(placed.rank, box)
-    slot = slot_rank(placed, box, order)
-    share = Share(
-        holder=0,
-        reader=0,
-        group=box.group,
-        layers=box.layers,
-        parts=box.parts,
-        first_head=box.first_head,
-        num_heads=box.num_heads,
-    )
-    source, target = (placed, slot) if into_slot else (slot, placed)
-    return RunPlan({0: source}, {0: target}, [share])
 
+    def __init__(self, placed: PlacedRank, box: Box, *, into_slot: bool) -> None:
+        _check_held(placed.rank, box)
+        group = placed.engine.group(box.group)
+        region = slot_region(group, box)
+        endless = msgspec.structs.replace(group, block_size=ENDLESS)
+        slot = PlacedRank(
+            engine=msgspec.structs.replace(placed.engine, groups=(endless,)),
+            rank=RankSpec(0, (Segment(region.segment_id, slot_bytes(group, box)),), (region,)),
+            addresses={region.segment_id: 0},
+        )
+        share = Share(
+            holder=0,
+            reader=0,
+            group=box.group,
+            layers=box.layers,
+            parts=box.parts,
+            first_head=box.first_head,
+            num_heads=box.num_heads,
+        )
+        source, target = (placed, slot) if into_slot else (slot, placed)
+        self._plan = RunPlan({0: source}, {0: target}, [share])
+        self._group, self._into_slot = box.group, into_slot
+        self._token_bytes = region.stride_bytes(AxisName.TOKEN)
 
-def slot_rank(placed: PlacedRank, box: Box, order: SlotOrder) -> PlacedRank:
-    """A slot as the planner sees ranks, in blocks of the order's."""
-    group = placed.engine.group(box.group)
-    region = slot_region(group, box, order)
-    segment = Segment(region.segment_id, slot_bytes(group, box, order))
-    in_slot = msgspec.structs.replace(group, block_size=order.block_size)
-    return PlacedRank(
-        engine=msgspec.structs.replace(placed.engine, groups=(in_slot,)),
-        rank=RankSpec(rank=0, segments=(segment,), regions=(region,)),
-        addresses={region.segment_id: 0},
-    )
+    def runs(self, table: BlockTable, start: int, stop: int, *, slot_at: int) -> Runs:
+        """The runs of positions [start, stop); the slot's first byte is at ``slot_at``."""
+        tables = {self._group: table}, {self._group: WHOLE_SLOT}
+        source, target = tables if self._into_slot else reversed(tables)
+        moved = {
+            "target_at" if self._into_slot else "source_at": slot_at - start * self._token_bytes
+        }
+        return self._plan.runs(source, target, {self._group: (start, stop)}, **moved)
 
 
 def _check_held(rank: RankSpec, box: Box) -> None:

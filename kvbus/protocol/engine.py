@@ -289,7 +289,7 @@ class Fetched(Message, frozen=True):
     num_bytes: Size = 0
     """Bytes that were read. What several ranks hold alike may be read once for all of them."""
     path: Text = ""
-    """How they were read: ``direct``, ``packed``, ``reordered`` or ``mapped``; empty when nothing
+    """How they were read: ``direct``, ``packed`` or ``mapped``; empty when nothing
     was."""
     stages_s: StageTimes = StageTimes()
     """Where the time went."""

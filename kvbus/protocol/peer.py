@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvbus.geometry import BlockTable, Box, EngineSpec, RankSpec, SlotOrder
+from kvbus.geometry import BlockTable, Box, EngineSpec, RankSpec
 from kvbus.geometry.spec import Index
 from kvbus.protocol.attach import MemorySocket
 from kvbus.protocol.engine import AgentRanks, Ranks, Tables
@@ -343,9 +343,7 @@ class Pack(Request[Packed], frozen=True):
     """The lease. An agent that is not the engine's home cannot check it; the ``take`` does."""
     rank: HolderRank
     box: Box
-    """What is wanted. Not more than ``slot_bytes`` in the order that is asked for."""
-    order: SlotOrder
-    """How it shall lie in the slot."""
+    """What is wanted. Not more than ``slot_bytes``."""
     table: BoxTable
     slot_lease_s: Seconds
     """Seconds that are wanted for waiting, gathering and reading together. The agent may grant

@@ -58,10 +58,7 @@ def check(one: dict[str, Any]) -> None:
 
 
 def check_speeds(case: Case) -> None:
-    """Speeds are those of the times beside them, and ratios those of the speeds.
-
-    In a ratio, "packed" is the faster of the paths through slots.
-    """
+    """Speeds are those of the times beside them, and ratios those of the speeds."""
     speeds = {name: one["value"] for name, one in case.items() if one["unit"] == "GB/s"}
     times = {name: case.get(f"{name} p50") for name in speeds}
     sizes = [speeds[name] * time["value"] for name, time in times.items() if time is not None]
@@ -69,7 +66,6 @@ def check_speeds(case: Case) -> None:
     assert len(sizes) >= 2
     assert min(sizes) > 0
     assert sizes == pytest.approx(sizes[:1] * len(sizes), rel=1e-3)
-    speeds["packed"] = max(speeds.get(way, 0.0) for way in ("packed", "reordered"))
     for name, of, other in ratios:
         if of in speeds and other in speeds:
             assert case[name]["value"] == pytest.approx(speeds[of] / speeds[other], rel=1e-3)

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from kvbus_decode.costs import Learned
+from kvbus.planning import Learned
 
 KIB, MIB = 1 << 10, 1 << 20
 

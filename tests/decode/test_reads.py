@@ -24,7 +24,6 @@ FAILED = RemoteError("failed", code=ErrorCode.TRANSFER_FAILED)
 LOST = LocalError("gone", code=ErrorCode.ENGINE_LOST)
 STAGES = {
     "direct": (Stage.READING,),
-    "reordered": (Stage.PACKING, Stage.READING),
     "packed": (Stage.PACKING, Stage.READING, Stage.COPYING),
     "mapped": (Stage.COPYING,),
     "zeroing": (Stage.COPYING,),
@@ -166,9 +165,6 @@ SCRIPTS: dict[str, list[Step]] = {
     "a packed box goes through a slot there and one of ours":
         [(chunk("packed"), ["pack 0"]), (packed(0, 7), ["post 0"]), 1,
          (landed(), ["copy 0", "release 7"]), 1, (copied(), ["end 8 any"]), 0],
-    "a reordered box takes no slot of ours":
-        [chunk("reordered"), (packed(0, 7), ["post 0"]), 0,
-         (landed(), ["release 7", "end 8 any"])],
     "slots that were read go back with the next box of the same holder":
         [chunk("packed", "packed", "packed"), (packed(0, 7), ["post 0"]), (landed(), ["copy 0"]),
          (copied(), ["pack 2 giving 7"])],

@@ -19,7 +19,7 @@ def options(text: str, prefix: str = "") -> list[str]:
 
 
 SMALL = ("--requests", "5", "--max-new-tokens", "8")
-PACKED = {"packed", "reordered"}
+PACKED = {"packed"}
 ANY = {"mapped", "direct", *PACKED}
 CI_SHAPE = ("tp=3 chunk=32", "tp=2 pp=3 block-size=5", "window=50 path=packed", PACKED)
 HOST_SHAPE = ("tp=2 memory=host chunk=32", "tp=3 memory=host layout=HND", "attention=mla")

@@ -1,4 +1,4 @@
-"""A box lies in its slot as its order says: every element where plain index arithmetic puts it."""
+"""A box lies in its slot in canonical order: each element where index arithmetic puts it."""
 
 from itertools import product
 
@@ -8,31 +8,18 @@ from hypothesis import strategies as st
 
 from kvbus.geometry import (
     DTYPE_SIZES_BYTES,
-    AxisName,
     Box,
     GroupSpec,
-    SlotOrder,
-    canonical_order,
     slot_bytes,
     slot_region,
-    slot_table,
 )
 from tests.examples import num_examples
 from tests.geometry.layouts import Element, byte_offset
 
-AXES = (
-    AxisName.BLOCK,
-    AxisName.LAYER,
-    AxisName.KV,
-    AxisName.TOKEN,
-    AxisName.HEAD,
-    AxisName.DIM,
-)
-
 
 @st.composite
-def boxes(draw: st.DrawFn) -> tuple[GroupSpec, Box, SlotOrder]:
-    """A group, a box of it and any order of any block size."""
+def boxes(draw: st.DrawFn) -> tuple[GroupSpec, Box]:
+    """A group, and a box of it."""
     heads, dims = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     group = GroupSpec("full", (0, 2, 3), 4, heads, dims, "float16")
     first, start = draw(st.integers(0, heads - 1)), draw(st.integers(0, 12))
@@ -45,38 +32,29 @@ def boxes(draw: st.DrawFn) -> tuple[GroupSpec, Box, SlotOrder]:
         start=start,
         stop=start + draw(st.integers(1, 12)),
     )
-    axes = tuple(draw(st.permutations(list(AxisName))))
-    return group, box, SlotOrder(axes, draw(st.integers(1, 7)))
+    return group, box
 
 
 @settings(max_examples=num_examples(200), deadline=None)
 @given(boxes())
 def test_every_element_lies_where_counting_the_axes_puts_it(
-    case: tuple[GroupSpec, Box, SlotOrder],
+    case: tuple[GroupSpec, Box],
 ) -> None:
-    group, box, order = case
-    itemsize, first_block = DTYPE_SIZES_BYTES[group.dtype], box.start // order.block_size
-    num_blocks = (box.stop - 1) // order.block_size - first_block + 1
-    of_box = (num_blocks, len(box.layers), len(box.parts))
-    sizes = dict(zip(AXES, (*of_box, order.block_size, box.num_heads, group.head_dim), strict=True))
+    group, box = case
+    itemsize = DTYPE_SIZES_BYTES[group.dtype]
+    sizes = (
+        len(box.layers),
+        len(box.parts),
+        box.stop - box.start,
+        box.num_heads,
+        group.head_dim,
+    )
 
-    region, table = slot_region(group, box, order), slot_table(box, order)
+    region = slot_region(group, box)
 
-    held = [
-        range(box.start, box.stop),
-        range(len(box.layers)),
-        range(len(box.parts)),
-        range(box.num_heads),
-        range(group.head_dim),
-    ]
-    elements = list(product(*held))
-    for position, layer, part, head, dim in elements:
-        block, token = divmod(position, order.block_size)
-        where = dict(zip(AXES, (block - first_block, layer, part, token, head, dim), strict=True))
-        counted = np.ravel_multi_index(
-            [where[name] for name in order.axes], [sizes[name] for name in order.axes]
-        )
+    for index in product(*map(range, sizes)):
+        layer, part, token, head, dim = index
         named = (box.layers[layer], box.parts[part], token, box.first_head + head, dim)
-        assert byte_offset(region, Element(table.block(block), *named)) == itemsize * counted
-    assert slot_bytes(group, box, order) == np.prod(list(sizes.values())) * itemsize
-    assert slot_bytes(group, box, canonical_order()) == len(elements) * itemsize
+        counted = int(np.ravel_multi_index(index, sizes))
+        assert byte_offset(region, Element(0, *named)) == itemsize * counted
+    assert slot_bytes(group, box) == np.prod(sizes) * itemsize

@@ -11,7 +11,7 @@ from kvbus.memory.cuda import check_cuda
 from tests.agents import Agents, agents_ended
 from tests.process.shapes import ShapedAgents
 
-READERS = ("auto", "packed", "reordered")
+READERS = ("auto", "packed")
 SLOTS: dict[str, Any] = {"slot_bytes": 64 << 10, "staging_bytes": 8 * (64 << 10)}
 WITHIN_S = 240.0
 """For anything that starts CUDA in a new process."""

@@ -4,11 +4,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from kvbus.geometry import SlotOrder
 from tests.memory.in_memory import (
     InMemory,
     move_through_slots,
-    orders,
     zero_what_is_moved,
     zeroed_by_loops,
 )
@@ -26,10 +24,8 @@ HEAD_DIMS = (1, 2, 3, 8, 16)
 
 @pytest.mark.parametrize("kind", ["on the GPU", "pinned"])
 @MANY
-@given(cases(HEAD_DIMS), orders)
-def test_boxes_go_from_blocks_to_blocks_of_a_gpu(
-    kind: str, case: Case, order: SlotOrder | None
-) -> None:
+@given(cases(HEAD_DIMS))
+def test_boxes_go_from_blocks_to_blocks_of_a_gpu(kind: str, case: Case) -> None:
     prefill, decode = (InMemory(side, device="cuda") for side in (case.prefill, case.decode))
 
     def new_slot(num_bytes: int) -> torch.Tensor:
@@ -37,7 +33,7 @@ def test_boxes_go_from_blocks_to_blocks_of_a_gpu(
             return torch.zeros(num_bytes + 5, dtype=torch.uint8, pin_memory=True)
         return torch.zeros(num_bytes + 5, dtype=torch.uint8, device="cuda")
 
-    move_through_slots(case, prefill, decode, order, new_slot=new_slot)
+    move_through_slots(case, prefill, decode, new_slot=new_slot)
     torch.cuda.synchronize()
 
     assert decode.content() == copied_by_loops(case)[0]

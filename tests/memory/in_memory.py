@@ -3,12 +3,10 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import msgspec
 import torch
-from hypothesis import strategies as st
 
-from kvbus.geometry import AxisName, Box, SlotOrder, canonical_order, slot_bytes, slot_table
-from kvbus.memory import PagedMemory, Slot, gather, scatter, zero_positions
+from kvbus.geometry import Box, slot_bytes
+from kvbus.memory import PagedMemory, gather, scatter, zero_positions
 from kvbus.memory.cuda import GpuMover
 from kvbus.planning import (
     PlacedRank,
@@ -16,8 +14,6 @@ from kvbus.planning import (
     RunPlan,
     Share,
     cut_into_boxes,
-    reader_order,
-    slot_plan,
 )
 from tests.planning.handoffs import Case, Side, where_elements_lie
 
@@ -61,70 +57,44 @@ def plan_between(case: Case, prefill: InMemory, decode: InMemory) -> RunPlan:
     return RunPlan(holders, readers, ReadMap(*case.ranks).shares(case.replica_index))
 
 
-orders = st.one_of(
-    st.none(),
-    st.just(canonical_order()),
-    st.builds(SlotOrder, st.permutations(list(AxisName)).map(tuple), st.integers(1, 6)),
-)
-"""How boxes lie in their slots; None for the order of each reader."""
-
-
-def boxes_of(
-    case: Case, order: SlotOrder | None, *, room: int
-) -> Iterator[tuple[Share, Box, SlotOrder, bool]]:
-    """Boxes of up to ``room`` times the least one; True where they are read block by block."""
+def boxes_of(case: Case, *, room: int) -> Iterator[tuple[Share, Box]]:
+    """Boxes of up to ``room`` times the least one."""
     reads, spans = ReadMap(*case.ranks), case.spans()
-    for share in (reads.joined if order else reads.shares)(case.replica_index):
-        placed = case.decode.ranks[share.reader]
-        group = placed.engine.group(share.group)
-        readers = None if order else reader_order(placed.rank.regions, group)
-        used = readers or order or canonical_order()
-        least = share.position_bytes(group) // len(share.layers) * used.block_size
-        for box in cut_into_boxes(
-            share, group, spans[share.group], order=used, box_bytes=room * least
-        ):
-            yield share, box, used, readers is not None
+    for share in reads.joined(case.replica_index):
+        group = case.decode.ranks[share.reader].engine.group(share.group)
+        least = share.position_bytes(group) // len(share.layers)
+        for box in cut_into_boxes(share, group, spans[share.group], box_bytes=room * least):
+            yield share, box
 
 
 def move_through_slots(
     case: Case,
     prefill: InMemory,
     decode: InMemory,
-    order: SlotOrder | None,
     *,
     room: int = 4,
     new_slot: Callable[[int], torch.Tensor],
     is_apart: bool = False,
 ) -> None:
-    """Gather each box; scatter it, or read blocks out of a slot that is in the reader's order.
+    """Gather each box, and scatter it.
 
     ``is_apart`` has slots on what torch takes for another device than the ranks'.
     """
-    for share, box, used, by_blocks in boxes_of(case, order, room=room):
+    for share, box in boxes_of(case, room=room):
         holder = prefill.paged(share.holder, share.group)
         readers = {rank: decode.paged(rank, share.group) for rank in share.readers}
         if is_apart:
             for memory in (holder, *readers.values()):
                 if isinstance(memory.mover, GpuMover):
                     memory.mover.device = torch.device("cpu", 0)
-        num_bytes = slot_bytes(holder.group, box, used)
+        num_bytes = slot_bytes(holder.group, box)
         whole = new_slot(num_bytes)
-        slot = Slot(whole if prefill.as_gpu else whole.numpy(), used)
+        slot = whole if prefill.as_gpu else whole.numpy()
         beyond = whole[num_bytes:].clone()
 
         gather(holder, case.prefill.tables[box.group], box, slot)
-        for rank, memory in readers.items():
-            table = case.decode.tables[box.group]
-            if not by_blocks:
-                scatter(memory, table, box, slot)
-                continue
-            blocks = slot_table(box, used)
-            shape = msgspec.structs.replace(box, start=0, stop=len(blocks) * used.block_size)
-            plan = slot_plan(case.decode.ranks[rank], shape, used, into_slot=False)
-            spans = {box.group: (box.start, box.stop)}
-            for target, source, size in plan.runs({box.group: blocks}, {box.group: table}, spans):
-                to = target - case.decode.base
-                decode.bytes[to : to + size] = whole[source : source + size]
+        for memory in readers.values():
+            scatter(memory, case.decode.tables[box.group], box, slot)
         assert torch.equal(whole[num_bytes:], beyond)
 
 

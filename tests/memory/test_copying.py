@@ -18,16 +18,13 @@ from kvbus.geometry import (
     EngineSpec,
     GroupSpec,
     KvLayout,
-    SlotOrder,
-    canonical_order,
     lay_out_rank,
     slot_bytes,
 )
-from kvbus.memory import PagedMemory, Slot, gather, scatter
+from kvbus.memory import PagedMemory, gather, scatter
 from tests.memory.in_memory import (
     InMemory,
     move_through_slots,
-    orders,
     zero_what_is_moved,
     zeroed_by_loops,
 )
@@ -39,13 +36,12 @@ HEAD_DIMS = (1, 2, 3, 8, 16)
 @some(1000, share=8)
 @given(
     cases(HEAD_DIMS),
-    orders,
     st.integers(1, 60),
     st.sampled_from([0, 3, 8, 16]),
     st.sampled_from(["host", "gpu", "apart"]),
 )
 def test_what_is_gathered_into_slots_arrives_in_the_blocks_of_all_readers_and_nowhere_else(
-    case: Case, order: SlotOrder | None, room: int, aligned_to: int, kind: str
+    case: Case, room: int, aligned_to: int, kind: str
 ) -> None:
     as_gpu = kind != "host"
     prefill, decode = (InMemory(side, as_gpu=as_gpu) for side in (case.prefill, case.decode))
@@ -56,7 +52,7 @@ def test_what_is_gathered_into_slots_arrives_in_the_blocks_of_all_readers_and_no
         return torch.frombuffer(noise, dtype=torch.uint8)[aligned_to:]
 
     move_through_slots(
-        case, prefill, decode, order, room=room, new_slot=new_slot, is_apart=kind == "apart"
+        case, prefill, decode, room=room, new_slot=new_slot, is_apart=kind == "apart"
     )
 
     assert decode.content() == copied_by_loops(case)[0]
@@ -92,8 +88,7 @@ def test_units_of_any_length_are_copied_by_the_kernel_and_as_on_a_gpu(
     expected[:, blocks[0], :, 3:] = held[:, 0, :, 3:]
     expected[:, blocks[1:]] = held[:, 1:4]
     buffers = (whole if as_gpu else whole.numpy() for whole in (source, target, ring))
-    held_in, put_into, slot_bytes_of = buffers
-    slot = Slot(slot_bytes_of, canonical_order())
+    held_in, put_into, slot = buffers
     box = Box("full", (0, 1, 2), group.parts, 0, 4, 3, 64)
 
     gather(PagedMemory(group, rank.regions, {"kv": held_in}), BlockTable.of(range(4)), box, slot)
@@ -106,7 +101,7 @@ def test_units_of_any_length_are_copied_by_the_kernel_and_as_on_a_gpu(
 GROUP = GroupSpec("full", tuple(range(6)), 4, 2, 8, "bfloat16")
 RANK = lay_out_rank(EngineSpec("e", "m", 1, (GROUP,)), 0, KvLayout.parse("NHD"), num_blocks=8)
 BOX = Box("full", (0, 1), GROUP.parts, 0, 2, 0, 12)
-BOX_BYTES = slot_bytes(GROUP, BOX, canonical_order())
+BOX_BYTES = slot_bytes(GROUP, BOX)
 TABLE = BlockTable.of([5, 0, 3])
 
 
@@ -136,7 +131,7 @@ def test_a_box_a_table_or_a_slot_beyond_the_memory_is_refused_before_a_byte_move
     memory = torch.arange(RANK.segments[0].size_bytes).to(torch.uint8)
     ring, before = torch.zeros(2 * BOX_BYTES, dtype=torch.uint8), memory.clone()
     asked = {"box": BOX, "table": TABLE, "room": BOX_BYTES} | changes
-    slot = Slot(ring[: asked["room"]].numpy(), canonical_order())
+    slot = ring[: asked["room"]].numpy()
 
     paged = PagedMemory(GROUP, RANK.regions, {"kv": memory.numpy()})
     with pytest.raises(GeometryError, match=message):
@@ -159,7 +154,7 @@ def test_what_is_kept_of_boxes_that_readers_choose_is_bounded() -> None:
     rank = lay_out_rank(EngineSpec("e", "m", 1, (group,)), 0, KvLayout.parse("NHD"), num_blocks=1)
     buffer = np.zeros(rank.segments[0].size_bytes, np.uint8)
     memory, layers = PagedMemory(group, rank.regions, {"kv": buffer}), list(range(8))
-    slot = Slot(buffer.copy(), canonical_order())
+    slot = buffer.copy()
     kept_bytes = []
 
     tracemalloc.start()

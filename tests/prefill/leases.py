@@ -13,7 +13,7 @@ from kvbus.agent.engines import LocalEngine
 from kvbus.agent.slots import HOST
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
-from kvbus.geometry import BlockTable, Box, KvPart, canonical_order
+from kvbus.geometry import BlockTable, Box, KvPart
 from kvbus.protocol import (
     CheckMemory,
     Claim,
@@ -82,7 +82,6 @@ class Case:
             epoch=self.epoch,
             rank=0,
             box=BOX,
-            order=canonical_order(),
             table=TABLE,
             slot_lease_s=20.0,
             token=self.token,

@@ -14,7 +14,7 @@ import xxhash
 
 from kvbus.engine import MemorySession
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.geometry import AxisName, BlockTable, Box, KvPart, SlotOrder
+from kvbus.geometry import BlockTable, Box, KvPart
 from kvbus.planning import chosen_boxes, num_pieces, piece_of
 from kvbus.protocol import Digests
 from tests.agents import until
@@ -26,24 +26,12 @@ from tests.strict_sessions import bits
 
 pytestmark = pytest.mark.anyio
 
-HND_OF_32 = SlotOrder(
-    (AxisName.BLOCK, AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.TOKEN, AxisName.DIM), 32
-)
-
 
 async def test_a_box_in_canonical_order_holds_its_tokens_one_after_the_other(case: Case) -> None:
     packed = await case.packed()
 
     assert packed.num_bytes == 2 * 2 * 30 * 4 * FULL.head_dim * 2
     assert torch.equal(case.slot(packed), case.wanted())
-
-
-async def test_a_box_in_the_order_of_its_reader_holds_its_blocks(case: Case) -> None:
-    packed = await case.packed(order=HND_OF_32)
-
-    blocks = case.slot(packed).view(torch.int16).view(2, 2, 2, 4, 32, FULL.head_dim)
-    rows = blocks.permute(1, 2, 0, 4, 3, 5).reshape(2, 2, 64, 4, FULL.head_dim)[:, :, 10:40]
-    assert torch.equal(rows.contiguous().view(torch.uint8).flatten(), case.wanted())
 
 
 def digests_of(case: Case, *, one_in: int = 1) -> list[int]:
@@ -115,8 +103,7 @@ WRONG: dict[str, list[Wrong]] = {
         ({"epoch": 2}, STALE, "not live"),
         ({"token": SECRET}, FORBIDDEN, "not yours"),
         ({"table": BlockTable.of([7, 3, 7])}, GEOMETRY, "twice"),
-        ({"order.block_size": 2**30}, GEOMETRY, "larger than a slot of 65536 bytes"),
-        ({"order.axes": (AxisName.DIM,) * 6}, GEOMETRY, "six axes"),
+        ({"box.num_heads": 2**31 - 1}, GEOMETRY, "larger than a slot of 65536 bytes"),
     ],
 }
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace as altered
 
 from kvbus.errors import ErrorCode, KVBusError
-from kvbus.geometry import BlockTable, Box, canonical_order
+from kvbus.geometry import BlockTable, Box
 from kvbus.protocol import (
     Claim,
     ExtendOffer,
@@ -173,7 +173,6 @@ def box(
         epoch=epoch,
         rank=0,
         box=Box("full", (0,), ("k",), 0, 1, 0, stop),
-        order=canonical_order(),
         table=BlockTable.of(blocks, first_block=first_block),
         slot_lease_s=1.0,
         token=token,

@@ -89,7 +89,7 @@ def is_possible(case: Case) -> bool:
     """Whether there are such engines, and they can take this path; of a few axes, whether some."""
     staged = [case.get(f"{role} memory") == UNREGISTERED for role in ROLES]
     path = case.get("path")
-    if (path == "direct" and any(staged)) or (path == "reordered" and staged[1]):
+    if path == "direct" and any(staged):
         return False
     if case.get("model") == "state" and case.get("request") == "part of an offer":
         return False  # a state is that of the last token

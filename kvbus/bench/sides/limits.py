@@ -31,7 +31,6 @@ READS = {
     "mapped": "memory of this machine",
     "direct": "network, or memory",
     "packed": "gathers, network, scatters",
-    "reordered": "gathers, network",
 }
 SMALL_BYTES = 4 * MIB
 """A handoff of less takes hardly longer than one of next to nothing."""

@@ -83,13 +83,12 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 60.0
 
     path: Annotated[
-        Literal["auto", "direct", "packed", "reordered", "mapped"],
+        Literal["auto", "direct", "packed", "mapped"],
         Meta(
             description="How KV is read: `direct` straight from blocks into blocks, `packed` "
-            "through staging slots of both agents, `reordered` through slots of the prefill agent "
-            "that have our order, `mapped` by one copy out of a prefill engine's memory on this "
-            "machine, `auto` mapped where that is open, else direct where runs are long and no "
-            "two ranks read the same, else packed."
+            "through staging slots of both agents, `mapped` by one copy out of a prefill engine's "
+            "memory on this machine, `auto` mapped where that is open, else direct where runs are "
+            "long and no two ranks read the same, else packed."
         ),
     ] = "auto"
     digest: Annotated[

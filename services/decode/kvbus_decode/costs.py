@@ -1,50 +1,19 @@
 """What a fetch would take now, for routers; learned from fetches that have ended."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from kvbus.agent.engines import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.planning import chunk_spans
+from kvbus.planning import Learned, chunk_spans, held_bytes
 from kvbus.protocol.engine import Fetched
 from kvbus.protocol.status import Cost, Predicted
 from kvbus_decode.reader import Reader
-from kvbus_decode.route import position_bytes
 from kvbus_decode.route_book import RouteBook
 
 MAX_LEARNED = 4096
 MEETING_S = 0.1
 """What engines that have not met take for that."""
-WEIGHT, MAX_RATIO = 0.2, 100.0
-
-
-# A fetch takes fixed_s + num_bytes / bytes_per_s. By how much one took longer than that corrects
-# both, each by its part of the time: short fetches teach the fixed time, long ones the rate. What
-# others take from it meanwhile is in what it takes.
-@dataclass(slots=True)
-class Learned:
-    """What fetches from one prefill agent by one path take; the defaults are assumed."""
-
-    fixed_s: float = 1e-3
-    bytes_per_s: float = 8e9
-    num_observed: int = 0
-
-    def predict_s(self, num_bytes: int) -> float:
-        """What one would take."""
-        return self.fixed_s + num_bytes / self.bytes_per_s
-
-    def observe(self, num_bytes: int, seconds: float) -> None:
-        """One took so long; of nothing, or in no time, says nothing."""
-        if num_bytes <= 0 or seconds <= 0:
-            return
-        predicted_s = self.predict_s(num_bytes)
-        ratio = min(max(seconds / predicted_s, 1 / MAX_RATIO), MAX_RATIO)
-        weight = max(WEIGHT, 1 / (self.num_observed + 1))
-        fixed, moving = self.fixed_s / predicted_s, 1 - self.fixed_s / predicted_s
-        self.fixed_s *= ratio ** (weight * fixed / max(fixed, moving))
-        self.bytes_per_s /= ratio ** (weight * moving / max(fixed, moving))
-        self.num_observed += 1
 
 
 class CostBook:
@@ -105,5 +74,5 @@ def _num_bytes(engine: LocalEngine, first_token: int, num_tokens: int) -> int:
     """Of these tokens, for the ranks of the engine that are here."""
     groups, whole = engine.spec.groups, (first_token, num_tokens)
     spans = chunk_spans(groups, groups, whole, whole, last=True)
-    sizes = position_bytes(engine.placed())
+    sizes = held_bytes((one.rank for one in engine.ranks.values()), engine.spec)
     return sum(size * (spans[group][1] - spans[group][0]) for group, size in sizes.items())

@@ -5,14 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-import numpy as np
-
 from kvbus.agent.copiers import Job, Work
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.slots import SlotMemory, StagingDevices
 from kvbus.errors import ErrorCode, GeometryError, LocalError, RemoteError
-from kvbus.geometry import Box, GroupSpec, SlotOrder, canonical_order, slot_bytes, slot_table
+from kvbus.geometry import Box, GroupSpec, slot_bytes
 from kvbus.memory import copying
 from kvbus.memory.run_copy import copy_runs
 from kvbus.planning import (
@@ -21,7 +18,6 @@ from kvbus.planning import (
     Runs,
     Share,
     cut_into_boxes,
-    reader_order,
 )
 from kvbus.planning.digests import cut_for_digests
 from kvbus.protocol.peer import Packed
@@ -41,7 +37,7 @@ SHORT_RUNS = 32
 thread and back takes 70.
 """
 
-REORDERED, PACKED = (PACKING, READING), (PACKING, READING, COPYING)
+PACKED = PACKING, READING, COPYING
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -151,57 +147,41 @@ class MappedJob(LegJob):
 class BoxJob(LegJob):
     """One box, from a rank of a source into ours; ``packed`` is where it lies there.
 
-    ``slots`` are those here that it is scattered from. Without, ``reads`` are the READs from a
-    slot at address 0 into the blocks.
+    ``slots`` are those here that it is scattered from.
     """
 
     chunk: Chunk
     share: Share
     group: GroupSpec
     box: Box
-    order: SlotOrder
-    slots: SlotMemory | None
+    slots: SlotMemory
     packed: Packed | None = None
-    reads: Reads | None = None
 
     @property
     def ranks(self) -> tuple[RankMemory, ...]:
-        """The ranks here that it is for: with slots here, all of a joined share."""
+        """The ranks here that it is for: all of a joined share."""
         return tuple(self.chunk.route.engine.ranks[number] for number in self.share.readers)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the box in a slot."""
-        return slot_bytes(self.group, self.box, self.order)
-
-    def block_reads(self) -> Reads:
-        """READs from a slot at address 0 into the blocks; the caller's to change."""
-        box, blocks = self.box, slot_table(self.box, self.order)
-        shape = msgspec.structs.replace(box, start=0, stop=len(blocks) * self.order.block_size)
-        plan = self.chunk.route.slot_reads[self.share.reader](shape, self.order)
-        tables = {box.group: blocks}, {box.group: self.chunk.asked.tables[box.group]}
-        return plan.runs(*tables, {box.group: (box.start, box.stop)}).reads()
+        return slot_bytes(self.group, self.box)
 
     def rows(self, slot: int | None) -> Rows:
-        """The READ into number ``slot`` here, or those into the blocks."""
-        packed, slots = self.packed, self.slots
-        if packed is not None and slots is not None and slot is not None:
-            whole = Runs(few=((slots.address(slot), packed.address, packed.num_bytes),))
-            rows = whole.reads(local_device=slots.device, remote_device=packed.device)
-            return rows, slots.memory, packed.memory
-        if packed is None or self.reads is None:
+        """The READ into number ``slot`` here."""
+        packed = self.packed
+        if packed is None or slot is None:
             raise LocalError("the box is not packed", code=ErrorCode.INTERNAL)
-        self.reads.remote[:, 0] += np.uint64(packed.address)
-        self.reads.remote[:, 2] = packed.device
-        return self.reads, "DRAM", packed.memory
+        whole = Runs(few=((self.slots.address(slot), packed.address, packed.num_bytes),))
+        rows = whole.reads(local_device=self.slots.device, remote_device=packed.device)
+        return rows, self.slots.memory, packed.memory
 
     def copy(self, slot: int | None, memory: copying.PagedMemory) -> None:
         """Scatter number ``slot`` here into the blocks of one rank; in a thread."""
-        if self.slots is None or slot is None:
+        if slot is None:
             raise LocalError("the box has no slot", code=ErrorCode.INTERNAL)
         table = self.chunk.asked.tables[self.box.group]
-        packed = copying.Slot(self.slots.view(slot), self.order)
-        copying.scatter(memory, table, self.box, packed)
+        copying.scatter(memory, table, self.box, self.slots.view(slot))
 
 
 @dataclass(slots=True, eq=False)
@@ -238,7 +218,7 @@ def rounds_of(
             Leg((COPYING,), MappedJob(chunk, plan, job_bytes), plan.source) for plan in chunk.plans
         ]
     else:
-        legs = _box_legs(chunk, path, box_bytes=choice.box_bytes, staging=staging)
+        legs = _box_legs(chunk, box_bytes=choice.box_bytes, staging=staging)
     later = tuple(_zero_legs(chunk)), tuple(_compare_legs(chunk, path))
     return tuple(legs), *filter(None, later)
 
@@ -254,20 +234,16 @@ def short_copy(chunk: Chunk, *, job_bytes: int) -> MappedJob | None:
     return MappedJob(chunk, plans[0], job_bytes, is_short=True)
 
 
-def _box_legs(chunk: Chunk, path: Path, *, box_bytes: int, staging: StagingDevices) -> list[Leg]:
+def _box_legs(chunk: Chunk, *, box_bytes: int, staging: StagingDevices) -> list[Leg]:
     """One leg for each box; those of different sources and ranks take turns.
 
     A packed box is for all ranks that want the same and have their slots on one device.
     """
-    slots = {
-        rank.device: staging.at(rank.device)
-        for rank in chunk.route.engine.ranks.values()
-        if path is Path.PACKED
-    }
+    slots = {rank.device: staging.at(rank.device) for rank in chunk.route.engine.ranks.values()}
     queues = [
-        deque(_legs_of_share(chunk, plan, share, path, box_bytes=box_bytes, slots=slots))
+        deque(_legs_of_share(chunk, plan, share, box_bytes=box_bytes, slots=slots))
         for plan in chunk.plans
-        for share in (plan.joined if path is Path.PACKED else plan.shares)
+        for share in plan.joined
     ]
     legs: list[Leg] = []
     while queues:
@@ -297,19 +273,14 @@ def _legs_of_share(
     chunk: Chunk,
     plan: SourcePlan,
     share: Share,
-    path: Path,
     *,
     box_bytes: int,
     slots: Mapping[str, SlotMemory],
 ) -> Iterator[Leg]:
     reader = chunk.route.readers[share.reader]
     group = reader.engine.group(share.group)
-    order = canonical_order()
-    if path is Path.REORDERED:
-        order = reader_order(reader.rank.regions, group) or order
-    stages = REORDERED if path is Path.REORDERED else PACKED
     device = chunk.route.engine.ranks[share.reader].device
     span = chunk.spans[share.group]
-    for box in cut_into_boxes(share, group, span, order=order, box_bytes=box_bytes):
-        work = BoxJob(chunk, share, group, box, order, slots.get(device))
-        yield Leg(stages, work, plan.source, device)
+    for box in cut_into_boxes(share, group, span, box_bytes=box_bytes):
+        work = BoxJob(chunk, share, group, box, slots[device])
+        yield Leg(PACKED, work, plan.source, device)

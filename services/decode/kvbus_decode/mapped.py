@@ -37,7 +37,7 @@ MAP_WITHIN_S = 2.0
 """A prefill agent that takes longer was stopped."""
 POPULATE_WITHIN_S = 2.0
 MOST_STATES = 256
-WITH_NIXL = ("direct", "packed", "reordered")
+WITH_NIXL = ("direct", "packed")
 OPEN = "open"
 
 SegmentKey = tuple[int, str]

@@ -66,18 +66,18 @@ class PathChooser:
         num_bytes = route.num_bytes(spans)
         if not num_bytes or paths == (Path.DIRECT,):  # nothing to read: it zeroes a tail
             return PathChoice(paths[0])
-        slot_bytes, work = self._slot_bytes(route), route.work
+        slot_bytes, least = self._slot_bytes(route), route.least_box_bytes
         plans = route.plans(replica_index)
         path = choose_path(
-            tuple(one for one in paths if work.least_box_bytes(one) <= slot_bytes) or paths,
+            tuple(one for one in paths if one is not Path.PACKED or least <= slot_bytes) or paths,
             num_bytes=num_bytes,
             num_runs=sum(plan.direct.num_runs(spans) for plan in plans if plan.direct),
-            repeated_bytes=work.repeated_bytes(spans),
+            repeated_bytes=route.repeated_bytes(spans),
         )
         if path in WITHOUT_BOXES:
             return PathChoice(path)
         usual = usual_box_bytes(num_bytes, slot_bytes=slot_bytes)
-        return PathChoice(path, min(slot_bytes, max(usual, work.least_box_bytes(path))))
+        return PathChoice(path, min(slot_bytes, max(usual, least)))
 
     def _open_paths(self, route: Route) -> tuple[Path, ...]:
         """Mapped memory may close; the others stay open, or closed, as long as the route is used.
@@ -151,20 +151,16 @@ def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
     if not (route.prefill_direct and route.decode_direct):
         side = "decode" if not route.decode_direct else "prefill"
         closed[Path.DIRECT] = f"the memory of the {side} engine is unregistered"
-    if not route.work.can_reorder:
-        closed[Path.REORDERED] = "the decode engine's regions have different orders"
-    if not route.decode_direct:
-        closed[Path.REORDERED] = "the memory of the decode engine is unregistered"
     if not packs_here:
         closed[Path.PACKED] = "key 'staging_bytes' is 0 at the decode agent"
     for source in route.sources:
         if source.nixl is None:
-            for path in (Path.DIRECT, Path.REORDERED, Path.PACKED):
+            for path in (Path.DIRECT, Path.PACKED):
                 closed[path] = "the memory of the prefill engine is mapped, and not known to NIXL"
             break
         if not source.slot_bytes:
             reason = f"key 'staging_bytes' is 0 at the prefill agent ({source.peer.endpoint})"
-            closed[Path.PACKED] = closed[Path.REORDERED] = reason
+            closed[Path.PACKED] = reason
     return closed
 
 

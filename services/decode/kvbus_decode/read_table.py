@@ -7,7 +7,6 @@
 A leg goes through its stages, one after the other:
 
     direct       wanted ────────────────────────▶ reading ─────────────▶ over
-    reordered    wanted ─▶ packing ─────────────▶ reading ─────────────▶ over
     packed       wanted ─▶ packing ─▶ packed ───▶ reading ─▶ copying ──▶ over
     mapped       wanted ───────────────────────────────────▶ copying ──▶ over
     zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
@@ -94,11 +93,6 @@ class Leg:
     slot_id: int | None = None
     slot_expires_at: float | None = None
     slot: int | None = None
-
-    @property
-    def needs_slot(self) -> bool:
-        """Whether it is read into a slot here."""
-        return READING in self.stages and COPYING in self.stages
 
 
 class ChunkWanted(Value, frozen=True):
@@ -277,7 +271,7 @@ def go_on(read: ReadEntry, leg: Leg, event: StageEnded, now: float) -> Commands:
     if read.error is not None or leg.num_begun == len(leg.stages):
         leg.state = OVER
         return []
-    if leg.state is PACKING and leg.needs_slot:
+    if leg.state is PACKING:
         leg.state = PACKED
         return []
     return begin(read, leg, event, now)
@@ -296,7 +290,7 @@ def abort(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Comman
 
 TRANSITIONS = transitions(
     ((WANTED,), (LegDue,), begin, (PACKING, READING, COPYING, COMPARING)),
-    ((PACKING,), (StageEnded,), go_on, (PACKED, READING, OVER)),
+    ((PACKING,), (StageEnded,), go_on, (PACKED, OVER)),
     ((PACKED,), (LegDue,), begin, (READING,)),
     ((READING,), (StageEnded,), go_on, (COPYING, OVER)),
     ((COPYING, COMPARING), (StageEnded,), go_on, (OVER,)),

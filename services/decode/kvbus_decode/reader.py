@@ -164,7 +164,7 @@ class Reader:
         self._dispatch(StageEnded(leg, num_bytes, error))
 
     def _pack(self, leg: Leg, command: ev.Begin) -> None:
-        """Ask for the box of a leg; what its READs are is found out meanwhile."""
+        """Ask for the box of a leg."""
         work: BoxJob = leg.work
         chunk, source = work.chunk, leg.source
         message = Pack(
@@ -175,7 +175,6 @@ class Reader:
             epoch=chunk.wanted.epoch,
             rank=work.share.holder,
             box=work.box,
-            order=work.order,
             table=chunk.blocks_of(work.box),
             slot_lease_s=self._config.lease_s,
             token=chunk.wanted.token,
@@ -185,11 +184,6 @@ class Reader:
         )
         timeout_s = max(1e-3, chunk.fetch.deadline - self._agent.loop.time())
         source.peer.ask(message, timeout_s, partial(self._on_packed, leg))
-        if not leg.needs_slot:
-            try:
-                work.reads = work.block_reads()
-            except KVBusError as error:
-                self._end_stage(leg, error=error)
 
     def _on_packed(self, leg: Leg, packed: Packed | KVBusError) -> None:
         if not isinstance(packed, KVBusError) and packed.num_bytes != leg.work.num_bytes:

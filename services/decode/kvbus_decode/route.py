@@ -3,16 +3,13 @@
 A route is made of what handshakes brought.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from math import prod
 
 from kvbus.agent.engines import LocalEngine
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
-    DTYPE_SIZES_BYTES,
     AxisName,
     BlockTable,
     EngineSpec,
@@ -22,21 +19,19 @@ from kvbus.geometry import (
     validate_ranks,
 )
 from kvbus.planning import (
-    FetchWork,
     PlacedRank,
     ReadMap,
     RunPlan,
     Share,
     Spans,
-    slot_plan,
+    held_bytes,
+    least_box_bytes,
+    read_bytes,
 )
 from kvbus.protocol.peer import CheckMemory, EngineMemory
 from kvbus_decode.mapped import MappedMemory
 from kvbus_decode.nixl_peers import NixlMemory
 from kvbus_decode.peers import Peer
-
-MAX_PLANS = 1024
-PER_POSITION = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.DIM)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,10 +111,6 @@ class Route:
         validate_ranks(prefill, ranks)
         self.readers = {placed.rank.rank: placed for placed in engine.placed()}
         """The ranks of the decode engine that are here, by number."""
-        self.slot_reads = {
-            n: lru_cache(MAX_PLANS)(partial(slot_plan, reader, into_slot=False))
-            for n, reader in self.readers.items()
-        }
         self.prefill_direct = all(placed.direct for placed in placed_there)
         """Whether READs can start in the blocks of every rank of the prefill engine."""
         self.decode_direct = all(placed.direct for placed in self.readers.values())
@@ -133,11 +124,12 @@ class Route:
             places={number: memory.device for number, memory in engine.ranks.items()},
         )
         self._num_blocks = _num_blocks(ranks)
-        self._position_bytes = position_bytes(self.readers.values())
+        self._position_bytes = held_bytes((one.rank for one in self.readers.values()), engine.spec)
         self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
-        holders = {rank: placed for s in sources for rank, placed in s.ranks.items()}
-        self.work = FetchWork(holders, self.readers, self._map.shares(), self._map.joined())
-        """What a fetch is on each path; which replicas it reads makes no difference to that."""
+        joined = self._map.joined()
+        self.least_box_bytes = least_box_bytes(joined, prefill)
+        """The smallest box that the packed path can go in."""
+        self._repeated_bytes = self._position_bytes - read_bytes(joined, prefill)
         self._next_replica_index = 0
 
     @property
@@ -204,6 +196,13 @@ class Route:
             for group, position_bytes in self._position_bytes.items()
         )
 
+    def repeated_bytes(self, spans: Spans) -> int:
+        """Bytes that joined shares read once, and the others again for each further rank."""
+        return sum(
+            repeated * (spans[group][1] - spans[group][0])
+            for group, repeated in self._repeated_bytes.items()
+        )
+
     def _make_plans(self, replica_index: int) -> list[SourcePlan]:
         joined = self._by_source(self._map.joined(replica_index))
         return [
@@ -243,17 +242,6 @@ def _num_blocks(ranks: list[RankSpec]) -> dict[str, int]:
         size = region.size(AxisName.BLOCK)
         num_blocks[region.group] = min(size, num_blocks.get(region.group, size))
     return num_blocks
-
-
-def position_bytes(readers: Iterable[PlacedRank]) -> Counter[str]:
-    """Bytes of one position over all ranks, by group."""
-    position_bytes = Counter[str]()
-    for placed in readers:
-        for region in placed.rank.regions:
-            itemsize = DTYPE_SIZES_BYTES[placed.engine.group(region.group).dtype]
-            sizes = (region.size(axis) for axis in PER_POSITION)
-            position_bytes[region.group] += itemsize * prod(sizes)
-    return position_bytes
 
 
 def placed_ranks(memory: EngineMemory) -> dict[int, PlacedRank]:

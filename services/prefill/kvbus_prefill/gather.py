@@ -16,7 +16,7 @@ from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, Shared
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
-from kvbus.geometry import GroupSpec, canonical_order, slot_bytes, slot_region
+from kvbus.geometry import GroupSpec, slot_bytes, slot_region
 from kvbus.memory import copying
 from kvbus.memory.digest_pieces import Digests as Found
 from kvbus.planning.digests import num_pieces
@@ -235,8 +235,7 @@ class Packing:
     ) -> None:
         """Copy, in a thread."""
         started_at = time.perf_counter()
-        buffer = copying.Slot(memory.view(slot), work.pack.order)
-        copying.gather(paged, work.pack.table, work.pack.box, buffer)
+        copying.gather(paged, work.pack.table, work.pack.box, memory.view(slot))
         self._metrics.gather_s.observe(time.perf_counter() - started_at)
         self._metrics.packed_bytes.inc(work.num_bytes)
 
@@ -260,7 +259,7 @@ class Packing:
                 "ask for a smaller one",
                 field="box",
             )
-        slot_region(group, box, canonical_order())  # refuses a box that is none of the group's
+        slot_region(group, box)  # refuses a box that is none of the group's
         offered_here, is_state = engine.control is not None, bool(group.state)
 
         def check() -> None:
@@ -317,7 +316,7 @@ def _check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> Gather:
     part = pack.box.parts[0]
     if part not in group.parts:
         raise GeometryError(f"group '{group.name}' has no part '{part}'", field="parts")
-    num_bytes = slot_bytes(group, pack.box, pack.order)
+    num_bytes = slot_bytes(group, pack.box)
     if num_bytes > max_bytes:
         raise GeometryError(
             f"a box of {num_bytes} bytes is larger than a slot of {max_bytes} bytes: ask for a "
@@ -325,5 +324,5 @@ def _check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> Gather:
             box_bytes=num_bytes,
             slot_bytes=max_bytes,
         )
-    slot_region(group, pack.box, pack.order)  # refuses a box that is none of the group's
+    slot_region(group, pack.box)  # refuses a box that is none of the group's
     return Gather(engine, memory, group, pack, num_bytes)

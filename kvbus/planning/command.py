@@ -1,0 +1,539 @@
+"""The command ``kvbus plan``: who would read what from whom, by which path, how long it would take.
+
+No agent is started and no KV memory is allocated: engines are specs, their addresses synthetic.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
+from rich.text import Text
+from typer import Option
+
+from kvbus.console import Console
+from kvbus.errors import ConfigError, ErrorCode, KVBusError
+from kvbus.geometry import (
+    MAX_BLOCKS,
+    BlockTable,
+    EngineSpec,
+    GroupSpec,
+    KvLayout,
+    KvPart,
+    lay_out_rank,
+    num_blocks_for,
+    validate_engine,
+)
+from kvbus.options import with_options
+from kvbus.output import fail, write_json
+from kvbus.planning.boxes import cut_into_boxes
+from kvbus.planning.choose import (
+    LONG_RUN_BYTES,
+    Learned,
+    Path,
+    choose_path,
+    least_box_bytes,
+    read_bytes,
+    usual_box_bytes,
+)
+from kvbus.planning.compatibility import check_compatible
+from kvbus.planning.mapping import ReadMap, Share
+from kvbus.planning.run_plan import PlacedRank, RunPlan
+from kvbus.planning.spans import Spans, whole_spans
+from kvbus.text import bytes_text, numbers_text, time_text
+
+MAX_RANKS, MAX_PAIRED_LAYERS = 2048, 1 << 19
+MAX_FILE_BYTES = 1 << 20
+MAX_SPAN = 1 << 24
+MAX_RANK_BYTES, RANK_DISTANCE_BYTES = 1 << 48, 1 << 50
+MAX_MERGED = 1 << 22
+"""Runs that are merged with their neighbours; more are only counted, before that."""
+MAX_ROWS = 40
+PREFILL_STEP, DECODE_STEP = 0.618, 0.414
+"""The next block of a request is so much of the cache further on, as in a busy one."""
+DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+    "fp8": "float8_e4m3fn",
+}
+HOW = {
+    Path.DIRECT: "straight from blocks to blocks",
+    Path.PACKED: "one a box, gathered before and scattered after it",
+    Path.MAPPED: "copied from blocks to blocks by the decode agent, without a READ",
+}
+CHOSEN = "green"
+
+
+class PathOption(StrEnum):
+    """A path, or the rule's choice."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    PACKED = "packed"
+    MAPPED = "mapped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Two engines, tokens [first_token, tokens) of a request, and what the path depends on."""
+
+    prefill: Annotated[str, Option("--from", metavar="SPEC", help="The prefill engine.")]
+    decode: Annotated[str, Option("--to", metavar="SPEC", help="The decode engine.")]
+    tokens: Annotated[int, Option(min=0, max=MAX_SPAN, metavar="N", help="Tokens of the request.")]
+    first_token: Annotated[
+        int,
+        Option(
+            min=0, max=MAX_SPAN, metavar="M", help="First token to move: those before it are there."
+        ),
+    ] = 0
+    path: Annotated[PathOption, Option(help="The path, or auto: by the rule.")] = PathOption.AUTO
+    contiguous: Annotated[
+        bool, Option("--contiguous", help="Blocks in order, as in an empty cache; else scattered.")
+    ] = False
+    same_machine: Annotated[
+        bool,
+        Option("--same-machine", help="Agents of one machine and user: memory can be mapped."),
+    ] = False
+    slot_bytes: Annotated[
+        int,
+        Option(min=4096, max=1 << 30, metavar="BYTES", help="Size of the agents' staging slots."),
+    ] = 8 << 20
+    as_one_json: Annotated[
+        bool, Option("--json", help="Print one JSON object, as the last line of stdout.")
+    ] = False
+
+
+@with_options(PlanOptions)
+def plan(options: PlanOptions) -> None:
+    """Show what a handoff would read from whom, on which path, and how long it would take.
+
+    A SPEC is a text such as `tp=4,layout=HND,block=16,kv_heads=8,head=128,layers=32,dtype=bf16`.
+    Needed are `layers`, `head` and, but for `attention=mla`, `kv_heads`.
+
+    * `tp`, `pp`: tensor parallel ranks and pipeline stages (1); with fewer `kv_heads`, replicas
+    * `layout`: `NHD`, `HND`, or all axes as `block.kv.token.head.dim` (NHD); `cross_layer=true`
+      puts all layers into one region
+    * `block`: tokens in a block (16)
+    * `kv_heads`, `head`, `layers`, `dtype`: of the model (`dtype=bf16`)
+    * `attention`: `gqa`, or `mla` with one latent of `head` elements (gqa)
+    * `window`: every other layer has a sliding window of so many tokens (none)
+    * `model`: both sides' must be equal (unnamed)
+
+    Or it is a TOML or JSON file of an EngineSpec, as the protocol has it, then perhaps its layout:
+    `engine.toml,layout=HND,cross_layer=true`.
+
+    Times are what agents assume before they have read from each other.
+
+    Exit status 1: the KV of these two cannot be exchanged; 2: a mistake in a spec or an option.
+    """
+    try:
+        found = make_plan(options)
+    except KVBusError as error:
+        status = 1 if error.code is ErrorCode.INCOMPATIBLE else 2
+        fail(error.message, status=status, cause=error)
+    _print(found, Console())
+    if options.as_one_json:
+        write_json(found)
+
+
+class _Layout(msgspec.Struct, forbid_unknown_fields=True):
+    """Keys of a spec that say how a rank's memory lies."""
+
+    layout: Annotated[str, Meta(max_length=64)] = "NHD"
+    cross_layer: bool = False
+
+    def parse(self) -> KvLayout:
+        text = self.layout.upper()
+        if text not in ("NHD", "HND"):
+            text = self.layout.lower().replace(".", ",")
+        return KvLayout.parse(text, cross_layer=self.cross_layer)
+
+
+class _Keys(_Layout, forbid_unknown_fields=True, kw_only=True):
+    """Keys of a spec that is a text."""
+
+    layers: Annotated[int, Meta(ge=1, le=512)]
+    head: Annotated[int, Meta(ge=1, le=1 << 16)]
+    kv_heads: Annotated[int, Meta(ge=1, le=4096)] = 0
+    tp: Annotated[int, Meta(ge=1, le=1024)] = 1
+    pp: Annotated[int, Meta(ge=1, le=1024)] = 1
+    block: Annotated[int, Meta(ge=1, le=1 << 16)] = 16
+    dtype: str = "bfloat16"
+    attention: Literal["gqa", "mla"] = "gqa"
+    window: Annotated[int, Meta(ge=1, le=MAX_SPAN)] | None = None
+    model: Annotated[str, Meta(min_length=1, max_length=256)] = "unnamed"
+
+    def engine(self, engine_id: str) -> EngineSpec:
+        """One group of all layers; with a window two, its own the odd layers."""
+        is_latent = self.attention == "mla"
+        if is_latent == bool(self.kv_heads):
+            raise ConfigError("kv_heads is left out with attention=mla, and needed without")
+        group = partial(
+            GroupSpec,
+            block_size=self.block,
+            num_kv_heads=self.kv_heads or 1,
+            head_dim=self.head,
+            dtype=DTYPE_ALIASES.get(self.dtype, self.dtype),
+            parts=(KvPart.LATENT,) if is_latent else (KvPart.KEY, KvPart.VALUE),
+        )
+        layers = tuple(range(self.layers))
+        groups: tuple[GroupSpec, ...] = (group("attention", layers),)
+        if self.window is not None:
+            if self.layers < 2:
+                raise ConfigError("window: every other layer has it, so layers is 2 or more")
+            window = group("window", layers[1::2], window=self.window)
+            groups = (group("full", layers[::2]), window)
+        return EngineSpec(engine_id, self.model, self.tp, groups, self.pp)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One engine, and how the memory of its ranks lies."""
+
+    option: str
+    engine: EngineSpec
+    layout: KvLayout
+
+
+def _read_side(option: str, text: str) -> _Side:
+    """Raises `ConfigError` that begins with ``option``."""
+    try:
+        first, *pairs = text.split(",")
+        if "=" in first or not first:
+            keys = msgspec.convert(_pairs([first, *pairs]), _Keys, strict=False)
+            engine, layout = keys.engine(option.lstrip("-")), keys.parse()
+        else:
+            engine = _read_file(FilePath(first))
+            layout = msgspec.convert(_pairs(pairs), _Layout, strict=False).parse()
+        validate_engine(engine)
+        if engine.num_ranks > MAX_RANKS:
+            raise ConfigError(f"tp times pp is more than {MAX_RANKS} ranks")
+        if engine.pp_size > (num_layers := sum(len(one.layers) for one in engine.groups)):
+            raise ConfigError(f"pp={engine.pp_size} is more than the {num_layers} layers")
+    except (KVBusError, msgspec.MsgspecError, OSError, UnicodeDecodeError) as error:
+        message = str(error).replace("\n", " ")
+        raise ConfigError(f"{option}: {message}", option=option) from error
+    return _Side(option, engine, layout)
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = (piece.strip() for piece in text.partition("="))
+        if not (equals and key and value) or key in found:
+            raise ConfigError(f"{text[:60]!r} is not a key=value that is given once")
+        found[key] = value
+    return found
+
+
+def _read_file(path: FilePath) -> EngineSpec:
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+    decode = msgspec.json.decode if path.suffix == ".json" else msgspec.toml.decode
+    return decode(content, type=EngineSpec)
+
+
+class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes": "bytes"}):
+    """What one rank reads from another; intervals are half open."""
+
+    prefill_rank: int
+    decode_rank: int
+    group: str
+    layers: tuple[int, ...]
+    parts: tuple[str, ...]
+    heads: tuple[int, int]
+    positions: tuple[int, int]
+    num_bytes: int
+
+
+class PathPlan(
+    msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes": "bytes", "num_boxes": "boxes"}
+):
+    """One path: READs are ``descriptors`` of ``num_bytes`` in all; mapped, so many runs are copied.
+
+    Out of slots ``scattered_bytes`` are written: more than are read, where ranks hold the same.
+    """
+
+    descriptors: int
+    num_bytes: int
+    num_boxes: int = 0
+    scattered_bytes: int = 0
+    seconds: float
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes": "bytes"}):
+    """What `make_plan` found, as ``--json`` has it; a path that cannot be taken is null."""
+
+    prefill: Any = msgspec.field(name="from")
+    decode: Any = msgspec.field(name="to")
+    tokens: tuple[int, int]
+    num_bytes: int
+    reads: tuple[PlannedRead, ...]
+    unread_ranks: tuple[int, ...]
+    paths: dict[Path, PathPlan | None]
+    choice: Path
+    reason: str
+    slot_bytes: int
+
+
+def make_plan(options: PlanOptions) -> Plan:
+    """The plan that they ask for.
+
+    Raises `GeometryError` (``incompatible``) when the engines differ in more than shape, and
+    `ConfigError` when an option is wrong, the plan would be too large or the path is not possible.
+    """
+    first, stop = options.first_token, options.tokens
+    if first > stop:
+        raise ConfigError(f"--first-token: {first} is more than --tokens {stop}")
+    sides = prefill, decode = (
+        _read_side("--from", options.prefill),
+        _read_side("--to", options.decode),
+    )
+    check_compatible(prefill.engine, decode.engine)
+    _refuse_large(prefill.engine, decode.engine)
+    spans = whole_spans(decode.engine.groups, prefill.engine.groups, first, stop)
+    steps = (None, None) if options.contiguous else (PREFILL_STEP, DECODE_STEP)
+    holder, reader = (_placed(*one, spans) for one in zip(sides, steps, strict=True))
+    ranks = ([placed.rank for placed in side.ranks.values()] for side in (holder, reader))
+    read_map = ReadMap(*ranks)
+    shares, joined = read_map.shares(), read_map.joined()
+    reads = tuple(_reads(decode.engine, shares, spans))
+    num_bytes = sum(one.num_bytes for one in reads)
+    repeated_bytes = num_bytes - _total(read_bytes(joined, decode.engine), spans)
+    runs = RunPlan(holder.ranks, reader.ranks, shares)
+    num_runs = runs.num_runs(spans)
+    merged = num_runs
+    if num_runs <= MAX_MERGED:
+        merged = len(runs.runs(holder.tables, reader.tables, spans).reads().local)
+    whole = PathPlan(
+        descriptors=merged, num_bytes=num_bytes, seconds=Learned().predict_s(num_bytes)
+    )
+    paths: dict[Path, PathPlan | None] = dict.fromkeys(Path)
+    paths[Path.DIRECT] = whole
+    least = least_box_bytes(joined, decode.engine)
+    if num_bytes and least <= options.slot_bytes:
+        usual = usual_box_bytes(num_bytes, slot_bytes=options.slot_bytes)
+        paths[Path.PACKED] = _packed(
+            joined, decode.engine, spans, box_bytes=max(least, usual), scattered_bytes=num_bytes
+        )
+    if options.same_machine:
+        paths[Path.MAPPED] = whole
+    possible = [path for path, one in paths.items() if one]
+    chosen = choose_path(
+        possible, num_bytes=num_bytes, num_runs=num_runs, repeated_bytes=repeated_bytes
+    )
+    reason = _reason(chosen, num_runs=num_runs, num_bytes=num_bytes, repeated_bytes=repeated_bytes)
+    if options.path is not PathOption.AUTO:
+        chosen, reason = Path(options.path), "asked for with --path"
+        if chosen not in possible:
+            can = ", ".join(possible)
+            raise ConfigError(f"--path: this handoff cannot take {chosen}, it can take {can}")
+    holders = {one.prefill_rank for one in reads}
+    return Plan(
+        prefill=_side_json(prefill),
+        decode=_side_json(decode),
+        tokens=(first, stop),
+        num_bytes=num_bytes,
+        reads=reads,
+        unread_ranks=tuple(n for n in range(prefill.engine.num_ranks) if n not in holders),
+        paths=paths,
+        choice=chosen,
+        reason=reason,
+        slot_bytes=options.slot_bytes,
+    )
+
+
+def _side_json(side: _Side) -> dict[str, Any]:
+    return {"engine": side.engine, "axes": side.layout.axes}
+
+
+def _refuse_large(prefill: EngineSpec, decode: EngineSpec) -> None:
+    num_layers = sum(len(group.layers) for group in decode.groups)
+    num_pairs = prefill.tp_size * decode.tp_size * num_layers
+    if num_pairs > MAX_PAIRED_LAYERS:
+        raise ConfigError(
+            f"--from, --to: these are {num_pairs} pairs of rank, rank and layer: at most "
+            f"{MAX_PAIRED_LAYERS} can be planned"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """The ranks of an engine, and the block tables of one request by group."""
+
+    ranks: Mapping[int, PlacedRank]
+    tables: Mapping[str, BlockTable]
+
+
+def _placed(side: _Side, step: float | None, spans: Spans) -> _Placed:
+    """An engine that holds the positions of ``spans``; without ``step`` its blocks are in order."""
+    tables, num_blocks = {}, {}
+    for group in side.engine.groups:
+        start, stop = spans[group.name]
+        first = start // group.block_size
+        needed = num_blocks_for(stop, group.block_size) - first if stop > start else 0
+        if needed > MAX_BLOCKS:
+            raise ConfigError(
+                f"--tokens: {stop} tokens are {needed} blocks of group '{group.name}', at most "
+                f"{MAX_BLOCKS} are allowed"
+            )
+        # The ids are different, as the cache is a power of 2 and the distance between two is odd.
+        cache = num_blocks[group.name] = max(16, 1 << (2 * needed - 1).bit_length())
+        distance = 1 if step is None else int(cache * step) | 1
+        ids = np.arange(needed, dtype=np.int64) * distance % cache
+        tables[group.name] = BlockTable.of(ids, first_block=first)
+    ranks: dict[int, PlacedRank] = {}
+    for number in range(side.engine.num_ranks):
+        rank = lay_out_rank(side.engine, number, side.layout, num_blocks=num_blocks)
+        (segment,) = rank.segments
+        if segment.size_bytes > MAX_RANK_BYTES:
+            raise ConfigError(f"{side.option}: a rank would have {segment.size_bytes} bytes of KV")
+        at = {segment.segment_id: (number + 1) * RANK_DISTANCE_BYTES}
+        ranks[number] = PlacedRank(side.engine, rank, at)
+    return _Placed(ranks, tables)
+
+
+def _reads(decode: EngineSpec, shares: tuple[Share, ...], spans: Spans) -> Iterator[PlannedRead]:
+    for share in sorted(shares, key=lambda one: (one.reader, one.group, one.holder, one.layers)):
+        start, stop = spans[share.group]
+        if stop > start:
+            yield PlannedRead(
+                prefill_rank=share.holder,
+                decode_rank=share.reader,
+                group=share.group,
+                layers=share.layers,
+                parts=share.parts,
+                heads=(share.first_head, share.first_head + share.num_heads),
+                positions=(start, stop),
+                num_bytes=(stop - start) * share.position_bytes(decode.group(share.group)),
+            )
+
+
+def _total(position_bytes: Mapping[str, int], spans: Spans) -> int:
+    return sum(num * (spans[name][1] - spans[name][0]) for name, num in position_bytes.items())
+
+
+def _packed(
+    joined: tuple[Share, ...],
+    decode: EngineSpec,
+    spans: Spans,
+    *,
+    box_bytes: int,
+    scattered_bytes: int,
+) -> PathPlan:
+    num_bytes = _total(read_bytes(joined, decode), spans)
+    num_boxes = sum(
+        len(cut_into_boxes(one, decode.group(one.group), spans[one.group], box_bytes=box_bytes))
+        for one in joined
+    )
+    return PathPlan(
+        descriptors=num_boxes,
+        num_bytes=num_bytes,
+        num_boxes=num_boxes,
+        scattered_bytes=scattered_bytes,
+        seconds=Learned().predict_s(num_bytes),
+    )
+
+
+def _reason(chosen: Path, *, num_runs: int, num_bytes: int, repeated_bytes: int) -> str:
+    """What of `choose_path` applies."""
+    long = bytes_text(LONG_RUN_BYTES)
+    if not num_bytes:
+        return "there is nothing to read"
+    if chosen is Path.MAPPED:
+        return "memory that is mapped is copied once"
+    if chosen is Path.DIRECT:
+        is_long = num_bytes >= num_runs * LONG_RUN_BYTES and not repeated_bytes
+        return f"runs have {long} or more" if is_long else "it is so little"
+    return "several decode ranks read the same" if repeated_bytes else f"runs are under {long}"
+
+
+def _print(plan: Plan, console: Console) -> None:
+    """The two sides, the tables and the lines below them."""
+    for name, side in (("from", plan.prefill), ("to  ", plan.decode)):
+        console.print(Text(f"{name}  {_side_line(side['engine'], side['axes'])}"))
+    console.print()
+    console.print(_read_table(plan))
+    if len(plan.reads) > MAX_ROWS:
+        console.print(f"and {len(plan.reads) - MAX_ROWS} more: --json has them all")
+    console.print(f"{bytes_text(plan.num_bytes)} in all")
+    if plan.reads and plan.unread_ranks:
+        console.print(f"nothing is read from prefill ranks {numbers_text(plan.unread_ranks)}")
+    console.print()
+    console.print(_path_table(plan))
+    packed = plan.paths[Path.PACKED]
+    if packed and packed.scattered_bytes > packed.num_bytes:
+        console.print(
+            "packed reads what several decode ranks hold alike once: "
+            f"{bytes_text(packed.num_bytes)} for {bytes_text(packed.scattered_bytes)}"
+        )
+    console.print(f"{plan.choice}: {plan.reason}; {HOW[plan.choice]}", style=CHOSEN)
+    console.print(Text(f"slots of {bytes_text(plan.slot_bytes)}"))
+
+
+def _side_line(engine: EngineSpec, axes: tuple[str, ...]) -> str:
+    groups = (
+        f"{one.name}: {len(one.layers)} layers, {one.num_kv_heads} heads of {one.head_dim} "
+        f"{one.dtype}, blocks of {one.block_size}" + (f", window {one.window}" * bool(one.window))
+        for one in engine.groups
+    )
+    return f"tp={engine.tp_size} pp={engine.pp_size} {'.'.join(axes)}; {'; '.join(groups)}"
+
+
+def _read_table(plan: Plan) -> Table:
+    ranks = (Column(heading, justify="right") for heading in ("prefill rank", "decode rank"))
+    last = Column("bytes", justify="right", no_wrap=True)
+    table = _table("Reads", *ranks, "group", "layers", "heads", "positions", last)
+    for read in plan.reads[:MAX_ROWS]:
+        table.add_row(
+            str(read.prefill_rank),
+            str(read.decode_rank),
+            Text(read.group),
+            numbers_text(read.layers),
+            numbers_text(range(*read.heads)),
+            f"{read.positions[0]} to {read.positions[1]}",
+            bytes_text(read.num_bytes),
+        )
+    return table
+
+
+def _path_table(plan: Plan) -> Table:
+    headings = ("READs or copies", "mean", "bytes", "boxes", "time")
+    columns = (Column(heading, justify="right", no_wrap=True) for heading in headings)
+    table = _table("Paths", Column("path", no_wrap=True), *columns)
+    for path, found in plan.paths.items():
+        cells = ["cannot"]
+        if found:
+            cells = [
+                f"{found.descriptors:,}",
+                bytes_text(found.num_bytes / max(1, found.descriptors)),
+                bytes_text(found.num_bytes),
+                f"{found.num_boxes:,}" if found.num_boxes else "",
+                time_text(found.seconds),
+            ]
+        table.add_row(path, *cells, style=CHOSEN if path is plan.choice else "")
+    return table
+
+
+def _table(title: str, *columns: Column | str) -> Table:
+    return Table(
+        *columns,
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
