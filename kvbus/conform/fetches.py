@@ -178,6 +178,8 @@ class FetchDesk(Desk):
             if table is None:
                 return f"group {group.name} has no table"
             start, stop = group.positions(body.first_token, body.num_tokens)
+            if group.state and body.num_tokens and len(table):  # it may be wanted alone
+                start, stop = 0, 1
             try:
                 table.check_covers(start, stop, group.block_size)
                 if memory and memory.places:

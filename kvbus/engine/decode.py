@@ -440,6 +440,6 @@ def fetch_tables(
     for group in engine.groups:
         start, stop = group.positions(first_token, num_tokens)
         if group.name in block_ids or start == stop:
-            ids = block_ids.get(group.name, ())
-            tables[group.name] = BlockTable.of(ids, first_block=start // group.block_size)
+            first = 0 if group.state else start // group.block_size
+            tables[group.name] = BlockTable.of(block_ids.get(group.name, ()), first_block=first)
     return tables

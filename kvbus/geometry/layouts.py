@@ -116,7 +116,7 @@ def held_heads(tp_rank: int, tp_size: int, num_kv_heads: int) -> range:
 
 def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
     """The layers of a rank's pipeline stage when all layers are split evenly, by number."""
-    layers = sorted(layer for group in engine.groups for layer in group.layers)
+    layers = sorted({layer for group in engine.groups for layer in group.layers})
     first, stop = layer_interval(rank // engine.tp_size, engine.pp_size, len(layers))
     return frozenset(layers[first:stop])
 

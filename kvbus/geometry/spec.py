@@ -126,7 +126,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     name: Name
     """Name of the group, the same on both sides."""
     layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
-    """Numbers of the layers, in the model's counting."""
+    """Numbers of the layers, in the model's counting. A state that is of no layer has layer 0."""
     block_size: Count
     """Tokens in a block. 1 for a state."""
     num_kv_heads: Count
@@ -146,6 +146,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
     """Tokens of a sliding window; nil for full attention and for a state."""
     state: Annotated[tuple[StatePart, ...], msgspec.Meta(max_length=64)] = ()
     """The parts of an opaque state, such as a recurrent layer's. Empty for attention."""
+    optional: bool = False
+    """Of a prefill engine: whether readers may be without this group."""
 
     def part_shape(self, part: str) -> PartShape:
         """Heads and head size of ``part``; units and their bytes, if it is one of a state.
@@ -174,13 +176,17 @@ class GroupSpec(msgspec.Struct, frozen=True):
         return start, stop
 
 
-def state_group(name: str, layers: tuple[int, ...], parts: tuple[StatePart, ...]) -> GroupSpec:
+def state_group(
+    name: str, layers: tuple[int, ...], parts: tuple[StatePart, ...], *, optional: bool = False
+) -> GroupSpec:
     """A group whose memory is opaque bytes, one block for a request, whatever its length.
 
     The bytes are moved as they are once the offer is sealed: a state is that of the last token.
+    Without ``layers`` it is of no layer, such as a row of metadata. Readers may be without one that
+    is ``optional``.
     """
     names = tuple(part.name for part in parts)
-    return GroupSpec(name, layers, 1, 1, 1, "uint8", names, None, parts)
+    return GroupSpec(name, layers or (0,), 1, 1, 1, "uint8", names, None, parts, optional)
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -193,7 +199,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     tp_size: Count
     """Ranks of one pipeline stage."""
     groups: Annotated[tuple[GroupSpec, ...], msgspec.Meta(min_length=1, max_length=64)]
-    """All groups, with names that differ. No layer is in two."""
+    """All groups, with names that differ. No layer is in two that are not states."""
     pp_size: Count = 1
     """Pipeline stages. Rank numbers count through the stages: ``stage * tp_size`` + number within
     the stage."""

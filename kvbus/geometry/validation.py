@@ -28,10 +28,15 @@ MAX_COMPARED_SPANS = 1 << 15
 def validate_engine(spec: EngineSpec) -> None:
     """Raise `GeometryError` unless the groups of ``spec`` are consistent."""
     names = Counter(group.name for group in spec.groups)
-    layers = Counter(layer for group in spec.groups for layer in group.layers)
+    layers = Counter(layer for group in spec.groups if not group.state for layer in group.layers)
     _require(max(names.values()) == 1, "groups", "two groups have one name")
-    _require(max(layers.values()) == 1, "layers", "a layer is in two groups, or twice in one")
+    _require(max(layers.values(), default=1) == 1, "layers", "a layer is in two groups")
     for group in spec.groups:
+        _require(
+            len(set(group.layers)) == len(group.layers),
+            "layers",
+            f"group '{group.name}' names a layer twice",
+        )
         _require(
             group.dtype in DTYPE_SIZES_BYTES,
             "dtype",

@@ -24,7 +24,7 @@ from kvbus.planning.digests import (
 from kvbus.planning.mapping import MAX_CHOICES, ReadMap, Share
 from kvbus.planning.run_plan import PlacedRank, RunPlan, SlotPlan
 from kvbus.planning.runs import Lattice, Reads, Run, Runs
-from kvbus.planning.spans import Spans, chunk_spans, tail_spans, whole_spans
+from kvbus.planning.spans import Spans, asked_states, chunk_spans, tail_spans, whole_spans
 
 __all__ = [
     "MAX_CHOICES",
@@ -41,6 +41,7 @@ __all__ = [
     "Share",
     "SlotPlan",
     "Spans",
+    "asked_states",
     "check_compatible",
     "choose_path",
     "chosen_boxes",

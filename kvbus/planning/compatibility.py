@@ -17,8 +17,10 @@ def check_compatible(prefill: EngineSpec, decode: EngineSpec) -> None:
     The error's detail has ``field``, ``prefill`` and ``decode``.
     """
     _refuse_difference("model", prefill.model, decode.model)
-    _refuse_difference("groups", _names(prefill.groups), _names(decode.groups))
-    for ours in prefill.groups:
+    read = {group.name for group in decode.groups}
+    offered = tuple(one for one in prefill.groups if one.name in read or not one.optional)
+    _refuse_difference("groups", _names(offered), _names(decode.groups))
+    for ours in offered:
         theirs = decode.group(ours.name)
         for field in GROUP_FIELDS:
             _refuse_difference(

@@ -9,9 +9,9 @@ for. They come as far as both sides have them, as the holder drops whole blocks,
     holder, blocks of 2          |mw|ww|ww|ww     its first block has a gap of two tokens
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from kvbus.geometry import GroupSpec
+from kvbus.geometry import BlockTable, GroupSpec
 
 Spans = Mapping[str, tuple[int, int]]
 """Positions [lo, hi) by group."""
@@ -37,21 +37,30 @@ def chunk_spans(
     chunk: tuple[int, int],
     *,
     last: bool,
+    states: Collection[str] = (),
 ) -> Spans:
     """What tokens [chunk) of a fetch of tokens [whole) move.
 
-    A state is that of the last token: it comes with the ``last`` chunk, even an empty one.
+    A state is that of the last token: it comes with the ``last`` chunk, even an empty one. Those
+    called ``states`` are wanted though no token may be.
     """
     held = {group.name: group for group in holders}
     spans = {}
     for group in readers:
         lo, hi = _span(group, held[group.name], *whole)
+        if group.name in states:
+            lo, hi = 0, 1
         if group.state:
             spans[group.name] = (lo, hi if last else lo)
         else:
             start = max(lo, chunk[0])
             spans[group.name] = (start, max(start, min(hi, chunk[1])))
     return spans
+
+
+def asked_states(groups: Iterable[GroupSpec], tables: Mapping[str, BlockTable]) -> frozenset[str]:
+    """The states that a fetch wants: those that it has a block for."""
+    return frozenset(one.name for one in groups if one.state and tables.get(one.name))
 
 
 def _span(

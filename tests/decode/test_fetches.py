@@ -342,9 +342,12 @@ SCRIPTS: dict[str, list[Step]] = {
     "a seal during the chunk that ends at the last token is not in that chunk":
         [STATE, READY, grant(32, sealed=False), HINT, (0, grant(32, after=32), []),
          (0, READ, ["read 32-32 last"])],
-    "an engine that has everything takes after the seal, a state or not":
-        [requested(has_state=True, first_token=32), READY, (0, grant(32, sealed=False), []), HINT,
+    "an engine that has everything takes after the seal":
+        [requested(first_token=32), READY, (0, grant(32, sealed=False), []), HINT,
          (0, grant(32, after=32), ["take"])],
+    "an engine that has everything but the state reads that after the seal":
+        [requested(has_state=True, first_token=32), READY, (0, grant(32, sealed=False), []), HINT,
+         (0, grant(32, after=32), ["read 32-32 last"]), (0, READ, ["take"])],
     "an offer that is open again after its seal fails the fetch":
         [*READING, HINT,
          (0, grant(32, sealed=False, after=32), ["stop", "failed reading invalid drains"])],

@@ -56,7 +56,7 @@ def test_a_field_that_differs_is_refused_with_both_values(case: str, turned: boo
 def test_every_field_of_a_group_is_compared_but_its_block_size() -> None:
     compared = {field.partition(".")[2] for _, field, _, _ in DIFFERENCES.values()} - {""}
 
-    assert {*compared, "name", "block_size"} == set(GroupSpec.__struct_fields__)
+    assert {*compared, "name", "block_size", "optional"} == set(GroupSpec.__struct_fields__)
 
 
 SAME: dict[str, EngineSpec] = {

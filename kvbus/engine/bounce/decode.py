@@ -22,7 +22,7 @@ from kvbus.engine.link import Link
 from kvbus.engine.prefill import BlockIds
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError
 from kvbus.geometry import BlockTable
-from kvbus.planning import Spans, tail_spans
+from kvbus.planning import Spans, asked_states, tail_spans
 from kvbus.protocol.engine import Fetched
 
 CLOSE_TIMEOUT_S = 1.0
@@ -110,6 +110,7 @@ class HostDecode:
         engine, first_token = self.link.engine, options.get("first_token", 0)
         spans = {group.name: group.positions(first_token, num_tokens) for group in engine.groups}
         tables = fetch_tables(engine, block_ids, first_token, num_tokens)
+        spans |= dict.fromkeys(asked_states(engine.groups, tables), (0, 1))
         for group in engine.groups:
             table = tables.get(group.name, BlockTable.of(()))
             table.check_covers(*spans[group.name], group.block_size)

@@ -12,6 +12,7 @@ from kvbus.agent.engines import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
+from kvbus.planning import asked_states
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
 from kvbus.protocol.events import FetchEvent
 from kvbus.protocol.peer import CancelPart, FetchPart
@@ -191,7 +192,7 @@ class DecodeService:
             asked=asked,
             ticket=ticket,
             timeout_s=asked.timeout_s or self._config.fetch_timeout_s,
-            has_state=any(group.state for group in engine.spec.groups),
+            has_state=bool(asked_states(engine.spec.groups, asked.tables)),
             take_token=new_secret(),
             **more,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvbus.agent.engines import LocalEngine
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, Box, num_blocks_for
-from kvbus.planning import Spans, chunk_spans, tail_spans, whole_spans
+from kvbus.planning import Spans, asked_states, chunk_spans, tail_spans, whole_spans
 from kvbus.protocol.engine import StartFetch
 from kvbus.protocol.ticket import Ticket
 from kvbus.table import Key
@@ -18,7 +18,10 @@ from kvbus_decode.route import Route, SourcePlan
 def check_tables(
     engine: LocalEngine, tables: Mapping[str, BlockTable], first_token: int, num_tokens: int
 ) -> None:
-    """Raise `GeometryError` unless ``tables`` are exactly the blocks that the tokens need."""
+    """Raise `GeometryError` unless ``tables`` are exactly the blocks that the tokens need.
+
+    A fetch of no tokens may want states alone: their tables have a block then.
+    """
     groups = {group.name: group for group in engine.spec.groups}
     if tables.keys() != groups.keys():
         raise GeometryError(
@@ -27,6 +30,8 @@ def check_tables(
     for name, table in tables.items():
         table.check_ids(engine.num_blocks(name))
         start, stop = groups[name].positions(first_token, num_tokens)
+        if groups[name].state and num_tokens and len(table):
+            start, stop = 0, 1
         table.check_covers(start, stop, groups[name].block_size)
 
 
@@ -81,7 +86,14 @@ def make_chunk(fetch: ActiveFetch, wanted: ReadChunk, *, one_in: int) -> Chunk:
         raise LocalError("the fetch has no route", code=ErrorCode.INTERNAL)
     whole, groups = (asked.first_token, asked.num_tokens), route.engine.spec.groups
     part = wanted.start, wanted.stop
-    spans = chunk_spans(groups, route.prefill.groups, whole, part, last=wanted.last)
+    spans = chunk_spans(
+        groups,
+        route.prefill.groups,
+        whole,
+        part,
+        last=wanted.last,
+        states=asked_states(groups, asked.tables),
+    )
     route.check_tables(wanted.tables, spans)
     tail: Spans = {}
     if asked.zero_tail and wanted.last:

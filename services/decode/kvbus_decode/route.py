@@ -168,7 +168,7 @@ class Route:
         That no id is there twice has been seen to where the offer was made.
         """
         for group in self.prefill.groups:
-            start, stop = spans[group.name]
+            start, stop = spans.get(group.name, (0, 0))
             if stop <= start:
                 continue
             table = tables.get(group.name, BlockTable(b""))

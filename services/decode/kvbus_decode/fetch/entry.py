@@ -209,7 +209,7 @@ class FetchEntry:
         stop = min(self.num_ready, wanted)
         if chunk_tokens:
             stop = min(stop, (start // chunk_tokens + 1) * chunk_tokens)
-        does_more = (has_state or asked.zero_tail) and wanted > asked.first_token
+        does_more = has_state or (asked.zero_tail and wanted > asked.first_token)
         lacks_last = self.sealed and does_more and not self.last_was_read
         if stop <= start and not lacks_last:
             return None

@@ -62,7 +62,7 @@ class Requested(Value, frozen=True):
     """What was ``asked`` for, with all that the agent knows of it.
 
     ``ticket`` is what was shown; before the fetch has met the offer of ``meets``, it says what is
-    known of it. ``has_state`` when the engine has groups of opaque state: theirs is that of the
+    known of it. ``has_state`` when it wants groups of opaque state: theirs is that of the
     last token, so it is read once the offer is sealed. ``route`` is how the prefill engine is read,
     None when the peer has to be resolved, or when this agent is not ready to read; ``choice`` is
     the path that was chosen on it. ``ahead`` when the ticket's own blocks can be read at once. With

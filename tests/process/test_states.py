@@ -1,0 +1,79 @@
+"""A state may be of no layer, be fetched alone, and be left out by readers that do not know it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kvbus.engine import Link, describe_tensors
+from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
+from kvbus.protocol import Outcome
+from tests.agents import AgentProcess
+
+FULL = GroupSpec("full", (0, 1), 16, 2, 8, "float32")
+ROW = state_group("row", (), (StatePart("row", 1, 64),), optional=True)
+NUM_TOKENS = 40
+WITHIN_S = 60.0
+
+
+class Engine:
+    """An engine of one rank, its numbers drawn anew; ``rows`` is [block, byte]."""
+
+    def __init__(self, engine_id: str, *groups: GroupSpec) -> None:
+        self.spec = EngineSpec(engine_id, "m", 1, groups)
+        self.cache = torch.randn(2, 2, 8, 16, 2, 8)
+        self.rows = torch.randint(256, (4, 64), dtype=torch.uint8)
+
+    @contextmanager
+    def linked(self, agent: AgentProcess) -> Iterator[Link]:
+        tensors = {"full": self.cache} | ({"row": self.rows} if len(self.spec.groups) > 1 else {})
+        axes = {"full": "layer kv block token head dim", "row": "block dim"}
+        memory = describe_tensors(tensors, axes, engine=self.spec)
+        with Link(agent.attach, self.spec, memory=memory) as link:
+            yield link
+
+
+def test_a_state_of_no_layer_is_fetched_alone(prefill: AgentProcess, decode: AgentProcess) -> None:
+    source, target = Engine("states-p", FULL, ROW), Engine("states-d", FULL, ROW)
+    with source.linked(prefill) as offering, target.linked(decode) as fetching:
+        before = target.cache.clone()
+        offer = offering.offer(
+            "r", num_tokens=NUM_TOKENS, block_ids={"full": [7, 3, 4], "row": [2]}
+        )
+        fetch = fetching.fetch(
+            offer.ticket, num_tokens=NUM_TOKENS, first_token=NUM_TOKENS, block_ids={"row": [1]}
+        )
+        fetch.ended.wait(WITHIN_S)
+
+        assert offer.ended.wait(WITHIN_S) is Outcome.COMPLETED
+        assert torch.equal(target.rows[1], source.rows[2])
+        assert torch.equal(target.cache, before)
+
+
+def test_readers_may_be_without_a_group_that_is_optional(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    source, target = Engine("states-p", FULL, ROW), Engine("states-d", FULL)
+    with source.linked(prefill) as offering, target.linked(decode) as fetching:
+        offer = offering.offer(
+            "r", num_tokens=NUM_TOKENS, block_ids={"full": [7, 3, 4], "row": [2]}
+        )
+        fetch = fetching.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids={"full": [0, 1, 2]})
+        fetch.ended.wait(WITHIN_S)
+
+        got, sent = target.cache[:, :, [0, 1]], source.cache[:, :, [7, 3]]
+        assert torch.equal(got, sent)
+
+
+def test_what_is_not_wanted_is_released_also_after_a_fetch_that_was_refused(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    source, target = Engine("states-p", FULL), Engine("states-d", FULL)
+    with source.linked(prefill) as offering, target.linked(decode) as fetching:
+        sealed = offering.offer("sealed", num_tokens=16, block_ids={"full": [1]})
+        refused = fetching.fetch(sealed.ticket, num_tokens=16, block_ids={"full": [1, 2]})
+        failure = refused.ended.exception(WITHIN_S)
+        fetching.release(sealed.ticket)
+
+        assert getattr(failure, "stage", "") == "requested"
+        assert sealed.ended.wait(WITHIN_S) is Outcome.COMPLETED
