@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +33,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from kvbus.bench.processes import agent
-from kvbus.engine import new_secret, share_tensor
-from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
+from kvbus.engine import Link, RankMemory
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout
 from kvbus.integrations.vllm.params import ConnectorOptions
 from kvbus.integrations.vllm.scheduler import SchedulerSide
-from kvbus.integrations.vllm.sessions import memory_link
 from kvbus.integrations.vllm.steps import EarlyCompletions
 
 GROUP = GroupSpec("full", (0, 1), 32, 2, 64, "float32")
@@ -53,14 +52,10 @@ NOTHING_SCHEDULED = SchedulerOutput.make_empty()
 def scheduler(attach: Path, name: str) -> Iterator[SchedulerSide]:
     """One engine's scheduler side, its memory registered."""
     spec = EngineSpec(name, "model", 1, (GROUP,))
-    rank = lay_out_rank(spec, 0, KvLayout.parse("HND"), num_blocks=NUM_BLOCKS)
-    buffer = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8)
-    with share_tensor(buffer) as storage:
-        memory = memory_link(
-            attach, spec, rank, {rank.segments[0].segment_id: storage}, access=new_secret()
-        )
-        pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=GROUP.block_size)
-        side = SchedulerSide(ConnectorOptions(str(attach)), spec, CACHES)
+    memory = RankMemory.allocate(spec, 0, KvLayout.parse("HND"), num_blocks=NUM_BLOCKS)
+    pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=GROUP.block_size)
+    side = SchedulerSide(ConnectorOptions(str(attach)), spec, CACHES)
+    with closing(memory), Link(attach, spec, memory=memory, control=False, attach_timeout_s=30.0):
         side.bind_kv_cache_manager(SimpleNamespace(block_pool=pool))
         side.set_xfer_handshake_metadata_pp_aware({})
         try:
@@ -69,7 +64,6 @@ def scheduler(attach: Path, name: str) -> Iterator[SchedulerSide]:
             yield side
         finally:
             side.shutdown()
-            memory.close()
 
 
 def blocks_of(number: int) -> KVCacheBlocks:

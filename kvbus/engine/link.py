@@ -338,7 +338,8 @@ class Link:
         try:
             session = self._latest()
             if not isinstance(session, PrefillSession):
-                raise LocalError(f"a {self.role} agent takes no offers", code=ErrorCode.INVALID)
+                message = f"a {self.role} agent takes no offers: a prefill agent is needed"
+                raise LocalError(message, code=ErrorCode.INVALID)
             session.make(offer)
         except KVBusError as error:
             offer.end(error)
@@ -347,7 +348,8 @@ class Link:
         try:
             session = self._latest()
             if not isinstance(session, DecodeSession):
-                raise LocalError(f"a {self.role} agent fetches nothing", code=ErrorCode.INVALID)
+                message = f"a {self.role} agent fetches nothing: a decode agent is needed"
+                raise LocalError(message, code=ErrorCode.INVALID)
             session.begin(fetch)
         except KVBusError as error:
             fetch.end(failed(fetch, error, stage="requested", blocks_free=True))

@@ -1,4 +1,7 @@
-"""The connector has what vLLM calls, and vLLM what it needs, as the newest one was written down."""
+"""The connector has what vLLM calls, and vLLM what it needs, as the newest one was written down.
+
+Of kvbus it needs what is public: the SDK's own list, errors, geometry and messages.
+"""
 
 import copy
 import json
@@ -6,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm_contract import RECORDED, differences, needed, private_names
+import kvbus.engine
+from tests.integrations.vllm_contract import (
+    RECORDED,
+    differences,
+    imports_of,
+    needed,
+    private_names,
+    sources,
+)
+
+PUBLIC = ("kvbus.errors", "kvbus.geometry", "kvbus.protocol", "kvbus.integrations")
 
 
 @pytest.fixture
@@ -43,3 +56,13 @@ def test_whatever_does_not_fit_is_named(recorded: dict[str, Any]) -> None:
 
 def test_each_private_name_of_vllm_that_is_used_is_in_the_list() -> None:
     assert private_names() == {name for *_, name in needed() if name.startswith("_")}
+
+
+def test_the_connector_imports_only_what_kvbus_has_for_engines() -> None:
+    found = {pair for source in sources() for pair in imports_of(source, "kvbus")}
+
+    of_sdk = {name for module, name in found if module == "kvbus.engine"}
+    others = {module for module, _ in found if not module.startswith(PUBLIC)}
+
+    assert of_sdk <= set(kvbus.engine.__all__)
+    assert others == {"kvbus.engine"}

@@ -42,17 +42,23 @@ def methods_of(source: str, *classes: str) -> Methods:
     }
 
 
-def imports_of(source: str) -> Iterator[tuple[str, str]]:
-    """Module and name of all that is imported from vLLM."""
+def imports_of(source: str, package: str = "vllm") -> Iterator[tuple[str, str]]:
+    """Module and name of all that is imported from a package."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
             for one in node.names:
                 yield str(node.module), one.name
 
 
 def imported() -> set[tuple[str, str]]:
     """All that the connector imports from vLLM."""
-    return {pair for path in CONNECTOR.glob("*.py") for pair in imports_of(path.read_text())}
+    return {pair for source in sources() for pair in imports_of(source)}
+
+
+def sources() -> list[str]:
+    """The files of the connector, that of its class last."""
+    paths = sorted(CONNECTOR.glob("*.py"), key=lambda one: one.stem == "connector")
+    return [path.read_text() for path in paths]
 
 
 def needed() -> Iterator[tuple[str, str, str]]:
@@ -64,8 +70,7 @@ def needed() -> Iterator[tuple[str, str, str]]:
 
 def private_names() -> set[str]:
     """The private names of others that the connector uses; those of ``self`` that it has not."""
-    trees = [ast.parse(path.read_text()) for path in sorted(CONNECTOR.glob("*.py"))]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = [node for source in sources() for node in ast.walk(ast.parse(source))]
     known = {one.name for one in nodes if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
     used = [one for one in nodes if isinstance(one, ast.Attribute) and one.attr.startswith("_")]
     known |= {one.attr for one in used if _of_self(one) and isinstance(one.ctx, ast.Store)}
@@ -110,8 +115,8 @@ def text_of(recorded: dict[str, Any]) -> str:
 def differences(recorded: dict[str, Any]) -> list[str]:
     """Where the connector does not fit a vLLM that was recorded, a line for each."""
     ours: Methods = {}
-    for path in sorted(CONNECTOR.glob("*.py"), key=lambda one: one.stem == "connector"):
-        ours |= methods_of(path.read_text(), *OUR_CLASSES)
+    for source in sources():
+        ours |= methods_of(source, *OUR_CLASSES)
     theirs: Methods = recorded["methods"]
     lines = [f"{name}: vLLM does not call it" for name in sorted(ours.keys() - theirs.keys())]
     for name, method in theirs.items():

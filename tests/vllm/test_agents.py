@@ -130,7 +130,7 @@ def test_a_prompt_whose_offer_has_gone_while_it_is_computed_is_offered_anew(
         else:
             agents.all[0].kill()
             agents.all[0].start()
-        wait_until(lambda: engines.num_offers, "there is another", WITHIN_S)
+            agents.all[0].says("engine.ready")
 
         engines.prefill.until_ended(answer)
 
@@ -152,19 +152,19 @@ def test_requests_wait_for_an_agent_that_hangs_once_and_not_each_of_them(engines
 
 UNFIT: Mapping[str, tuple[tuple[int | None, int | None], Mapping[str, Any], str]] = {
     "a decode agent where one is to offer": ((1, None), {}, "a prefill agent is needed"),
-    "a prefill agent where one is to load": ((None, 0), {}, "a decode agent is needed to load"),
-    "both, exchanged": ((1, 0), {"fits": False}, "exchange the two"),
+    "a prefill agent where one is to load": ((None, 0), {}, "a decode agent is needed"),
+    "both, exchanged": ((1, 0), {"fits": False}, "is for decode engines, not prefill"),
     "a decode agent of a producer": (
         (None, 1),
         {"fits": False, "kv_role": "kv_producer"},
-        "set it to kv_consumer or kv_both",
+        "is for decode engines, not prefill",
     ),
 }
 """The agents to offer and to load with, options, and what is said of a handoff."""
 
 
 @pytest.mark.parametrize("how", UNFIT)
-def test_agents_that_do_not_fit_are_not_used_and_vllms_log_says_what_to_do(
+def test_agents_that_do_not_fit_are_not_used_and_vllms_log_says_which_are_needed(
     agents: Agents, engine_of: EngineOf, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     (offering, loading), options, said = UNFIT[how]

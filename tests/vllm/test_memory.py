@@ -23,11 +23,12 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvbus.engine import RankMemory
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, EngineSpec, validate_ranks
 from kvbus.integrations.vllm.describe import describe_engine
-from kvbus.integrations.vllm.worker import SharedRank, share_rank
+from kvbus.integrations.vllm.worker import share_rank
 from kvbus.memory import SegmentMapping
 from tests.vllm.configured import Configured, configure, full, layers, window
 
@@ -53,7 +54,7 @@ class Worker:
         }
 
     @contextmanager
-    def shared(self) -> Iterator[SharedRank]:
+    def shared(self) -> Iterator[RankMemory]:
         """What other processes get."""
         self.case.vllm_config.compilation_config.static_forward_context = self.layers
         shared = share_rank(
@@ -66,8 +67,7 @@ class Worker:
         try:
             yield shared
         finally:
-            for storage in shared.storages.values():
-                storage.close()
+            shared.close()
 
     def write(self, name: str, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the layer was given for those slots, by part: [slot, head, dim]."""
@@ -101,7 +101,7 @@ def worker(tmp_path: Path) -> Worker:
 
 
 def read(
-    engine: EngineSpec, shared: SharedRank, layer: int, part: str, slots: torch.Tensor
+    engine: EngineSpec, shared: RankMemory, layer: int, part: str, slots: torch.Tensor
 ) -> torch.Tensor:
     """[slot, head, dim] as another process sees it that has only the file and the description."""
     (region,) = (
@@ -206,7 +206,7 @@ def places(worker: Worker) -> Mapping[str, tuple[int, Mapping[AxisName, int]]]:
         return {
             region.parts[0]: (
                 region.offset_bytes,
-                {axis.name: axis.stride_bytes for axis in region.axes},
+                {axis.name: axis.stride_bytes for axis in region.axes if axis.size > 1},
             )
             for region in shared.rank.regions
         }

@@ -1,38 +1,30 @@
 """The loads of a decode engine: from a request's params to the fetch, and to vLLM's scheduler.
 
-A load is over when nothing can write into its blocks any more. The public methods are for the
-scheduler's thread and never wait; fetches live in the thread of the link.
+A load is over when nothing can write into its blocks any more. All of it is for the scheduler's
+thread, and nothing waits.
 """
 
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 
 import msgspec
 
-from kvbus.engine import DecodeSession, Fetch
-from kvbus.engine.control import ControlSession
-from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
+from kvbus.engine import Fetch, Link
+from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.blocks import BlockIds, Tables, tables_of
 from kvbus.integrations.vllm.params import HandoffParams
-from kvbus.integrations.vllm.sessions import ControlLink
 from kvbus.integrations.vllm.stats import LOADS, LOADS_FAILED, REFUSED_AT, StatsRecorder
 from kvbus.protocol.engine import Outcome
-from kvbus.protocol.ticket import Rendezvous
 
 logger = logging.getLogger("vllm.kvbus")
 
 MOST_TICKETS = 4096
 """Tickets whose reader is known; of one that was forgotten the prefill agent says it was used."""
-MAX_WAITING = 1024
-"""Unwanted offers that wait; the first of more are left to expire."""
-MAX_UNDER_WAY = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +33,8 @@ class Load:
 
     With a ``problem`` the load is to fail as loads do; ``handoff`` is None if its params were
     refused. Loads of a greater ``priority`` are more urgent. Fewer than ``min_tokens`` are not
-    loaded. ``seen_at`` is when vLLM's scheduler got the request, ``started_at`` when that gave it
-    blocks, by `time.monotonic`. Blocks in ``partial`` may have a gap at their beginning, in front
-    of a window.
+    loaded. ``seen_at`` is when vLLM's scheduler got the request, by `time.monotonic`. Blocks in
+    ``partial`` may have a gap at their beginning, in front of a window.
     """
 
     request_id: str
@@ -56,9 +47,9 @@ class Load:
     min_tokens: int = 1
     fetch_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     seen_at: float = field(default_factory=time.monotonic)
-    started_at: float | None = None
     fetch: Fetch | None = None
     is_given_up: bool = False
+    has_ended: bool = False
     partial: set[int] = field(default_factory=set)
     ticket_key: bytes = field(init=False, default=b"")
     """Names all of the ticket, so that one that was altered is another."""
@@ -85,24 +76,25 @@ class Loads:
     def __init__(
         self,
         engine: EngineSpec,
-        link: ControlLink,
+        link: Link,
         stats: StatsRecorder,
         *,
         timeout_s: float | None,
     ) -> None:
         self._engine, self._link, self._stats = engine, link, stats
         self._timeout_s = timeout_s
-        self._unwanted = UnwantedOffers(link)
         self._readers: dict[bytes, str] = {}
         """The request that reads by each ticket."""
         self._reading: set[str] = set()
         """Those of them that the others wait for."""
         self._expected: dict[str, Load] = {}
         self._running: dict[str, Load] = {}
+        self._fetching: dict[str, Load] = {}
+        """By fetch id."""
         self._partial: dict[str, Load] = {}
         self._started: list[tuple[str, str]] = []
-        self._failed: deque[str] = deque()
-        self._over: deque[str] = deque()
+        self._failed: list[str] = []
+        self._over: list[str] = []
 
     def expect(self, load: Load) -> None:
         """A request has come whose KV is elsewhere."""
@@ -134,21 +126,25 @@ class Loads:
         if load is None:
             return
         if num_tokens == 0:
-            self._unwanted.release(load)
+            self._release(load)
             return
-        load.started_at = time.monotonic()
         self._running[request_id] = load
         self._started.append((request_id, load.fetch_id))
         stop = load.first_token + num_tokens
-        tables = Tables({}, {}, set())
         try:
             tables = tables_of(self._engine, block_ids, load.first_token, stop)
-        except GeometryError as error:
-            load.problem = error.message
+            load.fetch = self._fetch(load, stop, tables)
+        except KVBusError as error:
+            self._fail(load, REFUSED_AT, error.code, error.message)
+            self._stats.add(LOADS, Outcome.FAILED.value)
+            self._stats.add(LOADS_FAILED, REFUSED_AT)
+            self._release(load)
+            self._over.append(request_id)
+            return
+        self._fetching[load.fetch_id] = load
         if tables.partial:
             load.partial = tables.partial
             self._partial[request_id] = load
-        self._link.post(partial(self._begin, load, stop, tables))
 
     def partial_blocks(self, request_id: str | None = None) -> set[int]:
         """Those that may have a gap at their beginning, of a request or of all that have blocks."""
@@ -169,8 +165,21 @@ class Loads:
             self._pass_on(expected)
         self._reading.discard(request_id)
         running = self._running.get(request_id)
-        if running is not None:
-            self._link.post(lambda _: self._cancel(running))
+        if running is not None and running.fetch is not None:
+            running.is_given_up = True
+            running.fetch.cancel(release_offer=True)
+
+    def end(self, fetch: Fetch) -> None:
+        """The link says that a fetch has ended, or that its blocks are free now."""
+        load = self._fetching.get(fetch.fetch_id)
+        if load is None:
+            return
+        if not load.has_ended:
+            load.has_ended = True
+            self._note_end(load, fetch)
+        if fetch.are_blocks_free:
+            del self._fetching[fetch.fetch_id]
+            self._over.append(load.request_id)
 
     def note_computed(self, request_ids: Container[str]) -> None:
         """vLLM computes on these requests in the next step: what they loaded is in its cache."""
@@ -185,11 +194,10 @@ class Loads:
     def take_ended(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The requests whose load has failed since the last call, and those whose load is over.
 
-        A failure is never told after that: blocks whose load is over count as loaded. So what is
-        over is taken first, as the link's thread goes on meanwhile, and a failure is noted before
-        it is over.
+        No failure is told after the end: blocks whose load is over count as loaded.
         """
-        over, failed = _drained(self._over), _drained(self._failed)
+        over, self._over = tuple(self._over), []
+        failed, self._failed = tuple(self._failed), []
         for request_id in over:
             self._running.pop(request_id, None)
         for request_id in failed:  # vLLM frees its blocks
@@ -211,31 +219,14 @@ class Loads:
         other = next(others, None)
         self._read_by(other or load)
         if other is None:
-            self._unwanted.release(load)
+            self._release(load)
 
-    def _begin(self, load: Load, stop: int, tables: Tables, session: ControlSession | None) -> None:
-        try:
-            fetch = load.fetch = self._fetch(load, stop, tables, session)
-        except KVBusError as error:
-            self._note(load, REFUSED_AT, error.code, error.message)
-            self._stats.add(LOADS, Outcome.FAILED.value)
-            self._stats.add(LOADS_FAILED, REFUSED_AT)
-            self._unwanted.release(load)
-            self._over.append(load.request_id)
-        else:
-            fetch.when_ended(partial(self._on_ended, load, fetch))
-
-    def _fetch(
-        self, load: Load, stop: int, tables: Tables, session: ControlSession | None
-    ) -> Fetch:
+    def _fetch(self, load: Load, stop: int, tables: Tables) -> Fetch:
         if load.handoff is None or load.problem:
             raise LocalError(load.problem, code=ErrorCode.INVALID)
-        if not isinstance(session, DecodeSession):
-            why = "the agent beside this vLLM is a prefill agent, a decode agent is needed to load"
-            if session is None:
-                why = f"there is no agent: {self._link.problem}"
-            raise LocalError(why, code=ErrorCode.PEER_LOST)
-        return session.fetch(
+        if not self._link.is_open:  # vLLM computes at once
+            raise LocalError(f"there is no agent: {self._link.problem}", code=ErrorCode.PEER_LOST)
+        return self._link.fetch(
             load.handoff.ticket,
             num_tokens=stop,
             block_ids=tables.block_ids,
@@ -245,101 +236,35 @@ class Loads:
             prompt_digest=load.handoff.prompt_digest,
             priority=load.priority,
             traceparent=load.traceparent,
-            asked_s=load.started_at,
             wanted_s=load.seen_at,
         )
 
-    def _on_ended(self, load: Load, fetch: Fetch) -> None:
+    def _note_end(self, load: Load, fetch: Fetch) -> None:
         notice = fetch.notice
-        if notice is not None:
-            self._stats.add_load(notice, given_up=load.is_given_up)
-            if notice.whole_blocks and load.handoff is not None and load.handoff.whole_blocks:
-                load.partial = set()
-        if notice is None or notice.outcome is not Outcome.COMPLETED:
-            if not load.is_given_up and notice is not None:
-                self._note(load, notice.stage, notice.code, notice.message)
-            if not load.is_given_up and not fetch.are_blocks_free:
+        if notice is None or load.handoff is None:
+            return
+        self._stats.add_load(notice, given_up=load.is_given_up)
+        if notice.whole_blocks and load.handoff.whole_blocks:
+            load.partial = set()
+        if notice.outcome is Outcome.COMPLETED:
+            return
+        if not load.is_given_up:
+            self._fail(load, notice.stage, notice.code, notice.message)
+            if not fetch.are_blocks_free:
                 logger.warning(
                     "kvbus: %s: its blocks stay withheld until no read can reach them", load.name()
                 )
-            self._unwanted.release(load)
-        fetch.when_freed(lambda: self._over.append(load.request_id))
+        # An agent that was told to cancel the fetch has released the offer with it.
+        if notice.outcome is not Outcome.CANCELLED or notice.stage == REFUSED_AT:
+            self._release(load)
 
-    def _note(self, load: Load, stage: str, code: str, message: str) -> None:
+    def _fail(self, load: Load, stage: str, code: str, message: str) -> None:
         logger.error(
             "kvbus: %s: its KV was not loaded: %s [%s, stage %s]", load.name(), message, code, stage
         )
         self._failed.append(load.request_id)
 
-    def _cancel(self, load: Load) -> None:
-        load.is_given_up = True
-        if load.fetch is not None and load.fetch.notice is None:
-            self._link.spawn(load.fetch.cancel)
-
-
-def _drained(ids: deque[str]) -> tuple[str, ...]:
-    return tuple(ids.popleft() for _ in range(len(ids)))
-
-
-class UnwantedOffers:
-    """The offers that one decode engine does not need: their prefill engine gets its blocks early.
-
-    An offer that cannot be released expires by itself. Releases wait while there is no agent, and
-    for each other, so that loads find it free.
-    """
-
-    def __init__(self, link: ControlLink) -> None:
-        self._link = link
-        self._waiting: deque[tuple[str, HandoffParams]] = deque(maxlen=MAX_WAITING)
-        self._num_under_way = 0
-        link.when_open(self._begin)
-
-    def release(self, load: Load) -> None:
-        """The KV of a request is not needed; may be called in any thread."""
+    def _release(self, load: Load) -> None:
+        """The KV of a request is not needed: its prefill engine gets the blocks back."""
         if load.handoff is not None:
-            self._link.post(partial(self._add, load.request_id, load.handoff))
-
-    def _add(self, request_id: str, handoff: HandoffParams, session: ControlSession | None) -> None:
-        self._waiting.append((request_id, handoff))
-        self._begin(session)
-
-    def _begin(self, session: ControlSession | None) -> None:
-        if not isinstance(session, DecodeSession) or session.lost is not None:
-            return
-        while self._waiting and self._num_under_way < MAX_UNDER_WAY:
-            request_id, handoff = self._waiting.popleft()
-            stop = handoff.remote_num_tokens
-            try:
-                fetch = session.fetch(
-                    handoff.ticket, num_tokens=stop, first_token=stop, block_ids={}
-                )
-            except KVBusError:  # it has no room for a request: with the next release
-                self._waiting.append((request_id, handoff))
-                return
-            if Rendezvous.is_one(handoff.ticket):  # its offer may never be made: do not wait
-                self._link.spawn(partial(fetch.cancel, release_offer=True))
-            self._num_under_way += 1
-            fetch.when_ended(partial(self._on_ended, request_id, handoff, session, fetch))
-
-    def _on_ended(
-        self, request_id: str, handoff: HandoffParams, session: DecodeSession, fetch: Fetch
-    ) -> None:
-        self._num_under_way -= 1
-        notice = fetch.notice
-        if notice is None or notice.stage == "lost" or notice.code == ErrorCode.DRAINING:
-            # the agent is gone, or goes: the next one does it
-            self._waiting.append((request_id, handoff))
-            if self._link.session is not session:
-                self._begin(self._link.session)
-            return
-        if notice.outcome is Outcome.FAILED:
-            logger.info(
-                "kvbus: request %s (%r in the prefill vLLM, fetch %s): its offer, which is not "
-                "needed, was not released: %s [%s]",
-                request_id,
-                handoff.ticket.get("request_id"),
-                fetch.fetch_id,
-                notice.message,
-                notice.code,
-            )
-        self._begin(self._link.session)
+            self._link.release(load.handoff.ticket)

@@ -1,19 +1,18 @@
 """Finds out where an attention layer puts K and V, by having it write marks into scratch blocks.
 
-Refuses a layout that byte strides cannot say (tiles, packed or quantised numbers), and to touch
-the layer's cache: the scratch blocks are memory of the same shape and strides.
+The layer's cache is not touched: the scratch blocks are memory of the same shape and strides.
+Layouts that strides cannot say (tiles, packed or quantised numbers) are refused.
 
 Shapes: cache [block, ...] as vLLM gives it; rows [token, head, dim].
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from kvbus.errors import GeometryError
-from kvbus.geometry import AxisName, GroupSpec, KvPart
+from kvbus.geometry import GroupSpec, KvPart
 
 NUM_BLOCKS = 3
 MAX_SCRATCH_BYTES = 1 << 30
@@ -21,15 +20,11 @@ MAX_SCRATCH_BYTES = 1 << 30
 Rows = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class PartLayout:
-    """Where one part lies: bytes from the cache tensor's first element, and of a step of each axis.
+class _Layout(NamedTuple):
+    """Where one part lies in a cache: elements from its first one, and of a step of each axis."""
 
-    An axis of one index has no entry in ``strides_bytes``.
-    """
-
-    offset_bytes: int
-    strides_bytes: Mapping[AxisName, int]
+    offset: int
+    strides: list[int]
 
 
 class LayerProbe:
@@ -49,47 +44,40 @@ class LayerProbe:
         dtype: torch.dtype,
     ) -> None:
         self._name, self._layer, self._group, self._dtype = name, layer, group, dtype
-        self._sizes = {
-            AxisName.BLOCK: NUM_BLOCKS,
-            AxisName.TOKEN: group.block_size,
-            AxisName.HEAD: num_heads,
-            AxisName.DIM: group.head_dim,
-        }
+        self._cache = cache
+        self._sizes = (group.block_size, num_heads, group.head_dim)
+        """Of the axes token, head and dim."""
         self._scratch = self._scratch_like(cache)
 
     @torch.no_grad()
-    def layouts(self) -> dict[str, PartLayout]:
-        """The layout of each part of the group in the cache, measured and then checked.
+    def views(self) -> dict[str, torch.Tensor]:
+        """Each part of the group in the cache: [block, token, head, dim], measured and checked.
 
         Raises `GeometryError` when the layer does not write as any strides would have it.
         """
         layouts = {part: self._measure(part) for part in self._group.parts}
         self._check(layouts)
-        return layouts
+        return {part: self._view(self._cache, part, one) for part, one in layouts.items()}
 
-    def _measure(self, part: str) -> PartLayout:
+    def _measure(self, part: str) -> _Layout:
         """Where the first number of ``part`` goes, and how far the next of each axis is."""
-        start = self._locate(part, {})
-        strides = {
-            axis: self._locate(part, {axis: 1}) - start
-            for axis, size in self._sizes.items()
-            if size > 1
-        }
-        itemsize = self._scratch.element_size()
-        if min(strides.values(), default=0) < 0:
+        start = self._locate(part, (0, 0, 0, 0))
+        strides = [
+            self._locate(part, [int(axis == one) for one in range(4)]) - start if size > 1 else 0
+            for axis, size in enumerate((NUM_BLOCKS, *self._sizes))
+        ]
+        if min(strides) < 0:
             raise self._refusal(f"'{part}' runs backwards in memory")
-        return PartLayout(
-            start * itemsize, {axis: stride * itemsize for axis, stride in strides.items()}
-        )
+        return _Layout(start, strides)
 
-    def _check(self, layouts: Mapping[str, PartLayout]) -> None:
+    def _check(self, layouts: Mapping[str, _Layout]) -> None:
         """Raise `GeometryError` unless all rows of all blocks are where ``layouts`` say, alone."""
         rows = {part: self._random_rows(seed) for seed, part in enumerate(layouts)}
         num_slots = NUM_BLOCKS * self._group.block_size
         slots = torch.randperm(num_slots, generator=_generator(len(rows)))
         self._scratch.zero_()
         self._write({part: whole[slots] for part, whole in rows.items()}, slots)
-        views = {part: self._view(part, layout) for part, layout in layouts.items()}
+        views = {part: self._view(self._scratch, part, one) for part, one in layouts.items()}
         for part, view in views.items():
             wanted = rows[part].to(view.dtype).view(view.shape)
             if not torch.equal(view.cpu(), wanted):
@@ -99,15 +87,15 @@ class LayerProbe:
         if bool(self._scratch.any()):
             raise self._refusal("it holds more than the KV itself, such as scales")
 
-    def _locate(self, part: str, at: Mapping[AxisName, int]) -> int:
-        """In elements from the first one: where one number of ``part`` is written."""
-        index = {axis: at.get(axis, 0) for axis in self._sizes}
-        row_shape = (1, self._sizes[AxisName.HEAD], self._sizes[AxisName.DIM])
-        rows = {one: torch.zeros(row_shape, dtype=self._dtype) for one in self._group.parts}
-        rows[part][0, index[AxisName.HEAD], index[AxisName.DIM]] = 1
-        slot = index[AxisName.BLOCK] * self._group.block_size + index[AxisName.TOKEN]
+    def _locate(self, part: str, at: Sequence[int]) -> int:
+        """In elements from the first one: where the number of ``part`` at an index is written."""
+        block, token, head, dim = at
+        rows = {
+            one: torch.zeros((1, *self._sizes[1:]), dtype=self._dtype) for one in self._group.parts
+        }
+        rows[part][0, head, dim] = 1
         self._scratch.zero_()
-        self._write(rows, torch.tensor([slot]))
+        self._write(rows, torch.tensor([block * self._group.block_size + token]))
         found = self._scratch.nonzero()
         if len(found) != 1:
             raise self._refusal(f"one number of '{part}' is written to {len(found)} places")
@@ -151,20 +139,17 @@ class LayerProbe:
         flat = torch.zeros(num_elements, dtype=cache.dtype, device=cache.device)
         return flat.as_strided(shape, cache.stride())
 
-    def _view(self, part: str, layout: PartLayout) -> torch.Tensor:
-        """[block, token, head, dim], as ``layout`` has it."""
-        itemsize = self._scratch.element_size()
-        strides = [layout.strides_bytes.get(axis, 0) // itemsize for axis in self._sizes]
-        shape = tuple(self._sizes.values())
+    def _view(self, cache: torch.Tensor, part: str, layout: _Layout) -> torch.Tensor:
+        """[block, token, head, dim] of ``cache``, as ``layout`` has it."""
+        shape = (cache.shape[0], *self._sizes)
         try:
-            return self._scratch.as_strided(shape, strides, layout.offset_bytes // itemsize)
+            return cache.as_strided(shape, layout.strides, cache.storage_offset() + layout.offset)
         except RuntimeError as error:
             raise self._refusal(f"the strides of '{part}' leave the cache") from error
 
     def _random_rows(self, seed: int) -> torch.Tensor:
         """Small whole numbers, which every dtype of KV holds as they are; none of them 0."""
-        num_tokens = NUM_BLOCKS * self._group.block_size
-        shape = (num_tokens, self._sizes[AxisName.HEAD], self._sizes[AxisName.DIM])
+        shape = (NUM_BLOCKS * self._group.block_size, *self._sizes[1:])
         return torch.randint(1, 128, shape, generator=_generator(seed)).to(self._dtype)
 
     def _refusal(self, what: str) -> GeometryError:

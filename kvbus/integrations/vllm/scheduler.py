@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
-from kvbus.engine import prompt_digest
+from kvbus.engine import Link, Offer, prompt_digest
 from kvbus.errors import ProtocolError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.blocks import NULL_BLOCK, BlockIds, HeldBlocks
@@ -28,15 +28,16 @@ from kvbus.integrations.vllm.params import (
     read_params,
     read_trace,
 )
-from kvbus.integrations.vllm.sessions import CLOSE_WITHIN_S, ControlLink, control_link
 from kvbus.integrations.vllm.stats import KvbusStats, StatsRecorder
 from kvbus.integrations.vllm.steps import (
+    CLOSE_WITHIN_S,
     Growing,
     StepDone,
     StepResults,
     WorkerPlaces,
     ranks_elsewhere,
 )
+from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import MAX_PRIORITY, MIN_PRIORITY
 from kvbus.protocol.ticket import Rendezvous
 
@@ -75,7 +76,7 @@ class SchedulerSide:
         self._growing = Growing()
         self._answers: dict[str, int] = {}
         """The offers of answers that wait for the next turn, and how many blocks each has."""
-        self._control_links: list[ControlLink] = []
+        self._control_links: list[Link] = []
 
     # Of vLLM's start and its end
 
@@ -88,10 +89,18 @@ class SchedulerSide:
         """Open the control sessions: the workers have shared their memory with each agent."""
         options = self._options
         workers = [one.places for one in metadata.values() if isinstance(one, WorkerPlaces)]
+        # A producer lets blocks go which a step that runs may still write: it must not load.
+        only = AgentRole.PREFILL if self._kv_role == "kv_producer" else None
         for number, (path, role) in enumerate(options.agents):
             places = sorted((each[number] for each in workers), key=lambda place: place.rank)
-            link = control_link(path, self._engine, ranks_elsewhere(places), role, self._kv_role)
-            self._control_links.append(link)
+            link = Link(
+                path,
+                self._engine,
+                role=role or only,
+                others=ranks_elsewhere(places),
+                logger=logger,
+            )
+            self._control_links.append(link.start())
         offering, loading = self._control_links[0], self._control_links[-1]
         self._loads = Loads(self._engine, loading, self._stats, timeout_s=options.fetch_timeout_s)
         self._offers = Offers(self._engine, offering, self._stats)
@@ -105,7 +114,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: "Request") -> None:
         """Note what it asks for; blocks that are free by now are there for it."""
-        self._free_released()
+        self._hear()
         params = request.kv_transfer_params or {}
         asks_to_offer = bool(params.get(ASKS_TO_OFFER))
         if asks_to_offer and params.get(TICKET):
@@ -177,11 +186,11 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepResults:
         """What the workers shall report to vLLM in the step that computes ``scheduler_output``."""
         self._uncache_partial()
+        self._hear()
         for request_id in scheduler_output.preempted_req_ids or ():  # its blocks are another's now
             self._growing.end(request_id)
             self._offers.take_back(request_id)
             self._loads.lose_blocks(request_id)
-        self._free_released()
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         self._loads.note_computed(num_scheduled_tokens)
         step = self._growing.schedule(num_scheduled_tokens)
@@ -191,6 +200,7 @@ class SchedulerSide:
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """What the workers have computed may be read."""
+        self._hear()  # what a worker has just reported, before vLLM schedules on it
         if isinstance(done := connector_output.kv_connector_worker_meta, StepDone):
             for request_id, num_tokens in self._growing.done(done.step):
                 block_ids = self._manager.get_block_ids(request_id)
@@ -226,7 +236,14 @@ class SchedulerSide:
     def _uncache_partial(self) -> bool:
         return self._held.uncache(self._loads.partial_blocks())
 
-    def _free_released(self) -> None:
+    def _hear(self) -> None:
+        """Note what has ended, and free the blocks of offers that nobody reads any more."""
+        for link in self._control_links:
+            for one in link.ended():
+                if isinstance(one, Offer):
+                    self._offers.end(one)
+                else:
+                    self._loads.end(one)
         released = self._offers.take_released()
         self._held.free(released)
         for offer_id in released:

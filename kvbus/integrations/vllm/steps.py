@@ -14,6 +14,8 @@ from kvbus.protocol.engine import AgentRanks, Fetched, Outcome
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+CLOSE_WITHIN_S = 3.0
+"""How long the end of a process waits for the end of a link."""
 MOST_UNMATCHED = 1024
 """Notices that are kept until the scheduler's side names their fetch; most came too late for it."""
 

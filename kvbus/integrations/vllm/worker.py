@@ -1,14 +1,9 @@
-"""The connector's half in a worker's process: its KV cache is the agent's to read and write.
-
-Nothing is moved before all layers were described. On a CPU the tensors change their addresses then,
-in place, and need their memory twice for the time of the move; no request runs meanwhile.
-"""
+"""The connector's half in a worker's process: its KV cache is the agent's to read and write."""
 
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,23 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvbus.engine import CudaStorage, SharedStorage, new_secret, share_tensors
-from kvbus.geometry import (
-    Axis,
-    AxisName,
-    EngineSpec,
-    GroupSpec,
-    RankSpec,
-    Region,
-    Segment,
-    held_heads,
-    validate_rank,
-)
+from kvbus.engine import Link, RankMemory, describe_tensors, new_secret
+from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.describe import cache_of, layer_number, require
 from kvbus.integrations.vllm.params import ConnectorOptions
-from kvbus.integrations.vllm.probe import LayerProbe, PartLayout
-from kvbus.integrations.vllm.sessions import CLOSE_WITHIN_S, MemoryLink, memory_link
+from kvbus.integrations.vllm.probe import LayerProbe
 from kvbus.integrations.vllm.steps import (
+    CLOSE_WITHIN_S,
     NOTHING,
     EarlyCompletions,
     StepDone,
@@ -51,8 +36,6 @@ logger = logging.getLogger("vllm.kvbus")
 
 REPORTER = 0
 """The rank that tells vLLM what has ended: one does for all."""
-
-Storages = dict[str, SharedStorage | CudaStorage]
 
 
 class WorkerSide(KVConnectorBase_V1):
@@ -71,8 +54,8 @@ class WorkerSide(KVConnectorBase_V1):
         self._rank = 0
         self._access = new_secret()
         self._early = EarlyCompletions()
-        self._storages: Storages = {}
-        self._memory_links: list[MemoryLink] = []
+        self._memory: RankMemory | None = None
+        self._memory_links: list[Link] = []
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Share the KV cache with each agent; waits for it a moment, and goes on without.
@@ -82,23 +65,22 @@ class WorkerSide(KVConnectorBase_V1):
         """
         self._rank = get_pp_group().rank_in_group * self._engine.tp_size
         self._rank += get_tp_group().rank_in_group
-        shared = share_rank(
+        self._memory = share_rank(
             self._engine, self._rank, self._vllm_config, self._kv_cache_config, kv_caches
         )
-        self._storages = shared.storages
         on_fetched = self._early.tell if self._rank == REPORTER else None
-        self._memory_links = [
-            memory_link(
+        for path, role in self._options.agents:
+            link = Link(
                 path,
                 self._engine,
-                shared.rank,
-                shared.storages,
-                on_fetched=on_fetched,
-                access=self._access,
+                memory=self._memory,
+                control=False,
                 role=role,
+                access=self._access,
+                on_fetched=on_fetched,
+                logger=logger,
             )
-            for path, role in self._options.agents
-        ]
+            self._memory_links.append(link.start())
         deadline = time.monotonic() + self._options.attach_timeout_s
         for link in self._memory_links:
             if not link.wait_open(max(0.0, deadline - time.monotonic())):
@@ -129,38 +111,20 @@ class WorkerSide(KVConnectorBase_V1):
         """End the memory sessions; vLLM's tensors keep their memory."""
         for link in self._memory_links:
             link.close(CLOSE_WITHIN_S)
-        for storage in self._storages.values():
-            storage.close()
+        if self._memory is not None:
+            self._memory.close()
 
     @property
     def _results(self) -> StepResults:
         results = self._get_connector_metadata()
         return results if isinstance(results, StepResults) else NOTHING
 
-    def _place(self, link: MemoryLink) -> WorkerPlace:
-        session = link.session
-        if session is None:
+    def _place(self, link: Link) -> WorkerPlace:
+        if not link.is_open:
             return WorkerPlace(self._rank, "", self._access)
-        agent = session.agent
-        return WorkerPlace(self._rank, agent.peer_endpoint, self._access, agent.server_key)
-
-
-class SharedRank(NamedTuple):
-    """The memory of one rank; the same again after the agent came back."""
-
-    rank: RankSpec
-    storages: Storages
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One layer with a cache of its own, as it was measured."""
-
-    number: int
-    group: GroupSpec
-    num_heads: int
-    cache: torch.Tensor
-    parts: Mapping[str, PartLayout]
+        return WorkerPlace(
+            self._rank, link.agent.peer_endpoint, self._access, link.agent.server_key
+        )
 
 
 def share_rank(
@@ -169,40 +133,17 @@ def share_rank(
     vllm_config: Any,
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
-) -> SharedRank:
+) -> RankMemory:
     """Describe ``kv_caches`` as `register_kv_caches` gets them, and share their memory.
 
-    ``engine`` is `describe_engine` of the same configurations. Raises `GeometryError` for what
-    cannot be described, `SegmentError` when there is no room.
+    ``engine`` is `describe_engine` of the same configurations. Layers that use the cache of another
+    one are in no group. On a CPU the tensors change their addresses, in place, and need their
+    memory twice for the time of the move; no request runs meanwhile. Raises `GeometryError` for
+    what cannot be described, before anything is moved, and `SegmentError` when there is no room.
     """
-    layers = _measure(engine, vllm_config, kv_cache_config, kv_caches)
-    shared = share_tensors(layer.cache for layer in layers)
-    storages: Storages = {f"kv{number}": one for number, one in enumerate(shared)}
-    try:
-        segments = tuple(Segment(name, one.size_bytes) for name, one in storages.items())
-        regions = tuple(
-            _region(engine, rank, layer, part, storages) for layer in layers for part in layer.parts
-        )
-        spec = RankSpec(rank, segments, regions)
-        validate_rank(engine, spec)
-    except BaseException:
-        for one in shared:
-            one.close()
-        raise
-    return SharedRank(spec, storages)
-
-
-def _measure(
-    engine: EngineSpec,
-    vllm_config: Any,
-    kv_cache_config: Any,
-    kv_caches: Mapping[str, torch.Tensor],
-) -> list[_Layer]:
-    """Each layer of each group; those that use another layer's cache are not in the groups."""
     modules = vllm_config.compilation_config.static_forward_context
-    measured = []
+    views: dict[tuple[int, str], torch.Tensor] = {}
     for group, theirs in zip(engine.groups, kv_cache_config.transfer_groups, strict=True):
-        num_heads: int = cache_of(theirs).num_kv_heads
         for name in theirs.layer_names:
             layer, cache = modules[name], kv_caches[name]
             _check_blocks(name, layer, cache, num_blocks=kv_cache_config.num_blocks)
@@ -211,12 +152,12 @@ def _measure(
                 layer,
                 cache,
                 group=group,
-                num_heads=num_heads,
+                num_heads=cache_of(theirs).num_kv_heads,
                 dtype=vllm_config.model_config.dtype,
             )
             number = layer_number(name)
-            measured.append(_Layer(number, group, num_heads, cache, probe.layouts()))
-    return measured
+            views |= {(number, part): view for part, view in probe.views().items()}
+    return describe_tensors(views, engine=engine, rank=rank)
 
 
 def _check_blocks(name: str, layer: Any, cache: torch.Tensor, *, num_blocks: int) -> None:
@@ -227,29 +168,4 @@ def _check_blocks(name: str, layer: Any, cache: torch.Tensor, *, num_blocks: int
         "block_size",
         f"the cache of layer '{name}' has {max(seen)} blocks where the scheduler has {num_blocks}: "
         "its attention backend splits them. Lower --block-size to what the backend supports",
-    )
-
-
-def _region(engine: EngineSpec, rank: int, layer: _Layer, part: str, storages: Storages) -> Region:
-    layout, group = layer.parts[part], layer.group
-    address = layer.cache.untyped_storage().data_ptr()
-    segment_id = next(name for name, one in storages.items() if one.address == address)
-    sizes = {
-        AxisName.BLOCK: layer.cache.shape[0],
-        AxisName.HEAD: layer.num_heads,
-        AxisName.TOKEN: group.block_size,
-        AxisName.DIM: group.head_dim,
-    }
-    axes = (
-        Axis(axis, sizes[axis], stride_bytes) for axis, stride_bytes in layout.strides_bytes.items()
-    )
-    return Region(
-        segment_id=segment_id,
-        offset_bytes=storages[segment_id].offset_bytes_of(layer.cache) + layout.offset_bytes,
-        group=group.name,
-        layers=(layer.number,),
-        parts=(part,),
-        first_head=held_heads(rank % engine.tp_size, engine.tp_size, group.num_kv_heads).start,
-        num_heads=layer.num_heads,
-        axes=tuple(sorted(axes, key=lambda axis: -axis.stride_bytes)),
     )
