@@ -3,12 +3,11 @@
 No agent is started and no KV memory is allocated: engines are specs, their addresses synthetic.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ from kvbus.console import Console
 from kvbus.errors import ConfigError, ErrorCode, KVBusError
 from kvbus.geometry import (
     MAX_BLOCKS,
+    AxisName,
     BlockTable,
     EngineSpec,
     GroupSpec,
@@ -72,15 +72,7 @@ HOW = {
     Path.MAPPED: "copied from blocks to blocks by the decode agent, without a READ",
 }
 CHOSEN = "green"
-
-
-class PathOption(StrEnum):
-    """A path, or the rule's choice."""
-
-    AUTO = "auto"
-    DIRECT = "direct"
-    PACKED = "packed"
-    MAPPED = "mapped"
+SHORT = {"num_bytes": "bytes", "num_boxes": "boxes", "prefill": "from", "decode": "to"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +88,7 @@ class PlanOptions:
             min=0, max=MAX_SPAN, metavar="M", help="First token to move: those before it are there."
         ),
     ] = 0
-    path: Annotated[PathOption, Option(help="The path, or auto: by the rule.")] = PathOption.AUTO
+    path: Annotated[Path | None, Option(help="Force this path; else the rule picks it.")] = None
     contiguous: Annotated[
         bool, Option("--contiguous", help="Blocks in order, as in an empty cache; else scattered.")
     ] = False
@@ -196,16 +188,14 @@ class _Keys(_Layout, forbid_unknown_fields=True, kw_only=True):
         return EngineSpec(engine_id, self.model, self.tp, groups, self.pp)
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One engine, and how the memory of its ranks lies."""
+class PlannedEngine(msgspec.Struct, frozen=True):
+    """One engine, and the axes of its memory, outermost first."""
 
-    option: str
     engine: EngineSpec
-    layout: KvLayout
+    axes: tuple[AxisName, ...]
 
 
-def _read_side(option: str, text: str) -> _Side:
+def _read_engine(option: str, text: str) -> PlannedEngine:
     """Raises `ConfigError` that begins with ``option``."""
     try:
         first, *pairs = text.split(",")
@@ -223,7 +213,7 @@ def _read_side(option: str, text: str) -> _Side:
     except (KVBusError, msgspec.MsgspecError, OSError, UnicodeDecodeError) as error:
         message = str(error).replace("\n", " ")
         raise ConfigError(f"{option}: {message}", option=option) from error
-    return _Side(option, engine, layout)
+    return PlannedEngine(engine, layout.axes)
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:
@@ -245,7 +235,7 @@ def _read_file(path: FilePath) -> EngineSpec:
     return decode(content, type=EngineSpec)
 
 
-class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes": "bytes"}):
+class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
     """What one rank reads from another; intervals are half open."""
 
     prefill_rank: int
@@ -258,9 +248,7 @@ class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes"
     num_bytes: int
 
 
-class PathPlan(
-    msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes": "bytes", "num_boxes": "boxes"}
-):
+class PathPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
     """One path: READs are ``descriptors`` of ``num_bytes`` in all; mapped, so many runs are copied.
 
     Out of slots ``scattered_bytes`` are written: more than are read, where ranks hold the same.
@@ -273,11 +261,11 @@ class PathPlan(
     seconds: float
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes": "bytes"}):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
     """What `make_plan` found, as ``--json`` has it; a path that cannot be taken is null."""
 
-    prefill: Any = msgspec.field(name="from")
-    decode: Any = msgspec.field(name="to")
+    prefill: PlannedEngine
+    decode: PlannedEngine
     tokens: tuple[int, int]
     num_bytes: int
     reads: tuple[PlannedRead, ...]
@@ -297,21 +285,22 @@ def make_plan(options: PlanOptions) -> Plan:
     first, stop = options.first_token, options.tokens
     if first > stop:
         raise ConfigError(f"--first-token: {first} is more than --tokens {stop}")
-    sides = prefill, decode = (
-        _read_side("--from", options.prefill),
-        _read_side("--to", options.decode),
-    )
+    prefill = _read_engine("--from", options.prefill)
+    decode = _read_engine("--to", options.decode)
     check_compatible(prefill.engine, decode.engine)
     _refuse_large(prefill.engine, decode.engine)
     spans = whole_spans(decode.engine.groups, prefill.engine.groups, first, stop)
-    steps = (None, None) if options.contiguous else (PREFILL_STEP, DECODE_STEP)
-    holder, reader = (_placed(*one, spans) for one in zip(sides, steps, strict=True))
-    ranks = ([placed.rank for placed in side.ranks.values()] for side in (holder, reader))
-    read_map = ReadMap(*ranks)
+    holder = _Placed(prefill, spans, step=0 if options.contiguous else PREFILL_STEP)
+    reader = _Placed(decode, spans, step=0 if options.contiguous else DECODE_STEP)
+    read_map = ReadMap(*([one.rank for one in side.ranks.values()] for side in (holder, reader)))
     shares, joined = read_map.shares(), read_map.joined()
     reads = tuple(_reads(decode.engine, shares, spans))
     num_bytes = sum(one.num_bytes for one in reads)
-    repeated_bytes = num_bytes - _total(read_bytes(joined, decode.engine), spans)
+    joined_bytes = sum(
+        size * (spans[name][1] - spans[name][0])
+        for name, size in read_bytes(joined, decode.engine).items()
+    )
+    repeated_bytes, group = num_bytes - joined_bytes, decode.engine.group
     runs = RunPlan(holder.ranks, reader.ranks, shares)
     num_runs = runs.num_runs(spans)
     merged = num_runs
@@ -324,9 +313,17 @@ def make_plan(options: PlanOptions) -> Plan:
     paths[Path.DIRECT] = whole
     least = least_box_bytes(joined, decode.engine)
     if num_bytes and least <= options.slot_bytes:
-        usual = usual_box_bytes(num_bytes, slot_bytes=options.slot_bytes)
-        paths[Path.PACKED] = _packed(
-            joined, decode.engine, spans, box_bytes=max(least, usual), scattered_bytes=num_bytes
+        box_bytes = max(least, usual_box_bytes(num_bytes, slot_bytes=options.slot_bytes))
+        num_boxes = sum(
+            len(cut_into_boxes(one, group(one.group), spans[one.group], box_bytes=box_bytes))
+            for one in joined
+        )
+        paths[Path.PACKED] = PathPlan(
+            descriptors=num_boxes,
+            num_bytes=joined_bytes,
+            num_boxes=num_boxes,
+            scattered_bytes=num_bytes,
+            seconds=Learned().predict_s(joined_bytes),
         )
     if options.same_machine:
         paths[Path.MAPPED] = whole
@@ -335,15 +332,15 @@ def make_plan(options: PlanOptions) -> Plan:
         possible, num_bytes=num_bytes, num_runs=num_runs, repeated_bytes=repeated_bytes
     )
     reason = _reason(chosen, num_runs=num_runs, num_bytes=num_bytes, repeated_bytes=repeated_bytes)
-    if options.path is not PathOption.AUTO:
-        chosen, reason = Path(options.path), "asked for with --path"
+    if options.path is not None:
+        chosen, reason = options.path, "asked for with --path"
         if chosen not in possible:
             can = ", ".join(possible)
             raise ConfigError(f"--path: this handoff cannot take {chosen}, it can take {can}")
     holders = {one.prefill_rank for one in reads}
     return Plan(
-        prefill=_side_json(prefill),
-        decode=_side_json(decode),
+        prefill=prefill,
+        decode=decode,
         tokens=(first, stop),
         num_bytes=num_bytes,
         reads=reads,
@@ -353,10 +350,6 @@ def make_plan(options: PlanOptions) -> Plan:
         reason=reason,
         slot_bytes=options.slot_bytes,
     )
-
-
-def _side_json(side: _Side) -> dict[str, Any]:
-    return {"engine": side.engine, "axes": side.layout.axes}
 
 
 def _refuse_large(prefill: EngineSpec, decode: EngineSpec) -> None:
@@ -369,40 +362,38 @@ def _refuse_large(prefill: EngineSpec, decode: EngineSpec) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
 class _Placed:
-    """The ranks of an engine, and the block tables of one request by group."""
+    """The ranks of an engine that holds the positions of ``spans``, and the tables of a request.
 
-    ranks: Mapping[int, PlacedRank]
-    tables: Mapping[str, BlockTable]
+    Its next block is ``step`` of the cache further on, or the next one.
+    """
 
-
-def _placed(side: _Side, step: float | None, spans: Spans) -> _Placed:
-    """An engine that holds the positions of ``spans``; without ``step`` its blocks are in order."""
-    tables, num_blocks = {}, {}
-    for group in side.engine.groups:
-        start, stop = spans[group.name]
-        first = start // group.block_size
-        needed = num_blocks_for(stop, group.block_size) - first if stop > start else 0
-        if needed > MAX_BLOCKS:
-            raise ConfigError(
-                f"--tokens: {stop} tokens are {needed} blocks of group '{group.name}', at most "
-                f"{MAX_BLOCKS} are allowed"
-            )
-        # The ids are different, as the cache is a power of 2 and the distance between two is odd.
-        cache = num_blocks[group.name] = max(16, 1 << (2 * needed - 1).bit_length())
-        distance = 1 if step is None else int(cache * step) | 1
-        ids = np.arange(needed, dtype=np.int64) * distance % cache
-        tables[group.name] = BlockTable.of(ids, first_block=first)
-    ranks: dict[int, PlacedRank] = {}
-    for number in range(side.engine.num_ranks):
-        rank = lay_out_rank(side.engine, number, side.layout, num_blocks=num_blocks)
-        (segment,) = rank.segments
-        if segment.size_bytes > MAX_RANK_BYTES:
-            raise ConfigError(f"{side.option}: a rank would have {segment.size_bytes} bytes of KV")
-        at = {segment.segment_id: (number + 1) * RANK_DISTANCE_BYTES}
-        ranks[number] = PlacedRank(side.engine, rank, at)
-    return _Placed(ranks, tables)
+    def __init__(self, planned: PlannedEngine, spans: Spans, *, step: float) -> None:
+        engine, layout = planned.engine, KvLayout(planned.axes)
+        self.tables, num_blocks = dict[str, BlockTable](), dict[str, int]()
+        for group in engine.groups:
+            start, stop = spans[group.name]
+            first = start // group.block_size
+            needed = num_blocks_for(stop, group.block_size) - first if stop > start else 0
+            if needed > MAX_BLOCKS:
+                raise ConfigError(
+                    f"--tokens: {stop} tokens are {needed} blocks of group '{group.name}', at most "
+                    f"{MAX_BLOCKS} are allowed"
+                )
+            # Ids are different, as the cache is a power of 2 and the distance between two is odd.
+            cache = num_blocks[group.name] = max(16, 1 << (2 * needed - 1).bit_length())
+            ids = np.arange(needed, dtype=np.int64) * (int(cache * step) | 1) % cache
+            self.tables[group.name] = BlockTable.of(ids, first_block=first)
+        self.ranks: dict[int, PlacedRank] = {}
+        for number in range(engine.num_ranks):
+            rank = lay_out_rank(engine, number, layout, num_blocks=num_blocks)
+            (segment,) = rank.segments
+            if segment.size_bytes > MAX_RANK_BYTES:
+                raise ConfigError(
+                    f"--from, --to: a rank would have {segment.size_bytes} bytes of KV"
+                )
+            at = {segment.segment_id: (number + 1) * RANK_DISTANCE_BYTES}
+            self.ranks[number] = PlacedRank(engine, rank, at)
 
 
 def _reads(decode: EngineSpec, shares: tuple[Share, ...], spans: Spans) -> Iterator[PlannedRead]:
@@ -421,32 +412,6 @@ def _reads(decode: EngineSpec, shares: tuple[Share, ...], spans: Spans) -> Itera
             )
 
 
-def _total(position_bytes: Mapping[str, int], spans: Spans) -> int:
-    return sum(num * (spans[name][1] - spans[name][0]) for name, num in position_bytes.items())
-
-
-def _packed(
-    joined: tuple[Share, ...],
-    decode: EngineSpec,
-    spans: Spans,
-    *,
-    box_bytes: int,
-    scattered_bytes: int,
-) -> PathPlan:
-    num_bytes = _total(read_bytes(joined, decode), spans)
-    num_boxes = sum(
-        len(cut_into_boxes(one, decode.group(one.group), spans[one.group], box_bytes=box_bytes))
-        for one in joined
-    )
-    return PathPlan(
-        descriptors=num_boxes,
-        num_bytes=num_bytes,
-        num_boxes=num_boxes,
-        scattered_bytes=scattered_bytes,
-        seconds=Learned().predict_s(num_bytes),
-    )
-
-
 def _reason(chosen: Path, *, num_runs: int, num_bytes: int, repeated_bytes: int) -> str:
     """What of `choose_path` applies."""
     long = bytes_text(LONG_RUN_BYTES)
@@ -463,71 +428,50 @@ def _reason(chosen: Path, *, num_runs: int, num_bytes: int, repeated_bytes: int)
 def _print(plan: Plan, console: Console) -> None:
     """The two sides, the tables and the lines below them."""
     for name, side in (("from", plan.prefill), ("to  ", plan.decode)):
-        console.print(Text(f"{name}  {_side_line(side['engine'], side['axes'])}"))
-    console.print()
-    console.print(_read_table(plan))
+        groups = "; ".join(map(_group_line, side.engine.groups))
+        tp, pp, axes = side.engine.tp_size, side.engine.pp_size, ".".join(side.axes)
+        console.print(Text(f"{name}  tp={tp} pp={pp} {axes}; {groups}"))
+    reads = _table("Reads", "prefill rank", "decode rank", "group", "layers", "heads", "positions")
+    reads.add_column("bytes", justify="right", no_wrap=True)
+    for read in plan.reads[:MAX_ROWS]:
+        reads.add_row(
+            *(str(read.prefill_rank), str(read.decode_rank), Text(read.group)),
+            *(numbers_text(read.layers), numbers_text(range(*read.heads))),
+            *(f"{read.positions[0]} to {read.positions[1]}", bytes_text(read.num_bytes)),
+        )
+    console.print("", reads)
     if len(plan.reads) > MAX_ROWS:
         console.print(f"and {len(plan.reads) - MAX_ROWS} more: --json has them all")
     console.print(f"{bytes_text(plan.num_bytes)} in all")
     if plan.reads and plan.unread_ranks:
         console.print(f"nothing is read from prefill ranks {numbers_text(plan.unread_ranks)}")
-    console.print()
-    console.print(_path_table(plan))
+    paths = _table("Paths", "path", "READs or copies", "mean", "bytes", "boxes", "time")
+    for path, one in plan.paths.items():
+        cells = ["cannot"]
+        if one:
+            mean, boxes = one.num_bytes / max(1, one.descriptors), f"{one.num_boxes:,}"
+            cells = [f"{one.descriptors:,}", bytes_text(mean), bytes_text(one.num_bytes), boxes]
+            cells.append(time_text(one.seconds))
+        paths.add_row(path, *cells, style=CHOSEN if path is plan.choice else "")
+    console.print("", paths)
     packed = plan.paths[Path.PACKED]
     if packed and packed.scattered_bytes > packed.num_bytes:
-        console.print(
-            "packed reads what several decode ranks hold alike once: "
-            f"{bytes_text(packed.num_bytes)} for {bytes_text(packed.scattered_bytes)}"
-        )
+        once, often = bytes_text(packed.num_bytes), bytes_text(packed.scattered_bytes)
+        console.print(f"packed reads what several decode ranks hold alike once: {once} for {often}")
     console.print(f"{plan.choice}: {plan.reason}; {HOW[plan.choice]}", style=CHOSEN)
     console.print(Text(f"slots of {bytes_text(plan.slot_bytes)}"))
 
 
-def _side_line(engine: EngineSpec, axes: tuple[str, ...]) -> str:
-    groups = (
-        f"{one.name}: {len(one.layers)} layers, {one.num_kv_heads} heads of {one.head_dim} "
-        f"{one.dtype}, blocks of {one.block_size}" + (f", window {one.window}" * bool(one.window))
-        for one in engine.groups
+def _group_line(group: GroupSpec) -> str:
+    window = f", window {group.window}" if group.window else ""
+    heads = f"{group.num_kv_heads} heads of {group.head_dim} {group.dtype}"
+    return (
+        f"{group.name}: {len(group.layers)} layers, {heads}, blocks of {group.block_size}{window}"
     )
-    return f"tp={engine.tp_size} pp={engine.pp_size} {'.'.join(axes)}; {'; '.join(groups)}"
 
 
-def _read_table(plan: Plan) -> Table:
-    ranks = (Column(heading, justify="right") for heading in ("prefill rank", "decode rank"))
-    last = Column("bytes", justify="right", no_wrap=True)
-    table = _table("Reads", *ranks, "group", "layers", "heads", "positions", last)
-    for read in plan.reads[:MAX_ROWS]:
-        table.add_row(
-            str(read.prefill_rank),
-            str(read.decode_rank),
-            Text(read.group),
-            numbers_text(read.layers),
-            numbers_text(range(*read.heads)),
-            f"{read.positions[0]} to {read.positions[1]}",
-            bytes_text(read.num_bytes),
-        )
-    return table
-
-
-def _path_table(plan: Plan) -> Table:
-    headings = ("READs or copies", "mean", "bytes", "boxes", "time")
-    columns = (Column(heading, justify="right", no_wrap=True) for heading in headings)
-    table = _table("Paths", Column("path", no_wrap=True), *columns)
-    for path, found in plan.paths.items():
-        cells = ["cannot"]
-        if found:
-            cells = [
-                f"{found.descriptors:,}",
-                bytes_text(found.num_bytes / max(1, found.descriptors)),
-                bytes_text(found.num_bytes),
-                f"{found.num_boxes:,}" if found.num_boxes else "",
-                time_text(found.seconds),
-            ]
-        table.add_row(path, *cells, style=CHOSEN if path is plan.choice else "")
-    return table
-
-
-def _table(title: str, *columns: Column | str) -> Table:
+def _table(title: str, *headings: str) -> Table:
+    columns = (Column(one, justify="left" if one == "path" else "right") for one in headings)
     return Table(
         *columns,
         title=title,

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -166,27 +167,24 @@ class SlotPlan:
 
 
 def _check_held(rank: RankSpec, box: Box) -> None:
-    region_of = {
+    held = {
         (layer, part): region
         for region in rank.regions
         if region.group == box.group
-        for layer in region.layers
-        for part in region.parts
+        for layer, part in product(region.layers, region.parts)
     }
     end = box.first_head + box.num_heads
-    for layer in box.layers:
-        for part in box.parts:
-            region = region_of.get((layer, part))
-            if region is None:
-                message = f"this rank does not hold layer {layer}, '{part}', of '{box.group}'"
-                raise GeometryError(message, field="layers")
-            held = region.first_head + region.num_heads
-            if box.first_head < region.first_head or end > held:
-                raise GeometryError(
-                    f"this rank holds heads {region.first_head} to {held} of layer {layer}, "
-                    f"'{part}', not {box.first_head} to {end}",
-                    field="first_head",
-                )
+    for layer, part in product(box.layers, box.parts):
+        region = held.get((layer, part))
+        first = stop = 0
+        if region is not None:
+            first, stop = region.first_head, region.first_head + region.num_heads
+        if box.first_head < first or end > stop:
+            raise GeometryError(
+                f"this rank holds heads {first} to {stop} of layer {layer}, '{part}', of group "
+                f"'{box.group}', not {box.first_head} to {end}",
+                field="first_head" if region else "layers",
+            )
 
 
 class _Strides(NamedTuple):
@@ -230,15 +228,18 @@ class _Form(NamedTuple):
 class _Pattern(NamedTuple):
     """The runs of one unit, each at a sum of one ``outer`` and one ``inner`` offset.
 
-    Outer steps go past a block of the target, inner ones stay within it.
+    Outer steps go past a block of the target, inner ones stay within it. ``few`` are these sums, of
+    source and target, unless they are many.
     """
 
     outer: Offsets
     inner: Offsets
     run_bytes: int
+    few: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_runs(self) -> int:
+        """Runs of the unit."""
         return int(self.outer.shape[1] * self.inner.shape[1])
 
 
@@ -254,7 +255,6 @@ class _Bundle:
         self._corners = np.array(corners, dtype=np.int64).T
         self._sizes = {form.source.block_size, form.target.block_size}
         self._patterns: dict[int, _Pattern] = {}
-        self._few: dict[int, tuple[list[tuple[int, int]], int]] = {}
 
     def num_runs(self, start: int, stop: int) -> int:
         """Runs of so many tokens that start a block."""
@@ -270,12 +270,12 @@ class _Bundle:
         """
         while start < stop:
             end = min(stop, *(start - start % size + size for size in self._sizes))
-            if len(runs) + self._pattern(end - start).num_runs > MAX_FEW:
+            pattern = self._pattern(end - start)
+            if len(runs) + pattern.num_runs > MAX_FEW:
                 return False
             out_of = self._form.source.offset(source, start)
             to = self._form.target.offset(target, start)
-            offsets, run_bytes = self._few_offsets(end - start)
-            runs += [(to + further, out_of + ahead, run_bytes) for ahead, further in offsets]
+            runs += [(to + b, out_of + a, pattern.run_bytes) for a, b in pattern.few]
             start = end
         return True
 
@@ -296,8 +296,8 @@ class _Bundle:
         for length in np.unique(lengths).tolist():
             alike = units[:, lengths == length]
             order = np.argsort(alike[1], kind="stable")
-            outer, inner, run_bytes = self._pattern(length)
-            yield Lattice(outer + moved, alike[:, order], inner, run_bytes)
+            found = self._pattern(length)
+            yield Lattice(found.outer + moved, alike[:, order], found.inner, found.run_bytes)
 
     def _pattern(self, num_tokens: int) -> _Pattern:
         """Over all pairs; kept, as there are no more patterns than tokens in a block."""
@@ -305,19 +305,12 @@ class _Bundle:
         if found is None:
             pattern = _pattern_of(self._form, num_tokens)
             outer = (self._corners[:, :, None] + pattern.outer[:, None, :]).reshape(2, -1)
-            outer = outer[:, np.argsort(outer[1], kind="stable")]
-            found = self._patterns[num_tokens] = pattern._replace(outer=outer)
+            found = pattern._replace(outer=outer[:, np.argsort(outer[1], kind="stable")])
+            if found.num_runs <= MAX_FEW:
+                sums = (found.outer[:, :, None] + found.inner[:, None, :]).reshape(2, -1)
+                found = found._replace(few=tuple((a, b) for a, b in sums.T.tolist()))
+            self._patterns[num_tokens] = found
         return found
-
-    def _few_offsets(self, num_tokens: int) -> tuple[list[tuple[int, int]], int]:
-        """Of the runs of a unit, source and target; and their bytes."""
-        known = self._few.get(num_tokens)
-        if known is None:
-            pattern = self._pattern(num_tokens)
-            sums = (pattern.outer[:, :, None] + pattern.inner[:, None, :]).reshape(2, -1)
-            offsets = [(source, target) for source, target in sums.T.tolist()]
-            known = self._few[num_tokens] = offsets, pattern.run_bytes
-        return known
 
 
 def _pattern_of(form: _Form, num_tokens: int) -> _Pattern:

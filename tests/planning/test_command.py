@@ -115,7 +115,7 @@ HUGE: Sides = dict.fromkeys(("prefill", "decode"), "kv_heads=4096,head=65536,lay
         ("--slot-bytes 4096 --path packed", WIDE_HEADS, "cannot take packed, it can take direct"),
         ("--first-token 33", {}, "--first-token: 33 is more than --tokens 32"),
         ("", {**MANY_BLOCKS, "tokens": 1 << 24}, "--tokens: 16777216 tokens are 16777216 blocks"),
-        ("", {**HUGE, "tokens": 1 << 20}, "--from: a rank would have"),
+        ("", {**HUGE, "tokens": 1 << 20}, "--from, --to: a rank would have"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments: str, sides: Sides, told: str) -> None:
