@@ -44,8 +44,9 @@ enum {
 /* Engine socket of a decode agent: what is asked, and what the answer has */
 
 /* fetch_id, ticket, num_tokens, tables, [first_token], [timeout_s], [zero_tail], [chunk_tokens],
-   [prompt_digest], [priority], [traceparent], [asked_s], [wanted_s] -> fetch_id, request_id, outcome, stage,
-   blocks_free, [code], [message], [num_bytes], [path], [stages_s], [whole_blocks] */
+   [prompt_digest], [priority], [traceparent], [asked_s], [wanted_s], [at_most] -> fetch_id, request_id,
+   outcome, stage, blocks_free, [code], [message], [num_bytes], [path], [stages_s], [whole_blocks],
+   [num_tokens] */
 #define KVBUS_OP_FETCH "fetch"
 /* fetch_id, [release_offer] -> nothing */
 #define KVBUS_OP_CANCEL "cancel"
@@ -57,7 +58,7 @@ enum {
 /* fetch_id, num_tokens */
 #define KVBUS_NOTICE_LANDED "landed"
 /* fetch_id, request_id, outcome, stage, blocks_free, [code], [message], [num_bytes], [path], [stages_s],
-   [whole_blocks] */
+   [whole_blocks], [num_tokens] */
 #define KVBUS_NOTICE_FETCHED "fetched"
 /* fetch_id */
 #define KVBUS_NOTICE_BLOCKS_FREED "blocks_freed"

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvbus.engine.busy import BusyPauses
@@ -196,7 +197,7 @@ class DecodeSession(ControlSession):
         self,
         ticket: Mapping[str, Any],
         *,
-        num_tokens: int,
+        num_tokens: int | None = None,
         block_ids: BlockIds,
         **options: Unpack[FetchOptions],
     ) -> Fetch:
@@ -364,7 +365,7 @@ def new_fetch(
     engine: EngineSpec,
     ticket: Mapping[str, Any],
     *,
-    num_tokens: int,
+    num_tokens: int | None,
     block_ids: BlockIds,
     patience_s: float,
     first_token: int = 0,
@@ -384,6 +385,9 @@ def new_fetch(
     Without ``timeout_s``, an agent that answers nothing is waited for ``patience_s``. Raises
     `GeometryError` as `Link.fetch` does.
     """
+    at_most = num_tokens is None
+    if num_tokens is None:
+        num_tokens = _most_tokens(engine, block_ids, first_token)
     message = StartFetch(
         fetch_id=fetch_id or uuid.uuid4().hex,
         ticket=dict(ticket),
@@ -398,6 +402,7 @@ def new_fetch(
         traceparent=known_trace(traceparent),
         asked_s=time.monotonic() if asked_s is None else asked_s,
         wanted_s=wanted_s,
+        at_most=at_most,
     )
     return Fetch(runner, message, on_landed, timeout_s or patience_s)
 
@@ -425,6 +430,18 @@ def failure_of(fetched: Fetched) -> FetchFailed:
         blocks_free=fetched.blocks_free,
         fetch_id=fetched.fetch_id,
     )
+
+
+def _most_tokens(engine: EngineSpec, block_ids: BlockIds, first_token: int) -> int:
+    """As many as there are blocks for, which begin with that of ``first_token``."""
+    stops = [
+        (first_token // group.block_size + np.size(block_ids[group.name])) * group.block_size
+        for group in engine.groups
+        if not group.state and group.name in block_ids
+    ]
+    if not stops:
+        raise GeometryError("without num_tokens, give the blocks of a group", field="num_tokens")
+    return min(stops)
 
 
 def fetch_tables(

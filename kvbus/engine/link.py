@@ -234,7 +234,7 @@ class Link:
         self,
         ticket: Mapping[str, Any],
         *,
-        num_tokens: int,
+        num_tokens: int | None = None,
         block_ids: BlockIds,
         **options: Unpack[FetchOptions],
     ) -> Fetch:
@@ -242,7 +242,9 @@ class Link:
 
         Each group gives exactly the blocks of its `GroupSpec.positions`: of these tokens; with a
         window, of those among the last ``window`` of ``num_tokens``; of a state, its one block. A
-        group that needs none may be left out. `FetchOptions` says what else can be told.
+        group that needs none may be left out. `FetchOptions` says what else can be told. Without
+        ``num_tokens``, it is of what the offer has when it is sealed, at most what the blocks hold
+        (`Fetched.num_tokens`); not for an engine with windows, or with ranks at other agents.
 
         Returns at once; `Fetch.ended` says how it ends, a refusal by the agent included (its stage
         is ``requested``). An agent without room is asked again until ``timeout_s`` or

@@ -296,6 +296,8 @@ class Fetched(Message, frozen=True):
     whole_blocks: bool = False
     """When false, the first block of a window may have a gap in front of the window: an engine that
     caches whole blocks must not cache it. See [Block tables](#block-tables)."""
+    num_tokens: Size = 0
+    """One past the last token that was wanted: what ``fetch`` said, or less with ``at_most``."""
 
 
 @request(
@@ -347,6 +349,9 @@ class StartFetch(Request[Fetched], frozen=True):
     wanted_s: Clock | None = None
     """Since when the engine has had the request, which waited there for its turn until ``asked_s``;
     by the same clock, and for spans alone."""
+    at_most: bool = False
+    """Whether ``num_tokens`` is a bound only: when the offer is sealed with fewer, the fetch is of
+    these. Not for an engine with windows, or with ranks at other agents."""
 
 
 @request("cancel", Socket.DECODE, refusals="not_registered fetch_unknown")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from kvbus.engine import Link, describe_tensors
@@ -77,3 +78,23 @@ def test_what_is_not_wanted_is_released_also_after_a_fetch_that_was_refused(
 
         assert getattr(failure, "stage", "") == "requested"
         assert sealed.ended.wait(WITHIN_S) is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5, 40, 48])
+def test_without_a_number_of_tokens_a_fetch_is_of_what_the_offer_has_when_sealed(
+    prefill: AgentProcess, decode: AgentProcess, num_tokens: int
+) -> None:
+    source, target = Engine("states-p", FULL), Engine("states-d", FULL)
+    with source.linked(prefill) as offering, target.linked(decode) as fetching:
+        before = target.cache.clone()
+        offer = offering.offer("r", num_tokens=0, block_ids={"full": [7, 3, 4]}, sealed=False)
+        fetch = fetching.fetch(offer.ticket, block_ids={"full": [0, 1, 2]})
+        offer.extend(num_tokens // 2)
+        offer.extend(num_tokens)
+        offer.seal()
+
+        assert fetch.ended.wait(WITHIN_S).num_tokens == num_tokens
+        got, sent = target.cache[:, :, [0, 1, 2]].flatten(2, 3), source.cache[:, :, [7, 3, 4]]
+        assert torch.equal(got[:, :, :num_tokens], sent.flatten(2, 3)[:, :, :num_tokens])
+        kept = before[:, :, [0, 1, 2]].flatten(2, 3)[:, :, num_tokens:]
+        assert torch.equal(got[:, :, num_tokens:], kept)

@@ -186,6 +186,11 @@ class DecodeService:
                 field="first_token",
             )
         check_tables(engine, asked.tables, first_token, num_tokens)
+        if asked.at_most and (engine.others or any(group.window for group in engine.spec.groups)):
+            raise LocalError(
+                "at_most is not for engines with windows, or with ranks at other agents",
+                field="at_most",
+            )
         requested = ev.Requested(
             fetch_id=key,
             engine_id=engine.engine_id,

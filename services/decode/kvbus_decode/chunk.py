@@ -97,5 +97,6 @@ def make_chunk(fetch: ActiveFetch, wanted: ReadChunk, *, one_in: int) -> Chunk:
     route.check_tables(wanted.tables, spans)
     tail: Spans = {}
     if asked.zero_tail and wanted.last:
-        tail = tail_spans(groups, whole_spans(groups, groups, *whole))
+        read = asked.first_token, wanted.stop
+        tail = tail_spans(groups, whole_spans(groups, groups, *read))
     return Chunk(fetch, wanted, route, asked, fetch.requested.ticket, spans, tail, one_in)

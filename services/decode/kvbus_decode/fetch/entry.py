@@ -256,7 +256,11 @@ class FetchEntry:
             raise _taken_back("number of tokens", self.num_ready, granted.num_tokens)
         if self.sealed and not granted.sealed:
             raise _taken_back("seal", self.sealed, granted.sealed)
-        wanted = self.requested.asked.num_tokens
+        asked = self.requested.asked
+        wanted = asked.num_tokens
+        if granted.sealed and asked.at_most and granted.num_tokens < wanted:
+            wanted = max(asked.first_token, granted.num_tokens)
+            self.requested = replace(self.requested, asked=replace(asked, num_tokens=wanted))
         if granted.sealed and granted.num_tokens < wanted:
             message = f"the offer has {granted.num_tokens} tokens, {wanted} were asked for"
             raise LocalError(message, num_tokens=granted.num_tokens)
@@ -304,6 +308,7 @@ class FetchEntry:
             num_bytes=self.num_bytes,
             path=self.path,
             stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
+            num_tokens=requested.asked.num_tokens,
         )
         return ev.ReportFetched(
             fetch_id=self.key,
