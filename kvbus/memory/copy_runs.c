@@ -9,13 +9,43 @@
 #endif
 
 #define LINE 64
-#define PREFETCHED 1024 /* of the next run: where it starts, no CPU can foresee */
+#define LINES_AHEAD 32 /* of the source: some 100 ns of the memory, at its pace */
+#define LINES_OF_RUN 16 /* the CPU itself foresees the others */
 
 struct run {
     char *to;
     const char *from;
     size_t bytes;
 };
+
+/* Offsets from sources, and as many from targets. */
+struct axis {
+    const int64_t *from, *to;
+    int64_t num;
+};
+
+/* Which run is next: at the sum of one offset of each axis, of which the last steps fastest. */
+struct place {
+    struct axis axes[3];
+    int64_t at[3];
+};
+
+static int take(struct place *next, struct run *run) {
+    const struct axis *axes = next->axes;
+    int64_t *at = next->at;
+    if (at[0] == axes[0].num)
+        return 0;
+    run->from = (const char *)(axes[0].from[at[0]] + axes[1].from[at[1]] + axes[2].from[at[2]]);
+    run->to = (char *)(axes[0].to[at[0]] + axes[1].to[at[1]] + axes[2].to[at[2]]);
+    if (++at[2] == axes[2].num) {
+        at[2] = 0;
+        if (++at[1] == axes[1].num) {
+            at[1] = 0;
+            at[0]++;
+        }
+    }
+    return 1;
+}
 
 #if defined(__SSE2__)
 /* Stores past the caches do not first read what they overwrite: a third less of the memory's time.
@@ -33,63 +63,66 @@ static void copy_line(char *to, const char *from) {
     _mm_stream_si128(target + 3, d);
 }
 
-static void copy_run(struct run run, const char *next) {
-    if (run.bytes < STREAMED) {
+static void copy_run(struct run run) {
+    if (run.bytes >= STREAMED) {
+        size_t head = -(uintptr_t)run.to % LINE, at = head;
+        if (head)
+            memcpy(run.to, run.from, head);
+        for (; at + LINE <= run.bytes; at += LINE)
+            copy_line(run.to + at, run.from + at);
+        run = (struct run){run.to + at, run.from + at, run.bytes - at};
+    }
+    if (run.bytes)
         memcpy(run.to, run.from, run.bytes);
-        return;
-    }
-    size_t at = -(uintptr_t)run.to % LINE;
-    memcpy(run.to, run.from, at);
-    for (size_t ahead = 0; at + LINE <= run.bytes; at += LINE, ahead += LINE) {
-        if (ahead < PREFETCHED)
-            __builtin_prefetch(next + ahead);
-        copy_line(run.to + at, run.from + at);
-    }
-    memcpy(run.to + at, run.from + at, run.bytes - at);
 }
 
 static void finish(void) { _mm_sfence(); } /* before anybody is told that the bytes are there */
 #else
-static void copy_run(struct run run, const char *next) {
-    for (size_t ahead = 0; ahead < PREFETCHED && ahead < run.bytes; ahead += LINE)
-        __builtin_prefetch(next + ahead);
-    memcpy(run.to, run.from, run.bytes);
-}
+static void copy_run(struct run run) { memcpy(run.to, run.from, run.bytes); }
 
 static void finish(void) {}
 #endif
 
-/* Each array is of offsets from sources, then as many from targets: a run is at each sum of one of
-   each. A run that continues the one before on both sides is copied together with it.
+/* Where a run starts, no CPU can foresee: so the lines of those that follow are asked for while
+   one is copied.
 
    One run in a unit: outer offsets step slowest, so that units which are neighbours become one.
    Several: units do, so that what outer offsets take of one unit (the heads of each reader, say)
-   is read while a cache still has what was read beside it. */
+   is read while a cache still has what was read beside it.
+
+   Each array is of offsets from sources, then as many from targets. A run that continues the one
+   before on both sides is copied together with it. */
 void kvbus_copy_runs(const int64_t *outer, int64_t num_outer, const int64_t *units,
                      int64_t num_units, const int64_t *inner, int64_t num_inner,
                      int64_t run_bytes) {
-    const int units_slowest = num_inner > 1;
-    const int64_t num_corners = num_outer * num_units;
-    const int64_t num_fast = units_slowest ? num_outer : num_units;
-    struct run run = {0, 0, 0};
-    for (int64_t corner = 0; corner < num_corners; corner++) {
-        int64_t slow = corner / num_fast, fast = corner % num_fast;
-        int64_t o = units_slowest ? fast : slow, u = units_slowest ? slow : fast;
-        int64_t from_corner = outer[o] + units[u];
-        int64_t to_corner = outer[num_outer + o] + units[num_units + u];
-        for (int64_t i = 0; i < num_inner; i++) {
-            const char *from = (const char *)(from_corner + inner[i]);
-            char *to = (char *)(to_corner + inner[num_inner + i]);
-            if (from == run.from + run.bytes && to == run.to + run.bytes) {
-                run.bytes += run_bytes;
-                continue;
-            }
-            if (run.bytes > 0)
-                copy_run(run, from);
-            run = (struct run){to, from, (size_t)run_bytes};
-        }
+    struct axis by_outer = {outer, outer + num_outer, num_outer};
+    struct axis by_unit = {units, units + num_units, num_units};
+    struct axis by_inner = {inner, inner + num_inner, num_inner};
+    struct place next = {{by_outer, by_unit, by_inner}, {0, 0, 0}};
+    if (num_inner > 1) {
+        next.axes[0] = by_unit;
+        next.axes[1] = by_outer;
     }
-    if (run.bytes > 0)
-        copy_run(run, run.from);
+    if (!num_outer || !num_units || !num_inner)
+        return;
+    struct place ahead = next;
+    struct run run = {0, 0, 0}, one, asked;
+    int64_t lines = (run_bytes + LINE - 1) / LINE, num_ahead = 0;
+    int64_t unforeseen = lines < LINES_OF_RUN ? lines : LINES_OF_RUN;
+    while (take(&next, &one)) {
+        while (num_ahead < LINES_AHEAD && take(&ahead, &asked)) {
+            for (int64_t line = 0; line < unforeseen; line++)
+                __builtin_prefetch(asked.from + line * LINE);
+            num_ahead += lines;
+        }
+        num_ahead -= lines;
+        if (one.from == run.from + run.bytes && one.to == run.to + run.bytes) {
+            run.bytes += run_bytes;
+            continue;
+        }
+        copy_run(run);
+        run = (struct run){one.to, one.from, (size_t)run_bytes};
+    }
+    copy_run(run);
     finish();
 }
