@@ -250,7 +250,7 @@ SCRIPTS: dict[str, list[Step]] = {
          (0, READY, ["claim"])],
     "the ticket is asked for until the deadline":
         [meeting(timeout_s=1.0), (0, failed(BUSY), []), (0.25, DUE, ["meet"]),
-         (0.5, failed(TIMEOUT), ["meet"]), (0.9, failed(BUSY), []),
+         (0.9, failed(BUSY), []),
          (1, DUE, ["failed meeting timeout"])],
     "who gives up before the offer is made has it forgone, also later":
         [meeting(), (0, GIVE_UP, ["ok", "cancelled meeting cancelled", "forgo"]),
@@ -277,8 +277,6 @@ SCRIPTS: dict[str, list[Step]] = {
     "an agent that drains takes no fetch":
         [DrainStarted(), (0, requested(), ["draining"])],
     # renewals, and news of the offer
-    "a renewal that timed out is sent again":
-        [*READING, HINT, (1, renew_failed(TIMEOUT), ["renew"])],
     "a renewal that found its agent busy is sent again while the lease lasts":
         [*READING, HINT, (1, renew_failed(BUSY), []), (1.2, DUE, []), (1.3, DUE, ["renew"]),
          (8.9, renew_failed(BUSY)), (9, DUE, ["stop", "failed reading lease_expired drains"])],
@@ -302,9 +300,6 @@ SCRIPTS: dict[str, list[Step]] = {
     "blocks in the grant that leave a gap fail the fetch and give the lease back":
         [*WAITING, HINT, (0, grant(32, after=16), ["release", "failed waiting geometry"])],
     # the last question
-    "a take under the lease without a reply is asked again until the deadline":
-        [requested(timeout_s=1.0), READY, grant(), READ, (0.5, failed(TIMEOUT), ["take"]),
-         (1, failed(TIMEOUT), ["release", "failed taking timeout ?"])],
     "without an answer a fetch fails when its grace is over and a yes after it is nothing":
         [requested(timeout_s=1.0), READY, grant(), READ,
          (2, DUE, ["release", "failed taking timeout ?"]), (2.5, YES, [])],
@@ -376,8 +371,8 @@ SCRIPTS: dict[str, list[Step]] = {
          (60, DUE, ["failed taking timeout"])],
     "a take that is busy after the deadline is not sent again and was decided":
         [ALONE, READ, (60.5, failed(BUSY), ["failed taking timeout"])],
-    "a take without a reply is asked again and a refused one fails the fetch":
-        [ALONE, READ, (5, failed(TIMEOUT), ["take"]),
+    "a take that is refused late fails the fetch":
+        [ALONE, READ, (5, DUE, []),
          (6, failed(ErrorCode.OFFER_EXPIRED), ["failed taking offer_expired ?"])],
     "an offer with other blocks than the ticket fails and gives the lease back":
         [BESIDE, (0, grant(32, after=8), ["stop", "failed reading geometry drains"]),
@@ -563,7 +558,22 @@ def test_a_busy_offer_is_claimed_again_when_the_prefill_agent_says_or_a_little_l
     assert play(requested(timeout_s=10.0), READY, busy).next_deadline() == due_at
 
 
-@pytest.mark.parametrize(("at_s", "timeout_s"), [(3.0, 5.0), (5.5, 4.5), (8.5, 1.5)])
+def test_an_answer_may_be_as_late_as_the_fetch_but_that_of_an_agent_which_may_not_be_there() -> (
+    None
+):
+    for kind, steps, last, longest_s in (
+        (Meet, [], meeting(timeout_s=9.0), 10.0),
+        (Claim, [requested(timeout_s=9.0)], READY, 5.0),
+        (Renew, [requested(timeout_s=9.0), READY, grant()], HINT, 10.0),
+        (Take, [requested(timeout_s=9.0), READY, grant()], READ, 10.0),
+    ):
+        asked = commands_of(kind, *steps, last=last)
+
+        assert asked.timeout_s == pytest.approx(longest_s), kind
+        assert not isinstance(asked.message, Meet) or asked.message.wait_s == 9.0
+
+
+@pytest.mark.parametrize(("at_s", "timeout_s"), [(3.0, 7.0), (8.5, 1.5)])
 def test_what_is_asked_last_has_until_the_end_of_the_grace(at_s: float, timeout_s: float) -> None:
     steps: list[Step] = [requested(timeout_s=9.0), READY, grant()]
 

@@ -42,7 +42,11 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Duration, Meta(description="Lease that is asked for; renewed after a third of it.")
     ] = 10.0
     request_timeout_s: Annotated[
-        Duration, Meta(description="Deadline of one request to a prefill agent.")
+        Duration,
+        Meta(
+            description="A prefill agent that does not answer a handshake or a claim for so long "
+            "is not there. All else may take as long as its fetch."
+        ),
     ] = 5.0
     allowed_peers: Annotated[
         tuple[str, ...],

@@ -100,7 +100,7 @@ class LeaseClient(PeerWatcher):
                     self._take_of_many, fetch, route, message, timeout_s, settle
                 )
                 return
-            self._hold_progress(fetch, route, timeout_s)
+            self._hold_progress(fetch, route)
         fetch.home.ask(message, timeout_s, settle)
 
     def tell(self, command: ev.Tell) -> None:
@@ -270,7 +270,7 @@ class LeaseClient(PeerWatcher):
 
         await guarded(ask_all, fail)
 
-    def _hold_progress(self, fetch: ActiveFetch, route: Route, timeout_s: float) -> None:
+    def _hold_progress(self, fetch: ActiveFetch, route: Route) -> None:
         """Tell the agents without the lease that they are read as long as it lasts."""
 
         def on_reply(reply: Empty | KVBusError) -> None:
@@ -279,8 +279,9 @@ class LeaseClient(PeerWatcher):
                 self._dispatch(ev.StepFailed(fetch.fetch_id, reply))
 
         for source in route.others:
-            check = source.check(fetch.requested.ticket.offer_id, progress_s=self._config.lease_s)
-            source.peer.ask(check, timeout_s, on_reply)
+            lease_s = self._config.lease_s
+            check = source.check(fetch.requested.ticket.offer_id, progress_s=lease_s)
+            source.peer.ask(check, lease_s, on_reply)
 
     async def _drain(self, fetch: ActiveFetch, route: Route) -> None:
         """Ask each agent until the blocks are free: what one refuses, the next may do."""

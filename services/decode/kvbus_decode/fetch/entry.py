@@ -63,8 +63,9 @@ class FetchLimits:
     """Bounds of the table; durations in seconds.
 
     A fetch whose transfers cannot be stopped counts in ``max_fetches`` until they end. To begin, it
-    needs one of ``num_places``, and has it for at most ``patience_s``. A read without a lease asks
-    for one when it has taken ``claim_after_s``. What was asked by the deadline may be answered
+    needs one of ``num_places``, and has it for at most ``patience_s``. An agent that does not
+    answer a handshake or a claim within ``request_timeout_s`` is not there. A read without a lease
+    asks for one when it has taken ``claim_after_s``. What was asked by the deadline may be answered
     ``take_grace_s`` after it. Readers are of the process ``reader_boot`` of ``reader_agent``.
     """
 
@@ -161,7 +162,7 @@ class FetchEntry:
     #     time     ─────────────────────────────────────┼──────────────────┤ answer_until
     #
     # So the answer to what was asked by the deadline counts for a grace after it. Nothing new is
-    # asked then: a question that would time out after the deadline has until the end of the grace.
+    # asked then.
     @property
     def is_undecided(self) -> bool:
         """Whether it was asked for a yes, and no answer has come."""
@@ -171,13 +172,6 @@ class FetchEntry:
     def ends_at(self) -> float:
         """When it has failed, whatever happens after that."""
         return self.answer_until if isinstance(self.question, Take) else self.deadline
-
-    def timeout_s(self, at: Context) -> float:
-        """How long what is asked now may take: a take is asked again before the deadline only."""
-        longest_s, left_s = at.limits.request_timeout_s, self.deadline - at.now
-        if self.state is FetchState.TAKING:
-            return longest_s if longest_s < left_s else self.answer_until - at.now
-        return max(1e-3, min(longest_s, left_s))
 
     @property
     def due_at(self) -> float | None:

@@ -8,9 +8,11 @@ blocks when the read has ended (draining). A chunk is what the prefill agent sai
 grant or in the ticket (`Ahead`), and only a sealed offer is taken.
 
 The prefill agent is asked one thing at a time, the one that the state waits for (`ask`). It is
-asked again when there is news, when its answer was early (``busy``), or none has come.
+asked again when there is news, or when its answer was early (``busy``). An answer may be as late as
+the end of the fetch; only an agent that does not answer a claim is not there.
 """
 
+import math
 from typing import Any
 
 from msgspec.structs import replace
@@ -34,8 +36,6 @@ Commands = list[ev.Command]
 
 REASON_SHARE = 0.9
 """Of the time that is left, for the peer to be found: its name says more than a deadline does."""
-WAIT = 0.8
-"""Of the time that a request for a ticket has, the part that the prefill agent may wait."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 2.0
 EARLY = (ErrorCode.BUSY, ErrorCode.OFFER_OPEN)
 """What was asked too early: another reader has the lease, or the seal has not come."""
@@ -52,10 +52,9 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
 
     It answers all hints so far.
     """
-    timeout_s = fetch.timeout_s(at)
     if fetch.state is MEETING:
         name = fetch.requested.ticket.secret  # the rendezvous says no more of the ticket
-        message: Request[Any] = Meet(transfer_id=name, wait_s=WAIT * timeout_s)
+        message: Request[Any] = Meet(transfer_id=name, wait_s=max(0.0, fetch.deadline - at.now))
     elif fetch.state is TAKING or fetch.held is None:
         message = _claim_or_take(fetch, at)
     else:
@@ -69,7 +68,8 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
             known_blocks={group: len(table) for group, table in tables.items()},
         )
     fetch.question, fetch.ask_at, fetch.hinted = message, None, False
-    return ev.Ask(fetch.key, message, timeout_s)
+    longest_s = at.limits.request_timeout_s if isinstance(message, Claim) else math.inf
+    return ev.Ask(fetch.key, message, min(longest_s, max(1e-3, fetch.answer_until - at.now)))
 
 
 def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
@@ -95,24 +95,19 @@ def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
     return Take(token=requested.take_token, tables=tables, **shown)
 
 
-def ask_again_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
-    """The prefill agent has refused, or has not answered.
+def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
+    """The prefill agent has refused, or cannot be asked.
 
     What was early is asked again: at once if there was news meanwhile, else after a pause, as news
-    may get lost. No answer to a take may mean that the offer is completed, and a yes stays a yes;
-    a claim that was not answered was for an agent that is not there. After the deadline nothing is
-    asked.
+    may get lost. After the deadline nothing is asked.
     """
     error = event.error or RemoteError("the reply is of another kind", code=ErrorCode.INVALID)
-    is_late = error.code is ErrorCode.TIMEOUT and not fetch.is_claiming
-    is_early = error.code in EARLY and (fetch.in_doubt or not fetch.is_undecided)
-    if not (is_late or is_early):
+    if error.code not in EARLY or (fetch.is_undecided and not fetch.in_doubt):
         return fail(fetch, error, at)
-    if is_early:
-        fetch.question, fetch.ask_at = None, at.now + _pause_s(event, at)
+    fetch.question, fetch.ask_at = None, at.now + _pause_s(event, at)
     if fetch.deadline <= at.now:
         return fail(fetch, _overdue(fetch), at)
-    return [ask(fetch, at)] if is_late or fetch.hinted else []
+    return [ask(fetch, at)] if fetch.hinted else []
 
 
 def _pause_s(event: ev.Answered, at: Context) -> float:
@@ -158,7 +153,7 @@ def _overdue(fetch: FetchEntry) -> RemoteError:
 def take_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     """The offer was made: from here on it is a fetch like any other."""
     if not isinstance(event.outcome, Ticket):
-        return ask_again_or_fail(fetch, event, at)
+        return ask_later_or_fail(fetch, event, at)
     fetch.question, fetch.requested = None, replace(fetch.requested, ticket=event.outcome)
     fetch.enter(RESOLVING, at.now)
     return [resolve(fetch, at)]
@@ -166,8 +161,8 @@ def take_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
 
 def resolve(fetch: FetchEntry, at: Context) -> ev.HoldPeer:
     """Have its peer found."""
-    timeout_s = min(fetch.timeout_s(at), REASON_SHARE * (fetch.deadline - at.now))
-    return ev.HoldPeer(fetch.requested, timeout_s)
+    left_s = REASON_SHARE * (fetch.deadline - at.now)
+    return ev.HoldPeer(fetch.requested, max(1e-3, min(at.limits.request_timeout_s, left_s)))
 
 
 def queue(fetch: FetchEntry, _event: ev.PeerReady, at: Context) -> Commands:
@@ -216,7 +211,7 @@ def go_on(fetch: FetchEntry, at: Context) -> Commands:
 def take_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     """The lease, or more of it, and what the offer has by now; during a chunk that waits."""
     if not isinstance(event.outcome, Granted):
-        return ask_again_or_fail(fetch, event, at)
+        return ask_later_or_fail(fetch, event, at)
     commands: Commands = []
     is_first = fetch.held is None
     try:
@@ -252,7 +247,7 @@ def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
 def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     """A yes says that the KV is valid: the only way to this state."""
     if event.error is not None:
-        return ask_again_or_fail(fetch, event, at)
+        return ask_later_or_fail(fetch, event, at)
     fetch.enter(COMPLETED, at.now)
     return [fetch.report(COMPLETED)]
 
