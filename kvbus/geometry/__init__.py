@@ -15,8 +15,6 @@ from kvbus.geometry.spec import (
     Region,
     Segment,
     StatePart,
-    head_interval,
-    layer_interval,
     state_group,
 )
 from kvbus.geometry.validation import validate_engine, validate_rank, validate_ranks
@@ -38,11 +36,9 @@ __all__ = [
     "Region",
     "Segment",
     "StatePart",
-    "head_interval",
     "held_heads",
     "held_layers",
     "lay_out_rank",
-    "layer_interval",
     "num_blocks_for",
     "slot_bytes",
     "slot_region",

@@ -16,8 +16,6 @@ from kvbus.geometry.spec import (
     RankSpec,
     Region,
     Segment,
-    head_interval,
-    layer_interval,
 )
 
 ALIGNMENT_BYTES = 4096
@@ -109,15 +107,16 @@ def lay_out_rank(
 
 
 def held_heads(tp_rank: int, tp_size: int, num_kv_heads: int) -> range:
-    """KV heads in a rank's memory: its interval, or a replica when that is empty."""
-    first, stop = head_interval(tp_rank, tp_size, num_kv_heads)
+    """Global KV heads in a rank's memory: its even share, or a replica of one when that is none."""
+    first, stop = (rank * num_kv_heads // tp_size for rank in (tp_rank, tp_rank + 1))
     return range(first, max(stop, first + 1))
 
 
 def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
     """The layers of a rank's pipeline stage when all layers are split evenly, by number."""
-    layers = sorted({layer for group in engine.groups for layer in group.layers})
-    first, stop = layer_interval(rank // engine.tp_size, engine.pp_size, len(layers))
+    layers = sorted(layer for group in engine.groups for layer in group.layers)
+    stage = rank // engine.tp_size
+    first, stop = (at * len(layers) // engine.pp_size for at in (stage, stage + 1))
     return frozenset(layers[first:stop])
 
 

@@ -226,17 +226,3 @@ class RankSpec(msgspec.Struct, frozen=True):
     """Its shared memory, with ids that differ."""
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=16384)]
     """Its tensors. Together they hold each part of each layer of its stage once."""
-
-
-def head_interval(rank: int, tp_size: int, num_kv_heads: int) -> tuple[int, int]:
-    """First and one-past-last global KV head that ``rank`` of ``tp_size`` computes.
-
-    Empty (both equal) for a rank without a head of its own, which happens when ranks outnumber
-    heads.
-    """
-    return rank * num_kv_heads // tp_size, (rank + 1) * num_kv_heads // tp_size
-
-
-def layer_interval(stage: int, pp_size: int, num_layers: int) -> tuple[int, int]:
-    """First and one-past-last layer, by order, of pipeline stage ``stage`` when split evenly."""
-    return stage * num_layers // pp_size, (stage + 1) * num_layers // pp_size

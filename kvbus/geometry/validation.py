@@ -5,8 +5,8 @@ that hold a layer twice or not at all; each refusal is a `GeometryError` that na
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from itertools import product
+from collections.abc import Callable, Iterable
+from itertools import groupby, product
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -19,10 +19,11 @@ from kvbus.geometry.spec import (
     GroupSpec,
     RankSpec,
     Region,
+    state_group,
 )
 
-MAX_COMPARED_SPANS = 1 << 15
-"""A rank whose regions interleave regularly needs one for each region and axis."""
+MAX_COMPARED_SPANS = 1 << 13
+"""Some 10 ms. A rank whose regions interleave regularly needs one for each region and axis."""
 
 
 def validate_engine(spec: EngineSpec) -> None:
@@ -48,18 +49,11 @@ def validate_engine(spec: EngineSpec) -> None:
             "parts",
             f"group '{group.name}' names a part twice",
         )
-        if group.state:
-            _validate_state(group)
-
-
-def _validate_state(group: GroupSpec) -> None:
-    """A state has one position, and its parts are those that it describes."""
-    plain = (group.block_size, group.dtype, group.window) == (1, "uint8", None)
-    _require(
-        plain and group.parts == tuple(part.name for part in group.state),
-        "state",
-        f"group '{group.name}' is a state: make it with state_group",
-    )
+        _require(
+            not group.state or group == state_group(group.name, group.layers, group.state),
+            "state",
+            f"group '{group.name}' is a state: make it with state_group",
+        )
 
 
 def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
@@ -199,22 +193,40 @@ def _validate_coverage(group: GroupSpec, rank: RankSpec, *, whole: bool) -> None
 class _Span(NamedTuple):
     """A region, or a part of one, from its first byte to its last.
 
-    ``axes`` are those along which its contiguous runs repeat, outermost first.
+    ``axes`` are those along which its contiguous runs repeat, outermost first. What the region has
+    of block 0 ends at ``block_stop``, and that of each next block ``block_step`` further on.
     """
 
     start: int
     stop: int
     axes: tuple[Axis, ...]
-    region: Region
+    segment: str
+    group: str
+    block_stop: int
+    block_step: int
 
 
 def _span(spec: EngineSpec, region: Region) -> _Span:
-    run_bytes = _itemsize(spec, region)
+    run_bytes = DTYPE_SIZES_BYTES[spec.group(region.group).dtype]
     axes = [axis for axis in _inner_first(region) if axis.size > 1]
+    stop = region.offset_bytes + run_bytes + sum(map(_reach, axes))
     while axes and axes[0].stride_bytes == run_bytes:
         run_bytes *= axes.pop(0).size
-    stop = region.offset_bytes + run_bytes + sum(_reach(axis) for axis in axes)
-    return _Span(region.offset_bytes, stop, tuple(reversed(axes)), region)
+    step = region.stride_bytes(AxisName.BLOCK)
+    block_stop = stop - (region.size(AxisName.BLOCK) - 1) * step
+    return _Span(
+        start=region.offset_bytes,
+        stop=stop,
+        axes=tuple(reversed(axes)),
+        segment=region.segment_id,
+        group=region.group,
+        block_stop=block_stop,
+        block_step=step,
+    )
+
+
+def _inner_first(region: Region) -> list[Axis]:
+    return sorted(region.axes, key=lambda axis: (axis.stride_bytes, axis.size))
 
 
 def _reach(axis: Axis) -> int:
@@ -222,38 +234,28 @@ def _reach(axis: Axis) -> int:
 
 
 def _refuse_overlaps(spec: EngineSpec, rank: RankSpec) -> None:
-    by_segment: dict[str, list[_Span]] = {}
-    for region in rank.regions:
-        by_segment.setdefault(region.segment_id, []).append(_span(spec, region))
-    for spans in by_segment.values():
-        for cluster in _touching(spans):
-            for one in _by_group(cluster) if _share_a_cell(spec, cluster) else [cluster]:
-                _refuse_interleaved(one)
+    spans = [_span(spec, region) for region in rank.regions]
+    for in_segment in _by(attrgetter("segment"), spans):
+        for cluster in _touching(in_segment):
+            if _share_a_cell(cluster):
+                for of_group in _by(attrgetter("group"), cluster):
+                    _refuse_interleaved(of_group)
+            else:
+                _refuse_interleaved(cluster)
 
 
-def _share_a_cell(spec: EngineSpec, spans: list[_Span]) -> bool:
+def _share_a_cell(spans: list[_Span]) -> bool:
     """Whether block b of a region can only share bytes with block b of another.
 
     So it is when all step as far from block to block, and what they have of one block fits there.
     """
-    regions = [span.region for span in spans]
-    steps = {region.stride_bytes(AxisName.BLOCK) for region in regions}
-    start = min(region.offset_bytes for region in regions)
-    stop = max(region.offset_bytes + _block_bytes(spec, region) for region in regions)
-    return len(steps) == 1 and stop - start <= steps.pop()
+    (step, *others) = {span.block_step for span in spans}
+    first, last = min(span.start for span in spans), max(span.block_stop for span in spans)
+    return not others and last - first <= step
 
 
-def _block_bytes(spec: EngineSpec, region: Region) -> int:
-    """From the first byte that the region has of a block to the last."""
-    inner = [axis for axis in region.axes if axis.name is not AxisName.BLOCK]
-    return sum(_reach(axis) for axis in inner) + _itemsize(spec, region)
-
-
-def _by_group(spans: list[_Span]) -> list[list[_Span]]:
-    groups: dict[str, list[_Span]] = {}
-    for span in spans:
-        groups.setdefault(span.region.group, []).append(span)
-    return list(groups.values())
+def _by(key: Callable[[_Span], str], spans: list[_Span]) -> list[list[_Span]]:
+    return [list(alike) for _, alike in groupby(sorted(spans, key=key), key)]
 
 
 def _touching(spans: list[_Span]) -> list[list[_Span]]:
@@ -280,7 +282,7 @@ def _refuse_interleaved(spans: list[_Span]) -> None:
         for cluster in _touching(pending.pop()):
             if len(cluster) == 1:
                 continue
-            segment = cluster[0].region.segment_id
+            segment = cluster[0].segment
             steps = {span.axes[0].stride_bytes if span.axes else 0 for span in cluster}
             step = max(steps)
             _require(step > 0, "regions", f"two regions in segment '{segment}' overlap")
@@ -312,15 +314,7 @@ def _at(span: _Span, step: int, index: int) -> _Span:
         return span
     by = index * step
     stop = span.stop - (size - 1) * step + by
-    return _Span(span.start + by, stop, span.axes[1:], span.region)
-
-
-def _inner_first(region: Region) -> list[Axis]:
-    return sorted(region.axes, key=lambda axis: (axis.stride_bytes, axis.size))
-
-
-def _itemsize(spec: EngineSpec, region: Region) -> int:
-    return DTYPE_SIZES_BYTES[spec.group(region.group).dtype]
+    return span._replace(start=span.start + by, stop=stop, axes=span.axes[1:])
 
 
 def _require(condition: bool, field: str, message: str) -> None:

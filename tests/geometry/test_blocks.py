@@ -79,13 +79,15 @@ def test_bytes_that_are_not_whole_ids_are_refused_by_every_reader(
         READERS[reader](BlockTable(ids=bytes(num_bytes)))
 
 
-@given(st.lists(st.integers(0, 12), max_size=8), st.integers(1, 12), st.booleans())
+@given(st.lists(st.integers(0, 12), max_size=8), st.integers(1, 12), st.sampled_from([0, 1, 1000]))
 def test_ids_pass_exactly_when_all_are_in_range_and_none_is_named_twice(
-    block_ids: list[int], num_blocks: int, many: bool
+    block_ids: list[int], num_blocks: int, apart: int
 ) -> None:
-    if many:
-        num_blocks += 2 * FEW_IDS
+    """Few, or many that are near each other or far apart."""
+    if apart:
+        num_blocks = apart * (num_blocks + 2 * FEW_IDS)
         block_ids = [*range(2 * FEW_IDS), *(2 * FEW_IDS + number for number in block_ids)]
+        block_ids = [apart * number for number in block_ids]
     table = BlockTable.of(block_ids)
 
     assert table.largest() == max(block_ids, default=0)

@@ -108,6 +108,29 @@ def test_regions_of_one_tensor_are_compared_however_many_blocks_there_are(v_offs
     validate_rank(ONE_LAYER, k_and_v_in_one_tensor(MOST_BLOCKS, v_offset=v_offset))
 
 
+@pytest.mark.parametrize("by_block", [True, False], ids=["[block, layer, 2]", "[layer, block, 2]"])
+def test_a_large_cache_whose_regions_interleave_is_compared_by_one_of_its_blocks(
+    by_block: bool,
+) -> None:
+    """More spans than a few for each region are refused, so this is the bound on the work."""
+    num_blocks, num_layers = 1_000_000, 100
+    engine = replace(ENGINE, groups=(replace(ENGINE.groups[0], layers=tuple(range(num_layers))),))
+    step, further = (64 * num_layers, 64) if by_block else (64, 64 * num_blocks)
+    one_layer = k_and_v_in_one_tensor(num_blocks).regions
+    axes = (replace(one_layer[0].axes[0], stride_bytes=step), *one_layer[0].axes[1:])
+    regions = [
+        replace(one, layers=(layer,), axes=axes, offset_bytes=one.offset_bytes + layer * further)
+        for layer in range(num_layers)
+        for one in one_layer
+    ]
+    segments = (Segment("kv", 64 * num_blocks * num_layers),)
+
+    validate_rank(engine, RankSpec(0, segments, tuple(regions)))
+    regions[-1] = replace(regions[-1], offset_bytes=regions[-1].offset_bytes - 1)
+    with pytest.raises(GeometryError, match="two regions in segment 'kv' overlap"):
+        validate_rank(engine, RankSpec(0, segments, tuple(regions)))
+
+
 @pytest.mark.parametrize("v_offset", [31, 33, 64 + 31, 1000 * 64 + 33])
 def test_one_byte_that_two_regions_share_is_found_however_many_blocks_there_are(
     v_offset: int,
