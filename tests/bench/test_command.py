@@ -81,6 +81,9 @@ def test_figures_of_a_case_fit_together() -> None:
     assert 0 < fixed["handoff p50"] <= fixed["handoff p99"]
     assert 0 < fixed["offer to released p50"] <= fixed["offer to released p99"]
     assert found["fixed"]["handoff p50"]["unit"] == "ms"
+    assert fixed["of the floor, p50"] == pytest.approx(
+        fixed["handoff p50"] / fixed["floor p50"], rel=1e-3
+    )
     check_speeds(found["scattered-16k"])
     check_speeds(found["tp-1-to-2"])
     assert scattered["raw"] * scattered["raw p50"] * 1e6 == pytest.approx(

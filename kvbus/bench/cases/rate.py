@@ -10,6 +10,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from kvbus.bench.engines import Bench, EnginePair, Ticket
 from kvbus.bench.figures import Figure, Scale, Target, milliseconds
+from kvbus.bench.floor import floor
 from kvbus.bench.shapes import SMALL, PairedBlocks, contiguous, scattered
 from kvbus.bench.stats import quantile
 
@@ -18,12 +19,15 @@ OFFERS_AT_ONCE = 32
 WARM_UP_S = 1.0
 DURATION_S = 10.0
 A_SECOND = Target(1000, at_least=True)
+AGENTS_US = Target(300)
 
 Offered = tuple[Ticket, PairedBlocks]
 
 
 async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
-    """Warm up, then count handoffs and CPU time over the same stretch."""
+    """Warm up, then count handoffs and CPU time over the same stretch; of `floor` before."""
+    async with floor(bench.folder) as bare:
+        bare_rate, bare_s = await bare.rate(CONCURRENCY, scale.seconds(WARM_UP_S))
     async with bench.engines(SMALL, 8 * CONCURRENCY) as pair:
         await pair.verify(contiguous(1))
         rate = _Rate(pair)
@@ -38,6 +42,7 @@ async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
             after, elapsed_s = bench.cpu_s(), time.perf_counter() - began
         await pair.source.ended()
     num = len(rate.latencies_s)
+    agents_s = sum(after[name] - before[name] for name in bench.agents) / num
     return [
         Figure("handoffs", num / elapsed_s, "1/s", A_SECOND),
         milliseconds("handoff p50", quantile(rate.latencies_s, 0.5)),
@@ -46,6 +51,10 @@ async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
             Figure(f"{name} CPU", (after[name] - before[name]) / num * 1e6, "µs a handoff")
             for name in before
         ),
+        Figure("both agents CPU", agents_s * 1e6, "µs a handoff", AGENTS_US),
+        Figure("floor handoffs", bare_rate, "1/s"),
+        Figure("floor agents CPU", bare_s * 1e6, "µs a handoff"),
+        Figure("of the floor, CPU of both agents", agents_s / bare_s),
     ]
 
 

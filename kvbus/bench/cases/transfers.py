@@ -6,12 +6,13 @@ from statistics import median
 
 from kvbus.bench.engines import UNMAPPED, Bench, TimedFetch
 from kvbus.bench.figures import Figure, Scale, Target, milliseconds, speed
+from kvbus.bench.floor import floor
 from kvbus.bench.processes import bare_pair
 from kvbus.bench.shapes import SMALL, PairedBlocks, Shape, contiguous, direct_descriptors
 from kvbus.bench.stats import in_turn, median_ratio, quantile
 
 MIB = 1 << 20
-FIXED = Target(1.0)
+FIXED, OF_FLOOR, OF_FLOOR_P99 = Target(1.0), Target(2.0), Target(3.0)
 NUM_SMALL = 1000
 STAGES = ("resolving", "queued", "claiming", "waiting", "reading", "taking")
 
@@ -67,14 +68,27 @@ async def measure_transfer(
 
 
 async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
-    """What a handoff of next to nothing costs: one block, after the one before was released."""
-    async with bench.engines(SMALL, 2) as pair:
+    """What a handoff of next to nothing costs: one block, after the one before was released.
+
+    In turn with the bare processes of `floor`.
+    """
+    async with floor(bench.folder) as bare, bench.engines(SMALL, 2) as pair:
         await pair.verify(contiguous(1))
-        ways = {"fixed": lambda: pair.timed(contiguous(1))}
-        seconds = (await in_turn(scale.count(NUM_SMALL), ways))["fixed"]
+        ways: Mapping[str, Callable[[], Awaitable[float]]] = {
+            "floor": bare.hand_off,
+            "fixed": partial(pair.timed, contiguous(1)),
+        }
+        times = await in_turn(scale.count(NUM_SMALL), ways)
+    seconds, bare_s = times["fixed"], times["floor"]
+    p50, p99 = quantile(seconds, 0.5), quantile(seconds, 0.99)
+    bare_p50, bare_p99 = quantile(bare_s, 0.5), quantile(bare_s, 0.99)
     return [
-        milliseconds("handoff p50", quantile(seconds, 0.5), FIXED),
-        milliseconds("handoff p99", quantile(seconds, 0.99)),
+        milliseconds("handoff p50", p50, FIXED),
+        milliseconds("handoff p99", p99),
+        milliseconds("floor p50", bare_p50),
+        milliseconds("floor p99", bare_p99),
+        Figure("of the floor, p50", p50 / bare_p50, target=OF_FLOOR),
+        Figure("of the floor, p99", p99 / bare_p99, target=OF_FLOOR_P99),
         *_stage_figures(pair.fetches),
         milliseconds("offer to released p50", quantile(pair.released_s, 0.5)),
         milliseconds("offer to released p99", quantile(pair.released_s, 0.99)),

@@ -1,0 +1,212 @@
+"""The floor of a small handoff: four bare processes that exchange the same messages, and no more.
+
+    floor prefill-agent FOLDER             prints where decode agents find it
+    floor decode-agent FOLDER ENDPOINT     prints that it is there
+    floor prefill-engine FOLDER            the same; it is told of each take
+
+    decode engine ─fetch─▶ decode agent ─take─▶ prefill agent ─released─▶ prefill engine
+                  ◀fetched─             ◀taken─
+
+The decode engine is the benchmark's own process. Each encodes and decodes as many fields as a
+handoff has, by asyncio, pyzmq and msgspec alone.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+
+from kvbus.bench.processes import answering, hear
+from kvbus.bus.pump import Pump
+from kvbus.bus.sockets import (
+    SocketOptions,
+    bound_endpoint,
+    connect,
+    new_context,
+    open_dealer,
+    open_router,
+)
+from kvbus.errors import RequestTimeout
+from kvbus.spawn import ANY_PORT, Child
+
+MODULE = "kvbus.bench.floor"
+ANSWER_WITHIN_S = 10.0
+TICKET = {"v": 1, "agent_id": "prefill", "endpoint": ANY_PORT, "offer_id": "o" * 32}
+TABLES = {"full": {"ids": bytes(4), "first_block": 0}}
+FETCH = {"fetch_id": "f" * 32, "ticket": TICKET, "tables": TABLES, "num_tokens": 16}
+TAKE = {"offer_id": "o" * 32, "reader_id": "r" * 65, "secret": "s" * 32, "tables": TABLES}
+RELEASED = {"offer_id": "o" * 32, "request_id": "q" * 32, "outcome": "completed"}
+STAGES = ("resolving", "queued", "claiming", "waiting", "reading", "taking")
+FETCHED = {"fetch_id": "f" * 32, "outcome": "completed", "stages_s": dict.fromkeys(STAGES, 0.1)}
+
+encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
+
+
+def frame(op: str, number: int, body: dict[str, Any]) -> bytes:
+    """One message."""
+    return encode({"v": 1, "op": op, "id": number, "boot": "b" * 32, "body": body})
+
+
+def _end(error: Exception) -> None:
+    sys.exit(str(error))
+
+
+class Ends:
+    """The sockets of one bare process, in the running event loop."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context, self._folder = new_context(), folder
+        self._loop = asyncio.get_running_loop()
+
+    def router(self, name: str, on_frames: Callable[[list[bytes]], None]) -> tuple[Pump, str]:
+        """One that binds, and where; over TCP without a name."""
+        endpoint = f"ipc://{self._folder / name}.floor" if name else ANY_PORT
+        socket = open_router(self._context, endpoint, SocketOptions())
+        return self._started(socket, on_frames), bound_endpoint(socket)
+
+    def dealer(self, endpoint: str, on_frames: Callable[[list[bytes]], None]) -> Pump:
+        """One that connects, to the process of that name or to an endpoint."""
+        if "://" not in endpoint:
+            endpoint = f"ipc://{self._folder / endpoint}.floor"
+        socket = open_dealer(self._context, endpoint, SocketOptions())
+        connect(socket, endpoint)
+        return self._started(socket, on_frames)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self._context.destroy(linger=0)
+
+    def _started(self, socket: Any, on_frames: Callable[[list[bytes]], None]) -> Pump:
+        pump = Pump(socket, on_frames=on_frames, on_failure=_end)
+        pump.start(self._loop)
+        return pump
+
+
+def run_prefill_agent(ends: Ends) -> str:
+    """Every take is answered, and the engine is told."""
+    engines = list[bytes]()
+
+    def take(frames: list[bytes]) -> None:
+        number = decode(frames[-1])["id"]
+        peer.send(frames[0], frame("taken", number, {}))
+        for engine in engines:
+            to_engine.send(engine, frame("released", number, RELEASED))
+
+    to_engine, _ = ends.router("prefill-agent", lambda frames: engines.append(frames[0]))
+    peer, endpoint = ends.router("", take)
+    return endpoint
+
+
+def run_decode_agent(ends: Ends, peer_endpoint: str) -> str:
+    """Every fetch becomes a take, and its answer the fetch's."""
+    engine_of = dict[int, bytes]()
+
+    def fetch(frames: list[bytes]) -> None:
+        number = decode(frames[-1])["id"]
+        engine_of[number] = frames[0]
+        peer.send(frame("take", number, TAKE))
+
+    def taken(frames: list[bytes]) -> None:
+        number = decode(frames[-1])["id"]
+        to_engine.send(engine_of.pop(number), frame("fetched", number, FETCHED))
+
+    to_engine, endpoint = ends.router("decode-agent", fetch)
+    peer = ends.dealer(peer_endpoint, taken)
+    return endpoint
+
+
+def run_prefill_engine(ends: Ends) -> str:
+    """It hears of every take."""
+    agent = ends.dealer("prefill-agent", lambda frames: decode(frames[-1]))
+    agent.send(frame("hello", 0, {}))
+    return "hears"
+
+
+async def run(role: str, folder: Path, arguments: list[str]) -> None:
+    """Be one of the processes until stdin ends."""
+    ends = Ends(folder)
+    start = {
+        "prefill-agent": run_prefill_agent,
+        "decode-agent": run_decode_agent,
+        "prefill-engine": run_prefill_engine,
+    }[role]
+    print(start(ends, *arguments), flush=True)  # type: ignore[operator]
+    await anyio.wait_readable(sys.stdin.fileno())
+
+
+@dataclass(slots=True)
+class Floor:
+    """The bare processes; this one is the decode engine."""
+
+    agents: list[Child]
+    pump: Pump = field(init=False)
+    _waiting: dict[int, "asyncio.Future[None]"] = field(default_factory=dict)
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    async def hand_off(self) -> float:
+        """Seconds of one; raises `RequestTimeout`."""
+        number, began = next(self._numbers), time.perf_counter()
+        answered = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self.pump.send(frame("fetch", number, FETCH))
+        await answered
+        return time.perf_counter() - began
+
+    async def rate(self, num_at_once: int, seconds: float) -> tuple[float, float]:
+        """Handoffs a second, so many at a time; and what one costs both agents in CPU seconds."""
+        before, began, first = self._cpu_s(), time.perf_counter(), next(self._numbers)
+
+        async def work() -> None:
+            while time.perf_counter() < began + seconds:
+                await self.hand_off()
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(num_at_once):
+                tasks.start_soon(work)
+        number = next(self._numbers) - first - 1
+        took_s = time.perf_counter() - began
+        return number / took_s, (self._cpu_s() - before) / number
+
+    def answer(self, frames: list[bytes]) -> None:
+        """A fetch has ended."""
+        self._waiting.pop(decode(frames[-1])["id"]).set_result(None)
+
+    def _cpu_s(self) -> float:
+        return sum(one.cpu_s() for one in self.agents)
+
+
+@contextlib.asynccontextmanager
+async def floor(folder: Path) -> AsyncIterator[Floor]:
+    """Start the processes, and do one handoff; they end with the block."""
+    with contextlib.ExitStack() as stack:
+
+        async def start(role: str, *arguments: str) -> tuple[Child, str]:
+            arguments = role, str(folder), *arguments
+            child = answering(f"floor {role}", MODULE, *arguments, folder=folder)
+            stack.enter_context(child)
+            return child, (await anyio.to_thread.run_sync(hear, child)).decode().strip()
+
+        prefill, endpoint = await start("prefill-agent")
+        decode_agent, _ = await start("decode-agent", endpoint)
+        await start("prefill-engine")
+        bare = Floor([prefill, decode_agent])
+        ends = Ends(folder)
+        stack.callback(ends.close)
+        bare.pump = ends.dealer("decode-agent", bare.answer)
+        stack.callback(bare.pump.close)
+        with anyio.move_on_after(ANSWER_WITHIN_S) as waiting:
+            await bare.hand_off()
+        if waiting.cancelled_caught:
+            raise RequestTimeout(f"no bare handoff within {ANSWER_WITHIN_S:g} s")
+        yield bare
+
+
+if __name__ == "__main__":
+    anyio.run(run, sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
