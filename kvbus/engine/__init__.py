@@ -5,7 +5,7 @@ from kvbus.engine.decode import DecodeSession, Fetch
 from kvbus.engine.kept import KeptSession
 from kvbus.engine.link import Link
 from kvbus.engine.memory import MemorySession
-from kvbus.engine.prefill import Offer, PrefillSession
+from kvbus.engine.prefill import Offer, OfferOptions, PrefillSession
 from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
 from kvbus.engine.thread import SessionThread
 from kvbus.memory.cuda import CudaStorage
@@ -23,6 +23,7 @@ __all__ = [
     "Link",
     "MemorySession",
     "Offer",
+    "OfferOptions",
     "PrefillSession",
     "RankMemory",
     "SessionThread",

@@ -11,7 +11,6 @@ from kvbus.integrations.vllm.steps import (
     NOTHING,
     EarlyCompletions,
     StepResults,
-    WorkerPlace,
     ranks_elsewhere,
 )
 from kvbus.protocol import AgentRanks, Fetched, Outcome
@@ -82,10 +81,10 @@ def test_a_load_that_the_worker_reported_does_not_fail_afterwards() -> None:
     assert late == NOTHING
 
 
-def place(rank: int, agent: int) -> WorkerPlace:
+def place(rank: int, agent: int) -> AgentRanks:
     """Agent 0 is one that is not there."""
     endpoint = f"tcp://10.0.0.{agent}:7711" if agent else ""
-    return WorkerPlace(rank, endpoint, f"{16 * 'a'}{rank}", f"key{agent}")
+    return AgentRanks(endpoint, (rank,), f"{16 * 'a'}{rank}", f"key{agent}")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.blocks import BlockIds, Tables, tables_of
 from kvbus.integrations.vllm.params import HandoffParams
-from kvbus.integrations.vllm.stats import LOADS, LOADS_FAILED, REFUSED_AT, StatsRecorder
+from kvbus.integrations.vllm.stats import LOADS, LOADS_FAILED, REFUSED_AT, KvbusStats
 from kvbus.protocol.engine import Outcome
 
 logger = logging.getLogger("vllm.kvbus")
@@ -47,7 +47,6 @@ class Load:
     min_tokens: int = 1
     fetch_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     seen_at: float = field(default_factory=time.monotonic)
-    fetch: Fetch | None = None
     is_given_up: bool = False
     has_ended: bool = False
     partial: set[int] = field(default_factory=set)
@@ -77,7 +76,7 @@ class Loads:
         self,
         engine: EngineSpec,
         link: Link,
-        stats: StatsRecorder,
+        stats: KvbusStats,
         *,
         timeout_s: float | None,
     ) -> None:
@@ -88,9 +87,8 @@ class Loads:
         self._reading: set[str] = set()
         """Those of them that the others wait for."""
         self._expected: dict[str, Load] = {}
-        self._running: dict[str, Load] = {}
-        self._fetching: dict[str, Load] = {}
-        """By fetch id."""
+        self._fetching: dict[str, tuple[Load, Fetch]] = {}
+        """By fetch id, until nothing can write into their blocks."""
         self._partial: dict[str, Load] = {}
         self._started: list[tuple[str, str]] = []
         self._failed: list[str] = []
@@ -128,12 +126,11 @@ class Loads:
         if num_tokens == 0:
             self._release(load)
             return
-        self._running[request_id] = load
         self._started.append((request_id, load.fetch_id))
         stop = load.first_token + num_tokens
         try:
             tables = tables_of(self._engine, block_ids, load.first_token, stop)
-            load.fetch = self._fetch(load, stop, tables)
+            fetch = self._fetch(load, stop, tables)
         except KVBusError as error:
             self._fail(load, REFUSED_AT, error.code, error.message)
             self._stats.add(LOADS, Outcome.FAILED.value)
@@ -141,7 +138,7 @@ class Loads:
             self._release(load)
             self._over.append(request_id)
             return
-        self._fetching[load.fetch_id] = load
+        self._fetching[load.fetch_id] = load, fetch
         if tables.partial:
             load.partial = tables.partial
             self._partial[request_id] = load
@@ -164,16 +161,16 @@ class Loads:
         if expected is not None and expected.handoff is not None:
             self._pass_on(expected)
         self._reading.discard(request_id)
-        running = self._running.get(request_id)
-        if running is not None and running.fetch is not None:
-            running.is_given_up = True
-            running.fetch.cancel(release_offer=True)
+        for load, fetch in self._fetching.values():
+            if load.request_id == request_id:
+                load.is_given_up = True
+                fetch.cancel(release_offer=True)
 
     def end(self, fetch: Fetch) -> None:
         """The link says that a fetch has ended, or that its blocks are free now."""
-        load = self._fetching.get(fetch.fetch_id)
-        if load is None:
+        if fetch.fetch_id not in self._fetching:
             return
+        load, _ = self._fetching[fetch.fetch_id]
         if not load.has_ended:
             load.has_ended = True
             self._note_end(load, fetch)
@@ -198,8 +195,6 @@ class Loads:
         """
         over, self._over = tuple(self._over), []
         failed, self._failed = tuple(self._failed), []
-        for request_id in over:
-            self._running.pop(request_id, None)
         for request_id in failed:  # vLLM frees its blocks
             self.lose_blocks(request_id)
         return failed, over

@@ -8,14 +8,14 @@ All of it is for the scheduler's thread.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
-from kvbus.engine import Link, Offer
+from kvbus.engine import Link, Offer, OfferOptions
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.blocks import BlockIds, tables_of
-from kvbus.integrations.vllm.params import OfferParams, agents_id, prompt_of_sequence
-from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS, OFFERS_FAILED, StatsRecorder
+from kvbus.integrations.vllm.params import agents_id, prompt_of_sequence
+from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS, OFFERS_FAILED, KvbusStats
 from kvbus.protocol.engine import Outcome
 
 logger = logging.getLogger("vllm.kvbus")
@@ -35,29 +35,21 @@ class Reservation:
     """
 
     request_id: str
-    prompt_digest: str
-    transfer_id: str | None
-    readers: int
-    ttl_s: float | None
-    traceparent: str
+    options: OfferOptions
     offer: Offer = field(init=False)
     told: dict[str, int] = field(init=False)
     is_unwanted: bool = False
 
+    @property
+    def is_named(self) -> bool:
+        """Whether it has a name of the router's, so that it is read while it grows."""
+        return self.options.get("transfer_id") is not None
+
     def ask(self, link: Link) -> None:
         """Have an agent make the offer, as soon as there is one."""
         self.told = {}
-        self.offer = link.offer(
-            agents_id(self.request_id),
-            num_tokens=0,
-            block_ids={},
-            sealed=False,
-            ttl_s=self.ttl_s,
-            prompt_digest=self.prompt_digest,
-            transfer_id=self.transfer_id,
-            readers=self.readers,
-            traceparent=self.traceparent,
-        )
+        name = agents_id(self.request_id)
+        self.offer = link.offer(name, num_tokens=0, block_ids={}, **self.options)
 
     def untold(self, block_ids: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """What of each table the offer has not yet; from here on it has."""
@@ -69,7 +61,7 @@ class Reservation:
 class Offers:
     """All offers of one prefill engine."""
 
-    def __init__(self, engine: EngineSpec, link: Link, stats: StatsRecorder) -> None:
+    def __init__(self, engine: EngineSpec, link: Link, stats: KvbusStats) -> None:
         self._engine, self._link, self._stats = engine, link, stats
         self._reserved: dict[str, Reservation] = {}
         self._published: dict[str, Offer] = {}
@@ -78,13 +70,7 @@ class Offers:
         self._late: Offer | None = None
 
     def reserve(
-        self,
-        request_id: str,
-        digest: Callable[[], str],
-        asked: OfferParams = OfferParams(),  # noqa: B008 - it is frozen
-        *,
-        ttl_s: float | None,
-        traceparent: str = "",
+        self, request_id: str, digest: Callable[[], str], **options: Unpack[OfferOptions]
     ) -> None:
         """Ask for the ticket of a request that is going to be computed; idempotent.
 
@@ -92,21 +78,21 @@ class Offers:
         """
         if request_id in self._reserved:
             return
-        reservation = self._reserved[request_id] = Reservation(
-            request_id, digest(), asked.transfer_id, asked.readers, ttl_s, traceparent
-        )
+        options |= {"sealed": False, "prompt_digest": digest()}
+        reservation = Reservation(request_id, options)
+        self._reserved[request_id] = reservation
         reservation.ask(self._link)
-        if agents_id(request_id) != request_id:
+        if reservation.offer.request_id != request_id:
             logger.info(
                 "kvbus: request %s: agents call it %s, as its id is long",
                 request_id,
-                agents_id(request_id),
+                reservation.offer.request_id,
             )
 
     def grow(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
         """The first ``num_tokens`` of a request are computed: they may be read."""
         reservation = self._reserved.get(request_id)
-        if reservation is None or reservation.transfer_id is None or reservation.is_unwanted:
+        if reservation is None or not reservation.is_named or reservation.is_unwanted:
             return
         try:
             tables = tables_of(self._engine, block_ids, 0, num_tokens)
@@ -126,7 +112,7 @@ class Offers:
         Its reader computes it, so it is not offered again.
         """
         reservation = self._reserved.get(request_id)
-        if reservation is not None and reservation.transfer_id is not None:
+        if reservation is not None and reservation.is_named:
             reservation.is_unwanted = True
             reservation.offer.withdraw()
 
@@ -217,14 +203,14 @@ class Offers:
         """
         offer = reservation.offer
         error, was_made = offer.error, bool(offer.offer_id)
-        if reservation.transfer_id is not None:
+        if reservation.is_named:
             is_cancelled = error is not None and error.code == ErrorCode.CANCELLED
             withdrawn = error is None and offer.outcome is Outcome.WITHDRAWN
             reservation.is_unwanted |= is_cancelled or withdrawn
         if reservation.is_unwanted or not (error is None or isinstance(error, PeerLost)):
             return
         if was_made:
-            reservation.transfer_id = None
+            reservation.options["transfer_id"] = None
         if was_made or self._link.is_open:
             reservation.ask(self._link)
 

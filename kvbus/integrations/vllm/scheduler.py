@@ -28,7 +28,7 @@ from kvbus.integrations.vllm.params import (
     read_params,
     read_trace,
 )
-from kvbus.integrations.vllm.stats import KvbusStats, StatsRecorder
+from kvbus.integrations.vllm.stats import KvbusStats
 from kvbus.integrations.vllm.steps import (
     CLOSE_WITHIN_S,
     Growing,
@@ -72,7 +72,7 @@ class SchedulerSide:
         self._options, self._engine, self._caches = options, engine, caches
         self._kv_role, self._drains = kv_role, drains
         self._has_windows = any(group.window is not None for group in engine.groups)
-        self._stats = StatsRecorder()
+        self._stats = KvbusStats()
         self._growing = Growing()
         self._answers: dict[str, int] = {}
         """The offers of answers that wait for the next turn, and how many blocks each has."""
@@ -92,7 +92,7 @@ class SchedulerSide:
         # A producer lets blocks go which a step that runs may still write: it must not load.
         only = AgentRole.PREFILL if self._kv_role == "kv_producer" else None
         for number, (path, role) in enumerate(options.agents):
-            places = sorted((each[number] for each in workers), key=lambda place: place.rank)
+            places = sorted((each[number] for each in workers), key=lambda place: place.ranks)
             link = Link(
                 path,
                 self._engine,
@@ -217,8 +217,7 @@ class SchedulerSide:
 
     def get_kv_connector_stats(self) -> KvbusStats | None:
         """What happened since the last call; a worker knows of nothing."""
-        figures = self._stats.take()
-        return KvbusStats(data=figures) if figures is not None else None
+        return self._stats.take()
 
     # vLLM takes every block that a load has filled for whole. One whose beginning was not loaded
     # must be found by no other request, though its own goes on with it: vLLM would read what was
@@ -268,7 +267,8 @@ class SchedulerSide:
         self._offers.reserve(
             request.request_id,
             lambda: digest_of(request, request.num_prompt_tokens) if _has_tokens(request) else "",
-            asked,
+            transfer_id=asked.transfer_id,
+            readers=asked.readers,
             ttl_s=self._options.offer_ttl_s,
             traceparent=read_trace(params, request.trace_headers),
         )

@@ -1,9 +1,6 @@
-"""What became of loads and offers: recorded by the link's thread, taken by vLLM's scheduler.
+"""What became of loads and offers, as vLLM logs it and exports it to Prometheus; see `METRICS`."""
 
-vLLM logs the figures, and exports them to Prometheus. `METRICS` is the list of them.
-"""
-
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, quantiles
@@ -36,8 +33,7 @@ BYTES_BUCKETS = tuple(2.0**power for power in range(12, 38, 2))
 _MIB = 2**20
 
 Reading = float | str | tuple[str, str, float]
-"""The value of a histogram or a counter without labels, else its labels, and then its value."""
-Figures = dict[str, list[Reading]]
+"""The labels of a metric, if it has any, and its value; only the label of a counter with one."""
 
 
 @dataclass(frozen=True)
@@ -87,20 +83,29 @@ METRICS = (
 )
 
 
-def no_figures() -> Figures:
-    """No reading of any metric."""
-    return {metric.key: [] for metric in METRICS}
+@dataclass
+class KvbusStats(KVConnectorStats):
+    """Readings by the key of a metric, since vLLM last asked for them."""
 
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
 
-class StatsRecorder:
-    """Readings by the key of a metric; each is taken once."""
+    def reset(self) -> None:
+        """Forget all readings."""
+        self.data: dict[str, Any] = {metric.key: [] for metric in METRICS}
 
-    def __init__(self) -> None:
-        self._readings: deque[tuple[str, Reading]] = deque()
+    def take(self) -> "KvbusStats | None":
+        """The readings since the last call, None when there were none."""
+        if self.is_empty():
+            return None
+        taken = KvbusStats(data=self.data)
+        self.reset()
+        return taken
 
     def add(self, key: str, reading: Reading) -> None:
-        """One reading, in any thread."""
-        self._readings.append((key, reading))
+        """One reading."""
+        self.data[key].append(reading)
 
     def add_load(self, notice: Fetched, *, given_up: bool = False) -> None:
         """A load has ended; it was cancelled if vLLM had ``given_up`` its request before."""
@@ -114,29 +119,6 @@ class StatsRecorder:
         for stage, spent_s in msgspec.structs.asdict(notice.stages_s).items():
             if spent_s > 0:
                 self.add(LOAD_STAGE_SECONDS, (stage, outcome.value, spent_s))
-
-    def take(self) -> Figures | None:
-        """The readings since the last call, None when there were none."""
-        if not self._readings:
-            return None
-        figures = no_figures()
-        for _ in range(len(self._readings)):
-            key, reading = self._readings.popleft()
-            figures[key].append(reading)
-        return figures
-
-
-@dataclass
-class KvbusStats(KVConnectorStats):
-    """The readings of one logging interval."""
-
-    def __post_init__(self) -> None:
-        if not self.data:
-            self.reset()
-
-    def reset(self) -> None:
-        """Begin a new interval."""
-        self.data: dict[str, Any] = dict(no_figures())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the readings of ``other``."""

@@ -6,10 +6,13 @@ scheduler: update_connector_output ◀──StepDone── worker: build_connect
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvbus.protocol.engine import AgentRanks, Fetched, Outcome
+from msgspec.structs import replace
+
+from kvbus.engine import AgentRanks
+from kvbus.protocol.engine import Fetched, Outcome
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -47,39 +50,28 @@ class StepDone:
         return StepDone(min(self.step, other.step))
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """The agent that has a worker's memory; ``peer_endpoint`` is empty while there is none.
+class WorkerPlaces(NamedTuple):
+    """The agents that have a worker's memory, in the order of the options, each with its rank.
 
-    Whoever shows ``access`` there may ask about it; ``server_key`` is the agent's, if it has one.
+    ``endpoint`` of one is empty while there is no agent.
     """
 
-    rank: int
-    peer_endpoint: str
-    access: str = field(repr=False)
-    server_key: str = ""
+    places: tuple[AgentRanks, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPlaces:
-    """Those of one worker at each of its agents, in the order of the options."""
-
-    places: tuple[WorkerPlace, ...]
-
-
-def ranks_elsewhere(workers: Sequence[WorkerPlace]) -> list[AgentRanks]:
+def ranks_elsewhere(workers: Sequence[AgentRanks]) -> list[AgentRanks]:
     """The ranks whose agent is not that of the first; one access to an agent does for all.
 
     None while the first has no agent yet.
     """
-    elsewhere: dict[str, list[WorkerPlace]] = {}
-    for worker in workers if workers and workers[0].peer_endpoint else ():
-        if worker.peer_endpoint not in ("", workers[0].peer_endpoint):
-            elsewhere.setdefault(worker.peer_endpoint, []).append(worker)
-    return [
-        AgentRanks(endpoint, tuple(one.rank for one in there), there[0].access, there[0].server_key)
-        for endpoint, there in elsewhere.items()
-    ]
+    home = workers[0].endpoint if workers else ""
+    found: dict[str, AgentRanks] = {}
+    for worker in workers if home else ():
+        if worker.endpoint not in ("", home):
+            before = found.get(worker.endpoint)
+            ranks = (*(before.ranks if before else ()), *worker.ranks)
+            found[worker.endpoint] = replace(before or worker, ranks=ranks)
+    return list(found.values())
 
 
 class Growing:

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvbus.engine import Link, RankMemory, describe_tensors, new_secret
+from kvbus.engine import AgentRanks, Link, RankMemory, describe_tensors, new_secret
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.describe import cache_of, layer_number, require
 from kvbus.integrations.vllm.params import ConnectorOptions
@@ -24,7 +24,6 @@ from kvbus.integrations.vllm.steps import (
     EarlyCompletions,
     StepDone,
     StepResults,
-    WorkerPlace,
     WorkerPlaces,
 )
 
@@ -119,12 +118,11 @@ class WorkerSide(KVConnectorBase_V1):
         results = self._get_connector_metadata()
         return results if isinstance(results, StepResults) else NOTHING
 
-    def _place(self, link: Link) -> WorkerPlace:
-        if not link.is_open:
-            return WorkerPlace(self._rank, "", self._access)
-        return WorkerPlace(
-            self._rank, link.agent.peer_endpoint, self._access, link.agent.server_key
-        )
+    def _place(self, link: Link) -> AgentRanks:
+        endpoint, server_key = "", ""
+        if link.is_open:
+            endpoint, server_key = link.agent.peer_endpoint, link.agent.server_key
+        return AgentRanks(endpoint, (self._rank,), self._access, server_key)
 
 
 def share_rank(
