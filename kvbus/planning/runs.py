@@ -76,7 +76,7 @@ class Lattice:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Bytes to move: each of ``few``, and those of all ``lattices``.
+    """Bytes to move: either ``few``, or ``lattices`` of many.
 
     Targets do not overlap, and sources are the caller's to check.
     """
@@ -124,8 +124,13 @@ class Runs:
 
     def reads(self, *, local_device: int = 0, remote_device: int = 0) -> Reads:
         """As READs into the targets, neighbours merged, in ascending local address."""
-        sides = zip(self._merged(), (local_device, remote_device), strict=True)
-        return Reads(*(_rows(*rows, device) for rows, device in sides))
+        if self.lattices:
+            every = np.concatenate([_expanded(one) for one in self.lattices], axis=1)
+            targets, sources, sizes = _merged_many(_ascending(every))
+        else:
+            few = np.array(_merged_few(self.few), dtype=np.int64)
+            targets, sources, sizes = few.reshape(-1, 3).T
+        return Reads(_rows(targets, sizes, local_device), _rows(sources, sizes, remote_device))
 
     def cut(self, job_bytes: int) -> list["Runs"]:
         """Jobs of at most ``job_bytes`` that move each byte once; small ones share a job."""
@@ -148,16 +153,6 @@ class Runs:
         for one in self.lattices:
             for part in _cut(_for_caches(one), job_bytes):
                 yield Runs(lattices=(part,))
-
-    def _merged(self) -> tuple[tuple[Offsets, Offsets], tuple[Offsets, Offsets]]:
-        """Addresses and bytes of targets, and of sources."""
-        if not self.lattices:
-            found = np.array(_merged_few(self.few), dtype=np.int64).reshape(-1, 3).T
-        else:
-            every = [_expanded(one) for one in self.lattices]
-            every.append(np.array(self.few, dtype=np.int64).reshape(-1, 3).T)
-            found = _merged_many(_ascending(np.concatenate(every, axis=1)))
-        return (found[0], found[2]), (found[1], found[2])
 
 
 def _outside() -> GeometryError:
