@@ -26,7 +26,7 @@ PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm debian-packages demo test test-long chaos soak mutants simulate test-vllm test-vllm-long vllm-contract check format bench docs clean
+.PHONY: help venv venv-vllm debian-packages demo test test-long chaos soak mutants simulate test-vllm test-vllm-long vllm-contract check format bench docs schema clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -119,10 +119,12 @@ bench: $(INSTALLED) $(KERNEL) ## Measure handoffs beside bare NIXL (minutes)
 
 docs: $(INSTALLED) ## Generate the generated parts of docs/ and the golden vectors
 	PYTHONPATH=. $(BIN)/python docs/generate_protocol.py
-	PYTHONPATH=. $(BIN)/python docs/generate_schema.py
 	PYTHONPATH=. $(BIN)/python docs/generate_header.py
 	PYTHONPATH=. $(BIN)/python docs/diagrams.py
 	$(BIN)/python -m tests.vectors.generate
+
+schema: $(INSTALLED) ## Write protocol.schema.json, a JSON Schema of all messages
+	PYTHONPATH=. $(BIN)/python docs/generate_schema.py
 
 clean: ## Remove the environments and caches
 	rm -rf $(VENV) $(VENV_VLLM) $(KERNEL) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Writes docs/state-machines.md from the transition tables: ``python docs/diagrams.py``.
+"""Writes docs/internals/tables.md from the transition tables: ``python docs/diagrams.py``.
 
 What changes nothing is not drawn: a handler whose name starts with ``refuse`` or ``ignore``.
 """
@@ -20,7 +20,7 @@ from kvbus_prefill import slots
 from kvbus_prefill.offer import transitions as prefill
 from kvbus_prefill.offer.entry import OfferState
 
-PAGE = Path(__file__).with_name("state-machines.md")
+PAGE = Path(__file__).with_name("internals") / "tables.md"
 S = TypeVar("S", bound=StrEnum)
 Transitions = Mapping[tuple[S, type[Any]], Transition[S]]
 UNDRAWN = ("refuse", "ignore")
@@ -44,7 +44,7 @@ def section(title: str, states: type[S], table: Transitions[S], starts: Mapping[
 
 
 def page() -> str:
-    """The whole of docs/state-machines.md."""
+    """The whole of docs/internals/tables.md."""
     offer = section(
         "An offer, at the prefill agent",
         OfferState,

@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/protocol.md``: ``python docs/generate_protocol.py``.
+"""Writes the lists of the protocol pages and ``errors.md``: ``python docs/generate_protocol.py``.
 
 All is said where a message is declared: types, ranges and defaults by its fields, what they mean by
 the strings below them. Refuses a field, a type or an error code without such a string.
@@ -7,6 +7,8 @@ the strings below them. Refuses a field, a type or an error code without such a 
 import ast
 import importlib
 import inspect
+import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -30,27 +32,32 @@ from kvbus.protocol.message import (
 )
 from kvbus.protocol.ticket import Rendezvous, Ticket
 
-PAGE = Path(__file__).with_name("protocol.md")
-SHARED: tuple[type[msgspec.Struct], ...] = (
-    geometry.EngineSpec,
-    geometry.GroupSpec,
-    geometry.StatePart,
-    geometry.RankSpec,
-    geometry.Segment,
-    geometry.Region,
-    geometry.Axis,
-    geometry.BlockTable,
-    geometry.Box,
-    engine.AgentRanks,
-    peer.EngineMemory,
-    attach.MemorySocket,
-    attach.LentSegment,
-    status.Sharing,
-    status.PeerView,
-    engine.StageTimes,
-    trace.Span,
-    trace.OtherAgent,
+DOCS = Path(__file__).parent
+PAGES = tuple(
+    DOCS / name
+    for name in ("protocol-engine.md", "protocol-agents.md", "protocol-tools.md", "errors.md")
 )
+SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
+    "memory types": (
+        geometry.EngineSpec,
+        geometry.GroupSpec,
+        geometry.StatePart,
+        geometry.RankSpec,
+        geometry.Segment,
+        geometry.Region,
+        geometry.Axis,
+        geometry.BlockTable,
+        engine.AgentRanks,
+        engine.StageTimes,
+    ),
+    "agent types": (
+        geometry.Box,
+        peer.EngineMemory,
+        attach.MemorySocket,
+        attach.LentSegment,
+    ),
+    "tool types": (status.Sharing, status.PeerView, trace.Span, trace.OtherAgent),
+}
 SECTIONS: dict[str, tuple[Socket, ...]] = {
     "attach": (Socket.ATTACH,),
     "engine": (Socket.ENGINE,),
@@ -59,78 +66,165 @@ SECTIONS: dict[str, tuple[Socket, ...]] = {
     "peer": (Socket.PREFILL_PEER, Socket.DECODE_PEER),
     "memory": (Socket.MEMORY,),
 }
+TOOLS = frozenset((Role.ROUTER, Role.OBSERVER))
+"""Who may ask what the page for tools has."""
+FOR_SPANS = ("traceparent", "asked_s", "wanted_s")
+"""Fields that say nothing but what goes into spans: one paragraph is about all of them."""
+IN_COMMON = 3
+"""Fields that so many requests of one section have alike are told once."""
+NAMED = {
+    "name": "string of 1 to 256 characters",
+    "text": "string of 0 to 4,096 characters",
+    "secret": "string of 16 to 128 characters",
+    "endpoint": "tcp://HOST:PORT, of 0 to 256 characters",
+    "index": "integer from 0 to 2^31 - 1",
+    "size": "integer from 1 to 2^31 - 1",
+    "count": "integer from 0 to 2^63 - 1",
+    "serial": "integer from 1 to 2^63 - 1",
+    "bytes": "integer from 1 to 2^62",
+    "seconds": "number over 0 to 86,400",
+    "tables": "map of `name` to [BlockTable](#blocktable), at most 64",
+}
+"""What types of fields are called on the pages."""
 NAMING = ("message", "attach", "engine", "peer", "status", "ticket")
 """Where types of fields have names and strings below them."""
+LINK = re.compile(r"\]\(#([\w-]+)\)")
 
 
 class Undocumented(Exception):
     """A field, a type or a code without a string that says what it means."""
 
 
-def page(text: str) -> str:
-    """``text`` with everything between its markers made anew."""
-    for name, lines in _sections():
-        start, end = f"<!-- generated: {name} -->\n", f"<!-- end of {name} -->"
-        before, _, rest = text.partition(start)
-        if not rest or end not in rest:
-            raise Undocumented(f"the page has no markers for '{name}'")
-        text = f"{before}{start}\n" + "\n".join(lines) + "\n\n" + rest[rest.index(end) :]
-    return text
+def pages() -> dict[Path, str]:
+    """Each page with everything between its markers made anew, and its links led to their pages."""
+    sections, texts = dict(_sections()), {path: path.read_text() for path in PAGES}
+    for path, written in texts.items():
+        text = written
+        for name in re.findall(r"<!-- generated: ([\w ]+) -->\n", written):
+            before, _, rest = text.partition(f"<!-- generated: {name} -->\n")
+            end = rest.index(f"<!-- end of {name} -->")
+            made = "\n".join(["", *sections.pop(name), ""])
+            text = f"{before}<!-- generated: {name} -->\n{made}\n{rest[end:]}"
+        texts[path] = text
+    if sections:
+        raise Undocumented(f"no page has markers for {', '.join(sections)}")
+    anchors = {anchor: path for path, text in texts.items() for anchor in anchors_of(text)}
+    return {path: _linked(text, anchors) for path, text in texts.items()}
+
+
+def anchors_of(text: str) -> set[str]:
+    """What the headings of a page are linked to by."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings}
+
+
+def _linked(text: str, anchors: dict[str, Path]) -> str:
+    """``text`` with each link to a heading of another page of these led there."""
+    here = anchors_of(text)
+
+    def linked(found: re.Match[str]) -> str:
+        anchor = found[1]
+        if anchor in here or anchor not in anchors:
+            return found[0]
+        return f"]({anchors[anchor].name}#{anchor})"
+
+    return LINK.sub(linked, text)
 
 
 def _sections() -> Iterator[tuple[str, list[str]]]:
     for name, sockets in SECTIONS.items():
-        kinds = dict.fromkeys(kind for one in sockets for kind in REQUESTS[one].values())
-        yield name, [line for kind in kinds for line in _request(kind)]
+        kinds = list(dict.fromkeys(kind for one in sockets for kind in REQUESTS[one].values()))
+        if name == "peer":
+            kinds = [kind for kind in kinds if kind is not engine.Ping]
+            tools = [kind for kind in kinds if kind.askers & TOOLS]
+            yield "tools", [line for kind in tools for line in _request(kind, {})]
+            kinds = [kind for kind in kinds if kind not in tools]
+            common = _common(kinds)
+            yield "common", list(common.values())
+            yield name, [line for kind in kinds for line in _request(kind, common)]
+        else:
+            yield name, [line for kind in kinds for line in _request(kind, {})]
     yield "notices", [line for op, kind in NOTICES.items() for line in _struct(f"`{op}`", kind)]
     events = {kind: [op for op in EVENTS if EVENTS[op] is kind] for kind in EVENTS.values()}
     headings = {kind: ", ".join(f"`{op}`" for op in ops) for kind, ops in events.items()}
     yield "events", [line for kind, ops in headings.items() for line in _struct(ops, kind)]
-    yield "types", [line for kind in SHARED for line in _struct(kind.__name__, kind)]
-    yield "ticket", list(_table(Ticket))
-    yield "rendezvous", list(_table(Rendezvous))
-    yield "error", list(_table(ErrorBody))
+    for name, shared in SHARED.items():
+        yield name, [line for kind in shared for line in _struct(kind.__name__, kind)]
+    yield "ticket", list(_fields(Ticket))
+    yield "rendezvous", list(_fields(Rendezvous))
+    yield "error", list(_fields(ErrorBody))
     yield "codes", list(_codes())
+    yield "named", [f"- `{name}`: {what}" for name, what in NAMED.items()]
+    yield "spans", [f"- `{name}`: {text}" for name, text in _for_spans().items()]
 
 
-def _request(kind: type[Request[Any]]) -> Iterator[str]:
-    yield from _struct(f"`{kind.op}`", kind)
+def _request(kind: type[Request[Any]], common: dict[str, str]) -> Iterator[str]:
+    yield from _struct(f"`{kind.op}`", kind, common)
     if kind.reply is Empty:
-        yield from ("Reply: an empty map.", "")
+        yield "Reply: an empty map."
+    elif kind.reply in NOTICES.values():
+        yield f"Reply: [`{kind.reply.op}`](#{kind.reply.op})."
     else:
         yield from (f"Reply, `{kind.reply.__name__}`:", "")
-        yield from _table(kind.reply)
-    told = [f"Refusals of its own: {', '.join(f'`{one}`' for one in kind.refusals) or 'none'}."]
-    if kind.askers:
+        yield from _fields(kind.reply)
+    if kind.refusals:
+        yield f"Refusals of its own: {', '.join(f'`{one}`' for one in kind.refusals)}."
+    if kind.askers & TOOLS:
         roles = [f"`{role}`" for role in Role if role in kind.askers]
-        told.append(f"Keys that may ask it: {', '.join(roles)}.")
-    if not kind.repeatable:
-        told.append("It is not the same when it is done twice.")
-    yield from (" ".join(told), "")
-
-
-def _struct(heading: str, kind: type[msgspec.Struct]) -> Iterator[str]:
-    yield from (f"#### {heading}", "", text_of(kind), "")
-    yield from _table(kind)
-
-
-def _table(kind: type[msgspec.Struct]) -> Iterator[str]:
-    described, words = types.type_info(kind), meanings(kind)
-    assert isinstance(described, types.StructType)  # noqa: S101  every struct is described as one
-    if not described.fields:
-        yield from ("No fields.", "")
-        return
-    yield from ("| field | type and range | when absent | meaning |", "| --- | --- | --- | --- |")
-    if missing := [field.name for field in described.fields if not words[field.name]]:
-        raise Undocumented(f"{kind.__name__}: nothing says what {', '.join(missing)} means")
-    for field in described.fields:
-        absent = "required" if field.required else _default(field)
-        yield f"| `{field.name}` | {type_name(field.type)} | {absent} | {words[field.name]} |"
+        yield f"Keys that may ask it: {', '.join(roles)}."
     yield ""
 
 
+def _common(kinds: list[type[Request[Any]]]) -> dict[str, str]:
+    """By its name, the line of each field that many of these requests have alike."""
+    lines = Counter(line for kind in kinds for line in _lines(kind).items())
+    return {name: line for (name, line), num in lines.items() if num >= IN_COMMON}
+
+
+def _for_spans() -> dict[str, str]:
+    words = [meanings(kind) for kind in (engine.MakeOffer, engine.StartFetch)]
+    return {name: next(each[name] for each in words if name in each) for name in FOR_SPANS}
+
+
+def _struct(
+    heading: str, kind: type[msgspec.Struct], common: dict[str, str] | None = None
+) -> Iterator[str]:
+    yield from (f"#### {heading}", "", text_of(kind), "")
+    yield from _fields(kind, common)
+
+
+def _fields(kind: type[msgspec.Struct], common: dict[str, str] | None = None) -> Iterator[str]:
+    lines = _lines(kind)
+    shared = [f"`{name}`" for name, line in lines.items() if (common or {}).get(name) == line]
+    for_spans = [f"`{name}`" for name in lines if name in FOR_SPANS and kind is not Ticket]
+    if shared:
+        yield f"- {', '.join(shared)}: [as everywhere](#fields-of-several-requests)."
+    apart = {*shared, *for_spans}
+    yield from (line for name, line in lines.items() if f"`{name}`" not in apart)
+    if for_spans:
+        yield f"- {', '.join(for_spans)}: [for spans](#fields-for-spans) alone."
+    if not lines:
+        yield "No fields."
+    yield ""
+
+
+def _lines(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """By its name, the line of each field: its type, its default, what it means."""
+    described, words = types.type_info(kind), meanings(kind)
+    assert isinstance(described, types.StructType)  # noqa: S101  every struct is described as one
+    if missing := [field.name for field in described.fields if not words[field.name]]:
+        raise Undocumented(f"{kind.__name__}: nothing says what {', '.join(missing)} means")
+    lines = {}
+    for field in described.fields:
+        of, default = type_name(field.type), "" if field.required else _default(field)
+        default = "" if default == "nil" and of.endswith("or nil") else default
+        of += f" = {default}" if default else ""
+        lines[field.name] = f"- `{field.name}` ({of}): {words[field.name]}"
+    return lines
+
+
 def _codes() -> Iterator[str]:
-    yield from ("| code | when | what the caller should do |", "| --- | --- | --- |")
+    yield from ("| code | when | what to do |", "| --- | --- | --- |")
     for code, text in code_texts().items():
         when, _, then = text.partition(" Do: ")
         if not then:
@@ -215,8 +309,13 @@ def _default(field: types.Field) -> str:
     return str(value)
 
 
-def type_name(of: types.Type) -> str:  # noqa: PLR0911  one return a kind of type
-    """A type as a person reads it, with its range."""
+def type_name(of: types.Type) -> str:
+    """A type as a person reads it: by its name, or with its range."""
+    text = _type_text(of)
+    return next((f"`{name}`" for name, named in NAMED.items() if named == text), text)
+
+
+def _type_text(of: types.Type) -> str:  # noqa: PLR0911  one return a kind of type
     match of:
         case types.UnionType(options):
             return " or ".join(map(type_name, options))
@@ -224,7 +323,7 @@ def type_name(of: types.Type) -> str:  # noqa: PLR0911  one return a kind of typ
             return f"[{cls.__name__}](#{cls.__name__.lower()})"
         case types.EnumType(cls):
             if cls is ErrorCode:
-                return "an [error code](#error-codes)"
+                return "an [error code](errors.md)"
             return "one of " + ", ".join(f'"{word.value}"' for word in cls)
         case types.LiteralType(values):
             return "one of " + ", ".join(f'"{value}"' for value in values)
@@ -267,4 +366,5 @@ def _range(of: types.StrType | types.BytesType | types.VarTupleType, what: str) 
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    for path, text in pages().items():
+        path.write_text(text)

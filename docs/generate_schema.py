@@ -1,9 +1,10 @@
-"""Writes ``docs/protocol.schema.json``: ``python docs/generate_schema.py``.
+"""Writes ``protocol.schema.json``: ``make schema``, as a release does. It is not in the repository.
 
 JSON Schema of all bodies, by the names of the page: bytes are base64 text, as JSON has none.
 """
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvbus.protocol.message import (
 )
 from kvbus.protocol.ticket import Rendezvous, Ticket
 
-PAGE = Path(__file__).with_name("protocol.schema.json")
+PAGE = Path("protocol.schema.json")
 
 
 def schema() -> str:
@@ -31,7 +32,7 @@ def schema() -> str:
     others: list[Any] = [*NOTICES.values(), *EVENTS.values(), RequestFrame, Reply, Notice]
     named = list(dict.fromkeys([*kinds, *replies, *others, ErrorBody, Ticket, Rendezvous]))
     _, components = msgspec.json.schema_components(named, ref_template="#/$defs/{name}")
-    for kind in (*named, *SHARED):
+    for kind in (*named, *chain.from_iterable(SHARED.values())):
         component, words = components[kind.__name__], meanings(kind)
         component |= {"description": text_of(kind)} if kind.__doc__ else {}
         for name, described in component["properties"].items():

@@ -25,7 +25,7 @@ from enum import StrEnum
 class ErrorCode(StrEnum):
     """Why a request or a handoff failed. Values are the wire form and never change meaning.
 
-    Below each is when it comes, and what the caller should do: docs/protocol.md has it from here.
+    Below each is when it comes, and what the caller should do: docs/errors.md has it from here.
     """
 
     MALFORMED = "malformed"

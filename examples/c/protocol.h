@@ -1,4 +1,4 @@
-/* The words of docs/protocol.md. Generated: python docs/generate_header.py */
+/* The words of docs/protocol-engine.md. Generated: python docs/generate_header.py */
 #pragma once
 
 enum {

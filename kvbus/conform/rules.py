@@ -1,6 +1,6 @@
 """What is checked, and what was seen of it: how often it was looked at, and what was wrong.
 
-Names of rules stay the same; anchors are headings of docs/protocol.md.
+Names of rules stay the same; anchors are headings of docs/protocol-engine.md.
 """
 
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ from enum import StrEnum
 import msgspec
 
 MAX_SEEN = 3
-PAGE = "docs/protocol.md"
+PAGE = "docs/protocol-engine.md"
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that an engine must do; ``anchor`` is a heading of docs/protocol.md."""
+    """One thing that an engine must do; ``anchor`` is a heading of docs/protocol-engine.md."""
 
     name: str
     anchor: str
@@ -49,7 +49,7 @@ REQUESTS = (
     Rule("requests.order", "requests-and-answers", "Answers may come in another order."),
     Rule("requests.unknown_field", "versions", "Unknown fields are ignored."),
     Rule("requests.unknown_code", "errors", "An unknown code is an error like others."),
-    Rule("requests.busy", "error-codes", "After `busy` it is asked again, not at once."),
+    Rule("requests.busy", "when-an-agent-is-busy", "After `busy` it is asked again, not at once."),
     Rule("requests.ping", "boot-ids", "A silent agent is pinged."),
 )
 NOTICES = (Rule("notices.unknown", "notices", "Notices of an unknown kind are ignored."),)

@@ -35,9 +35,8 @@ Ranks = Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=1024)
 """Numbers of the ranks."""
 Clock = float
 """When the engine asked for this, in seconds of ``CLOCK_MONOTONIC``, which engine and agent share;
-the same when it asks again after ``busy``. For
-[spans](observability.md#one-request-over-all-processes) alone: a time that cannot be true, as in
-another time namespace, or was more than an hour ago, is ignored."""
+the same when it asks again after ``busy``. A time that cannot be true, as in another time
+namespace, or was more than an hour ago, is ignored."""
 
 
 class AgentRole(StrEnum):
@@ -282,7 +281,7 @@ class Fetched(Message, frozen=True):
     """Whether the blocks may be used again now. When false, a transfer can still write into them:
     wait for ``blocks_freed``."""
     code: Text = ""
-    """The [error code](#error-codes) of a fetch that did not complete. Text, since a newer agent
+    """The [error code](errors.md) of a fetch that did not complete. Text, since a newer agent
     may have new codes."""
     message: Text = ""
     """A sentence for a person."""

@@ -73,9 +73,9 @@ def test_a_scene_that_is_not_there_is_a_mistake_and_those_of_the_page_are_told(r
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_rule_names_a_heading_of_the_protocol_page(role: str) -> None:
-    headings = re.findall(r"^#+ (.+)$", (DOCS / "protocol.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", (DOCS / "protocol-engine.md").read_text(), re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings}
 
     rules = json.loads(conform("--scene", "stop", "--json", role=role).stdout)["rules"]
 
-    assert {rule["page"] for rule in rules} <= {f"docs/protocol.md#{one}" for one in anchors}
+    assert {rule["page"] for rule in rules} <= {f"docs/protocol-engine.md#{one}" for one in anchors}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,23 +10,28 @@ import pytest
 
 from docs import generate_protocol
 from docs.generate_header import HEADER, header
-from docs.generate_protocol import PAGE, Undocumented, page
+from docs.generate_protocol import PAGES, Undocumented, anchors_of, pages
 from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable
 from kvbus.protocol import REQUESTS, Message, Role, Socket
 from tests.vectors.golden import FOLDER
 
-TEXT = PAGE.read_text()
+DOCS = PAGES[0].parent
+TEXT = PAGES[0].read_text()
 EXAMPLE_STRIDES = re.findall(r"^\| ([^|]+) \| ((?:\w+ \d+, )+\w+ \d+) \| ([\d, ]+) \|$", TEXT, re.M)
 
 
 def test_the_tables_are_what_the_declarations_say_today_and_name_every_message() -> None:
-    shown = set(re.findall(r"^(?:#### `([a-z_]+)`|Reply, `(\w+)`:)$", TEXT, re.M))
+    texts = {path: path.read_text() for path in PAGES}
+    heading = re.compile(r"^(?:#### `([a-z_]+)`|Reply, `(\w+)`:)$", re.M)
+    shown = {each for text in texts.values() for each in heading.findall(text)}
     replies = {kind.reply for kinds in REQUESTS.values() for kind in kinds.values()}
 
-    assert page(TEXT) == TEXT, "stale: run python docs/generate_protocol.py"
+    assert pages() == texts, "stale: run python docs/generate_protocol.py"
     assert {op for kinds in REQUESTS.values() for op in kinds} <= {op for op, _ in shown}
-    assert {kind.__name__ for kind in replies} - {"Empty"} == {name for _, name in shown} - {""}
+    assert {kind.__name__ for kind in replies} - {"Empty", "Fetched"} == {
+        name for _, name in shown
+    } - {""}
 
 
 def test_the_header_for_engines_in_c_is_what_the_declarations_say_today() -> None:
@@ -46,7 +52,7 @@ TOLD = dict.fromkeys(ErrorCode, "When. Do: then.")
 @pytest.mark.parametrize(
     ("name", "value", "missing"),
     [
-        ("SHARED", (Unsaid,), "Unsaid: nothing says what unsaid means"),
+        ("SHARED", {"memory types": (Unsaid,)}, "Unsaid: nothing says what unsaid means"),
         ("code_texts", lambda: TOLD | {ErrorCode.STALE: "It is old."}, "stale"),
     ],
 )
@@ -56,7 +62,7 @@ def test_a_field_or_a_code_without_a_meaning_is_refused(
     monkeypatch.setattr(generate_protocol, name, value)
 
     with pytest.raises(Undocumented, match=missing):
-        page(TEXT)
+        pages()
 
 
 # A client asks all again that has no answer when its connection is made anew.
@@ -67,17 +73,18 @@ def test_what_agents_ask_each_other_is_the_same_when_done_twice_and_for_a_role()
             assert Role.DECODE in kind.askers, kind
 
 
-@pytest.mark.parametrize("name", [PAGE.name, "minimal-engine.md", "geometry.md"])
-def test_every_link_of_a_page_leads_to_a_heading(name: str) -> None:
-    links = re.findall(r"\]\(([\w./-]*)(?:#([^)]+))?\)", (PAGE.parent / name).read_text())
+@pytest.mark.parametrize(
+    "page",
+    [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))],
+    ids=lambda page: str(page.relative_to(DOCS.parent)),
+)
+def test_every_link_of_a_page_leads_to_a_heading(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([\w./-]*)(?:#([^)]+))?\)", page.read_text())
 
-    for page_name, anchor in links:
-        linked = PAGE.parent / (page_name or name)
-        assert linked.exists(), page_name
-        headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.M)
-        anchors = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
-        assert not anchor or anchor in anchors, f"{page_name}#{anchor}"
-    assert links
+    for target, anchor in links:
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors_of(linked.read_text()), f"{target}#{anchor}"
 
 
 def test_the_frames_of_the_examples_are_what_travels() -> None:

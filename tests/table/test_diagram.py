@@ -71,8 +71,8 @@ def test_each_state_is_described_by_the_docstring_under_it_or_it_is_an_error() -
 
 
 def test_the_page_of_state_machines_is_up_to_date() -> None:
-    written = (DOCS / "state-machines.md").read_text()
+    written = (DOCS / "internals" / "tables.md").read_text()
 
     generated = runpy.run_path(str(DOCS / "diagrams.py"))["page"]()
 
-    assert written == generated, "docs/state-machines.md is stale: run python docs/diagrams.py"
+    assert written == generated, "docs/internals/tables.md is stale: run python docs/diagrams.py"
