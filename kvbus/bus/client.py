@@ -335,6 +335,7 @@ class RequestClient(SocketActor):
         self.timers.at(loop.time() + self._ping_s, self._keep_alive)
 
     def _close(self) -> None:
+        self._flush()  # the last requests of this turn of the loop may still wait
         self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
         self._connection.close()
 

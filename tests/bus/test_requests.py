@@ -226,3 +226,31 @@ async def test_what_a_server_says_wrong_fails_one_request_at_most(bus: Bus) -> N
     assert refused.detail == {"message": 1, "code": "x", "remote_code": "7"}
     assert wrong.code is ErrorCode.INVALID
     assert right == Echoed(number=2)
+
+
+@pytest.mark.parametrize("at", [TCP, "ipc"])
+async def test_what_is_asked_and_answered_in_one_turn_of_the_loop_arrives_in_order(
+    bus: Bus, hold: Hold, at: str
+) -> None:
+    """A client that is closed in the same turn has sent it all."""
+    server = bus.server(hold) if at == "ipc" else bus.server(hold, at)
+    client, other = bus.client(at=server.endpoint), bus.client(at=server.endpoint)
+    replies: list[Any] = []
+
+    async with bus.running(server), bus.running(other):
+        await other.ask(Ping(), timeout_s=20)
+        async with bus.running(client):
+            await client.ask(Ping(), timeout_s=20)
+            for number in range(5):
+                client.send(Ask(number=number), timeout_s=20, on_reply=lambda _: None)
+            client.close()
+        await until(lambda: len(hold.asked) == 5)
+        for number in range(5, 8):
+            other.send(Ask(number=number), timeout_s=20, on_reply=replies.append)
+        await until(lambda: len(hold.asked) == 8)
+        for call, message in zip(hold.calls[5:], hold.asked[5:], strict=True):
+            call.reply(Echoed(number=message.number))
+        await until(lambda: len(replies) == 3)
+
+    assert [one.number for one in hold.asked] == list(range(8))
+    assert [one.number for one in replies] == [5, 6, 7]

@@ -1,7 +1,6 @@
 """The prefill agent: requests become events of the offer table, its commands become replies."""
 
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -178,7 +177,7 @@ class PrefillService(Service):
             endpoint=identity.peer_endpoint,
             engine_id=engine.engine_id,
             engine_instance=engine.instance,
-            offer_id=uuid.uuid4().hex,
+            offer_id=new_secret(),
             request_id=offer.request_id,
             num_tokens=offer.num_tokens,
             secret=new_secret(),
