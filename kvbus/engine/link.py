@@ -365,7 +365,7 @@ class Link:
         if self._control is None:
             raise LocalError("this is the link of a worker: offer and fetch where control is")
         if self._control.num_opened == 0 and self._control.problem is not None:
-            raise self._control.problem
+            raise self._control.problem.with_traceback(None)  # one error, raised often
         return self._control.latest
 
     def _tell(self, handle: Offer | Fetch) -> None:

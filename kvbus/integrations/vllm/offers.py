@@ -189,9 +189,8 @@ class Offers:
             offer.made.wait(TICKET_WITHIN_S if answers else 0.0)
         except TimeoutError as error:
             self._late = offer
-            raise self._link.problem or LocalError(
-                "there is no ticket: the agent has not answered in time", code=ErrorCode.TIMEOUT
-            ) from error
+            why = self._link.problem or "the agent has not answered in time"
+            raise LocalError(f"there is no ticket: {why}", code=ErrorCode.TIMEOUT) from error
         if offer.ended.done():
             raise offer.error or LocalError("its ticket expired in that moment")
         return offer

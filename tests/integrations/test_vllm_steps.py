@@ -1,7 +1,9 @@
-"""Which loads a worker reports in which step, when it hears of them in two ways."""
+"""What a worker reports in which step, and which tokens may be read behind which step."""
 
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from kvbus.integrations.vllm.steps import (
     NOTHING,
     EarlyCompletions,
+    Growing,
     StepResults,
     ranks_elsewhere,
 )
@@ -106,3 +109,17 @@ def test_ranks_are_elsewhere_whose_agent_is_not_that_of_the_first(
         for agent, ranks in elsewhere.items()
     ]
     assert ranks_elsewhere(workers) == wanted
+
+
+def test_tokens_of_the_prompt_are_ready_when_their_step_is_done_and_those_behind_it_never() -> None:
+    """A step may compute more than a prompt, as vLLM with drafts has them."""
+    request: Any = SimpleNamespace(request_id="r", num_computed_tokens=0, num_prompt_tokens=10)
+    growing, steps = Growing(), []
+    growing.begin(request)
+    for num_tokens in (8, 3, 1):
+        steps.append(growing.schedule({"r": num_tokens, "other": 5}))
+        request.num_computed_tokens += num_tokens
+
+    ready = [list(growing.done(step)) for step in steps]
+
+    assert ready == [[("r", 8)], [("r", 10)], []]

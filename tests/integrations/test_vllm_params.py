@@ -1,4 +1,4 @@
-"""What routers carry between two vLLMs."""
+"""What routers carry between two vLLMs, and the options of the connector."""
 
 import json
 from pathlib import Path
@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 
 from kvbus.engine import prompt_digest
-from kvbus.errors import ProtocolError
+from kvbus.errors import ConfigError, ProtocolError
 from kvbus.geometry import BlockTable
 from kvbus.integrations.vllm.params import (
     HandoffParams,
     read_offer_params,
+    read_options,
     read_params,
     read_trace,
 )
-from kvbus.protocol import Ticket
+from kvbus.protocol import AgentRole, Ticket
 
+BOTH = {"prefill": "/run/p.sock", "decode": "unix:///run/d.sock"}
 TICKET = Ticket(
     "agent", "boot", "tcp://127.0.0.1:1", "engine", "boot", "offer", "request", 0, 32 * "0"
 )
@@ -65,3 +67,47 @@ def test_the_trace_of_a_request_is_that_of_its_headers_or_of_the_router() -> Non
     assert read_trace({"traceparent": routers}, {"traceparent": "wrong"}) == routers
     assert read_trace({"traceparent": 7}, {}) == ""
     assert read_trace({}, None) == ""
+
+
+def test_an_endpoint_for_each_kind_of_agent_offers_with_the_one_and_loads_with_the_other() -> None:
+    options = read_options({"endpoint": BOTH, "bidirectional_kv_xfer": True})
+
+    assert options.agents == (
+        (Path("/run/p.sock"), AgentRole.PREFILL),
+        (Path("/run/d.sock"), AgentRole.DECODE),
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "kv_role", "what_to_do"),
+    [
+        ({"endpoint": "/a", "bidirectional_kv_xfer": True}, "kv_both", "give endpoint as"),
+        (
+            {"endpoint": {"prefill": "/a", "decode": "unix:///a"}},
+            "kv_both",
+            "start a kvbus-prefill",
+        ),
+        ({"endpoint": BOTH}, "kv_producer", "set it to kv_both"),
+    ],
+)
+def test_agents_that_do_not_fit_are_refused_with_what_to_do(
+    extra: dict[str, Any], kv_role: str, what_to_do: str
+) -> None:
+    with pytest.raises(ConfigError, match=what_to_do):
+        read_options(extra, kv_role)
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({}, "endpoint"),
+        ({"endpoint": 7}, "endpoint"),
+        ({"endpoint": {"prefill": "/a"}}, "endpoint"),
+        ({"endpoint": BOTH, "decoder_kv_blocks_share": 1.5}, "decoder_kv_blocks_share"),
+        ({"endpoint": "/a", "endpiont": "/b"}, "endpiont"),
+        ({"endpoint": "/a", "attach_timeout_s": -1}, "attach_timeout_s"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{named}.*knows endpoint, model_id"):
+        read_options(extra)
