@@ -114,7 +114,7 @@ def held_heads(tp_rank: int, tp_size: int, num_kv_heads: int) -> range:
 
 def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
     """The layers of a rank's pipeline stage when all layers are split evenly, by number."""
-    layers = sorted(layer for group in engine.groups for layer in group.layers)
+    layers = sorted({layer for group in engine.groups for layer in group.layers})
     stage = rank // engine.tp_size
     first, stop = (at * len(layers) // engine.pp_size for at in (stage, stage + 1))
     return frozenset(layers[first:stop])

@@ -50,10 +50,14 @@ def validate_engine(spec: EngineSpec) -> None:
             f"group '{group.name}' names a part twice",
         )
         _require(
-            not group.state or group == state_group(group.name, group.layers, group.state),
+            not group.state or group == _as_state(group),
             "state",
             f"group '{group.name}' is a state: make it with state_group",
         )
+
+
+def _as_state(group: GroupSpec) -> GroupSpec:
+    return state_group(group.name, group.layers, group.state, optional=group.optional)
 
 
 def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:

@@ -13,6 +13,9 @@ from kvbus.geometry import (
     RankSpec,
     Region,
     Segment,
+    StatePart,
+    held_layers,
+    state_group,
     validate_engine,
     validate_rank,
 )
@@ -85,6 +88,14 @@ def test_a_possible_engine_and_rank_pass_though_an_axis_of_one_index_has_any_str
     validate_engine(ENGINE)
     validate_rank(ENGINE, RANK)
     validate_rank(ENGINE, first_region(axes=(*AXES, Axis(AxisName.LAYER, 1, 3))))
+
+
+def test_a_state_may_be_optional_and_of_a_layer_that_another_group_has() -> None:
+    row = state_group("row", (), (StatePart("row", 1, 4),), optional=True)
+    engine = replace(ENGINE, groups=(*ENGINE.groups, row), pp_size=2)
+
+    validate_engine(engine)
+    assert [held_layers(engine, rank) for rank in (0, 1)] == [{0}, {1}]
 
 
 def k_and_v_in_one_tensor(num_blocks: int, *, v_offset: int = 32, v_step: int = 64) -> RankSpec:

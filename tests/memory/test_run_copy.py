@@ -89,6 +89,18 @@ def test_runs_of_any_length_and_alignment_are_copied_and_nothing_else(
     assert (target == expected).all()
 
 
+@pytest.mark.parametrize("num_bytes", [1, run_copy.STREAMED_BYTES - 1, 5 * run_copy.STREAMED_BYTES])
+def test_a_single_run_of_any_length_is_copied_and_nothing_else(num_bytes: int) -> None:
+    source = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
+    target = np.full(num_bytes + 14, 7, np.uint8)
+
+    run_copy.copy_runs(Runs(few=((target.ctypes.data + 7, source.ctypes.data, num_bytes),)))
+
+    assert (target[7:-7] == source).all()
+    assert (target[:7] == 7).all()
+    assert (target[-7:] == 7).all()
+
+
 def test_without_a_library_numpy_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "text.so").write_text("no library")
     source, target = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
