@@ -25,7 +25,7 @@ from tests.engines import begin, failure_of, pair, works
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "observability.md"
+PAGE = ROOT / "docs" / "reference.md"
 KVBUS = str(Path(sys.executable).with_name("kvbus"))
 NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
 BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}

@@ -27,7 +27,7 @@ from kvbus.geometry import (
 from kvbus.planning import ReadMap, check_compatible, cut_into_boxes
 from tests.planning.planning import planned
 
-TEXT = (Path(__file__).parents[2] / "docs" / "geometry.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "internals" / "geometry.md").read_text()
 ROWS = re.findall(r"^\| ([^|]+) \| `(geometry|incompatible)` \| `([^|]+)` \|$", TEXT, re.M)
 
 FULL = GroupSpec("full", (0, 1), 4, 2, 8, "float16")
