@@ -372,7 +372,7 @@ class _Placed:
         engine, layout = planned.engine, KvLayout(planned.axes)
         self.tables, num_blocks = dict[str, BlockTable](), dict[str, int]()
         for group in engine.groups:
-            start, stop = spans[group.name]
+            start, stop = spans.get(group.name, (0, 0))  # an optional one may not be read
             first = start // group.block_size
             needed = num_blocks_for(stop, group.block_size) - first if stop > start else 0
             if needed > MAX_BLOCKS:
