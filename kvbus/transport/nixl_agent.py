@@ -64,20 +64,15 @@ def _import_nixl() -> tuple[Any, Any]:
 
 
 _api, _bindings = _import_nixl()
-_ERRORS: tuple[type[Exception], ...] = tuple(
-    error
-    for error in vars(_bindings).values()
-    if isinstance(error, type) and issubclass(error, Exception)
+_ERRORS: tuple[type[Exception], ...] = (
+    *(
+        error
+        for error in vars(_bindings).values()
+        if isinstance(error, type) and issubclass(error, Exception)
+    ),
+    *(ValueError, LookupError, MemoryError, RuntimeError, TypeError),
 )
-_FROM_BYTES: tuple[type[Exception], ...] = (
-    *_ERRORS,
-    ValueError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-)
-"""What pybind makes of what C++ throws at bytes of a stranger."""
+"""NIXL's own, and what pybind makes of what else C++ throws."""
 
 Handle = Any
 """NIXL's transfer handle."""
@@ -188,7 +183,7 @@ class NixlAgent:
             raise TransferFailed("another peer has that name", peer=peer.name)
         try:
             self._agent.add_remote_agent(metadata)
-        except _FROM_BYTES as error:
+        except _ERRORS as error:
             self._contacts.pop(peer.name, None)  # NIXL has forgotten it as well
             raise _translated(error, "the peer's metadata is refused") from error
         self._contacts[peer.name] = peer.contact
@@ -213,8 +208,11 @@ class NixlAgent:
         self._contacts.pop(name, None)
 
     def progress(self) -> None:
-        """Drive UCX, as initiator and as target."""
-        self._agent.get_new_notifs()
+        """Drive UCX, as initiator and as target; raises `TransferFailed`."""
+        try:
+            self._agent.get_new_notifs()
+        except _ERRORS as error:
+            raise _translated(error, "no progress") from error
 
     def destroy(self) -> None:
         """End it, which closes its connections; raises `TransferFailed` when something keeps it.

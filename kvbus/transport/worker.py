@@ -103,6 +103,9 @@ class Worker:
                 return False
             call(scheduler)
             self._moved_at = time.perf_counter()
+        except Exception as error:  # what was begun here never ends: as a defect of the thread
+            self._inbox.put(partial(_raise, error))
+            return True
         finally:
             self._in_nixl.release()
         if scheduler.busy:
@@ -308,6 +311,11 @@ def _settle(future: Future[Result], function: Callable[[], Result]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _raise(error: Exception) -> None:
+    """The command that ends the thread by what was met elsewhere."""
+    raise error
 
 
 def _nothing() -> None:

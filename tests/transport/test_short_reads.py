@@ -1,10 +1,13 @@
 """Short reads on the caller's thread: which ones, for how long, and what becomes of the others."""
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
+from nixl import _api
 
+from kvbus.errors import ClosedError, TransferFailed
 from kvbus.transport import ReadStatus, TransportLimits
 from tests.transport.conftest import Meet, Place, Reader, Span
 
@@ -99,3 +102,27 @@ def test_a_read_that_takes_longer_is_left_to_the_thread_and_so_are_those_after_i
     assert 10 < reader.threads.count(THERE) < 1000
     at = slice(4 * KIB, 5 * KIB)
     assert aborts or np.array_equal(reader.memory[at], place.content[at])
+
+
+def test_a_read_under_which_nixl_fails_on_the_callers_thread_has_not_ended_and_the_agent_hears_it(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: Future[Exception] = Future()
+    limits = TransportLimits(here_bytes=64 * KIB, here_s=LONG_S)
+    reader, place = meet(256 * KIB, limits, connected=True, on_broken=broken.set_result)
+    monkeypatch.setattr(_api.nixl_agent, "transfer", lambda *_: "PROC")
+    monkeypatch.setattr(_api.nixl_agent, "check_xfer_state", lambda *_: "PROC")
+    monkeypatch.setattr(_api.nixl_agent, "get_new_notifs", _no_progress)
+
+    _, ended = reader.start(place, ONE)
+
+    error = broken.result(LONG_S)
+    assert isinstance(error, TransferFailed)
+    assert "no progress" in error.message
+    assert not ended.done()
+    with pytest.raises(ClosedError):
+        reader.transport.ping()
+
+
+def _no_progress(*_: object) -> None:
+    raise RuntimeError("the backend is gone")
