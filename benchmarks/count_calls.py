@@ -133,8 +133,8 @@ async def hand_off(
     await anyio.sleep(CALM_S)
     switch[0] = number
     fetch = sessions[path].fetch(offer.ticket, num_tokens=num_tokens, block_ids=blocks)
-    fetched = await fetch.completed()
-    await offer.released()
+    fetched = await fetch.ended
+    await offer.ended
     await anyio.sleep(CALM_S)
     switch[0] = 0
     if fetched.path != path:

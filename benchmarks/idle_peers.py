@@ -42,7 +42,7 @@ async def measure(num_peers: int, seconds: float, folder: Path) -> None:
                 await source.open(SMALL.name, 2)
                 (ticket,) = await source.offer([(f"request-{number}", SMALL.block_size, [1])])
                 fetch = session.fetch(ticket, num_tokens=SMALL.block_size, block_ids={GROUP: [1]})
-                await fetch.completed()
+                await fetch.ended
             await anyio.sleep(CALM_S)
             everybody = {"decode agent": decode, "a prefill agent": prefill[0]}
             before = {name: one.child.cpu_s() for name, one in everybody.items()}

@@ -320,7 +320,7 @@ class PrefillProgram(Program):
     async def _follow(self, key: int, offer: Offer | Offered) -> None:
         """A session ends with its agent; its keeper closes none that something waits for."""
         try:
-            outcome = str(await offer.released())
+            outcome = str(await offer.ended)
         except KVBusError as error:
             outcome = "lost"
             if isinstance(error, ClosedError):
@@ -398,7 +398,7 @@ class DecodeProgram(Program):
             return True
         is_free = True
         try:
-            fetched = await fetch.completed()
+            fetched = await fetch.ended
             self._compare(order, fetch, blocks, "")
             more = {"path": fetched.path, "num_bytes": fetched.num_bytes}
             self._tell_end(key, "completed", fetch_id=fetch.fetch_id, **more)
@@ -429,7 +429,7 @@ class DecodeProgram(Program):
 
     async def _freed(self, fetch: Any, ended: FetchFailed) -> bool:
         try:
-            await fetch.blocks_freed()
+            await fetch.freed
         except KVBusError as error:
             self.tell("in_doubt", why=f"{self.spec.engine_id}: {error!r}")
             return False

@@ -394,7 +394,7 @@ class Handoff:
 
     async def completed(self) -> Fetched:
         """How it ended; fails unless it did so well, with every byte right."""
-        fetched = await self.fetch.completed()
+        fetched = await self.fetch.ended
         assert same(self.target.snapshot(), self.wanted), "the bytes are wrong"
         assert fetched.num_bytes == num_read_bytes(
             self.source,
@@ -404,7 +404,7 @@ class Handoff:
             path=fetched.path,
             places=self.target.places,
         )
-        assert await self.offer.released() is Outcome.COMPLETED
+        assert await self.offer.ended is Outcome.COMPLETED
         return fetched
 
 
@@ -487,15 +487,15 @@ async def works(
     And whether all others are as they are now, or in ``before``.
     """
     handoff = await begin(source, target, num_tokens, before=before)
-    await handoff.fetch.completed()
-    await handoff.offer.released()
+    await handoff.fetch.ended
+    await handoff.offer.ended
     return same(target.snapshot(), handoff.wanted)
 
 
 async def failure_of(fetch: Fetch) -> FetchFailed:
     """How a fetch that must fail did."""
     with pytest.raises(FetchFailed) as failed:
-        await fetch.completed()
+        await fetch.ended
     return failed.value
 
 

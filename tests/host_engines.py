@@ -22,6 +22,7 @@ from kvbus.engine.bounce import (
     HostPrefill,
     LocalCopier,
 )
+from kvbus.engine.later import Later
 from kvbus.errors import KVBusError
 from kvbus.geometry import EngineSpec
 from tests.agents import until
@@ -119,9 +120,10 @@ class Offered:
         """It was aborted."""
         await self.offer.abort()
 
-    async def released(self) -> Any:
+    @property
+    def ended(self) -> Later[Any]:
         """How it ended."""
-        return await self.offer.released()
+        return self.offer.ended
 
 
 def private_cache(spec: EngineSpec, rank: int, memory: Memory, num_blocks: NumBlocks) -> KvCache:

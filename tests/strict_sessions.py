@@ -123,7 +123,7 @@ class WatchingDecode(DecodeSession):
             self._free_blocks[:] = [
                 one.without(ids) if one.group == group else one for one in self._free_blocks
             ]
-        fetch.when_freed(partial(self._remember, fetch, tables))
+        fetch.freed.add_callback(partial(self._remember, fetch, tables))
 
     def check_free_blocks(self) -> None:
         """Fail if anything has landed in a block since it was free; lost ranks do not count."""

@@ -71,7 +71,7 @@ async def one_offer(agent: AgentProcess) -> str:
     async with engine(PrefillSession, agent.attach) as source:
         offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
         await offer.withdraw()
-        await offer.released()
+        await offer.ended
         return offer.offer_id
 
 
@@ -113,7 +113,7 @@ async def test_what_is_not_wanted_is_left_out_and_the_count_ends_it(
             await second.seal()
             for offer in (first, second):
                 await offer.withdraw()
-                await offer.released()
+                await offer.ended
 
             assert await listener.child.ended() == 0
 

@@ -107,7 +107,7 @@ class EnginePair:
         fetch = self.reader.fetch(
             ticket, num_tokens=tables.num_tokens, block_ids=block_ids, priority=priority
         )
-        fetched = await fetch.completed()
+        fetched = await fetch.ended
         return TimedFetch(time.perf_counter() - began, fetched)
 
     async def hand_off(self, tables: PairedBlocks, priority: int = 0) -> TimedFetch:

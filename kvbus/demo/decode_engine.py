@@ -65,12 +65,12 @@ class DecodeRequests:
         began = time.monotonic()
         fetch = self._fetcher.fetch(work.ticket, num_tokens=work.num_tokens, block_ids=block_ids)
         try:
-            fetched = await fetch.completed()
+            fetched = await fetch.ended
         except FetchFailed as error:
             with contextlib.suppress(KVBusError):  # then the offer ends by its time to live
                 await fetch.cancel(release_offer=True)
             await engine.line.send(Failed(work.request_id, error.code, error.message))
-            await fetch.blocks_freed()
+            await fetch.freed
         else:
             fetched_at_s = time.monotonic()
             decoded = Decoded(

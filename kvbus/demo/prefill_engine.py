@@ -94,10 +94,10 @@ class PrefillRequests:
         except RequestRefused:
             with suppress(RequestRefused):  # it has ended already
                 await offer.withdraw()
-            await offer.released()
+            await offer.ended
             raise
         await self._tell_prefilled(work, tables, done[-1])
-        await offer.released()
+        await offer.ended
 
     async def _save(
         self,

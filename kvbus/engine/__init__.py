@@ -1,36 +1,39 @@
-"""The SDK that engines import: sessions with a local agent, async and blocking."""
+"""The SDK that engines import: a `Link` with a local agent, for threads and event loops.
+
+`Link` says how an engine offers and fetches, `describe_tensors` what its memory is. Specs are in
+`kvbus.geometry`, errors in `kvbus.errors`; `kvbus.engine.bounce` is for memory that no agent can
+map. Sessions are what links are made of.
+"""
 
 from kvbus.bus import new_secret
-from kvbus.engine.decode import DecodeSession, Fetch
-from kvbus.engine.kept import KeptSession
+from kvbus.engine.decode import DecodeSession as DecodeSession
+from kvbus.engine.decode import Fetch
+from kvbus.engine.kept import KeptSession as KeptSession
 from kvbus.engine.link import Link
-from kvbus.engine.memory import MemorySession
-from kvbus.engine.prefill import Offer, OfferOptions, PrefillSession
+from kvbus.engine.memory import MemorySession as MemorySession
+from kvbus.engine.prefill import Offer, OfferOptions
+from kvbus.engine.prefill import PrefillSession as PrefillSession
 from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
-from kvbus.engine.thread import SessionThread
-from kvbus.memory.cuda import CudaStorage
-from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors
-from kvbus.protocol.engine import AgentRanks
-from kvbus.protocol.ticket import prompt_digest
+from kvbus.memory.cuda import CudaStorage as CudaStorage
+from kvbus.memory.storage import SharedStorage as SharedStorage
+from kvbus.memory.storage import share_tensor as share_tensor
+from kvbus.memory.storage import share_tensors as share_tensors
+from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched, Outcome
+from kvbus.protocol.ticket import Rendezvous, prompt_digest
 
 __all__ = [
     "AgentRanks",
-    "CudaStorage",
-    "DecodeSession",
+    "AgentRole",
     "Fetch",
-    "KeptSession",
+    "Fetched",
     "KvCache",
     "Link",
-    "MemorySession",
     "Offer",
     "OfferOptions",
-    "PrefillSession",
+    "Outcome",
     "RankMemory",
-    "SessionThread",
-    "SharedStorage",
+    "Rendezvous",
     "describe_tensors",
     "new_secret",
     "prompt_digest",
-    "share_tensor",
-    "share_tensors",
 ]

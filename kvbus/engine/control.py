@@ -4,22 +4,43 @@ Its agent is the engine's home.
 """
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import anyio
 
-from kvbus.engine.busy import BusyPauses
-from kvbus.engine.later import Later
 from kvbus.engine.session import EngineSession
-from kvbus.errors import KVBusError, LocalError, RequestRefused, RequestTimeout
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestRefused, RequestTimeout
 from kvbus.protocol.engine import AgentRanks, Register
 
 T = TypeVar("T")
+FIRST_S, MOST_S = 0.02, 2.0
+"""Pauses of our own choice; an agent may ask for more."""
 
 Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 """Ranks of an engine that are attached to other agents, by the peer endpoint of each agent."""
+
+
+class BusyPauses:
+    """The pauses of one request; it is given up when the next would end after ``deadline``."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline, self._own_s = deadline, FIRST_S
+
+    def after(self, error: KVBusError, now: float) -> float | None:
+        """Seconds to wait; None when ``error`` is another one, or there is no time left.
+
+        Longer from refusal to refusal, so that an agent that stays full is asked ever less.
+        """
+        if not isinstance(error, RequestRefused) or error.code is not ErrorCode.BUSY:
+            return None
+        hint = error.detail.get("retry_after_s")
+        hint_s = hint if isinstance(hint, int | float) else 0.0
+        least_s = max(self._own_s, hint_s)  # in this order: a hint may be no number at all
+        self._own_s = min(MOST_S, 2 * self._own_s)
+        pause_s = least_s * random.uniform(1.0, 2.0)  # noqa: S311 - no secret
+        return pause_s if now + pause_s < self._deadline else None
 
 
 class ControlSession(EngineSession):
@@ -55,20 +76,6 @@ class ControlSession(EngineSession):
             while not await self._is_ready():
                 pass
 
-    # An agent answers in the order in which it was asked. So when it answers `ready`, all that was
-    # asked before has its reply: an offer is known here then, and a cancellation done.
-    async def settled(self) -> None:
-        """Return when all that was asked for is answered, and all that was begun has ended."""
-        with suppress(KVBusError):  # it has ended
-            while True:
-                if not await self._is_ready():
-                    continue
-                if (waiting := self._going_on()) is None:
-                    return
-                has_ended = anyio.Event()
-                waiting.then(has_ended.set)
-                await has_ended.wait()
-
     async def when_not_busy(self, ask: Callable[[], Awaitable[T]]) -> T:
         """What ``ask`` returns, called again while it is refused as ``busy`` and there is time."""
         pauses = BusyPauses(anyio.current_time() + self.request_timeout_s)
@@ -92,10 +99,6 @@ class ControlSession(EngineSession):
         if session is None:
             raise error
         return session
-
-    def _going_on(self) -> Later[Any] | None:
-        """The end of something that was begun and has not ended; None when there is nothing."""
-        return None
 
     async def _is_ready(self) -> bool:
         """False when it was not within ``request_timeout_s``."""

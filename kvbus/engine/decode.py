@@ -16,8 +16,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from msgspec.structs import replace
 
-from kvbus.engine.busy import BusyPauses
-from kvbus.engine.control import ControlSession
+from kvbus.engine.control import BusyPauses, ControlSession
 from kvbus.engine.later import Later, Runner
 from kvbus.engine.prefill import BlockIds
 from kvbus.engine.session import SessionOptions
@@ -134,25 +133,6 @@ class Fetch:
         done: Later[None] = Later()
         self._runner.post(partial(self._cancel, done, release_offer))
         return done
-
-    async def completed(self) -> Fetched:
-        """`ended`."""
-        return await self.ended
-
-    async def blocks_freed(self) -> None:
-        """`freed`."""
-        await self.freed
-
-    def when_ended(self, call: Callable[[], None]) -> None:
-        """`Later.add_callback` of ``ended``."""
-        self.ended.add_callback(call)
-
-    def when_freed(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when nothing can write into the blocks any more; or at once.
-
-        Never called when nobody will say so.
-        """
-        self.freed.add_callback(lambda: call() if self.are_blocks_free else None)
 
     def _cancel(self, done: Later[None], release_offer: bool) -> None:
         def answer(reply: Empty | KVBusError) -> None:
@@ -338,9 +318,6 @@ class DecodeSession(ControlSession):
         fetch = self._fetches.pop(freed.fetch_id, None)
         if fetch is not None:
             fetch.freed.settle(None)
-
-    def _going_on(self) -> Later[Any] | None:
-        return next((fetch.freed for fetch in self._fetches.values()), None)
 
     def _ends_within_s(self) -> float:
         """An agent that stops waits for its transfers; their blocks are free when it is gone."""

@@ -51,12 +51,11 @@ class KeptSession(Generic[S]):
         *,
         begin: Callable[[S], Awaitable[None]] | None = None,
         name: str = "the session",
-        reconnect: bool = True,
         on_change: Callable[[], None] = _ignore,
         logger: logging.Logger = logging.getLogger("kvbus.engine"),  # noqa: B008 - one for all
     ) -> None:
         self._open_session, self._begin = open_session, begin
-        self._name, self._reconnect, self._logger = name, reconnect, logger
+        self._name, self._logger = name, logger
         self._on_open: list[Callable[[S], None]] = []
         self._on_change = on_change
         self._tasks: TaskGroup | None = None
@@ -131,8 +130,6 @@ class KeptSession(Generic[S]):
         while True:
             num_before = self.num_opened
             await self._hold()
-            if not self._reconnect:
-                await anyio.sleep_forever()
             if self.num_opened > num_before:
                 retry_s = RETRY_S
             # not all at once: the engines of one agent miss it in the same moment
@@ -143,7 +140,7 @@ class KeptSession(Generic[S]):
         """One session, from its opening to its end."""
         try:
             async with self._open_session() as session:
-                session.is_kept = self._reconnect
+                session.is_kept = True
                 await self._serve(session)
         except KVBusError as error:
             self._fail(error, "cannot be opened")
@@ -186,7 +183,7 @@ class KeptSession(Generic[S]):
             self._problem = LocalError(str(error), code=ErrorCode.INTERNAL)
             self._problem.__cause__ = error
         failure = f"{how}: {self._problem.message} [{self._problem.code}]"
-        if self._reconnect and failure != self._last_failure:
+        if failure != self._last_failure:
             message = "kvbus: %s %s; it is tried again"
             self._logger.warning(message, self._name, failure, exc_info=error is not self._problem)
         self._last_failure = failure

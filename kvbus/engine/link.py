@@ -86,6 +86,9 @@ class Link:
         logger: logging.Logger = logging.getLogger("kvbus.engine"),  # noqa: B008 - one for all
         **options: Unpack[SessionOptions],
     ) -> None:
+        self._memory = [memory] if isinstance(memory, RankMemory) else list(memory)
+        if not (control or self._memory):
+            raise LocalError("a link is of a scheduler, or of memory, or of both")
         self.engine = engine
         self._attach, self._options = Path(attach_path), options
         self._role_wanted, self._others, self._access = role, others, access
@@ -96,9 +99,6 @@ class Link:
         self._releases = _Releases(self._fetching_session, logger)
         self._is_open = threading.Event()
         self._first: Future[None] = Future()
-        self._memory = [memory] if isinstance(memory, RankMemory) else list(memory)
-        if not (control or self._memory):
-            raise LocalError("a link is of a scheduler, or of memory, or of both")
         the = f"the {role}" if role else "the"
         self._control: KeptSession[ControlSession] | None = None
         if control:

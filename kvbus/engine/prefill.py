@@ -155,14 +155,6 @@ class Offer:
         blocks = packed_tables(tables, max_blocks=self._made.ticket_blocks)
         return ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else ticket
 
-    async def released(self) -> Outcome:
-        """`ended`."""
-        return await self.ended
-
-    def when_released(self, call: Callable[[], None]) -> None:
-        """`Later.add_callback` of ``ended``."""
-        self.ended.add_callback(call)
-
     def begin(self, session: "PrefillSession", made: OfferMade) -> None:
         """Called by the session: the agent has made it."""
         self._session, self._made = session, made
@@ -267,9 +259,6 @@ class PrefillSession(ControlSession):
         offer = self._offers.pop(released.offer_id, None)
         if offer is not None:
             offer.end(released.outcome)
-
-    def _going_on(self) -> Later[Any] | None:
-        return next((offer.ended for offer in self._offers.values()), None)
 
     def _on_lost(self, error: KVBusError) -> None:
         offers, self._offers = self._offers, {}

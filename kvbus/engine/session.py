@@ -179,13 +179,6 @@ class EngineSession:
         is_refused = isinstance(error, RequestRefused) and error.code in NOT_BEGUN
         return self.is_kept and (is_refused or self.lost is not None)
 
-    async def settled(self) -> None:
-        """Return when nothing goes on that was begun with this session, and it may be closed.
-
-        Never for the memory of a rank: its agent ends it when the control session has left.
-        """
-        await self._ended.wait()
-
     async def resume(self, before: Self) -> None:
         """Register with this agent what ``before`` had with the one that is gone."""
 

@@ -94,7 +94,7 @@ async def half(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[H
 async def test_the_slot_stays_until_the_last_rank_is_written(half: Halfway) -> None:
     num_written, in_use = half.num_written(), half.num_slots
     half.gate.set()
-    fetched = await half.fetch.completed()
+    fetched = await half.fetch.ended
 
     assert (num_written, in_use) == (1, 1)
     assert same(half.target.snapshot(), half.wanted)
@@ -108,7 +108,7 @@ async def test_a_fetch_cancelled_between_copies_writes_no_rank_but_the_one_under
     await half.fetch.cancel()
     failure, in_use = await failure_of(half.fetch), half.num_slots
     half.gate.set()
-    await half.fetch.blocks_freed()
+    await half.fetch.freed
 
     assert (failure.code, failure.blocks_free) == (ErrorCode.CANCELLED, False)
     assert (in_use, half.num_slots) == (1, 0)

@@ -61,12 +61,12 @@ async def test_the_trace_of_a_mapped_copy_has_it_as_a_leg_of_the_reading(
     async with neighbours(folder) as both, both.engines() as (source, target):
         assert await works(source, target)
         offer, fetch = await begin(source, target, num_tokens)
-        assert (await fetch.completed()).path == "mapped"
+        assert (await fetch.ended).path == "mapped"
 
         (spans,) = both.service.spans(Trace(fetch_id=fetch.fetch_id)).entries
         (reading,) = [span for span in spans if span.name == "reading"]
         (leg,) = [span for span in spans if span.about]
-        await offer.released()
+        await offer.ended
         assert (leg.name, leg.about, leg.depth) == ("copying", "leg 0", 2)
         assert leg.end_s is not None
         assert reading.end_s is not None
@@ -138,7 +138,7 @@ async def test_a_rank_of_more_segments_than_a_message_carries_is_mapped_whole(
             await control.ready()
             offer = await control.offer("r", num_tokens=16, block_ids={"full": [1]})
             fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
-            await fetch.completed()
+            await fetch.ended
 
             addresses = both.the_memory().addresses[0]
             local = both.prefill.runtime.agent.engines.engines[spec.engine_id]
@@ -205,7 +205,7 @@ async def test_zeros_are_not_confirmed_though_the_lease_lives(
             offer, fetch = await begin(source, target, num_tokens)
             failure = await failure_of(fetch)
             await offer.withdraw()
-            await offer.released()
+            await offer.ended
 
         assert failure.code is ErrorCode.TRANSFER_FAILED
         assert "the memory that was copied from is gone: it was cut" in failure.message
@@ -259,7 +259,7 @@ async def test_no_route_is_kept_whose_source_went_during_its_handshake(
 
         assert kept == []
         await offer.withdraw()
-        await offer.released()
+        await offer.ended
         assert await works(source, target)
         assert both.mapped == [seen[1]]
         assert seen[1].is_open
@@ -279,4 +279,4 @@ async def test_no_route_is_kept_into_an_engine_that_went_during_its_handshake(
         assert kept == []
         local.lost = False  # it leaves now
         await offer.withdraw()
-        await offer.released()
+        await offer.ended

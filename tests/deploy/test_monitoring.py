@@ -180,8 +180,8 @@ async def scraped(prefill: AgentProcess, decode: AgentProcess) -> dict[str, str]
             if name == "gone":
                 await offer.withdraw()
             fetch = target.decode.fetch(offer.ticket, num_tokens=32, block_ids=blocks[1])
-            await (failure_of(fetch) if name == "gone" else fetch.completed())
-            await offer.released()
+            await (failure_of(fetch) if name == "gone" else fetch.ended)
+            await offer.ended
     found = {}
     for agent in (prefill, decode):
         for family in text_string_to_metric_families(agent.page("/metrics")[1]):

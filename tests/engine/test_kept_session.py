@@ -1,14 +1,12 @@
-"""A session that is kept: begun, resumed after a loss, what came between goes on; in a thread."""
+"""A session that is kept: begun, resumed after a loss, what came between goes on."""
 
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from functools import partial
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 
-from kvbus.engine import KeptSession, Offer, SessionThread
+from kvbus.engine import KeptSession, Offer
 from kvbus.errors import ClosedError, ErrorCode, KVBusError, PeerLost, RequestRefused
 from tests.agents import until
 from tests.engine.recording import RecordingDecode, RecordingPrefill, failed
@@ -127,9 +125,9 @@ async def test_a_fetch_that_waits_for_the_next_agent_ends_once_with_free_blocks(
         if how == "cancelled":
             await fetch.cancel()
         elif how == "no next agent":
-            await fetch.blocks_freed()
+            await fetch.freed
     if how == "closed":
-        await fetch.blocks_freed()
+        await fetch.freed
 
     assert fetch.notice is not None
     assert fetch.notice.blocks_free
@@ -190,84 +188,3 @@ async def test_leaving_closes_the_session_and_hands_on_what_was_raised() -> None
     assert seen[0].closed == seen[0].all
     assert seen[0].keeper.session is None
     assert isinstance(seen[0].keeper.problem, ClosedError)
-
-
-class Opener:
-    """Opens sessions with nobody; each of ``failures`` is raised once, before one is opened."""
-
-    def __init__(self, *failures: Exception) -> None:
-        self.sessions: list[RecordingDecode] = []
-        self._failures = list(failures)
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[RecordingDecode]:
-        if self._failures:
-            raise self._failures.pop(0)
-        self.sessions.append(RecordingDecode())
-        yield self.sessions[-1]
-
-
-Threads = SessionThread[RecordingDecode]
-
-
-@contextmanager
-def session_thread(opener: Opener) -> Iterator[Threads]:
-    thread = SessionThread("the session", opener.open, reconnect=True)
-    try:
-        yield thread
-    finally:
-        thread.close()
-
-
-async def where() -> str:
-    return threading.current_thread().name
-
-
-async def fail() -> None:
-    raise GONE
-
-
-def divide(_: object) -> None:
-    1 // 0  # noqa: B018 - it raises
-
-
-def test_calls_run_in_the_sessions_thread_and_one_that_fails_fails_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    seen: list[tuple[int, RecordingDecode | None]] = []
-    with session_thread(Opener()) as thread:
-        session = thread.wait_first()
-        for number in range(100):
-            thread.post(partial(lambda number, given: seen.append((number, given)), number))
-        with pytest.raises(PeerLost):
-            thread.start(fail).result(WITHIN_S)
-        thread.post(lambda _: thread.spawn(fail))
-        thread.post(divide)
-        thread.start(where).result(WITHIN_S)
-
-        assert thread.start(where).result(WITHIN_S) == "kvbus-the session"
-    assert seen == [(number, session) for number in range(100)]
-    assert GONE.message in caplog.text
-    assert "ZeroDivisionError" in caplog.text
-
-
-def test_while_there_is_no_session_the_reason_is_known_and_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A fault of ours is such a reason, too, and does not end the thread."""
-    with session_thread(Opener(*[NOT_YET] * 3, ValueError("a fault"))) as thread:
-        with pytest.raises(PeerLost, match="nobody listens"):
-            thread.wait_first()
-        assert thread.wait_open(WITHIN_S)
-
-    assert caplog.text.count("cannot be opened: nobody listens") == 1
-
-
-def test_what_still_runs_at_the_end_fails_and_so_does_what_comes_later() -> None:
-    with session_thread(Opener()) as thread:
-        runs = thread.start(anyio.sleep_forever)
-        thread.start(where).result(WITHIN_S)
-
-    for call in (lambda: runs, lambda: thread.start(where)):
-        with pytest.raises(ClosedError):
-            call().result(WITHIN_S)

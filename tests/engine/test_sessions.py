@@ -281,10 +281,10 @@ async def test_blocks_that_somebody_may_still_write_are_never_said_to_be_free(
     failure = await failure_of(fetch)
     assert (failure.stage, failure.blocks_free) == (stage, blocks_free)
     if blocks_free:
-        await fetch.blocks_freed()
+        await fetch.freed
     else:
         with pytest.raises(type(error)):
-            await fetch.blocks_freed()
+            await fetch.freed
 
 
 async def test_blocks_that_the_home_said_are_free_later_stay_so_after_its_end() -> None:
@@ -294,7 +294,7 @@ async def test_blocks_that_the_home_said_are_free_later_stay_so_after_its_end() 
 
     session.lose(GONE)
 
-    await fetch.blocks_freed()
+    await fetch.freed
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,9 @@ async def hand_over(source: Engine, target: Kept) -> None:
     try:
         await handoff.completed()
     except KVBusError:
-        await handoff.fetch.blocks_freed()
+        await handoff.fetch.freed
         await handoff.offer.withdraw()
-        await handoff.offer.released()  # the source changes its blocks then
+        await handoff.offer.ended  # the source changes its blocks then
         raise
 
 

@@ -50,9 +50,9 @@ async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh
                 await newcomer.register()
         await offer.extend(16, {"full": [1]})
         await offer.seal()
-        await fetch.completed()
+        await fetch.ended
 
-        assert await offer.released() is Outcome.COMPLETED
+        assert await offer.ended is Outcome.COMPLETED
         assert not same(target.snapshot(), before)
         codes = {no_offer.value.code, no_fetch.code, no_engine.value.code}
         assert codes == {ErrorCode.DRAINING}
@@ -113,7 +113,7 @@ async def test_an_engine_that_is_busy_hears_that_its_offers_were_withdrawn_by_a_
         prefill.signal(signal.SIGINT)
         time.sleep(BUSY_S)  # noqa: ASYNC251 - the engine hears nothing meanwhile
 
-        assert await offer.released() is Outcome.WITHDRAWN
+        assert await offer.ended is Outcome.WITHDRAWN
         assert prefill.exit_status() == 0
 
 
@@ -137,13 +137,13 @@ async def test_of_engines_with_equal_fetch_ids_each_cancels_its_own_and_no_other
         await fetches[0].cancel()
         failure = await failure_of(fetches[0])
         await offers[1].seal()
-        await fetches[1].completed()
+        await fetches[1].ended
         story = "\n".join(decode.status(fetch_id="fetch-1")["story"])
         await offers[0].withdraw()
 
         assert unknown.value.code is ErrorCode.FETCH_UNKNOWN
         assert failure.code is ErrorCode.CANCELLED
-        assert [await offer.released() for offer in offers] == ["withdrawn", "completed"]
+        assert [await offer.ended for offer in offers] == ["withdrawn", "completed"]
         assert "-> cancelled" in story
         assert "-> completed" in story
 
@@ -159,7 +159,7 @@ async def test_a_decode_engine_whose_fetch_failed_frees_the_offer_by_the_fetch(
         await fetch.cancel(release_offer=True)
 
         assert failure.code is ErrorCode.INVALID
-        assert await offer.released() is Outcome.WITHDRAWN
+        assert await offer.ended is Outcome.WITHDRAWN
 
 
 def test_a_boot_id_that_was_ended_is_stale_when_it_says_hello(prefill: AgentProcess) -> None:
@@ -185,10 +185,10 @@ async def test_a_lease_is_given_back_by_a_reader_whose_code_is_new_here(
         lease = {key: granted[key] for key in ("epoch", "token")}
 
         reply = ask(prefill.peer, "release", {**claim, **lease, "code": "moon_phase"})
-        await target.decode.fetch(offer.ticket, **NOTHING).completed()
+        await target.decode.fetch(offer.ticket, **NOTHING).ended
 
         assert "ok" in reply
-        assert await offer.released() is Outcome.COMPLETED
+        assert await offer.ended is Outcome.COMPLETED
 
 
 def code_of(reply: dict[str, dict[str, str]]) -> str:

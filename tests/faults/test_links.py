@@ -82,7 +82,7 @@ async def test_blocks_come_back_from_a_read_that_fell_into_a_hole_and_nothing_la
         link.is_hole = True
 
         failure = await failure_of(fetch)
-        await fetch.blocks_freed()
+        await fetch.freed
         recycled, freed = decode.metric("recycled_transports"), target.snapshot()
         link.is_hole = False
 

@@ -54,7 +54,7 @@ async def test_a_save_after_its_agent_has_gone_says_so_and_frees_the_ring(fresh:
 
         prefill.kill()
         with pytest.raises(PeerLost):
-            await offered.released()
+            await offered.ended
         with pytest.raises(KVBusError, match="its offer has ended"):
             await offered.save(LARGE.block_size, {"full": [1]})
         with pytest.raises(PeerLost):
@@ -72,14 +72,14 @@ async def test_a_fetch_of_an_agent_that_is_stopped_for_good_ends_and_its_blocks_
         heard: list[str] = []
         offer = await source.prefill.offer("r", **NOTHING, sealed=False)
         fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK, timeout_s=0.5)
-        fetch.when_ended(lambda: heard.append("ended"))
-        fetch.when_freed(lambda: heard.append("freed"))
+        fetch.ended.add_callback(lambda: heard.append("ended"))
+        fetch.freed.add_callback(lambda: heard.append("freed"))
 
         decode.signal(signal.SIGSTOP)
         failure = await failure_of(fetch)
         free_early = fetch.are_blocks_free
         decode.signal(signal.SIGCONT)
-        await fetch.blocks_freed()
+        await fetch.freed
 
         assert (failure.code, failure.stage) == (ErrorCode.TIMEOUT, "silent")
         assert (failure.blocks_free, free_early) == (False, False)
@@ -111,7 +111,7 @@ async def test_blocks_stay_in_doubt_when_an_agent_hangs_up_on_the_engine_and_liv
 
         failure = await failure_of(fetch)  # a rank has left, and with it the engine
         with pytest.raises(AgentHungUp):
-            await fetch.blocks_freed()
+            await fetch.freed
 
         assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
         assert not failure.blocks_free
@@ -128,7 +128,7 @@ async def test_blocks_are_free_when_an_agent_that_waited_for_its_transfers_has_e
         prefill.signal(signal.SIGSTOP)  # what was posted does not end
         decode.signal(signal.SIGTERM)
         failure = await failure_of(fetch)
-        await fetch.blocks_freed()
+        await fetch.freed
         decode_lives = decode.alive
         prefill.kill()  # one that went on might be aborted by UCX, as a reader died meanwhile
 
@@ -148,14 +148,14 @@ async def test_a_reader_that_comes_back_when_nobody_drives_its_read_any_more_har
             if prefill.status()["counts"]["leases"]:
                 break
             decode.signal(signal.SIGCONT)  # it had ended already
-            await fetch.completed()
+            await fetch.ended
         prefill.says("lease.expired", offer_id=offer.offer_id)
         await until(lambda: not prefill.metric("progress_tokens"))
         decode.signal(signal.SIGCONT)
         failure = await failure_of(fetch)
-        await fetch.blocks_freed()
+        await fetch.freed
         await offer.withdraw()
-        await offer.released()
+        await offer.ended
 
         assert failure.code in (ErrorCode.LEASE_EXPIRED, ErrorCode.STALE)
         assert await works(source, target)

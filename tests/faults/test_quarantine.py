@@ -55,7 +55,7 @@ class Stuck:
     async def let_go_on(self) -> None:
         self.prefill.signal(signal.SIGCONT)
         await self.offer.withdraw()
-        await self.offer.released()
+        await self.offer.ended
 
 
 @asynccontextmanager
@@ -93,7 +93,7 @@ async def test_the_blocks_of_a_stuck_read_come_back_and_nothing_lands_when_its_a
 ) -> None:
     async with stuck(fresh, fabric=fabric, when=when) as read:
         await read.failure()
-        await read.fetch.blocks_freed()
+        await read.fetch.freed
         names = ("outstanding_handles", "recycled_transports")
         handles, recycled = map(read.decode.metric, names)
         freed = read.target.snapshot()
@@ -114,7 +114,7 @@ async def test_an_agent_that_cannot_make_nixl_anew_ends_to_be_started_again(fres
         _, most = resource.prlimit(read.decode.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(read.decode.pid, resource.RLIMIT_NOFILE, (FEW, most))
         status = read.decode.exit_status()
-        await read.fetch.blocks_freed()
+        await read.fetch.freed
         read.prefill.kill()  # one that went on might be aborted by UCX, as a reader died meanwhile
 
         assert status == EXIT_STATUS

@@ -219,7 +219,7 @@ async def test_blocks_come_back_when_the_other_agent_cannot_write_any_more(
         withheld = not fetch.are_blocks_free
         happens.undo(pair)
         with anyio.fail_after(A_MINUTE_S):
-            await fetch.blocks_freed()
+            await fetch.freed
         still_read = pair.other.alive and pair.num_parts
         freed = pair.target.snapshot()
         pair.link.heal()
@@ -231,7 +231,7 @@ async def test_blocks_come_back_when_the_other_agent_cannot_write_any_more(
         if pair.other.alive and not happens.is_new:
             assert await works(pair.source, pair.target, before=freed), "nothing landed after that"
         await offer.withdraw()
-        await offer.released()
+        await offer.ended
 
 
 async def test_a_part_goes_on_when_its_home_asks_again_by_another_connection(
@@ -243,8 +243,8 @@ async def test_a_part_goes_on_when_its_home_asks_again_by_another_connection(
         pair.link.cut()
         await until(lambda: pair.link.connections)
         num_parts = pair.num_parts
-        await fetch.completed()
-        await offer.released()
+        await fetch.ended
+        await offer.ended
 
         assert num_parts == 1
         assert not pair.num_parts
@@ -278,7 +278,7 @@ async def test_a_prefill_rank_that_leaves_after_the_read_fails_the_fetch(fresh: 
         await offer.seal()
         failure = await failure_of(fetch)
         with anyio.fail_after(A_MINUTE_S):
-            await fetch.blocks_freed()
+            await fetch.freed
         await offer.withdraw()
 
         assert failure.code in NOT_VALID

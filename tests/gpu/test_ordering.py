@@ -52,12 +52,12 @@ async def test_late_writes_are_sent_and_late_zeros_do_not_overwrite_what_arrives
             ours.record(streams[1])
         still_busy = not streams[0].query() and not streams[1].query()
         fetch = decode.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS)
-        await fetch.completed()
+        await fetch.ended
         found = {
             layer: set(bits(target.view(layer, KvPart.VALUE))[BLOCKS["full"]].flatten().tolist())
             for layer in GROUP.layers
         }
-        await offer.released()
+        await offer.ended
 
     assert still_busy, "the GPU was done too soon for this test to say anything: raise LONG_CYCLES"
     assert found == {layer: {1000 + layer + turn} for layer in GROUP.layers}

@@ -47,7 +47,7 @@ async def completes(source: Engine, target: Engine) -> bool:
     except FetchFailed as failure:
         if failure.code not in ENDS_OF_CUT:
             raise
-        await handoff.fetch.blocks_freed()
+        await handoff.fetch.freed
         await end_offer(handoff.offer)
         return False
     return True
@@ -57,7 +57,7 @@ async def end_offer(offer: Offer) -> None:
     """Withdraw it, unless it has ended."""
     with suppress(RequestRefused):
         await offer.withdraw()
-    await offer.released()
+    await offer.ended
 
 
 async def works_again(source: Engine, target: Engine) -> None:
@@ -96,14 +96,14 @@ async def test_a_host_is_cut_off_during_a_read(
         try:
             failure = await failure_of(fetch)
             if name == "p0":
-                await fetch.blocks_freed()
+                await fetch.freed
             else:  # without a link of its own the agent cannot make NIXL anew, and goes on trying
                 reader_agent.says("transport.unlinked")
                 await anyio.sleep(2.5 * AGAIN_S)  # in which it tries again, and says nothing
             elsewhere_works = await works(*elsewhere)
         finally:
             set_link(host, "up")
-        await fetch.blocks_freed()
+        await fetch.freed
         freed = target.snapshot()
         await end_offer(offer)
         ends_as_freed = same(target.snapshot(), freed)

@@ -51,9 +51,9 @@ async def fails(source: Engine, target: Engine) -> FetchFailed:
     handoff = await begin(source, target, timeout_s=DEADLINE_S)
     failure = await failure_of(handoff.fetch)
     assert time.monotonic() - began_s < DEADLINE_S + LATE_S
-    await handoff.fetch.blocks_freed()
+    await handoff.fetch.freed
     await handoff.offer.withdraw()
-    await handoff.offer.released()
+    await handoff.offer.ended
     return failure
 
 

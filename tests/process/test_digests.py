@@ -129,11 +129,11 @@ async def compared(site: Site, handoff: Handoff) -> FetchFailed | None:
     site.tap.let_through()
     failure = None
     try:
-        await handoff.fetch.completed()
+        await handoff.fetch.ended
     except FetchFailed as failed:
         failure = failed
         await handoff.offer.withdraw()
-    await handoff.offer.released()
+    await handoff.offer.ended
     return failure
 
 
@@ -214,7 +214,7 @@ async def test_bytes_that_differ_as_the_offer_has_ended_are_no_mismatch(site: Si
         before = site.num_pieces("direct", "different")
         handoff = await landed(site, *engines, 16)
         await handoff.offer.withdraw()
-        await handoff.offer.released()
+        await handoff.offer.ended
         flip(Random(0), handoff)
         site.tap.let_through()
         failure = await failure_of(handoff.fetch)

@@ -228,18 +228,18 @@ async def follow(handoff: Handoff, event: Event, told: Told, *, needs_undo: bool
         await event.then(handoff)
     await note_failure(handoff, told)
     if not needs_undo:
-        await fetch.blocks_freed()
+        await fetch.freed
         told.is_withheld = False
     if event.role == DECODE:
         await until(lambda: not lane.num_leases())
     if event.undo is not None:
         await event.undo(handoff)
-    await fetch.blocks_freed()
+    await fetch.freed
     await until(lambda: not lane.is_withheld(handoff.target, fetch))
     if event.role == PREFILL:
         with suppress(PeerLost):
             await offer.withdraw()
-            told.offer = await offer.released()
+            told.offer = await offer.ended
 
 
 async def follow_without(handoff: Handoff, event: Event, told: Told) -> None:
@@ -247,7 +247,7 @@ async def follow_without(handoff: Handoff, event: Event, told: Told) -> None:
     lane, fetch = handoff.lane, handoff.fetch
     if event.role == PREFILL:
         await note_failure(handoff, told)
-        await fetch.blocks_freed()
+        await fetch.freed
         await until(lambda: not lane.is_withheld(handoff.target, fetch))
     else:
         lost = {"engine_id": handoff.target.spec.engine_id}
@@ -267,8 +267,8 @@ async def read_again(offer: Any, target: Engine) -> Outcome:
     fetch = target.decode.fetch(
         offer.ticket, num_tokens=LARGE.block_size, block_ids={LARGE.name: [1]}
     )
-    await fetch.completed()
-    outcome: Outcome = await offer.released()
+    await fetch.ended
+    outcome: Outcome = await offer.ended
     return outcome
 
 

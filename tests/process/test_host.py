@@ -108,8 +108,8 @@ async def test_a_cache_of_ten_rings_moves_in_requests_that_take_turns(
         async def one(given: Blocks, taken: Blocks) -> None:
             offer = await source.prefill.offer(str(given), num_tokens=num_tokens, block_ids=given)
             fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=taken)
-            await fetch.completed()
-            assert await offer.released() is Outcome.COMPLETED
+            await fetch.ended
+            assert await offer.ended is Outcome.COMPLETED
 
         async with anyio.create_task_group() as tasks:
             for at in range(0, NUM_BLOCKS, 3):
@@ -135,7 +135,7 @@ async def test_what_is_saved_arrives_while_the_rest_is_computed_and_its_blocks_a
         early = ours[11, :3].equal(sent[1, :3])
         await offer.save(3 * SIZE, {"full": [5]})
         await offer.seal()
-        await fetch.completed()
+        await fetch.ended
 
         assert not early, "a block is loaded when all of it has landed"
         assert ours[10:13].equal(sent)
@@ -189,7 +189,7 @@ async def test_an_offer_is_sealed_only_when_all_of_it_is_saved_in_blocks_that_fi
             await offer.save(20, {"state": [2]})
 
         await offer.abort()
-        assert await offer.released() is Outcome.WITHDRAWN
+        assert await offer.ended is Outcome.WITHDRAWN
 
 
 @pytest.mark.parametrize("how", ["it was aborted", "its offer has ended"])
@@ -209,7 +209,7 @@ async def test_blocks_that_are_copied_into_are_kept_though_the_request_ends(
             tasks.start_soon(fails_to_save)
             await until(lambda: gate.num_begun)
             await (offer.abort() if how == "it was aborted" else withdraw(ticket))
-            await offer.released()
+            await offer.ended
             held = source.ring.num_held
             gate.open.set()
 
@@ -231,7 +231,7 @@ async def test_nothing_is_copied_into_blocks_that_were_released_between_two_piec
 
             async def lose(answer: Any) -> None:
                 await withdraw(ticket)
-                await offer.released()
+                await offer.ended
                 on_reply(answer)
 
             def reply(answer: Any) -> None:
@@ -265,7 +265,7 @@ async def test_an_abort_in_a_save_gives_the_host_blocks_back_after_its_copy(
         await copying.wait()
         await offer.abort()
         if is_offered:
-            await offer.released()
+            await offer.ended
         num_held = source.ring.num_held
         goes_on.set()
 
@@ -327,7 +327,7 @@ async def test_no_end_is_reported_while_something_is_loaded(
         await offer.save(SIZE, {"full": [3]})
         await until(lambda: gate.num_begun)
         ends: list[Any] = []
-        fetch.when_ended(lambda: ends.append(target.snapshot()))
+        fetch.ended.add_callback(lambda: ends.append(target.snapshot()))
         seen: list[Any] = []
 
         async def open_later() -> None:

@@ -49,10 +49,10 @@ async def test_either_may_come_first_and_a_name_is_used_once(
         await offer.extend(16, {"full": [3]})
         await offer.seal()
         sent = source.views()[0, 0, "k"][3].clone()
-        await met.completed()
+        await met.ended
 
         assert target.views()[0, 0, "k"][7].equal(sent)
-        assert await offer.released() is Outcome.COMPLETED
+        assert await offer.ended is Outcome.COMPLETED
         with pytest.raises(RequestRefused) as refused:
             await source.prefill.offer("r", **named, **NOTHING)
         assert refused.value.code is ErrorCode.OFFER_EXISTS

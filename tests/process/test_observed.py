@@ -88,7 +88,7 @@ async def test_both_agents_send_the_spans_of_the_trace_that_the_engine_named(
     source_agent, target_agent = sending.all
     async with pair(source_agent.attach, target_agent.attach) as (source, target):
         traced = await source.prefill.offer("r", **BLOCK, traceparent=f"00-{TRACE}-{PARENT}-01")
-        await target.decode.fetch(traced.ticket, **BLOCK).completed()
+        await target.decode.fetch(traced.ticket, **BLOCK).ended
         gone = await source.prefill.offer("gone", **BLOCK)
         await gone.withdraw()
         await failure_of(target.decode.fetch(gone.ticket, **BLOCK))
@@ -184,7 +184,7 @@ async def test_each_agent_is_a_column_of_top_and_what_is_wrong_stands_below(
         await withdrawn.withdraw()
         failure = await failure_of(target.decode.fetch(withdrawn.ticket, **NOTHING, timeout_s=1))
         gone = await source.prefill.offer("gone", **NOTHING, ttl_s=0.1)
-        await gone.released()
+        await gone.ended
         late = await failure_of(target.decode.fetch(gone.ticket, **NOTHING))
 
         look = partial(top, *binds, nobody, "--once", "--every", "0.1")

@@ -91,7 +91,7 @@ async def test_a_cancelled_fetch_of_a_growing_offer_leaves_it_to_another(
 
         await handoff.fetch.cancel()
         failure = await failure_of(handoff.fetch)
-        await handoff.fetch.blocks_freed()
+        await handoff.fetch.freed
         handoff.fetch_again()
         await arrive(handoff, NUM_TOKENS)
         await handoff.offer.seal()

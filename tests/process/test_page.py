@@ -65,7 +65,7 @@ async def test_a_handoff_is_a_line_that_opens_by_the_keyboard_alone(
     async with pair(prefill.attach, decode.attach) as (source, target):
         offer = await source.prefill.offer(name, **NOTHING)
         fetch = target.decode.fetch(offer.ticket, **NOTHING)
-        await fetch.completed()
+        await fetch.ended
         assert await works(source, target)
 
         async with visited(decode) as page:
@@ -95,7 +95,7 @@ async def test_what_failed_is_a_fault_with_what_to_do_and_what_lives_changes(
         async with visited(decode) as page:
             await expect(page.locator("#faults")).to_have_text("none")
             gone = await source.prefill.offer("<b>r</b>", **NOTHING, ttl_s=0.1)
-            await gone.released()
+            await gone.ended
             failure = await failure_of(target.decode.fetch(gone.ticket, **NOTHING))
 
             await expect(page.locator("#faults")).to_contain_text(failure.code.value)
@@ -116,7 +116,7 @@ async def test_what_failed_is_a_fault_with_what_to_do_and_what_lives_changes(
             fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
             await offer.extend(16, {"full": [1]})
             await offer.seal()
-            await fetch.completed()
+            await fetch.ended
             await expect(line).to_contain_text("completed")
 
 

@@ -103,7 +103,7 @@ async def test_of_two_decode_engines_that_read_one_offer_ahead_one_has_it(
             first = await begin(source, one, NUM_TOKENS)
             handoffs = [first, await begin(source, other, NUM_TOKENS, offer=first.offer)]
             ends = [await end_of(handoff) for handoff in handoffs]
-            await first.offer.released()
+            await first.offer.ended
 
             assert sorted(ends) == ["", ErrorCode.OFFER_COMPLETED.value]
             winner = handoffs[ends.index("")]
@@ -113,9 +113,9 @@ async def test_of_two_decode_engines_that_read_one_offer_ahead_one_has_it(
 async def end_of(handoff: Handoff) -> str:
     """The code with which a fetch failed."""
     try:
-        await handoff.fetch.completed()
+        await handoff.fetch.ended
     except FetchFailed as failure:
-        await handoff.fetch.blocks_freed()
+        await handoff.fetch.freed
         return failure.code.value
     return ""
 
@@ -172,7 +172,7 @@ async def test_an_offer_that_ends_between_the_last_byte_and_the_yes_fails(
 
             if is_withdrawn:
                 await handoff.offer.withdraw()
-                await handoff.offer.released()  # its blocks are overwritten by now
+                await handoff.offer.ended  # its blocks are overwritten by now
             else:
                 prefill.kill()
         if not is_withdrawn:

@@ -97,7 +97,7 @@ async def test_a_rank_that_asked_for_it_hears_what_the_control_session_hears(
         ours = Engine(spec, control, caches, NUM_BLOCKS).some_blocks(4, 40)
         offer = await source.prefill.offer("r", num_tokens=40, block_ids=source.some_blocks(3, 40))
 
-        completed = await control.fetch(offer.ticket, num_tokens=40, block_ids=ours).completed()
+        completed = await control.fetch(offer.ticket, num_tokens=40, block_ids=ours).ended
         failed = control.fetch(offer.ticket, num_tokens=40, block_ids=ours)
         await failure_of(failed)
         await until(lambda: len(heard) == 2)
@@ -146,8 +146,8 @@ async def test_what_is_held_stands_in_the_status_and_what_was_done_is_counted_an
         before = read()
         offer = await source.prefill.offer(request_id, **BLOCK)
         theirs, ours = prefill.status(), decode.status()
-        await target.decode.fetch(offer.ticket, **BLOCK).completed()
-        await offer.released()
+        await target.decode.fetch(offer.ticket, **BLOCK).ended
+        await offer.ended
         told = [
             agent.says(event, request_id=request_id)
             for agent, event in ((prefill, "offer.released"), (decode, "handoff.completed"))

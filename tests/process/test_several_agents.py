@@ -48,12 +48,12 @@ async def test_a_rank_that_left_fails_the_fetch_and_with_one_that_came_back_all_
         for offer in offers:
             fetch = target.decode.fetch(offer.ticket, **BLOCK)
             failures.append(await failure_of(fetch))
-            await fetch.blocks_freed()
+            await fetch.freed
         await loser.bring_back(1)
         source.fill(3)
         for offer in offers:
             await offer.withdraw()
-            await offer.released()
+            await offer.ended
 
         assert await works(source, target)
     if role == "prefill":

@@ -210,8 +210,8 @@ async def test_fetch_after_fetch_another_replica_is_read(shapes: ShapedAgents) -
                 source.views()[rank, 0, "latent"].fill_(rank)
             offer = await source.prefill.offer("r", num_tokens=16, block_ids={"latent": [1]})
             fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"latent": [2]})
-            await fetch.completed()
-            await offer.released()
+            await fetch.ended
+            await offer.ended
             read.append(set(target.views()[0, 0, "latent"][2].flatten().tolist()))
 
         assert all(len(holders) == 1 for holders in read)

@@ -50,9 +50,9 @@ async def test_a_long_fetch_is_cut_to_slots_that_many_short_ones_share_with_it_a
         async def move(length: int, given: Blocks, taken: Blocks) -> None:
             offer = await source.prefill.offer(uuid.uuid4().hex, num_tokens=length, block_ids=given)
             fetch = target.decode.fetch(offer.ticket, num_tokens=length, block_ids=taken)
-            await fetch.completed()
+            await fetch.ended
             ended.append(length)
-            await offer.released()
+            await offer.ended
 
         parts = list(
             zip(lengths, parts_of(source, lengths), parts_of(target, lengths), strict=True)

@@ -69,8 +69,8 @@ async def handed_off(prefill: AgentProcess, decode: AgentProcess, name: str) -> 
     async with pair(prefill.attach, decode.attach) as (source, target):
         offer = await source.prefill.offer(name, **BLOCK)
         fetch = target.decode.fetch(offer.ticket, **BLOCK)
-        await fetch.completed()
-        await offer.released()
+        await fetch.ended
+        await offer.ended
         return fetch.fetch_id
 
 
@@ -138,8 +138,8 @@ async def test_what_a_router_called_a_request_finds_it_when_its_offer_was_met(
         live = await told(meets["transfer_id"], prefill)
         await offer.extend(32)
         await offer.seal()
-        await fetch.completed()
-        await offer.released()
+        await fetch.ended
+        await offer.ended
 
     answer = await told(meets[name], decode)
 
@@ -221,7 +221,7 @@ async def plainly(
 async def test_the_sdk_passes_a_trace_on(prefill: AgentProcess, decode: AgentProcess) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):
         offer = await source.prefill.offer("traced", **BLOCK, traceparent=ONE)
-        await target.decode.fetch(offer.ticket, **BLOCK, traceparent=OTHER).completed()
+        await target.decode.fetch(offer.ticket, **BLOCK, traceparent=OTHER).ended
 
     answer = await told("traced", decode)
 
@@ -254,7 +254,7 @@ async def test_a_fetch_that_failed_is_the_last_line(
 ) -> None:
     async with pair(prefill.attach, decode.attach) as (source, target):
         offer = await source.prefill.offer("expired", **BLOCK, ttl_s=0.1)
-        await offer.released()
+        await offer.ended
         error = await failure_of(target.decode.fetch(offer.ticket, **BLOCK))
 
     result = await traced("expired", "--peer", decode.peer)
@@ -288,9 +288,9 @@ async def test_spans_of_a_large_handoff_lie_within_what_the_engine_measures(
         offer = await source.prefill.offer("large", **blocks)
         began_at = time.monotonic()
         fetch = target.decode.fetch(offer.ticket, **blocks)
-        await fetch.completed()
+        await fetch.ended
         ended_at = time.monotonic()
-        await offer.released()
+        await offer.ended
     asked = (decode, {"fetch_id": fetch.fetch_id}), (prefill, {"offer_id": offer.offer_id})
     of_fetch, of_offer = (parts(agent, **which) for agent, which in asked)
     roots = [agent.trace(**which)[0] for agent, which in asked]

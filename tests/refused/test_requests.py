@@ -123,7 +123,7 @@ async def test_an_offer_is_claimed_after_its_end_in_vain(
     source, target = engines
     nothing: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
     read = await source.prefill.offer("read", **nothing)
-    await fetch_of(target, read.ticket).completed()
+    await fetch_of(target, read.ticket).ended
     expired = await source.prefill.offer("late", **nothing, ttl_s=0.01)
     withdrawn = await source.prefill.offer("gone", **nothing)
     await withdrawn.withdraw()
@@ -133,7 +133,7 @@ async def test_an_offer_is_claimed_after_its_end_in_vain(
         (expired, Outcome.EXPIRED, ErrorCode.OFFER_EXPIRED),
         (withdrawn, Outcome.WITHDRAWN, ErrorCode.OFFER_WITHDRAWN),
     ):
-        assert await offer.released() is outcome
+        assert await offer.ended is outcome
         fetch = fetch_of(target, offer.ticket)
         assert (await failure_of(fetch)).code is code
         assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, code=code.value)
@@ -195,4 +195,4 @@ async def test_a_fetch_that_waits_is_cancelled_or_its_offer_withdrawn_by_a_route
     assert "ok" in reply
     assert (cancelled.code, cancelled.blocks_free) == (ErrorCode.CANCELLED, True)
     assert (withdrawn.code, withdrawn.blocks_free) == (ErrorCode.OFFER_WITHDRAWN, True)
-    assert await offer.released() is Outcome.WITHDRAWN
+    assert await offer.ended is Outcome.WITHDRAWN

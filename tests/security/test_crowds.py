@@ -112,8 +112,8 @@ async def test_senders_that_wait_for_names_keep_no_handoff_from_going_on(fresh: 
                 met = await another.prefill.offer(
                     "met", **NOTHING, transfer_id=meets["transfer_id"]
                 )
-                await fetch.completed()
-                await met.released()
+                await fetch.ended
+                await met.ended
 
     assert seen.grown_bytes < 100 * MIB
 

@@ -122,7 +122,7 @@ async def test_a_prefill_engine_that_cuts_its_memory_fails_its_own_readers(
 
             hostile.cut()
             failure = await failure_of(fetch)
-            await fetch.blocks_freed()
+            await fetch.freed
 
         assert failure.code in ENDED
         assert await works(other, target)
@@ -147,4 +147,4 @@ async def test_a_decode_engine_that_cuts_its_memory_fails_its_own_fetches(
         assert failed["code"] in ENDED
         assert await works(source, other)
         await offer.withdraw()
-        await offer.released()
+        await offer.ended

@@ -307,7 +307,7 @@ async def test_ranks_at_other_agents_are_read_and_filled_by_those_whose_keys_are
             refused = await begin(source, target)
             failure = await failure_of(refused.fetch)
             await refused.offer.withdraw()
-            await refused.offer.released()
+            await refused.offer.ended
 
     assert failure.code is ErrorCode.FORBIDDEN
     assert "with the role 'decode'" in failure.message

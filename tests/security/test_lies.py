@@ -219,7 +219,7 @@ async def test_a_hundred_thousand_lies_have_one_answer_each_and_no_effect(
             liars += these
         for offer in (held, other):
             await offer.withdraw()
-            await offer.released()
+            await offer.ended
 
     assert sum(liar.num for liar in liars) == 100_000
     for liar in liars:

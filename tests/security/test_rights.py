@@ -59,7 +59,7 @@ async def test_an_engine_is_told_to_who_shows_a_ticket_of_it_that_is_good(
         of_another = ask(prefill.peer, "handshake", handshake(other, **crossed))["error"]
         for offer in offers:
             await offer.withdraw()
-            await offer.released()
+            await offer.ended
         late = ask(prefill.peer, "handshake", handshake(source, **right))
 
     assert good["ok"]["memory"]["engine"]["engine_id"] == source.spec.engine_id
@@ -82,7 +82,7 @@ async def test_a_fetch_with_a_forged_ticket_does_not_fail_those_that_come_with_i
 
         assert [(await failure_of(fetch)).code for fetch in forged] == [ErrorCode.FORBIDDEN] * 4
         for fetch in good:
-            await fetch.completed()
+            await fetch.ended
         assert same(target.snapshot(), before)
         assert await works(source, target)
 
@@ -137,7 +137,7 @@ async def test_rights_of_others_and_of_other_kinds_open_nothing(prefill: AgentPr
             assert "ok" in ask(prefill.peer, "release", {**body, field: reader.rights[field]})
         for _, offer in made:
             await offer.withdraw()
-        outcomes = [await offer.released() for _, offer in made]
+        outcomes = [await offer.ended for _, offer in made]
 
     assert {error["code"] for error in errors} == {ErrorCode.FORBIDDEN}
     assert len(errors) == NUM_LIES
@@ -166,7 +166,7 @@ async def test_no_event_log_line_status_metric_or_story_has_a_right(
             reader = Leased(prefill, source, dict(leased.ticket))
             refused = ask(prefill.peer, "renew", {**reader.renewal, "token": FORGED})
             fetched = await source.prefill.offer("fetched", **theirs)
-            completed = await target.decode.fetch(fetched.ticket, **ours).completed()
+            completed = await target.decode.fetch(fetched.ticket, **ours).ended
             for offer in (forged, leased):
                 await offer.withdraw()
             body, field = reader.requests()["release"]

@@ -108,7 +108,7 @@ async def test_another_process_cannot_offer_in_the_name_of_an_engine(prefill: Ag
         ]
         offer = await source.prefill.offer("r", num_tokens=32, block_ids=source.some_blocks(1, 32))
         await offer.withdraw()
-        await offer.released()
+        await offer.ended
 
     assert refusals == ["not_registered"] * 5
 

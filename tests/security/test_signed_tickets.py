@@ -86,7 +86,7 @@ async def test_an_altered_or_redirected_ticket_is_refused_before_anything_is_con
     }
     assert connected == 0
     assert same(target.snapshot(), before)
-    await fetch_of(target, ticket).completed()
+    await fetch_of(target, ticket).ended
 
 
 async def test_tickets_of_either_key_are_read_ahead_and_other_blocks_are_refused(
@@ -108,7 +108,7 @@ async def test_tickets_of_either_key_are_read_ahead_and_other_blocks_are_refused
     ]
     unchanged = same(target.snapshot(), before)
     fetch = target.decode.fetch(signed(ticket).to_json(), **wanted)
-    await fetch.completed()
+    await fetch.ended
 
     assert len(ticket.signature) == 64
     assert [failure.code for failure in failures] == [ErrorCode.FORBIDDEN] * 2
@@ -137,10 +137,10 @@ async def test_a_ticket_that_the_site_signed_is_good_for_what_it_says(
     ticket = signed(Ticket.from_json(offer.ticket), ago_s=ago_s, **changes)
 
     with pytest.raises(FetchFailed, match=said) as refused:
-        await fetch_of(target, ticket, prompt_digest="prompt").completed()
+        await fetch_of(target, ticket, prompt_digest="prompt").ended
 
     assert refused.value.code is code
-    await fetch_of(target, Ticket.from_json(offer.ticket), prompt_digest="prompt").completed()
+    await fetch_of(target, Ticket.from_json(offer.ticket), prompt_digest="prompt").ended
 
 
 async def test_a_ticket_for_a_named_engine_or_agent_is_used_by_it_once(
@@ -151,7 +151,7 @@ async def test_a_ticket_for_a_named_engine_or_agent_is_used_by_it_once(
         offer = await source.prefill.offer(audience, **NOTHING, audience=audience)
         ticket = Ticket.from_json(offer.ticket)
 
-        await fetch_of(target, ticket).completed()
+        await fetch_of(target, ticket).ended
 
         again = [await failure_of(fetch_of(target, ticket)) for _ in range(NUM_REPLAYED)]
         assert {(failure.code, failure.stage) for failure in again} == {
@@ -171,8 +171,8 @@ async def test_a_rendezvous_that_the_site_has_signed_is_met(
         "r", num_tokens=40, block_ids=theirs, transfer_id=meets.transfer_id
     )
 
-    await fetch.completed()
-    await offer.released()
+    await fetch.ended
+    await offer.ended
 
 
 async def test_an_allow_list_holds_without_keys(fresh: Agents) -> None:

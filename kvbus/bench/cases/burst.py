@@ -65,7 +65,7 @@ class _Bursts:
         began = time.perf_counter()
 
         async def end(fetch: Fetch) -> None:
-            await fetch.completed()
+            await fetch.ended
             ended_s.append(time.perf_counter() - began)
 
         async with anyio.create_task_group() as tasks:

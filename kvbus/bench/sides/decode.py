@@ -48,7 +48,7 @@ class Target:
             handed.ticket, num_tokens=self.tables.num_tokens, block_ids=block_ids
         )
         try:
-            fetched = await fetch.completed()
+            fetched = await fetch.ended
         except FetchFailed as error:
             with suppress(KVBusError):  # then the offer ends by its time to live
                 await fetch.cancel(release_offer=True)

@@ -76,7 +76,7 @@ async def _hand_over(
     handed = Handed(case.name, num_mib, left, offer.ticket)
     if not write_text(msgspec.json.encode(handed).decode() + "\n"):
         raise _reader_gone()
-    outcome = await offer.released()
+    outcome = await offer.ended
     if outcome is Outcome.EXPIRED:
         raise RequestTimeout(
             f"nobody has read a handoff of '{case.name}' for {READ_WITHIN_S:g} s: {PIPE_IT}, which"

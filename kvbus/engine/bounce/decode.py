@@ -171,18 +171,6 @@ class HostFetch:
         """As in the agent's log."""
         return self._fetch.fetch_id if self._fetch is not None else ""
 
-    async def completed(self) -> Fetched:
-        """`ended`."""
-        return await self.ended
-
-    async def blocks_freed(self) -> None:
-        """`freed`."""
-        await self.freed
-
-    def when_ended(self, call: Callable[[], None]) -> None:
-        """`Later.add_callback` of ``ended``."""
-        self.ended.add_callback(call)
-
     def cancel(self, *, release_offer: bool = False) -> Later[None]:
         """Give up; `ended` raises with code ``cancelled``, unless the KV is confirmed by then.
 

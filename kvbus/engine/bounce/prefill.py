@@ -107,10 +107,6 @@ class HostOffer:
         """
         return self._offered().ended
 
-    async def released(self) -> Outcome:
-        """`ended`."""
-        return await self.ended
-
     def save(self, num_tokens: int, block_ids: BlockIds) -> Later[None]:
         """Copy what was computed since the last call: ``num_tokens`` tokens are ready in all.
 
