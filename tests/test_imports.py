@@ -4,6 +4,8 @@ The table below is the rule. A room may import the rooms that it names, and itse
 """
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator, Set
 from pathlib import Path
 
@@ -205,3 +207,15 @@ def _imports(path: Path) -> Iterator[str]:
                 yield from (f"kvbus.{alias.name}" for alias in node.names)
             else:
                 yield node.module
+
+
+def test_engines_import_nothing_that_only_agents_and_commands_need() -> None:
+    """So the SDK works where these are not installed, as docs/engines.md says."""
+    unwanted = "nixl typer prometheus_client packaging psutil xxhash starlette httpx opentelemetry"
+    code = f"""
+import sys
+for name in "{unwanted}".split():
+    sys.modules[name] = None
+import kvbus.engine, kvbus.engine.bounce
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
