@@ -163,7 +163,7 @@ class Loads:
             self._pass_on(expected)
         self._reading.discard(request_id)
         for load, fetch in self._fetching.values():
-            if load.request_id == request_id:
+            if load.request_id == request_id and not load.has_ended:
                 load.is_given_up = True
                 fetch.cancel(release_offer=True)
                 self._link.post(partial(self._release_refused, load, fetch))
