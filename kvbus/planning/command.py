@@ -124,7 +124,7 @@ def plan(options: PlanOptions) -> None:
     Or it is a TOML or JSON file of an EngineSpec, as the protocol has it, then perhaps its layout:
     `engine.toml,layout=HND,cross_layer=true`.
 
-    Times are what agents assume before they have read from each other.
+    The time is what agents assume of each other before they have read.
 
     Exit status 1: the KV of these two cannot be exchanged; 2: a mistake in a spec or an option.
     """
@@ -258,7 +258,6 @@ class PathPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
     num_bytes: int
     num_boxes: int = 0
     scattered_bytes: int = 0
-    seconds: float
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
@@ -273,6 +272,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
     paths: dict[Path, PathPlan | None]
     choice: Path
     reason: str
+    seconds: float
     slot_bytes: int
 
 
@@ -306,9 +306,7 @@ def make_plan(options: PlanOptions) -> Plan:
     merged = num_runs
     if num_runs <= MAX_MERGED:
         merged = len(runs.runs(holder.tables, reader.tables, spans).reads().local)
-    whole = PathPlan(
-        descriptors=merged, num_bytes=num_bytes, seconds=Learned().predict_s(num_bytes)
-    )
+    whole = PathPlan(descriptors=merged, num_bytes=num_bytes)
     paths: dict[Path, PathPlan | None] = dict.fromkeys(Path)
     paths[Path.DIRECT] = whole
     least = least_box_bytes(joined, decode.engine)
@@ -323,7 +321,6 @@ def make_plan(options: PlanOptions) -> Plan:
             num_bytes=joined_bytes,
             num_boxes=num_boxes,
             scattered_bytes=num_bytes,
-            seconds=Learned().predict_s(joined_bytes),
         )
     if options.same_machine:
         paths[Path.MAPPED] = whole
@@ -348,6 +345,7 @@ def make_plan(options: PlanOptions) -> Plan:
         paths=paths,
         choice=chosen,
         reason=reason,
+        seconds=Learned().predict_s(joined_bytes if chosen is Path.PACKED else num_bytes),
         slot_bytes=options.slot_bytes,
     )
 
@@ -445,13 +443,12 @@ def _print(plan: Plan, console: Console) -> None:
     console.print(f"{bytes_text(plan.num_bytes)} in all")
     if plan.reads and plan.unread_ranks:
         console.print(f"nothing is read from prefill ranks {numbers_text(plan.unread_ranks)}")
-    paths = _table("Paths", "path", "READs or copies", "mean", "bytes", "boxes", "time")
+    paths = _table("Paths", "path", "READs or copies", "mean", "bytes", "boxes")
     for path, one in plan.paths.items():
         cells = ["cannot"]
         if one:
             mean, boxes = one.num_bytes / max(1, one.descriptors), f"{one.num_boxes:,}"
             cells = [f"{one.descriptors:,}", bytes_text(mean), bytes_text(one.num_bytes), boxes]
-            cells.append(time_text(one.seconds))
         paths.add_row(path, *cells, style=CHOSEN if path is plan.choice else "")
     console.print("", paths)
     packed = plan.paths[Path.PACKED]
@@ -459,6 +456,7 @@ def _print(plan: Plan, console: Console) -> None:
         once, often = bytes_text(packed.num_bytes), bytes_text(packed.scattered_bytes)
         console.print(f"packed reads what several decode ranks hold alike once: {once} for {often}")
     console.print(f"{plan.choice}: {plan.reason}; {HOW[plan.choice]}", style=CHOSEN)
+    console.print(f"about {time_text(plan.seconds)}, as agents assume that have not read yet")
     console.print(Text(f"slots of {bytes_text(plan.slot_bytes)}"))
 
 

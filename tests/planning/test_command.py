@@ -8,9 +8,9 @@ from tests.planning.planning import SMALL, plan, planned, refused
 
 PLAN_KEYS = {
     *("from", "to", "tokens", "bytes", "reads", "unread_ranks", "paths"),
-    *("choice", "reason", "slot_bytes"),
+    *("choice", "reason", "seconds", "slot_bytes"),
 }
-PATH_KEYS = {"descriptors", "bytes", "scattered_bytes", "boxes", "seconds"}
+PATH_KEYS = {"descriptors", "bytes", "scattered_bytes", "boxes"}
 Sides = dict[str, Any]
 
 HALVES: Sides = {"decode": f"tp=2,{SMALL}", "tokens": 2048}
@@ -100,7 +100,7 @@ def test_the_rule_is_named(prefill: str, decode: str, tokens: int, path: str, wh
     found = planned(prefill=prefill, decode=decode, tokens=tokens)
 
     assert (found["choice"], found["reason"]) == (path, why)
-    assert found["paths"][path]["seconds"] == 1e-3 + found["paths"][path]["bytes"] / 8e9
+    assert found["seconds"] == 1e-3 + found["paths"][path]["bytes"] / 8e9
 
 
 WIDE_HEADS: Sides = dict.fromkeys(("prefill", "decode"), "kv_heads=8,head=1024,layers=2")
