@@ -82,7 +82,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Duration,
         Meta(
             description="How long READs of an ended fetch are waited for when their prefill agent "
-            "is stopped or cut off; then NIXL is made anew, and the blocks come back."
+            "is stopped or cut off; then NIXL is made again, and the blocks come back."
         ),
     ] = 60.0
 

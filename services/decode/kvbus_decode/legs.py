@@ -100,7 +100,7 @@ class DirectJob(LegJob):
 class MappedJob(LegJob):
     """All that is copied from one source whose memory is mapped here, straight into the blocks.
 
-    Others wait for ``job_bytes`` at most, and so much is copied in vain after a stop.
+    Other copies wait for ``job_bytes`` at most; so much is still copied after a stop.
     """
 
     chunk: Chunk

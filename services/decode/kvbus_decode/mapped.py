@@ -177,7 +177,9 @@ class MemoryBorrower:
             return "the prefill agent is of a version that lends nothing"
         if done.memory_socket.closed:
             return done.memory_socket.closed
-        return "" if is_near(done) else "the prefill agent is on another machine"
+        if done.memory_socket.machine != machine_id() or not machine_id():
+            return "the prefill agent is on another machine"
+        return ""
 
     async def _map(self, path: Path, name: str, boot: str, done: HandshakeDone) -> MappedMemory:
         """Raises `KVBusError`, and what sockets and paths raise."""
@@ -237,12 +239,6 @@ class MemoryBorrower:
         self.states[name] = state
         if len(self.states) > MOST_STATES:
             del self.states[next(iter(self.states))]
-
-
-def is_near(done: HandshakeDone) -> bool:
-    """Whether the prefill agent has said that it is on this machine."""
-    socket = done.memory_socket
-    return socket is not None and socket.machine == machine_id() != ""
 
 
 def _unmap(lent: Lent) -> None:

@@ -93,7 +93,7 @@ class Peer:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it is asked for a sign of life in vain."""
+        """Whether it has answered no ping for a while."""
         return self.client.silent_s > SILENT_S
 
     def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> None:

@@ -40,7 +40,7 @@ class Source:
 
     ``nixl`` is None where NIXL was not told of it, as all of the route is mapped.
     ``slot_bytes`` is the largest box that it packs; 0 when it packs none. ``access`` is shown in
-    all that is asked about this memory. A ``near`` one is on this machine. ``mapped`` is all of its
+    all that is asked about this memory. ``mapped`` is all of its
     memory, where it is mapped here: a copy from there holds that object. ``unmapped`` is why it is
     not. ``digests`` says whether it makes digests of its memory.
     """
@@ -53,7 +53,6 @@ class Source:
     access: str = field(repr=False)
     slot_bytes: int
     ranks: Mapping[int, PlacedRank]
-    near: bool = False
     mapped: MappedMemory | None = None
     unmapped: str = ""
     digests: bool = False

@@ -30,7 +30,7 @@ from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode.mapped import MappedMemory, MemoryBorrower, is_near
+from kvbus_decode.mapped import MappedMemory, MemoryBorrower
 from kvbus_decode.nixl_peers import NixlMemory, NixlPeers
 from kvbus_decode.peers import Peer, PeerAddress, PeerDirectory, PeerWatcher
 from kvbus_decode.route import Route, Source, placed_ranks
@@ -313,7 +313,6 @@ class RouteBook(PeerWatcher):
             access=done.access,
             slot_bytes=done.slot_bytes,
             ranks=placed,
-            near=is_near(done),
             mapped=borrowed if isinstance(borrowed, MappedMemory) else None,
             unmapped=borrowed if isinstance(borrowed, str) else "",
             digests=done.digests,

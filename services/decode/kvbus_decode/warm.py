@@ -89,7 +89,7 @@ class WarmPeers(PeerWatcher):
             self._agent.tasks.start_soon(self._keep_warm, one)
 
     def see_engine(self) -> None:
-        """An engine of ours is ready."""
+        """A local engine is ready."""
         for one in self._listed:
             one.news.set()
 
