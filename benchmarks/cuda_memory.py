@@ -30,7 +30,7 @@ from kvbus.geometry import (
     lay_out_rank,
 )
 from kvbus.memory.copying import PagedMemory, gather, scatter
-from kvbus.memory.cuda import check_cuda
+from kvbus.memory.cuda import GpuMover, check_cuda
 from kvbus.planning.boxes import cut_into_boxes
 from kvbus.planning.mapping import Share
 
@@ -83,7 +83,8 @@ def measure_copies(num_tokens: int) -> None:
     for layout in LAYOUTS:
         rank = lay_out_rank(spec("e", 1), 0, KvLayout.parse(layout), num_blocks=num_blocks)
         buffer = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8, device="cuda")
-        memory = PagedMemory(GROUP, rank.regions, {rank.segments[0].segment_id: buffer})
+        buffers = {rank.segments[0].segment_id: buffer}
+        memory = PagedMemory(GROUP, rank.regions, buffers, mover=GpuMover([buffer]))
         table = BlockTable.of(torch.randperm(num_blocks).numpy())
         for num_heads in (NUM_HEADS, NUM_HEADS // 2):
             share = Share(0, 0, "full", LAYERS, GROUP.parts, 0, num_heads)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -18,7 +18,7 @@ from kvbus.agent.slots import HOST, StagingDevices
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError, SegmentError
 from kvbus.geometry import AxisName, EngineSpec, GroupSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.copying import PagedMemory
+from kvbus.memory.copying import Mover, PagedMemory
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.pages import Pages
 from kvbus.planning import PlacedRank
@@ -76,7 +76,9 @@ class RankMemory:
         """One group of it, for copies; made once, as its plans are kept. Call it in a thread."""
         if group.name not in self._paged:
             buffers = {name: mapping.view() for name, mapping in self.mappings.items()}
-            self._paged[group.name] = PagedMemory(group, self.rank.regions, buffers)
+            mover = None if self.stream is None else _gpu_mover(buffers.values())
+            paged = PagedMemory(group, self.rank.regions, buffers, mover=mover)
+            self._paged[group.name] = paged
         return self._paged[group.name]
 
     def forget_paged(self) -> None:
@@ -274,6 +276,12 @@ def _open_cuda(segment: PassCuda) -> CudaMapping:
         offset_bytes=segment.offset_bytes,
         size_bytes=segment.size_bytes,
     )
+
+
+def _gpu_mover(tensors: Iterable[Any]) -> Mover:
+    from kvbus.memory.cuda import GpuMover  # noqa: PLC0415  # imports torch: seconds
+
+    return GpuMover(list(tensors))
 
 
 def _open_stream(ordinal: int, events: tuple[bytes, ...]) -> CopyStream:

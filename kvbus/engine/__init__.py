@@ -14,10 +14,10 @@ from kvbus.engine.memory import MemorySession as MemorySession
 from kvbus.engine.prefill import Offer, OfferOptions
 from kvbus.engine.prefill import PrefillSession as PrefillSession
 from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
+from kvbus.engine.storage import SharedStorage as SharedStorage
+from kvbus.engine.storage import share_tensor as share_tensor
+from kvbus.engine.storage import share_tensors as share_tensors
 from kvbus.memory.cuda import CudaStorage as CudaStorage
-from kvbus.memory.storage import SharedStorage as SharedStorage
-from kvbus.memory.storage import share_tensor as share_tensor
-from kvbus.memory.storage import share_tensors as share_tensors
 from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched, Outcome
 from kvbus.protocol.ticket import Rendezvous, prompt_digest
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from kvbus.engine.region_tensor import region_tensor
+from kvbus.engine.storage import SharedStorage, share_tensors
 from kvbus.errors import GeometryError, LocalError, SegmentError
 from kvbus.geometry import (
     Axis,
@@ -25,7 +26,6 @@ from kvbus.geometry import (
 )
 from kvbus.memory.cuda import CudaStorage, allocate_cuda
 from kvbus.memory.segment import HugePages, SharedSegment, shmem_word
-from kvbus.memory.storage import SharedStorage, share_tensors
 
 log = logging.getLogger("kvbus.engine")
 

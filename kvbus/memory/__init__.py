@@ -1,9 +1,8 @@
 """Memory that an engine shares with its agent: segments, CUDA, the attach socket, copies.
 
-Only ``storage`` and ``cuda`` import torch, which costs seconds.
+Only ``cuda`` imports torch, which costs seconds: it is imported by name.
 
     segment   SharedSegment: the engine's memory, sealed and reserved
-    storage   share_tensor: a torch tensor moved to shared memory in place
     pages     what is mapped, and how it ends
     mapping   SegmentMapping, LentMapping: the agent's side of either
     room      whether that much memory is there

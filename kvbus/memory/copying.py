@@ -59,13 +59,19 @@ class Mover(Protocol):
 class PagedMemory:
     """The memory of one group on one rank; several threads may use it at once.
 
-    ``buffers`` are the rank's segments, each one row of uint8, all on the host or all on one GPU.
+    ``buffers`` are the rank's segments, each one row of uint8, all on the host, or all on
+    one GPU and with the ``mover`` of that.
     ``regions`` are of a rank that `validate_rank` has passed; those of other groups are left out.
     Raises `GeometryError` for a region whose buffer is missing or too small.
     """
 
     def __init__(
-        self, group: GroupSpec, regions: Iterable[Region], buffers: Mapping[str, Buffer]
+        self,
+        group: GroupSpec,
+        regions: Iterable[Region],
+        buffers: Mapping[str, Buffer],
+        *,
+        mover: Mover | None = None,
     ) -> None:
         own = tuple(region for region in regions if region.group == group.name)
         for region in own:
@@ -77,7 +83,7 @@ class PagedMemory:
         addresses = {name: address_of(buffer) for name, buffer in self._own.items()}
         self.placed = PlacedRank(engine, RankSpec(0, (), own), addresses)
         """The rank as the planner sees it, without the other groups."""
-        self.mover: Mover = _mover(self._own)
+        self.mover = mover or _HostMover()
         self._plan = lru_cache(MAX_PLANS)(partial(SlotPlan, self.placed))
 
     def runs(self, table: BlockTable, box: Box, *, into_slot: bool) -> RunsAt:
@@ -187,15 +193,6 @@ class _HostMover:
 
     def zero(self, runs: Runs) -> None:
         zero_runs(runs)
-
-
-def _mover(buffers: Mapping[str, Buffer]) -> Mover:
-    tensors = [buffer for buffer in buffers.values() if not isinstance(buffer, np.ndarray)]
-    if not tensors:
-        return _HostMover()
-    from kvbus.memory.cuda import GpuMover  # noqa: PLC0415  # imports torch
-
-    return GpuMover(tensors)
 
 
 def _check_extent(region: Region, itemsize: int, buffers: Mapping[str, Buffer]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -41,12 +42,13 @@ class InMemory:
 
     def paged(self, rank: int, group: str) -> PagedMemory:
         placed = self.side.ranks[rank]
-        buffers = {}
+        buffers: dict[str, Any] = {}
         for segment in placed.rank.segments:
             first = placed.addresses[segment.segment_id] - self.side.base
             whole = self.bytes[first : first + segment.size_bytes]
             buffers[segment.segment_id] = whole if self.as_gpu else whole.numpy()
-        return PagedMemory(placed.engine.group(group), placed.rank.regions, buffers)
+        mover = GpuMover(list(buffers.values())) if self.as_gpu else None
+        return PagedMemory(placed.engine.group(group), placed.rank.regions, buffers, mover=mover)
 
 
 def plan_between(case: Case, prefill: InMemory, decode: InMemory) -> RunPlan:

@@ -22,6 +22,7 @@ from kvbus.geometry import (
     slot_bytes,
 )
 from kvbus.memory import PagedMemory, gather, scatter
+from kvbus.memory.cuda import GpuMover
 from tests.memory.in_memory import (
     InMemory,
     move_through_slots,
@@ -91,8 +92,14 @@ def test_units_of_any_length_are_copied_by_the_kernel_and_as_on_a_gpu(
     held_in, put_into, slot = buffers
     box = Box("full", (0, 1, 2), group.parts, 0, 4, 3, 64)
 
-    gather(PagedMemory(group, rank.regions, {"kv": held_in}), BlockTable.of(range(4)), box, slot)
-    into = PagedMemory(group, rank.regions, {"kv": put_into})
+    def mover(one: Any) -> GpuMover | None:
+        return GpuMover([one]) if as_gpu else None
+
+    source_rank, into = (
+        PagedMemory(group, rank.regions, {"kv": one}, mover=mover(one))
+        for one in (held_in, put_into)
+    )
+    gather(source_rank, BlockTable.of(range(4)), box, slot)
     scatter(into, BlockTable.of(blocks), box, slot)
 
     assert torch.equal(target.view(expected.shape), expected)
