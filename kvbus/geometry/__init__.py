@@ -1,8 +1,15 @@
 """What KV memory means: engines, ranks, groups and regions, and where each token's bytes lie."""
 
 from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS, BlockTable, num_blocks_for
-from kvbus.geometry.box import Box, slot_bytes, slot_region
-from kvbus.geometry.layouts import KvLayout, held_heads, held_layers, lay_out_rank
+from kvbus.geometry.layouts import (
+    Box,
+    KvLayout,
+    held_heads,
+    held_layers,
+    lay_out_rank,
+    slot_bytes,
+    slot_region,
+)
 from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
     Axis,
