@@ -96,7 +96,7 @@ def exit_status_of(findings: Iterable[Finding], *, strict: bool) -> int:
 
 
 def as_json(findings: Sequence[Finding], *, version: str, strict: bool) -> dict[str, object]:
-    """What ``--json`` prints; docs/operations.md says what each key means."""
+    """What ``--json`` prints; docs/doctor.md says what each key means."""
     counts = Counter(finding.severity for finding in findings)
     return {
         "kvbus": version,
