@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from kvbus.engine import MemorySession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.geometry import Segment, lay_out_rank
-from kvbus.memory import SharedSegment, map_zeros_over
+from kvbus.memory.libc import map_zeros_over
+from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import Trace
 from tests.agents import until
 from tests.decode.neighbours import (

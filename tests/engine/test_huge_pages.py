@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kvbus.engine import RankMemory
-from kvbus.memory import GIVING_WORDS, HugePages, shmem_word
+from kvbus.memory.segment import GIVING_WORDS, HugePages, shmem_word
 from tests.engine.recording import SPEC
 from tests.memories import NHD
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvbus.geometry import Box, slot_bytes
-from kvbus.memory import PagedMemory, gather, scatter, zero_positions
+from kvbus.memory.copying import PagedMemory, gather, scatter, zero_positions
 from kvbus.memory.cuda import GpuMover
 from kvbus.planning import (
     PlacedRank,

@@ -21,7 +21,7 @@ from kvbus.geometry import (
     lay_out_rank,
     slot_bytes,
 )
-from kvbus.memory import PagedMemory, gather, scatter
+from kvbus.memory.copying import PagedMemory, gather, scatter
 from kvbus.memory.cuda import GpuMover
 from tests.memory.in_memory import (
     InMemory,

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory import LentMapping, SegmentMapping, SharedSegment, unmap
+from kvbus.memory.libc import unmap
+from kvbus.memory.mapping import LentMapping, SegmentMapping
+from kvbus.memory.segment import SharedSegment
 
 SIZE_BYTES = 1 << 24  # so large that nothing else takes the addresses once they are free
 

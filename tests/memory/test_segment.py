@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory import GIVING_WORDS, SharedSegment, huge_bytes, shmem_word
+from kvbus.memory.segment import GIVING_WORDS, SharedSegment, huge_bytes, shmem_word
 
 SIZE_BYTES = (8 << 20) + 5000
 """Some huge pages and a part of one."""

@@ -11,7 +11,7 @@ import torch
 
 from kvbus.engine import SharedStorage, share_tensor, share_tensors
 from kvbus.errors import ClosedError, GeometryError, SegmentError
-from kvbus.memory import SegmentMapping
+from kvbus.memory.mapping import SegmentMapping
 
 
 def shared_storage(tensor: torch.Tensor) -> SharedStorage:

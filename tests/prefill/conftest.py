@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from kvbus.agent import digests
+from kvbus.agent.digests import digest_pieces
 from kvbus.memory import copying
-from kvbus.memory.digest_pieces import digest_pieces
 from tests.prefill.inside import WITHIN_S, PrefillAgent, prefill_agent
 from tests.prefill.leases import Case, leased
 

@@ -14,8 +14,8 @@ import torch
 from kvbus.bus import new_boot_id
 from kvbus.engine import MemorySession, PrefillSession
 from kvbus.errors import ErrorCode, LocalError, RequestRefused, SegmentError
-from kvbus.memory import SharedSegment
 from kvbus.memory.attach import AttachClient
+from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import Hello, PassCuda, PassSegment, to_body
 from tests.agents import until
 from tests.gpu_stand_in import GPU, StandIn, engine_on, gpu

@@ -15,8 +15,8 @@ from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, new_boot_id
 from kvbus.errors import KVBusError
-from kvbus.memory import BusErrors
 from kvbus.memory.attach import AttachConnection
+from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol import (
     PROTOCOL_VERSION,
     AgentRole,

@@ -28,7 +28,7 @@ from kvbus.geometry import (
     Region,
     lay_out_rank,
 )
-from kvbus.memory import SharedSegment
+from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import (
     PROTOCOL_VERSION,
     AgentRole,

@@ -29,7 +29,7 @@ from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, EngineSpec, validate_ranks
 from kvbus.integrations.vllm.describe import describe_engine
 from kvbus.integrations.vllm.worker import share_rank
-from kvbus.memory import SegmentMapping
+from kvbus.memory.mapping import SegmentMapping
 from tests.vllm.configured import Configured, configure, full, layers, window
 
 B, T, H, D = AxisName.BLOCK, AxisName.TOKEN, AxisName.HEAD, AxisName.DIM

@@ -8,11 +8,10 @@ import numpy as np
 import structlog
 
 from kvbus.agent.copiers import Copiers
-from kvbus.agent.digests import Digester, Wanted
+from kvbus.agent.digests import Digester, Digests, Wanted
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box
-from kvbus.memory.digest_pieces import Digests
 from kvbus.planning import Share
 from kvbus.planning.digests import piece_of
 from kvbus.protocol import peer as wire

@@ -11,6 +11,7 @@ from functools import partial
 
 from kvbus.agent.copiers import Copiers
 from kvbus.agent.digests import Digester, Wanted
+from kvbus.agent.digests import Digests as Found
 from kvbus.agent.engines import LocalEngine
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
@@ -18,7 +19,6 @@ from kvbus.bus import Call, Handlers, Shared
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import GroupSpec, slot_bytes, slot_region
 from kvbus.memory import copying
-from kvbus.memory.digest_pieces import Digests as Found
 from kvbus.planning.digests import num_pieces
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import (

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbus.memory import BusErrors, LentMapping, SegmentMapping, map_shared
+from kvbus.memory.bus_errors import BusErrors
+from kvbus.memory.libc import map_shared
+from kvbus.memory.mapping import LentMapping, SegmentMapping
 from kvbus.memory.run_copy import copy_by_kernel, copy_by_numpy, load_kernel
 from kvbus.planning import Lattice
 

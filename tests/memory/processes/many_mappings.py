@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 from kvbus.errors import SegmentError
-from kvbus.memory import SegmentMapping, map_shared
+from kvbus.memory.libc import map_shared
+from kvbus.memory.mapping import SegmentMapping
 
 PAGE_BYTES = mmap.PAGESIZE
 most = int(Path("/proc/sys/vm/max_map_count").read_text())

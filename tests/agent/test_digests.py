@@ -7,8 +7,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbus.agent.digests import digest_pieces
 from kvbus.geometry import Box
-from kvbus.memory import digest_pieces
 from kvbus.planning import Piece, ReadMap, chosen_boxes, cut_for_digests, num_pieces, piece_of
 from tests.memory.in_memory import InMemory
 from tests.planning.handoffs import Case, cases, copied_by_loops, some
@@ -17,7 +17,7 @@ from tests.planning.handoffs import Case, cases, copied_by_loops, some
 def digests(side: InMemory, rank: int, boxes: list[Box]) -> list[int]:
     (group,) = {box.group for box in boxes}
     memory, table = side.paged(rank, group), side.side.tables[group]
-    return [int(one) for one in digest_pieces.digest_pieces(memory, table, boxes)]
+    return [int(one) for one in digest_pieces(memory, table, boxes)]
 
 
 def boxes_of(case: Case) -> Iterator[tuple[int, int, Box]]:
