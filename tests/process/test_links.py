@@ -1,4 +1,4 @@
-"""A state may be of no layer, be fetched alone, and be left out by readers that do not know it."""
+"""A link with agents: states alone, groups left out, releases, numbers that come later."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,3 +98,24 @@ def test_without_a_number_of_tokens_a_fetch_is_of_what_the_offer_has_when_sealed
         assert torch.equal(got[:, :, :num_tokens], sent.flatten(2, 3)[:, :, :num_tokens])
         kept = before[:, :, [0, 1, 2]].flatten(2, 3)[:, :, num_tokens:]
         assert torch.equal(got[:, :, num_tokens:], kept)
+
+
+@pytest.mark.anyio
+async def test_in_an_event_loop_the_same_calls_are_awaited(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    source, target = Engine("states-p", FULL), Engine("states-d", FULL)
+    memories = [
+        describe_tensors({"full": one.cache}, "layer kv block token head dim", engine=one.spec)
+        for one in (source, target)
+    ]
+    async with (
+        Link(prefill.attach, source.spec, memory=memories[0]) as offering,
+        Link(decode.attach, target.spec, memory=memories[1]) as fetching,
+    ):
+        offer = await offering.offer("r", num_tokens=16, block_ids={"full": [7]})
+        fetch = fetching.fetch(offer.ticket, num_tokens=16, block_ids={"full": [0]})
+        await fetch.ended
+
+        assert await offer.ended is Outcome.COMPLETED
+        assert torch.equal(target.cache[:, :, 0], source.cache[:, :, 7])
