@@ -8,6 +8,9 @@ INSTALLED := $(VENV)/.installed
 VENV_VLLM := .venv-vllm
 BIN_VLLM := $(VENV_VLLM)/bin
 INSTALLED_VLLM := $(VENV_VLLM)/.installed
+VENV_SGLANG := .venv-sglang
+BIN_SGLANG := $(VENV_SGLANG)/bin
+INSTALLED_SGLANG := $(VENV_SGLANG)/.installed
 KERNEL := kvbus/memory/copy_runs.so
 NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "error: kvbus needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
@@ -21,12 +24,14 @@ RUN_TESTS := $(BIN)/python -m tests.runner --processes $(TEST_PROCESSES)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CONSTRAINTS_VLLM := $(VENV_VLLM)/constraints.txt
 PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS_VLLM)
+PIP_SGLANG := $(BIN_SGLANG)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	--constraint constraints-sglang.txt
 
 # Tests start hundreds of processes, each of which would compile kvbus again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm debian-packages demo test test-long chaos soak mutants simulate test-vllm test-vllm-long vllm-contract check format bench docs schema clean
+.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos soak mutants simulate test-vllm test-vllm-long test-sglang vllm-contract check format bench docs schema clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -62,6 +67,19 @@ $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vll
 	$(PIP_VLLM) --editable '.[dev]'
 	@touch $@
 
+venv-sglang: $(INSTALLED_SGLANG) ## Build .venv-sglang
+
+# SGLang's wheel asks for CUDA packages and another torch, which the tests on CPUs do not need: what they do
+# need is a list of its own.
+$(INSTALLED_SGLANG): pyproject.toml constraints.txt constraints-sglang.txt tests/sglang/requirements.txt
+	@$(NEW_ENOUGH)
+	$(PYTHON) -m venv --clear $(VENV_SGLANG)
+	$(PIP_SGLANG) torch
+	$(PIP_SGLANG) --requirement tests/sglang/requirements.txt
+	$(PIP_SGLANG) --no-deps sglang sglang-router
+	$(PIP_SGLANG) --editable '.[dev]'
+	@touch $@
+
 # Installing compiles it too; this is for a kernel that was changed since. Without a compiler all works
 # as well, more slowly.
 $(KERNEL): hatch_build.py kvbus/memory/copy_runs.c | $(INSTALLED)
@@ -95,6 +113,9 @@ mutants: $(INSTALLED) $(INSTALLED_VLLM) $(KERNEL) ## Break the code in known way
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
 	$(BIN_VLLM)/python -m tests.runner tests/vllm
 
+test-sglang: $(INSTALLED_SGLANG) ## Run the tests with real SGLang servers (needs x86-64, 6 GB of memory)
+	$(BIN_SGLANG)/python -m tests.runner tests/sglang
+
 test-vllm-long: $(INSTALLED_VLLM) ## Run all of them: Ray, too, and more examples
 	$(BIN_VLLM)/python -m tests.runner --long tests/vllm
 
@@ -127,4 +148,4 @@ schema: $(INSTALLED) ## Write protocol.schema.json, a JSON Schema of all message
 	PYTHONPATH=. $(BIN)/python docs/generate_schema.py
 
 clean: ## Remove the environments and caches
-	rm -rf $(VENV) $(VENV_VLLM) $(KERNEL) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(KERNEL) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,36 @@
+"""What is told to the backend by the environment: SGLang has no options for backends from outside."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbus.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Options:
+    """``attach`` is the socket of this server's agent.
+
+    ``model`` names the model and its weights, equal on both sides; ``engine_id`` this server.
+    """
+
+    attach: Path
+    model: str = ""
+    engine_id: str = ""
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Options":
+        """Raises `ConfigError` without an agent."""
+        attach = environment.get("KVBUS_ATTACH", "")
+        if not attach:
+            raise ConfigError(
+                "--disaggregation-transfer-backend kvbus needs an agent beside this server: set "
+                "KVBUS_ATTACH to its attach socket, such as /run/kvbus/prefill-0/attach.sock",
+                key="KVBUS_ATTACH",
+            )
+        return cls(
+            attach=Path(attach),
+            model=environment.get("KVBUS_MODEL", ""),
+            engine_id=environment.get("KVBUS_ENGINE_ID", ""),
+        )

@@ -1,0 +1,355 @@
+"""Senders and receivers of SGLang: a request's room names its offer, which the other side awaits.
+
+    prefill scheduler   Sender ── offer, extend, seal ─▶ agent ◀── fetch ── Receiver   decode scheduler
+                        poll ◀─ released                              poll ◀─ ended, and freed
+
+Rank 0 of each side offers and fetches for all: SGLang takes the least state of all ranks. A request
+never says that it failed while its pages may still be read or written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+from aiohttp import web
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+
+from kvbus.engine import Fetch, Link, Offer, prompt_digest
+from kvbus.engine.session import greet
+from kvbus.errors import KVBusError
+from kvbus.integrations.sglang import pools
+from kvbus.integrations.sglang.options import Options
+from kvbus.protocol.engine import AgentRole, Outcome
+from kvbus.protocol.ticket import Rendezvous
+
+logger = logging.getLogger("sglang.kvbus")
+
+PLACE = "/kvbus"
+"""Where the bootstrap server of a prefill server tells which agent is beside it."""
+ASK_WITHIN_S = 5.0
+MAX_NOTED = 65_536
+Pages = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What a request has that senders and receivers are not told."""
+
+    num_tokens: int
+    digest: str
+
+
+_noted: OrderedDict[int, Noted] = OrderedDict()
+
+
+def note_request(request: Any) -> None:
+    """Keep the tokens' number and digest of SGLang's ``request``, by its room."""
+    tokens = list(request.origin_input_ids)
+    digest = prompt_digest(tokens, [getattr(request, "lora_id", None) or ""])
+    _noted[request.bootstrap_room] = Noted(len(tokens), digest)
+    while len(_noted) > MAX_NOTED:
+        _noted.popitem(last=False)
+
+
+def name_of(room: int) -> str:
+    """The name of the offer of a room, whose 63 bits are random: a router makes it."""
+    return f"sglang-room-{room:016x}"
+
+
+class Manager(CommonKVManager):
+    """The link of one rank; that of rank 0 offers, or fetches, for all."""
+
+    leads = False
+    window: int | None = None
+    link: Link
+
+    def begin(self, queue: Any) -> None:
+        """Share the pools of ``queue``, the queue of SGLang that has this manager, and attach.
+
+        Raises `ConfigError` for what kvbus does not hand over. No agent need be there yet.
+        """
+        options, found = Options.of_environment(), pools.pools_of(queue)
+        role = AgentRole(self.disaggregation_mode.value)
+        engine = found.engine(
+            options.engine_id or f"sglang-{role}-{os.getppid()}",
+            options.model or self.server_args.served_model_name or self.server_args.model_path,
+        )
+        self.window, self.leads = found.window, self.attn_tp_rank == 0
+        self._places: dict[str, dict[str, str]] = {}
+        self.link = Link(
+            options.attach,
+            engine,
+            memory=found.share(engine),
+            control=self.leads,
+            role=role,
+            logger=logger,
+        ).start()
+
+    def meeting(self, bootstrap_addr: str, room: int) -> dict[str, Any]:
+        """What a fetch shows for a ticket: the room's name, and the agent that knows it.
+
+        The prefill server at ``bootstrap_addr`` tells of its agent, once. Raises `KVBusError`.
+        """
+        place = self._places.get(bootstrap_addr)
+        if place is None:
+            try:
+                answer = requests.get(f"http://{bootstrap_addr}{PLACE}", timeout=ASK_WITHIN_S)
+                answer.raise_for_status()
+                place = self._places[bootstrap_addr] = answer.json()
+            except (requests.RequestException, ValueError) as error:
+                raise KVBusError(
+                    f"the prefill server at {bootstrap_addr} does not tell of its agent: is its "
+                    f"transfer backend kvbus? ({error})"
+                ) from error
+        met = Rendezvous(
+            transfer_id=name_of(room),
+            endpoint=place["endpoint"],
+            server_key=place["server_key"],
+            request_id=f"room-{room}",
+        )
+        return met.to_json()
+
+    def forget_place(self, bootstrap_addr: str) -> None:
+        """Ask again: the agent there was not reached."""
+        self._places.pop(bootstrap_addr, None)
+
+
+class BootstrapServer(CommonKVBootstrapServer):
+    """Tells decode servers which agent is beside this prefill server."""
+
+    @property
+    def page_size(self) -> None:
+        """Not told, as decode servers of SGLang refuse another one than theirs; kvbus does not."""
+
+    @page_size.setter
+    def page_size(self, _: int | None) -> None: ...
+
+    def _setup_routes(self) -> None:
+        super()._setup_routes()
+        self.app.router.add_get(PLACE, self._tell_place)
+
+    async def _tell_place(self, _: web.Request) -> web.Response:
+        try:
+            agent = await greet(Options.of_environment().attach)
+        except KVBusError as error:
+            return web.Response(text=f"no agent: {error.message}", status=503)
+        place = {"endpoint": agent.peer_endpoint, "server_key": agent.server_key}
+        return web.json_response(place)
+
+
+class Sender(CommonKVSender):
+    """One prefilled request: an offer that grows with each chunk.
+
+    It is made when its pages are counted. One that is given up before is made and withdrawn, so
+    that who waits for it by its room is told.
+    """
+
+    kv_mgr: Manager
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._offer: Offer | None = None
+        self._noted = _noted.pop(self.bootstrap_room, None)
+        self._is_sealed = False
+        self._held: list[int] = []
+        """Pages that wait for those of the window, which come with the last."""
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        super().init(num_kv_indices, aux_index)
+        if self.kv_mgr.leads:
+            self._offer = self._made()
+
+    def _made(self) -> Offer:
+        room = self.bootstrap_room
+        return self.kv_mgr.link.offer(
+            f"room-{room}",
+            num_tokens=0,
+            block_ids={} if self.aux_index is None else {pools.METADATA: [self.aux_index]},
+            sealed=False,
+            transfer_id=name_of(room),
+            prompt_digest=self._noted.digest if self._noted else "",
+            ttl_s=self.kv_mgr.bootstrap_timeout,
+        )
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        indices_event: object = None,
+    ) -> None:
+        if self.conclude_state is not None:
+            return
+        self.curr_idx += len(kv_indices)
+        is_last = self.curr_idx == self.num_kv_indices
+        self._record_transfer_indices(kv_indices, state_indices)
+        offer, page = self._offer, self.kv_mgr.kv_args.page_size
+        if offer is None:
+            self._is_sealed = is_last
+            return
+        self._held += kv_indices.tolist()
+        if self.kv_mgr.window and not is_last:
+            return
+        num_tokens = self._noted.num_tokens if is_last and self._noted else self.curr_idx * page
+        pages, self._held = self._held, []
+        blocks: dict[str, Pages] = {pools.FULL: pages}
+        first_blocks = {}
+        if self.kv_mgr.window and state_indices is not None:
+            tail = state_indices[0].tolist()
+            blocks[pools.WINDOW] = tail
+            first_blocks[pools.WINDOW] = self.num_kv_indices - len(tail)
+        offer.extend(num_tokens, blocks, first_blocks=first_blocks)
+        if is_last:
+            offer.seal()
+            self._is_sealed = True
+
+    def poll(self) -> Any:
+        if self.conclude_state is None:
+            self.conclude_state = self._ended()
+        if self.conclude_state is not None:
+            return self.conclude_state
+        return KVPoll.Transferring if self._is_sealed else KVPoll.WaitingForInput
+
+    def _ended(self) -> Any:
+        """None while it goes on. Other ranks than the first have nothing to wait for."""
+        if not self.kv_mgr.leads:
+            return KVPoll.Success if self._is_sealed else None
+        if self._offer is None or not self._offer.ended.done():
+            return None
+        error = self._offer.ended.exception()
+        if error is None and self._offer.outcome is Outcome.COMPLETED:
+            return KVPoll.Success
+        why = error if error is not None else f"the offer is {self._offer.outcome}"
+        self.kv_mgr.record_failure(self.bootstrap_room, f"kvbus: {why}")
+        return KVPoll.Failed
+
+    def abort(self) -> None:
+        """Ask for the end: `poll` says Failed once nobody can read the pages."""
+        if self.conclude_state is not None:
+            return
+        if not self.kv_mgr.leads:
+            return
+        if self._offer is None:
+            self._offer = self._made()
+        self._offer.withdraw()
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return super().get_transfer_metric()
+
+
+class Receiver(CommonKVReceiver):
+    """One request to decode: a fetch into its pages."""
+
+    kv_mgr: Manager
+    bootstrap_infos: Sequence[Any] = ()
+    """Nobody at SGLang's own sockets is told of anything."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._noted = _noted.pop(self.bootstrap_room, None)
+        self._fetch: Fetch | None = None
+        self._is_asked = False
+
+    def init(self, prefill_dp_rank: int) -> None:
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        **_: Any,
+    ) -> None:
+        self._is_asked = True
+        if not self.kv_mgr.leads:
+            return
+        first_token = decode_prefix_len or 0
+        page = self.kv_mgr.kv_args.page_size
+        num_tokens = first_token + len(kv_indices) * page
+        if self._noted is not None:
+            num_tokens = self._noted.num_tokens
+        blocks: dict[str, Pages] = {
+            pools.FULL: kv_indices.tolist(),
+            pools.METADATA: [aux_index],
+        }
+        if self.kv_mgr.window and state_indices is not None:
+            blocks[pools.WINDOW] = state_indices[0].tolist()
+        try:
+            self._fetch = self.kv_mgr.link.fetch(
+                self.kv_mgr.meeting(self.bootstrap_addr, self.bootstrap_room),
+                num_tokens=num_tokens,
+                first_token=min(first_token, num_tokens),
+                block_ids=blocks,
+                timeout_s=self.kv_mgr.waiting_timeout,
+                prompt_digest=self._noted.digest if self._noted else "",
+            )
+        except KVBusError as error:
+            self._fail(str(error))
+
+    def poll(self) -> Any:
+        if self.conclude_state is None:
+            self.conclude_state = self._ended()
+        if self.conclude_state is not None:
+            return self.conclude_state
+        return KVPoll.Transferring if self._is_asked else KVPoll.WaitingForInput
+
+    def _ended(self) -> Any:
+        """None while it goes on, or something may still write into its pages."""
+        if not self.kv_mgr.leads:
+            return KVPoll.Success if self._is_asked else None
+        fetch = self._fetch
+        if fetch is None or fetch.notice is None or not fetch.are_blocks_free:
+            return None
+        notice = fetch.notice
+        if notice.outcome is Outcome.COMPLETED:
+            return KVPoll.Success
+        if notice.code in ("peer_unreachable", "peer_lost"):
+            self.kv_mgr.forget_place(self.bootstrap_addr)
+        if notice.outcome is not Outcome.CANCELLED:
+            self.kv_mgr.link.release(fetch.message.ticket)
+        self._fail(f"kvbus: {notice.message} [{notice.code}]")
+        return self.conclude_state
+
+    def abort(self) -> None:
+        """Ask for the end: `poll` says Failed once nothing writes into the pages."""
+        if self.conclude_state is not None:
+            return
+        if self._fetch is not None:
+            self._fetch.cancel(release_offer=True)
+        elif self.kv_mgr.leads:
+            try:
+                self.kv_mgr.link.release(
+                    self.kv_mgr.meeting(self.bootstrap_addr, self.bootstrap_room)
+                )
+            except KVBusError as error:
+                logger.warning("kvbus: room %s is not released: %s", self.bootstrap_room, error)
+            self._fail("aborted")
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """The agents tell."""
+
+    def _fail(self, why: str) -> None:
+        self.kv_mgr.record_failure(self.bootstrap_room, why)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed
+
+
+CLASSES = {
+    "manager": Manager,
+    "sender": Sender,
+    "receiver": Receiver,
+    "bootstrap_server": BootstrapServer,
+}

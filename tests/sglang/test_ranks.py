@@ -1,0 +1,32 @@
+"""Two ranks to one, pages of one token to larger ones, through NIXL; servers before their agents."""
+
+from tests.sglang.clusters import CHUNK_TOKENS, Cluster, prompt_of
+from tests.sglang.conftest import Alone
+from tests.sglang.test_pages import works_again
+
+CLUSTER = "ranks"
+HAS_AGENTS = False
+LENGTHS = (1, 16, 17, CHUNK_TOKENS, 700)
+
+
+def test_servers_start_before_their_agents_and_hand_off_then(pair: Cluster, alone: Alone) -> None:
+    pair.agents.start(*pair.agents.all)
+
+    works_again(pair, alone)
+
+
+def test_two_ranks_hand_off_to_one(pair: Cluster, alone: Alone) -> None:
+    prompts = [prompt_of(length, seed=length) for length in LENGTHS]
+
+    said = [pair.handoff(prompt) for prompt in prompts]
+    again = [pair.handoff(prompt) for prompt in prompts]
+
+    assert said == again == [alone(prompt) for prompt in prompts]
+
+
+def test_many_at_once_do_not_disturb_each_other(pair: Cluster, alone: Alone) -> None:
+    prompts = [prompt_of(25 * number + 1, seed=200 + number) for number in range(16)]
+
+    said = list(pair.threads.map(pair.handoff, prompts))
+
+    assert said == [alone(prompt) for prompt in prompts]
