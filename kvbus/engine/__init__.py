@@ -14,6 +14,7 @@ from kvbus.engine.memory import MemorySession as MemorySession
 from kvbus.engine.prefill import Offer, OfferOptions
 from kvbus.engine.prefill import PrefillSession as PrefillSession
 from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
+from kvbus.engine.session import greet as greet
 from kvbus.engine.storage import SharedStorage as SharedStorage
 from kvbus.engine.storage import share_tensor as share_tensor
 from kvbus.engine.storage import share_tensors as share_tensors

@@ -86,7 +86,8 @@ class Cluster:
     def begin(self, prompt: Sequence[int], **room: Any) -> tuple[Call, Call]:
         """Send a request to prefill and to decode, as routers do."""
         both = room or self.room()
-        return tuple(one.begin(prompt, NUM_TOKENS, **both) for one in (self.prefill, self.decode))
+        prefill = self.prefill.begin(prompt, NUM_TOKENS, **both)
+        return prefill, self.decode.begin(prompt, NUM_TOKENS, **both)
 
     def handoff(self, prompt: Sequence[int]) -> list[int]:
         """What decode says; raises `RefusedError`."""
@@ -149,7 +150,8 @@ def cluster(name: str, models: Path, folder: Path, *, has_agents: bool = True) -
             )
             for (role, side), agent in zip(sides.items(), agents.all, strict=True)
         ]
-        made = Cluster(agents, *servers, port)
+        prefill, decode = servers
+        made = Cluster(agents, prefill, decode, port)
         try:
             for server in servers:
                 server.launch()

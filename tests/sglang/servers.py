@@ -167,7 +167,8 @@ class SglangServer:
 
     def metric(self, name: str) -> float:
         """The value of ``sglang:name`` on its metrics page, summed over labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=ANSWERS_WITHIN_S) as answer:
+        page = f"http://127.0.0.1:{self.port}/metrics"
+        with urllib.request.urlopen(page, timeout=ANSWERS_WITHIN_S) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         found = [s for family in families for s in family.samples if s.name == f"sglang:{name}"]
         return float(sum(sample.value for sample in found))

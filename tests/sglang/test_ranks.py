@@ -1,4 +1,4 @@
-"""Two ranks to one, pages of one token to larger ones, through NIXL; servers before their agents."""
+"""Two ranks to one, pages of one token to larger ones, by NIXL; servers before their agents."""
 
 from tests.sglang.clusters import CHUNK_TOKENS, Cluster, prompt_of
 from tests.sglang.conftest import Alone

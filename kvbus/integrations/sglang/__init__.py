@@ -5,6 +5,9 @@
 by its entry point, in each process of the server; SGLang's code is imported by `register` alone.
 """
 
+# ruff: noqa: PLC0415  SGLang's code is imported where SGLang is
+
+from enum import Enum
 from typing import Any
 
 BACKEND = "kvbus"
@@ -13,17 +16,15 @@ _WHERE = "sglang.srt.disaggregation"
 
 def register() -> None:
     """Make the backend known; SGLang calls it once in each of its processes."""
-    import enum
-
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     add_disagg_transfer_backend_choices([BACKEND])
     members = {one.name: one.value for one in utils.TransferBackend} | {"KVBUS": BACKEND}
-    name = utils.TransferBackend.__name__
-    backends = enum.Enum(name, members, module=utils.__name__, qualname=name)
-    HookRegistry.register(f"{_WHERE}.utils.{name}", backends, HookType.REPLACE)
+    # mypy wants the members as a literal, and SGLang has them
+    backends = Enum("TransferBackend", members, module=utils.__name__)  # type: ignore[misc]
+    HookRegistry.register(f"{_WHERE}.utils.TransferBackend", backends, HookType.REPLACE)
     HookRegistry.register(f"{_WHERE}.utils.get_kv_class", _kv_class, HookType.AROUND)
     for queue in ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue"):
         HookRegistry.register(f"{_WHERE}.{queue}._init_kv_manager", _begin, HookType.AROUND)

@@ -1,4 +1,4 @@
-"""What is told to the backend by the environment: SGLang has no options for backends from outside."""
+"""What the environment tells the backend: SGLang has no options for those from outside."""
 
 import os
 from collections.abc import Mapping

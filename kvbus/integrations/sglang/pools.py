@@ -1,7 +1,7 @@
-"""The memory of one SGLang rank: its pools, moved to shared memory in place, as agents know it.
+"""The memory of one SGLang rank: its pool, moved to shared memory in place, as agents know it.
 
-    pool of layers   ──▶ group "full", and "window" of the layers that see a window
-    rows of metadata ──▶ group "metadata", a state: the first token, and what is told of it
+    pool of layers   ──▶ group "full"
+    rows of metadata ──▶ group "metadata", a state of no layer: the first token, and more of it
 
 Whatever else a pool may be is refused by name, before a request comes.
 """
@@ -12,25 +12,27 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from kvbus.engine import RankMemory, describe_tensors
 from kvbus.errors import ConfigError
 from kvbus.geometry import EngineSpec, GroupSpec, KvPart, StatePart, state_group
 
-FULL, WINDOW, METADATA = "full", "window", "metadata"
-AXES = {FULL: "block token head dim", WINDOW: "block token head dim", METADATA: "block dim"}
+FULL, METADATA = "full", "metadata"
+AXES = {FULL: "block token head dim", METADATA: "block dim"}
+KINDS = (MHATokenToKVPool, MLATokenToKVPool)
+"""Pools whose buffers are [slot, head, dim]. Of their subclasses that is not known."""
+
+Tensors = Mapping[tuple[int | str, str], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Pools:
-    """What one process of SGLang has to share; ``window`` is how many tokens `WINDOW` keeps."""
+    """What one process of SGLang shares: the tensors of its pool, and of its metadata."""
 
     groups: tuple[GroupSpec, ...]
-    tensors: Mapping[tuple[int | str, str], torch.Tensor]
-    plain: tuple[Any, ...]
-    window: int | None
+    tensors: Tensors
+    pool: Any
 
     def engine(self, engine_id: str, model: str) -> EngineSpec:
         """The engine that this process is a rank of."""
@@ -40,8 +42,7 @@ class Pools:
         """Move the tensors to shared memory; raises the errors of `describe_tensors`."""
         rank = get_parallel().attn_tp_rank
         memory = describe_tensors(self.tensors, AXES, engine=engine, rank=rank)
-        for pool in self.plain:
-            _read_addresses_again(pool)
+        _read_addresses_again(self.pool)
         return memory
 
 
@@ -50,67 +51,50 @@ def pools_of(queue: Any) -> Pools:
 
     Raises `ConfigError` that names what kvbus does not hand over.
     """
-    plain = _plain_pools(queue.token_to_kv_pool)
-    _refuse(queue, plain)
-    scheduler = queue.scheduler
-    heads = scheduler.model_config.get_total_num_kv_heads()
-    windows = {WINDOW: scheduler.sliding_window_size}
-    groups: list[GroupSpec] = []
+    _refuse(queue)
+    pool = queue.token_to_kv_pool
+    buffers = _buffers_of(pool)
+    is_latent = isinstance(pool, MLATokenToKVPool)
+    model = queue.scheduler.model_config
+    full = GroupSpec(
+        name=FULL,
+        layers=tuple(dict.fromkeys(layer for layer, _ in buffers)),
+        block_size=pool.page_size,
+        num_kv_heads=1 if is_latent else model.get_total_num_kv_heads(),
+        head_dim=next(iter(buffers.values())).shape[2],
+        dtype=str(pool.store_dtype).removeprefix("torch."),
+        parts=tuple(dict.fromkeys(part for _, part in buffers)),
+    )
+    rows = {
+        name: tensor
+        for name, tensor in vars(queue.metadata_buffers).items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    parts = tuple(StatePart(name, 1, tensor[0].nbytes) for name, tensor in rows.items())
+    metadata = state_group(METADATA, (), parts, optional=True)  # other engines have no such rows
     tensors: dict[tuple[int | str, str], torch.Tensor] = {}
-    for name, pool in plain.items():
-        buffers = _buffers_of(pool)
-        groups.append(
-            GroupSpec(
-                name,
-                tuple(dict.fromkeys(layer for layer, _ in buffers)),
-                pool.page_size,
-                1 if isinstance(pool, MLATokenToKVPool) else heads,
-                next(iter(buffers.values())).shape[2],
-                str(pool.store_dtype).removeprefix("torch."),
-                tuple(dict.fromkeys(part for _, part in buffers)),
-                windows.get(name),
-            )
-        )
-        for place, buffer in buffers.items():
-            tensors[place] = buffer.unflatten(0, (-1, pool.page_size))
-    rows = vars(queue.metadata_buffers).items()
-    metadata = {name: one for name, one in rows if isinstance(one, torch.Tensor)}
-    parts = tuple(StatePart(name, 1, one[0].nbytes) for name, one in metadata.items())
-    # Only readers that are SGLang have a place for them.
-    groups.append(state_group(METADATA, (), parts, optional=True))
-    for name, one in metadata.items():
-        tensors[METADATA, name] = one.view(torch.uint8)
-    window = windows[WINDOW] if WINDOW in plain else None
-    return Pools(tuple(groups), tensors, tuple(plain.values()), window)
+    for (layer, part), buffer in buffers.items():
+        tensors[layer, part] = buffer.view(-1, pool.page_size, *buffer.shape[1:])
+    for name, tensor in rows.items():
+        tensors[METADATA, name] = tensor.view(torch.uint8)
+    return Pools(groups=(full, metadata), tensors=tensors, pool=pool)
 
 
-def _refuse(queue: Any, plain: Mapping[str, Any]) -> None:
-    parallel, options = get_parallel(), queue.scheduler.server_args
-    others = [type(one).__name__ for one in plain.values() if type(one) not in KINDS]
+def _refuse(queue: Any) -> None:
+    pool, parallel = queue.token_to_kv_pool, get_parallel()
     problems = {
-        f"the KV pool {', '.join(others)}": bool(others),
-        "the KV of a draft model": queue.draft_token_to_kv_pool is not None,
-        "pipeline stages (--pp-size)": parallel.pp_size > 1,
-        "data parallelism (--dp-size)": parallel.dp_size > 1,
+        f"a pool of the kind {type(pool).__name__}": type(pool) not in KINDS,
+        "a draft model": queue.draft_token_to_kv_pool is not None,
+        "pipeline stages": parallel.pp_size > 1,
+        "data parallelism": parallel.dp_size > 1,
         "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
-        "a server on several machines (--nnodes)": options.nnodes > 1,
-        "windows together with a radix cache of the decode server": WINDOW in plain
-        and bool(options.disaggregation_decode_enable_radix_cache),
+        "a server on several machines": queue.scheduler.server_args.nnodes > 1,
     }
     for what, is_there in problems.items():
         if is_there:
-            raise ConfigError(f"--disaggregation-transfer-backend kvbus: {what} is not supported")
-
-
-KINDS = (MHATokenToKVPool, MLATokenToKVPool)
-"""Pools whose buffers are [slot, head, dim]; of a subclass nobody knows."""
-
-
-def _plain_pools(pool: Any) -> dict[str, Any]:
-    """The pools of full attention, and of windows, by their group."""
-    if isinstance(pool, SWAKVPool):
-        return {FULL: pool.full_kv_pool, WINDOW: pool.swa_kv_pool}
-    return {FULL: pool}
+            raise ConfigError(
+                f"--disaggregation-transfer-backend kvbus does not hand over the KV of {what}"
+            )
 
 
 def _buffers_of(pool: Any) -> dict[tuple[int, str], torch.Tensor]:

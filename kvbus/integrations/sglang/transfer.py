@@ -1,7 +1,7 @@
 """Senders and receivers of SGLang: a request's room names its offer, which the other side awaits.
 
-    prefill scheduler   Sender ── offer, extend, seal ─▶ agent ◀── fetch ── Receiver   decode scheduler
-                        poll ◀─ released                              poll ◀─ ended, and freed
+    prefill   Sender ── offer, extend, seal ─▶ agents ◀── fetch ── Receiver   decode
+              poll ◀─ released                           ended, freed ─▶ poll
 
 Rank 0 of each side offers and fetches for all: SGLang takes the least state of all ranks. A request
 never says that it failed while its pages may still be read or written.
@@ -18,7 +18,7 @@ from typing import Any
 
 import requests
 from aiohttp import web
-from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
     CommonKVManager,
@@ -26,13 +26,11 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVSender,
 )
 
-from kvbus.engine import Fetch, Link, Offer, prompt_digest
-from kvbus.engine.session import greet
+from kvbus.engine import Fetch, Link, Offer, Rendezvous, greet, prompt_digest
 from kvbus.errors import KVBusError
 from kvbus.integrations.sglang import pools
 from kvbus.integrations.sglang.options import Options
 from kvbus.protocol.engine import AgentRole, Outcome
-from kvbus.protocol.ticket import Rendezvous
 
 logger = logging.getLogger("sglang.kvbus")
 
@@ -40,7 +38,6 @@ PLACE = "/kvbus"
 """Where the bootstrap server of a prefill server tells which agent is beside it."""
 ASK_WITHIN_S = 5.0
 MAX_NOTED = 65_536
-Pages = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,10 @@ def note_request(request: Any) -> None:
         _noted.popitem(last=False)
 
 
+def _polled() -> None:
+    """SGLang asks each sender and receiver by itself, not the link for all that has ended."""
+
+
 def name_of(room: int) -> str:
     """The name of the offer of a room, whose 63 bits are random: a router makes it."""
     return f"sglang-room-{room:016x}"
@@ -72,7 +73,6 @@ class Manager(CommonKVManager):
     """The link of one rank; that of rank 0 offers, or fetches, for all."""
 
     leads = False
-    window: int | None = None
     link: Link
 
     def begin(self, queue: Any) -> None:
@@ -86,7 +86,7 @@ class Manager(CommonKVManager):
             options.engine_id or f"sglang-{role}-{os.getppid()}",
             options.model or self.server_args.served_model_name or self.server_args.model_path,
         )
-        self.window, self.leads = found.window, self.attn_tp_rank == 0
+        self.leads = self.attn_tp_rank == 0
         self._places: dict[str, dict[str, str]] = {}
         self.link = Link(
             options.attach,
@@ -157,14 +157,13 @@ class Sender(CommonKVSender):
     """
 
     kv_mgr: Manager
+    conclude_state: Any
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._offer: Offer | None = None
         self._noted = _noted.pop(self.bootstrap_room, None)
         self._is_sealed = False
-        self._held: list[int] = []
-        """Pages that wait for those of the window, which come with the last."""
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         super().init(num_kv_indices, aux_index)
@@ -173,7 +172,7 @@ class Sender(CommonKVSender):
 
     def _made(self) -> Offer:
         room = self.bootstrap_room
-        return self.kv_mgr.link.offer(
+        offer = self.kv_mgr.link.offer(
             f"room-{room}",
             num_tokens=0,
             block_ids={} if self.aux_index is None else {pools.METADATA: [self.aux_index]},
@@ -182,6 +181,8 @@ class Sender(CommonKVSender):
             prompt_digest=self._noted.digest if self._noted else "",
             ttl_s=self.kv_mgr.bootstrap_timeout,
         )
+        offer.ended.add_callback(_polled)
+        return offer
 
     def send(
         self,
@@ -199,18 +200,8 @@ class Sender(CommonKVSender):
         if offer is None:
             self._is_sealed = is_last
             return
-        self._held += kv_indices.tolist()
-        if self.kv_mgr.window and not is_last:
-            return
         num_tokens = self._noted.num_tokens if is_last and self._noted else self.curr_idx * page
-        pages, self._held = self._held, []
-        blocks: dict[str, Pages] = {pools.FULL: pages}
-        first_blocks = {}
-        if self.kv_mgr.window and state_indices is not None:
-            tail = state_indices[0].tolist()
-            blocks[pools.WINDOW] = tail
-            first_blocks[pools.WINDOW] = self.num_kv_indices - len(tail)
-        offer.extend(num_tokens, blocks, first_blocks=first_blocks)
+        offer.extend(num_tokens, {pools.FULL: kv_indices.tolist()})
         if is_last:
             offer.seal()
             self._is_sealed = True
@@ -245,14 +236,12 @@ class Sender(CommonKVSender):
             self._offer = self._made()
         self._offer.withdraw()
 
-    def get_transfer_metric(self) -> KVTransferMetric:
-        return super().get_transfer_metric()
-
 
 class Receiver(CommonKVReceiver):
     """One request to decode: a fetch into its pages."""
 
     kv_mgr: Manager
+    conclude_state: Any
     bootstrap_infos: Sequence[Any] = ()
     """Nobody at SGLang's own sockets is told of anything."""
 
@@ -276,26 +265,21 @@ class Receiver(CommonKVReceiver):
         self._is_asked = True
         if not self.kv_mgr.leads:
             return
-        first_token = decode_prefix_len or 0
+        first_token, row = decode_prefix_len or 0, [] if aux_index is None else [aux_index]
         page = self.kv_mgr.kv_args.page_size
         num_tokens = first_token + len(kv_indices) * page
         if self._noted is not None:
             num_tokens = self._noted.num_tokens
-        blocks: dict[str, Pages] = {
-            pools.FULL: kv_indices.tolist(),
-            pools.METADATA: [aux_index],
-        }
-        if self.kv_mgr.window and state_indices is not None:
-            blocks[pools.WINDOW] = state_indices[0].tolist()
         try:
             self._fetch = self.kv_mgr.link.fetch(
                 self.kv_mgr.meeting(self.bootstrap_addr, self.bootstrap_room),
                 num_tokens=num_tokens,
                 first_token=min(first_token, num_tokens),
-                block_ids=blocks,
+                block_ids={pools.FULL: kv_indices.tolist(), pools.METADATA: row},
                 timeout_s=self.kv_mgr.waiting_timeout,
                 prompt_digest=self._noted.digest if self._noted else "",
             )
+            self._fetch.ended.add_callback(_polled)
         except KVBusError as error:
             self._fail(str(error))
 

@@ -1,4 +1,4 @@
-"""Stands in for torchvision, whose wheels need a torch for CUDA: names to import, nothing to call."""
+"""Stands in for torchvision, whose wheels need a torch for CUDA: names, and nothing to call."""
 
 import enum
 import sys
@@ -30,9 +30,7 @@ for _path in (
     *("transforms.v2", "transforms.v2.functional"),
 ):
     _module = types.ModuleType(f"torchvision.{_path}")
-    vars(_module).update(
-        __path__=[], InterpolationMode=InterpolationMode, __getattr__=_absent
-    )
+    vars(_module).update(__path__=[], InterpolationMode=InterpolationMode, __getattr__=_absent)
     sys.modules[_module.__name__] = _module
     _parent, _, _leaf = _module.__name__.rpartition(".")
     setattr(sys.modules[_parent], _leaf, _module)
