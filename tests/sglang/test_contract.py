@@ -1,0 +1,63 @@
+"""What the backend uses of SGLang is there: a version without it fails here, not in production."""
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+USED = {
+    "arg_groups/choices.py": ["add_disagg_transfer_backend_choices"],
+    "plugins/hook_registry.py": ["HookRegistry", "register", "HookType", "REPLACE", "AROUND"],
+    "disaggregation/utils.py": ["TransferBackend", "get_kv_class", "MetadataBuffers"],
+    "disaggregation/base/conn.py": ["KVPoll"],
+    "disaggregation/prefill.py": [
+        *("PrefillBootstrapQueue", "_init_kv_manager", "add", "transfer_backend", "scheduler"),
+        *("token_to_kv_pool", "metadata_buffers", "draft_token_to_kv_pool", "num_kv_tokens"),
+    ],
+    "disaggregation/decode.py": [
+        *("DecodePreallocQueue", "_init_kv_manager", "add", "transfer_backend", "scheduler"),
+        *("token_to_kv_pool", "metadata_buffers", "draft_token_to_kv_pool", "decode_prefix_len"),
+    ],
+    "disaggregation/common/conn.py": [
+        *("CommonKVManager", "CommonKVSender", "CommonKVReceiver", "CommonKVBootstrapServer"),
+        *("attn_tp_rank", "disaggregation_mode", "server_args", "kv_args", "bootstrap_timeout"),
+        *("waiting_timeout", "record_failure", "update_status", "conclude_state", "curr_idx"),
+        *("num_kv_indices", "aux_index", "bootstrap_room", "bootstrap_addr", "bootstrap_infos"),
+        *("_record_transfer_indices", "ensure_abort_notified", "_setup_routes", "page_size"),
+        *("get_parallel", "attn_dcp_size"),
+    ],
+    "mem_cache/memory_pool.py": [
+        *("MHATokenToKVPool", "MLATokenToKVPool", "k_buffer", "v_buffer", "kv_buffer"),
+        *("model_layer_ids", "start_layer", "layer_num", "store_dtype", "page_size", "data_ptrs"),
+        *("_kv_buffer_descs", "_build_kv_buffer_descs", "_init_data_ptrs_and_strides"),
+    ],
+    "runtime_context.py": [
+        *("get_parallel", "attn_tp_size", "attn_tp_rank", "pp_size", "dp_size", "attn_cp_size"),
+    ],
+    "managers/schedule_batch.py": ["origin_input_ids", "bootstrap_room", "lora_id"],
+}
+"""By the file of `sglang.srt` that has them."""
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """All that a file defines, or reads of something."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                yield name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+
+
+@pytest.mark.parametrize("file", USED)
+def test_what_the_backend_uses_is_in_sglang(file: str) -> None:
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    root = Path(spec.submodule_search_locations[0]) / "srt"
+
+    missing = set(USED[file]) - set(names_in(root / file))
+
+    assert not missing
