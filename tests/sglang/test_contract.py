@@ -45,7 +45,12 @@ def names_in(path: Path) -> Iterator[str]:
     """All that a file defines, or reads of something."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            case (
+                ast.Name(id=name)
+                | ast.Attribute(attr=name)
+                | ast.arg(arg=name)
+                | ast.keyword(arg=str(name))
+            ):
                 yield name
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
