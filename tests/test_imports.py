@@ -83,9 +83,9 @@ OWNERS = {
     ),
     "vllm": ("kvbus/integrations/vllm/",),
     "sglang": ("kvbus/integrations/sglang/",),
-    "starlette": ("kvbus/integrations/proxy/",),
-    "httpx": ("kvbus/integrations/proxy/",),
-    "uvicorn": ("kvbus/integrations/proxy/",),
+    "starlette": ("kvbus/integrations/proxy.py",),
+    "httpx": ("kvbus/integrations/proxy.py",),
+    "uvicorn": ("kvbus/integrations/proxy.py",),
     "opentelemetry": ("kvbus/agent/otlp.py",),
     "pickle": (),
 }

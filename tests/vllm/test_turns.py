@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.calls import RefusedError, ask
+from tests.vllm.calls import RefusedError
 from tests.vllm.clusters import (
     ALL_THE_SAME,
     FOR_DECODE,
@@ -132,20 +132,6 @@ def test_a_turn_that_both_servers_get_at_once_reads_the_last_one(pair: Cluster) 
 
     assert list(decode.stream()) == pair.alone(prompt)
     assert computed(pair) - before == 500 + 1 - 1
-
-
-def test_the_proxy_brings_the_last_turn_of_a_conversation(pair: Cluster) -> None:
-    port = pair.router("proxy")
-    fields: dict[str, Any] = {"conversation_id": "a conversation"}
-    prompt = prompt_of(300, seed=30)
-    first = ask(port, prompt, NUM_TOKENS, **fields).completion()
-    prompt = [*prompt, *first.tokens, *prompt_of(NUM_NEW, seed=31)]
-    before = computed(pair)
-
-    answer = list(ask(port, prompt, NUM_TOKENS, stream=True, cache_salt="proxy", **fields).stream())
-
-    assert answer == pair.alone(prompt)
-    assert computed(pair) - before == NUM_NEW + 1 - 1
 
 
 def test_a_prefill_request_that_is_refused_or_hangs_up_leaves_nothing(pair: Cluster) -> None:

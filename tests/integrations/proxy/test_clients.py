@@ -48,7 +48,7 @@ def test_a_whole_answer_that_its_server_breaks_off_never_looks_whole(site: Site)
         site.ask()
 
 
-def test_a_stream_that_its_server_breaks_off_ends_with_an_error_event_and_without_an_end(
+def test_a_stream_that_its_server_breaks_off_has_no_end(
     site: Site,
 ) -> None:
     gate, got = Gate(), []
@@ -62,10 +62,9 @@ def test_a_stream_that_its_server_breaks_off_ends_with_an_error_event_and_withou
             got.extend(raw)
 
     (line,) = site.logged("request.ended")
-    assert (line["outcome"], line["status"]) == ("failed", 200)
-    assert got[0] == EVENT
-    assert b"data: {" in got[1]
-    assert line["decode"].encode() in got[1]
+    assert (line["outcome"], line["status"]) == ("answered", 200)
+    assert line["trouble"].startswith(f"decode server {line['decode']} broke off")
+    assert got == [EVENT]
 
 
 @contextmanager
@@ -93,7 +92,7 @@ def test_a_client_that_leaves_aborts_what_its_servers_do_and_no_ticket_is_used_t
     with asking(site, announced=10_000 if stage == "its request" else None) as connection:
         match stage:
             case "its request":
-                wait_until(lambda: site.metric("kvbus_proxy_in_flight 1.0"), "it has come")
+                wait_until(lambda: site.health()["in_flight"] == 1, "it has come")
             case "prefill":
                 site.prefill.wait_asked()
             case "decode":
@@ -109,4 +108,3 @@ def test_a_client_that_leaves_aborts_what_its_servers_do_and_no_ticket_is_used_t
     assert (len(site.prefill.asked), len(site.decode.asked)) == asked
     for one in (site.decode.asked or site.prefill.asked)[:1]:
         assert one.gone.wait(WITHIN_S)
-    assert site.lines("offer.left") == site.lines("offer.released") == []

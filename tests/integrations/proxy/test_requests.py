@@ -48,7 +48,7 @@ def test_prefill_is_asked_for_one_token_and_decode_gets_the_request_and_the_tick
     assert site.decode.bodies == [{**ASKED, **keys, "kv_transfer_params": TICKET}]
     assert site.prefill.asked[0].path == site.decode.asked[0].path == "/v1/chat/completions"
     (line,) = site.logged("request.ended")
-    assert (line["outcome"], line["handover"]) == ("completed", "handed_over")
+    assert (line["outcome"], line["handover"]) == ("answered", "handed_over")
     assert 0 < line["prefill_s"] < line["first_token_s"] <= line["total_s"]
 
 
@@ -85,7 +85,6 @@ class Outcome:
     status: int = 200
     blames: str = ""
     asked: tuple[int, int] = (1, 1)
-    outcome: str = "completed"
     handover: str = "handed_over"
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -102,7 +101,7 @@ FAILURES: Mapping[str, Behaviour] = {
     "says what is too deep": says(200, b"[" * 100_000),
 }
 NO_TICKETS: Sequence[object] = (None, {}, "a")
-REFUSED = Outcome(options=REFUSE, blames="prefill", asked=(2, 0), outcome="failed")
+REFUSED = Outcome(options=REFUSE, blames="prefill", asked=(2, 0))
 OUTCOMES = {
     **{
         f"a prefill server {name}": Outcome((failure, offers()), asked=(2, 1))
@@ -126,19 +125,14 @@ OUTCOMES = {
         status=429,
         blames="prefill",
         asked=(1, 0),
-        outcome="refused",
         handover="refused",
         headers={"retry-after": "3"},
     ),
     "decode says that it is the client's mistake": Outcome(
-        decode=(CLIENTS_MISTAKE,), status=429, blames="decode", outcome="refused"
+        decode=(CLIENTS_MISTAKE,), status=429, blames="decode"
     ),
-    "decode answers 500": Outcome(
-        decode=(ANSWERS_500,), status=500, blames="decode", outcome="failed"
-    ),
-    "decode breaks off with the ticket": Outcome(
-        decode=(breaks_off,), status=502, blames="decode", outcome="failed"
-    ),
+    "decode answers 500": Outcome(decode=(ANSWERS_500,), status=500, blames="decode"),
+    "decode breaks off with the ticket": Outcome(decode=(breaks_off,), status=502, blames="decode"),
 }
 
 
@@ -159,10 +153,9 @@ def test_the_client_is_answered_by_who_can_and_learns_whose_fault_it_was(
     has_ticket = {"kv_transfer_params": TICKET} if case.handover == "handed_over" else {}
     assert site.decode.bodies == [{**ASKED, **has_ticket}] * case.asked[1]
     (line,) = site.logged("request.ended")
-    assert (line["outcome"], line["handover"]) == (case.outcome, case.handover)
+    assert (line["status"], line["handover"]) == (case.status, case.handover)
     if case.blames:
         server = line[case.blames]
-        assert got.headers["x-kvbus-error-from"] == f"{case.blames} server {server}"
         assert got.json() == MISTAKE or server in got.json()["error"]["message"]
     else:
         assert got.json() == ANSWER
@@ -177,11 +170,9 @@ def test_the_client_is_answered_by_who_can_and_learns_whose_fault_it_was(
         (b"[" * 100_000, 400),
         (b"1" * 10_000, 400),
         (b"[1]", 400),
-        (b'{"conversation_id": 7}', 400),
-        (b'{"conversation_id": "%s"}' % (257 * b"a"), 400),
         (b" " * (64 << 20) + b"{}", 413),
     ],
-    ids=range(8),
+    ids=range(6),
 )
 def test_a_body_that_is_no_request_is_refused_by_the_proxy(
     site: Site, text: bytes, status: int
@@ -190,23 +181,23 @@ def test_a_body_that_is_no_request_is_refused_by_the_proxy(
 
     assert (got.status_code, got.json()["error"]["code"]) == (status, status)
     assert site.prefill.asked == site.decode.asked == []
-    assert site.logged("request.ended")[0]["outcome"] == "refused"
+    assert site.logged("request.ended")[0]["status"] == status
 
 
-def test_headers_and_the_query_go_to_both_servers_and_those_of_the_answer_come_back(
+def test_the_key_and_the_id_of_a_request_go_to_both_servers_and_bodies_are_not_changed(
     site: Site,
 ) -> None:
     text = b'{"choices":  [{"text": "h\xc3\xa9"}], "kv_transfer_params": null}\n'
-    site.decode.does(says(200, text, x_of_the_engine="7"))
+    site.decode.does(says(200, text))
     sent = {"Authorization": "Bearer k", "X-Request-Id": "mine-7", "Accept-Encoding": "gzip"}
 
-    got = site.ask("/v1/completions?a=1", headers={**sent, "traceparent": TRACE})
+    got = site.ask(headers={**sent, "traceparent": TRACE})
 
-    assert (got.content, got.headers["x-of-the-engine"]) == (text, "7")
+    assert got.content == text
     assert got.headers.get_list("x-request-id") == ["mine-7"]
     for asked in (site.prefill.asked[0], site.decode.asked[0]):
         seen = [asked.headers[name] for name in ("authorization", "x-request-id")]
-        assert [*seen, asked.query] == ["Bearer k", "mine-7", "a=1"]
+        assert seen == ["Bearer k", "mine-7"]
         assert asked.headers["accept-encoding"] == "identity"
     assert site.prefill.bodies[0]["kv_transfer_params"]["traceparent"] == TRACE
     assert site.logged("request.ended")[0]["request_id"] == "mine-7"
