@@ -8,8 +8,8 @@ import pytest
 
 from kvbus.engine import Fetch
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.geometry import GroupSpec
-from kvbus.protocol import Outcome
+from kvbus.geometry import BlockTable, GroupSpec
+from kvbus.protocol import ExtendOffer, Outcome
 from tests.agents import AgentProcess, until
 from tests.engines import FULL, Engine, failure_of, pair, same, works
 from tests.plain_sockets import ask
@@ -105,16 +105,32 @@ async def test_an_extension_that_is_refused_leaves_the_offer_as_it_was(engines: 
     source, _ = engines
     offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]}, sealed=False)
 
+    def extended(num_tokens: int, block: int, first_block: int) -> Awaitable[object]:
+        """Asked for as other engines may, which go on after an error; the SDK ends the offer."""
+        tables = {"full": BlockTable.of([block], first_block=first_block)}
+        return source.prefill.request(ExtendOffer(offer.offer_id, num_tokens, tables))
+
     again = await code_of(source.prefill.offer("r", num_tokens=0, block_ids={"full": []}))
-    out_of_range = await code_of(offer.extend(32, {"full": [64]}))
-    await offer.extend(32, {"full": [2]})
+    out_of_range = await code_of(extended(32, 64, 1))
+    await extended(32, 2, 1)
     await offer.seal()
-    sealed = await code_of(offer.extend(48, {"full": [3]}))
+    sealed = await code_of(extended(48, 3, 2))
     await offer.withdraw()
 
     assert again is ErrorCode.OFFER_EXISTS
     assert out_of_range is ErrorCode.GEOMETRY
     assert sealed is ErrorCode.OFFER_SEALED
+
+
+async def test_an_extension_that_is_refused_ends_an_offer_of_the_sdk(engines: Pair) -> None:
+    source, _ = engines
+    offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]}, sealed=False)
+
+    refused = await code_of(offer.extend(32, {"full": [64]}))
+
+    assert refused is ErrorCode.GEOMETRY
+    assert await offer.ended is Outcome.WITHDRAWN
+    assert offer.error is not None
 
 
 async def test_an_offer_is_claimed_after_its_end_in_vain(
