@@ -1,6 +1,4 @@
-# Every target sets up what it needs; .venv and .venv-vllm are built again only when their inputs have
-# changed.
-
+# Every target sets up what it needs; the environments are built again only when their inputs have changed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
