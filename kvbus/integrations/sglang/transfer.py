@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -46,6 +47,13 @@ class Noted:
 
     num_tokens: int
     digest: str
+
+
+class Place(msgspec.Struct):
+    """Where other agents reach the agent beside a server, and its key, if it has one."""
+
+    endpoint: str
+    server_key: str = ""
 
 
 _noted: OrderedDict[int, Noted] = OrderedDict()
@@ -87,7 +95,7 @@ class Manager(CommonKVManager):
             options.model or self.server_args.served_model_name or self.server_args.model_path,
         )
         self.leads = self.attn_tp_rank == 0
-        self._places: dict[str, dict[str, str]] = {}
+        self._places: dict[str, Place] = {}
         self.link = Link(
             options.attach,
             engine,
@@ -107,16 +115,17 @@ class Manager(CommonKVManager):
             try:
                 answer = requests.get(f"http://{bootstrap_addr}{PLACE}", timeout=ASK_WITHIN_S)
                 answer.raise_for_status()
-                place = self._places[bootstrap_addr] = answer.json()
-            except (requests.RequestException, ValueError) as error:
+                place = msgspec.json.decode(answer.content, type=Place)
+            except (requests.RequestException, msgspec.DecodeError) as error:
                 raise KVBusError(
                     f"the prefill server at {bootstrap_addr} does not tell of its agent: is its "
                     f"transfer backend kvbus? ({error})"
                 ) from error
+            self._places[bootstrap_addr] = place
         met = Rendezvous(
             transfer_id=name_of(room),
-            endpoint=place["endpoint"],
-            server_key=place["server_key"],
+            endpoint=place.endpoint,
+            server_key=place.server_key,
             request_id=f"room-{room}",
         )
         return met.to_json()
@@ -145,8 +154,8 @@ class BootstrapServer(CommonKVBootstrapServer):
             agent = await greet(Options.of_environment().attach)
         except KVBusError as error:
             return web.Response(text=f"no agent: {error.message}", status=503)
-        place = {"endpoint": agent.peer_endpoint, "server_key": agent.server_key}
-        return web.json_response(place)
+        place = Place(endpoint=agent.peer_endpoint, server_key=agent.server_key)
+        return web.json_response(msgspec.to_builtins(place))
 
 
 class Sender(CommonKVSender):
