@@ -13,7 +13,7 @@ from threading import Lock
 import anyio
 import structlog
 
-from kvbus.agent.engines import LocalEngine, engine_lost
+from kvbus.agent.engine import LocalEngine, engine_lost
 from kvbus.agent.segments import RankMemory
 from kvbus.errors import KVBusError
 from kvbus.geometry import GroupSpec
@@ -23,6 +23,7 @@ from kvbus.table import FairQueue, Key
 log = structlog.get_logger()
 
 Job = Callable[[], None]
+OnEnd = Callable[[KVBusError | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +31,13 @@ class Work:
     """Jobs that are done for one purpose; ``error`` is why it was stopped, or failed."""
 
     turn: Key
-    on_end: Callable[[Exception | None], None]
+    on_end: OnEnd
+    engine: LocalEngine | None
     jobs: deque[Job] = field(default_factory=deque)
     num_threads: int = 1
-    error: Exception | None = None
+    error: KVBusError | None = None
 
-    def stop(self, error: Exception) -> None:
+    def stop(self, error: KVBusError) -> None:
         """Begin no further job; its end follows when none runs."""
         self.error = self.error or error
 
@@ -50,7 +52,7 @@ class Work:
         try:
             job()
         except Exception as error:
-            self.stop(error)
+            self.stop(_failure(error))
         return self.error is None and bool(self.jobs)
 
 
@@ -62,7 +64,7 @@ class Work:
 #                └─ one job ─▶ to the end, or out when nothing is left
 #
 # What each thread does next it finds by itself: the event loop hears of the end alone.
-class FairThreads:
+class Copiers:
     """At most ``num_threads`` jobs at once, in the turns of `kvbus.table.FairQueue`."""
 
     def __init__(
@@ -76,25 +78,85 @@ class FairThreads:
         self._threads = new_executor(num_threads, "kvbus-copy")
         self._lock = Lock()
         self._waiting: FairQueue[Callable[[], None]] = FairQueue()
+        self._running: defaultdict[LocalEngine | None, set[Work]] = defaultdict(set)
+        self._idle: dict[LocalEngine | None, anyio.Event] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Works that have not ended."""
+        return sum(map(len, self._running.values()))
 
     def start(
         self,
         turn: Key,
-        plan: Callable[[], Iterable[Job]],
-        on_end: Callable[[Exception | None], None],
-    ) -> Work:
-        """Have the jobs of ``plan`` done, which is called in a thread itself.
+        plan: Callable[[], Iterable[Callable[[PagedMemory], None]]],
+        on_end: OnEnd,
+        *,
+        engine: LocalEngine,
+        memories: Collection[RankMemory],
+        group: GroupSpec,
+        at_once: bool = False,
+    ) -> Work | None:
+        """As `start_jobs`, with each copy of ``plan`` called once for each of ``memories``."""
 
-        ``on_end`` is called in the event loop, once, with why they failed, when none of them runs
-        any more.
+        def copy_of(copy: Callable[[PagedMemory], None], memory: RankMemory) -> None:
+            paged = memory.paged(group)
+            if memory.stream is None:
+                copy(paged)
+            else:
+                memory.stream.run(lambda: copy(paged), gone=lambda: engine.lost)
+
+        def jobs() -> Iterable[Job]:
+            return [partial(copy_of, copy, memory) for copy in plan() for memory in memories]
+
+        return self.start_jobs(turn, jobs, on_end, engine=engine, at_once=at_once)
+
+    # A job cannot be stopped, and a thread that copies holds addresses. So who asked hears of the
+    # end of its copy and of nothing before: else its slot would be given on while it is still read
+    # or written. Before each job the engine's end is looked at, as nothing may be copied for an
+    # engine that is lost; for the copies that run then, `quiesce` waits.
+    def start_jobs(
+        self,
+        turn: Key,
+        plan: Callable[[], Iterable[Job]],
+        on_end: OnEnd,
+        *,
+        engine: LocalEngine | None = None,
+        at_once: bool = False,
+    ) -> Work | None:
+        """Have the jobs of ``plan``, which touch no memory but that of ``engine``, done in threads.
+
+        ``plan`` is called there as well. ``on_end`` is called in the event loop, once, when none of
+        them runs any more, with why they failed. With ``at_once`` all is done by this call: for
+        what takes no longer than the way to a thread. Nothing is returned, and all has ended, then
+        and for an engine that is lost.
         """
-        work = Work(turn, on_end)
-        self._queue(work, partial(self._plan, work, plan))
+        if engine is not None and engine.lost:
+            on_end(engine_lost())
+            return None
+        if at_once:
+            on_end(_done_at_once(plan))
+            return None
+        work = Work(turn, on_end, engine)
+        work.jobs.append(lambda: work.jobs.extend(plan()))
+        self._running[engine].add(work)
+        self._queue(work, partial(self._plan, work))
         return work
 
-    def _plan(self, work: Work, plan: Callable[[], Iterable[Job]]) -> None:
+    async def quiesce(self, engine: LocalEngine) -> None:
+        """Return when nothing copies from or to the memory of a lost engine, or refers to it."""
+        if engine in self._running:
+            await self._idle.setdefault(engine, anyio.Event()).wait()
+        for rank in engine.ranks.values():
+            rank.forget_paged()
+
+    def forget(self, engine: LocalEngine) -> None:
+        """The engine is lost: begin no job."""
+        for work in self._running.get(engine, ()):
+            work.stop(engine_lost())
+
+    def _plan(self, work: Work) -> None:
         """No other thread serves the work yet; then as many do as it has jobs for, this one too."""
-        work.jobs.append(lambda: work.jobs.extend(plan()))
         work.do_next()
         work.num_threads = max(1, min(self._num_threads, len(work.jobs)))
         for _ in range(work.num_threads - 1):
@@ -123,127 +185,15 @@ class FairThreads:
     def _leave(self, work: Work) -> None:
         """In the event loop: one thread less serves the work."""
         work.num_threads -= 1
-        if not work.num_threads:
-            work.jobs.clear()  # what was not begun holds memory
-            work.on_end(work.error)
-
-
-OnEnd = Callable[[KVBusError | None], None]
-
-
-class Copiers:
-    """At most ``num_threads`` copies at once; those of many jobs and those of one take fair turns.
-
-    A copy that waits for a thread starts as soon as another ends, without the event loop's doing.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        num_threads: int,
-        new_executor: Callable[[int, str], Executor] = ThreadPoolExecutor,
-    ) -> None:
-        self._threads = FairThreads(loop, num_threads=num_threads, new_executor=new_executor)
-        self._running: defaultdict[LocalEngine, set[Work]] = defaultdict(set)
-        self._idle: dict[LocalEngine, anyio.Event] = {}
-
-    @property
-    def num_running(self) -> int:
-        """Copies of engines' memory that have not ended."""
-        return sum(map(len, self._running.values()))
-
-    # A job cannot be stopped, and a thread that copies holds addresses. So who asked hears of the
-    # end of its copy and of nothing before: else its slot would be given on while it is still read
-    # or written. Before each job the engine's end is looked at, as nothing may be copied for an
-    # engine that is lost; for the copies that run then, `quiesce` waits.
-    def start(
-        self,
-        turn: Key,
-        plan: Callable[[], Iterable[Callable[[PagedMemory], None]]],
-        on_end: OnEnd,
-        *,
-        engine: LocalEngine,
-        memories: Collection[RankMemory],
-        group: GroupSpec,
-        at_once: bool = False,
-    ) -> Work | None:
-        """Have each copy of ``plan`` called in threads, once for each of ``memories``.
-
-        ``at_once`` is as for `start_jobs`. ``on_end`` gets why it failed, or None, when nothing of
-        it runs. That is called in the event loop, once; at once, and nothing is returned, for an
-        engine that is lost.
-        """
-
-        def in_thread(copy: Callable[[PagedMemory], None], memory: RankMemory) -> None:
-            paged = memory.paged(group)
-            if memory.stream is None:
-                copy(paged)
-            else:
-                memory.stream.run(lambda: copy(paged), gone=lambda: engine.lost)
-
-        def jobs() -> Iterable[Job]:
-            return [partial(in_thread, copy, memory) for copy in plan() for memory in memories]
-
-        return self.start_jobs(turn, jobs, on_end, engine=engine, at_once=at_once)
-
-    def start_jobs(
-        self,
-        turn: Key,
-        plan: Callable[[], Iterable[Job]],
-        on_end: OnEnd,
-        *,
-        engine: LocalEngine,
-        at_once: bool = False,
-    ) -> Work | None:
-        """Have the jobs of ``plan`` done in threads, and ``plan`` called there; else as `start`.
-
-        With ``at_once`` all is done by this call, in the event loop: for what takes no longer than
-        the way to a thread.
-        """
-        if at_once and not engine.lost:
-            on_end(_done_at_once(plan))
-            return None
-        if engine.lost:
-            on_end(engine_lost())
-            return None
-
-        def end(error: Exception | None) -> None:
-            running = self._running[engine]
-            running.discard(work)
-            if not running:
-                del self._running[engine]
-                self._idle.pop(engine, anyio.Event()).set()
-            on_end(None if error is None else _failure(error))
-
-        work = self._threads.start(turn, plan, end)
-        self._running[engine].add(work)
-        return work
-
-    def start_alone(self, job: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """Have ``job``, which touches no engine's memory, called in a thread, then ``on_end``.
-
-        That is called in the event loop, once; a job that fails is logged.
-        """
-
-        def end(error: Exception | None) -> None:
-            if error is not None:
-                _failure(error)
-            on_end()
-
-        self._threads.start(Key("alone"), lambda: [job], end)
-
-    async def quiesce(self, engine: LocalEngine) -> None:
-        """Return when nothing copies from or to the memory of a lost engine, or refers to it."""
-        if engine in self._running:
-            await self._idle.setdefault(engine, anyio.Event()).wait()
-        for rank in engine.ranks.values():
-            rank.forget_paged()
-
-    def forget(self, engine: LocalEngine) -> None:
-        """The engine is lost: begin no job."""
-        for work in self._running.get(engine, ()):
-            work.stop(engine_lost())
+        if work.num_threads:
+            return
+        work.jobs.clear()  # what was not begun holds memory
+        running = self._running[work.engine]
+        running.discard(work)
+        if not running:
+            del self._running[work.engine]
+            self._idle.pop(work.engine, anyio.Event()).set()
+        work.on_end(work.error)
 
 
 def _done_at_once(plan: Callable[[], Iterable[Job]]) -> KVBusError | None:
@@ -256,7 +206,7 @@ def _done_at_once(plan: Callable[[], Iterable[Job]]) -> KVBusError | None:
 
 
 def _failure(error: Exception) -> KVBusError:
-    """What nobody foresaw is logged with its trace, and fails this copy alone."""
+    """A defect is logged with its trace, and fails this copy alone."""
     if isinstance(error, KVBusError):
         return error
     log.error("step.failed", exc_info=error)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvbus.agent.copiers import Copiers, Work
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.segments import RankMemory
 from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable, Box, slot_bytes
@@ -23,6 +23,8 @@ from kvbus.planning.digests import chosen_boxes, num_pieces
 from kvbus.table import Key
 
 Digests = npt.NDArray[np.uint64]
+JOB_BYTES = 8 << 20
+"""About so much is digested by one job."""
 SHORT_BYTES = 128 << 10
 """So much is digested on the event loop, in about 0.3 ms: a sample of 8 MiB. The way to a
 thread and back takes 0.07 ms, and more where other threads have the cores.
@@ -40,59 +42,51 @@ class Wanted:
     turn: Key
 
     def boxes(self) -> Iterator[Box]:
-        """What is digested."""
         return chosen_boxes(self.box, offer_id=self.offer_id, one_in=self.one_in)
 
 
-class Digester:
-    """Digests boxes in jobs of about ``job_bytes``, in fair turns with copies."""
+def start_digest(
+    copiers: Copiers,
+    wanted: Wanted,
+    on_end: Callable[[Digests | KVBusError], None],
+    *,
+    engine: LocalEngine,
+    rank: RankMemory,
+) -> Work | None:
+    """Digest on one of the engine's ranks, in fair turns with copies.
 
-    def __init__(self, copiers: Copiers, *, job_bytes: int) -> None:
-        self._copiers, self._job_bytes = copiers, job_bytes
+    ``on_end`` is called in the event loop, once, when nothing of it runs any more; before this
+    returns, with nothing, if it is done at once.
+    """
+    group, found = engine.spec.group(wanted.box.group), dict[int, Digests]()
 
-    def start(
-        self,
-        wanted: Wanted,
-        on_end: Callable[[Digests | KVBusError], None],
-        *,
-        engine: LocalEngine,
-        rank: RankMemory,
-    ) -> Work | None:
-        """Digest on one of the engine's ranks.
+    def digest(number: int, boxes: list[Box], memory: PagedMemory) -> None:
+        found[number] = digest_pieces(memory, wanted.table, boxes)
 
-        ``on_end`` is called in the event loop, once, when nothing of it runs any more; before this
-        returns, with nothing, if it is done at once.
-        """
-        group, found = engine.spec.group(wanted.box.group), dict[int, Digests]()
+    def plan() -> Iterator[Callable[[PagedMemory], None]]:
+        boxes: list[Box] = []
+        num_bytes = number = 0
+        for box in wanted.boxes():
+            boxes.append(box)
+            num_bytes += slot_bytes(group, box)
+            if num_bytes >= JOB_BYTES:
+                yield partial(digest, number, boxes)
+                boxes, num_bytes, number = [], 0, number + 1
+        yield partial(digest, number, boxes)
 
-        def digest(number: int, boxes: list[Box], memory: PagedMemory) -> None:
-            found[number] = digest_pieces(memory, wanted.table, boxes)
+    def end(error: KVBusError | None) -> None:
+        on_end(error or np.concatenate([found[number] for number in sorted(found)]))
 
-        def plan() -> Iterator[Callable[[PagedMemory], None]]:
-            boxes: list[Box] = []
-            num_bytes = number = 0
-            for box in wanted.boxes():
-                boxes.append(box)
-                num_bytes += slot_bytes(group, box)
-                if num_bytes >= self._job_bytes:
-                    yield partial(digest, number, boxes)
-                    boxes, num_bytes, number = [], 0, number + 1
-            yield partial(digest, number, boxes)
-
-        def end(error: KVBusError | None) -> None:
-            on_end(error or np.concatenate([found[number] for number in sorted(found)]))
-
-        about_bytes = slot_bytes(group, wanted.box) // wanted.one_in
-        at_once = bool(rank.mapped_addresses) and about_bytes <= SHORT_BYTES
-        return self._copiers.start(
-            wanted.turn,
-            plan,
-            end,
-            engine=engine,
-            memories=(rank,),
-            group=group,
-            at_once=at_once,
-        )
+    about_bytes = slot_bytes(group, wanted.box) // wanted.one_in
+    return copiers.start(
+        wanted.turn,
+        plan,
+        end,
+        engine=engine,
+        memories=(rank,),
+        group=group,
+        at_once=bool(rank.mapped_addresses) and about_bytes <= SHORT_BYTES,
+    )
 
 
 def digest_pieces(memory: PagedMemory, table: BlockTable, boxes: Iterable[Box]) -> Digests:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.access import EVENTS, PEER, Access, load_http_token
 from kvbus.agent.config import CLOSES_WITHIN_S, AgentConfig, named
+from kvbus.agent.copiers import Copiers
 from kvbus.agent.data_plane import (
     DataPlane,
     choose_interfaces,
@@ -25,7 +25,7 @@ from kvbus.agent.data_plane import (
     open_ucx,
     restrict_ucx,
 )
-from kvbus.agent.engines import EngineDirectory, Surroundings
+from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.http import AgentPages, HttpServer
 from kvbus.agent.observe import AgentMetrics, Refusals
 from kvbus.agent.service import Agent, Service
@@ -167,9 +167,11 @@ class Runtime:
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
         """Bind every socket, then let engines in."""
+        copiers = Copiers(asyncio.get_running_loop(), num_threads=self.config.copy_threads)
         engines = EngineDirectory(
             transport=self.transport,
             staging=self.staging,
+            copiers=copiers,
             bus_errors=self.bus_errors,
             lend=self.role is AgentRole.PREFILL and self.config.mapped,
             tasks=self.tasks,
@@ -182,12 +184,15 @@ class Runtime:
         )
         await self.tasks.start(attach.serve)
         self._bind(context, engines)
-        self.agent = self._make_agent(context, engines)
+        self.agent = self._make_agent(context, engines, copiers)
         self.service = make_service(self.agent)
         self.report = SelfReport(self.config, self.agent, self.service)
         self._serve_http()
         engines.open(
-            Surroundings(self.agent.identity, self.engine_socket, self.events, self.service)
+            self.agent.identity,
+            server=self.engine_socket,
+            publisher=self.events,
+            user=self.service,
         )
         self._take_requests(engines)
         await self.service.start()
@@ -243,7 +248,7 @@ class Runtime:
                 options=self.access.options(EVENTS),
             )
 
-    def _make_agent(self, context: BusContext, engines: EngineDirectory) -> Agent:
+    def _make_agent(self, context: BusContext, engines: EngineDirectory, copiers: Copiers) -> Agent:
         identity = Welcome(
             protocol=PROTOCOL_VERSION,
             agent_id=self.config.agent_id,
@@ -258,6 +263,7 @@ class Runtime:
             identity=identity,
             transport=self.transport,
             engines=engines,
+            copiers=copiers,
             publisher=self.events,
             metrics=self.metrics,
             context=context,
@@ -269,7 +275,6 @@ class Runtime:
             access=self.access,
             bus_errors=self.bus_errors,
             sender=self._start_sender(identity),
-            new_executor=ThreadPoolExecutor,
         )
 
     def _advertised(self, endpoint: str) -> str:

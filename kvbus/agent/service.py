@@ -5,7 +5,6 @@ Refuses sockets and threads: they are the runtime's, handed over in `Agent`.
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from anyio.abc import TaskGroup
 
 from kvbus.agent.access import Access
+from kvbus.agent.copiers import Copiers
 from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.engines import EngineDirectory, EngineUser
 from kvbus.agent.observe import AgentMetrics
@@ -28,20 +28,18 @@ from kvbus.transport import Transport
 if TYPE_CHECKING:
     from kvbus.agent.otlp import SpanSender
 
-NewExecutor = Callable[[int, str], Executor]
-"""Called with the number of threads and what their names begin with."""
-
 
 @dataclass(frozen=True, slots=True)
 class Agent:
     """What a service may use of its agent; ``folder`` is for sockets of its own.
 
-    ``sender`` takes what has ended where a collector wants spans, ``new_executor`` makes threads.
+    ``sender`` takes what has ended where a collector wants spans.
     """
 
     identity: Welcome
     transport: Transport
     engines: EngineDirectory
+    copiers: Copiers
     publisher: EventPublisher
     metrics: AgentMetrics
     context: BusContext
@@ -53,7 +51,6 @@ class Agent:
     bus_errors: BusErrors
     folder: Path
     sender: "SpanSender | None" = None
-    new_executor: NewExecutor = ThreadPoolExecutor
 
 
 class Service(EngineUser, Protocol):

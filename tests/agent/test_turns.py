@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.agent.copiers import Copiers, FairThreads, Job
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.copiers import Copiers, Job
+from kvbus.agent.engine import LocalEngine
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.table import Key
 from tests.agents import WITHIN_S, until
 from tests.engines import make_spec
 
-STOPPED, FAILED = LocalError("stopped", code=ErrorCode.CANCELLED), ValueError("of a job or a plan")
+STOPPED = LocalError("stopped", code=ErrorCode.CANCELLED)
+FAILED = LocalError("of a job or a plan")
 
 
 @dataclass
@@ -56,8 +57,8 @@ class Log:
         await until(lambda: len(self.ends) >= num_works)
 
 
-def fair_threads(num_threads: int = 1) -> FairThreads:
-    return FairThreads(asyncio.get_running_loop(), num_threads=num_threads)
+def copiers_of(num_threads: int = 1) -> Copiers:
+    return Copiers(asyncio.get_running_loop(), num_threads=num_threads)
 
 
 def fail() -> NoReturn:
@@ -75,13 +76,13 @@ def test_every_work_does_its_jobs_once_and_ends_once_by_the_first_that_fails(
     log = Log()
 
     async def run() -> None:
-        threads = fair_threads(num_threads)
+        threads = copiers_of(num_threads)
         for number, (count, failing, priority) in enumerate(works):
             jobs, turn = [log.job(f"{number}") for _ in range(count)], Key(number % 4, priority)
             if failing is not None:
                 jobs.insert(failing, fail)
-            threads.start(turn, partial(list, jobs), log.end(f"{number}"))
-        threads.start(Key("no plan"), fail, log.end("no plan"))
+            threads.start_jobs(turn, partial(list, jobs), log.end(f"{number}"))
+        threads.start_jobs(Key("no plan"), fail, log.end("no plan"))
         await log.over(len(works) + 1)
 
     anyio.run(run)
@@ -98,9 +99,10 @@ def test_every_work_does_its_jobs_once_and_ends_once_by_the_first_that_fails(
 
 @pytest.mark.anyio
 async def test_a_stopped_work_begins_no_further_job_and_ends_after_the_one_that_runs() -> None:
-    log, threads = Log(), fair_threads()
+    log, threads = Log(), copiers_of()
     jobs = [log.job("first"), *log.jobs("held", 9)]
-    work = threads.start(Key("large"), lambda: jobs, log.end("large"))
+    work = threads.start_jobs(Key("large"), lambda: jobs, log.end("large"))
+    assert work is not None
     await until(log.begun.is_set)
 
     work.stop(STOPPED)
@@ -115,11 +117,11 @@ async def test_a_stopped_work_begins_no_further_job_and_ends_after_the_one_that_
 
 @pytest.mark.anyio
 async def test_a_small_work_waits_for_one_job_of_a_large_one() -> None:
-    log, threads = Log(), fair_threads()
-    threads.start(Key("large"), lambda: log.jobs("large", 9), log.end("large"))
+    log, threads = Log(), copiers_of()
+    threads.start_jobs(Key("large"), lambda: log.jobs("large", 9), log.end("large"))
     await until(log.begun.is_set)
 
-    threads.start(Key("small"), lambda: [log.job("small")], log.end("small"))
+    threads.start_jobs(Key("small"), lambda: [log.job("small")], log.end("small"))
     await log.over(2)
 
     assert log.done[:3] == ["large 0", "small", "large 1"]
@@ -132,12 +134,12 @@ async def test_a_small_work_waits_for_one_job_of_a_large_one() -> None:
 async def test_urgent_jobs_are_done_before_those_that_waited_which_have_some_turns_too(
     num_urgent: int, num_slow: int, first_over: str
 ) -> None:
-    log, threads = Log(), fair_threads()
-    threads.start(Key("first"), lambda: [log.held_job("first")], log.end("first"))
+    log, threads = Log(), copiers_of()
+    threads.start_jobs(Key("first"), lambda: [log.held_job("first")], log.end("first"))
     await until(log.begun.is_set)
 
-    threads.start(Key("a"), lambda: [log.job("slow")] * num_slow, log.end("slow"))
-    threads.start(Key("a", 1), lambda: [log.job("urgent")] * num_urgent, log.end("urgent"))
+    threads.start_jobs(Key("a"), lambda: [log.job("slow")] * num_slow, log.end("slow"))
+    threads.start_jobs(Key("a", 1), lambda: [log.job("urgent")] * num_urgent, log.end("urgent"))
     await log.over(3)
 
     assert log.ends[1] == (first_over, None)

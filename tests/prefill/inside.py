@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from kvbus.agent.config import convert_config
-from kvbus.agent.engines import EngineProcess, LocalEngine
+from kvbus.agent.engine import EngineProcess, LocalEngine
 from kvbus.agent.runtime import Runtime
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.engine import PrefillSession

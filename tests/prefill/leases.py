@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.slots import HOST
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused

@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from kvbus.agent.copiers import Copiers
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
 from tests.agents import until

@@ -8,8 +8,9 @@ from typing import Any, cast
 import anyio
 
 from kvbus.agent.access import Access
+from kvbus.agent.copiers import Copiers
 from kvbus.agent.data_plane import DataPlane
-from kvbus.agent.engines import EngineDirectory, Surroundings
+from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
@@ -133,9 +134,15 @@ class SimAgent:
         config = self._config()
         staging = await StagingDevices.open(config, transport)
         async with anyio.create_task_group() as self.tasks:
+            copiers = Copiers(
+                loop,
+                num_threads=config.copy_threads,
+                new_executor=lambda *_: SimExecutor(loop),
+            )
             self.engines = engines = EngineDirectory(
                 transport=transport,
                 staging=staging,
+                copiers=copiers,
                 bus_errors=BusErrors(),
                 lend=False,
                 tasks=self.tasks,
@@ -162,6 +169,7 @@ class SimAgent:
                 identity=identity,
                 transport=transport,
                 engines=engines,
+                copiers=copiers,
                 publisher=events,
                 metrics=AgentMetrics(),
                 context=context,
@@ -172,10 +180,9 @@ class SimAgent:
                 access=access,
                 bus_errors=BusErrors(),
                 folder=Path(self.name),
-                new_executor=lambda *_: SimExecutor(loop),
             )
             self.service = self._service(config)
-            engines.open(Surroundings(identity, engine_socket, events, self.service))
+            engines.open(identity, server=engine_socket, publisher=events, user=self.service)
             engine_socket.on(
                 {
                     Register: engines.register,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.planning import whole_spans
 from kvbus.protocol.ticket import UNKNOWN
 from kvbus_decode.fetch import events as ev

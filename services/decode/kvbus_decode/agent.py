@@ -8,7 +8,7 @@ import structlog
 from msgspec import convert, structs
 
 from kvbus.agent.access import load_ticket_keys
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
@@ -89,7 +89,7 @@ class DecodeService:
         agent.metrics.add_readings(self._readings, READINGS)
         self.cost, self.sharing = self._costs.cost, self._borrower.sharing
         self.silent_peers, self.key_of = peers.silent, peers.key_of_silent
-        self.copied, self.quiesce = self._reader.copies_done, self._reader.reads_done
+        self.quiesce = self._reader.reads_done
         self.drained = self._idle.wait
         self.story, self.spans = self._stories.lines, self._stories.remembered
         self.recent = self._stories.recent
@@ -288,7 +288,7 @@ class DecodeService:
             "listed_peers": self._warm.num_listed,
             "warm_peers": self._warm.num_warm,
             "engines": len(self._agent.engines.engines),
-            "copies": self._reader.num_copies,
+            "copies": self._agent.copiers.num_running,
             "outstanding_handles": stats.outstanding_handles,
             "outstanding_bytes": stats.outstanding_bytes,
             "unreleased_handles": stats.unreleased_handles,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, Box, num_blocks_for
 from kvbus.planning import Spans, asked_states, chunk_spans, tail_spans, whole_spans

@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 import structlog
 
-from kvbus.agent.copiers import Copiers
-from kvbus.agent.digests import Digester, Digests, Wanted
+from kvbus.agent.digests import Digests, Wanted, start_digest
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box
@@ -68,12 +67,10 @@ class Comparison:
     def __init__(
         self,
         agent: Agent,
-        copiers: Copiers,
         metrics: DecodeMetrics,
         dispatch: Callable[[Event], None],
     ) -> None:
         self._agent, self._dispatch = agent, dispatch
-        self._digester = Digester(copiers, job_bytes=agent.transport.limits.slice_bytes)
         self._equal, self._different = map(metrics.digests.labels, ("equal", "different"))
 
     def start(self, leg: Leg, _: Begin) -> None:
@@ -97,7 +94,13 @@ class Comparison:
         engine = chunk.route.engine
         for rank in work.share.readers:
             on_end = partial(self._take, leg, rank)
-            self._digester.start(work.wanted, on_end, engine=engine, rank=engine.ranks[rank])
+            start_digest(
+                self._agent.copiers,
+                work.wanted,
+                on_end,
+                engine=engine,
+                rank=engine.ranks[rank],
+            )
 
     def _on_reply(self, leg: Leg, reply: wire.Digests | KVBusError) -> None:
         if isinstance(reply, wire.Digests):

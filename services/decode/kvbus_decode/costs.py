@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import Learned, chunk_spans, held_bytes

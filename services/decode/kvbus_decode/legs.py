@@ -256,7 +256,7 @@ def _zero_legs(chunk: Chunk) -> Iterator[Leg]:
     """One leg for each rank that holds a group with a tail."""
     engine = chunk.route.engine
     for name, span in chunk.tail.items():
-        for rank in engine.ordered_ranks():
+        for rank in engine.ranks.values():
             if name in rank.num_blocks:
                 yield Leg((COPYING,), ZeroJob(chunk, (rank,), engine.spec.group(name), span))
 

@@ -13,7 +13,7 @@ import anyio
 import structlog
 
 from kvbus.agent.config import MEMORY_SOCKET
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import machine_id, sharing
 from kvbus.agent.loop import in_thread
 from kvbus.agent.service import Agent

@@ -17,8 +17,7 @@ from functools import partial
 import anyio
 import structlog
 
-from kvbus.agent.copiers import Copiers
-from kvbus.agent.engines import LocalEngine, engine_lost
+from kvbus.agent.engine import LocalEngine, engine_lost
 from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, TransferFailed
@@ -69,9 +68,6 @@ class Reader:
     ) -> None:
         self._agent, self._config = agent, config
         self._active, self._on_end = active, on_end
-        self._copiers = Copiers(
-            agent.loop, num_threads=config.copy_threads, new_executor=agent.new_executor
-        )
         self._chooser = PathChooser(agent, config)
         self._table = ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
@@ -80,7 +76,7 @@ class Reader:
             LegState.PACKING: self._pack,
             LegState.READING: self._read,
             LegState.COPYING: self._copy,
-            LegState.COMPARING: Comparison(agent, self._copiers, metrics, self._dispatch).start,
+            LegState.COMPARING: Comparison(agent, metrics, self._dispatch).start,
         }
         self._driver.commands |= {
             ev.Begin: lambda command: self._begin_stage[command.stage](command.leg, command),
@@ -98,11 +94,6 @@ class Reader:
     def num_slots_in_use(self) -> int:
         """Staging slots in use."""
         return self._table.num_slots_in_use
-
-    @property
-    def num_copies(self) -> int:
-        """Copies into engines' memory that have not ended."""
-        return self._copiers.num_running
 
     def story_of(self, key: str) -> Story | None:
         """The story of the reads of a fetch, if there is one."""
@@ -139,13 +130,8 @@ class Reader:
         self._driver.stop()
 
     def lose_engine(self, engine: LocalEngine) -> None:
-        """Stop the chunks of an engine that is gone; no copy for it starts."""
-        self._copiers.forget(engine)
+        """Stop the chunks of an engine that is gone."""
         self._dispatch(ev.EngineGone(engine, engine_lost()))
-
-    async def copies_done(self, engine: LocalEngine) -> None:
-        """Return when no thread copies into ``engine``, which is lost."""
-        await self._copiers.quiesce(engine)
 
     async def reads_done(self, engine: LocalEngine) -> None:
         """Return when nothing can write into ``engine`` any more."""
@@ -243,9 +229,9 @@ class Reader:
         turn, engine = work.chunk.turn, work.chunk.route.engine
         if isinstance(work, MappedJob):
             on_end = partial(self._count_mapped, work, partial(self._end_stage, leg))
-            work.copying = self._copiers.start_jobs(turn, work.jobs, on_end, engine=engine)
+            work.copying = self._agent.copiers.start_jobs(turn, work.jobs, on_end, engine=engine)
             return
-        work.copying = self._copiers.start(
+        work.copying = self._agent.copiers.start(
             turn,
             lambda: (partial(work.copy, leg.slot),),
             partial(self._on_copied, leg),
@@ -267,7 +253,7 @@ class Reader:
 
         turn, engine = work.chunk.turn, work.chunk.route.engine
         on_copied = partial(self._count_mapped, work, end)
-        self._copiers.start_jobs(turn, work.jobs, on_copied, engine=engine, at_once=True)
+        self._agent.copiers.start_jobs(turn, work.jobs, on_copied, engine=engine, at_once=True)
 
     def _count_mapped(
         self,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
     AxisName,
@@ -108,7 +108,7 @@ class Route:
         placed_there = [placed for source in sources for placed in source.ranks.values()]
         ranks = [placed.rank for placed in placed_there]
         validate_ranks(prefill, ranks)
-        self.readers = {placed.rank.rank: placed for placed in engine.placed()}
+        self.readers = {n: rank.placed(engine.spec) for n, rank in engine.ranks.items()}
         """The ranks of the decode engine that are here, by number."""
         self.prefill_direct = all(placed.direct for placed in placed_there)
         """Whether READs can start in the blocks of every rank of the prefill engine."""

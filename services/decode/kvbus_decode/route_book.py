@@ -12,7 +12,7 @@ import anyio
 import structlog
 from msgspec import structs
 
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.loop import in_thread
 from kvbus.agent.service import Agent
 from kvbus.bus import RequestClient

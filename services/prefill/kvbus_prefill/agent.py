@@ -8,7 +8,7 @@ import anyio
 import structlog
 
 from kvbus.agent.access import load_ticket_keys
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, Shared, new_secret
 from kvbus.errors import GeometryError
@@ -101,15 +101,10 @@ class PrefillService(Service):
             self._driver.dispatch(ev.EnginesGone())
         self._lender.end_engine(engine)
 
-    async def copied(self, engine: LocalEngine) -> None:
-        """Return when nothing gathers from the engine's memory any more."""
-        await self._packing.copiers.quiesce(engine)
-
     async def quiesce(self, engine: LocalEngine) -> None:
         """A reader may still be served late reads; its agent aborts them when its lease is over."""
         log.debug("engine.retiring", engine_id=engine.engine_id)
         await anyio.sleep(self._config.late_read_s)
-        await self._packing.copiers.quiesce(engine)
 
     def start_draining(self) -> None:
         """No new offers; those that are live wait for their readers."""

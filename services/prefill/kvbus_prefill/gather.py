@@ -9,10 +9,9 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from kvbus.agent.copiers import Copiers
-from kvbus.agent.digests import Digester, Wanted
 from kvbus.agent.digests import Digests as Found
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.digests import Wanted, start_digest
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, Shared
@@ -89,11 +88,6 @@ class Packing:
             slots.StartWipe: self._start_wipe,
         }
         self._lost: dict[str, LocalEngine] = {}
-        self.copiers = Copiers(
-            agent.loop, num_threads=config.copy_threads, new_executor=agent.new_executor
-        )
-        """Its threads, for whatever else reads the memory of engines."""
-        self._digester = Digester(self.copiers, job_bytes=agent.transport.limits.slice_bytes)
         self._places: Places[Reader] = Places(config.max_handoffs)
         self._served: dict[Reader, tuple[ProgressToken, asyncio.TimerHandle]] = {}
 
@@ -118,7 +112,6 @@ class Packing:
         if len(self._lost) > MOST_LOST:
             del self._lost[next(iter(self._lost))]
         self._driver.dispatch(EngineLost(engine.engine_id))
-        self.copiers.forget(engine)
 
     def stop(self) -> None:
         """Refuse what waits."""
@@ -221,7 +214,7 @@ class Packing:
     def _start_gather(self, command: slots.StartGather) -> None:
         asked, slot_id = command.asked, command.slot_id
         work: Gather = asked.work
-        self.copiers.start(
+        self._agent.copiers.start(
             asked.turn,
             lambda: (partial(self._gather, work, asked.slots, command.slot),),
             lambda error: self._driver.dispatch(slots.GatherEnded(slot_id, error)),
@@ -241,8 +234,10 @@ class Packing:
 
     def _start_wipe(self, command: slots.StartWipe) -> None:
         ended = slots.WipeEnded(command.slot_id)
-        self.copiers.start_alone(
-            partial(command.slots.wipe, command.slot), partial(self._driver.dispatch, ended)
+        self._agent.copiers.start_jobs(
+            Key("wipe"),
+            lambda: [partial(command.slots.wipe, command.slot)],
+            lambda _: self._driver.dispatch(ended),
         )
 
     # Boxes that are digested. A digest tells of bytes: it needs the secret of the offer. One that
@@ -278,7 +273,7 @@ class Packing:
 
         check()
         wanted = Wanted(box, asked.table, asked.offer_id, asked.one_in, Key(asked.offer_id))
-        work = self._digester.start(wanted, reply, engine=engine, rank=memory)
+        work = start_digest(self._agent.copiers, wanted, reply, engine=engine, rank=memory)
         if work is not None:
             error = LocalError("nobody waits", code=ErrorCode.CANCELLED)
             call.on_end = partial(work.stop, error)

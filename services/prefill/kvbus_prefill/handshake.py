@@ -5,7 +5,7 @@ from functools import partial
 
 import structlog
 
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import check_protocol
 from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from kvbus.agent.config import MEMORY_SOCKET
-from kvbus.agent.engines import LocalEngine
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import machine_id, sharing
 from kvbus.agent.observe import Refusals
 from kvbus.agent.service import Agent
@@ -128,7 +128,7 @@ class MemoryLender:
 
 def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, SegmentMapping | None]]:
     """What the ranks here are made of, None for what no host maps."""
-    for memory in engine.ordered_ranks():
+    for memory in engine.ranks.values():
         for segment in memory.rank.segments:
             mapping = memory.mappings[segment.segment_id]
             shared = mapping if isinstance(mapping, SegmentMapping) else None

@@ -1,0 +1,205 @@
+"""A local engine: its processes, and the ranks whose memory is here.
+
+An engine is lost as a whole when any of its processes ends.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import structlog
+
+from kvbus.agent.segments import RankMemory, Segments
+from kvbus.bus import Call, Session, new_secret
+from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
+from kvbus.memory.attach import AttachConnection
+from kvbus.protocol.engine import AgentRanks, Fetched
+from kvbus.protocol.message import Message, check_right
+from kvbus.protocol.peer import EngineMemory
+from kvbus.transport import Registration
+
+log = structlog.get_logger()
+
+MAX_BLOCK_ID = 2**32 - 1
+
+
+@dataclass(slots=True, eq=False)
+class EngineProcess:
+    """One process of an engine: its attach connection, its session, the segments it passed."""
+
+    engine_id: str
+    boot: str
+    connection: AttachConnection
+    segments: Segments
+    session: Session | None = None
+    engine: LocalEngine | None = None
+    wants_fetched: bool = False
+    detaching: bool = False
+    gone: bool = False
+
+    def open(self, session: Session) -> None:
+        """It asks by this session from now on; if it does not read, it is sent away."""
+        self.session = session
+        session.pinned, session.on_unread = True, self._send_away
+
+    def notify(self, notice: Message) -> None:
+        if self.session is not None:
+            self.session.notify(notice.op, notice)
+
+    def _send_away(self) -> None:
+        if not self.gone and not self.detaching:
+            log.error("engine.unresponsive", engine_id=self.engine_id)
+            self.connection.hang_up()
+
+
+@dataclass(slots=True, eq=False)
+class LocalEngine:
+    """An engine: one control process, and one that holds the memory of each rank.
+
+    The agent that has the control process is the engine's home; ``others`` have the ranks that are
+    not here. An agent without it has some ranks of an engine whose home is elsewhere.
+    """
+
+    spec: EngineSpec
+    control: EngineProcess | None = None
+    others: tuple[AgentRanks, ...] = ()
+    ranks: dict[int, RankMemory] = field(default_factory=dict)
+    """Those that are here, in order."""
+    memory_id: str = ""
+    """Stands for the processes that hold the ranks here: a rank that came back is another."""
+    instance: str = ""
+    """Stands for the control process, and may be told to anybody; empty before that came.
+
+    Its boot id may not: on the engine socket that is who it is.
+    """
+    num_missing_ranks: int = field(init=False)
+    """Ranks that are neither here nor at one of the others."""
+    processes: set[EngineProcess] = field(default_factory=set)
+    waiting: list[Call] = field(default_factory=list)
+    lost: bool = False
+    _accesses: list[str] = field(default_factory=list, repr=False)
+    _rank_boots: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.num_missing_ranks = self.spec.num_ranks
+
+    @property
+    def engine_id(self) -> str:
+        return self.spec.engine_id
+
+    @property
+    def ready(self) -> bool:
+        """Whether this is its home, and all of its processes here are registered and alive."""
+        return self.control is not None and not self.num_missing_ranks and not self.lost
+
+    @property
+    def access(self) -> str:
+        """What is shown to ask about the memory here; empty while nobody may."""
+        return self._accesses[0] if self._accesses else ""
+
+    def check_access(self, shown: str | None) -> None:
+        """Raise `LocalError` (``forbidden``) unless ``shown`` gives access to the memory here."""
+        check_right(shown, *self._accesses)
+
+    @property
+    def devices(self) -> set[str]:
+        """Where the memory of the ranks here is."""
+        return {rank.device for rank in self.ranks.values()}
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """All memory of the engine, as NIXL knows it."""
+        return [reg for rank in self.ranks.values() for reg in rank.registrations]
+
+    def memory(self) -> EngineMemory:
+        """The ranks as a peer wants them."""
+        return EngineMemory(
+            engine=self.spec,
+            ranks=tuple(rank.rank for rank in self.ranks.values()),
+            addresses=tuple(rank.addresses for rank in self.ranks.values()),
+        )
+
+    def num_blocks(self, group: str) -> int:
+        """Blocks that every rank here has for ``group``; without bound when none holds it."""
+        held = [rank.num_blocks[group] for rank in self.ranks.values() if group in rank.num_blocks]
+        return min(held, default=MAX_BLOCK_ID + 1)
+
+    def notify(self, notice: Message) -> None:
+        """Tell the control process, unless the engine is lost."""
+        if not self.lost and self.control is not None:
+            self.control.notify(notice)
+
+    def notify_ranks(self, fetched: Fetched) -> None:
+        """Tell the processes of ranks that want to know how fetches end."""
+        for process in self.processes:
+            if process.wants_fetched:
+                process.notify(fetched)
+
+    def take_control(self, process: EngineProcess, others: tuple[AgentRanks, ...]) -> None:
+        """This is the engine's home from now on; every time that is another instance.
+
+        Raises `GeometryError` unless ``others`` have each rank once, and leave one to be here.
+        """
+        self._check_others(others)
+        self._check_whole()
+        self.control, self.others = process, others
+        self._count_missing()
+        self.instance = uuid.uuid4().hex
+        self._accesses.append(new_secret())
+
+    def add_rank(self, memory: RankMemory, boot: str, access: str | None) -> None:
+        """The process ``boot`` has registered a rank; who shows ``access`` may ask about it.
+
+        Raises `GeometryError` for a rank that is elsewhere, or with which the KV is not whole.
+        """
+        number = memory.rank.rank
+        for other in self.others:
+            if number in other.ranks:
+                raise self._refusal(
+                    f"its control session said that rank {number} is at {other.endpoint}", "rank"
+                )
+        self._check_whole(memory.rank)
+        if access is not None:
+            self._accesses.append(access)
+        self._rank_boots[number] = boot
+        self.ranks = dict(sorted([*self.ranks.items(), (number, memory)]))
+        self._count_missing()
+        boots = "".join(f"{rank}:{boot};" for rank, boot in sorted(self._rank_boots.items()))
+        self.memory_id = blake2b(boots.encode(), digest_size=16).hexdigest()
+
+    def _count_missing(self) -> None:
+        elsewhere = sum(len(other.ranks) for other in self.others)  # each is named once
+        self.num_missing_ranks = self.spec.num_ranks - elsewhere - len(self.ranks)
+
+    def _check_whole(self, *more: RankSpec) -> None:
+        """Once the last rank is here, they must hold all KV."""
+        ranks = [*(memory.rank for memory in self.ranks.values()), *more]
+        if len(ranks) == self.spec.num_ranks:
+            validate_ranks(self.spec, ranks)
+
+    def _check_others(self, others: tuple[AgentRanks, ...]) -> None:
+        named = Counter(rank for other in others for rank in other.ranks)
+        twice = [rank for rank, times in named.items() if times > 1 or rank in self.ranks]
+        problem = ""
+        if twice:
+            problem = f"rank {min(twice)} is named twice, or at two agents"
+        elif len({other.endpoint for other in others}) != len(others):
+            problem = "an agent is named twice"
+        elif max(named, default=0) >= self.spec.num_ranks:
+            problem = f"rank {max(named)} of {self.spec.num_ranks} ranks"
+        elif len(named) >= self.spec.num_ranks:
+            problem = "no rank is at the engine's home"
+        if problem:
+            raise self._refusal(problem, "others")
+
+    def _refusal(self, problem: str, named: str) -> GeometryError:
+        return GeometryError(f"engine '{self.engine_id}': {problem}", field=named)
+
+
+def engine_lost() -> LocalError:
+    """Why what is done for an engine fails once one of its processes ended."""
+    return LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)
