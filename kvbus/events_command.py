@@ -124,11 +124,13 @@ class _Stream(EventListener):
     request: str
     left: int
     ended: anyio.Event = field(default_factory=anyio.Event)
-    quiet: anyio.Event = field(default_factory=anyio.Event)
-    """Set when nothing came for a while."""
+    looked_at: float = field(default_factory=anyio.current_time)
+    """When something came last, or the agent was asked why nothing comes."""
+    is_quiet: bool = False
     heard: set[str] = field(default_factory=set)
 
     def on_event(self, endpoint: str, event: Notice) -> None:
+        self._hear(endpoint)
         self.heard.add(event.op)
         if self.request and self.request not in (event.body.get(name) for name in IDS):
             return
@@ -141,17 +143,18 @@ class _Stream(EventListener):
         self._write(boot, "boot")
 
     def on_heartbeat(self, endpoint: str, boot: str) -> None:
+        self._hear(endpoint)
         self.heard.update(EVENTS)
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
         if topic in self.heard:
             self._write(boot, "gap", {"topic": topic})
 
-    def on_silence(self, endpoint: str, boot: str | None) -> None:
-        self.quiet.set()
-
-    def on_alive(self, endpoint: str, boot: str) -> None:
-        _say(f"events come again from {endpoint}")
+    def _hear(self, endpoint: str) -> None:
+        self.looked_at = anyio.current_time()
+        if self.is_quiet:
+            _say(f"events come again from {endpoint}")
+        self.is_quiet = False
 
     def _write(self, boot: str, event: str, *told: Mapping[str, Any]) -> None:
         if self.ended.is_set():
@@ -178,7 +181,6 @@ async def _follow(asker: _Asker, topics: list[str], request: str, count: int) ->
             context,
             stream,
             topics=topics,
-            silence_s=SILENCE_S,
             keys=asker.curve.keys if asker.curve else None,
         )
         subscriber.add(status.events_endpoint, server_key=server_key)
@@ -186,15 +188,18 @@ async def _follow(asker: _Asker, topics: list[str], request: str, count: int) ->
         async def look_again() -> None:
             """An agent that came back may have its events elsewhere."""
             while True:
-                await stream.quiet.wait()
-                stream.quiet = anyio.Event()
+                await anyio.sleep_until(stream.looked_at + SILENCE_S)
+                if anyio.current_time() < stream.looked_at + SILENCE_S:
+                    continue
+                was_quiet, stream.is_quiet = stream.is_quiet, True
+                stream.looked_at = anyio.current_time()
                 before = subscriber.endpoints[0]
                 now = (await asker.ask()).events_endpoint
                 if now != before:
                     _say(f"the events are at {now} now, no longer at {before}")
                     subscriber.remove(before)
                     subscriber.add(now, server_key=server_key)
-                elif not asker.was_away:
+                elif not (asker.was_away or was_quiet):
                     _say(NO_EVENTS.format(now))
 
         async with anyio.create_task_group() as tasks:

@@ -130,7 +130,7 @@ class Access:
         """Raise `KVBusError` (``forbidden``) unless the key of the caller may ask this."""
         if self._trusted is None:
             return
-        roles = self._trusted.roles_of(call.session.sender.key)
+        roles = self._trusted.roles_of(call.session.key)
         if not may_ask(roles, call.op):
             trusted_as = " and ".join(sorted(roles)) or "nothing any more"
             raise KVBusError(

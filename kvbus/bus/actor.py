@@ -1,78 +1,22 @@
-"""The life of whatever owns sockets: runs in one task, fails once, closes once; and its timers.
+"""The life of what owns sockets: runs in one task, fails once, closes once; and its alarms.
 
-Sending is allowed before `run`, from the same thread; timers begin with it.
+Sending is allowed before `run`, from the same thread.
 """
 
 import asyncio
-import heapq
 from collections.abc import Callable
-from typing import Any
 
 import anyio
 
 from kvbus.errors import ClosedError, LocalError
 
 
-class Timers:
-    """Calls back at or after points of `now`; used from the thread of its event loop only."""
-
-    def __init__(self, on_failure: Callable[[Exception], None]) -> None:
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._count = 0
-        self._on_failure = on_failure
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-        self._alarm_at = float("inf")
-
-    def now(self) -> float:
-        """The event loop's clock, in seconds."""
-        return (self._loop or asyncio.get_running_loop()).time()
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to fire; timers may have been set before."""
-        self._loop = loop
-        self._arm()
-
-    def stop(self) -> None:
-        """Fire no more, and let go of what the callbacks hold."""
-        self._heap.clear()
-        self._loop = None
-        if self._alarm is not None:
-            self._alarm.cancel()
-
-    def at(self, when: float, callback: Callable[..., None], *arguments: object) -> None:
-        """Make a call once, when the clock has reached ``when``."""
-        self._count += 1
-        heapq.heappush(self._heap, (when, self._count, callback, arguments))
-        if when < self._alarm_at:
-            self._arm()
-
-    def _arm(self) -> None:
-        if self._loop is None or not self._heap:
-            return
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm_at = self._heap[0][0]
-        self._alarm = self._loop.call_at(self._alarm_at, self._fire)
-
-    def _fire(self) -> None:
-        self._alarm, self._alarm_at = None, float("inf")
-        now, heap = self.now(), self._heap
-        try:
-            while heap and heap[0][0] <= now:
-                _, _, callback, arguments = heapq.heappop(heap)
-                callback(*arguments)
-        except Exception as error:  # a bug of ours: it must end the owner, not the loop's handler
-            self._on_failure(error)
-        self._arm()
-
-
 class SocketActor:
     """Base of the ends of the bus; the asyncio backend of anyio is needed."""
 
     def __init__(self) -> None:
-        self.timers = Timers(self._fail)
         self.closed = False
+        self._alarms: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._failure: Exception | None = None
         self._failed: asyncio.Future[None] | None = None
 
@@ -85,7 +29,6 @@ class SocketActor:
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         try:
-            self.timers.start(loop)
             self._start(loop)
             if self._failure is not None:
                 raise self._failure
@@ -103,7 +46,23 @@ class SocketActor:
             return
         self.closed = True
         self._close()
-        self.timers.stop()
+        for alarm in self._alarms.values():
+            alarm.cancel()
+        self._alarms.clear()
+
+    def _call_at(self, when: float, callback: Callable[[], None]) -> None:
+        """Call back at ``when``, in place of when it was to be called before."""
+        if callback in self._alarms:
+            self._alarms[callback].cancel()
+        loop = asyncio.get_running_loop()
+        self._alarms[callback] = loop.call_at(when, self._ring, callback)
+
+    def _ring(self, callback: Callable[[], None]) -> None:
+        del self._alarms[callback]
+        try:
+            callback()
+        except Exception as error:  # a bug of ours: it must end the owner, not the loop's handler
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         if self._failure is None:

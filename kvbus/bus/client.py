@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from kvbus.bus.actor import SocketActor
-from kvbus.bus.connection import Connection
+from kvbus.bus.connection import Connecting
 from kvbus.bus.sockets import (
     BusContext,
     SocketOptions,
@@ -37,7 +36,7 @@ from kvbus.errors import (
 )
 from kvbus.protocol.engine import Ping
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode, encode_request, too_large
-from kvbus.protocol.message import R, Request, read_reply, refusal
+from kvbus.protocol.message import R, Request, from_body, refusal
 
 _T = TypeVar("_T")
 OnReply = Callable[[R | KVBusError], None]
@@ -66,12 +65,12 @@ class _Pending:
     """Called when a connection takes it for the first time."""
 
 
-class RequestClient(SocketActor):
+class RequestClient(Connecting):
     """Requests to one server. The boot id must be this client's alone at that server.
 
     ``on_boot`` is called with the server's boot id when it becomes known and whenever it changes,
-    ``on_gone`` with it when its process is gone, see `Connection`, also before it is known, as an
-    empty one; what is pending waits on.
+    ``on_gone`` with it when its process is gone, also before it is known, as an empty one; what is
+    pending waits on.
     ``on_notice`` is called for each notice, in order. Exceptions out of any callback go to
     ``on_fault``; without one they end `run`. The server is asked for a sign of life when nothing
     has come for ``ping_s``: it may be a new one, or not know this connection.
@@ -91,9 +90,10 @@ class RequestClient(SocketActor):
         ping_s: float = 2.0,
         options: SocketOptions | None = None,
     ) -> None:
-        super().__init__()
-        self.endpoint, self.boot = endpoint, boot
-        self._on_notice, self._on_boot, self._on_gone = on_notice, on_boot, on_gone
+        options = options or SocketOptions()
+        super().__init__(context, open_dealer(context, endpoint, options), endpoint, options)
+        self.boot = boot
+        self._tell_notice, self._tell_boot, self._tell_gone = on_notice, on_boot, on_gone
         self._on_fault = on_fault or self._fail
         self._max_pending, self._ping_s = max_pending, ping_s
         self._max_bytes = max_request_bytes(endpoint)
@@ -103,47 +103,6 @@ class RequestClient(SocketActor):
         self._last_id = secrets.randbelow(2**52)  # an integer for peers that have only floats
         self._was_connected = False
         self._look_at = math.inf
-        socket = open_dealer(context, endpoint, options := options or SocketOptions())
-        self._connection = Connection(
-            context,
-            socket,
-            endpoint,
-            options=options,
-            timers=self.timers,
-            on_frames=self._on_frames,
-            on_writable=self._flush,
-            on_boot=self._greet,
-            on_error=self._fail_all,
-            on_failure=self._fail,
-            on_gone=lambda: self._call_user(self._on_gone, self.peer_boot or ""),
-            on_made=self._send_again,
-        )
-        self._pump = self._connection.pump
-
-    @property
-    def peer_boot(self) -> str | None:
-        """The server's boot id, once it has answered."""
-        return self._connection.boot
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the server's process was found to be gone, and did not come back since."""
-        return self._connection.is_gone
-
-    @property
-    def is_gone_here(self) -> bool:
-        """As `is_gone`, and it was on this machine, whose kernel says so: no network is between."""
-        return self._connection.is_gone_here
-
-    @property
-    def missing(self) -> str:
-        """What keeps a request from its answer, in words; empty while there is a connection."""
-        return self._connection.missing
-
-    @property
-    def silent_s(self) -> float:
-        """For how long nothing came from the server."""
-        return max(0.0, self.timers.now() - self._connection.heard_at)
 
     @property
     def num_pending(self) -> int:
@@ -153,7 +112,7 @@ class RequestClient(SocketActor):
     def note_alive(self, boot: str) -> None:
         """A heartbeat of the server came another way; another process is asked who it is."""
         if boot == self.peer_boot:
-            self._connection.heard_at = self.timers.now()
+            self.heard_at = asyncio.get_running_loop().time()
         elif self.peer_boot is not None:
             self._ping()
 
@@ -202,14 +161,14 @@ class RequestClient(SocketActor):
             raise ClosedError("client is closed", endpoint=self.endpoint)
         if len(self._pending) >= self._max_pending:
             raise LocalError("too many requests are pending", code=ErrorCode.BUSY)
-        if self._connection.refusal is not None:
-            raise self._connection.refusal
+        if self.refusal is not None:
+            raise self.refusal
         request_id = self._last_id + 1
         frame = encode_request(message.op, request_id, self.boot, message, secret=self._secret)
         if len(frame) > self._max_bytes:
             raise too_large(len(frame), self._max_bytes)
         self._last_id = request_id
-        ends_at = self.timers.now() + timeout_s
+        ends_at = asyncio.get_running_loop().time() + timeout_s
         pending = _Pending(message, frame, on_reply, timeout_s, ends_at, on_sent)
         self._pending[request_id] = pending
         self._unsent[request_id] = None
@@ -227,7 +186,7 @@ class RequestClient(SocketActor):
         self._pending.pop(request_id, None)
         self._unsent.pop(request_id, None)
 
-    def _flush(self) -> None:
+    def _on_writable(self) -> None:
         """Send what waits, or found no connection or no room on it, in the order of the requests.
 
         It ends where there is no connection that takes it.
@@ -244,11 +203,11 @@ class RequestClient(SocketActor):
 
     # What the connection before has taken may be lost with it. What the new one took before its
     # making is told comes twice, which changes nothing.
-    def _send_again(self) -> None:
-        """There is a connection; send all that waits, unless it is the first."""
+    def _on_made(self) -> None:
+        """Send all that waits, unless it is the first connection."""
         if self._was_connected:
             self._unsent = dict.fromkeys(self._pending)
-            self._flush()
+            self._on_writable()
             self._ping()
         self._was_connected = True
 
@@ -260,33 +219,30 @@ class RequestClient(SocketActor):
         )
 
     def _keep_alive(self) -> None:
-        now = self.timers.now()
-        silent_at = self._connection.heard_at + self._ping_s
+        now = asyncio.get_running_loop().time()
+        silent_at = self.heard_at + self._ping_s
         if now >= silent_at:
             silent_at = now + self._ping_s
             self._ping()
-        self.timers.at(silent_at, self._keep_alive)
+        self._call_at(silent_at, self._keep_alive)
 
     # One look at all that is pending for many timeouts: nearly every request is answered before its
     # own, so that a timer for each would be the most that most of them cost.
     def _look_again(self, when: float) -> None:
         self._look_at = when
-        self.timers.at(when, self._time_out)
+        self._call_at(when, self._time_out)
 
     def _time_out(self) -> None:
         """Fail the requests whose time is over."""
-        now = self.timers.now()
-        if now < self._look_at:
-            return
+        now, self._look_at = asyncio.get_running_loop().time(), math.inf
         late = [number for number, pending in self._pending.items() if pending.ends_at <= now]
         for request_id in late:
             if (pending := self._pending.get(request_id)) is not None:
                 op = pending.message.op
                 problem = f"no reply to '{op}' within {pending.timeout_s:g} s"
                 self._settle(request_id, RequestTimeout(problem, op=op, endpoint=self.endpoint))
-        self._look_at = math.inf
         following = min((one.ends_at for one in self._pending.values()), default=math.inf)
-        if following < math.inf:
+        if following < self._look_at:
             self._look_again(following)
 
     def _settle(self, request_id: int, outcome: Reply | KVBusError) -> None:
@@ -299,6 +255,9 @@ class RequestClient(SocketActor):
         except Exception as error:  # the user's callback must not end other requests
             self._on_fault(error)
 
+    def _on_error(self, error: KVBusError) -> None:
+        self._fail_all(error)
+
     def _fail_all(self, error: KVBusError) -> None:
         for request_id in list(self._pending):
             self._settle(request_id, error)
@@ -310,18 +269,20 @@ class RequestClient(SocketActor):
             envelope = decode(frames[0])
         except ProtocolError:
             return
-        if isinstance(envelope, RequestFrame) or not self._connection.hear(envelope.boot):
+        if isinstance(envelope, RequestFrame) or not self._hear(envelope.boot):
             return
         if isinstance(envelope, Reply):
             self._settle(envelope.request_id, envelope)
         else:
-            self._call_user(self._on_notice, envelope)
+            self._call_user(self._tell_notice, envelope)
 
-    def _greet(self, boot: str, before: str | None) -> None:
-        """The server has another boot id than it had."""
+    def _on_boot(self, boot: str, before: str | None) -> None:
         if before is not None:
             self._fail_all(PeerLost("peer came back as a new process", endpoint=self.endpoint))
-        self._call_user(self._on_boot, boot)
+        self._call_user(self._tell_boot, boot)
+
+    def _on_gone(self) -> None:
+        self._call_user(self._tell_gone, self.peer_boot or "")
 
     def _call_user(self, callback: Callable[[_T], None] | None, argument: _T) -> None:
         try:
@@ -331,13 +292,13 @@ class RequestClient(SocketActor):
             self._on_fault(error)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._connection.start(loop)
-        self.timers.at(loop.time() + self._ping_s, self._keep_alive)
+        super()._start(loop)
+        self._keep_alive()
 
     def _close(self) -> None:
-        self._flush()  # the last requests of this turn of the loop may still wait
+        self._on_writable()  # the last requests of this turn of the loop may still wait
         self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
-        self._connection.close()
+        super()._close()
 
 
 def _outcome_of(message: Request[R], reply: Reply | KVBusError) -> R | KVBusError:
@@ -347,9 +308,10 @@ def _outcome_of(message: Request[R], reply: Reply | KVBusError) -> R | KVBusErro
     if reply.error is not None:
         return refusal(reply.error)
     try:
-        return read_reply(message, reply.ok or {})
+        outcome: R = from_body(message.reply, reply.ok or {})
     except ProtocolError as error:
         return error
+    return outcome
 
 
 @asynccontextmanager

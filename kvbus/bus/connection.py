@@ -11,13 +11,12 @@ import math
 import socket as tcp
 import threading
 from collections import deque
-from collections.abc import Callable
 from enum import Enum
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvbus.bus.actor import Timers
+from kvbus.bus.actor import SocketActor
 from kvbus.bus.pump import Pump, Socket
 from kvbus.bus.sockets import BusContext, Probe, SocketOptions, connect, host_of, is_numeric
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
@@ -52,48 +51,31 @@ _ALL = sum(event.value for event in _Event)
 _FINAL = (_Event.REFUSED, _Event.MISMATCHED)
 
 
-def _nothing(*_: object) -> None: ...
+class Connecting(SocketActor):
+    """Base of what connects a socket to ``endpoint``; it is told by ``_on_...``, to be overridden.
 
+    A name is looked up once this runs, again until it has an address that is allowed; the socket
+    keeps that address. Only TCP is watched: ZeroMQ takes a refusal as final. Here it is `refusal`
+    until it is tried again: the key may be trusted by then.
 
-class Connection:
-    """Connects a socket to ``endpoint``; its messages go by ``pump``, and to ``on_frames``.
-
-    ``on_error`` is told of each refusal, and of names without address.
-    A name is looked up in `start`, again until it has an address that is allowed; the socket keeps
-    that address. ``on_made`` is told of each connection, ``on_boot`` of each boot id that `hear`
-    finds new, with the one before it, ``on_gone`` when the connection broke and nobody listens at
-    its other end any more, as after the death of the process; `is_gone` is True then, until there
-    is a connection again. ZeroMQ takes a refusal as final. Here it is `refusal` until it is tried
-    again: the key may be trusted by then.
-
-    Only TCP is watched. Raises `ConfigError` for an endpoint that is none, and `LocalError` for one
-    that ``options`` do not allow.
+    Raises `ConfigError` for an endpoint that is none, and `LocalError` for one that ``options`` do
+    not allow.
     """
 
     def __init__(
-        self,
-        context: BusContext,
-        socket: Socket,
-        endpoint: str,
-        *,
-        options: SocketOptions,
-        timers: Timers,
-        on_frames: Callable[[list[bytes]], None],
-        on_boot: Callable[[str, str | None], None],
-        on_failure: Callable[[Exception], None],
-        on_writable: Callable[[], None] = _nothing,
-        on_error: Callable[[KVBusError], None] = _nothing,
-        on_gone: Callable[[], None] = _nothing,
-        on_made: Callable[[], None] = _nothing,
+        self, context: BusContext, socket: Socket, endpoint: str, options: SocketOptions
     ) -> None:
+        super().__init__()
+        self.endpoint = endpoint
         self.refusal: RemoteError | None = None
-        self.boot: str | None = None
+        self.peer_boot: str | None = None
+        """The boot id of the other side, once it was heard."""
         self.heard_at = math.inf
-        self.is_gone, self._is_made = False, False
-        self._on_boot, self._on_gone, self._on_made = on_boot, on_gone, on_made
-        self._on_error, self._on_failure = on_error, on_failure
-        self._context, self._socket, self._timers = context, socket, timers
-        self._endpoint, self._options = endpoint, options
+        self.is_gone = False
+        """Whether its process was found to be gone, and did not come back since."""
+        self._is_made = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._context, self._socket, self._options = context, socket, options
         self._address = endpoint if is_numeric(endpoint) else ""
         self._earlier: deque[str] = deque(maxlen=MAX_EARLIER_BOOTS)
         self._naming: asyncio.Task[None] | None = None
@@ -101,55 +83,80 @@ class Connection:
         self._lost_at: float | None = None
         self._probe: Probe | None = None
         self._broken_since: float | None = None
-        self.pump = Pump(
-            socket, on_frames=on_frames, on_failure=on_failure, on_writable=on_writable
+        self._pump = Pump(
+            socket,
+            on_frames=self._on_frames,
+            on_failure=self._fail,
+            on_writable=self._on_writable,
         )
         self._monitor: Pump | None = None
         if endpoint.startswith("tcp://"):  # before it is connected: what was earlier is not told
             monitor: Socket = socket.get_monitor_socket(_ALL)
-            self._monitor = Pump(monitor, on_frames=self._read_event, on_failure=on_failure)
+            self._monitor = Pump(monitor, on_frames=self._read_event, on_failure=self._fail)
         try:
             if self._address:
                 connect(socket, self._address, options.allowed)
         except LocalError:
-            self.close()
+            Connecting._close(self)
             raise
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        """A message came."""
+        raise NotImplementedError
+
+    def _on_writable(self) -> None:
+        """The socket takes more."""
+
+    def _on_made(self) -> None:
+        """There is a connection."""
+
+    def _on_error(self, error: KVBusError) -> None:
+        """It is refused, or its name has no address."""
+
+    def _on_boot(self, boot: str, before: str | None) -> None:
+        """The peer has another boot id than it had."""
+
+    def _on_gone(self) -> None:
+        """The connection broke and nobody listens there any more, as after the process's death."""
 
     @property
     def missing(self) -> str:
-        """What keeps a request from its answer; empty while there is a connection."""
+        """What keeps a request from its answer, in words; empty while there is a connection."""
         if not self._address:
             return "the name server has not told its address"
         return "" if self._is_made else "there is no connection"
 
     @property
+    def silent_s(self) -> float:
+        """For how long nothing came from the other side."""
+        return max(0.0, self._loop.time() - self.heard_at) if self._loop else 0.0
+
+    @property
     def is_gone_here(self) -> bool:
-        """Whether `is_gone` is true of an address of this machine, or of this container."""
+        """As `is_gone`, and it was on this machine, whose kernel says so: no network is between."""
         return self.is_gone and self._context.is_here(host_of(self._address).strip("[]"))
 
-    def hear(self, boot: str) -> bool:
+    def _hear(self, boot: str) -> bool:
         """Take note of a message; False for one of an earlier process, which changes nothing."""
-        if boot != self.boot:
+        if boot != self.peer_boot:
             if boot in self._earlier:
                 return False
-            before, self.boot = self.boot, boot
+            before, self.peer_boot = self.peer_boot, boot
             if before is not None:
                 self._earlier.append(before)
             self._on_boot(boot, before)
-        self.heard_at = self._timers.now()
+        self.heard_at = asyncio.get_running_loop().time()
         return True
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to receive, to look the name up, if there is one, and to watch."""
-        self.heard_at = loop.time()
-        self.pump.start(loop)
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self.heard_at = loop, loop.time()
+        self._pump.start(loop)
         if not self._address:
             self._naming = loop.create_task(self._connect_by_name())
         if self._monitor is not None:
             self._monitor.start(loop)
 
-    def close(self) -> None:
-        """Connect no more, and close the socket."""
+    def _close(self) -> None:
         self._end_probe()
         if self._naming is not None:
             self._naming.cancel()
@@ -158,14 +165,14 @@ class Connection:
                 self._socket.disable_monitor()
             self._monitor.close()
             self._monitor = None
-        self.pump.close()
+        self._pump.close()
 
     async def _connect_by_name(self) -> None:
-        retry_s, port = RETRY_S, self._endpoint.rpartition(":")[2]
+        retry_s, port = RETRY_S, self.endpoint.rpartition(":")[2]
         try:
             while not self._address:
                 try:
-                    address = f"tcp://{await look_up(host_of(self._endpoint))}:{port}"
+                    address = f"tcp://{await look_up(host_of(self.endpoint))}:{port}"
                     if self._options.allowed is not None:
                         self._options.allowed.check(address)  # it may have another address later
                     self._address = address
@@ -175,11 +182,11 @@ class Connection:
                     retry_s = min(2 * retry_s, MAX_NAME_RETRY_S)
             connect(self._socket, self._address)
         except Exception as error:  # a bug of ours: it must end the owner
-            self._on_failure(error)
+            self._fail(error)
 
     def _read_event(self, frames: list[bytes]) -> None:
         message = parse_monitor_message(frames)
-        event, now = _Event(message["event"]), self._timers.now()
+        event, now = _Event(message["event"]), asyncio.get_running_loop().time()
         if event is _Event.NOT_TAKEN and self._lost_at is not None:
             self._probe_listener(lost_s=now - self._lost_at)
         elif event is _Event.MADE:
@@ -195,7 +202,7 @@ class Connection:
             event is _Event.MISMATCHED and message["value"] == _OTHER_MECHANISM
         ):
             self.refusal = self._error(event)
-            self._timers.at(now + self._retry_s, self._try_again)
+            self._call_at(now + self._retry_s, self._try_again)
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             self._on_error(self.refusal)
 
@@ -243,7 +250,7 @@ class Connection:
         }[event]
         code = ErrorCode.FORBIDDEN if event in _FINAL else ErrorCode.PEER_UNREACHABLE
         return RemoteError(
-            f"the agent at {self._endpoint} {problem}", code=code, endpoint=self._endpoint
+            f"the agent at {self.endpoint} {problem}", code=code, endpoint=self.endpoint
         )
 
 

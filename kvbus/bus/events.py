@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from kvbus.bus.actor import SocketActor
-from kvbus.bus.connection import Connection
+from kvbus.bus.connection import Connecting
 from kvbus.bus.pump import Pump
 from kvbus.bus.sockets import (
     BusContext,
@@ -87,7 +87,8 @@ class EventPublisher(SocketActor):
         try:
             self._pump = self._bind()
         except ConfigError:
-            self.timers.at(self.timers.now() + _BIND_AGAIN_S, self._bind_again)
+            now = asyncio.get_running_loop().time()
+            self._call_at(now + _BIND_AGAIN_S, self._bind_again)
         else:
             self._pump.start(asyncio.get_running_loop())
 
@@ -106,7 +107,7 @@ class EventPublisher(SocketActor):
         if self._pump is not None:
             frame = encode_notice(beat.op, self._num_heartbeats, self.boot, beat)
             self._pump.send(beat.op.encode(), frame)
-        self.timers.at(self.timers.now() + self._heartbeat_s, self._beat)
+        self._call_at(asyncio.get_running_loop().time() + self._heartbeat_s, self._beat)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         """A subscription. ZeroMQ keeps each topic for as long as a connection that asked for it."""
@@ -144,12 +145,6 @@ class EventListener:
     def on_boot(self, endpoint: str, boot: str) -> None:
         """The publisher's boot id became known, or changed."""
 
-    def on_silence(self, endpoint: str, boot: str | None) -> None:
-        """Nothing came for ``silence_s``; ``boot`` is None when nothing ever came."""
-
-    def on_alive(self, endpoint: str, boot: str) -> None:
-        """Something came again after silence."""
-
 
 class EventSubscriber(SocketActor):
     """Events of many publishers, by endpoint; endpoints may come and go at any time.
@@ -165,15 +160,13 @@ class EventSubscriber(SocketActor):
         listener: EventListener,
         *,
         topics: Iterable[str] = (),
-        silence_s: float = 3.0,
         on_fault: Callable[[Exception], None] | None = None,
         max_endpoints: int = 1024,
         options: SocketOptions | None = None,
         keys: KeyPair | None = None,
     ) -> None:
         super().__init__()
-        self.listener, self.silence_s = listener, silence_s
-        self.topics = frozenset(topics)
+        self.listener, self.topics = listener, frozenset(topics)
         self.on_fault = on_fault or self._fail
         self._context, self._options, self._keys = context, options or SocketOptions(), keys
         self._max_endpoints = max_endpoints
@@ -222,45 +215,31 @@ class EventSubscriber(SocketActor):
             self.remove(endpoint)
 
 
-class _Feed:
-    """One endpoint: its socket, its connection, and the last seq of each topic of its boot."""
+class _Feed(Connecting):
+    """One endpoint of a subscriber, and the last seq of each topic of its boot."""
 
     def __init__(
         self, owner: EventSubscriber, context: BusContext, endpoint: str, options: SocketOptions
     ) -> None:
-        self._owner, self._endpoint, self._timers = owner, endpoint, owner.timers
-        self._seqs: dict[str, int] = {}
-        self._silent = self._closed = False
         topics = owner.topics | {Heartbeat.op} if owner.topics else owner.topics
         socket = open_subscriber(context, endpoint, topics, options)
-        self._connection = Connection(
-            context,
-            socket,
-            endpoint,
-            options=options,
-            timers=self._timers,
-            on_frames=self._on_frames,
-            on_boot=self._on_boot,
-            on_failure=owner.fail,
-        )
+        super().__init__(context, socket, endpoint, options)
+        self._owner = owner
+        self._seqs: dict[str, int] = {}
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._connection.start(loop)
-        self._timers.at(loop.time() + self._owner.silence_s, self._look)
+        """Begin to listen: it has no task of its own."""
+        self._start(loop)
 
-    def close(self) -> None:
-        self._closed = True
-        self._connection.close()
+    def _fail(self, error: Exception) -> None:
+        self._owner.fail(error)
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        listener, at = self._owner.listener, self._endpoint
+        listener, at = self._owner.listener, self.endpoint
         try:
             event = _read(frames)
-            if not self._connection.hear(event.boot):
+            if not self._hear(event.boot):
                 return
-            if self._silent:
-                self._silent = False
-                self._tell(listener.on_alive, at, event.boot)
             beat = from_body(Heartbeat, event.body) if event.op == Heartbeat.op else None
             missing = self._missing(event) if beat is None else self._missing_tails(beat)
         except ProtocolError:  # it changes nothing
@@ -272,9 +251,9 @@ class _Feed:
         else:
             self._tell(listener.on_event, at, event)
 
-    def _on_boot(self, boot: str, _: str | None) -> None:
+    def _on_boot(self, boot: str, before: str | None) -> None:
         self._seqs.clear()
-        self._tell(self._owner.listener.on_boot, self._endpoint, boot)
+        self._tell(self._owner.listener.on_boot, self.endpoint, boot)
 
     def _missing(self, event: Notice) -> list[str]:
         """The event's topic, if one before it is missing; raises `ProtocolError` if it is old."""
@@ -298,21 +277,8 @@ class _Feed:
             raise ProtocolError(f"publisher has more than {MAX_TOPICS} topics")
         self._seqs = seqs
 
-    def _look(self) -> None:
-        if self._closed:
-            return
-        now, silence_s = self._timers.now(), self._owner.silence_s
-        silent_at = self._connection.heard_at + silence_s
-        if now >= silent_at:
-            silent_at = now + silence_s
-            if not self._silent:
-                self._silent = True
-                boot = self._connection.boot
-                self._tell(self._owner.listener.on_silence, self._endpoint, boot)
-        self._timers.at(silent_at, self._look)
-
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        if self._closed:
+        if self.closed:
             return
         try:
             callback(*arguments)

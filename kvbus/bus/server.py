@@ -83,19 +83,13 @@ class ServerCounters:
     dropped: int = 0
 
 
-class Sender(NamedTuple):
-    """Who a request is from. Boot ids are heard by others: ``proof`` is what they cannot show.
-
-        with a secret     it comes with any connection         proof: the secret
-        without, keys     any connection of the same key       proof: empty
-        without, no keys  this connection and no other         proof: its routing id
-
-    So another one under a known boot id is another sender, with a session of its own.
-    """
-
-    key: str
-    boot: str
-    proof: str | bytes
+# Who a request is from: key, boot id, proof. Boot ids are heard by others; the proof is what they
+# cannot show, so that another one under a known boot id is another sender, with its own session:
+#
+#     with a secret     it comes with any connection         proof: the secret
+#     without, keys     any connection of the same key       proof: empty
+#     without, no keys  this connection and no other         proof: its routing id
+Sender = tuple[str, str, str | bytes]
 
 
 class Call:
@@ -143,10 +137,11 @@ class Session:
     """
 
     def __init__(self, server: "RequestServer", sender: Sender, identity: bytes) -> None:
-        self.sender, self.boot = sender, sender.boot
-        self.name = blake2b(repr(tuple(sender)).encode(), digest_size=16).hexdigest()
+        self.sender = sender
+        self.key, self.boot, _ = sender
+        self.name = blake2b(repr(sender).encode(), digest_size=16).hexdigest()
         """Stands for the sender in tables and logs, without its secret."""
-        self.party: Party = sender.key or identity
+        self.party: Party = self.key or identity
         """Who pays for what it asks for: the key, or the connection by which it came first."""
         self.identity = identity
         self.pinned = self.closed = False
@@ -167,16 +162,15 @@ class Session:
         if self.on_unread is not None and not self.closed:
             self.on_unread()
 
-    def hears(self, identity: bytes) -> bool:
-        """Whether what came by this connection counts: it does not by one that the peer has left.
+    def moves_to(self, identity: bytes) -> bool:
+        """Whether this other connection is a new one: what comes by one that was left is not done.
 
         By a new one the peer asks again for all that it waits for.
         """
-        if identity != self.identity:
-            if identity in self._left:
-                return False
-            self._left.append(self.identity)
-            self.identity = identity
+        if identity in self._left:
+            return False
+        self._left.append(self.identity)
+        self.identity = identity
         return True
 
     def end_calls(self, error: KVBusError | None) -> None:
@@ -310,7 +304,7 @@ class RequestServer(SocketActor):
 
         Only a call's handler may ask, before it returns.
         """
-        if call.session.sender.key or self.endpoint.startswith("ipc://"):
+        if call.session.key or self.endpoint.startswith("ipc://"):
             return True
         fd = descriptor_of(self.pump.last) if self.pump.last is not None else None
         return fd is not None and is_of_same_user(fd)
@@ -330,7 +324,7 @@ class RequestServer(SocketActor):
     def end_key(self, key: str) -> None:
         """End the sessions of a key that is not trusted any more: what they wait for is refused."""
         error = KVBusError("this key is not trusted any more", code=ErrorCode.FORBIDDEN)
-        self.sessions.end([one for one in self.sessions if one.sender.key == key], error)
+        self.sessions.end([one for one in self.sessions if one.key == key], error)
 
     def leave(self, last: Message) -> None:
         """Begin nothing from now on; ``last`` is the last that sessions which stay are told."""
@@ -405,7 +399,7 @@ class RequestServer(SocketActor):
             self._refuse(identity, error.request_id or 0, error)
             return
         key = key_of(self.pump.last) if self._has_keys else ""
-        sender = Sender(key, request.boot, request.secret or (b"" if key else identity))
+        sender = key, request.boot, request.secret or (b"" if key else identity)
         session = self.sessions.find(sender)
         if session is None:
             session = Session(self, sender, identity)
@@ -414,7 +408,7 @@ class RequestServer(SocketActor):
             except KVBusError as error:
                 self._refuse(identity, request.request_id, error)
                 return
-        if not session.hears(identity):
+        if identity != session.identity and not session.moves_to(identity):
             return
         if request.op == Ping.op:
             self.counters.pings += 1

@@ -29,7 +29,7 @@ from kvbus.memory.attach.place import check_folder
 from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
-from kvbus.protocol.message import R, Request, read_reply, to_body
+from kvbus.protocol.message import R, Request, from_body, to_body
 
 GOODBYE_S = 1.0
 ATTACH_RETRY_S = 0.05
@@ -281,7 +281,8 @@ class EngineSession:
 
     async def _call(self, message: Request[R], fds: tuple[int, ...] = ()) -> R:
         body = await self._attach.call({"op": message.op, "body": to_body(message)}, fds)
-        return read_reply(message, body)
+        reply: R = from_body(message.reply, body)
+        return reply
 
     async def _watch(self) -> None:
         """What is begun while the agent's end is waited for makes it wait longer."""
@@ -322,4 +323,4 @@ async def greet(attach: Path) -> Welcome:
     """
     hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, engine_id="greeting", boot=new_boot_id())
     async with AttachClient(attach) as client:
-        return read_reply(hello, await client.call({"op": hello.op, "body": to_body(hello)}))
+        return from_body(Welcome, await client.call({"op": hello.op, "body": to_body(hello)}))

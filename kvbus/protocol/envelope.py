@@ -15,6 +15,7 @@ One frame is one message. Four kinds exist, told apart by their keys:
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, NoReturn
 
 import msgpack
@@ -185,8 +186,7 @@ class _RepeatedKeyError(Exception):
     """Out of the hook of msgpack, with the key."""
 
 
-def _unpack(frame: bytes, **options: Any) -> Any:
-    return msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0, **options)
+_unpack = partial(msgpack.unpackb, raw=False, strict_map_key=True, max_ext_len=0)
 
 
 def _map_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

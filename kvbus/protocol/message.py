@@ -18,7 +18,7 @@ minor version may add some.
 import hmac
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -139,7 +139,7 @@ class Request(Message, Generic[R], frozen=True):
     twice. ``askers`` are the roles of keys that may ask it, on a peer socket.
     """
 
-    reply: ClassVar[type[Message]]
+    reply: ClassVar[type[Any]]
     at_once: ClassVar[bool] = False
     repeatable: ClassVar[bool] = True
     askers: ClassVar[frozenset[Role]] = frozenset()
@@ -242,11 +242,6 @@ def from_body(kind: type[M], body: Mapping[str, Any]) -> M:
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         name = kind.op or kind.__name__
         raise ProtocolError(f"{name}: {error}", code=ErrorCode.INVALID, op=name) from error
-
-
-def read_reply(asked: Request[R], body: Mapping[str, Any]) -> R:
-    """The typed reply to ``asked``; raises `ProtocolError` as `from_body` does."""
-    return cast("R", from_body(asked.reply, body))
 
 
 def error_body(error: KVBusError) -> dict[str, Any]:

@@ -153,12 +153,6 @@ class Record(EventListener):
     def on_boot(self, endpoint: str, boot: str) -> None:
         self.told.put_nowait(("boot", endpoint, boot))
 
-    def on_silence(self, endpoint: str, boot: str | None) -> None:
-        self.told.put_nowait(("silence", endpoint, boot))
-
-    def on_alive(self, endpoint: str, boot: str) -> None:
-        self.told.put_nowait(("alive", endpoint, boot))
-
 
 @pytest.fixture
 def record() -> Record:
@@ -199,7 +193,7 @@ class Bus:
         )
 
     def subscriber(self, listener: EventListener, *at: str, **options: Any) -> EventSubscriber:
-        subscriber = EventSubscriber(self.context, listener, **{"silence_s": 30, **options})
+        subscriber = EventSubscriber(self.context, listener, **options)
         for endpoint in at or (self.endpoint,):
             subscriber.add(endpoint)
         return subscriber

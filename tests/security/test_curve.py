@@ -114,7 +114,7 @@ async def test_the_calls_of_a_key_end_with_it(bus: Bus, hold: Hold) -> None:
         reply = await outcomes.get()
 
     assert (refused.code, reply) == (ErrorCode.FORBIDDEN, Echoed(number=5))
-    assert [session.sender.key for session in server.sessions] == [READER.public]
+    assert [session.key for session in server.sessions] == [READER.public]
 
 
 async def test_a_refused_key_gets_in_by_itself_when_it_is_trusted_and_none_while_nobody_checks(

@@ -154,7 +154,7 @@ class PrefillService(Service):
 
     def _forward(self, message: Message, call: Call) -> None:
         """The table answers."""
-        key, fresh = call.session.sender.key, new_secret()
+        key, fresh = call.session.key, new_secret()
         self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))
 
     def _meet(self, meet: Meet, call: Call) -> None:
