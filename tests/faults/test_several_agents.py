@@ -41,10 +41,11 @@ pytestmark = pytest.mark.anyio
 
 LONG = pytest.mark.long
 A_MINUTE_S, TIMEOUT_S, PATIENT_S, QUARANTINE_S = 60.0, 3.0, 20.0, 2.0
+ANSWERS_AFTER_S = 6.0
 LATE_S = 30.0
 """How late a request may come, as a home supposes (`parts.LATE_S`)."""
-FETCH_PART = b"\xa2op\xaafetch_part"
-"""The operation, as msgpack has it in a request."""
+FETCH_PART, CANCEL_PART = b"\xa2op\xaafetch_part", b"\xa2op\xabcancel_part"
+"""Operations, as msgpack has them in a request."""
 NOT_VALID = {
     ErrorCode.STALE,
     ErrorCode.TRANSFER_FAILED,
@@ -57,10 +58,13 @@ class LateLink(Link):
     """When it is told so, it holds back the next part and all after it."""
 
     is_late = False
+    num_cancels = 0
+    """How often the end of a part was asked for."""
 
     async def _let(self, some: bytes, *, is_request: bool) -> None:
         if is_request and self.is_late and FETCH_PART in some:
             self.blacken()
+        self.num_cancels += is_request * some.count(CANCEL_PART)
         await self._passes.wait()
 
     def heal(self) -> None:
@@ -248,6 +252,24 @@ async def test_a_part_goes_on_when_its_home_asks_again_by_another_connection(
 
         assert num_parts == 1
         assert not pair.num_parts
+
+
+async def test_a_home_asks_once_for_the_end_of_a_part_however_late_the_answer_is(
+    fresh: Started,
+) -> None:
+    async with spread(fresh) as pair:
+        offer, fetch = await pair.start_read(A_MINUTE_S)
+        pair.other.signal(signal.SIGSTOP)
+        await fetch.cancel()
+        await anyio.sleep(ANSWERS_AFTER_S)
+        pair.other.signal(signal.SIGCONT)
+        with anyio.fail_after(A_MINUTE_S):
+            await fetch.freed
+
+        assert pair.link.num_cancels == 1
+        assert not pair.num_parts
+        await offer.withdraw()
+        await offer.ended
 
 
 @LONG

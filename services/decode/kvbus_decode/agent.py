@@ -20,8 +20,7 @@ from kvbus.protocol.status import Cost, PeerView, Status
 from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.table import Driver
 from kvbus.table.events import DrainStarted, EngineLost, Stopped
-from kvbus_decode.active import ActiveFetch
-from kvbus_decode.chunk import check_tables
+from kvbus_decode.chunk import ActiveFetch, check_tables
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.costs import CostBook
 from kvbus_decode.fetch import events as ev

@@ -18,7 +18,7 @@ from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.peer import Met, Release, Take
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode.active import ActiveFetch
+from kvbus_decode.chunk import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.peers import Peer, PeerAddress, PeerDirectory, PeerWatcher

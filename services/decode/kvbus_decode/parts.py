@@ -18,12 +18,13 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RequestRef
 from kvbus.protocol.engine import AgentRanks, Fetched
 from kvbus.protocol.message import Empty, Role
 from kvbus.protocol.peer import CancelPart, FetchPart, PartFetched
-from kvbus_decode.active import ActiveFetch
+from kvbus_decode.chunk import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.peers import Peer, PeerAddress, PeerDirectory
+from kvbus_decode.peers import PeerAddress, PeerDirectory
 
-ASK_S, PAUSE_S = 2.0, 0.5
+PAUSE_S = 0.5
+"""So often it is looked whether an agent is still there, and a refused `cancel_part` asked anew."""
 LATE_S = 30.0
 """A request that was sent comes within this, or never: TCP gives up after 20 s (`TCP_MAXRT`)."""
 EXITS_WITHIN_S = 5.0
@@ -33,6 +34,8 @@ MAX_ENDED = 4096
 
 OF_THE_CONNECTION = (ErrorCode.FORBIDDEN, ErrorCode.CLOSED, ErrorCode.STALE)
 """With these a server refuses what it has begun, too: our key or its own end ended the session."""
+
+Answer = PartFetched | KVBusError
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +47,7 @@ class _Asked:
 
     address: PeerAddress
     question: FetchPart
-    answer: PartFetched | KVBusError | None = None
+    answer: Answer | None = None
     is_sent: bool = False
     is_stopped: bool = False
     wakes: anyio.Event = field(default_factory=anyio.Event)
@@ -61,7 +64,7 @@ class _Asked:
         """The connection has taken it."""
         self.is_sent = True
 
-    def settle(self, answer: PartFetched | KVBusError) -> None:
+    def settle(self, answer: Answer) -> None:
         """The other agent has answered, or does not."""
         self.answer = answer
         self.wakes.set()
@@ -80,9 +83,10 @@ class _Asked:
 #                                           hung up, we dropped the connection. The fetch fails at
 #                                           once, and its blocks are withheld
 #
-# When the fetch fails, the `fetch_part` is sent no more, and `cancel_part` is asked, on whatever
-# connection there is, until it is answered. That answer is final: the other agent refuses a
-# `fetch_part` that comes later, as one on another connection may.
+# When the fetch fails, the `fetch_part` is sent no more, and `cancel_part` is asked, once, however
+# late its answer is: it is sent again when the connection is new, and asked anew when it is
+# refused. Its answer is final: the other agent refuses a `fetch_part` that comes later, as one on
+# another connection may.
 #
 # An agent on another machine that cannot be reached may be gone, or may be cut off and read on. (A
 # port that is closed there says nothing: a firewall can refuse in its name.) One that is cut off
@@ -175,37 +179,47 @@ class PartClient:
         if isinstance(part.answer, KVBusError):
             self._dispatch(ev.StepFailed(fetch.fetch_id, part.answer))
         if not part.has_ended:
-            await self._wait_for_end(part, peer)
+            await self._wait_for_end(part)
 
-    async def _wait_for_end(self, part: _Asked, peer: Peer) -> None:
+    async def _wait_for_end(self, part: _Asked) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch, part, tasks.cancel_scope)
+            await self._cancel(part)
+            tasks.cancel_scope.cancel()
+
+    async def _cancel(self, part: _Asked) -> None:
+        """Return when the other agent says that the part has ended, or is a new process."""
+        cancel, has_ended = CancelPart(token=part.question.token), False
+        while not has_ended:
+            try:
+                peer = self._peers.acquire(part.address)
+            except KVBusError:  # its key is not trusted any more
+                await anyio.sleep(PAUSE_S)
+                continue
+            try:
+                await peer.client.ask(cancel, timeout_s=math.inf)
+                has_ended = True
+            except PeerLost:
+                has_ended = True
+            except KVBusError:
+                await anyio.sleep(PAUSE_S)
+            finally:
+                self._peers.release(peer)
+
+    async def _watch(self, part: _Asked, waiting: anyio.CancelScope) -> None:
+        """Cancel ``waiting`` when there was no connection for so long that nothing is written."""
         loop, alone_since = self._agent.loop, math.inf
-        while not await self._is_over(part):
-            client = peer.client
-            if client.closed or client.missing:
-                alone_since = min(alone_since, loop.time())
-                alone_s = loop.time() - alone_since
-                if alone_s >= self._drains_s + part.question.timeout_s:
-                    return
-                if client.is_gone_here and alone_s >= self._exits_s:
-                    return
-            else:
-                alone_since = math.inf
+        while True:
+            peer, now = self._peers.find(part.address), loop.time()
+            client = None if peer is None else peer.client
+            is_alone = client is None or client.closed or bool(client.missing)
+            alone_since = min(alone_since, now) if is_alone else math.inf
+            is_killed = client is not None and client.is_gone_here
+            cut_off_s = self._drains_s + part.question.timeout_s
+            if now - alone_since >= (self._exits_s if is_killed else cut_off_s):
+                waiting.cancel()
+                return
             await anyio.sleep(PAUSE_S)
-            peer = self._peers.find(part.address) or peer
-
-    async def _is_over(self, part: _Asked) -> bool:
-        """Whether the other agent says that the part has ended, or is a new process."""
-        try:
-            peer = self._peers.acquire(part.address)
-        except KVBusError:  # its key is not trusted any more
-            return False
-        try:
-            await peer.client.ask(CancelPart(token=part.question.token), timeout_s=ASK_S)
-        except KVBusError as error:
-            return isinstance(error, PeerLost)
-        finally:
-            self._peers.release(peer)
-        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -220,7 +234,7 @@ class Part:
     on_end: Callable[["Part"], None]
     calls: list[Call]
     cancelled_by: Call | None = None
-    answer: PartFetched | KVBusError | None = None
+    answer: Answer | None = None
 
     def reply(self, fetched: Fetched) -> None:
         """The fetch has ended."""
@@ -249,7 +263,7 @@ class PartServer:
     ) -> None:
         self._begin, self._dispatch = begin, dispatch
         self._live: dict[str, Part] = {}
-        self._ended: OrderedDict[str, PartFetched | KVBusError] = OrderedDict()
+        self._ended: OrderedDict[str, Answer] = OrderedDict()
 
     @property
     def num_live(self) -> int:
@@ -301,7 +315,7 @@ class PartServer:
         if part.cancelled_by is not None:
             part.cancelled_by.reply(Empty())
 
-    def _remember(self, key: str, answer: PartFetched | KVBusError) -> None:
+    def _remember(self, key: str, answer: Answer) -> None:
         self._ended[key] = answer
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
@@ -311,7 +325,7 @@ def _key(token: str) -> str:
     return ev.fetch_key("part", token)
 
 
-def _say(answer: PartFetched | KVBusError, call: Call) -> None:
+def _say(answer: Answer, call: Call) -> None:
     if isinstance(answer, KVBusError):
         call.refuse(answer)
     else:

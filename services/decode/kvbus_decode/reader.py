@@ -29,8 +29,7 @@ from kvbus.table.events import Stopped
 from kvbus.transport import ReadOutcome, ReadStatus
 from kvbus.transport.types import RecycleReport
 from kvbus_decode import read_table as ev
-from kvbus_decode.active import ActiveFetch
-from kvbus_decode.chunk import make_chunk
+from kvbus_decode.chunk import ActiveFetch, make_chunk
 from kvbus_decode.compare import Comparison
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded
