@@ -1,55 +1,87 @@
 """Plays an agent: its two sockets, what it answers unless it is told otherwise, its notices.
 
 One thread, no event loop: everything happens inside `until`, which scenes call while they wait.
-It speaks the engine socket with raw frames, as what it has to check is whether the engine keeps to
-the page, and not to how this project's own agents happen to read it.
+It reads bytes and raw frames itself, as what it has to check is whether the engine keeps to the
+page, and not to how this project's own agents happen to read it.
 """
 
+import fcntl
+import mmap
+import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import zmq
 
-from kvbus.conform.attach import Connection
-from kvbus.conform.door import Answer, Door, Registering, refusal
 from kvbus.conform.engine_process import EngineProcess
-from kvbus.conform.frames import Asked, ReadFrame, Session, read_request
+from kvbus.conform.memory import Place, places_of
 from kvbus.conform.rules import Book
-from kvbus.conform.wire import write_map
-from kvbus.errors import ConfigError
-from kvbus.protocol.engine import AgentRole, AwaitReady, Fetched, Ping
-from kvbus.protocol.envelope import Body, encode_notice
-from kvbus.protocol.message import Message
+from kvbus.conform.session import MAX_BODY_BYTES, Asked, Session, close_all
+from kvbus.errors import (
+    ConfigError,
+    ErrorCode,
+    GeometryError,
+    KVBusError,
+    LocalError,
+    ProtocolError,
+)
+from kvbus.geometry import EngineSpec, validate_engine, validate_rank
+from kvbus.protocol.attach import Hello, PassCuda, PassSegment
+from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Fetched, Ping, Register
+from kvbus.protocol.envelope import (
+    PROTOCOL_VERSION,
+    RequestFrame,
+    decode,
+    encode_notice,
+    unpack_map,
+)
+from kvbus.protocol.message import REQUESTS, Message, Socket, error_body, from_body
 
 TICK_MS = 50
 BACKLOG = 64
 LOWEST_FIRST_ID, END_OF_FIRST_IDS = 1_000, 2**53
 """A random number below the latter is below the former once in nine million million sessions."""
+MAX_BOOT_CHARS = 64
+WANTED_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+
+Answer = Mapping[str, Any]
+"""``ok`` or ``error`` of a reply."""
+OK: Answer = {"ok": {}}
+
+
+def refusal(code: str, message: str, **detail: str | int | float) -> Answer:
+    """An ``error``."""
+    return {"error": {"code": code, "message": message, "detail": detail}}
 
 
 class PlayedAgent:
-    """An agent of this role at ``folder``; ``held`` are operations that are not answered by itself.
+    """An agent of this role, with sockets in ``folder``.
 
-    ``answering`` has what answers each operation.
+    ``answering`` has what answers each operation, with None when that is done later; those in
+    ``held`` are for a scene to answer.
     """
 
-    def __init__(self, folder: Path, role: AgentRole, book: Book) -> None:
-        self.attach_path = folder / "attach.sock"
-        self.role, self.book = role, book
+    def __init__(self, folder: Path, engine: EngineProcess, role: AgentRole, book: Book) -> None:
+        self.role, self.engine, self.book = role, engine, book
         self.boot = ""
         self.silent = False
         self.held: set[str] = set()
         self.log: list[Asked] = []
-        self.engine: EngineProcess | None = None
+        self.answering: dict[str, Callable[[Asked, Any], Answer | None]] = {
+            Register.op: self._on_register,
+            AwaitReady.op: lambda *_: OK,
+            Ping.op: lambda *_: OK,
+            Detach.op: lambda *_: OK,
+        }
         self._folder, self._num_boots = folder, 0
         self._context = zmq.Context()
-        self._door = Door(book)
-        self.registering = Registering(self._door, book)
-        self.answering = self.registering.answering
-        self._connections: list[Connection] = []
+        self._connections: list[Session] = []
+        self._used_boots: set[str] = set()
 
     def open(self) -> None:
         """Come up as a new process of the agent."""
@@ -60,24 +92,15 @@ class PlayedAgent:
         self._router.set(zmq.RCVHWM, 0)
         self._router.set(zmq.LINGER, 0)
         self._router.set(zmq.ROUTER_HANDOVER, 1)
-        endpoint = f"ipc://{self._folder}/engine{self._num_boots}.sock"
-        self._router.bind(endpoint)
-        self._door.welcome = {
-            "protocol": 1,
-            "agent_id": "conform",
-            "agent_boot": self.boot,
-            "role": self.role.value,
-            "engine_endpoint": endpoint,
-            "peer_endpoint": "tcp://127.0.0.1:1",
-            "events_endpoint": "tcp://127.0.0.1:1",
-            "a_later_field": {"of": "a newer agent"},
-        }
+        self._endpoint = f"ipc://{self._folder}/engine{self._num_boots}.sock"
+        self._router.bind(self._endpoint)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = self.engine.attach_path
         try:
-            self._listener.bind(str(self.attach_path))
+            self._listener.bind(str(path))
         except OSError as error:
-            raise ConfigError(f"cannot listen at {self.attach_path}: {error}") from error
-        self.attach_path.chmod(0o600)
+            raise ConfigError(f"cannot listen at {path}: {error}") from error
+        path.chmod(0o600)
         self._listener.listen(BACKLOG)
         self._listener.setblocking(False)
 
@@ -85,16 +108,14 @@ class PlayedAgent:
         """Go away as a process does that is killed."""
         self.hang_up()
         self._listener.close()
-        self.attach_path.unlink()
+        self.engine.attach_path.unlink()
         self._router.close()
 
     def hang_up(self) -> None:
         """End all attach connections, and so all sessions."""
-        for connection in self._connections:
-            connection.close()
+        for session in self._connections:
+            session.close()
         self._connections.clear()
-        self._door.sessions.clear()
-        self.registering.memory = None
 
     def __enter__(self) -> "PlayedAgent":
         self.open()
@@ -107,12 +128,34 @@ class PlayedAgent:
     @property
     def sessions(self) -> list[Session]:
         """Those of the engine's processes that are attached now."""
-        return list(self._door.sessions.values())
+        return [one for one in self._connections if one.boot and not one.closed]
+
+    @property
+    def spec(self) -> EngineSpec | None:
+        """The engine, as the first session that registered states it."""
+        registered = (one.registered for one in self.sessions)
+        return next((body.engine for body in registered if body), None)
+
+    @property
+    def places(self) -> list[Place]:
+        """The memory of all ranks that can be mapped."""
+        return [place for session in self.sessions for place in session.places]
 
     @property
     def files(self) -> set[tuple[int, int]]:
         """The files of all segments that are mapped now."""
         return {file for session in self.sessions for file in session.files}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the control session and all ranks are registered."""
+        bodies = [one.registered for one in self.sessions if one.registered]
+        control = next((body for body in bodies if body.rank is None), None)
+        if control is None:
+            return False
+        ranks = {body.rank.rank for body in bodies if body.rank}
+        elsewhere = {rank for other in control.others for rank in other.ranks}
+        return ranks | elsewhere == set(range(control.engine.num_ranks))
 
     def until(self, condition: Callable[[], object], within_s: float) -> bool:
         """Play on until the condition holds; False when it does not in time."""
@@ -129,7 +172,7 @@ class PlayedAgent:
 
     @contextmanager
     def holding(self, op: str) -> Iterator[None]:
-        """Do not answer this operation within the block."""
+        """Leave to the caller what asks for this operation within the block."""
         self.held.add(op)
         try:
             yield
@@ -137,9 +180,11 @@ class PlayedAgent:
             self.held.discard(op)
 
     def answer(self, asked: Asked) -> None:
-        """Take a request, as it would have been if it was held; its answer may come later."""
+        """Answer a request as its operation is answered."""
         asked.taken = True
-        answer = self.answering[asked.op](asked)
+        answer: Answer | None = refusal("invalid", "the body is not as the page wants it")
+        if asked.body is not None:
+            answer = self.answering[asked.op](asked, asked.body)
         if answer is not None:
             self.reply(asked, answer)
 
@@ -148,61 +193,167 @@ class PlayedAgent:
         self.reply(asked, refusal(code, f"kvbus conform says {code}", **detail))
 
     def reply(self, asked: Asked, answer: Answer) -> None:
-        """Send the one answer to a request."""
-        asked.taken = asked.answered = True
-        self._post(asked.session, write_map(asked.reply_fields(self.boot, **answer)))
+        """Send the one answer to a request, with a field that no version has."""
+        asked.taken = True
+        later = {"a_later_field": [1]}
+        self._reply(asked.session.identity, asked.request_id, {**later, **answer})
 
-    def notify(self, op: str, body: Message | Body) -> None:
-        """Send a notice to the control session."""
-        control = self.registering.control
-        if control is not None:
-            self._notify(control, op, body)
+    def notify(self, op: str, body: Message | Mapping[str, Any]) -> None:
+        """Send a notice to the control session and to those of ranks that want notices.
 
-    def notify_ranks(self, fetched: Fetched) -> None:
-        """Tell the sessions of ranks that want to know how fetches end."""
+        How a fetch has ended is an answer to the control session, and a notice to the others.
+        """
         for session in self.sessions:
-            if session.wants_fetched:
-                self._notify(session, fetched.op, fetched)
+            registered = session.registered
+            if registered and (registered.notices if registered.rank else op != Fetched.op):
+                session.last_seq += 1
+                self._post(session.identity, encode_notice(op, session.last_seq, self.boot, body))
 
     def asked(self, op: str, since: int = 0) -> list[Asked]:
         """The requests of this operation, those behind the first ``since`` requests of all."""
         return [asked for asked in self.log[since:] if asked.op == op]
 
-    def _notify(self, session: Session, op: str, body: Message | Body) -> None:
-        session.last_seq += 1
-        self._post(session, encode_notice(op, session.last_seq, self.boot, body))
+    def _reply(self, identity: bytes, request_id: int, answer: Answer) -> None:
+        fields = {"v": PROTOCOL_VERSION, "re": request_id, "boot": self.boot, **answer}
+        self._post(identity, msgpack.packb(fields))
 
-    def _post(self, session: Session, frame: bytes) -> None:
-        if session.identity:
-            self._router.send_multipart([session.identity, frame])
+    def _post(self, identity: bytes, frame: bytes) -> None:
+        if identity:
+            self._router.send_multipart([identity, frame])
 
     def _step(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._listener, zmq.POLLIN)
-        for connection in self._connections:
-            poller.register(connection.fileno(), zmq.POLLIN)
-        output = self.engine.fileno() if self.engine else None
+        for session in self._connections:
+            poller.register(session.fileno(), zmq.POLLIN)
+        output = self.engine.fileno()
         if output is not None:
             poller.register(output, zmq.POLLIN)
         ready = dict(poller.poll(TICK_MS))
-        if output in ready and self.engine and not self.engine.on_readable():
+        if output in ready and not self.engine.on_readable():
             time.sleep(TICK_MS / 1000)  # at the end of its output it is always readable
         if self._listener.fileno() in ready:
-            accepted, _ = self._listener.accept()
-            self._connections.append(Connection(accepted, self.book, self._door.answer))
-        for connection in self._connections:
-            if connection.fileno() in ready and not self.silent:
-                connection.on_readable()
-        self._sweep()
+            self._connections.append(Session(self._listener.accept()[0]))
+        for session in self._connections:
+            if session.fileno() in ready and not self.silent:
+                self._on_attach(session)
+        self._connections = [one for one in self._connections if not one.closed]
         if self._router in ready:
             self._drain()
+        self._answer_all()
 
-    def _sweep(self) -> None:
-        for connection in self._connections:
-            if connection.closed:
-                self._door.sessions.pop(connection.boot, None)
-        self._connections = [one for one in self._connections if not one.closed]
+    def _answer_all(self) -> None:
+        """Answer what waits: what came in a silence after that, `ready` once all is there."""
+        while asked := next(filter(self._may_answer, self.log), None):
+            self.answer(asked)
+
+    def _may_answer(self, asked: Asked) -> bool:
+        is_early = asked.op == AwaitReady.op and not self.is_complete
+        return not (asked.taken or is_early or self.silent)
+
+    # The attach socket.
+
+    def _on_attach(self, session: Session) -> None:
+        whole = session.read(self.book)
+        if whole is None:
+            return
+        packed, fds = whole
+        try:
+            answer = {"ok": self._attach_answer(session, packed, fds)}
+        except KVBusError as error:
+            answer = {"error": error_body(error)}
+        finally:
+            close_all(fds)
+        session.write(msgpack.packb(answer))
+        if len(packed) > MAX_BODY_BYTES:
+            session.close()
+
+    def _attach_answer(self, session: Session, packed: bytes, fds: list[int]) -> dict[str, Any]:
+        try:
+            if len(packed) > MAX_BODY_BYTES:
+                raise ProtocolError("a message of over 65,536 bytes", code=ErrorCode.TOO_LARGE)
+            fields = unpack_map(packed)
+        except ProtocolError as error:
+            self.book.expect("attach.framing", False, _in_full(error))
+            raise
+        self.book.expect("attach.framing", True)
+        try:
+            op = fields.get("op")
+            if op not in REQUESTS[Socket.ATTACH] or not isinstance(fields.get("body"), dict):
+                raise ProtocolError(f"no such attach message: {op!r}", code=ErrorCode.UNKNOWN_OP)
+            message = from_body(REQUESTS[Socket.ATTACH][op], fields["body"])
+        except ProtocolError as error:
+            self.book.expect("attach.messages", False, error.message)
+            raise
+        self.book.expect("attach.messages", True)
+        if isinstance(message, Hello):
+            return self._on_hello(session, message)
+        if not self.book.expect("attach.hello", bool(session.boot), f"{op!r} before hello"):
+            raise LocalError("say hello first", code=ErrorCode.NOT_REGISTERED)
+        if isinstance(message, PassSegment):
+            return self._on_segment(session, message, fds)
+        if isinstance(message, PassCuda):
+            session.segments[message.segment_id] = None
+        return {}
+
+    def _on_hello(self, session: Session, hello: Hello) -> dict[str, Any]:
+        versions = f"it speaks versions {hello.min_protocol} to {hello.max_protocol}"
+        fits = hello.min_protocol <= PROTOCOL_VERSION <= hello.max_protocol
+        self.book.expect("attach.hello", fits, versions)
+        self.book.expect("attach.hello", not session.boot, "a second hello on a connection")
+        is_new = hello.boot not in self._used_boots
+        self.book.expect("attach.boot", is_new, f"boot id {hello.boot!r} was used before")
+        length = f"a boot id of {len(hello.boot)} characters"
+        self.book.expect("attach.boot", len(hello.boot) <= MAX_BOOT_CHARS, length)
+        if not fits:
+            raise LocalError(versions, code=ErrorCode.UNSUPPORTED_VERSION)
+        if not is_new:
+            raise LocalError("this boot id was used here", code=ErrorCode.STALE)
+        self._used_boots.add(hello.boot)
+        session.boot = hello.boot
+        inherited = session.is_inherited()
+        if inherited is None:
+            self.book.untried("attach.inheritance", "the process's files cannot be looked at")
+        else:
+            self.book.expect("attach.inheritance", not inherited, "it is open across an exec")
+        return {
+            "protocol": PROTOCOL_VERSION,
+            "agent_id": "conform",
+            "agent_boot": self.boot,
+            "role": self.role.value,
+            "engine_endpoint": self._endpoint,
+            "peer_endpoint": "tcp://127.0.0.1:1",
+            "events_endpoint": "tcp://127.0.0.1:1",
+            "a_later_field": {"of": "a newer agent"},
+        }
+
+    def _on_segment(self, session: Session, passed: PassSegment, fds: list[int]) -> dict[str, Any]:
+        name = passed.segment_id
+        alone = f"{len(fds)} descriptors came with segment {name!r}"
+        if not self.book.expect("attach.first_byte", len(fds) == 1, alone):
+            raise LocalError(alone, code=ErrorCode.SEGMENT)
+        status = os.fstat(fds[0])
+        size = status.st_size
+        differs = f"segment {name!r} has {size:,} bytes, `segment` says {passed.size_bytes:,}"
+        if not self.book.expect("attach.size", size == passed.size_bytes, differs):
+            raise LocalError(differs, code=ErrorCode.SEGMENT)
+        session.segments[name] = mmap.mmap(fds[0], size)
+        session.files.add((status.st_dev, status.st_ino))
+        return {"sealed": self._look_at_seals(name, fds[0])}
+
+    def _look_at_seals(self, name: str, fd: int) -> bool:
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:
+            seals = fcntl.F_SEAL_SEAL
+        if seals & WANTED_SEALS != WANTED_SEALS and seals & fcntl.F_SEAL_SEAL:
+            self.book.untried("attach.seals", f"segment {name!r} is of a kind that has no seals")
+            return False
+        missing = f"segment {name!r} can still grow or shrink"
+        return self.book.expect("attach.seals", seals & WANTED_SEALS == WANTED_SEALS, missing)
+
+    # The engine socket.
 
     def _drain(self) -> None:
         while True:
@@ -210,34 +361,65 @@ class PlayedAgent:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            read = read_request(frames, self.role, self.book)
-            if read is not None:
-                self._on_request(identity, read)
+            several = f"a message of {len(frames)} frames"
+            if not self.book.expect("frames.one", len(frames) == 1, several):
+                frames = [frame for frame in frames if frame][-1:] or [b""]
+            request = self._read_envelope(frames[0])
+            if request is not None:
+                self._on_request(identity, request)
 
-    def _on_request(self, identity: bytes, read: ReadFrame) -> None:
-        request = read.request
-        session = self._door.sessions.get(request.boot)
+    def _read_envelope(self, frame: bytes) -> RequestFrame | None:
+        try:
+            fields = unpack_map(frame)
+        except ProtocolError as error:
+            self.book.expect("frames.maps", False, _in_full(error))
+            return None
+        self.book.expect("frames.maps", True)
+        wrong, envelope = "", None
+        try:
+            envelope = decode(frame)
+        except ProtocolError as error:
+            wrong = f"`{fields.get('op')}`: {error.message}"
+        if isinstance(envelope, RequestFrame):
+            self.book.expect("frames.envelope", True)
+            return envelope
+        missing = {"v", "op", "id", "boot", "body"} - fields.keys()
+        lacks = f"not a request: it lacks {', '.join(sorted(missing))}"
+        self.book.expect("frames.envelope", False, wrong or lacks)
+        return None
+
+    def _on_request(self, identity: bytes, request: RequestFrame) -> None:
+        body = self._read_body(request)
+        session = next((one for one in self.sessions if one.boot == request.boot), None)
         known = f"`{request.op}` with boot id {request.boot!r}, which is not attached"
+        # A session that has just ended may still have messages on their way.
+        was_attached = request.boot in self._used_boots
+        self.book.expect("frames.boot", session is not None or was_attached, known)
         if session is None:
-            # One that has just ended may still have messages on their way.
-            self.book.expect("frames.boot", self._door.was_used(request.boot), known)
-            answer = refusal("stale", "this boot id has ended")
-            fields = {"v": 1, "re": request.request_id, "boot": self.boot, **answer}
-            self._router.send_multipart([identity, write_map(fields)])
+            self._reply(identity, request.request_id, refusal("stale", "this boot id has ended"))
             return
-        self.book.expect("frames.boot", True, known)
         self._look_at_secret(session, request.secret)
         session.identity = identity
         again = f"`{request.op}` with id {request.request_id} came again"
         is_new = request.request_id not in session.ids
-        if not self.book.expect("requests.once", is_new, again):
-            return
-        asked = self._take_note(session, read)
-        if read.body is None:
-            self.refuse(asked, "invalid")
-        elif asked.op not in self.held and not self.silent:
-            self.answer(asked)
-            self._answer_ready()
+        if self.book.expect("requests.once", is_new, again):
+            self._look_at_id(session, request.request_id)
+            held = request.op in self.held and body is not None
+            number, op, now = request.request_id, request.op, time.monotonic()
+            self.log.append(Asked(session, number, op, body, now, taken=held))
+            self._answer_all()
+
+    def _read_body(self, request: RequestFrame) -> Message | None:
+        kinds = REQUESTS[Socket.ENGINE] | REQUESTS[Socket(self.role)]
+        try:
+            if request.op not in kinds:
+                raise ProtocolError(f"a {self.role} agent knows no `{request.op}`")
+            body: Message = from_body(kinds[request.op], request.body)
+        except ProtocolError as error:
+            self.book.expect("frames.body", False, error.message)
+            return None
+        self.book.expect("frames.body", True)
+        return body
 
     def _look_at_secret(self, session: Session, secret: str) -> None:
         if session.secret is None:
@@ -249,30 +431,45 @@ class PlayedAgent:
         changed = "a session that has one secret sends another, or none"
         self.book.expect("frames.secret", secret == session.secret, changed)
 
-    def _take_note(self, session: Session, read: ReadFrame) -> Asked:
-        request = read.request
-        if session.last_id is None:
-            first = f"a session starts with id {request.request_id}"
-            is_random = LOWEST_FIRST_ID <= request.request_id < END_OF_FIRST_IDS
-            self.book.expect("requests.ids", is_random, first)
+    def _look_at_id(self, session: Session, request_id: int) -> None:
+        if session.ids:
+            rises, seen = request_id > max(session.ids), f"id {request_id} after {max(session.ids)}"
         else:
-            rises = f"id {request.request_id} after {session.last_id}"
-            self.book.expect("requests.ids", request.request_id > session.last_id, rises)
-        session.last_id = max(session.last_id or 0, request.request_id)
-        session.ids.add(request.request_id)
-        body = read.body or Ping()
-        asked = Asked(session, request.request_id, request.op, body, time.monotonic())
-        self.log.append(asked)
-        return asked
+            rises = LOWEST_FIRST_ID <= request_id < END_OF_FIRST_IDS
+            seen = f"a session starts with id {request_id}"
+        self.book.expect("requests.ids", rises, seen)
+        session.ids.add(request_id)
 
-    def _answer_ready(self) -> None:
-        for asked in self.log:
-            if asked.op == AwaitReady.op and not asked.answered and self.registering.is_complete:
-                self.answer(asked)
+    def _on_register(self, asked: Asked, body: Register) -> Answer:
+        session = asked.session
+        same = self.spec in (None, body.engine)
+        self.book.expect("register.same_engine", same, "two sessions state different engines")
+        first = session.registered is None
+        self.book.expect("register.sessions", first, "a session registers twice")
+        problem = _wrong_memory(body, session)
+        if not self.book.expect("register.memory", not problem, problem):
+            return refusal("geometry", problem)
+        session.registered = body
+        if body.rank is not None:
+            session.places = places_of(body.engine, body.rank, session.segments)
+        return OK
 
-    def answer_silence(self) -> None:
-        """Go on after a silence: what came meanwhile is answered now."""
-        self.silent = False
-        for asked in self.log:
-            if not asked.taken and asked.op not in self.held:
-                self.answer(asked)
+
+def _wrong_memory(body: Register, session: Session) -> str:
+    try:
+        validate_engine(body.engine)
+        if body.rank is not None:
+            validate_rank(body.engine, body.rank)
+    except GeometryError as error:
+        return error.message
+    for segment in body.rank.segments if body.rank else ():
+        if segment.segment_id not in session.segments:
+            return f"segment {segment.segment_id!r} was not passed"
+        mapped = session.segments[segment.segment_id]
+        if mapped is not None and len(mapped) != segment.size_bytes:
+            return f"segment {segment.segment_id!r} has {len(mapped):,} bytes"
+    return ""
+
+
+def _in_full(error: ProtocolError) -> str:
+    return f"{error.message}: {error.__cause__}" if error.__cause__ else error.message

@@ -1,9 +1,5 @@
-"""The command ``kvbus conform``: its options, its progress, its report, its exit status.
+"""The command ``kvbus conform``: its options, its progress, its report, its exit status."""
 
-Refuses a wrong option or a command that cannot be started with one line and exit status 2.
-"""
-
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbus.conform.rules import Outcome, Verdict
-from kvbus.conform.scenes import play, scenes_of
-from kvbus.conform.stage import START_S
+from kvbus.conform.scenes import PATIENCE_S, START_S, play, scenes_of
 from kvbus.console import Console
 from kvbus.errors import ConfigError
 from kvbus.output import fail, write_json, write_text
@@ -51,7 +46,7 @@ def conform(
     *,
     command: Command,
     role: Role,
-    patience: Patience = 10.0,
+    patience: Patience = PATIENCE_S,
     start: Start = START_S,
     scene: Scenes = None,
     log: Log = None,
@@ -71,15 +66,12 @@ def conform(
     if unknown := [name for name in wanted if name not in known]:
         problem = f"--scene: no scene {', '.join(unknown)}; there are {', '.join(known)}"
         fail(problem, status=2, cause=ValueError(problem))
-    with (
-        tempfile.TemporaryDirectory(prefix="kvbus-conform-") as folder,
-        Console(stderr=True).status("starting") as line,
-    ):
+    with Console(stderr=True).status("starting") as line:
         try:
             outcomes = play(
                 role,
                 command,
-                log=log or Path(folder) / "engine.log",
+                log=log,
                 patience_s=patience,
                 start_s=start,
                 only=wanted,
@@ -88,28 +80,17 @@ def conform(
         except ConfigError as error:
             fail(error.message, status=2, cause=error)
     if as_one_json:
-        write_json(as_json(outcomes, role))
+        told = {
+            "kvbus": version("kvbus"),
+            "role": role.value,
+            "sentence": sentence_of(outcomes),
+            "exit_status": exit_status_of(outcomes),
+            "rules": [msgspec.structs.asdict(outcome) for outcome in outcomes],
+        }
+        write_json(told)
     else:
-        write_text(_as_text(outcomes))
+        write_text(report_of(outcomes))
     raise typer.Exit(exit_status_of(outcomes))
-
-
-def as_json(outcomes: list[Outcome], role: AgentRole) -> dict[str, object]:
-    """What ``--json`` prints; docs/conformance.md says what each key means."""
-    return {
-        "kvbus": version("kvbus"),
-        "role": role.value,
-        "sentence": sentence_of(outcomes),
-        "exit_status": exit_status_of(outcomes),
-        "rules": [msgspec.structs.asdict(outcome) for outcome in outcomes],
-    }
-
-
-def _as_text(outcomes: list[Outcome]) -> str:
-    console = Console()
-    with console.capture() as printed:
-        print_report(outcomes, console)
-    return "".join(f"{line.rstrip()}\n" for line in printed.get().splitlines())
 
 
 def sentence_of(outcomes: Sequence[Outcome]) -> str:
@@ -129,28 +110,31 @@ def exit_status_of(outcomes: Sequence[Outcome]) -> int:
     return int(Verdict.FAILED in verdicts or Verdict.PASSED not in verdicts)
 
 
-def print_report(outcomes: Sequence[Outcome], console: Console) -> None:
+def report_of(outcomes: Sequence[Outcome]) -> str:
     """All rules, then what was seen of those that failed, then the sentence."""
+    console = Console()
     table = _grid(7, 24)
     for one in outcomes:
         text = one.rule if one.verdict is not Verdict.UNTRIED else f"{one.rule} {one.seen[0]}."
         table.add_row(Text(one.verdict, STYLES[one.verdict]), Text(one.name), Text(text))
-    console.print(table)
-    for one in outcomes:
-        if one.verdict is Verdict.FAILED:
-            console.print("", *_complaint(one), sep="\n")
-    console.print("", Text(sentence_of(outcomes)), sep="\n")
+    with console.capture() as printed:
+        console.print(table)
+        for one in outcomes:
+            if one.verdict is Verdict.FAILED:
+                head = Text.assemble(("failed ", STYLES[Verdict.FAILED]), one.name)
+                console.print("", head, Padding(_details(one), (0, 0, 0, 2)), sep="\n")
+        console.print("", Text(sentence_of(outcomes)), sep="\n")
+    return "".join(f"{line.rstrip()}\n" for line in printed.get().splitlines())
 
 
-def _complaint(one: Outcome) -> tuple[Text, Padding]:
-    head = Text.assemble(("failed ", STYLES[Verdict.FAILED]), one.name)
+def _details(one: Outcome) -> Table:
     table = _grid(6)
     table.add_row("rule", Text(one.rule))
     table.add_row("page", Text(one.page))
     for seen in one.seen:
         table.add_row("seen", Text(seen))
     table.add_row("times", Text(f"{one.num_wrong} of {one.num_looks} looks"))
-    return head, Padding(table, (0, 0, 0, 2))
+    return table
 
 
 def _grid(*widths: int) -> Table:

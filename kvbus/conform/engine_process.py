@@ -1,7 +1,6 @@
-"""Owns the process of the engine under test: its environment, its lines in both directions.
+"""The process of the engine under test: its environment, its lines in both directions.
 
-Refuses to read meaning into lines that do not start with a word that is waited for: an engine may
-print what it likes between them.
+An engine may print what it likes between the lines that are waited for.
 """
 
 import os
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
+from typing import IO
 
 from kvbus.protocol.engine import AgentRole
 from kvbus.spawn import Child
@@ -21,14 +21,14 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class EngineProcess:
-    """The command, started anew by `start`; ``lines`` is what it printed, in words."""
+    """The command, which `start` starts each time as a new process."""
 
-    def __init__(self, command: Sequence[str], attach: Path, role: AgentRole, log: Path) -> None:
-        self.lines: list[list[str]] = []
-        self.num_starts = 0
+    def __init__(self, command: Sequence[str], attach_path: Path, role: AgentRole, log: Path):
+        self.attach_path = attach_path
         self._command, self._log = command, log
-        self._env = {ATTACH_VARIABLE: str(attach), ROLE_VARIABLE: role.value}
+        self._env = {ATTACH_VARIABLE: str(attach_path), ROLE_VARIABLE: role.value}
         self._child: Child | None = None
+        self._lines: list[list[str]] = []
         self._rest = b""
 
     @property
@@ -38,12 +38,11 @@ class EngineProcess:
 
     def start(self) -> None:
         """Start the command; raises `ConfigError` when it cannot be."""
-        self.num_starts += 1
         self._rest = b""
         self._child = Child.start(
             "engine", self._command, log=self._log, stdin=PIPE, stdout=PIPE, env=self._env
         )
-        os.set_blocking(self._output(), False)
+        os.set_blocking(_pipe(self._child.process.stdout).fileno(), False)
 
     def stop(self, within_s: float = END_S) -> int | None:
         """Close its stdin, read what it says, kill it if it takes longer.
@@ -53,9 +52,9 @@ class EngineProcess:
         if self._child is None:
             return None
         self.hush()
-        end = time.monotonic() + within_s
+        output, end = _pipe(self._child.process.stdout), time.monotonic() + within_s
         while (left := end - time.monotonic()) > 0:
-            ready, _, _ = select.select([self._output()], [], [], left)
+            ready, _, _ = select.select([output], [], [], left)
             if ready and not self.on_readable():
                 break
         status = self._child.end(max(0.0, left))
@@ -68,32 +67,34 @@ class EngineProcess:
             self._child.ask_to_end()
 
     def fileno(self) -> int | None:
-        """Its stdout, for a poller."""
-        return None if self._child is None or self._child.process.stdout is None else self._output()
+        """Its stdout, for a poller; None when it was not started."""
+        return None if self._child is None else _pipe(self._child.process.stdout).fileno()
 
     def say(self, *words: object) -> None:
-        """Write a line to its stdin; nobody may be there to read it."""
-        if self._child is None or self._child.process.stdin is None:
-            return
-        with suppress(BrokenPipeError):
-            self._child.process.stdin.write(f"{' '.join(map(str, words))}\n".encode())
-            self._child.process.stdin.flush()
+        """Write a line to its stdin, which it may have closed."""
+        if self._child is not None:
+            stdin = _pipe(self._child.process.stdin)
+            with suppress(BrokenPipeError):
+                stdin.write(f"{' '.join(map(str, words))}\n".encode())
+                stdin.flush()
 
     def on_readable(self) -> bool:
         """Take in what it printed; False at the end of its output."""
+        output = self.fileno()
+        if output is None:
+            return False
         try:
-            chunk = os.read(self._output(), 65_536)
+            chunk = os.read(output, 65_536)
         except BlockingIOError:
             return True
         *whole, self._rest = (self._rest + chunk).split(b"\n")
         self._rest = self._rest[-MAX_LINE_BYTES:]
-        for line in whole:
-            self.lines.append(line.decode(errors="replace").split(" ", 2))
+        self._lines += [line.decode(errors="replace").split(" ", 2) for line in whole]
         return bool(chunk)
 
     def told(self, word: str, name: int) -> list[str]:
         """What it said of this name, one text for each line that begins so."""
-        return [" ".join(line[2:]).strip() for line in self.lines if line[:2] == [word, str(name)]]
+        return [" ".join(line[2:]).strip() for line in self._lines if line[:2] == [word, str(name)]]
 
     def last_words(self) -> str:
         """How it ended, and the end of its log."""
@@ -101,7 +102,8 @@ class EngineProcess:
             "it was not started" if self._child is None else self._child.lost("is silent").message
         )
 
-    def _output(self) -> int:
-        if self._child is None or self._child.process.stdout is None:
-            raise RuntimeError("the engine's process is not running")
-        return self._child.process.stdout.fileno()
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    if stream is None:
+        raise RuntimeError("the engine's process has no such pipe")
+    return stream

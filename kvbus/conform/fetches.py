@@ -7,14 +7,11 @@ blocks that are not its own yet, is seen.
 import json
 from collections.abc import Iterator
 
-from kvbus.conform.agent import PlayedAgent
-from kvbus.conform.desk import Desk, Job
-from kvbus.conform.door import OK, Answer, body_of, refusal
-from kvbus.conform.engine_process import EngineProcess
-from kvbus.conform.frames import Asked
-from kvbus.conform.memory import Place, where_different
-from kvbus.conform.offers import LATER_FIELDS
-from kvbus.conform.rules import Book
+from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
+from kvbus.conform.memory import Place, covered
+from kvbus.conform.rules import DECODE
+from kvbus.conform.session import Asked
+from kvbus.conform.stage import LATER_FIELDS, Job, Stage
 from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import (
@@ -25,43 +22,57 @@ from kvbus.protocol.engine import (
     Outcome,
     StartFetch,
 )
-from kvbus.protocol.message import to_body
+from kvbus.protocol.message import Message, to_body
 
+EARLY_S, NUM_SPOILT = 0.5, 3
 WRONG_BY = 89
 """Added to a job's name it gives numbers of which none is right: no multiple of 251."""
 
 
-class FetchDesk(Desk):
+class FetchStage(Stage):
     """The fetches of one decode engine."""
 
-    op, over_word = StartFetch.op, "fetched"
+    op, over_word, rules = StartFetch.op, "fetched", DECODE
 
-    def __init__(self, agent: PlayedAgent, engine: EngineProcess, book: Book) -> None:
-        super().__init__(agent, engine, book)
-        self._fetch_ids: set[str] = set()
+    def __init__(self, agent: PlayedAgent, patience_s: float, start_s: float) -> None:
+        super().__init__(agent, patience_s, start_s)
         self.cancelled: set[str] = set()
+        self._fetch_ids: set[str] = set()
         self._lost: list[tuple[str, Job]] = []
         agent.answering |= {StartFetch.op: self._on_fetch, CancelFetch.op: self._on_cancel}
 
     def say(self, job: Job) -> None:
-        ticket = json.dumps(self.ticket(job))
+        ticket = json.dumps(_ticket(job))
         self.engine.say("fetch", job.name, job.first_token, job.num_tokens, ticket)
 
-    def is_about(self, asked: Asked, job: Job) -> bool:
-        body = asked.body
-        return isinstance(body, StartFetch) and body.ticket.get("request_id") == str(job.name)
+    def name_of(self, body: Message | None) -> str:
+        return str(body.ticket.get("request_id")) if isinstance(body, StartFetch) else ""
 
     def finish(self, job: Job) -> None:
         """The right numbers land, and the fetch is completed."""
         self.land(job)
         self.end(job, Outcome.COMPLETED)
 
+    def check_told(self, job: Job) -> bool:
+        told = self.told_over(job)[:1]
+        seen = f"request {job.name}: {told} instead of `completed 0`"
+        return self.book.expect("fetch.numbers", told == ["completed 0"], seen)
+
+    def lose(self, job: Job, *, same_memory: bool) -> None:
+        """In the same memory the blocks are not free: the agent's process has not ended."""
+        super().lose(job, same_memory=same_memory)
+        self.book.expect("fetch.lost_blocks", True)
+        if same_memory:
+            self._lost.append((self.agent.boot, job))
+
     def land(self, job: Job) -> None:
         """The right numbers are there; the engine is told, if it asked for that."""
         if job.written == job.name:
             return
-        self.write(job, job.name)
-        if job.asked is not None and body_of(job.asked, StartFetch).chunk_tokens:
+        self.check_untouched(job)
+        self._write(job, job.name)
+        body = job.asked.body if job.asked else None
+        if isinstance(body, StartFetch) and body.chunk_tokens:
             landed = Landed(fetch_id=job.handoff_id, num_tokens=job.num_tokens)
             self.agent.notify(landed.op, landed)
 
@@ -80,75 +91,51 @@ class FetchDesk(Desk):
             message="as kvbus conform has it" if code else "",
         )
         self.agent.reply(job.asked, {"ok": to_body(fetched)})
-        self.agent.notify_ranks(fetched)
+        self.agent.notify(fetched.op, fetched)
 
     def free(self, job: Job) -> None:
-        """Nothing writes into the blocks any more; nobody else did until now."""
+        """Nothing writes into the blocks any more; until now nothing else did."""
         self.check_untouched(job)
         job.over = True
         self.agent.notify(BlocksFreed.op, BlocksFreed(fetch_id=job.handoff_id))
 
-    def lost(self, job: Job, *, same_memory: bool) -> None:
-        """In the same memory the blocks are not free: the agent's process has not ended."""
-        super().lost(job, same_memory=same_memory)
-        self.book.expect("fetch.lost_blocks", True, "")
-        if same_memory:
-            self._lost.append((self.agent.boot, job))
-
-    def check_told(self, job: Job) -> bool:
-        told = self.told_over(job)[:1]
-        seen = f"request {job.name}: {told} instead of `completed 0`"
-        return self.book.expect("fetch.numbers", told == ["completed 0"], seen)
-
-    def ticket(self, job: Job) -> dict[str, object]:
-        """The ticket of a request, with fields that no version has."""
-        return {
-            "agent_id": "elsewhere",
-            "agent_boot": "of the prefill agent",
-            "endpoint": "tcp://127.0.0.1:1",
-            "engine_id": "prefill",
-            "engine_boot": "of the prefill engine",
-            "offer_id": f"offer-{job.name}",
-            "request_id": str(job.name),
-            "num_tokens": job.num_tokens,
-            "kvbus": 1,
-            **LATER_FIELDS,
-        }
-
-    def write(self, job: Job, name: int) -> None:
-        """Write the numbers of this name; what was there was not changed by anybody else."""
-        self.check_untouched(job)
-        for place, table, start, stop in self._covered(job):
-            place.write(table, start, place.numbers(name, start, stop))
-        job.written = name
-
-    def spoil(self, job: Job, num_bytes: int) -> int:
-        """Change so many bytes of the first row of a fetch; returns how many it had."""
+    def spoil(self, job: Job) -> int:
+        """Change some bytes of the first row of a fetch; returns how many."""
         for place, table, start, _ in self._covered(job):
             kv = place.read(table, start, start + 1)
             row = kv[0, 0, 0, 0].reshape(-1)
-            row[:num_bytes] ^= 0xFF
+            row[:NUM_SPOILT] ^= 0xFF
             place.write(table, start, kv)
-            return min(num_bytes, int(row.size))
+            return min(NUM_SPOILT, int(row.size))
         return 0
 
     def check_untouched(self, job: Job) -> None:
         """The blocks of a fetch have what was written from here, and nothing else."""
         for place, table, start, stop in self._covered(job):
-            have, want = place.read(table, start, stop), place.numbers(job.written, start, stop)
-            same = bool((have == want).all())
-            where = "" if same else where_different(place, have, want, start)
-            self.book.expect("fetch.blocks", same, f"request {job.name}, written over: {where}")
+            want = place.numbers(job.written, start, stop)
+            wrong = place.difference(place.read(table, start, stop), want, start)
+            seen = f"request {job.name}, written over: {wrong}"
+            self.book.expect("fetch.blocks", not wrong, seen)
+
+    def told(self, job: Job, rule: str, word: str) -> None:
+        """The engine says in time, and once, that a job has ended so."""
+        self.wait(lambda: self.told_over(job))
+        told = self.told_over(job)
+        right = len(told) == 1 and told[0].startswith(word)
+        self.book.expect(rule, right, f"request {job.name}: {told} instead of `{word}`")
+
+    def _write(self, job: Job, name: int) -> None:
+        for place, table, start, stop in self._covered(job):
+            place.write(table, start, place.numbers(name, start, stop))
+        job.written = name
 
     def _covered(self, job: Job) -> Iterator[tuple[Place, BlockTable, int, int]]:
-        memory = self.agent.registering.memory
-        if memory is not None:
-            yield from memory.covered(job.tables, job.first_token, job.num_tokens)
+        return covered(self.agent.places, job.tables, job.first_token, job.num_tokens)
 
-    def _on_fetch(self, asked: Asked) -> Answer | None:
-        body = body_of(asked, StartFetch)
-        job = next((one for one in self.jobs.values() if self.is_about(asked, one)), None)
-        same = job is not None and body.ticket == self.ticket(job)
+    def _on_fetch(self, asked: Asked, body: StartFetch) -> Answer | None:
+        name = self.name_of(body)
+        job = next((one for one in self.jobs.values() if str(one.name) == name), None)
+        same = job is not None and body.ticket == _ticket(job)
         self.book.expect("fetch.ticket", same, f"the ticket came as {str(dict(body.ticket))[:200]}")
         if job is None:
             return refusal("invalid", "no such ticket was given")
@@ -160,20 +147,15 @@ class FetchDesk(Desk):
         problem = self._wrong_tables(body)
         if not self.book.expect("fetch.tables", not problem, f"request {job.name}: {problem}"):
             return refusal("geometry", problem)
-        self.book.expect("fetch.answered", True, "")
+        self.book.expect("fetch.answered", True)
         self._fetch_ids.add(body.fetch_id)
         job.handoff_id, job.tables, job.asked = body.fetch_id, dict(body.tables), asked
-        used = self._used_blocks(job)
-        self.book.expect("fetch.blocks", not used, f"request {job.name}: {used}")
-        self._check_lost(job)
-        for place, table, start, stop in self._covered(job):
-            place.write(table, start, place.numbers(job.name + WRONG_BY, start, stop))
-        job.written = job.name + WRONG_BY
+        self._check_blocks(job)
+        self._write(job, job.name + WRONG_BY)
         return None
 
     def _wrong_tables(self, body: StartFetch) -> str:
-        memory = self.agent.registering.memory
-        for group in memory.engine.groups if memory else ():
+        for group in self.groups:
             table = body.tables.get(group.name)
             if table is None:
                 return f"group {group.name} has no table"
@@ -182,42 +164,111 @@ class FetchDesk(Desk):
                 start, stop = 0, 1
             try:
                 table.check_covers(start, stop, group.block_size)
-                if memory and memory.places:
-                    table.check_ids(memory.num_blocks(group.name))
+                table.check_ids(self.num_blocks(group.name) or 2**32)
             except GeometryError as error:
                 return f"group {group.name}: {error.message}"
         return ""
 
-    @staticmethod
-    def common_blocks(one: Job, other: Job) -> str:
-        """Which blocks two fetches have both, in words; empty when none."""
-        for group in one.tables.keys() & other.tables.keys():
-            both = set(_ids(one, group)) & set(_ids(other, group))
-            if both:
-                return f"blocks {sorted(both)} of group {group}"
-        return ""
-
-    def _check_lost(self, new: Job) -> None:
+    def _check_blocks(self, new: Job) -> None:
+        """The blocks of a new fetch are not those of another, nor of one that a hang-up ended."""
+        for job in self.jobs.values():
+            both = "" if job.over or job is new else _common(new, job)
+            seen = f"request {new.name}: {both} are those of request {job.name}"
+            self.book.expect("fetch.blocks", not both, seen)
         for boot, lost in self._lost:
-            both = self.common_blocks(new, lost) if boot == self.agent.boot else ""
+            both = _common(new, lost) if boot == self.agent.boot else ""
             seen = f"request {new.name} uses {both}, which request {lost.name} had"
             self.book.expect("fetch.lost_blocks", not both, seen)
 
-    def _used_blocks(self, new: Job) -> str:
-        """Which blocks of a new fetch are still those of another."""
-        for job in self.jobs.values():
-            if not job.over and job is not new and (both := self.common_blocks(new, job)):
-                return f"{both} are those of request {job.name}"
-        return ""
-
-    def _on_cancel(self, asked: Asked) -> Answer:
-        fetch_id = body_of(asked, CancelFetch).fetch_id
-        if fetch_id not in self._fetch_ids:
+    def _on_cancel(self, asked: Asked, body: CancelFetch) -> Answer:
+        if body.fetch_id not in self._fetch_ids:
             return refusal("fetch_unknown", "no such fetch")
-        self.cancelled.add(fetch_id)
+        self.cancelled.add(body.fetch_id)
         return OK
 
 
-def _ids(job: Job, group: str) -> list[int]:
-    ids: list[int] = job.tables[group].array().tolist()
-    return ids
+def _ticket(job: Job) -> dict[str, object]:
+    return {
+        "agent_id": "elsewhere",
+        "agent_boot": "of the prefill agent",
+        "endpoint": "tcp://127.0.0.1:1",
+        "engine_id": "prefill",
+        "engine_boot": "of the prefill engine",
+        "offer_id": f"offer-{job.name}",
+        "request_id": str(job.name),
+        "num_tokens": job.num_tokens,
+        "kvbus": 1,
+        **LATER_FIELDS,
+    }
+
+
+def _common(one: Job, other: Job) -> str:
+    """Which blocks two fetches have both, in words; empty when none."""
+    for group in one.tables.keys() & other.tables.keys():
+        both = set(one.tables[group].array().tolist()) & set(other.tables[group].array().tolist())
+        if both:
+            return f"blocks {sorted(both)} of group {group}"
+    return ""
+
+
+def shapes(stage: FetchStage) -> None:
+    """From the first token and from within a block, over windows, none at all."""
+    block, window = stage.block_size, stage.window
+    wanted = (
+        (0, 1),
+        (0, block),
+        (0, 2 * block + 1),
+        (block + block // 4, 2 * block + block // 2),
+        (block // 4, block // 2 + 1),
+        (0, window + 2 * block + 3),
+        (block, window + 2 * block - 1),
+        (block, block),
+    )
+    for first_token, num_tokens in wanted:
+        stage.end_well(stage.taken(stage.begin(num_tokens, first_token=first_token)))
+
+
+def counts(stage: FetchStage) -> None:
+    """Wrong numbers lie there at first, then right ones land; of the next fetch some stay wrong."""
+    job = stage.taken(stage.begin(2 * stage.block_size))
+    stage.agent.play(EARLY_S)
+    stage.land(job)
+    stage.agent.play(EARLY_S)
+    early = f"`fetched {job.name}` before the answer came"
+    stage.book.expect("fetch.completed", not stage.told_over(job), early)
+    ended = stage.end_well(job) and stage.told_over(job)[0] == "completed 0"
+    stage.book.expect("fetch.completed", ended, f"told was {stage.told_over(job)}")
+    spoilt = stage.taken(stage.begin(stage.block_size))
+    stage.land(spoilt)
+    wrong = f"completed {stage.spoil(spoilt)}"
+    stage.end(spoilt, Outcome.COMPLETED)
+    stage.wait(lambda: stage.told_over(spoilt))
+    told = stage.told_over(spoilt)
+    seen = f"told was {told} where `{wrong}` is right: the engine does not read its memory"
+    stage.book.expect("fetch.numbers", told == [wrong], seen)
+
+
+def failed(stage: FetchStage) -> None:
+    """Fetches that fail, with known and unknown codes."""
+    for code in ("peer_lost", "moon_phase"):
+        job = stage.taken(stage.begin(20))
+        stage.land(job)
+        stage.end(job, Outcome.FAILED, code=code)
+        stage.told(job, "fetch.failed", "failed")
+
+
+def blocks(stage: FetchStage) -> None:
+    """Blocks that a transfer still writes into, while the engine needs blocks."""
+    job, cancelled = stage.begin(20), stage.begin(20)
+    stage.taken(job, cancelled)
+    stage.end(job, Outcome.FAILED, blocks_free=False, code="timeout")
+    stage.told(job, "fetch.failed", "failed")
+    stage.engine.say("cancel", cancelled.name)
+    came = stage.wait(lambda: cancelled.handoff_id in stage.cancelled)
+    stage.book.expect("fetch.cancel", came, f"no `cancel` for request {cancelled.name}")
+    stage.end(cancelled, Outcome.CANCELLED, blocks_free=False, code="cancelled")
+    stage.told(cancelled, "fetch.cancel", "cancelled")
+    stage.use_all_blocks("fetch.blocks")
+    stage.free(job)
+    stage.free(cancelled)
+    stage.use_all_blocks("fetch.reused")

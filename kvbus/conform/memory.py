@@ -12,7 +12,7 @@ where NAME is the request's, `part` counts in the group's `parts`, and layers an
 """
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,8 @@ from kvbus.geometry import (
 )
 
 Bytes = npt.NDArray[np.uint8]
+Segments = Mapping[str, mmap.mmap | None]
+"""The segments of a rank by their ids; None for one of a GPU, which is not mapped."""
 _ORDER = (
     AxisName.BLOCK,
     AxisName.TOKEN,
@@ -74,52 +76,43 @@ class Place:
         numbers: Bytes = (sums % _MODULUS).astype(np.uint8)
         return numbers
 
+    def difference(self, have: Bytes, want: Bytes, start: int) -> str:
+        """The first byte from position ``start`` on that is wrong, in words; empty if none is."""
+        differs = np.argwhere(have != want)
+        if not len(differs):
+            return ""
+        position, layer, part, head, dim, byte = (int(index) for index in differs[0])
+        is_, be = have[tuple(differs[0])], want[tuple(differs[0])]
+        return (
+            f"rank {self.rank}, group {self.group.name}, layer {self.region.layers[layer]}, "
+            f"{self.region.parts[part]}, position {start + position}, head "
+            f"{self.region.first_head + head}, dim {dim}, byte {byte}: {is_} instead of {be}; "
+            f"{len(differs):,} of {have.size:,} bytes differ"
+        )
+
     def _slots(self, table: BlockTable, start: int, stop: int) -> tuple[npt.NDArray[np.int64], ...]:
         positions = np.arange(start, stop)
         entries = positions // self.group.block_size - table.first_block
         return table.array().astype(np.int64)[entries], positions % self.group.block_size
 
 
-class EngineMemory:
-    """The memory of all ranks of an engine that can be mapped."""
-
-    def __init__(self, engine: EngineSpec) -> None:
-        self.engine = engine
-        self.places: list[Place] = []
-
-    def add_rank(self, rank: RankSpec, segments: Mapping[str, mmap.mmap]) -> None:
-        """Map the regions of a rank whose description was checked."""
-        for region in rank.regions:
-            if region.segment_id in segments:
-                group = self.engine.group(region.group)
-                view = _view(group, region, segments[region.segment_id])
-                self.places.append(Place(rank.rank, group, region, view))
-
-    def num_blocks(self, group: str) -> int:
-        """Blocks of the cache of a group."""
-        return min(int(place.view.shape[0]) for place in self.places if place.group.name == group)
-
-    def covered(
-        self, tables: Mapping[str, BlockTable], first_token: int, num_tokens: int
-    ) -> Iterator[tuple[Place, BlockTable, int, int]]:
-        """Each place that holds KV of these tokens, with its table and its positions."""
-        for place in self.places:
-            start, stop = place.group.positions(first_token, num_tokens)
-            if stop > start and place.group.name in tables:
-                yield place, tables[place.group.name], start, stop
+def places_of(engine: EngineSpec, rank: RankSpec, segments: Segments) -> list[Place]:
+    """The regions of a rank whose description was checked, those that can be mapped."""
+    return [
+        Place(rank.rank, group, region, _view(group, region, segment))
+        for region in rank.regions
+        if (segment := segments[region.segment_id]) and (group := engine.group(region.group))
+    ]
 
 
-def where_different(place: Place, have: Bytes, want: Bytes, start: int) -> str:
-    """The first byte that differs, in words."""
-    differs = np.argwhere(have != want)
-    position, layer, part, head, dim, byte = (int(index) for index in differs[0])
-    is_, be = have[tuple(differs[0])], want[tuple(differs[0])]
-    return (
-        f"rank {place.rank}, group {place.group.name}, layer {place.region.layers[layer]}, "
-        f"{place.region.parts[part]}, position {start + position}, head "
-        f"{place.region.first_head + head}, dim {dim}, byte {byte}: {is_} instead of {be}; "
-        f"{len(differs):,} of {have.size:,} bytes differ"
-    )
+def covered(
+    places: Iterable[Place], tables: Mapping[str, BlockTable], first_token: int, num_tokens: int
+) -> Iterator[tuple[Place, BlockTable, int, int]]:
+    """Each place that holds KV of these tokens, with its table and its positions."""
+    for place in places:
+        start, stop = place.group.positions(first_token, num_tokens)
+        if stop > start and place.group.name in tables:
+            yield place, tables[place.group.name], start, stop
 
 
 def _view(group: GroupSpec, region: Region, segment: mmap.mmap) -> Bytes:

@@ -1,17 +1,15 @@
 """Plays a prefill agent: checks tables and numbers of offers, and that they stay as they are."""
 
 import json
-from dataclasses import dataclass
+from functools import partial
 
-from kvbus.conform.agent import PlayedAgent
-from kvbus.conform.desk import Desk, Job
-from kvbus.conform.door import OK, Answer, body_of, refusal
-from kvbus.conform.engine_process import EngineProcess
-from kvbus.conform.frames import Asked
-from kvbus.conform.memory import Bytes, Place, where_different
-from kvbus.conform.rules import Book
+from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
+from kvbus.conform.memory import covered
+from kvbus.conform.rules import PREFILL
+from kvbus.conform.session import Asked
+from kvbus.conform.stage import LATER_FIELDS, Job, Kept, Stage
 from kvbus.errors import GeometryError
-from kvbus.geometry import BlockTable, num_blocks_for
+from kvbus.geometry import num_blocks_for
 from kvbus.protocol.engine import (
     ExtendOffer,
     MakeOffer,
@@ -20,33 +18,16 @@ from kvbus.protocol.engine import (
     SealOffer,
     WithdrawOffer,
 )
-
-LATER_FIELDS = {
-    "a_later_field": 'say "it" \\ on: é ≠ \N{GRINNING FACE}',
-    "a_later_number": 2**53 - 1,
-}
+from kvbus.protocol.message import Message
 
 
-@dataclass(slots=True)
-class Kept:
-    """KV of an offer as it was when it was announced."""
-
-    place: Place
-    table: BlockTable
-    start: int
-    kv: Bytes
-
-
-class OfferDesk(Desk):
+class OfferStage(Stage):
     """The offers of one prefill engine."""
 
-    op, over_word = MakeOffer.op, "released"
+    op, over_word, rules = MakeOffer.op, "released", PREFILL
 
-    def __init__(self, agent: PlayedAgent, engine: EngineProcess, book: Book) -> None:
-        super().__init__(agent, engine, book)
-        self._kept: dict[int, list[Kept]] = {}
-        self._sealed: set[int] = set()
-        self.num_ready: dict[int, int] = {}
+    def __init__(self, agent: PlayedAgent, patience_s: float, start_s: float) -> None:
+        super().__init__(agent, patience_s, start_s)
         agent.answering |= {
             MakeOffer.op: self._on_offer,
             ExtendOffer.op: self._on_extend,
@@ -57,8 +38,8 @@ class OfferDesk(Desk):
     def say(self, job: Job) -> None:
         self.engine.say("offer", job.name, *job.counts)
 
-    def is_about(self, asked: Asked, job: Job) -> bool:
-        return isinstance(asked.body, MakeOffer) and asked.body.request_id == str(job.name)
+    def name_of(self, body: Message | None) -> str:
+        return body.request_id if isinstance(body, MakeOffer) else ""
 
     def finish(self, job: Job) -> None:
         self.release(job, Outcome.COMPLETED)
@@ -73,17 +54,15 @@ class OfferDesk(Desk):
 
     def release(self, job: Job, outcome: Outcome) -> None:
         """Tell the engine that an offer has ended so; its blocks were unchanged until now."""
-        self.check_unchanged(job)
+        for kept in job.kept:
+            now = kept.place.read(kept.table, kept.start, kept.start + len(kept.kv))
+            wrong = kept.place.difference(now, kept.kv, kept.start)
+            self.book.expect("offer.unchanged", not wrong, f"request {job.name}: {wrong}")
         job.over = True
         body = Released(offer_id=job.handoff_id, request_id=str(job.name), outcome=outcome)
         self.agent.notify(Released.op, body)
 
-    def is_sealed(self, job: Job) -> bool:
-        """Whether the offer has all of its tokens."""
-        return job.name in self._sealed
-
-    def ticket(self, job: Job) -> dict[str, object]:
-        """The ticket of an offer, with fields that no version has."""
+    def _ticket(self, job: Job) -> dict[str, object]:
         return {
             "agent_id": "conform",
             "agent_boot": self.agent.boot,
@@ -97,30 +76,21 @@ class OfferDesk(Desk):
             **LATER_FIELDS,
         }
 
-    def check_unchanged(self, job: Job) -> None:
-        """The KV of an offer is what it was when it was announced."""
-        for kept in self._kept.get(job.name, []):
-            now = kept.place.read(kept.table, kept.start, kept.start + len(kept.kv))
-            same = bool((now == kept.kv).all())
-            where = "" if same else where_different(kept.place, now, kept.kv, kept.start)
-            self.book.expect("offer.unchanged", same, f"request {job.name}: {where}")
-
     def _is_right(self, job: Job, told: str) -> bool:
         try:
             given = json.loads(told)
         except ValueError as error:
             return self.book.expect("offer.ticket", False, f"it is no JSON: {error}")
         differs = f"of request {job.name} came {told[:200]}"
-        return self.book.expect("offer.ticket", given == self.ticket(job), differs)
+        return self.book.expect("offer.ticket", given == self._ticket(job), differs)
 
-    def _on_offer(self, asked: Asked) -> Answer:
-        body = body_of(asked, MakeOffer)
+    def _on_offer(self, asked: Asked, body: MakeOffer) -> Answer:
         job = self.jobs.get(int(body.request_id) if body.request_id.isdigit() else 0)
         named = f"request_id is {body.request_id!r}, which was not told"
         if not self.book.expect("offer.answered", job is not None, named) or job is None:
             return refusal("invalid", named)
         job.tables, job.handoff_id = dict(body.tables), f"offer-{job.name}"
-        problem = self._wrong_tables(job, job.tables, body.num_tokens)
+        problem = self._wrong_tables(job, body.num_tokens)
         wanted = f"request {job.name}: {body.num_tokens} tokens where {job.counts} were told"
         self.book.expect("offer.tables", body.num_tokens in job.counts, wanted)
         if not self.book.expect("offer.tables", not problem, f"request {job.name}: {problem}"):
@@ -128,16 +98,14 @@ class OfferDesk(Desk):
         if body.sealed:
             self._seal(job, body.num_tokens)
         self._announce(job, body.num_tokens)
-        return {"ok": {"offer_id": job.handoff_id, "ticket": self.ticket(job), "later": None}}
+        return {"ok": {"offer_id": job.handoff_id, "ticket": self._ticket(job), "later": None}}
 
-    def _on_extend(self, asked: Asked) -> Answer:
-        body = body_of(asked, ExtendOffer)
+    def _on_extend(self, asked: Asked, body: ExtendOffer) -> Answer:
         job = self._job(body.offer_id)
         if job is None:
             return refusal("offer_unknown", f"no offer {body.offer_id!r}")
-        before = self.num_ready.get(job.name, 0)
-        grows = f"request {job.name}: {body.num_tokens} tokens after {before}"
-        self.book.expect("offer.extend", body.num_tokens >= before, grows)
+        grows = f"request {job.name}: {body.num_tokens} tokens after {job.num_ready}"
+        self.book.expect("offer.extend", body.num_tokens >= job.num_ready, grows)
         problem = self._wrong_extension(job, body)
         if not self.book.expect("offer.extend", not problem, f"request {job.name}: {problem}"):
             return refusal("geometry", problem)
@@ -151,47 +119,44 @@ class OfferDesk(Desk):
                     job.tables[group] = job.tables[group].extended(more)
         except (GeometryError, KeyError) as error:
             return str(error)
-        return self._wrong_tables(job, job.tables, body.num_tokens)
+        return self._wrong_tables(job, body.num_tokens)
 
-    def _on_seal(self, asked: Asked) -> Answer:
-        job = self._job(body_of(asked, SealOffer).offer_id)
+    def _on_seal(self, asked: Asked, body: SealOffer) -> Answer:
+        job = self._job(body.offer_id)
         if job is None:
             return refusal("offer_unknown", "no such offer")
-        num_tokens = self.num_ready.get(job.name, 0)
-        self._seal(job, num_tokens)
-        self._announce(job, num_tokens)  # states are those of the last token
+        self._seal(job, job.num_ready)
+        self._announce(job, job.num_ready)  # states are those of the last token
         return OK
 
     def _seal(self, job: Job, num_tokens: int) -> None:
         early = f"request {job.name} is sealed at {num_tokens} of {job.num_tokens} tokens"
         self.book.expect("offer.sealed", num_tokens == job.num_tokens, early)
-        self._sealed.add(job.name)
+        job.sealed = True
 
-    def _on_withdraw(self, asked: Asked) -> Answer:
-        job = self._job(body_of(asked, WithdrawOffer).offer_id)
-        return OK if job is not None else refusal("offer_unknown", "no such offer")
+    def _on_withdraw(self, asked: Asked, body: WithdrawOffer) -> Answer:
+        return OK if self._job(body.offer_id) else refusal("offer_unknown", "no such offer")
 
     def _job(self, offer_id: str) -> Job | None:
         return next((job for job in self.jobs.values() if job.handoff_id == offer_id), None)
 
-    def _wrong_tables(self, job: Job, tables: dict[str, BlockTable], num_tokens: int) -> str:
-        memory = self.agent.registering.memory
-        if memory is None:
+    def _wrong_tables(self, job: Job, num_tokens: int) -> str:
+        if not self.groups:
             return "nothing is registered"
-        for group in memory.engine.groups:
+        for group in self.groups:
             start, stop = group.positions(0, num_tokens)
-            table = tables.get(group.name)
+            table = job.tables.get(group.name)
             if table is None:
                 if stop > start:
                     return f"group {group.name} has no table"
                 continue
             try:
-                table.check_ids(memory.num_blocks(group.name) if memory.places else 2**32)
+                table.check_ids(self.num_blocks(group.name) or 2**32)
             except GeometryError as error:
                 return f"group {group.name}: {error.message}"
             last = num_blocks_for(stop, group.block_size) if stop > start else 0
             late = table.first_block > (start // group.block_size if group.window else 0)
-            if (late and self.is_sealed(job)) or table.first_block + len(table) < last:
+            if (late and job.sealed) or table.first_block + len(table) < last:
                 return (
                     f"group {group.name}: blocks {table.first_block} to "
                     f"{table.first_block + len(table)} of the request do not hold positions "
@@ -201,18 +166,48 @@ class OfferDesk(Desk):
 
     def _announce(self, job: Job, num_tokens: int) -> None:
         """Check the numbers of all tokens that are ready now, and keep them."""
-        memory, kept = self.agent.registering.memory, list[Kept]()
-        self.num_ready[job.name] = num_tokens
-        for place, table, first, stop in (
-            memory.covered(job.tables, 0, num_tokens) if memory else ()
-        ):
-            if place.group.state and not self.is_sealed(job):
+        job.num_ready, job.kept = num_tokens, []
+        for place, table, first, stop in covered(self.agent.places, job.tables, 0, num_tokens):
+            if place.group.state and not job.sealed:
                 continue
             start = max(first, table.first_block * place.group.block_size)
             kv = place.read(table, start, stop)
-            wanted = place.numbers(job.name, start, stop)
-            right = bool((kv == wanted).all())
-            where = "" if right else where_different(place, kv, wanted, start)
-            self.book.expect("offer.numbers", right, f"request {job.name}: {where}")
-            kept.append(Kept(place, table, start, kv))
-        self._kept[job.name] = kept
+            wrong = place.difference(kv, place.numbers(job.name, start, stop), start)
+            self.book.expect("offer.numbers", not wrong, f"request {job.name}: {wrong}")
+            job.kept.append(Kept(place, table, start, kv))
+
+
+def sizes(stage: OfferStage) -> None:
+    """Sealed offers: one token, whole blocks, parts of blocks, none."""
+    block = stage.block_size
+    for num_tokens in (1, block - 1 or 1, block, 2 * block + 1, stage.window + 2 * block + 3, 0):
+        stage.end_well(stage.taken(stage.begin(num_tokens)))
+
+
+def grows(stage: OfferStage) -> None:
+    """Open offers: from nothing, within a block, over several blocks."""
+    block = stage.block_size
+    for counts in ((0, 2, block + 1, block + 2, 3 * block), (block, 2 * block)):
+        job = stage.taken(stage.begin(*counts))
+        sealed = stage.wait(partial(getattr, job, "sealed"))
+        stage.book.expect("offer.sealed", sealed, f"request {job.name} of {counts} was not sealed")
+        have, of = job.num_ready, job.num_tokens
+        grown = f"request {job.name}: {have} tokens were announced of {of}"
+        stage.book.expect("offer.extend", have == of, grown)
+        stage.end_well(job)
+
+
+def blocks(stage: OfferStage) -> None:
+    """Of several offers one is withdrawn: the blocks of all stay until `released`."""
+    block, before = stage.block_size, len(stage.agent.log)
+    first, *others = stage.begin(block + 1), stage.begin(block), stage.begin(2 * block)
+    stage.taken(first, *others)
+    stage.wait(lambda: stage.engine.told("ticket", first.name))
+    stage.engine.say("withdraw", first.name)
+    withdrawn = stage.wait(lambda: stage.agent.asked(WithdrawOffer.op, before))
+    stage.book.expect("offer.answered", withdrawn, f"no `withdraw` for request {first.name}")
+    stage.use_all_blocks("offer.reused")
+    stage.release(first, Outcome.WITHDRAWN)
+    stage.seen_over(first)
+    stage.end_well(*others)
+    stage.use_all_blocks("offer.reused")

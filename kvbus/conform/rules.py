@@ -1,11 +1,12 @@
 """What is checked, and what was seen of it: how often it was looked at, and what was wrong.
 
-Names of rules stay the same; anchors are headings of docs/protocol-engine.md.
+Names of rules stay the same.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,8 +14,7 @@ MAX_SEEN = 3
 PAGE = "docs/protocol-engine.md"
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """One thing that an engine must do; ``anchor`` is a heading of docs/protocol-engine.md."""
 
     name: str
@@ -22,7 +22,7 @@ class Rule:
     text: str
 
 
-ATTACH = (
+BOTH = (
     Rule("attach.framing", "attach-socket", "A message is its length and one msgpack map."),
     Rule("attach.first_byte", "attach-socket", "A descriptor comes on the first byte, alone."),
     Rule("attach.hello", "hello", "`hello` comes first, once, and speaks this version."),
@@ -31,16 +31,12 @@ ATTACH = (
     Rule("attach.size", "segment", "The file has the size that `segment` says."),
     Rule("attach.seals", "attach-socket", "The file is sealed against growing and shrinking."),
     Rule("attach.inheritance", "attach-socket", "No child process inherits the connection."),
-)
-FRAMES = (
     Rule("frames.one", "frames", "A message is one frame, without a delimiter."),
     Rule("frames.maps", "frames", "Maps have strings as keys, none twice; no extension types."),
     Rule("frames.envelope", "the-envelope", "A request has v, op, id, boot and body."),
     Rule("frames.boot", "boot-ids", "The boot id is that of a live attach connection."),
     Rule("frames.secret", "the-envelope", "A session has one secret, which nobody else has."),
     Rule("frames.body", "engine-socket", "The body has the fields and types of the page."),
-)
-REQUESTS = (
     Rule("requests.ids", "the-envelope", "Ids start at random and rise."),
     Rule(
         "requests.once", "requests-and-answers", "A request is sent once, however late its answer."
@@ -51,14 +47,10 @@ REQUESTS = (
     Rule("requests.unknown_code", "errors", "An unknown code is an error like others."),
     Rule("requests.busy", "when-an-agent-is-busy", "After `busy` it is asked again, not at once."),
     Rule("requests.ping", "boot-ids", "A silent agent is pinged."),
-)
-NOTICES = (Rule("notices.unknown", "notices", "Notices of an unknown kind are ignored."),)
-REGISTERING = (
+    Rule("notices.unknown", "notices", "Notices of an unknown kind are ignored."),
     Rule("register.sessions", "registering", "All ranks and one control session register."),
     Rule("register.same_engine", "register", "Every session states the same engine."),
     Rule("register.memory", "memory", "Regions lie in their segments, and do not overlap."),
-)
-ENDS = (
     Rule("ends.silence", "requests-and-answers", "A stopped agent that goes on is gone on with."),
     Rule(
         "ends.hang_up",
@@ -103,7 +95,6 @@ DECODE = (
     ),
     Rule("fetch.reused", "blocks_freed", "Blocks are used again once they are free."),
 )
-BOTH = (*ATTACH, *FRAMES, *REQUESTS, *NOTICES, *REGISTERING, *ENDS)
 RULES = {rule.name: rule for rule in (*BOTH, *PREFILL, *DECODE)}
 
 
@@ -128,19 +119,19 @@ class Outcome(msgspec.Struct):
 
 
 class Book:
-    """What was seen, by the rule that it is about."""
+    """What was seen, by the name of the rule that it is about."""
 
     def __init__(self) -> None:
-        self._looks: dict[str, int] = {}
-        self._wrong: dict[str, list[str]] = {}
+        self._looks = Counter[str]()
+        self._wrong = defaultdict[str, list[str]](list)
         self._untried: dict[str, str] = {}
 
-    def expect(self, rule: str, holds: bool, seen: str) -> bool:
+    def expect(self, rule: str, holds: bool, seen: str = "") -> bool:
         """Take note of one look; ``seen`` says what was seen where it does not hold."""
         name = RULES[rule].name
-        self._looks[name] = self._looks.get(name, 0) + 1
+        self._looks[name] += 1
         if not holds:
-            self._wrong.setdefault(name, []).append(seen)
+            self._wrong[name].append(seen)
         return holds
 
     def untried(self, rule: str, why: str) -> None:
@@ -157,7 +148,7 @@ class Book:
         return [self._outcome(rule) for rule in rules]
 
     def _outcome(self, rule: Rule) -> Outcome:
-        looks, wrong = self._looks.get(rule.name, 0), self._wrong.get(rule.name, [])
+        looks, wrong = self._looks[rule.name], self._wrong[rule.name]
         verdict = Verdict.FAILED if wrong else Verdict.PASSED if looks else Verdict.UNTRIED
         seen = list(dict.fromkeys(wrong))[:MAX_SEEN]
         if verdict is Verdict.UNTRIED:
