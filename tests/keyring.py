@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbus.bus import KeyPair, new_key_pair
-from kvbus.keys import Role, TrustedKey, write_secret, write_trusted
+from kvbus.keys import Role, TrustedKey, revoke_trusted, write_secret, write_trusted
 from tests.agents import AgentProcess, Agents
 from tests.engines import begin, pair
 from tests.plain_sockets import Curve
@@ -15,7 +15,7 @@ OBSERVER = "observer"
 
 @dataclass
 class KeyRing:
-    """Secret keys by name, and one folder of trusted keys that all agents read."""
+    """Secret keys by name, and one file of trusted keys that all agents read."""
 
     folder: Path
     pairs: dict[str, KeyPair] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class KeyRing:
         return pair
 
     def revoke(self, name: str) -> None:
-        (self.trusted / f"{name}.toml").unlink()
+        assert revoke_trusted(self.trusted, name)
 
     def curve(self, name: str, server: str) -> Curve:
         """What a plain socket needs to speak as ``name`` to the agent with the key ``server``."""
@@ -51,7 +51,7 @@ class KeyRing:
     def settings(self, name: str) -> dict[str, Any]:
         """What an agent with the key of that name has in its config."""
         self.pair(name)
-        self.trusted.mkdir(exist_ok=True)
+        self.trusted.touch()
         return {"key_file": str(self.secret_path(name)), "authorized_keys": str(self.trusted)}
 
     def prepare(self, agents: Agents, role: Role, name: str, **settings: Any) -> AgentProcess:

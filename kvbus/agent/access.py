@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 PEER, EVENTS = "peer", "events"
 LOOK_S = 0.4
-"""How often the folder of keys is looked at; each file of it every other time."""
+"""How often the file of trusted keys is looked at."""
 KEYS_READINGS = {
     "trusted_keys": "Public keys that are trusted now.",
     "refused_keys": "Handshakes of keys that were turned away.",
@@ -118,9 +118,9 @@ class Access:
         return tuple(sorted(self._trusted.roles_of(key))) if self._trusted else ()
 
     def has_lost(self, role: Role) -> bool:
-        """Whether the folder does not have our own key with this role, but had it, or has others.
+        """Whether the file does not have our own key with this role, but had it, or has others.
 
-        A folder that only says whom we trust need not have it.
+        A file that only says whom we trust need not have it.
         """
         if self._trusted is None or role in self.roles_of(self.server_key):
             return False
@@ -143,16 +143,15 @@ class Access:
         return {"trusted_keys": num_trusted, "refused_keys": self._num_refused}
 
     async def _watch(self) -> None:
-        """Look at the folder again and again; who lost a role is told to ``on_change``."""
+        """Look at the file again and again; who lost a role is told to ``on_change``."""
         while True:
-            for files in (False, True):
-                await anyio.sleep(LOOK_S)
-                await self._look(files=files)
+            await anyio.sleep(LOOK_S)
+            await self._look()
 
     async def _admit(self, lines: LimitedLog, applicant: Applicant) -> bool:
         if self._trusted is None:
             return False
-        await self._look(files=False)
+        await self._look()
         roles = self._trusted.roles_of(applicant.key)
         if may_hear(roles) if applicant.domain == EVENTS else roles:
             return True
@@ -167,15 +166,13 @@ class Access:
         )
         return False
 
-    async def _look(self, *, files: bool) -> None:
+    async def _look(self) -> None:
         """Read the trusted keys again if they have changed, in a thread; see `TrustedKeys`."""
         trusted = self._trusted
         if trusted is None:
             return
         lost = await anyio.to_thread.run_sync(
-            partial(trusted.lost, files=files),
-            limiter=self._one_at_a_time,
-            abandon_on_cancel=True,
+            trusted.lost, limiter=self._one_at_a_time, abandon_on_cancel=True
         )
         if lost is None:
             return

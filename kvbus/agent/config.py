@@ -73,7 +73,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     authorized_keys: Annotated[
         str,
         Meta(
-            description="Folder of the public keys that are trusted; made by: kvbus keys trust. It "
+            description="File of the public keys that are trusted; made by: kvbus keys trust. It "
             "is read again when it changes."
         ),
     ] = ""

@@ -157,12 +157,12 @@ class SelfReport:
         return finish
 
     def _key_faults(self) -> Iterator[Fault]:
-        identity, folder = self.agent.identity, self.config.authorized_keys
+        identity, file = self.agent.identity, self.config.authorized_keys
         if identity.role is AgentRole.PREFILL and self.agent.access.has_lost(Role.PREFILL):
             yield Fault(
-                f"our own key is not among the trusted keys of {folder} as prefill: decode agents "
-                "that share the folder refuse us",
-                "Trust it there, or where the folder is made: kvbus keys trust FOLDER "
+                f"our own key is not among the trusted keys of {file} as prefill: decode agents "
+                "that share the file refuse us",
+                "Trust it there, or where the file is made: kvbus keys trust FILE "
                 f"'{identity.server_key}' --name {identity.agent_id} --role prefill",
             )
 

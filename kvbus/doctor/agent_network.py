@@ -94,7 +94,7 @@ def keys_finding(
             values,
             why="Agents with keys hand over KV only with agents whose key they trust in its role "
             f"({source}).",
-            fix="Trust the key of the other agent, in the folder that authorized_keys names.",
+            fix="Trust the key of the other agent, in the file that authorized_keys names.",
             command="kvbus keys trust FOLDER 'KEY' --name NAME --role "
             + (others if role else "ROLE"),
         )

@@ -32,7 +32,7 @@ ROLES_FIX = (
 )
 PROTOCOL_FIX = "Upgrade the older one."
 KEYS = "Agents with keys speak only with keys that they trust, in the role of the other agent."
-KEYS_FIX = "Trust it, in the folder (authorized_keys) of the agent that does not."
+KEYS_FIX = "Trust it, in the file (authorized_keys) of the agent that does not."
 SILENT = "Fetches from it are refused with peer_unreachable until it answers."
 SILENT_FIX = (
     "See that the prefill agent is not stopped, and that the decode agent's machine reaches it: "

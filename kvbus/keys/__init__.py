@@ -1,7 +1,7 @@
-"""Whose keys are trusted, and as what: key files, the folder of public keys, `kvbus keys`."""
+"""Whose keys are trusted, and as what: key files, the file of trusted public keys, `kvbus keys`."""
 
 from kvbus.keys.files import read_secret, write_secret
-from kvbus.keys.trusted import TrustedKey, TrustedKeys, write_trusted
+from kvbus.keys.trusted import TrustedKey, TrustedKeys, revoke_trusted, write_trusted
 from kvbus.protocol.message import Role
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "TrustedKey",
     "TrustedKeys",
     "read_secret",
+    "revoke_trusted",
     "write_secret",
     "write_trusted",
 ]

@@ -15,8 +15,15 @@ from rich.table import Table
 from kvbus.bus import new_key_pair, require_key
 from kvbus.console import Console
 from kvbus.errors import ConfigError
-from kvbus.keys.files import read_public, write_secret
-from kvbus.keys.trusted import SUFFIX, TrustedKey, TrustedKeys, roles_of, write_trusted
+from kvbus.keys.files import read, read_public, write_secret
+from kvbus.keys.trusted import (
+    MAX_BYTES,
+    TrustedKey,
+    TrustedKeys,
+    revoke_trusted,
+    roles_of,
+    write_trusted,
+)
 from kvbus.output import fail, write_json, write_text
 from kvbus.protocol.message import Role
 
@@ -29,8 +36,8 @@ keys = typer.Typer(
     no_args_is_help=True,
 )
 
-_Folder = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="The authorized_keys folder of an agent.")
+_Trusted = Annotated[
+    Path, typer.Argument(metavar="FILE", help="The authorized_keys file of an agent.")
 ]
 
 
@@ -62,12 +69,13 @@ def new(
 @_told
 def show(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A key file, or a folder of trusted keys.")
+        Path, typer.Argument(metavar="FILE", help="A key file, or a file of trusted keys.")
     ],
     as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show the public key of a file, or who is trusted by a folder and as what."""
-    if not path.is_dir():
+    """Show the public key of a key file, or who is trusted by a file and as what."""
+    lines = read(path, lambda *_: None, MAX_BYTES).splitlines()
+    if any(line.startswith((b"public_key", b"secret_key")) for line in lines):
         key = read_public(path)
         if as_one_json:
             write_json({"public_key": key})
@@ -96,7 +104,7 @@ def show(
 @keys.command(context_settings=DASH_FIRST)
 @_told
 def trust(
-    folder: _Folder,
+    file: _Trusted,
     key: Annotated[
         str, typer.Argument(metavar="KEY", help="A public key, or a key file that has it.")
     ],
@@ -114,28 +122,26 @@ def trust(
         require_key(key)
     except ConfigError as error:
         raise ConfigError(f"KEY is neither a file nor a key: {error.message}") from error
-    roles = roles_of("--role", role)
-    write_text(f"{write_trusted(folder, TrustedKey(name, key, roles))}\n")
+    try:
+        roles = roles_of(role)
+    except ConfigError as error:
+        raise ConfigError(f"--role: {error.message}") from error
+    trusted = TrustedKey(name, key, roles)
+    write_trusted(file, trusted)
+    write_text(f"{trusted}\n")
 
 
 @keys.command(context_settings=DASH_FIRST)
 @_told
 def revoke(
-    folder: _Folder,
+    file: _Trusted,
     key: Annotated[
         str, typer.Argument(metavar="KEY", help="The name or the public key that it was given.")
     ],
 ) -> None:
     """Trust a key no more. Agents that run end its sessions within a second."""
-    trusted = TrustedKeys(folder)
-    trusted.refresh()
-    found = [one for one in trusted if key in (one.name, one.key)]
-    if not found:
-        raise ConfigError(f"{folder} trusts no key {key!r}; see: kvbus keys show {folder}")
-    for one in found:
-        path = folder / f"{one.name}{SUFFIX}"
-        try:
-            path.unlink()
-        except OSError as error:
-            raise ConfigError(f"cannot remove {path}: {error.strerror}") from error
-        write_text(f"{path}\n")
+    revoked = revoke_trusted(file, key)
+    if not revoked:
+        raise ConfigError(f"{file} trusts no key {key!r}; see: kvbus keys show {file}")
+    for one in revoked:
+        write_text(f"{one}\n")

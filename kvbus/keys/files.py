@@ -35,7 +35,7 @@ def read_secret(path: Path) -> KeyPair:
 
 def read_private(path: Path) -> bytes:
     """What is in a file that nobody else may read; raises `ConfigError`."""
-    return _read(path, _require_private)
+    return read(path, _require_private)
 
 
 def read_public(path: Path) -> str:
@@ -94,7 +94,7 @@ Check = Callable[[Path, os.stat_result], None]
 def read_fields(path: Path, check: Check) -> Mapping[str, Any]:
     """What a TOML file says that passes ``check``; raises `ConfigError`."""
     try:
-        return tomllib.loads(_read(path, check).decode(errors="replace"))
+        return tomllib.loads(read(path, check).decode(errors="replace"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no key file: it is not TOML") from error
 
@@ -113,7 +113,7 @@ def create(path: Path, text: str, mode: int) -> None:
     """A new file; raises `ConfigError`, also when there is one already."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(file.fileno(), mode)
             file.write(text)
     except FileExistsError as error:
@@ -122,14 +122,14 @@ def create(path: Path, text: str, mode: int) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _read(path: Path, check: Check) -> bytes:
-    """The content, if the file that was really read passes the check."""
+def read(path: Path, check: Check, most_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The content, if the file that was really read passes ``check``; raises `ConfigError`."""
     try:
         with path.open("rb") as file:
             check(path, os.fstat(file.fileno()))
-            content = file.read(MAX_FILE_BYTES + 1)
+            content = file.read(most_bytes + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the key file {path}: {error.strerror}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is no key file: it is larger than {MAX_FILE_BYTES} bytes")
+    if len(content) > most_bytes:
+        raise ConfigError(f"{path} is no key file: it is larger than {most_bytes} bytes")
     return content

@@ -1,4 +1,4 @@
-"""Whether an agent sees that its own key is missing in the folder of trusted keys."""
+"""Whether an agent sees that its own key is missing in the file of trusted keys."""
 
 import json
 from pathlib import Path

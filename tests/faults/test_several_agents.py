@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.errors import ErrorCode
-from kvbus.keys import Role
+from kvbus.keys import Role, revoke_trusted
 from kvbus.protocol import CancelPart, FetchPart, to_body
 from tests.agents import AgentProcess, until
 from tests.chaos.links import PROXY_HOST, Link
@@ -120,7 +120,7 @@ async def spread(
     if linked:
         other.settings["advertise_host"] = PROXY_HOST
     if keyed:
-        trusted = shutil.copytree(ring.trusted, fresh.folder / "other")
+        trusted = shutil.copy(ring.trusted, fresh.folder / "other")
         other.settings["authorized_keys"] = str(trusted)
     fresh.start(*prefill, home, other)
     shapes: dict[str, Any] = {"num_blocks": NUM_LARGE_BLOCKS}
@@ -155,9 +155,9 @@ class Hurt:
     """Whether it is done before the other agent was asked."""
 
 
-def trusted_home(pair: Spread) -> Path:
-    """The file by which the other agent trusts the home."""
-    return Path(pair.other.settings["authorized_keys"]) / "home.toml"
+def trusted_by_other(pair: Spread) -> Path:
+    """Whom the other agent trusts."""
+    return Path(pair.other.settings["authorized_keys"])
 
 
 def come_back(agent: AgentProcess) -> None:
@@ -168,8 +168,8 @@ def come_back(agent: AgentProcess) -> None:
 
 HURTS = {
     "it distrusts the home": Hurt(
-        lambda pair: trusted_home(pair).unlink(),
-        lambda pair: shutil.copy(pair.ring.trusted / "home.toml", trusted_home(pair)),
+        lambda pair: revoke_trusted(trusted_by_other(pair), "home"),
+        lambda pair: shutil.copy(pair.ring.trusted, trusted_by_other(pair)),
         codes=tuple(ErrorCode),
         timeout_s=PATIENT_S,
         settings={"keyed": True},

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
-from kvbus.keys import TrustedKeys, read_secret
+from kvbus.keys import read_secret
 
 
 def keys(*arguments: object) -> Result:
@@ -29,26 +29,26 @@ def test_a_new_key_is_shown_by_its_public_half_alone(secret: Path) -> None:
 
 
 def test_a_key_that_begins_with_a_dash_is_no_option(tmp_path: Path) -> None:
-    public = "-@rT4y{r9p&oQyQGlh2I-Ry18AU:N5cLRM=y[*ls"
+    public, file = "-@rT4y{r9p&oQyQGlh2I-Ry18AU:N5cLRM=y[*ls", tmp_path / "trusted"
 
-    trusted = keys("trust", tmp_path, public, "--name", "d", "--role", "decode")
-    listed = json.loads(keys("show", tmp_path, "--json").stdout)["keys"]
-    revoked = keys("revoke", tmp_path, public)
-    mistyped = keys("trust", tmp_path, public, "--nam", "d", "--role", "decode")
+    trusted = keys("trust", file, public, "--name", "d", "--role", "decode")
+    listed = json.loads(keys("show", file, "--json").stdout)["keys"]
+    revoked = keys("revoke", file, public)
+    mistyped = keys("trust", file, public, "--nam", "d", "--role", "decode")
 
     assert [one.exit_code for one in (trusted, revoked, mistyped)] == [0, 0, 2]
     assert [one["public_key"] for one in listed] == [public]
 
 
 def test_a_key_is_trusted_by_file_or_text_and_revoked_by_name_or_text(secret: Path) -> None:
-    folder, public = secret.parent / "trusted", read_secret(secret).public
+    file, public = secret.parent / "new" / "trusted", read_secret(secret).public
 
-    by_file = keys("trust", folder, secret, "--name", "d", "--role", "decode")
-    by_text = keys("trust", folder, public, "--name", "e", "--role", "router", "--role", "observer")
-    listed = json.loads(keys("show", folder, "--json").stdout)["keys"]
-    table = keys("show", folder).stdout
-    by_name = keys("revoke", folder, "d")
-    by_key = keys("revoke", folder, public)
+    by_file = keys("trust", file, secret, "--name", "d", "--role", "decode")
+    by_text = keys("trust", file, public, "--name", "e", "--role", "router", "--role", "observer")
+    listed = json.loads(keys("show", file, "--json").stdout)["keys"]
+    table = keys("show", file).stdout
+    by_name = keys("revoke", file, "d")
+    by_key = keys("revoke", file, public)
 
     assert [one.exit_code for one in (by_file, by_text, by_name, by_key)] == [0] * 4
     assert [(one["name"], one["roles"]) for one in listed] == [
@@ -56,39 +56,43 @@ def test_a_key_is_trusted_by_file_or_text_and_revoked_by_name_or_text(secret: Pa
         ("e", ["observer", "router"]),
     ]
     assert all(text in table for text in ("d", "observer, router", public[:20]))
-    assert list(folder.iterdir()) == []
-    assert not list(TrustedKeys(folder))
+    assert [path.name for path in file.parent.iterdir()] == ["trusted"]
+    assert file.read_text() == ""
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("new", "{secret}"), "is there already"),
-        (("show", "{folder}/none"), "cannot read the key file"),
-        (("trust", "{folder}", "abc", "--name", "x", "--role", "decode"), "neither a file nor"),
-        (("trust", "{folder}", "{secret}", "--name", "x", "--role", "king"), "no role 'king'"),
-        (("trust", "{folder}", "{secret}", "--name", "a/b", "--role", "decode"), "--name"),
-        (("revoke", "{folder}", "nobody"), "trusts no key 'nobody'"),
+        (("show", "{file}/none"), "cannot read the key file"),
+        (("trust", "{file}", "abc", "--name", "x", "--role", "decode"), "neither a file nor"),
+        (("trust", "{file}", "{secret}", "--name", "x", "--role", "king"), "no role 'king'"),
+        (("trust", "{file}", "{secret}", "--name", "a/b", "--role", "decode"), "--name"),
+        (("trust", "{file}", "{secret}", "--name", "d", "--role", "decode"), "name 'd' already"),
+        (("trust", "{secret}/x", "{secret}", "--name", "d", "--role", "decode"), "cannot write"),
+        (("revoke", "{file}", "nobody"), "trusts no key 'nobody'"),
+        (("revoke", "{file}/none", "d"), "cannot read the key file"),
     ],
 )
 def test_a_mistake_is_one_line_and_changes_nothing(
     secret: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    folder = secret.parent / "trusted"
-    folder.mkdir()
+    file = secret.parent / "trusted"
+    keys("trust", file, secret, "--name", "d", "--role", "decode")
+    before = file.read_text()
 
-    ended = keys(*(one.format(secret=secret, folder=folder) for one in arguments))
+    ended = keys(*(one.format(secret=secret, file=file) for one in arguments))
 
     assert ended.exit_code == 2
     assert message in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
-    assert list(folder.iterdir()) == []
+    assert file.read_text() == before
 
 
-def test_a_folder_with_a_file_that_is_left_out_is_shown_with_why(secret: Path) -> None:
-    (secret.parent / "wrong.toml").write_text("roles = 7")
+def test_a_file_with_a_line_that_is_left_out_is_shown_with_why(secret: Path) -> None:
+    (secret.parent / "wrong").write_text("d  decode  short\n")
 
-    shown = keys("show", secret.parent)
+    shown = keys("show", secret.parent / "wrong")
 
     assert shown.exit_code == 1
-    assert "public_key: not a key" in shown.stdout
+    assert ":1: not a key" in shown.stdout

@@ -1,6 +1,5 @@
 """Key files: what is refused, with what to do about it, and never with the secret key."""
 
-import os
 import resource
 from pathlib import Path
 
@@ -8,7 +7,15 @@ import pytest
 
 from kvbus.bus import new_key_pair
 from kvbus.errors import ConfigError
-from kvbus.keys import Role, TrustedKey, TrustedKeys, read_secret, write_secret, write_trusted
+from kvbus.keys import (
+    Role,
+    TrustedKey,
+    TrustedKeys,
+    read_secret,
+    revoke_trusted,
+    write_secret,
+    write_trusted,
+)
 
 PAIR, OTHER = new_key_pair(), new_key_pair()
 DECODE, NOBODY = frozenset((Role.DECODE,)), frozenset[Role]()
@@ -28,8 +35,8 @@ def trusted(tmp_path: Path) -> TrustedKeys:
     return read(tmp_path / "trusted")
 
 
-def read(folder: Path) -> TrustedKeys:
-    keys = TrustedKeys(folder)
+def read(path: Path) -> TrustedKeys:
+    keys = TrustedKeys(path)
     keys.refresh()
     return keys
 
@@ -69,27 +76,26 @@ def test_a_wrong_key_file_is_refused_by_name_without_its_secret(secret: Path, wh
     assert PAIR.secret not in refused.value.message
 
 
-KEY = f'public_key = "{PAIR.public}"\n'
-
-
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("line", "problem"),
     [
-        ("", "public_key: not a key"),
-        (KEY, "roles is not a list"),
-        (f'{KEY}roles = ["king"]', "there is no role 'king'"),
-        (f"{KEY}roles = [7]", "there is no role 7"),
-        (f'{KEY}role = "decode"', "'role' is not known"),
-        (None, ""),
+        ("", ""),
+        ("# router  router  KEY", ""),
+        ("wrong", ":2: not NAME ROLE"),
+        ("wrong  decode  short", ":2: not a key"),
+        (f"wrong  king  {OTHER.public}", ":2: there is no role 'king'"),
+        (f"wrong  decode,  {OTHER.public}", ":2: there is no role ''"),
+        (f"wrong  decode  router  {OTHER.public}", ":2: not NAME ROLE"),
+        ("wr\0ng  decode  \ufffd", ":2: not a key"),
     ],
-    ids=["key", "roles", "role", "number", "name", "a file that goes"],
+    ids=["empty", "comment", "word", "key", "role", "half", "spaces", "no text"],
 )
-def test_a_file_that_trusts_nobody_leaves_the_trust_of_others(
-    trusted: TrustedKeys, text: str | None, problem: str
+def test_a_line_that_trusts_nobody_leaves_the_trust_of_others(
+    trusted: TrustedKeys, line: str, problem: str
 ) -> None:
-    wrong = trusted.folder / "wrong.toml"
-    wrong.symlink_to(trusted.folder / "nothing") if text is None else wrong.write_text(text)
-    write_trusted(trusted.folder, TrustedKey("right", OTHER.public, DECODE))
+    with trusted.path.open("a") as file:
+        file.write(line)
+    write_trusted(trusted.path, TrustedKey("right", OTHER.public, DECODE))
 
     assert trusted.refresh()
     assert trusted.roles_of(OTHER.public) == trusted.roles_of(PAIR.public) == DECODE
@@ -97,26 +103,23 @@ def test_a_file_that_trusts_nobody_leaves_the_trust_of_others(
     assert len(trusted.problems) == bool(problem)
 
 
-@pytest.mark.parametrize("of_the_folder", [True, False])
-def test_what_others_could_change_is_not_trusted(trusted: TrustedKeys, of_the_folder: bool) -> None:
-    path = trusted.folder if of_the_folder else trusted.folder / "decode-0.toml"
-    path.chmod(0o777)
-    os.utime(trusted.folder / "decode-0.toml", (1, 1))
+def test_a_file_that_others_could_change_is_not_trusted(trusted: TrustedKeys) -> None:
+    trusted.path.chmod(0o666)
 
     trusted.refresh()
 
     assert trusted.roles_of(PAIR.public) == NOBODY
-    assert f"chmod go-w {path}" in trusted.problems[0]
+    assert f"chmod go-w {trusted.path}" in trusted.problems[0]
 
 
-def test_a_folder_that_is_gone_trusts_nobody_and_one_that_comes_back_does(
+def test_a_file_that_is_gone_trusts_nobody_and_one_that_comes_back_does(
     trusted: TrustedKeys,
 ) -> None:
-    away = trusted.folder.with_name("away")
-    trusted.folder.rename(away)
+    away = trusted.path.with_name("away")
+    trusted.path.rename(away)
     gone = trusted.refresh(), trusted.roles_of(PAIR.public), trusted.problems
     again = trusted.refresh()
-    away.rename(trusted.folder)
+    away.rename(trusted.path)
     back = trusted.refresh(), trusted.roles_of(PAIR.public), trusted.problems
 
     assert gone[:2] == (True, NOBODY)
@@ -126,10 +129,11 @@ def test_a_folder_that_is_gone_trusts_nobody_and_one_that_comes_back_does(
 
 
 def test_a_process_without_descriptors_trusts_whom_it_trusted(trusted: TrustedKeys) -> None:
+    trusted.path.touch()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        lost = trusted.lost(files=True)
+        lost = trusted.lost()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -137,43 +141,59 @@ def test_a_process_without_descriptors_trusts_whom_it_trusted(trusted: TrustedKe
     assert trusted.roles_of(PAIR.public) == DECODE
 
 
-def test_a_key_in_two_files_has_the_roles_of_both_until_one_goes(trusted: TrustedKeys) -> None:
-    router = TrustedKey("again", PAIR.public, frozenset((Role.ROUTER,)))
-    second = write_trusted(trusted.folder, router)
-    came = trusted.refresh(files=False)
+def test_a_key_in_two_lines_has_the_roles_of_both_until_one_goes(trusted: TrustedKeys) -> None:
+    write_trusted(trusted.path, TrustedKey("again", PAIR.public, frozenset((Role.ROUTER,))))
+    came = trusted.refresh()
     both = trusted.roles_of(PAIR.public)
-    seen = trusted.refresh(files=False)
-    second.unlink()
-    lost = trusted.lost(files=False)
+    seen = trusted.refresh()
+    revoke_trusted(trusted.path, "again")
+    lost = trusted.lost()
 
-    assert (came, seen, lost) == (True, False, LOST), "a look at the folder alone is enough"
+    assert (came, seen, lost) == (True, False, LOST)
     assert both == {Role.DECODE, Role.ROUTER}
     assert trusted.roles_of(PAIR.public) == DECODE
 
 
-def test_an_edit_in_place_is_seen_by_a_look_at_the_files(trusted: TrustedKeys) -> None:
-    with (trusted.folder / "decode-0.toml").open("r+") as file:
-        file.write(file.read().replace("decode", "router"))
+def test_an_edit_in_place_is_seen(trusted: TrustedKeys) -> None:
+    with trusted.path.open("r+") as file:
+        text = file.read().replace("  decode", "  router")
+        file.seek(0)
+        file.write(text)
 
-    assert not trusted.refresh(files=False)
-    assert trusted.lost(files=True) == LOST
+    assert trusted.lost() == LOST
 
 
-@pytest.mark.parametrize("of_the_folder", [True, False])
-def test_a_look_at_the_folder_alone_sees_that_a_link_leads_elsewhere_now(
-    tmp_path: Path, of_the_folder: bool
+def test_a_revoked_key_leaves_the_other_lines_as_they_are_and_readers_see_no_half_of_it(
+    trusted: TrustedKeys,
 ) -> None:
-    """That to the folder, or, as the kubelet replaces a config map, one in it to its files."""
+    """Who has the file open goes on with what it was."""
+    others = f"# ours\n\nwrong\nrouter  router  {OTHER.public}"
+    with trusted.path.open("a") as file:
+        file.write(others)
+    before = trusted.path.read_text()
+
+    with trusted.path.open() as opened:
+        revoked = revoke_trusted(trusted.path, PAIR.public)
+        still_read = opened.read()
+
+    assert [one.name for one in revoked] == ["decode-0"]
+    assert (still_read, trusted.path.read_text()) == (before, others)
+    assert revoke_trusted(trusted.path, "decode-0") == []
+
+
+@pytest.mark.parametrize("of_the_file", [True, False])
+def test_a_link_that_leads_elsewhere_now_is_seen(tmp_path: Path, of_the_file: bool) -> None:
+    """That of the file, or, as the kubelet replaces a config map, one in the way to it."""
     for version, pair in (("..1", PAIR), ("..2", OTHER)):
-        write_trusted(tmp_path / version, TrustedKey("decode-0", pair.public, DECODE))
+        write_trusted(tmp_path / version / "trusted", TrustedKey("d", pair.public, DECODE))
+    target = "{}/trusted" if of_the_file else "{}"
     link = tmp_path / "..data"
-    link.symlink_to("..1")
-    (tmp_path / "decode-0.toml").symlink_to("..data/decode-0.toml")
-    keys = read(link if of_the_folder else tmp_path)
+    link.symlink_to(target.format("..1"))
+    keys = read(link if of_the_file else link / "trusted")
     before = keys.roles_of(PAIR.public)
 
-    (tmp_path / "..data_tmp").symlink_to("..2")
+    (tmp_path / "..data_tmp").symlink_to(target.format("..2"))
     (tmp_path / "..data_tmp").rename(link)
 
     assert before == DECODE
-    assert keys.lost(files=False) == LOST
+    assert keys.lost() == LOST

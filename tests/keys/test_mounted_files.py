@@ -1,4 +1,4 @@
-"""Keys as Kubernetes mounts them: files of root lent to a group, in folders that cannot be changed.
+"""Keys as Kubernetes mounts them: files of root lent to a group, which cannot be changed.
 
 Another user reads what root has mounted, in a mount namespace of their own.
 """
@@ -49,7 +49,7 @@ def fill(folder: Path, mode: int) -> None:
     for name in ("agent.key", "ticket.key"):
         os.chown(folder / name, 0, UID)
         (folder / name).chmod(mode)
-    (folder / "trusted").chmod(0o777)
+    (folder / "trusted").chmod(0o666)
     folder.chmod(0o755)
 
 
@@ -74,7 +74,7 @@ def read_as_other_user(folder: Path, *, options: str) -> list[str]:
         ("rw", 0o440, "trusted can be changed by others", READ_BY_US),
         ("ro", 0o444, "trusted decode-0", ["others can read the secret in it"] * 2),
     ],
-    ids=["lent and read-only", "a folder that can be written", "secrets for everybody"],
+    ids=["lent and read-only", "a file that can be written", "secrets for everybody"],
 )
 def test_what_a_volume_lends_is_read_and_what_others_could_read_or_change_is_not(
     folder: Path, options: str, mode: int, trusted: str, secrets: list[str]
