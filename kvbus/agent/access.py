@@ -60,7 +60,6 @@ class Access:
         """What the config says; raises `ConfigError`, also for what would be open to a network."""
         if config.key_file and config.authorized_keys:
             trusted = TrustedKeys(Path(config.authorized_keys))
-            trusted.refresh()
             with named("authorized_keys"):
                 if trusted.problems:
                     raise ConfigError(trusted.problems[0])
@@ -172,7 +171,7 @@ class Access:
         if trusted is None:
             return
         lost = await anyio.to_thread.run_sync(
-            trusted.lost, limiter=self._one_at_a_time, abandon_on_cancel=True
+            trusted.refresh, limiter=self._one_at_a_time, abandon_on_cancel=True
         )
         if lost is None:
             return

@@ -183,7 +183,6 @@ def _curve(config: AgentConfig) -> tuple[ClientCurve | None, str]:
 
 def _trusted(config: AgentConfig, own_key: str) -> frozenset[str]:
     trusted = TrustedKeys(Path(config.authorized_keys))
-    trusted.refresh()
     return frozenset(role for one in trusted if one.key != own_key for role in one.roles)
 
 

@@ -12,22 +12,14 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvbus.bus import new_key_pair, require_key
+from kvbus.bus import new_key_pair
 from kvbus.console import Console
 from kvbus.errors import ConfigError
 from kvbus.keys.files import read, read_public, write_secret
-from kvbus.keys.trusted import (
-    MAX_BYTES,
-    TrustedKey,
-    TrustedKeys,
-    revoke_trusted,
-    roles_of,
-    write_trusted,
-)
+from kvbus.keys.trusted import MAX_BYTES, TrustedKey, TrustedKeys, revoke_trusted, write_trusted
 from kvbus.output import fail, write_json, write_text
 from kvbus.protocol.message import Role
 
-NAME_PATTERN_CHARS = "._-"
 DASH_FIRST = {"ignore_unknown_options": True}
 """One public key in 85 begins with a dash, and is no option."""
 
@@ -83,7 +75,6 @@ def show(
             write_text(key + "\n")
         return
     trusted = TrustedKeys(path)
-    trusted.refresh()
     if as_one_json:
         found = [
             {"name": one.name, "roles": sorted(one.roles), "public_key": one.key} for one in trusted
@@ -114,19 +105,9 @@ def trust(
     ],
 ) -> None:
     """Trust a public key, as one or more roles. Agents that run see it within a second."""
-    if not name or not all(char.isalnum() or char in NAME_PATTERN_CHARS for char in name):
-        raise ConfigError("--name: letters, digits, '.', '_' and '-' only")
     if Path(key).is_file():
         key = read_public(Path(key))
-    try:
-        require_key(key)
-    except ConfigError as error:
-        raise ConfigError(f"KEY is neither a file nor a key: {error.message}") from error
-    try:
-        roles = roles_of(role)
-    except ConfigError as error:
-        raise ConfigError(f"--role: {error.message}") from error
-    trusted = TrustedKey(name, key, roles)
+    trusted = TrustedKey.read(f"{name} {','.join(role)} {key}")
     write_trusted(file, trusted)
     write_text(f"{trusted}\n")
 

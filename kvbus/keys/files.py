@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 4096
 
 def read_secret(path: Path) -> KeyPair:
     """The key pair in a file that `write_secret` made; raises `ConfigError`, never with the key."""
-    fields = read_fields(path, _require_private)
+    fields = _fields(path, _require_private)
     if "secret_key" not in fields:
         raise ConfigError(f"{path} has no secret_key; make a key with: kvbus keys new FILE")
     try:
@@ -40,14 +40,19 @@ def read_private(path: Path) -> bytes:
 
 def read_public(path: Path) -> str:
     """The public key in a file, secret or not; raises `ConfigError`."""
-    return public_key_of(path, read_fields(path, lambda *_: None))
+    key = str(_fields(path, lambda *_: None).get("public_key", ""))
+    try:
+        require_key(key)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: public_key: {error.message}") from error
+    return key
 
 
 def write_secret(path: Path, pair: KeyPair) -> None:
     """A new file with mode 0600; raises `ConfigError`, also when there is one already."""
     text = (
         "# The secret key of a kvbus agent or tool: nobody else may read it. Others trust\n"
-        "# public_key: kvbus keys trust FOLDER KEY --name NAME --role ROLE\n"
+        "# public_key: kvbus keys trust FILE KEY --name NAME --role ROLE\n"
         f"public_key = {json.dumps(pair.public)}\nsecret_key = {json.dumps(pair.secret)}\n"
     )
     create(path, text, 0o600)
@@ -91,22 +96,11 @@ Check = Callable[[Path, os.stat_result], None]
 """Raises `ConfigError` for a file that is not to be used, by what is true of it."""
 
 
-def read_fields(path: Path, check: Check) -> Mapping[str, Any]:
-    """What a TOML file says that passes ``check``; raises `ConfigError`."""
+def _fields(path: Path, check: Check) -> Mapping[str, Any]:
     try:
         return tomllib.loads(read(path, check).decode(errors="replace"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no key file: it is not TOML") from error
-
-
-def public_key_of(path: Path, fields: Mapping[str, Any]) -> str:
-    """The public key that the file at ``path`` says; raises `ConfigError`."""
-    key = str(fields.get("public_key", ""))
-    try:
-        require_key(key)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: public_key: {error.message}") from error
-    return key
 
 
 def create(path: Path, text: str, mode: int) -> None:

@@ -29,52 +29,46 @@ class TrustedKey:
     roles: frozenset[Role]
 
     def __str__(self) -> str:
-        """Its line."""
         return f"{self.name}  {','.join(sorted(self.roles))}  {self.key}"
 
     @classmethod
     def read(cls, line: str) -> "TrustedKey":
         """What a line says; raises `ConfigError`."""
-        try:
-            name, roles, key = line.split()
-        except ValueError as error:
-            raise ConfigError("not NAME ROLE[,ROLE...] KEY") from error
-        require_key(key)
-        return cls(name, key, roles_of(roles.split(",")))
+        match line.split():
+            case name, roles, key if not name.startswith("#"):
+                require_key(key)
+            case _:
+                raise ConfigError("not NAME ROLE[,ROLE...] KEY")
+        for role in roles.split(","):
+            if role not in list(Role):
+                raise ConfigError(f"there is no role {role!r}; there are {', '.join(Role)}")
+        return cls(name, key, frozenset(map(Role, roles.split(","))))
 
 
-def roles_of(names: Iterable[str]) -> frozenset[Role]:
-    """The roles of these names; raises `ConfigError`."""
-    for name in names:
-        if name not in list(Role):
-            raise ConfigError(f"there is no role {name!r}; there are {', '.join(Role)}")
-    return frozenset(map(Role, names))
+Line = tuple[str, TrustedKey | ConfigError | None]
+"""The text, and what it says, or what is wrong with it; nothing of a comment or an empty line."""
 
 
 def write_trusted(path: Path, trusted: TrustedKey) -> None:
     """Add a line, to a new file if there is none; raises `ConfigError`, also for a taken name."""
-    text = _text(path) if path.exists() else ""
-    if any(isinstance(one, TrustedKey) and one.name == trusted.name for _, one in _lines(text)):
+    lines = _lines(path) if path.exists() else []
+    if any(isinstance(one, TrustedKey) and one.name == trusted.name for _, one in lines):
         raise ConfigError(f"{path} has a key of the name {trusted.name!r} already")
-    ended = "" if not text or text.endswith("\n") else "\n"
-    _replace(path, f"{text}{ended}{trusted}\n")
+    _replace(path, [*(text for text, _ in lines), str(trusted)])
 
 
 def revoke_trusted(path: Path, key: str) -> list[TrustedKey]:
     """Leave out the lines with this name or key, and return them; raises `ConfigError`."""
-    kept, revoked = "", list[TrustedKey]()
-    for line, one in _lines(_text(path)):
-        if isinstance(one, TrustedKey) and key in (one.name, one.key):
-            revoked.append(one)
-        else:
-            kept += line
+    lines = _lines(path)
+    found = [one for _, one in lines if isinstance(one, TrustedKey)]
+    revoked = [one for one in found if key in (one.name, one.key)]
     if revoked:
-        _replace(path, kept)
+        _replace(path, [text for text, one in lines if one not in revoked])
     return revoked
 
 
 class TrustedKeys:
-    """Who is trusted, as what; `refresh` looks whether the file has changed.
+    """Who is trusted, as what, by the file as it was when it was looked at last.
 
     ``problems`` are the lines that are left out, each with why. To refresh is for one thread at a
     time, which need not be that of those who ask.
@@ -86,6 +80,7 @@ class TrustedKeys:
         self._stamp: tuple[int, ...] | None = None
         self._keys: tuple[TrustedKey, ...] = ()
         self._roles: dict[str, frozenset[Role]] = {}
+        self.refresh()
 
     def __iter__(self) -> Iterator[TrustedKey]:
         return iter(self._keys)
@@ -98,67 +93,61 @@ class TrustedKeys:
         """The name of the key, for logs; empty for one that is not trusted."""
         return next((one.name for one in self._keys if one.key == key), "")
 
-    def refresh(self) -> bool:
-        """Read the file if it has changed; returns whether it had."""
+    def refresh(self) -> frozenset[str] | None:
+        """Read a file that has changed; returns the keys that lost a role, or None when it is not.
+
+        That of a file which was not read before, and still cannot be, has not changed.
+        """
         try:
             status = self.path.stat()
             stamp = status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
             if stamp == self._stamp:
-                return False
-            text = _text(self.path)
+                return None
+            lines = _lines(self.path)
         except (OSError, ConfigError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             if isinstance(cause, OSError) and cause.errno in _NO_DESCRIPTORS:
-                return False  # that says nothing of the keys
+                return None  # that says nothing of the keys
             reason = error.message if isinstance(error, ConfigError) else error.strerror
-            before, self._stamp = self.problems, None
-            self._take("", f"cannot read {self.path}: {reason}; nobody is trusted")
-            return self.problems != before
+            problem = f"cannot read {self.path}: {reason}; nobody is trusted"
+            self._stamp = None
+            return self._take([], problem) if (problem,) != self.problems else None
         self._stamp = stamp
-        self._take(text)
-        return True
+        return self._take(lines)
 
-    def lost(self) -> frozenset[str] | None:
-        """Refresh; returns the keys that lost a role by it, or None when nothing has changed."""
-        before = self._roles
-        if not self.refresh():
-            return None
-        return frozenset(key for key, had in before.items() if had - self.roles_of(key))
-
-    def _take(self, text: str, *problems: str) -> None:
+    def _take(self, lines: list[Line], *problems: str) -> frozenset[str]:
         keys, roles = list[TrustedKey](), defaultdict[str, frozenset[Role]](frozenset)
-        for number, (_, one) in enumerate(_lines(text), start=1):
+        for number, (_, one) in enumerate(lines, start=1):
             if isinstance(one, ConfigError):
                 problems += (f"{self.path}:{number}: {one.message}",)
             elif one is not None:
                 keys.append(one)
                 roles[one.key] |= one.roles
-        self._keys, self._roles, self.problems = tuple(keys), dict(roles), problems
+        before, self._roles = self._roles, dict(roles)
+        self._keys, self.problems = tuple(keys), problems
+        return frozenset(key for key, had in before.items() if had - self.roles_of(key))
 
 
-def _text(path: Path) -> str:
-    return read(path, require_unwritable, MAX_BYTES).decode(errors="replace")
-
-
-def _lines(text: str) -> Iterator[tuple[str, TrustedKey | ConfigError | None]]:
-    """Each line, and what it says; nothing for an empty line or a comment."""
-    for line in text.splitlines(keepends=True):
+def _lines(path: Path) -> list[Line]:
+    lines = list[Line]()
+    for text in read(path, require_unwritable, MAX_BYTES).decode(errors="replace").splitlines():
         said: TrustedKey | ConfigError | None = None
-        if line.strip() and not line.startswith("#"):
+        if text.strip() and not text.startswith("#"):
             try:
-                said = TrustedKey.read(line)
+                said = TrustedKey.read(text)
             except ConfigError as error:
                 said = error
-        yield line, said
+        lines.append((text, said))
+    return lines
 
 
-def _replace(path: Path, text: str) -> None:
-    """Agents see the file as it was, or as it is now."""
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    """Who reads the file sees it as it was, or as it is now."""
     path = path.resolve()
     new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        create(new, text, 0o644)
+        create(new, "".join(f"{line}\n" for line in lines), 0o644)
         new.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -65,9 +65,10 @@ def test_a_key_is_trusted_by_file_or_text_and_revoked_by_name_or_text(secret: Pa
     [
         (("new", "{secret}"), "is there already"),
         (("show", "{file}/none"), "cannot read the key file"),
-        (("trust", "{file}", "abc", "--name", "x", "--role", "decode"), "neither a file nor"),
+        (("trust", "{file}", "abc", "--name", "x", "--role", "decode"), "not a key"),
         (("trust", "{file}", "{secret}", "--name", "x", "--role", "king"), "no role 'king'"),
-        (("trust", "{file}", "{secret}", "--name", "a/b", "--role", "decode"), "--name"),
+        (("trust", "{file}", "{secret}", "--name", "a b", "--role", "decode"), "not NAME ROLE"),
+        (("trust", "{file}", "{secret}", "--name", "#a", "--role", "decode"), "not NAME ROLE"),
         (("trust", "{file}", "{secret}", "--name", "d", "--role", "decode"), "name 'd' already"),
         (("trust", "{secret}/x", "{secret}", "--name", "d", "--role", "decode"), "cannot write"),
         (("revoke", "{file}", "nobody"), "trusts no key 'nobody'"),

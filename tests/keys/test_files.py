@@ -32,13 +32,7 @@ def secret(tmp_path: Path) -> Path:
 @pytest.fixture
 def trusted(tmp_path: Path) -> TrustedKeys:
     write_trusted(tmp_path / "trusted", TrustedKey("decode-0", PAIR.public, DECODE))
-    return read(tmp_path / "trusted")
-
-
-def read(path: Path) -> TrustedKeys:
-    keys = TrustedKeys(path)
-    keys.refresh()
-    return keys
+    return TrustedKeys(tmp_path / "trusted")
 
 
 def test_a_secret_file_is_for_its_owner_alone_and_reads_back(secret: Path) -> None:
@@ -97,7 +91,7 @@ def test_a_line_that_trusts_nobody_leaves_the_trust_of_others(
         file.write(line)
     write_trusted(trusted.path, TrustedKey("right", OTHER.public, DECODE))
 
-    assert trusted.refresh()
+    assert trusted.refresh() == frozenset()
     assert trusted.roles_of(OTHER.public) == trusted.roles_of(PAIR.public) == DECODE
     assert problem in " ".join(trusted.problems)
     assert len(trusted.problems) == bool(problem)
@@ -122,10 +116,10 @@ def test_a_file_that_is_gone_trusts_nobody_and_one_that_comes_back_does(
     away.rename(trusted.path)
     back = trusted.refresh(), trusted.roles_of(PAIR.public), trusted.problems
 
-    assert gone[:2] == (True, NOBODY)
+    assert gone[:2] == (LOST, NOBODY)
     assert "nobody is trusted" in gone[2][0]
-    assert not again
-    assert back == (True, DECODE, ())
+    assert again is None
+    assert back == (frozenset(), DECODE, ())
 
 
 def test_a_process_without_descriptors_trusts_whom_it_trusted(trusted: TrustedKeys) -> None:
@@ -133,7 +127,7 @@ def test_a_process_without_descriptors_trusts_whom_it_trusted(trusted: TrustedKe
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        lost = trusted.lost()
+        lost = trusted.refresh()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -147,9 +141,9 @@ def test_a_key_in_two_lines_has_the_roles_of_both_until_one_goes(trusted: Truste
     both = trusted.roles_of(PAIR.public)
     seen = trusted.refresh()
     revoke_trusted(trusted.path, "again")
-    lost = trusted.lost()
+    lost = trusted.refresh()
 
-    assert (came, seen, lost) == (True, False, LOST)
+    assert (came, seen, lost) == (frozenset(), None, LOST)
     assert both == {Role.DECODE, Role.ROUTER}
     assert trusted.roles_of(PAIR.public) == DECODE
 
@@ -160,14 +154,14 @@ def test_an_edit_in_place_is_seen(trusted: TrustedKeys) -> None:
         file.seek(0)
         file.write(text)
 
-    assert trusted.lost() == LOST
+    assert trusted.refresh() == LOST
 
 
 def test_a_revoked_key_leaves_the_other_lines_as_they_are_and_readers_see_no_half_of_it(
     trusted: TrustedKeys,
 ) -> None:
     """Who has the file open goes on with what it was."""
-    others = f"# ours\n\nwrong\nrouter  router  {OTHER.public}"
+    others = f"# ours\n\nwrong\nrouter  router  {OTHER.public}\n"
     with trusted.path.open("a") as file:
         file.write(others)
     before = trusted.path.read_text()
@@ -189,11 +183,11 @@ def test_a_link_that_leads_elsewhere_now_is_seen(tmp_path: Path, of_the_file: bo
     target = "{}/trusted" if of_the_file else "{}"
     link = tmp_path / "..data"
     link.symlink_to(target.format("..1"))
-    keys = read(link if of_the_file else link / "trusted")
+    keys = TrustedKeys(link if of_the_file else link / "trusted")
     before = keys.roles_of(PAIR.public)
 
     (tmp_path / "..data_tmp").symlink_to(target.format("..2"))
     (tmp_path / "..data_tmp").rename(link)
 
     assert before == DECODE
-    assert keys.lost() == LOST
+    assert keys.refresh() == LOST

@@ -25,7 +25,6 @@ from kvbus.keys import TrustedKeys, read_secret
 os.setgroups([int(sys.argv[2])]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 at = Path(sys.argv[1])
 trusted = TrustedKeys(at / "trusted")
-trusted.refresh()
 print("trusted", *[one.name for one in trusted], *trusted.problems)
 for read in (lambda: read_secret(at / "agent.key"), lambda: load_ticket_keys([at / "ticket.key"])):
     try:
