@@ -14,11 +14,9 @@ from kvbus.conform.command import conform
 from kvbus.demo.command import demo
 from kvbus.demo.side_commands import demo_decode, demo_prefill
 from kvbus.doctor.command import doctor
-from kvbus.events_command import events
 from kvbus.keys.command import keys
+from kvbus.lab.status.command import status
 from kvbus.planning.command import plan
-from kvbus.status_command import status
-from kvbus.top.command import top
 from kvbus.trace.command import trace
 
 app = typer.Typer(
@@ -39,9 +37,7 @@ for command in (
     doctor,
     conform,
     status,
-    events,
     trace,
-    top,
 ):
     app.command()(command)
 app.add_typer(keys, name="keys")

@@ -30,3 +30,15 @@ class Console(console.Console):
         """All that is printed comes by here, also what is no string."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
+
+
+def text_of(*parts: RenderableType) -> str:
+    """What the terminal would show of these, without blanks at ends of lines; text is not wrapped.
+
+    For `kvbus.output.write_text`, which lets a reader of a pipe end.
+    """
+    shown = Console()
+    with shown.capture() as printed:
+        for part in parts:
+            shown.print(part, soft_wrap=isinstance(part, str))
+    return "".join(f"{line.rstrip()}\n" for line in printed.get().splitlines())

@@ -5,6 +5,9 @@ Refuses to fail because nobody reads: a closed stdout loses the text and not the
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import NoReturn
 
 import msgspec
@@ -40,6 +43,18 @@ def write_text(text: str) -> bool:
         os.close(nowhere)
         return False
     return True
+
+
+@contextmanager
+def waiting_for(what: str, *, after_s: float = 3.0) -> Iterator[None]:
+    """Say on stderr what a command waits for, if that takes longer than ``after_s``."""
+    timer = Timer(after_s, sys.stderr.write, [f"waiting for {printable(what)}\n"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def fail(message: str, *, status: int, cause: Exception) -> NoReturn:

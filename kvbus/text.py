@@ -17,10 +17,11 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """``9.31 GB/s``, ``850 MB/s``."""
-    if bytes_per_s >= 1e9:
-        return f"{bytes_per_s / 1e9:.3g} GB/s"
-    return f"{bytes_per_s / 1e6:.3g} MB/s"
+    """``9.31 GB/s``, ``850 MB/s``, ``12 kB/s``."""
+    for size, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
+        if bytes_per_s >= size:
+            return f"{bytes_per_s / size:.3g} {unit}"
+    return f"{bytes_per_s:.3g} B/s"
 
 
 def time_text(seconds: float) -> str:

@@ -39,7 +39,9 @@ ROOMS = {
     "kvbus/integrations": (*PURE, "protocol", "engine", "options", "output", "spawn", "text"),
     "kvbus/demo": (*PLUMBING, "keys", "engine", "spawn", "options", "output", "text", "console"),
     "kvbus/bench": (*PLUMBING, "engine", "spawn", "text", "histograms", "output", "console"),
-    "kvbus/top": (*PURE, "protocol", "agent", "histograms", "output", "console"),
+    "kvbus/lab": (
+        *(*PLUMBING, "keys", "agent", "histograms", "clocks", "text", "output", "console"),
+    ),
     "kvbus/trace": (*PURE, "protocol", "bus", "keys", "clocks", "output", "text", "console"),
     "kvbus/conform": (*PURE, "protocol", "output", "spawn", "console"),
     "kvbus/doctor": (*PLUMBING, "keys", "agent", "clocks", "text", "output", "spawn", "console"),

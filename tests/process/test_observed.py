@@ -1,4 +1,4 @@
-"""What others see of agents: spans at a collector, their story, `kvbus top`, what is documented."""
+"""What others see of agents: spans at a collector, their story, the status, what is documented."""
 
 import json
 import os
@@ -154,9 +154,9 @@ async def test_the_story_of_a_handoff_is_told_on_both_sides(
     assert of_nothing[-1] == "no such entry"
 
 
-def top(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def watched(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [KVBUS, "top", *arguments],
+        [KVBUS, "status", *arguments],
         capture_output=True,
         text=True,
         timeout=100,
@@ -171,7 +171,7 @@ def row(shown: str, name: str) -> list[str]:
     return re.split(r"\s{2,}", line.strip())[1:]
 
 
-async def test_each_agent_is_a_column_of_top_and_what_is_wrong_stands_below(
+async def test_each_agent_is_a_column_and_what_is_wrong_stands_below(
     fresh: Agents,
 ) -> None:
     prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode")
@@ -187,9 +187,11 @@ async def test_each_agent_is_a_column_of_top_and_what_is_wrong_stands_below(
         await gone.ended
         late = await failure_of(target.decode.fetch(gone.ticket, **NOTHING))
 
-        look = partial(top, *binds, nobody, "--once", "--every", "0.1")
+        look = partial(watched, *binds, nobody, "--every", "0.1")
         shown = await anyio.to_thread.run_sync(look)
-        told = json.loads((await anyio.to_thread.run_sync(partial(top, *binds, "--json"))).stdout)
+        told = json.loads(
+            (await anyio.to_thread.run_sync(partial(watched, *binds, "--json"))).stdout
+        )
 
     assert shown.returncode == 0, shown.stderr
     assert row(shown.stdout, "state") == ["serving", "serving"]
@@ -202,7 +204,7 @@ async def test_each_agent_is_a_column_of_top_and_what_is_wrong_stands_below(
     assert [told[f"http://{bind}"]["status"]["role"] for bind in binds] == ["prefill", "decode"]
 
 
-def test_without_addresses_top_asks_the_agent_of_the_pod_with_its_token(
+def test_without_addresses_status_asks_the_agent_of_the_pod_with_its_token(
     fresh: Agents, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
@@ -213,7 +215,7 @@ def test_without_addresses_top_asks_the_agent_of_the_pod_with_its_token(
     _, _, port = agent.settings["http_bind"].rpartition(":")
     pod = {"KVBUS_HTTP_BIND": f"127.0.0.1:{port}", "KVBUS_HTTP_TOKEN_FILE": str(token)}
 
-    shown = top("--json", **pod)
+    shown = watched("--json", **pod)
 
     told = json.loads(shown.stdout)
     assert list(told) == [f"http://127.0.0.1:{port}"], shown.stderr
@@ -223,7 +225,7 @@ def test_without_addresses_top_asks_the_agent_of_the_pod_with_its_token(
 @pytest.mark.parametrize(
     ("arguments", "exit_status", "words"),
     [
-        (("127.0.0.1:9", "--once", "--every", "0.1"), 1, "http_bind"),
+        (("127.0.0.1:9", "--every", "0.1"), 1, "http_bind"),
         *(
             ((address,), 2, "HOST:PORT")
             for address in ("nonsense", "http://:1", "ftp://a:1", "a:b")
@@ -232,16 +234,19 @@ def test_without_addresses_top_asks_the_agent_of_the_pod_with_its_token(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_top_cannot_ask_is_named_and_the_exit_status_says_so(
+def test_what_status_cannot_ask_is_named_and_the_exit_status_says_so(
     arguments: tuple[str, ...], exit_status: int, words: str
 ) -> None:
-    shown = CliRunner().invoke(app, ["top", *arguments])
+    shown = CliRunner().invoke(app, ["status", *arguments])
 
     assert (shown.exit_code, words in shown.stderr) == (exit_status, True)
 
 
-def test_ctrl_c_ends_top_with_status_0(decode: AgentProcess, tmp_path: Path) -> None:
-    out, command = tmp_path / "out", [KVBUS, "top", decode.settings["http_bind"], "--every", "0.1"]
+def test_ctrl_c_ends_a_watch_with_status_0(decode: AgentProcess, tmp_path: Path) -> None:
+    out, command = (
+        tmp_path / "out",
+        [KVBUS, "status", decode.settings["http_bind"], "--watch", "--every", "0.1"],
+    )
     with (
         out.open("w") as file,
         subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process,

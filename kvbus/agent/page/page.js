@@ -16,6 +16,10 @@ function make(tag, text = "", className = "") {
 }
 
 const ms = (seconds) => seconds < 1 ? `${(seconds * 1e3).toFixed(seconds < 0.01 ? 2 : seconds < 0.1 ? 1 : 0)} ms` : `${seconds.toFixed(2)} s`;
+const size = (bytes) => {
+  const [unit, name] = bytes >= 1e9 ? [1e9, "GB"] : bytes >= 1e6 ? [1e6, "MB"] : [1e3, "kB"];
+  return `${Number((bytes / unit).toPrecision(3))} ${name}`;
+};
 const rate = (value) => value >= 100 ? value.toFixed(0) : value.toFixed(1);
 
 /** The sum of the samples of a metric over all labels. */
@@ -96,7 +100,7 @@ function drawFlows(recent, now) {
   const rows = [...flows.values()].map((flow) => {
     const row = document.createElement("tr");
     row.append(...flow.key.map((text) => make("td", text)));
-    const numbers = [flow.number, (flow.bytes / 1e9).toFixed(2), flow.seconds ? (flow.bytes / flow.seconds / 1e9).toFixed(2) : "–", flow.failed];
+    const numbers = [flow.number, size(flow.bytes), flow.seconds ? `${size(flow.bytes / flow.seconds)}/s` : "–", flow.failed];
     row.append(...numbers.map((value) => make("td", String(value), "number")));
     return row;
   });

@@ -1,4 +1,4 @@
-"""``kvbus top``: the token of an agent goes to that agent, whatever a server or a proxy says."""
+"""``kvbus status``: the token of an agent goes to that agent, whatever a server or a proxy says."""
 
 import json
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def test_neither_a_redirect_is_followed_nor_a_proxy_asked(
     ):
         monkeypatch.setenv("http_proxy", f"http://{elsewhere}")
         monkeypatch.delenv("no_proxy", raising=False)
-        arguments = ["top", "--json", "--token-file", str(token_file), at]
+        arguments = ["status", "--json", "--token-file", str(token_file), at]
         result = CliRunner().invoke(app, arguments)
 
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""``kvbus events``: a line of JSON for what an agent does. ``kvbus status``: what it holds."""
+"""``kvbus status`` of a peer address: what an agent holds; with ``--events`` what it does."""
 
 import json
 import signal
@@ -33,7 +33,7 @@ KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()"]
 
 
 class Listener:
-    """A `kvbus events` that runs, and its lines."""
+    """A `kvbus status --events` that runs, and its lines."""
 
     def __init__(self, child: Child, lines: Path) -> None:
         self.child, self._lines = child, lines
@@ -49,11 +49,11 @@ class Listener:
 
 @contextmanager
 def running(folder: Path, endpoint: str, *options: str) -> Iterator[Listener]:
-    command = [*KVBUS, "events", endpoint, *options]
+    command = [*KVBUS, "status", endpoint, "--events", *options]
     lines = folder / "lines"
     with (
         lines.open("wb") as stdout,
-        Child.start("kvbus events", command, log=folder / "log", stdout=stdout) as child,
+        Child.start("kvbus status", command, log=folder / "log", stdout=stdout) as child,
     ):
         yield Listener(child, lines)
 
@@ -124,8 +124,8 @@ async def test_what_is_not_wanted_is_left_out_and_the_count_ends_it(
 async def test_a_reader_that_has_enough_ends_it_quietly(
     prefill: AgentProcess, tmp_path: Path
 ) -> None:
-    command, log = [*KVBUS, "events", prefill.peer], tmp_path / "log"
-    with Child.start("kvbus events", command, log=log, stdout=subprocess.PIPE) as child:
+    command, log = [*KVBUS, "status", "--events", prefill.peer], tmp_path / "log"
+    with Child.start("kvbus status", command, log=log, stdout=subprocess.PIPE) as child:
         assert child.process.stdout is not None
         assert b'"boot"' in child.process.stdout.readline()
         child.process.stdout.close()
@@ -168,9 +168,9 @@ def test_a_key_that_may_not_ask_or_hear_is_told_so_and_the_agent_turns_nobody_aw
     def asked(name: str) -> tuple[str, ...]:
         return agent.peer, server, f"--key-file={ring.secret_path(name)}"
 
-    deaf = CliRunner().invoke(app, ["events", *asked("prefill")])
+    deaf = CliRunner().invoke(app, ["status", "--events", *asked("prefill")])
     turned_away = agent.metric("refused_keys")
-    stranger = CliRunner().invoke(app, ["events", *asked("stranger")])
+    stranger = CliRunner().invoke(app, ["status", "--events", *asked("stranger")])
     with listening(tmp_path, *asked("observer")):
         pass
 
@@ -208,9 +208,10 @@ async def test_what_was_missed_is_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["events", "tcp://127.0.0.1:1", "--only", "ofer.*"], "ofer"),
+        (["status", "tcp://127.0.0.1:1", "--events", "--only", "ofer.*"], "ofer"),
+        (["status", "127.0.0.1:7703", "--events"], "--events"),
+        (["status", "tcp://127.0.0.1:1", "--watch"], "--watch"),
         (["status", "nowhere"], "nowhere"),
-        (["status", "127.0.0.1:7701"], "127.0.0.1:7701"),
     ],
 )
 def test_an_event_or_an_endpoint_that_there_is_not_is_a_mistake(
@@ -229,7 +230,8 @@ def test_what_an_agent_holds_is_a_table_or_json(prefill: AgentProcess) -> None:
     table, as_json = status(prefill.peer), status(prefill.peer, "--json")
 
     assert (table.exit_code, as_json.exit_code) == (0, 0)
-    assert f"{prefill.settings['agent_id']}: prefill agent, serving" in table.stdout
+    assert prefill.settings["agent_id"] in table.stdout
+    assert "serving" in table.stdout
     assert "lends memory at" in table.stdout
     assert "memory.sock" in "".join(table.stdout.split())
     assert json.loads(as_json.stdout)["counts"] == dict.fromkeys(prefill.status()["counts"], 0)

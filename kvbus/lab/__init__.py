@@ -1,0 +1,1 @@
+"""Tools that measure, show and try kvbus: each a command of `kvbus`."""

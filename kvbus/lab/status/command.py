@@ -1,0 +1,226 @@
+"""The command ``kvbus status``: looks at agents once, or again and again, or follows one."""
+
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import msgspec
+import typer
+from rich.live import Live as Screen
+
+from kvbus.agent.config import AgentConfig
+from kvbus.agent.sources import gather
+from kvbus.bus import ask_agent
+from kvbus.console import Console, text_of
+from kvbus.errors import ConfigError, KVBusError, PeerLost, RequestTimeout
+from kvbus.keys.asker import KeyFile, ServerKey, curve_of
+from kvbus.lab.status.events import follow, topics_of
+from kvbus.lab.status.screen import Between, View, screen
+from kvbus.output import fail, waiting_for, write_json, write_text
+from kvbus.protocol.status import AgentStatus, Live, Status
+
+DEFAULTS = ("127.0.0.1:7703", "127.0.0.1:7713")
+"""The http_bind of the printed configurations."""
+NO_AGENT = (
+    "no agent answers; is http_bind set, and is it this address? A peer address is tcp://HOST:PORT"
+)
+ADDRESS = re.compile(r"(https?://)?((?:\[[\da-fA-F:.%]+\]|[^\s/:\[\]]+):\d{1,5})/?")
+MAX_BYTES = 16 << 20
+
+
+def status(
+    addresses: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="ADDRESS",
+            help="The peer address of an agent, tcp://HOST:PORT, or HOST:PORT of the http_bind of "
+            f"one or more. Without any KVBUS_HTTP_BIND, else {' and '.join(DEFAULTS)}.",
+        ),
+    ] = None,
+    *,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look at HTTP ports again and again, until Ctrl-C.")
+    ] = False,
+    every: Annotated[
+        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two looks.")
+    ] = 1.0,
+    events: Annotated[
+        bool, typer.Option("--events", help="Write what happens at a peer address, until Ctrl-C.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="EVENT", help="Such events, as 'offer.*'; may be repeated."),
+    ] = None,
+    request: Annotated[
+        str, typer.Option(metavar="ID", help="Events of this request_id, offer_id or fetch_id.")
+    ] = "",
+    count: Annotated[
+        int, typer.Option(min=0, metavar="N", help="End after so many events; 0: never.")
+    ] = 0,
+    fetch: Annotated[
+        str, typer.Option(metavar="ID", help="Also tell what happened to this fetch.")
+    ] = "",
+    offer: Annotated[
+        str, typer.Option(metavar="ID", help="Also tell what happened to this offer.")
+    ] = "",
+    timeout: Annotated[
+        float, typer.Option(min=0.01, max=3600, metavar="SECONDS", help="How long to wait for one.")
+    ] = 3.0,
+    key_file: KeyFile = None,
+    server_key: ServerKey = "",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The token of HTTP ports; else that of KVBUS_HTTP_TOKEN_FILE."
+        ),
+    ] = None,
+    as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Tell what agents hold and do now, or what happens at one.
+
+    A peer address tells what the agent holds, an HTTP port handoffs and bytes a second, where
+    their time goes, and what is wrong.
+
+    With `--events` each event is a line of JSON. A line `boot` begins those of each process of the
+    agent, `gap` says that events of a topic were missed.
+    """
+    named = addresses or []
+    peer = named[0] if len(named) == 1 and named[0].startswith("tcp://") and not watch else ""
+    try:
+        with suppress(KeyboardInterrupt):
+            if not peer:
+                if events or fetch or offer:
+                    raise ConfigError("--events, --fetch and --offer want one tcp://HOST:PORT")
+                agents = _http_agents(named, token_file)
+                _look(agents, every, timeout, again=watch, as_json=as_one_json)
+            elif events:
+                curve = curve_of(key_file, server_key)
+                anyio.run(follow, peer, curve, topics_of(only or []), request, count)
+            else:
+                question = Status(fetch_id=fetch, offer_id=offer)
+                curve = curve_of(key_file, server_key)
+                ask = partial(ask_agent, peer, question, timeout_s=timeout, curve=curve)
+                with waiting_for(f"{peer} to answer"):
+                    answer = anyio.run(ask)
+                if as_one_json:
+                    write_json(answer)
+                else:
+                    _tell(peer, answer, asked=fetch or offer)
+    except RequestTimeout as error:
+        fail(f"no agent answered at {peer} within {timeout:g} s", status=1, cause=error)
+    except ConfigError as error:
+        raise typer.BadParameter(error.message) from error
+    except KVBusError as error:
+        fail(f"{peer}: {error.code}: {error.message}", status=1, cause=error)
+
+
+def _tell(peer: str, answer: AgentStatus, *, asked: str) -> None:
+    """What an agent holds, and the story of the fetch or offer that was ``asked`` for."""
+    held = screen({peer: Between(Live(answer, "", 0.0, (), {}, ()))})
+    story = [f"story of {asked}:", *answer.story] if answer.story else ["no such entry"]
+    write_text(text_of(held, *(["", *story] if asked else ())))
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """None: the answer is the redirect, an `HTTPError`."""
+
+
+@dataclass(slots=True)
+class HttpAgent:
+    """One agent, the token that it asks for, and what it said last."""
+
+    url: str
+    token: str
+    last: Live | None = None
+    was_answered: bool = False
+
+    def look(self, timeout_s: float) -> View:
+        """What happened since the last look, or why nothing is known."""
+        before, self.last = self.last, None
+        wanted = urllib.request.Request(f"{self.url}/live")  # noqa: S310 - http or https
+        # Neither a proxy nor the target of a redirect is shown the token.
+        direct = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
+        if self.token:
+            wanted.add_header("Authorization", f"Bearer {self.token}")
+        try:
+            with direct.open(wanted, timeout=timeout_s) as answer:
+                self.last = msgspec.json.decode(answer.read(MAX_BYTES), type=Live)
+        except urllib.error.HTTPError as error:
+            with error:
+                return f"{error.code}: {error.read(1000).decode(errors='replace').strip()}"
+        except (OSError, HTTPException) as error:
+            return f"no answer: {getattr(error, 'reason', error)}"
+        except msgspec.MsgspecError as error:
+            return f"this is no kvbus agent of this version: {error}"
+        self.was_answered = True
+        return Between(self.last, before)
+
+
+def _look(
+    agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, again: bool, as_json: bool
+) -> None:
+    """Print what is between two looks, once or ``again`` and again.
+
+    Ends the process where no agent has answered.
+    """
+
+    def look() -> dict[str, View]:
+        urls = [agent.url for agent in agents]
+        with waiting_for(f"{' and '.join(urls)} to answer"), ThreadPoolExecutor() as threads:
+            answers = threads.map(partial(HttpAgent.look, timeout_s=timeout_s), agents)
+            return dict(zip(urls, answers, strict=True))
+
+    console, views = Console(), look()
+    try:
+        if as_json:
+            told = {at: {"error": v} if isinstance(v, str) else v.now for at, v in views.items()}
+            write_json(told)
+        elif again and console.is_terminal:
+            with Screen(screen(views), console=console, screen=True, auto_refresh=False) as shown:
+                while True:
+                    time.sleep(every_s)
+                    shown.update(screen(look()), refresh=True)
+        else:
+            while True:
+                time.sleep(every_s)
+                if not write_text(text_of(screen(look()))) or not again:
+                    break
+    finally:
+        if not any(agent.was_answered for agent in agents):
+            fail(NO_AGENT, status=1, cause=PeerLost(NO_AGENT))
+
+
+def _http_agents(addresses: Sequence[str], token_file: Path | None) -> list[HttpAgent]:
+    """Those that are named, else that of this pod, by the variables of its configuration.
+
+    Raises `ConfigError`.
+    """
+    ours, token = gather(AgentConfig, None, knows_all=False).values, ""
+    if path := token_file or ours.get("http_token_file"):
+        try:
+            token = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--token-file: cannot read {path}: {error}") from error
+    our_bind = ours.get("http_bind")
+    wanted = addresses or ([our_bind] if our_bind else DEFAULTS)
+    return [HttpAgent(url, token) for url in dict.fromkeys(map(_url, wanted))]
+
+
+def _url(address: str) -> str:
+    if found := ADDRESS.fullmatch(address):
+        return f"{found[1] or 'http://'}{found[2]}"
+    raise ConfigError(
+        f"'{address}' is neither HOST:PORT of an http_bind nor, alone and without --watch, the "
+        "peer address tcp://HOST:PORT of an agent"
+    )

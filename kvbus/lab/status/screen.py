@@ -1,0 +1,145 @@
+"""What agents hold and do now, as a table: a column for each, a row for each figure."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvbus.histograms import histogram_quantile
+from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.status import Live, Sharing
+from kvbus.text import rate_text, time_text
+
+_LE = re.compile(r'le="([^"]+)"')
+_STAGE = re.compile(r'kvbus_stage_seconds_count\{stage="([^"]+)"\}')
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Two looks at an agent; ``before`` is None at the first one. What was not seen is None."""
+
+    now: Live
+    before: Live | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it is between them; None when the agent is another process since."""
+        if self.before is None or self.now.boot != self.before.boot:
+            return None
+        return self.now.now_s - self.before.now_s
+
+    def rate(self, name: str, **labels: str) -> float | None:
+        """How much a counter grew, a second, over all labels that are not given."""
+        grown = [value for _, value in self._grown(name, labels)]
+        return max(0.0, sum(grown)) / self.seconds if grown and self.seconds else None
+
+    def spread(self, name: str, **labels: str) -> tuple[float, float] | None:
+        """Seconds that half and 99 of 100 did not exceed, of what a histogram saw between them.
+
+        Of all that it ever saw where there is one look only.
+        """
+        counts: dict[float, float] = {}
+        for key, value in self._grown(f"{name}_bucket", labels):
+            if bound := _LE.search(key):
+                counts[float(bound[1])] = counts.get(float(bound[1]), 0.0) + value
+        p50, p99 = (histogram_quantile(counts, part) for part in (0.5, 0.99))
+        return None if math.isnan(p50) else (p50, p99)
+
+    def _grown(self, name: str, labels: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+        """The samples of this name and these labels, less what they were before."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        before = {} if self.before is None or self.seconds is None else self.before.metrics
+        for key, value in self.now.metrics.items():
+            if key.partition("{")[0] == name and all(one in key for one in wanted):
+                yield key, value - before.get(key, 0.0)
+
+
+View = Between | str
+"""An agent, or why there is nothing of it."""
+
+
+def screen(views: Mapping[str, View]) -> RenderableType:
+    """The agents that answered, what is wrong at each, and who did not, by address."""
+    known = [view for view in views.values() if isinstance(view, Between)]
+    parts: list[RenderableType] = [_table(known)] if known else []
+    for at, view in views.items():
+        if isinstance(view, str):
+            parts.append(Text(f"\n{at}: {view}", "red", overflow="fold"))
+            continue
+        for fault in view.now.faults:
+            parts.append(Text(f"\n{view.now.status.agent_id}: {fault.what}", "red"))
+            parts.append(Text(f"  {fault.do}"))
+    return Group(*parts)
+
+
+def _table(views: Sequence[Between]) -> Table:
+    table = Table("", box=SIMPLE_HEAD, show_edge=False)
+    for view in views:
+        table.add_column(view.now.status.agent_id, overflow="fold")
+    columns = [dict(_figures(view)) | dict(_holdings(view.now)) for view in views]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        cells = [column.get(name, "") for column in columns]
+        if any(cells):
+            table.add_row(name, *cells)
+    return table
+
+
+def _figures(view: Between) -> Iterator[tuple[str, str]]:
+    """What it does; only its HTTP port tells more than the first two."""
+    status, metrics = view.now.status, view.now.metrics
+    yield "role", status.role
+    yield "state", "draining" if status.draining else "serving"
+    moved, took, outcome = "kvbus_offers_total", "kvbus_offer_life_seconds", "expired"
+    if status.role is AgentRole.DECODE:
+        moved, took, outcome = "kvbus_handoffs_total", "kvbus_handoff_seconds", "failed"
+    for name, rate, write in (
+        ("offers or handoffs a second", view.rate(moved), "{:,.1f}".format),
+        ("expired or failed a second", view.rate(moved, outcome=outcome), "{:,.1f}".format),
+        ("read", view.rate("kvbus_read_bytes_total"), rate_text),
+        ("packed", view.rate("kvbus_packed_bytes_total"), rate_text),
+        ("peers", metrics.get("kvbus_peers"), "{:.0f}".format),
+        ("withheld blocks", metrics.get("kvbus_quarantined_blocks"), "{:.0f}".format),
+    ):
+        yield name, "" if rate is None else write(rate)
+    stages = [one[1] for key in metrics if (one := _STAGE.fullmatch(key))]
+    for name, spread in (
+        ("loop lag, p50 / p99", view.spread("kvbus_event_loop_lag_seconds")),
+        ("one took, p50 / p99", view.spread(took)),
+        *((f"  {one}", view.spread("kvbus_stage_seconds", stage=one)) for one in stages),
+    ):
+        yield name, "" if spread is None else " / ".join(map(time_text, spread))
+
+
+def _holdings(live: Live) -> Iterator[tuple[str, str]]:
+    """What it holds, and what is shared with agents of its machine, or why it is not."""
+    status = live.status
+    for engine, is_ready in status.engines.items():
+        yield f"engine {engine}", "ready" if is_ready else "not ready"
+    if not status.engines:
+        yield "engines", "none"
+    for what, count in status.counts.items():
+        yield what.replace("_", " "), str(count)
+    for endpoint, silent_s in status.silent_peers.items():
+        yield f"peer {endpoint}", f"has not answered for {silent_s:.0f} s"
+    sharing = status.sharing or Sharing()
+    if status.sharing is not None:
+        yield "NIXL listens at", ", ".join(status.data_endpoints) or "no TCP port"
+    elif not live.boot:  # an HTTP port never tells it
+        yield "NIXL listens at", "told with a key, or to the user of the agent"
+    if sharing.closed:
+        yield "shared memory", sharing.closed
+    if sharing.path:
+        yield "lends memory at", sharing.path
+    by_reason: dict[str, list[str]] = {}
+    for engine, state in sharing.engines.items():
+        by_reason.setdefault(state, []).append(engine)
+    for engine in by_reason.pop("open", ()):
+        yield f"memory of {engine}", "mapped here"
+    for reason, engines in by_reason.items():
+        who = engines[0] if len(engines) == 1 else f"{len(engines)} engines"
+        yield f"memory of {who}", f"not mapped: {reason}"

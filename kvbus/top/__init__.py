@@ -1,1 +1,0 @@
-"""The command ``kvbus top``: what some agents do now, in a terminal."""
