@@ -190,7 +190,6 @@ class Sessions:
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
         self._sessions: OrderedDict[Sender, Session] = OrderedDict()
-        self._num_of: Counter[Party] = Counter()
         self._ended_boots: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -213,7 +212,6 @@ class Sessions:
         if len(self) >= self._limits.max_sessions:
             self._make_room(session.party)
         self._sessions[session.sender] = session
-        self._num_of[session.party] += 1
 
     def end_boot(self, boot: str) -> None:
         """End the sessions of a process that is gone: for good, later messages are ``stale``."""
@@ -229,20 +227,17 @@ class Sessions:
     def end(self, sessions: list[Session], error: KVBusError | None = None) -> None:
         """Forget sessions; what they wait for is refused with ``error``."""
         for session in sessions:
-            if self._sessions.pop(session.sender, None) is None:
-                continue
-            session.close(error)
-            self._num_of[session.party] -= 1
-            if not self._num_of[session.party]:
-                del self._num_of[session.party]
+            if self._sessions.pop(session.sender, None) is not None:
+                session.close(error)
 
     def _make_room(self, party: Party) -> None:
         """End a session of who has most, what it waits for too; among equals an idle one.
 
         So who fills the table has its own sessions ended, and not those that others work with.
         """
-        sessions, num_own = self._sessions.values(), self._num_of[party]
-        largest, most = max(self._num_of.items(), key=lambda one: one[1])
+        sessions = self._sessions.values()
+        num_of = Counter(one.party for one in sessions)
+        (largest, most), num_own = num_of.most_common(1)[0], num_of[party]
         if most > num_own + 1:
             may_go = (one for one in sessions if one.party == largest and not one.pinned)
         else:
