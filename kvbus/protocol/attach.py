@@ -48,7 +48,8 @@ class Welcome(Message, frozen=True):
     events_endpoint: Id
     """ZeroMQ endpoint of the events socket."""
     server_key: Text = ""
-    """CURVE key of both, in Z85; empty when they have none. Another agent's ``others`` names it."""
+    """CURVE key of both, in Z85, as another agent's ``others`` names it; empty when they have
+    none."""
 
 
 @request(
@@ -58,43 +59,42 @@ class Welcome(Message, frozen=True):
     refusals="unsupported_version engine_conflict stale",
 )
 class Hello(Request[Welcome], frozen=True):
-    """The first message on an attach connection. It says which engine this process belongs to."""
+    """The first message on an attach connection: which engine this process belongs to."""
 
     min_protocol: MinProtocol
     max_protocol: MaxProtocol
     engine_id: Id
-    """Name of the engine, the same in all of its processes."""
+    """The engine, the same in all of its processes."""
     boot: Name
-    """The boot id that this process uses on the engine socket. It ties the two connections
-    together. One for each attach connection: it is ended with it, and ``stale`` after that."""
+    """The boot id that this process uses on the engine socket: one for each attach connection,
+    ended with it, and ``stale`` after that."""
 
 
 class SegmentPassed(Message, frozen=True):
     sealed: bool
-    """Whether the kernel forbids to shrink the file (F_SEAL_SHRINK). When false, an engine that
-    shrinks it is sent away, and its offers and fetches end."""
+    """Whether the kernel forbids to shrink the file (F_SEAL_SHRINK); if not, an engine that does is
+    sent away, and its offers and fetches end."""
 
 
 @request("segment", Socket.ATTACH, repeatable=False, refusals="not_registered segment config")
 class PassSegment(Request[SegmentPassed], frozen=True):
-    """Passes one shared memory object. Exactly one file descriptor comes with it. Refused with
-    ``config`` where the agent has no staging slots and ``direct`` is false.
+    """Passes one shared memory object, whose file descriptor comes with it. Refused with ``config``
+    where the agent has no staging slots and ``direct`` is false.
     """
 
     segment_id: SegmentId
     size_bytes: SegmentBytes
-    """Bytes of it. The file has exactly that size."""
+    """Bytes of it, exactly those of the file."""
     direct: bool = True
-    """Whether NIXL may register it, so that peers read it, or read into it, without a copy. False
-    makes the rank *unregistered*: its KV goes through staging slots, or is copied by an agent of
-    this machine that maps it, and nothing but this machine's processors touches the segment. One
-    such segment makes the whole rank so."""
+    """Whether NIXL may register it, so that peers read it, or read into it, without a copy. One
+    segment with false makes the whole rank *unregistered*: its KV goes through staging slots, or is
+    copied by an agent of this machine that maps it, and only this machine's processors touch it."""
 
 
 @request("cuda", Socket.ATTACH, repeatable=False, refusals="not_registered segment config")
 class PassCuda(Request[Empty], frozen=True):
-    """Passes memory of a GPU that this process allocated; see [CUDA memory](#cuda-memory). No file
-    descriptor comes with it. Its rank is unregistered.
+    """Passes memory of a GPU that this process allocated, without a descriptor; see [CUDA
+    memory](#cuda-memory). Its rank is unregistered.
     """
 
     segment_id: SegmentId
@@ -108,8 +108,8 @@ class PassCuda(Request[Empty], frozen=True):
     """Bytes of the segment."""
     event: CudaHandle | None = None
     """The ``CUipcEventHandle`` of an event that the engine records before each ``offer``,
-    ``extend``, ``seal`` and ``fetch`` that is about this memory. Nil when the engine waits for its
-    GPU work to end before it sends them."""
+    ``extend``, ``seal`` and ``fetch`` about this memory. Nil when it waits for its GPU work before
+    these."""
 
 
 class MemorySocket(msgspec.Struct, frozen=True):
@@ -118,8 +118,8 @@ class MemorySocket(msgspec.Struct, frozen=True):
     path: Text = ""
     """Path of the Unix socket; empty when ``closed`` is not."""
     machine: Text = ""
-    """Boot id of the agent's kernel (``/proc/sys/kernel/random/boot_id``): where that is another,
-    the path leads nowhere or elsewhere."""
+    """Boot id of the agent's kernel (``/proc/sys/kernel/random/boot_id``): the path is of no use
+    where that is another."""
     closed: Text = ""
     """Why the memory is not lent, for people; empty when it is."""
 
@@ -131,23 +131,22 @@ class LentSegment(msgspec.Struct, frozen=True):
     """Number of the rank."""
     segment_id: SegmentId
     size_bytes: SegmentBytes
-    """Size of its file, at least that of the rank's segment. Map all of it, or as much of it as the
-    rank names."""
+    """Size of its file, at least that of the rank's segment; map all, or what the rank names."""
 
 
 class MemoryLent(Message, frozen=True):
     agent_boot: Id
-    """Boot id of who answers. Take nothing from another than you asked for: at the same path may be
-    another agent, in another mount namespace."""
+    """Boot id of who answers. Take nothing from another: in another mount namespace another agent
+    may be at the path."""
     segments: Annotated[tuple[LentSegment, ...], msgspec.Meta(max_length=MAX_LENT_AT_ONCE)]
-    """Up to 64 of them, none behind the last one. The descriptors of the message belong to them, in
-    the same order."""
+    """Up to 64 of them, none behind the last one; the message's descriptors are theirs, in the same
+    order."""
 
 
 @request("lend", Socket.MEMORY, refusals="forbidden stale engine_unknown engine_lost config")
 class LendMemory(Request[MemoryLent], frozen=True):
-    """Asks for descriptors of the segments of all ranks of a handshake, open for reading only. One
-    connection is for one engine, and its end means that the engine is gone.
+    """Asks for descriptors of the segments of all ranks of a handshake, for reading only. A
+    connection is for one engine; its end means that the engine is gone.
     """
 
     agent_boot: AgentBoot
@@ -155,5 +154,4 @@ class LendMemory(Request[MemoryLent], frozen=True):
     memory_id: MemoryId
     access: MemoryAccess
     first: Size = 0
-    """Number of the first segment that is wanted, from 0; ask with how many you have until you have
-    all."""
+    """Number of the first segment that is wanted: how many you have, until you have all."""

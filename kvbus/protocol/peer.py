@@ -47,10 +47,10 @@ OfferSecret = Secret
 LeaseToken = Secret
 """The right to the lease, from the reply to ``claim``."""
 ReaderId = Id
-"""Who asks. Unique for each fetch of each agent, and the same in all that is asked for it."""
+"""Who asks: one for each fetch of each agent, in all that is asked for it."""
 ReaderAgent = Text
-"""Id of the agent that asks. A lease of the same agent, with the same key where there are keys, and
-another ``reader_boot`` ends."""
+"""Id of the agent that asks. It ends a lease of the same agent, and key where there are keys, with
+another ``reader_boot``."""
 ReaderBoot = Text
 """Boot id of the agent that asks."""
 TransferId = Secret
@@ -58,8 +58,7 @@ TransferId = Secret
 HolderRank = Index
 """The rank that holds the box."""
 BoxTable = BlockTable
-"""Exactly the blocks of the box's positions, as the offer names them, in blocks of the *prefill*
-engine."""
+"""Exactly the blocks of the box's positions, as the offer names them."""
 TicketMap = dict[str, Any]
 """The [ticket](#ticket)."""
 SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
@@ -80,9 +79,9 @@ class EngineMemory(msgspec.Struct, frozen=True):
     ranks: Annotated[tuple[RankSpec, ...], msgspec.Meta(min_length=1, max_length=1024)]
     """Its ranks at this agent, in order of their number."""
     addresses: tuple[dict[str, Address], ...] = ()
-    """One map for each of ``ranks``, in the same order: the address of each segment, by
-    ``segment_id``, in the agent's process. A rank whose map is empty is *unregistered*: read it in
-    boxes, with ``pack``. No maps at all on the side that only describes itself."""
+    """For each of ``ranks`` the address of each segment in the agent's process, by ``segment_id``.
+    A rank whose map is empty is *unregistered*: read it in boxes, with ``pack``. No maps on the
+    side that only describes itself."""
 
 
 class HandshakeDone(Message, frozen=True):
@@ -93,28 +92,26 @@ class HandshakeDone(Message, frozen=True):
     memory: EngineMemory
     """The prefill engine, with the ranks that are attached here and their addresses."""
     memory_id: Id
-    """Stands for the processes that hold these ranks. It changes when one of them comes back;
-    ``pack`` and ``check`` name it."""
+    """Stands for the processes that hold these ranks: another when one of them comes back."""
     nixl_agent: Id
     """Name of the NIXL agent that owns the memory."""
     nixl_metadata: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=8)]
-    """What NIXL's ``getLocalPartialMD`` gave, one blob for each kind of memory; load each with
-    ``loadRemoteMD``. Opaque. Empty for a ``machine`` that maps the memory."""
+    """What NIXL's ``getLocalPartialMD`` gave, a blob for each kind of memory, for ``loadRemoteMD``.
+    Empty for a ``machine`` that maps the memory."""
     events_endpoint: Endpoint
     """Where the prefill agent publishes events."""
     max_lease_s: Seconds
     """The longest lease that one claim or renewal gets."""
     access: Secret
-    """What is shown in ``pack``, ``check`` and ``lend`` at this agent. It is a secret."""
+    """What is shown in ``pack``, ``check`` and ``lend`` at this agent: a secret."""
     slot_bytes: Size = 0
-    """Bytes of a staging slot, and so of the largest box of a ``pack``; 0 when the agent packs
-    nothing."""
+    """Bytes of a staging slot, and so of the largest box; 0 when the agent packs nothing."""
     others: tuple[AgentRanks, ...] = ()
-    """The other agents that have ranks of the engine, each to be shaken hands with. Empty when all
-    are here, and in the reply of an agent that is not the engine's home."""
+    """The other agents that have ranks of the engine, each to be shaken hands with; none in the
+    reply of an agent that is not the engine's home."""
     memory_socket: MemorySocket | None = None
-    """Where an agent of the same machine and user gets these ranks' memory; see
-    [Memory socket](#memory-socket). Nil from an agent that has none."""
+    """Where an agent of the same machine and user gets these ranks' memory; see [Memory
+    socket](#memory-socket). Nil from an agent that has none."""
     digests: bool = False
     """Whether the agent answers ``digest``."""
 
@@ -126,11 +123,11 @@ class HandshakeDone(Message, frozen=True):
     "geometry transfer_failed",
 )
 class Handshake(Request[HandshakeDone], frozen=True):
-    """A decode agent introduces one of its engines to one prefill engine. It is repeated whenever
-    either engine or either agent is a new process, and made with each agent that has ranks of the
-    prefill engine. Without ``offer_id`` and ``secret`` it is *ahead* of the first ticket: a prefill
-    agent answers that to keys that are trusted as ``decode``, or to anybody where its
-    ``shake_hands_ahead`` says so; others are refused with ``forbidden``.
+    """A decode agent introduces one of its engines to one prefill engine, at each agent that has
+    ranks of that, and again whenever one of these engines or agents is a new process. Without
+    ``offer_id`` and ``secret`` it is *ahead* of the first ticket: a prefill agent answers that to
+    keys that are trusted as ``decode``, or to anybody where its ``shake_hands_ahead`` says so;
+    others are refused with ``forbidden``.
     """
 
     min_protocol: MinProtocol
@@ -138,9 +135,9 @@ class Handshake(Request[HandshakeDone], frozen=True):
     agent_id: Id
     """Name of the decode agent."""
     engine_id: Id
-    """The prefill engine that is meant, from the ticket; ahead of one, from the status."""
+    """The prefill engine, from the ticket; ahead of one, from the status."""
     reader: EngineMemory
-    """The decode engine, with the ranks that the decode agent has; its ``addresses`` stay empty."""
+    """The decode engine, with the ranks that are at this agent, without ``addresses``."""
     engine_instance: Text = ""
     """Its instance, from the same. Empty with ``ranks``."""
     offer_id: Text = ""
@@ -148,41 +145,39 @@ class Handshake(Request[HandshakeDone], frozen=True):
     secret: Secret | None = None
     """The secret, from the ticket. Nil with ``ranks``, and ahead of a ticket."""
     ranks: Annotated[tuple[Size, ...], msgspec.Meta(max_length=1024)] = ()
-    """To an agent that is not the engine's home: the ranks that the home says it has."""
+    """To an agent that is not the engine's home: what ``others`` of the home says it has."""
     access: Secret | None = None
     """With ``ranks``: what the home says is shown there."""
     machine: Text = ""
-    """Boot id of the decode agent's kernel, if it can map the memory of an engine: then a prefill
-    agent of the same machine that lends it leaves out ``nixl_metadata``, and need not open NIXL.
-    Empty otherwise, and when it has asked so, could not map, and asks again."""
+    """Boot id of the decode agent's kernel, if it can map the memory of an engine: a prefill agent
+    of that machine which lends it leaves out ``nixl_metadata``, and need not open NIXL. Empty when
+    it cannot, or has asked so and could not."""
 
 
 class Granted(Message, frozen=True):
     """Reply to `Claim` and `Renew`: the lease, and what of the offer is readable."""
 
     epoch: Epoch
-    """Names this lease. It grows with each claim of an offer."""
+    """Names this lease; it grows with each claim of an offer."""
     lease_s: Seconds
     """The lease ends so many seconds after the agent *received* the request. A reader counts from
-    when it *sent* the request, so it never believes longer than the agent."""
+    when it *sent* it, so it never believes longer."""
     num_tokens: Tokens
     """Tokens that may be read now."""
     sealed: bool
     """Whether that is all."""
     tables: Tables
-    """By group, the blocks behind those that the reader already knows; each names its
-    ``first_block``."""
+    """By group, the blocks behind those that the reader knows, each with its ``first_block``."""
     token: Secret
-    """The right to the lease: 128 random bits. Everything that is asked under the lease shows it.
-    It is not to be published or logged."""
+    """The right to the lease, a secret of 128 random bits: all that is asked under the lease shows
+    it."""
 
 
 @request("claim", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} busy")
 class Claim(Request[Granted], frozen=True):
-    """Asks for the lease of an offer. As many readers have one at a time as the offer still has
-    (``readers`` of ``offer``, 1 as a rule). The same ``reader_id`` may claim again: it gets a new
-    epoch and the old one is dead. So does another process of the agent whose earlier process had
-    the lease: a decode agent that died need not be waited for when it is back.
+    """Asks for the lease of an offer, of which there are as many at a time as ``readers`` are left.
+    The same ``reader_id`` may claim again: it gets a new epoch, and the old one is dead. So does a
+    new process of the agent that had the lease: when it is back it need not wait.
     """
 
     agent_boot: AgentBoot
@@ -194,8 +189,8 @@ class Claim(Request[Granted], frozen=True):
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
-    """Whether the reader is one of several agents of an engine, and not its home: then the lease
-    does not count among the ``readers`` of the offer. At most 1,024 are live or done."""
+    """Whether the reader is one of several agents of an engine, and not its home: the lease does
+    not count among the ``readers``. At most 1,024 are live or done."""
 
 
 @request("renew", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
@@ -220,10 +215,9 @@ class Renew(Request[Granted], frozen=True):
 )
 class Take(Request[Empty], frozen=True):
     """Asks, after the last byte has landed, whether what was read is good. Only ``ok`` makes the
-    bytes valid: the offer is sealed and was live all along. It completes the offer when this was
-    the last of its readers, and ends the lease of this reader. A reader without a live lease says
-    in ``tables`` what it has read, by the ticket's ``blocks``; they must be those of the offer.
-    Sent again with the same ``token`` it is ok again.
+    bytes valid: the offer is sealed and was live all along. It ends the lease of this reader, and
+    completes the offer when this was the last one. Sent again with the same ``token`` it is ok
+    again.
     """
 
     agent_boot: AgentBoot
@@ -233,9 +227,8 @@ class Take(Request[Empty], frozen=True):
     token: Secret
     """The reader's own, random and new for each fetch: a repeated take shows it."""
     tables: Tables | None = None
-    """The block tables that were read, as the ticket's ``blocks`` has them. Others than the offer's
-    are refused as ``geometry``. Left out by a reader with a live lease, whose tables are the
-    offer's."""
+    """The block tables that were read, as the ticket's ``blocks`` has them; others than the offer's
+    are refused as ``geometry``. A reader with a live lease leaves them out."""
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
@@ -244,8 +237,8 @@ class Take(Request[Empty], frozen=True):
 
 @request("release", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
 class Release(Request[Empty], frozen=True):
-    """Gives a lease back without using what was read. Nothing of the reader is in flight any more.
-    The offer waits for another reader.
+    """Gives a lease back, with nothing in flight any more and nothing used. The offer waits for
+    another reader.
     """
 
     agent_boot: AgentBoot
@@ -253,7 +246,7 @@ class Release(Request[Empty], frozen=True):
     epoch: Epoch
     token: LeaseToken
     code: Id
-    """Why it was not used. Text, since a newer agent may have new codes."""
+    """Why it was not used; newer agents may have new codes."""
 
 
 @request(
@@ -264,9 +257,7 @@ class Release(Request[Empty], frozen=True):
     refusals="stale forbidden offer_unknown",
 )
 class PeerWithdraw(Request[Empty], frozen=True):
-    """Ends an offer whose request was aborted. For routers; the engine has ``withdraw`` on its own
-    socket.
-    """
+    """Ends an offer whose request was aborted; for routers."""
 
     agent_boot: AgentBoot
     offer_id: OfferId
@@ -284,11 +275,10 @@ class Met(Message, frozen=True):
     "offer_completed draining",
 )
 class Meet(Request[Met], frozen=True):
-    """Asks for the ticket of an offer by the name that a router gave it (``transfer_id`` of
-    ``offer``), also before the offer is made; see [Rendezvous](#rendezvous). Answered as soon as
-    there is one. ``busy`` when there is none after ``wait_s``: ask again, until the fetch's
-    deadline. ``engine_lost`` when the last engine of the agent goes meanwhile, ``engine_not_ready``
-    when none has been ready for 2 s: nobody can make the offer.
+    """Asks for the ticket of an offer by the name that a router gave it, also before the offer is
+    made; see [Rendezvous](#rendezvous). Answered as soon as there is one. ``busy`` when there is
+    none after ``wait_s``: ask again, until the fetch's deadline. ``engine_lost`` when the last
+    engine of the agent goes meanwhile, ``engine_not_ready`` when none has been ready for 2 s.
     """
 
     transfer_id: TransferId
@@ -298,7 +288,7 @@ class Meet(Request[Met], frozen=True):
 
 @request("forgo", Socket.PREFILL_PEER, refusals="busy offer_unknown draining")
 class Forgo(Request[Empty], frozen=True):
-    """Says that nobody will read the offer of a name. It is withdrawn, or refused to its engine
+    """Nobody will read the offer of a name. It is withdrawn, or refused to its engine
     (``cancelled``) when that makes it later.
     """
 
@@ -310,12 +300,12 @@ class Packed(Message, frozen=True):
 
     slot_id: SlotId
     address: Address
-    """Where the box starts, in the agent's process; the handshake's ``nixl_metadata`` covers it."""
+    """Where the box starts in the agent's process, within the handshake's ``nixl_metadata``."""
     num_bytes: Size
     """Bytes of the box in its order, parts of blocks outside the box included."""
     slot_lease_s: Seconds
-    """The slot is the reader's for so many seconds after the agent *received* the request, and
-    while the lease lives. A reader counts from when it *sent* the request."""
+    """The slot is the reader's for so many seconds after the agent *received* the request, while
+    the lease lives. A reader counts from when it *sent* it."""
     memory: Literal["DRAM", "VRAM"] = "DRAM"
     """NIXL's kind of the slot's memory: that of the host, or of a GPU."""
     device: Index = 0
@@ -329,10 +319,9 @@ class Packed(Message, frozen=True):
     "engine_lost draining geometry timeout config",
 )
 class Pack(Request[Packed], frozen=True):
-    """Asks for a box of what one rank holds, gathered into a staging slot; see
-    [Packed reads](#packed-reads). The reply comes when the box is gathered, which may wait for a
-    slot. The wait counts against ``slot_lease_s``: refused with ``timeout`` when that is over
-    first.
+    """Asks for a box of what one rank holds, gathered into a staging slot; see [Packed
+    reads](#packed-reads). Answered when it is gathered, which may wait for a slot; refused with
+    ``timeout`` when ``slot_lease_s`` is over first.
     """
 
     agent_boot: AgentBoot
@@ -340,27 +329,25 @@ class Pack(Request[Packed], frozen=True):
     memory_id: MemoryId
     offer_id: OfferId
     epoch: Epoch
-    """The lease. An agent that is not the engine's home cannot check it; the ``take`` does."""
+    """The lease. Only the engine's home can check it; else the ``take`` does."""
     rank: HolderRank
     box: Box
     """What is wanted. Not more than ``slot_bytes``."""
     table: BoxTable
     slot_lease_s: Seconds
-    """Seconds that are wanted for waiting, gathering and reading together. The agent may grant
-    fewer."""
+    """Seconds that are wanted to wait, gather and read; the agent may grant fewer."""
     token: Secret
-    """The token of the lease. An agent that is not the engine's home cannot check it."""
+    """That of the lease, which only the engine's home can check."""
     access: MemoryAccess
     done: SlotIds = ()
-    """Slots of this agent that the reader has read. They are given back, also when the rest is
-    refused."""
+    """Slots of this agent that were read: given back, also when the rest is refused."""
     priority: Priority = 0
 
 
 @request("unpack", Socket.PREFILL_PEER, at_once=True, refusals="stale")
 class Unpack(Request[Empty], frozen=True):
-    """Gives staging slots back that were read, or are not wanted. Slots that are not known, or that
-    another session asked for, are left as they are.
+    """Gives back staging slots that were read, or are not wanted; those that are not known, or of
+    another session, stay as they are.
     """
 
     agent_boot: AgentBoot
@@ -374,33 +361,31 @@ class Digests(Message, frozen=True):
 
 @request("digest", Socket.PREFILL_PEER, refusals=f"{OF_OFFER} offer_open geometry")
 class Digest(Request[Digests], frozen=True):
-    """Asks for digests of a box of what one rank holds, as it is in memory now; see
-    [Digests](#digests). The reply comes when they are made. For an agent whose handshake says
-    ``digests``.
+    """Asks for digests of a box of what one rank holds now; see [Digests](#digests). Answered when
+    they are made, by an agent whose handshake says ``digests``.
     """
 
     agent_boot: AgentBoot
     engine_id: EngineId
     memory_id: MemoryId
     offer_id: OfferId
-    """The offer. It says which pieces are chosen as well."""
+    """The offer; it says which pieces are chosen, too."""
     rank: HolderRank
     box: Box
     """What is to be digested: at most 131,072 pieces."""
     table: BoxTable
     one_in: OneIn
     secret: OfferSecret
-    """The secret, from the ticket. An agent that is not the engine's home cannot check it."""
+    """The ticket's secret, which only the engine's home can check."""
     access: MemoryAccess
 
 
 @request("check", Socket.PREFILL_PEER, at_once=True, refusals="stale forbidden engine_lost")
 class CheckMemory(Request[Empty], frozen=True):
     """Asks whether the ranks of an engine that are at this agent are still those of the handshake.
-
-    A reader asks each agent without the lease, after the last byte landed and before the take. Such
-    an agent does not know when it is read: so a reader asks before it reads, too, and whenever it
-    renews the lease.
+    A reader asks each agent that is not the engine's home after the last byte landed and before the
+    take; as such an agent does not know when it is read, also before it reads, and with each
+    renewal of the lease.
     """
 
     agent_boot: AgentBoot
@@ -410,12 +395,12 @@ class CheckMemory(Request[Empty], frozen=True):
     offer_id: Text = ""
     """The offer that is read, or was."""
     progress_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
-    """Seconds for which the agent serves reads of the offer, from now, and no longer than it grants
+    """Seconds from now for which the agent serves reads of the offer, no longer than it grants
     leases; 0 when nothing more is read."""
 
 
 class PartFetched(Message, frozen=True):
-    """Reply to `FetchPart`: the part was read and taken; its blocks are the home's to hand on."""
+    """Reply to `FetchPart`: the part was read and taken; its blocks are the home's."""
 
     num_bytes: Size
     """Bytes that were read into the remote ranks."""
@@ -431,17 +416,15 @@ class PartFetched(Message, frozen=True):
     "timeout busy cancelled",
 )
 class FetchPart(Request[PartFetched], frozen=True):
-    """The home of a decode engine asks an agent with remote ranks of it to fetch into the ranks
-    that this agent has; see [Engines with several agents](#engines-with-several-agents). It is a
-    fetch of that agent's own: it claims a lease with ``part``, reads and takes. Whether it worked
-    or not, the reply comes when nothing of it is in flight any more; it may be any error that a
-    fetch can end with. Asked again with the same ``token``, as by a new connection, it goes on, or
-    its answer is said again.
+    """The home of a decode engine asks an agent with remote ranks of it to fetch into these; see
+    [Engines with several agents](#engines-with-several-agents). It is a fetch of that agent's own:
+    it claims a lease with ``part``, reads and takes. The reply, or any error that a fetch can end
+    with, comes when nothing of it is in flight any more. Asked again with the same ``token``, as by
+    a new connection, it goes on, or its answer is said again.
     """
 
     token: Secret
-    """The right to this part, 128 random bits, new for each: ``cancel_part`` shows it. It is not to
-    be published or logged."""
+    """The right to this part, a secret of 128 random bits, new for each."""
     fetch_id: Id
     """The fetch at the home, for stories and traces."""
     engine_id: EngineId
@@ -451,8 +434,8 @@ class FetchPart(Request[PartFetched], frozen=True):
     """The remote ranks to read into."""
     ticket: TicketMap
     memory_ids: Annotated[tuple[Id, ...], msgspec.Meta(min_length=1, max_length=1024)]
-    """What of the prefill engine the asker's handshakes were about: ``memory_id`` of its home, then
-    of each agent in ``others``. An agent that knows others shakes hands again."""
+    """What the asker's handshakes were about: ``memory_id`` of the prefill engine's home, then of
+    each of ``others``. An agent that knows others shakes hands again."""
     num_tokens: Tokens
     """As in ``fetch``."""
     tables: Tables
@@ -470,10 +453,9 @@ class FetchPart(Request[PartFetched], frozen=True):
 
 @request("cancel_part", Socket.DECODE_PEER, refusals="busy")
 class CancelPart(Request[Empty], frozen=True):
-    """Ends a part, and is answered when nothing of it is in flight any more, as the ``fetch_part``
-    is; at once when nothing is known of it. From then on a ``fetch_part`` with this ``token`` is
-    refused (``cancelled``), whenever and by whatever connection it comes. Asked again before the
-    answer, the earlier question is refused as ``busy``.
+    """Ends a part; answered when nothing of it is in flight any more, or nothing is known of it.
+    From then on a ``fetch_part`` with this ``token`` is refused (``cancelled``), by whatever
+    connection it comes. Asked again before the answer, the earlier question is refused as ``busy``.
     """
 
     token: Secret

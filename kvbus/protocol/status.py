@@ -24,12 +24,12 @@ from kvbus.protocol.trace import Span
 
 AnySeconds = Annotated[float, msgspec.Meta(ge=0)]
 Echo = Annotated[str, msgspec.Meta(max_length=2 * MAX_TEXT_CHARS)]
-"""Comes back as it is: the answer is no smaller than the question, and than most packets."""
+"""Comes back as it is, so that the answer is larger than most packets."""
 
 
 class PeerView(msgspec.Struct, frozen=True):
-    """What an agent says of another one that it is asked about in ``status``, and what it speaks
-    itself. From ``listed`` on it is what a decode agent knows that has met it.
+    """What an agent says in ``status`` of another one, and what it speaks itself; from ``listed``
+    on what a decode agent knows.
     """
 
     min_protocol: Size = 0
@@ -38,16 +38,15 @@ class PeerView(msgspec.Struct, frozen=True):
     """Highest protocol version that the agent speaks."""
     server_key: ServerKey = ""
     roles: tuple[Text, ...] = ()
-    """What the agent trusts ``key`` as; empty when it does not, or has no keys."""
+    """What the agent trusts ``key`` as, if anything."""
     listed: bool = False
-    """Whether a decode agent is told of ``peer`` in its configuration."""
+    """Whether ``peer`` is in the configuration of a decode agent."""
     warm: bool = False
     """Whether that is met, and its first fetch costs what the next one does."""
     num_routes: Size = 0
-    """Routes from engines of ``peer``, which handshakes have made."""
+    """Routes from engines of ``peer``, made by handshakes."""
     problem: Text = ""
-    """Why the last handshake with ``peer`` came to nothing, or why it is not warm; empty otherwise.
-    The text is for people and may change."""
+    """Why the last handshake with ``peer`` came to nothing, or why it is not warm, for people."""
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -58,16 +57,16 @@ class Sharing(msgspec.Struct, frozen=True):
     uid: Size = 0
     """User of the agent's process."""
     mount_namespace: Text = ""
-    """Its mount namespace, as the kernel names it; empty where it does not."""
+    """Its mount namespace, if the kernel names it."""
     pid_namespace: Text = ""
-    """Its PID namespace, likewise: UCX reads the memory of another one over TCP."""
+    """Its PID namespace: UCX reads the memory of another one over TCP."""
     path: Text = ""
     """Path of a prefill agent's memory socket; empty when it has none."""
     closed: Text = ""
     """Why it neither lends nor maps anything, for people; empty when it may."""
     engines: dict[str, Text] = {}
-    """Of each engine that a decode agent has met, ``open`` when its memory is mapped, or why it is
-    not, for people."""
+    """Of each engine that a decode agent has met ``open``, or why its memory is not mapped, for
+    people."""
 
 
 class AgentStatus(Message, frozen=True):
@@ -78,19 +77,18 @@ class AgentStatus(Message, frozen=True):
     draining: bool
     """Whether it takes no new offers or fetches."""
     counts: dict[str, int]
-    """How many of what it holds, such as offers, leases and fetches. Names may be added."""
+    """How many offers, leases, fetches and the like it holds; names may be added."""
     data_endpoints: tuple[Text, ...] = ()
-    """HOST:PORT of each TCP socket at which the agent's NIXL listens; empty where it uses no TCP,
-    or was not needed so far. Empty, too, for a sender that neither shows a key nor is a process of
-    the same user (or root) on this machine."""
+    """HOST:PORT of each TCP socket at which the agent's NIXL listens, if any by now. Empty for a
+    sender that neither shows a key nor is a process of the same user (or root) on this machine."""
     story: tuple[Text, ...] = ()
-    """What happened to the fetch or offer that was asked for: a line for each of its last events,
-    the oldest first. Empty when it is not known. The text is for people and may change."""
+    """The last events of the fetch or offer that was asked for, the oldest first, a line each, for
+    people; empty when it is not known."""
     sharing: Sharing | None = None
-    """Whether memory is shared with agents of the same machine; nil from an agent that never does.
-    Also nil for a sender that neither shows a key nor is of the same user."""
+    """Whether memory is shared with agents of the same machine; nil from an agent that never does,
+    and for a sender as of ``data_endpoints``."""
     silent_peers: dict[str, float] = msgspec.field(default_factory=dict)
-    """Endpoints of agents that do not answer, and for how many seconds nothing came from each."""
+    """Agents that do not answer, by endpoint, and for how many seconds nothing came."""
     engine_instances: dict[str, str] = msgspec.field(default_factory=dict)
     """Of each engine, its ``engine_instance`` in tickets."""
     peer_endpoint: Text = ""
@@ -99,13 +97,12 @@ class AgentStatus(Message, frozen=True):
     """Where its events are."""
     echo: Echo = ""
     view: PeerView | None = None
-    """What the agent knows of the ``peer`` that it was asked about; nil when it was asked about
-    none."""
+    """What the agent knows of the ``peer`` that it was asked about."""
 
 
 @request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)
 class Status(Request[AgentStatus], frozen=True):
-    """Asks what an agent holds now. This is what a subscriber resyncs with."""
+    """Asks what an agent holds now; a subscriber resyncs with it."""
 
     fetch_id: Text = ""
     """A fetch of this decode agent whose story is wanted; empty for none."""
@@ -113,8 +110,8 @@ class Status(Request[AgentStatus], frozen=True):
     """An offer of this prefill agent whose story is wanted; empty for none."""
     echo: Echo = ""
     peer: Text = ""
-    """Endpoint, as tickets have it, of another agent; its ``view`` is wanted if this or ``key`` is
-    not empty."""
+    """Endpoint, as tickets have it, of another agent whose ``view`` is wanted; or only its
+    ``key``."""
     key: Text = ""
     """CURVE key of that agent, in Z85."""
 
@@ -126,10 +123,10 @@ class Predicted(Message, frozen=True):
     """Bytes that it would move."""
     decode_engine: EngineId
     path: Text = ""
-    """How it would be read. Empty where the engines have not met: what is told is a guess then,
-    with 0.1 s for that."""
+    """How it would be read. Empty where the engines have not met: it is a guess then, with 0.1 s
+    for that."""
     num_observed: Size = 0
-    """By how many handoffs from that prefill agent, on this path, the prediction was corrected."""
+    """How many handoffs from that prefill agent on this path have corrected it."""
 
 
 @request(
@@ -139,20 +136,18 @@ class Predicted(Message, frozen=True):
     refusals="engine_unknown engine_not_ready",
 )
 class Cost(Request[Predicted], frozen=True):
-    """Asks a decode agent what a fetch would take now, for routers that choose between engines. It
-    changes nothing.
-    """
+    """Asks a decode agent what a fetch would take now, for routers. It changes nothing."""
 
     endpoint: Endpoint
     """The prefill agent's, as in its tickets."""
     num_tokens: Tokens
-    """Tokens of the request, those in the decode engine's cache included."""
+    """Tokens of the request, with those in the decode engine's cache."""
     first_token: Tokens = 0
     """How many of them the decode engine has already."""
     prefill_engine: Text = ""
-    """Which engine of the prefill agent; may be empty where it has one that the two agents know."""
+    """Of the prefill agent; may be empty where the two agents know one."""
     decode_engine: Text = ""
-    """Which engine of this agent; may be empty where it has one."""
+    """Of this agent; may be empty where it has one."""
 
 
 class Fault(msgspec.Struct, frozen=True):
