@@ -318,17 +318,17 @@ def _outcome_of(message: Request[R], reply: Reply | KVBusError) -> R | KVBusErro
 async def agent_client(
     endpoint: str, *, curve: ClientCurve | None = None
 ) -> AsyncIterator[RequestClient]:
-    """Several requests to one agent; what they raise is to be caught in the block.
-
-    Raises `ConfigError` for an endpoint or a key that is none.
-    """
+    """Several requests to one agent; raises `ConfigError` for an endpoint or a key that is none."""
     with new_context() as context:
         options = SocketOptions(curve=curve)
         client = RequestClient(context, endpoint, boot=new_boot_id(), options=options)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(client.run)
+        running = asyncio.create_task(client.run())  # no group: what the block raises comes bare
+        try:
             yield client
-            tasks.cancel_scope.cancel()
+        finally:
+            running.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([running])
 
 
 async def ask_agent(
@@ -339,12 +339,5 @@ async def ask_agent(
     Raises `RequestRefused`, `RequestTimeout`, `ConfigError` for an endpoint that is none, and
     `RemoteError` with code ``forbidden`` when the two have not the keys for each other.
     """
-    outcome: R | KVBusError
     async with agent_client(endpoint, curve=curve) as client:
-        try:
-            outcome = await client.ask(message, timeout_s=timeout_s)
-        except KVBusError as error:
-            outcome = error
-    if isinstance(outcome, KVBusError):
-        raise outcome
-    return outcome
+        return await client.ask(message, timeout_s=timeout_s)

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from kvbus.cli import app
 from kvbus.clocks import ClockOffset
 from kvbus.protocol import AgentRole, Span, Traced
+from kvbus.trace.command import draw_waterfall, reasons
 from kvbus.trace.timeline import UNKNOWN, AgentTrace, Timeline, failure_of
-from kvbus.trace.waterfall import draw_waterfall, reasons
 
 REASON = "forbidden: the prefill agent at tcp://10.193.143.1:7701 is not connected to: its key " + (
     "!kL&e*WOay4[.yv!X*qU]X=]P-)wsdXjye^grwMr is not trusted here with the role 'prefill'"
