@@ -250,8 +250,16 @@ class RequestClient(Connecting):
         if pending is None:
             return
         self._unsent.pop(request_id, None)
+        if isinstance(outcome, Reply):
+            try:
+                if outcome.error is not None:
+                    outcome = refusal(outcome.error)
+                else:
+                    outcome = from_body(pending.message.reply, outcome.ok or {})
+            except ProtocolError as wrong:
+                outcome = wrong
         try:
-            pending.on_reply(_outcome_of(pending.message, outcome))
+            pending.on_reply(outcome)
         except Exception as error:  # the user's callback must not end other requests
             self._on_fault(error)
 
@@ -299,19 +307,6 @@ class RequestClient(Connecting):
         self._on_writable()  # the last requests of this turn of the loop may still wait
         self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
         super()._close()
-
-
-def _outcome_of(message: Request[R], reply: Reply | KVBusError) -> R | KVBusError:
-    """The typed reply to ``message``, or the error that stands for it."""
-    if isinstance(reply, KVBusError):
-        return reply
-    if reply.error is not None:
-        return refusal(reply.error)
-    try:
-        outcome: R = from_body(message.reply, reply.ok or {})
-    except ProtocolError as error:
-        return error
-    return outcome
 
 
 @asynccontextmanager

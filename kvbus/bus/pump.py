@@ -55,7 +55,7 @@ class Pump:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to receive in ``loop``."""
         self._loop = loop
-        loop.add_reader(self._socket.fileno(), self._signalled)
+        loop.add_reader(self._socket.fileno(), self._wake)
         self._schedule()
 
     def take_last(self) -> None:
@@ -110,13 +110,11 @@ class Pump:
     def _schedule(self) -> None:
         if self._loop is not None and not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._wake)
+            self._loop.call_soon(self._wake, False)
 
-    def _signalled(self) -> None:
-        if not self._scheduled:  # else a turn is due anyway; two would take two batches
-            self._wake(signalled=True)
-
-    def _wake(self, *, signalled: bool = False) -> None:
+    def _wake(self, signalled: bool = True) -> None:
+        if signalled and self._scheduled:  # a turn is due anyway; two would take two batches
+            return
         self._scheduled = False
         if self._loop is None:
             return
