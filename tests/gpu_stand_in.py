@@ -6,6 +6,7 @@ memory for slots, and the engine's event.
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,13 +14,12 @@ import pytest
 import torch
 
 from kvbus.agent import segments, slots
-from kvbus.agent.slots import SlotMemory
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
-from kvbus.memory.cuda import CudaMapping
+from kvbus.memory.cuda import CudaMapping, GpuMover
+from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import PassCuda, Register
-from kvbus.transport import Transport
 from tests.engines import NUM_BLOCKS, Engine, check_at_end, make_spec
 from tests.memories import NHD
 from tests.strict_sessions import strict
@@ -48,15 +48,16 @@ class StandIn:
     def __init__(self) -> None:
         self.memory: dict[bytes, torch.Tensor] = {}
         self.num_open = self.num_copies = 0
-        self.slots: list[SlotMemory] = []
+        self.slots: list[SharedSegment] = []
         self.events: list[tuple[bytes, ...]] = []
 
-    def open(self, passed: PassCuda) -> OpenedHandle:
-        if passed.handle not in self.memory:
+    def open(
+        self, _device: str, handle: bytes, *, offset_bytes: int, size_bytes: int
+    ) -> OpenedHandle:
+        if handle not in self.memory:
             raise SegmentError("no such handle")
         self.num_open += 1
-        start = passed.offset_bytes
-        return OpenedHandle(self, self.memory[passed.handle][start : start + passed.size_bytes])
+        return OpenedHandle(self, self.memory[handle][offset_bytes : offset_bytes + size_bytes])
 
     def stream(self, _ordinal: int, events: tuple[bytes, ...]) -> "StandIn":
         self.events.append(events)
@@ -67,9 +68,13 @@ class StandIn:
         self.num_copies += 1
         return copy()
 
-    async def open_slots(self, transport: Transport, gpu: str, **shape: int) -> SlotMemory:
+    def ordinal(self, gpu: str) -> int:
         assert gpu == GPU
-        self.slots.append(await SlotMemory.open(transport, **shape))
+        return 0
+
+    def open_slots(self, size_bytes: int, _ordinal: int, *, pinned: bool) -> SharedSegment:
+        assert pinned
+        self.slots.append(SharedSegment(size_bytes, name="gpu-slots"))
         return self.slots[-1]
 
 
@@ -77,9 +82,15 @@ class StandIn:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """A GPU for every agent of this process."""
     made = StandIn()
-    monkeypatch.setattr(segments, "_open_cuda", made.open)
-    monkeypatch.setattr(segments, "_open_stream", made.stream)
-    monkeypatch.setattr(slots, "open_gpu_slots", made.open_slots)
+    package = SimpleNamespace(
+        CudaMapping=made.open,
+        CopyStream=made.stream,
+        GpuMover=GpuMover,
+        GpuSlots=made.open_slots,
+        gpu_ordinal=made.ordinal,
+    )
+    for module in (segments, slots):
+        monkeypatch.setattr(module, "cuda", lambda: package)
     return made
 
 

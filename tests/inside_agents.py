@@ -46,8 +46,8 @@ async def inside_agent(
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
-                await staging.close()
                 await asyncio.wrap_future(transport.close(timeout_s=2.0))
+                staging.close()
 
 
 @contextmanager

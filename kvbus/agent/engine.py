@@ -8,7 +8,6 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 import structlog
 
@@ -82,7 +81,6 @@ class LocalEngine:
     waiting: list[Call] = field(default_factory=list)
     lost: bool = False
     _accesses: list[str] = field(default_factory=list, repr=False)
-    _rank_boots: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.num_missing_ranks = self.spec.num_ranks
@@ -151,8 +149,8 @@ class LocalEngine:
         self.instance = uuid.uuid4().hex
         self._accesses.append(new_secret())
 
-    def add_rank(self, memory: RankMemory, boot: str, access: str | None) -> None:
-        """The process ``boot`` has registered a rank; who shows ``access`` may ask about it.
+    def add_rank(self, memory: RankMemory, access: str | None) -> None:
+        """A process has registered a rank; who shows ``access`` may ask about it.
 
         Raises `GeometryError` for a rank that is elsewhere, or with which the KV is not whole.
         """
@@ -165,11 +163,9 @@ class LocalEngine:
         self._check_whole(memory.rank)
         if access is not None:
             self._accesses.append(access)
-        self._rank_boots[number] = boot
         self.ranks = dict(sorted([*self.ranks.items(), (number, memory)]))
+        self.memory_id = uuid.uuid4().hex
         self._count_missing()
-        boots = "".join(f"{rank}:{boot};" for rank, boot in sorted(self._rank_boots.items()))
-        self.memory_id = blake2b(boots.encode(), digest_size=16).hexdigest()
 
     def _count_missing(self) -> None:
         elsewhere = sum(len(other.ranks) for other in self.others)  # each is named once
@@ -183,15 +179,15 @@ class LocalEngine:
 
     def _check_others(self, others: tuple[AgentRanks, ...]) -> None:
         named = Counter(rank for other in others for rank in other.ranks)
-        twice = [rank for rank, times in named.items() if times > 1 or rank in self.ranks]
-        problem = ""
+        named.update(self.ranks.keys())
+        twice, problem = [rank for rank, times in named.items() if times > 1], ""
         if twice:
             problem = f"rank {min(twice)} is named twice, or at two agents"
         elif len({other.endpoint for other in others}) != len(others):
             problem = "an agent is named twice"
         elif max(named, default=0) >= self.spec.num_ranks:
             problem = f"rank {max(named)} of {self.spec.num_ranks} ranks"
-        elif len(named) >= self.spec.num_ranks:
+        elif len(named) - len(self.ranks) >= self.spec.num_ranks:
             problem = "no rank is at the engine's home"
         if problem:
             raise self._refusal(problem, "others")

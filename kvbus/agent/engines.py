@@ -259,7 +259,7 @@ class EngineDirectory:
         joined = self._join(process, wanted)  # another process may have come in between
         if process.gone or engine.lost:
             raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
-        joined.add_rank(memory, process.boot, wanted.access)
+        joined.add_rank(memory, wanted.access)
         self._add(joined, process, call)
 
     def _add(self, engine: LocalEngine, process: EngineProcess, call: Call) -> None:

@@ -19,6 +19,7 @@ from structlog.typing import EventDict
 
 from kvbus.bus import Call
 from kvbus.errors import ErrorCode, KVBusError, TooEarly
+from kvbus.memory.attach import AttachConnection
 from kvbus.protocol.peer import Release
 from kvbus.text import printable, printable_values
 
@@ -208,10 +209,13 @@ class Refusals:
 
     def of_call(self, error: KVBusError, call: Call) -> None:
         """A call was refused."""
-        self.note(call.op, call.session.boot[:8], error)
+        self._note(call.op, call.session.boot[:8], error)
 
-    def note(self, op: str, peer: str, error: KVBusError) -> None:
-        """A request of ``peer``, the start of a boot id or a process, was refused."""
+    def of_attach(self, connection: AttachConnection, op: str, error: KVBusError) -> None:
+        """A process was refused at a Unix socket."""
+        self._note(op, f"pid {connection.peer.pid}", error)
+
+    def _note(self, op: str, peer: str, error: KVBusError) -> None:
         if isinstance(error, TooEarly):
             return
         self._metrics.refusals.labels(error.code.value).inc()

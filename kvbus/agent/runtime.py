@@ -5,7 +5,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,7 @@ from kvbus.agent.slots import StagingDevices
 from kvbus.agent.status import SelfReport, without_place
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, new_context
 from kvbus.errors import ConfigError, ErrorCode, KVBusError
-from kvbus.memory.attach import AttachConnection, AttachServer
-from kvbus.memory.attach.place import ENGINE_SOCKET
+from kvbus.memory.attach import ENGINE_SOCKET, AttachServer
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
@@ -145,7 +144,7 @@ def _log_request_failure(error: Exception, call: Call) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Runtime:
-    """The parts of one agent; those without a default of it are made by `start`."""
+    """The parts of one agent; those without a default are made by `start`, in this order."""
 
     role: AgentRole
     config: AgentConfig
@@ -157,12 +156,12 @@ class Runtime:
     access: Access = field(default_factory=Access)
     bus_errors: BusErrors = field(default_factory=BusErrors)
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
-    agent: Agent = field(init=False)
-    service: Service = field(init=False)
-    report: SelfReport = field(init=False)
     engine_socket: RequestServer = field(init=False)
     peer_socket: RequestServer = field(init=False)
     events: EventPublisher = field(init=False)
+    agent: Agent = field(init=False)
+    service: Service = field(init=False)
+    report: SelfReport = field(init=False)
     http: HttpServer | None = None
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
@@ -178,8 +177,9 @@ class Runtime:
         )
         attach = AttachServer(
             self.config.attach_path,
-            partial(self._answer_attach, engines, Refusals(self.metrics)),
+            engines.on_attach_message,
             engines.on_attach_closed,
+            on_refusal=Refusals(self.metrics).of_attach,
             max_connections=MAX_ENGINE_PROCESSES,
         )
         await self.tasks.start(attach.serve)
@@ -204,7 +204,16 @@ class Runtime:
         await self.agent.data_plane.check()
         self.tasks.start_soon(self.agent.data_plane.watch)
         self.report.is_started = True
-        self._log_started()
+        log.info(
+            "agent.started",
+            role=self.role.value,
+            attach=str(self.config.attach_path),
+            peer=self.agent.identity.peer_endpoint,
+            events=self.agent.identity.events_endpoint,
+            http=self.config.http_bind,
+            server_key=self.access.server_key,
+            data=list(self.agent.data_plane.endpoints),
+        )
 
     async def end(self, signals: Signals) -> None:
         """Wait for a signal, drain, and end what the drain did not.
@@ -217,11 +226,18 @@ class Runtime:
         self.report.is_draining = True
         self.service.start_draining()
         with anyio.move_on_after(timeout_s):
-            await _first(self.service.drained, lambda: anext(signals))
+            async with anyio.create_task_group() as drain:
+                drain.start_soon(self._drain, drain.cancel_scope)
+                await anext(signals)
+                drain.cancel_scope.cancel()
         left = {name: count for name, count in self.service.counts().items() if count}
         self.service.stop()
         self.engine_socket.leave(Leaving())
         log.info("agent.drained", left=left)
+
+    async def _drain(self, scope: anyio.CancelScope) -> None:
+        await self.service.drained()
+        scope.cancel()
 
     def _bind(self, context: BusContext, engines: EngineDirectory) -> None:
         """The sockets for local engines, for other agents, and for who watches."""
@@ -280,12 +296,11 @@ class Runtime:
     def _advertised(self, endpoint: str) -> str:
         """The endpoint as others reach it."""
         host = self.config.advertise_host
-        return f"tcp://{host}:{endpoint.rpartition(':')[2]}" if host else endpoint
+        return f"tcp://{host}:{_port(endpoint)}" if host else endpoint
 
     def _own_ports(self) -> set[int]:
         """The ports that are not UCX's."""
-        endpoints = self.peer_socket.endpoint, self.events.endpoint
-        ports = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
+        ports = {_port(self.peer_socket.endpoint), _port(self.events.endpoint)}
         return ports | {self.http.server_address[1]} if self.http else ports
 
     def _start_sender(self, identity: Welcome) -> "SpanSender | None":
@@ -358,20 +373,6 @@ class Runtime:
             )
         self.agent.engines.register(wanted, call)
 
-    async def _answer_attach(
-        self,
-        engines: EngineDirectory,
-        refusals: Refusals,
-        connection: AttachConnection,
-        message: dict[str, Any],
-        fds: list[int],
-    ) -> dict[str, Any]:
-        try:
-            return await engines.on_attach_message(connection, message, fds)
-        except KVBusError as error:
-            refusals.note(str(message.get("op")), f"pid {connection.peer.pid}", error)
-            raise
-
     def _bus_readings(self, attach: AttachServer) -> dict[str, float]:
         """The readings named in `BUS_READINGS`, for both request sockets together."""
         servers = (self.engine_socket.counters, self.peer_socket.counters)
@@ -385,26 +386,6 @@ class Runtime:
             "attach_refused": refused,
         }
 
-    def _log_started(self) -> None:
-        log.info(
-            "agent.started",
-            role=self.role.value,
-            attach=str(self.config.attach_path),
-            peer=self.agent.identity.peer_endpoint,
-            events=self.agent.identity.events_endpoint,
-            http=self.config.http_bind,
-            server_key=self.access.server_key,
-            data=list(self.agent.data_plane.endpoints),
-        )
 
-
-async def _first(*calls: Callable[[], Awaitable[object]]) -> None:
-    """Return when one of them has."""
-    async with anyio.create_task_group() as race:
-
-        async def run(call: Callable[[], Awaitable[object]]) -> None:
-            await call()
-            race.cancel_scope.cancel()
-
-        for call in calls:
-            race.start_soon(run, call)
+def _port(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])

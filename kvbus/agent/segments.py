@@ -9,16 +9,16 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 
 from kvbus.agent.loop import in_thread
-from kvbus.agent.slots import HOST, StagingDevices
+from kvbus.agent.slots import HOST, StagingDevices, cuda
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError, SegmentError
 from kvbus.geometry import AxisName, EngineSpec, GroupSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.copying import Mover, PagedMemory
+from kvbus.memory.copying import PagedMemory
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.pages import Pages
 from kvbus.planning import PlacedRank
@@ -76,7 +76,7 @@ class RankMemory:
         """One group of it, for copies; made once, as its plans are kept. Call it in a thread."""
         if group.name not in self._paged:
             buffers = {name: mapping.view() for name, mapping in self.mappings.items()}
-            mover = None if self.stream is None else _gpu_mover(buffers.values())
+            mover = None if self.stream is None else cuda().GpuMover([*buffers.values()])
             paged = PagedMemory(group, self.rank.regions, buffers, mover=mover)
             self._paged[group.name] = paged
         return self._paged[group.name]
@@ -149,8 +149,13 @@ class Segments:
         """
         self._check_new(segment.segment_id, segment.device)
         await self._staging.make(segment.device)
-        mapping = await in_thread(_open_cuda, segment)
-        await self._keep(segment.segment_id, mapping, segment.device)
+
+        def opened() -> CudaMapping:
+            place = {"offset_bytes": segment.offset_bytes, "size_bytes": segment.size_bytes}
+            mapping: CudaMapping = cuda().CudaMapping(segment.device, segment.handle, **place)
+            return mapping
+
+        await self._keep(segment.segment_id, await in_thread(opened), segment.device)
         self.direct = False
         if segment.event is not None:
             self._events[segment.event] = None
@@ -242,8 +247,12 @@ class Segments:
     async def _copy_stream(self) -> CopyStream | None:
         for mapping in self.mappings.values():
             if not isinstance(mapping, SegmentMapping):
-                return await in_thread(_open_stream, mapping.ordinal, tuple(self._events))
+                return await in_thread(self._open_stream, mapping.ordinal)
         return None
+
+    def _open_stream(self, ordinal: int) -> CopyStream:
+        stream: CopyStream = cuda().CopyStream(ordinal, tuple(self._events))
+        return stream
 
     def _check_passed(self, rank: RankSpec) -> None:
         for segment in rank.segments:
@@ -265,29 +274,6 @@ def _unmap(mappings: Iterable[SegmentMapping | CudaMapping]) -> None:
             failures.append(error)
     if failures:
         raise failures[0]
-
-
-def _open_cuda(segment: PassCuda) -> CudaMapping:
-    from kvbus.memory.cuda import CudaMapping  # noqa: PLC0415  # imports torch: seconds
-
-    return CudaMapping(
-        segment.device,
-        segment.handle,
-        offset_bytes=segment.offset_bytes,
-        size_bytes=segment.size_bytes,
-    )
-
-
-def _gpu_mover(tensors: Iterable[Any]) -> Mover:
-    from kvbus.memory.cuda import GpuMover  # noqa: PLC0415  # imports torch: seconds
-
-    return GpuMover(list(tensors))
-
-
-def _open_stream(ordinal: int, events: tuple[bytes, ...]) -> CopyStream:
-    from kvbus.memory.cuda import CopyStream  # noqa: PLC0415  # imports torch: seconds
-
-    return CopyStream(ordinal, events)
 
 
 def _ended() -> LocalError:

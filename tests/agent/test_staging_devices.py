@@ -24,15 +24,17 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+Made = tuple[Transport, StagingDevices]
+
+
 @pytest.fixture
-async def transport() -> AsyncIterator[Transport]:
-    """A transport that is started, and has nothing registered when the test is over."""
-    made = Transport(f"prefill/{uuid.uuid4().hex}")
-    await asyncio.wrap_future(made.start())
-    yield made
-    registered_bytes = made.stats().registered_bytes
-    await asyncio.wrap_future(made.close(timeout_s=2.0))
-    assert registered_bytes == 0
+async def made() -> AsyncIterator[Made]:
+    transport = Transport(f"prefill/{uuid.uuid4().hex}")
+    await asyncio.wrap_future(transport.start())
+    devices = await StagingDevices.open(config(), transport)
+    yield transport, devices
+    await asyncio.wrap_future(transport.close(timeout_s=2.0))
+    devices.close()
 
 
 def config(**changes: Any) -> AgentConfig:
@@ -41,16 +43,15 @@ def config(**changes: Any) -> AgentConfig:
 
 @pytest.mark.anyio
 async def test_the_host_has_slots_from_the_start_and_a_gpu_that_is_not_there_has_none(
-    transport: Transport,
+    made: Made,
 ) -> None:
-    devices = await StagingDevices.open(config(), transport)
+    _, devices = made
     with pytest.raises(SegmentError, match=r"CUDA|GPU"):
         await devices.make("GPU-0")
     with pytest.raises(LocalError, match="no staging slots for GPU-0"):
         devices.at("GPU-0")
     found = devices.at(HOST).num_slots, devices.num_slots, devices.slot_bytes, devices.packs
     known = devices.registrations({HOST, "GPU-0"}), devices.registrations({"GPU-0"})
-    await devices.close()
 
     assert found == (NUM_SLOTS, NUM_SLOTS, SLOT_BYTES, True)
     assert [len(registrations) for registrations in known] == [1, 0]
@@ -64,13 +65,13 @@ def test_staging_memory_smaller_than_a_slot_is_refused_with_both_keys() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize(("nic_writes", "refused"), [(True, ["VRAM"]), (False, [])])
 async def test_slots_of_a_gpu_are_in_its_memory_if_a_nic_reads_and_nixl_takes_it_else_pinned(
-    transport: Transport, monkeypatch: pytest.MonkeyPatch, nic_writes: bool, refused: list[str]
+    made: Made, monkeypatch: pytest.MonkeyPatch, nic_writes: bool, refused: list[str]
 ) -> None:
     monkeypatch.setattr(
         "kvbus.agent.slots._gpu_memory", lambda _gpu, size, _memory: (HostSlots(size), 3)
     )
+    transport, devices = made
     transport.nic_writes = nic_writes
-    devices = await StagingDevices.open(config(), transport)
     with capture_logs() as logs:
         for _ in range(2):
             await devices.make("GPU-0")
@@ -78,7 +79,6 @@ async def test_slots_of_a_gpu_are_in_its_memory_if_a_nic_reads_and_nixl_takes_it
     shape = slots.memory, slots.device, slots.num_slots, slots.slot_bytes
     here, there = devices.registrations({HOST}), devices.registrations({"GPU-0"})
     both = devices.registrations({HOST, "GPU-0"})
-    await devices.close()
 
     (placed,) = (line for line in logs if line["event"] == "staging.placed")
     assert shape == ("DRAM", 0, NUM_SLOTS, SLOT_BYTES)

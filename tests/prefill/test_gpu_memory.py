@@ -126,7 +126,7 @@ async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its
     ):
         done, packed, other = await case.shake(), await case.packed(), await here.packed()
         in_use = agent.counts["slots"]
-        (slots,) = gpu.slots
+        slots = agent.runtime.agent.staging.at(GPU)
         number = (packed.address - slots.address(0)) // slots.slot_bytes
         content = torch.from_numpy(slots.view(number)[: packed.num_bytes])
 

@@ -57,6 +57,7 @@ class PassingAnswer(NamedTuple):
 
 Answer = dict[str, Any] | PassingAnswer
 Handler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[Answer]]
+OnRefusal = Callable[[AttachConnection, str, KVBusError], object]
 
 
 class AttachServer:
@@ -66,6 +67,7 @@ class AttachServer:
     becomes the error reply. It owns the descriptors that it takes out of the
     list (``fds.pop()``); those that are left in it are closed after the reply is made. Messages of
     one connection are handled one after the other, those of several at the same time.
+    ``on_refusal(connection, op, error)`` hears of each such error, with the ``op`` that was asked.
     ``on_closed(connection)`` is called once for each accepted connection, however it ends: the
     engine died or closed it, it broke the format, or the server stops.
     """
@@ -76,6 +78,7 @@ class AttachServer:
         on_message: Handler,
         on_closed: Callable[[AttachConnection], object],
         *,
+        on_refusal: OnRefusal = lambda *_: None,
         allowed_uids: Collection[int] | None = None,
         max_connections: int = 64,
         max_process_connections: int = 48,
@@ -84,7 +87,7 @@ class AttachServer:
         self.path = Path(path)
         self.counts = AttachCounts()
         self._on_message = on_message
-        self._on_closed = on_closed
+        self._on_closed, self._on_refusal = on_closed, on_refusal
         self._allowed_uids = frozenset({os.getuid()} if allowed_uids is None else allowed_uids)
         self._max_connections = max_connections
         self._max_process_connections = max_process_connections
@@ -192,6 +195,7 @@ class AttachServer:
         try:
             answer = await self._on_message(connection, message, fds)
         except KVBusError as error:
+            self._on_refusal(connection, str(message.get("op")), error)
             return wire.encode_error(error)
         except Exception:  # one bad message fails alone
             return self._internal_error(connection)

@@ -15,7 +15,7 @@ from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import machine_id, sharing
 from kvbus.agent.observe import Refusals
 from kvbus.agent.service import Agent
-from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, ProtocolError
+from kvbus.errors import ConfigError, ErrorCode, LocalError, ProtocolError
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.protocol.attach import (
@@ -42,12 +42,12 @@ class MemoryLender:
     def __init__(self, agent: Agent, config: PrefillConfig) -> None:
         self._agent, self._config = agent, config
         self._readers: dict[AttachConnection, LocalEngine] = {}
-        self._refusals = Refusals(agent.metrics)
         self._closed = "closed by the prefill agent's config (mapped = false)"
         self._server = AttachServer(
             agent.folder / MEMORY_SOCKET,
-            self._answer,
+            self._lend,
             lambda connection: self._readers.pop(connection, None),
+            on_refusal=Refusals(agent.metrics).of_attach,
             max_connections=MAX_CONNECTIONS,
             max_process_connections=MAX_PROCESS_CONNECTIONS,
         )
@@ -89,16 +89,9 @@ class MemoryLender:
             if lent is engine:
                 connection.hang_up()
 
-    async def _answer(
+    async def _lend(
         self, connection: AttachConnection, message: dict[str, Any], _: list[int]
     ) -> PassingAnswer:
-        try:
-            return self._lend(connection, message)
-        except KVBusError as error:
-            self._refusals.note(str(message.get("op")), f"pid {connection.peer.pid}", error)
-            raise
-
-    def _lend(self, connection: AttachConnection, message: dict[str, Any]) -> PassingAnswer:
         op, body = message.get("op"), message.get("body")
         if op != LendMemory.op or not isinstance(body, dict):
             raise ProtocolError(
