@@ -1,13 +1,11 @@
 """Configuration of an agent: what was given into typed structs, and its addresses."""
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
-from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta
@@ -30,8 +28,6 @@ Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
 MEMORY_SOCKET = "memory.sock"
 MAX_PORT = 65_535
-OTLP_HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
-HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[\t\x20-\x7e\xa0-\xff]*")
 CLOSES_WITHIN_S = 3.0
 """How long a stop waits for posted transfers to end."""
 
@@ -46,177 +42,96 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             pattern=r"^[A-Za-z0-9._-]{1,64}$",
             extra={"words": "1 to 64 letters of ASCII, digits, dots, underscores and hyphens"},
-            description="Name of this agent in logs, metrics and tickets; unique in the cluster.",
         ),
     ]
-    peer_bind: Annotated[
-        str,
-        Meta(
-            description="Where other agents reach this one, tcp://HOST:PORT; port 0 takes a free "
-            "one, FIRST-LAST the first free one of a range."
-        ),
-    ]
-    events_bind: Annotated[
-        str, Meta(description="Where subscribers get this agent's events; as peer_bind.")
-    ]
-    advertise_host: Annotated[
-        str,
-        Meta(description="Host name that others use; needed when an address above is a wildcard."),
-    ] = ""
-    key_file: Annotated[
-        str,
-        Meta(
-            description="Secret key of this agent, of mode 0600; made by: kvbus keys new. Empty: "
-            "its sockets are neither encrypted nor closed to anybody."
-        ),
-    ] = ""
-    authorized_keys: Annotated[
-        str,
-        Meta(
-            description="File of the public keys that are trusted; made by: kvbus keys trust. It "
-            "is read again when it changes."
-        ),
-    ] = ""
-    insecure: Annotated[
-        bool, Meta(description="Whether an address above may be not loopback without keys.")
-    ] = False
-    data_interfaces: Annotated[
-        tuple[str, ...],
-        Meta(
-            max_length=64,
-            description="Network interfaces or RDMA devices that KV passes over, such as "
-            '["eth0"] or ["mlx5_0:1"]. Empty: what UCX_NET_DEVICES names, or loopback when the '
-            "addresses above are loopback.",
-        ),
-    ] = ()
-    data_ports: Annotated[
-        str,
-        Meta(
-            pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$",
-            description="TCP ports at which UCX may listen, FIRST-LAST, for the rules of a "
-            "firewall: 16 for each agent of the machine. Empty: any, or what UCX_TCP_PORT_RANGE "
-            "names.",
-        ),
-    ] = ""
-    ticket_keys: Annotated[
-        tuple[str, ...],
-        Meta(
-            max_length=16,
-            description="Files with the keys of the site that sign tickets, one in each, of mode "
-            "0600. The first signs, any of them verifies. Empty: tickets are not signed, and "
-            "anyone's are taken.",
-        ),
-    ] = ()
-    runtime_dir: Annotated[
-        str,
-        Meta(
-            description="Folder of the sockets for the local engine, of mode 0700, below folders "
-            "that only this user and root write into. Empty: kvbus-UID/AGENT_ID below "
-            "XDG_RUNTIME_DIR, or below /tmp."
-        ),
-    ] = ""
-    http_bind: Annotated[
-        str,
-        Meta(
-            description="HOST:PORT for /metrics, /healthz, /readyz and /status; empty: no port. "
-            "One that is not loopback needs http_token_file."
-        ),
-    ] = ""
-    http_token_file: Annotated[
-        str,
-        Meta(
-            description="File of mode 0600 with the token that all of http_bind but /healthz and "
-            "/readyz asks for: as a bearer's, or as the password of any user."
-        ),
-    ] = ""
-    ready_needs_engine: Annotated[
-        bool, Meta(description="Whether /readyz is 503 until an engine is attached.")
-    ] = False
+    """Name of this agent in logs, metrics and tickets; unique in the cluster."""
+    peer_bind: str
+    """Where other agents reach this one, tcp://HOST:PORT; port 0 takes a free one, FIRST-LAST the
+    first free one of a range.
+    """
+    events_bind: str
+    """Where subscribers get this agent's events; as peer_bind."""
+    advertise_host: str = ""
+    """Host name that others use; needed when an address above is a wildcard."""
+    key_file: str = ""
+    """Secret key of this agent, of mode 0600; made by: kvbus keys new. Empty: its sockets are
+    neither encrypted nor closed to anybody.
+    """
+    authorized_keys: str = ""
+    """File of the public keys that are trusted; made by: kvbus keys trust. It is read again when
+    it changes.
+    """
+    insecure: bool = False
+    """Whether an address above may be not loopback without keys."""
+    data_interfaces: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
+    """Network interfaces or RDMA devices that KV passes over, such as ["eth0"] or ["mlx5_0:1"].
+    Empty: what UCX_NET_DEVICES names, or loopback when the addresses above are loopback.
+    """
+    data_ports: Annotated[str, Meta(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = ""
+    """TCP ports at which UCX may listen, FIRST-LAST, for the rules of a firewall: 16 for each agent
+    of the machine. Empty: any, or what UCX_TCP_PORT_RANGE names.
+    """
+    ticket_keys: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
+    """Files with the keys of the site that sign tickets, one in each, of mode 0600. The first
+    signs, any of them verifies. Empty: tickets are not signed, and anyone's are taken.
+    """
+    runtime_dir: str = ""
+    """Folder of the sockets for the local engine, of mode 0700, below folders that only this user
+    and root write into. Empty: kvbus-UID/AGENT_ID below XDG_RUNTIME_DIR, or below /tmp.
+    """
+    http_bind: str = ""
+    """HOST:PORT for /metrics, /healthz, /readyz and /status; empty: no port. One that is not
+    loopback needs http_token_file.
+    """
+    http_token_file: str = ""
+    """File of mode 0600 with the token that all of http_bind but /healthz and /readyz asks for: as
+    a bearer's, or as the password of any user.
+    """
+    ready_needs_engine: bool = False
+    """Whether /readyz is 503 until an engine is attached."""
     otlp_endpoint: Annotated[
         str,
         Meta(
             pattern=r"^(https?://[^\s/]+(/\S*)?)?$",
             extra={"words": "http://HOST:PORT or https://HOST:PORT, or nothing"},
-            description="Where an OpenTelemetry collector takes spans by OTLP over HTTP, such as "
-            "http://127.0.0.1:4318; needs kvbus[otel]. Empty: nothing is sent.",
         ),
     ] = ""
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Meta(description="Least severe level that is logged."),
-    ] = "info"
-    drain_timeout_s: Annotated[
-        Duration, Meta(description="How long a stop waits for what runs before it fails it.")
-    ] = 30.0
-    heartbeat_s: Annotated[Duration, Meta(description="Time between heartbeat events.")] = 2.0
-    max_ended_bytes: Annotated[
-        int,
-        Meta(
-            ge=1 << 20,
-            le=1 << 40,
-            description="Memory for what is known of offers or fetches that have ended, some 2 KiB "
-            "each, so that who asks again when a reply was lost gets the same answer. It is "
-            "forgotten after a minute, but the last 1,024.",
-        ),
-    ] = 40 << 20
-    staging_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1 << 40,
-            description="Memory of this agent that packed transfers pass through; 0 turns them "
-            "off, so that KV of another shape goes in small pieces.",
-        ),
-    ] = 128 << 20
-    mapped: Annotated[
-        bool,
-        Meta(
-            description="Whether a prefill agent lends the memory of its engines, read-only, to "
-            "decode agents of this machine and user, and whether a decode agent maps it and "
-            "copies from there."
-        ),
-    ] = True
-    exposure: Annotated[
-        Literal["memory", "staging"],
-        Meta(
-            description="What NIXL is told of: `memory`, the KV caches of engines and the staging "
-            "slots; `staging`, the slots alone, which a prefill agent zeroes after use."
-        ),
-    ] = "memory"
-    slot_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            le=1 << 30,
-            multiple_of=4096,
-            description="Size of one staging slot, and so of the largest packed box.",
-        ),
-    ] = 8 << 20
-    slice_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            le=1 << 30,
-            description="Largest post of one transfer, and largest part of a copy out of mapped "
-            "memory, in bytes.",
-        ),
-    ] = 8 << 20
-    max_handoffs: Annotated[
-        Bound,
-        Meta(
-            description="Most offers, or fetches, at a time, those included that drain; more are "
-            "`busy`."
-        ),
-    ] = 4096
-    copy_threads: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="Threads that gather boxes out of blocks, or scatter them into blocks, "
-            "and copy mapped memory.",
-        ),
-    ] = 1
+    """Where an OpenTelemetry collector takes spans by OTLP over HTTP, such as
+    http://127.0.0.1:4318; needs kvbus[otel]. Empty: nothing is sent.
+    """
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is logged."""
+    drain_timeout_s: Duration = 30.0
+    """How long a stop waits for what runs before it fails it."""
+    heartbeat_s: Duration = 2.0
+    """Time between heartbeat events."""
+    max_ended_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 40 << 20
+    """Memory for what is known of offers or fetches that have ended, some 2 KiB each, so that who
+    asks again when a reply was lost gets the same answer. It is forgotten after a minute, but the
+    last 1,024.
+    """
+    staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 128 << 20
+    """Memory of this agent that packed transfers pass through; 0 turns them off, so that KV of
+    another shape goes in small pieces.
+    """
+    mapped: bool = True
+    """Whether a prefill agent lends the memory of its engines, read-only, to decode agents of this
+    machine and user, and whether a decode agent maps it and copies from there.
+    """
+    exposure: Literal["memory", "staging"] = "memory"
+    """What NIXL is told of: `memory`, the KV caches of engines and the staging slots; `staging`,
+    the slots alone, which a prefill agent zeroes after use.
+    """
+    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30, multiple_of=4096)] = 8 << 20
+    """Size of one staging slot, and so of the largest packed box."""
+    slice_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
+    """Largest post of one transfer, and largest part of a copy out of mapped memory, in bytes."""
+    max_handoffs: Bound = 4096
+    """Most offers, or fetches, at a time, those included that drain; more are `busy`."""
+    copy_threads: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Threads that gather boxes out of blocks, or scatter them into blocks, and copy mapped
+    memory.
+    """
 
     @property
     def runtime_path(self) -> Path:
@@ -312,25 +227,6 @@ def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
             f"{config.staging_bytes} is less than one slot of 'slot_bytes' = "
             f"{config.slot_bytes}; make it larger, or 0 to turn packing off",
         )
-    if config.otlp_endpoint:
-        yield from _problems_of_headers()
-
-
-def _problems_of_headers() -> Iterator[tuple[str, str]]:
-    """Of what OpenTelemetry's SDK reads: KEY=VALUE,KEY=VALUE, with percent escapes in the values.
-
-    These are secrets, and not told; the SDK would log one that it cannot send.
-    """
-    for variable_name in OTLP_HEADERS:
-        given = [one for one in os.environ.get(variable_name, "").split(",") if "=" in one]
-        for number, one in enumerate(given, 1):
-            key, _, value = one.partition("=")
-            if not HEADER.fullmatch(f"{key.strip()}={unquote(value.strip())}"):
-                yield (
-                    "otlp_endpoint",
-                    f"the environment's {variable_name}: header {number} cannot be sent: its name "
-                    "or its value has characters that HTTP does not allow there",
-                )
 
 
 @contextmanager

@@ -5,11 +5,13 @@ offer or fetch: the spans of it are made in that thread, because the event loop 
 """
 
 import logging
+import os
 import random
 import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from urllib.parse import unquote
 
 import anyio
 import structlog
@@ -19,18 +21,26 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
+from kvbus.errors import ConfigError
 from kvbus.protocol.trace import Span, TraceParent, known_trace
 
 log = structlog.get_logger()
 ENDS_WITHIN_S = 2.0
+HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[\t\x20-\x7e\xa0-\xff]*")
+"""What HTTP allows, by the SDK's notation: KEY=VALUE,KEY=VALUE, with percent escapes in values."""
 
 
 class SpanSender(OTLPSpanExporter):
-    """Takes what has ended, and sends its spans to the collector at ``endpoint``."""
+    """Takes what has ended, and sends its spans to the collector at ``endpoint``.
+
+    Raises `ConfigError` for headers of the environment that cannot be sent, without their values.
+    """
 
     def __init__(self, endpoint: str, resource: Mapping[str, str]) -> None:
         logger = logging.getLogger("opentelemetry")
         logger.handlers, logger.propagate = [_LogHandler(logging.WARNING)], False
+        _check_headers()
         super().__init__(f"{endpoint.rstrip('/')}/v1/traces")
         self._processor, self._resource = BatchSpanProcessor(self), Resource(resource)
 
@@ -91,6 +101,19 @@ class _Ended(ReadableSpan):
 
 def _context(trace_id: int, span_id: int) -> SpanContext:
     return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(1))
+
+
+def _check_headers() -> None:
+    for variable in HEADERS:
+        given = [one for one in os.environ.get(variable, "").split(",") if "=" in one]
+        for number, one in enumerate(given, 1):
+            key, _, value = one.partition("=")
+            if not HEADER.fullmatch(f"{key.strip()}={unquote(value.strip())}"):
+                raise ConfigError(
+                    f"key 'otlp_endpoint': the environment's {variable}: header {number} cannot be "
+                    "sent: HTTP does not allow its name or its value",
+                    key="otlp_endpoint",
+                )
 
 
 class _LogHandler(logging.Handler):

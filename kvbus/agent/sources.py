@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -69,7 +69,7 @@ def in_words(error: msgspec.ValidationError, value: object, hint: Any) -> str:
     """What is wrong with the value of a key, in words for people where msgspec has none."""
     reason = str(error).partition(" - at `")[0]
     if reason.startswith("Invalid enum value"):
-        choices = ", ".join(map(str, get_args(get_args(hint)[0])))
+        choices = ", ".join(map(str, get_args(_bare(hint))))
         return f"{value!r}: expected one of {choices}"
     if "matching regex" in reason:
         return f"{value!r}: expected {_words_of(hint)}"
@@ -125,10 +125,15 @@ def _words_of(hint: Any) -> str:
     return next(own, "") or next(filter(None, map(_words_of, inner)), "")
 
 
+def _bare(hint: Any) -> Any:
+    """The type without its bounds."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
 def _typed(text: str, hint: Any, key: str, origin: str) -> Any:
     """The value that a text stands for; a list is separated by commas."""
     value: Any = text
-    if get_origin(get_args(hint)[0]) is tuple:
+    if get_origin(_bare(hint)) is tuple:
         value = [part.strip() for part in text.split(",") if part.strip()]
     try:
         return msgspec.to_builtins(msgspec.convert(value, hint, strict=False))

@@ -176,21 +176,6 @@ def test_the_two_agents_have_so_many_keys_together_and_a_new_one_takes_the_place
     assert len(keys_of(PrefillConfig) | keys_of(DecodeConfig)) <= 45
 
 
-@pytest.mark.parametrize("headers", ["x-key=sec%0Aret", "x key=secret", "x-key=secr%E2%82%ACet"])
-@pytest.mark.parametrize("kind", ["", "TRACES_"])
-def test_a_header_for_the_collector_that_cannot_be_sent_is_refused_and_not_told(
-    environment: pytest.MonkeyPatch, kind: str, headers: str
-) -> None:
-    name = f"OTEL_EXPORTER_OTLP_{kind}HEADERS"
-    environment.setenv(name, f"fine=yes,{headers}")
-
-    assert load_config(DecodeConfig, None).otlp_endpoint == "", "nothing is sent"
-    said = refusal(settings=("otlp_endpoint=http://127.0.0.1:4318",))
-
-    assert f"{name}: header 2" in said
-    assert "sec" not in said
-
-
 def test_the_command_takes_settings_and_refuses_a_wrong_one(
     environment: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import structlog
 
 from kvbus.agent.otlp import SpanSender
+from kvbus.errors import ConfigError
 from kvbus.protocol import Span
 from tests.agents import until
 from tests.collector import Collector, collecting
@@ -195,6 +196,21 @@ async def test_of_a_header_that_the_sdk_cannot_read_the_value_is_not_told(
     assert num_taken(collector) == 1
     assert "Header format invalid" in said[0]["reason"]
     assert not any("secret" in repr(line) for line in said)
+
+
+@pytest.mark.parametrize("headers", ["x-key=sec%0Aret", "x key=secret", "x-key=secr%E2%82%ACet"])
+@pytest.mark.parametrize("kind", ["", "TRACES_"])
+async def test_a_header_that_cannot_be_sent_is_refused_at_the_start_and_not_told(
+    monkeypatch: pytest.MonkeyPatch, kind: str, headers: str
+) -> None:
+    name = f"OTEL_EXPORTER_OTLP_{kind}HEADERS"
+    monkeypatch.setenv(name, f"fine=yes,{headers}")
+
+    with pytest.raises(ConfigError) as refused:
+        SpanSender("http://127.0.0.1:4318", {})
+
+    assert f"{name}: header 2" in refused.value.message
+    assert "sec" not in repr(refused.value)
 
 
 async def test_a_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch, said: list[Any]) -> None:

@@ -28,82 +28,51 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     called: ClassVar[str] = "a decode agent"
 
-    fetch_timeout_s: Annotated[
-        Duration, Meta(description="Deadline of a fetch, when not told otherwise.")
-    ] = 60.0
-    fetches_at_once: Annotated[
-        Bound,
-        Meta(
-            description="Most fetches that begin before one of them ends or stalls; the others "
-            "wait in order, without leases."
-        ),
-    ] = 32
-    lease_s: Annotated[
-        Duration, Meta(description="Lease that is asked for; renewed after a third of it.")
-    ] = 10.0
-    request_timeout_s: Annotated[
-        Duration,
-        Meta(
-            description="A prefill agent that does not answer a handshake or a claim for so long "
-            "is not there. All else may take as long as its fetch."
-        ),
-    ] = 5.0
-    allowed_peers: Annotated[
-        tuple[str, ...],
-        Meta(
-            max_length=1024,
-            description="Addresses that agents are connected to, as `10.0.0.7`, "
-            "`10.1.0.0/16:7501` or `[fd00::/8]:7000-7999`, compared after names are resolved. "
-            "Empty: any that a ticket or another agent names.",
-        ),
-    ] = ()
-    peers: Annotated[
-        tuple[Listing, ...],
-        Meta(
-            max_length=1024,
-            description="Prefill agents to connect to, and to shake hands with, before the first "
-            "fetch from them: each `tcp://HOST:PORT`, with keys `tcp://HOST:PORT KEY`, their "
-            "public key behind a blank. A HOST with several addresses is the first of them. They "
-            "have to allow it (shake_hands_ahead).",
-        ),
-    ] = ()
-    max_peers: Annotated[
-        Bound, Meta(description="Most prefill agents at a time; idle ones make room.")
-    ] = 256
-    idle_peer_s: Annotated[
-        Duration,
-        Meta(
-            description="A prefill agent that nothing was read from for so long is left: the "
-            "connection, what NIXL knows of it, and its memory that is mapped here. The next fetch "
-            "from it shakes hands again."
-        ),
-    ] = 600.0
-    quarantine_timeout_s: Annotated[
-        Duration,
-        Meta(
-            description="How long READs of an ended fetch are waited for when their prefill agent "
-            "is stopped or cut off; then NIXL is made again, and the blocks come back."
-        ),
-    ] = 60.0
+    fetch_timeout_s: Duration = 60.0
+    """Deadline of a fetch, when not told otherwise."""
+    fetches_at_once: Bound = 32
+    """Most fetches that begin before one of them ends or stalls; the others wait in order, without
+    leases.
+    """
+    lease_s: Duration = 10.0
+    """Lease that is asked for; renewed after a third of it."""
+    request_timeout_s: Duration = 5.0
+    """A prefill agent that does not answer a handshake or a claim for so long is not there. All
+    else may take as long as its fetch.
+    """
+    allowed_peers: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
+    """Addresses that agents are connected to, as `10.0.0.7`, `10.1.0.0/16:7501` or
+    `[fd00::/8]:7000-7999`, compared after names are resolved. Empty: any that a ticket or another
+    agent names.
+    """
+    peers: Annotated[tuple[Listing, ...], Meta(max_length=1024)] = ()
+    """Prefill agents to connect to, and to shake hands with, before the first fetch from them: each
+    `tcp://HOST:PORT`, with keys `tcp://HOST:PORT KEY`, their public key behind a blank. A HOST with
+    several addresses is the first of them. They have to allow it (shake_hands_ahead).
+    """
+    max_peers: Bound = 256
+    """Most prefill agents at a time; idle ones make room."""
+    idle_peer_s: Duration = 600.0
+    """A prefill agent that nothing was read from for so long is left: the connection, what NIXL
+    knows of it, and its memory that is mapped here. The next fetch from it shakes hands again.
+    """
+    quarantine_timeout_s: Duration = 60.0
+    """How long READs of an ended fetch are waited for when their prefill agent is stopped or cut
+    off; then NIXL is made again, and the blocks come back.
+    """
 
-    path: Annotated[
-        Literal["auto", "direct", "packed", "mapped"],
-        Meta(
-            description="How KV is read: `direct` straight from blocks into blocks, `packed` "
-            "through staging slots of both agents, `mapped` by one copy out of a prefill engine's "
-            "memory on this machine, `auto` mapped where that is open, else direct where runs are "
-            "long and no two ranks read the same, else packed."
-        ),
-    ] = "auto"
-    digest: Annotated[
-        Literal["off", "sampled", "full"],
-        Meta(
-            description="Whether what was read is compared with what the prefill engine has, by "
-            "digests of each layer, head and 16 tokens, before a fetch completes: of all of it, "
-            "or of a 64th. A fetch whose bytes differ fails with `digest_mismatch`; one from an "
-            "agent that makes no digests fails, too. Read again for it: every byte, on both sides."
-        ),
-    ] = "off"
+    path: Literal["auto", "direct", "packed", "mapped"] = "auto"
+    """How KV is read: `direct` straight from blocks into blocks, `packed` through staging slots of
+    both agents, `mapped` by one copy out of a prefill engine's memory on this machine, `auto`
+    mapped where that is open, else direct where runs are long and no two ranks read the same, else
+    packed.
+    """
+    digest: Literal["off", "sampled", "full"] = "off"
+    """Whether what was read is compared with what the prefill engine has, by digests of each layer,
+    head and 16 tokens, before a fetch completes: of all of it, or of a 64th. A fetch whose bytes
+    differ fails with `digest_mismatch`; one from an agent that makes no digests fails, too. Read
+    again for it: every byte, on both sides.
+    """
 
     @property
     def fetch_limits(self) -> FetchLimits:

@@ -14,48 +14,30 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
 
     called: ClassVar[str] = "a prefill agent"
 
-    offer_ttl_s: Annotated[
-        Duration, Meta(description="How long an offer waits for a reader, when not told otherwise.")
-    ] = 120.0
-    ticket_lifetime_s: Annotated[
-        Duration,
-        Meta(description="How long a signed ticket is good; longer than its offer waits or grows."),
-    ] = 3600.0
-    ticket_blocks: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=MAX_TICKET_BLOCKS,
-            description="Most blocks of a sealed offer that its ticket names, some 5.5 bytes each, "
-            "so that a decode agent can read them before it asks. 0: none.",
-        ),
-    ] = 1024
-    max_lease_s: Annotated[
-        Duration, Meta(description="Longest lease that one claim or renewal grants.")
-    ] = 30.0
-    max_hold_s: Annotated[
-        Duration,
-        Meta(
-            description="Longest time that one reader may go on renewing, or that readers without "
-            "a lease keep an open offer."
-        ),
-    ] = 600.0
-    late_read_s: Annotated[
-        Duration,
-        Meta(
-            description="How long reads of a revoked or expired lease are still served, so that "
-            "their reader gets its blocks back; and how long a dead engine's addresses are kept."
-        ),
-    ] = 30.0
-    shake_hands_ahead: Annotated[
-        Literal["keys", "anybody", "nobody"],
-        Meta(
-            description="Which decode agents may shake hands before they have a ticket, as those "
-            "do that list this agent in their `peers`: `keys` those whose key is trusted as "
-            "`decode`, `anybody` all that reach the peer socket. It tells them where the engines' "
-            "memory is, which is all that NIXL asks for to read it."
-        ),
-    ] = "keys"
+    offer_ttl_s: Duration = 120.0
+    """How long an offer waits for a reader, when not told otherwise."""
+    ticket_lifetime_s: Duration = 3600.0
+    """How long a signed ticket is good; longer than its offer waits or grows."""
+    ticket_blocks: Annotated[int, Meta(ge=0, le=MAX_TICKET_BLOCKS)] = 1024
+    """Most blocks of a sealed offer that its ticket names, some 5.5 bytes each, so that a decode
+    agent can read them before it asks. 0: none.
+    """
+    max_lease_s: Duration = 30.0
+    """Longest lease that one claim or renewal grants."""
+    max_hold_s: Duration = 600.0
+    """Longest time that one reader may go on renewing, or that readers without a lease keep an open
+    offer.
+    """
+    late_read_s: Duration = 30.0
+    """How long reads of a revoked or expired lease are still served, so that their reader gets its
+    blocks back; and how long a dead engine's addresses are kept.
+    """
+    shake_hands_ahead: Literal["keys", "anybody", "nobody"] = "keys"
+    """Which decode agents may shake hands before they have a ticket, as those do that list this
+    agent in their `peers`: `keys` those whose key is trusted as `decode`, `anybody` all that reach
+    the peer socket. It tells them where the engines' memory is, which is all that NIXL asks for to
+    read it.
+    """
 
     @property
     def offer_limits(self) -> OfferLimits:
