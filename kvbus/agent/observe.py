@@ -6,15 +6,18 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
+from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import BinaryIO
 
 import msgspec
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from structlog.typing import EventDict
 
 from kvbus.bus import Call
@@ -135,6 +138,47 @@ class _Readings(Collector):
             yield GaugeMetricFamily(f"kvbus_{name}", self._meanings[name], value=value)
 
 
+# A handoff adds plain numbers, in the loop; what they are to Prometheus is made when somebody
+# looks. Its own counters and histograms take locks, and some 30 µs of each handoff.
+class Tally(Collector):
+    """A counter: ``values`` are added to, by the values of its labels."""
+
+    def __init__(self, name: str, meaning: str, labels: tuple[str, ...]) -> None:
+        self._name, self._meaning, self._labels = name, meaning, labels
+        self.values = defaultdict[tuple[str, ...], float](float, {} if labels else {(): 0.0})
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        family = CounterMetricFamily(self._name, self._meaning, labels=self._labels)
+        for labels, value in self.values.items():
+            family.add_metric(labels, value)
+        yield family
+
+
+class Times(Collector):
+    """A histogram of seconds, or one for each value ``of`` its label."""
+
+    def __init__(self, name: str, meaning: str, label: str, of: Iterable[str]) -> None:
+        self._name, self._meaning, self._labels = name, meaning, [label] if label else []
+        self._rows = {one: [0.0] * (len(STAGE_BUCKETS_S) + 2) for one in of}
+        """How many fell into each bucket, and the seconds of all of them."""
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Those of one handoff, by label; 0 is none."""
+        for one, lasted_s in seconds.items():
+            if lasted_s:
+                row = self._rows[one]
+                row[bisect_left(STAGE_BUCKETS_S, lasted_s)] += 1
+                row[-1] += lasted_s
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._meaning, labels=self._labels)
+        bounds = [*map(floatToGoString, STAGE_BUCKETS_S), "+Inf"]
+        for one, (*counts, sum_s) in self._rows.items():
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric([one] if self._labels else [], buckets, sum_s)
+        yield family
+
+
 class AgentMetrics:
     """The registry of one agent, with the metrics that both kinds of agent have."""
 
@@ -147,13 +191,21 @@ class AgentMetrics:
             buckets=LAG_BUCKETS_S,
             registry=self.registry,
         )
+        self.refusals = self.tally("kvbus_refusals", "Requests that were refused, by code.", "code")
 
-        self.refusals = Counter(
-            "kvbus_refusals",
-            "Requests that were refused, by code.",
-            ["code"],
-            registry=self.registry,
-        )
+    def tally(self, name: str, meaning: str, *labels: str) -> Tally:
+        """A new counter, which is shown."""
+        made = Tally(name, meaning, labels)
+        self.registry.register(made)
+        return made
+
+    def times(
+        self, name: str, meaning: str, *, label: str = "", of: Iterable[str] = ("",)
+    ) -> Times:
+        """A new histogram, which is shown."""
+        made = Times(name, meaning, label, of)
+        self.registry.register(made)
+        return made
 
     async def watch_loop_lag(self) -> None:
         """Observe how late the event loop is, until cancelled; costs about 0.1 % of a core."""
@@ -218,7 +270,7 @@ class Refusals:
     def _note(self, op: str, peer: str, error: KVBusError) -> None:
         if isinstance(error, TooEarly):
             return
-        self._metrics.refusals.labels(error.code.value).inc()
+        self._metrics.refusals.values[error.code.value,] += 1
         fields = {
             "op": op,
             "peer_boot": peer,

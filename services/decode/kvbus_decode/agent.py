@@ -262,14 +262,14 @@ class DecodeService:
     def _end(self, fetch_id: str) -> None:
         """It holds nothing any more; its spans go to the collector, if there is one."""
         self._leases.end(fetch_id)
-        fetch = self._table.find(fetch_id)
-        if self._agent.sender is not None and fetch is not None:
+        sender = self._agent.sender
+        if sender is not None and (fetch := self._table.find(fetch_id)) is not None:
             requested, ticket = fetch.requested, fetch.requested.ticket
             asked = requested.asked
             # it may never have met an offer
             trace_name = ticket.offer_id if requested.has_met else asked.fetch_id
             traces = asked.traceparent, ticket.traceparent
-            self._agent.sender.put(self._stories.later(fetch), trace_name, *traces)
+            sender.put(self._stories.later(fetch), trace_name, *traces)
 
     def _check_idle(self) -> None:
         if not self._table.live:

@@ -8,9 +8,8 @@ from functools import partial
 
 import structlog
 from msgspec import structs
-from prometheus_client import Counter, Histogram
 
-from kvbus.agent.observe import STAGE_BUCKETS_S, AgentMetrics
+from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.spans import (
     Reading,
     asked_span,
@@ -61,56 +60,38 @@ class DecodeMetrics:
     """What became of handoffs, how many bytes they moved, and where the time went."""
 
     def __init__(self, agent: AgentMetrics) -> None:
-        registry = agent.registry
-        self._handoffs = Counter(
-            "kvbus_handoffs",
-            "Handoffs that ended, by outcome and error code.",
-            ["outcome", "code"],
-            registry=registry,
+        self._handoffs = agent.tally(
+            "kvbus_handoffs", "Handoffs that ended, by outcome and error code.", "outcome", "code"
         )
-        self._undecided = Counter(
+        self._undecided = agent.tally(
             "kvbus_undecided_fetches",
             "Fetches that ended before the prefill agent had answered whether their bytes are "
             "good, by error code: it may have completed the offer.",
-            ["code"],
-            registry=registry,
+            "code",
         )
-        self._bytes = Counter(
-            "kvbus_read_bytes", "Bytes that ended fetches have read.", registry=registry
-        )
-        self._stages_s = Histogram(
+        self._bytes = agent.tally("kvbus_read_bytes", "Bytes that ended fetches have read.")
+        self._stages_s = agent.times(
             "kvbus_stage_seconds",
             "Time that a handoff spent in a stage.",
-            ["stage"],
-            buckets=STAGE_BUCKETS_S,
-            registry=registry,
+            label="stage",
+            of=[stage.value for stage in STAGES],
         )
-        self._handoff_s = Histogram(
-            "kvbus_handoff_seconds",
-            "Time from a fetch to its end.",
-            buckets=STAGE_BUCKETS_S,
-            registry=registry,
-        )
-        self.digests = Counter(
+        self._handoff_s = agent.times("kvbus_handoff_seconds", "Time from a fetch to its end.")
+        self.digests = agent.tally(
             "kvbus_digests",
             "Pieces of KV that were compared with the prefill engine's, by what came of it.",
-            ["outcome"],
-            registry=registry,
+            "outcome",
         )
-        self._by_stage = {stage.value: self._stages_s.labels(stage.value) for stage in STAGES}
 
     def observe(self, report: ev.ReportFetched) -> None:
         """Count a fetch that has ended."""
         fetched = report.fetched
-        self._handoffs.labels(fetched.outcome.value, fetched.code).inc()
+        self._handoffs.values[fetched.outcome.value, fetched.code] += 1
         if report.undecided:
-            self._undecided.labels(fetched.code).inc()
-        self._bytes.inc(fetched.num_bytes)
-        for stage, histogram in self._by_stage.items():
-            spent_s: float = getattr(fetched.stages_s, stage)
-            if spent_s:
-                histogram.observe(spent_s)
-        self._handoff_s.observe(fetched.stages_s.total)
+            self._undecided.values[fetched.code,] += 1
+        self._bytes.values[()] += fetched.num_bytes
+        self._stages_s.add(structs.asdict(fetched.stages_s))
+        self._handoff_s.add({"": fetched.stages_s.total})
 
 
 def log_fetched(report: ev.ReportFetched) -> None:

@@ -222,7 +222,7 @@ class PrefillService(Service):
     def _end_lease(self, command: ev.EndLease) -> None:
         """A reader that came to its end needs no progress; a late one, so that it can end."""
         lease, reason = (command.offer_id, command.epoch), command.reason
-        self._metrics.leases.labels(reason).inc()
+        self._metrics.leases.values[reason,] += 1
         self._packing.end_lease(*lease, command.code)
         self._agent.publisher.publish(f"lease.{reason}", LeaseEvent(*lease))
         token = self._tokens.pop(lease)
@@ -240,13 +240,12 @@ class PrefillService(Service):
             engine.notify(released)
         event = OfferEvent(released.offer_id, report.num_tokens, released.outcome.value)
         self._agent.publisher.publish("offer.released", event)
-        offer = self._table.find(released.offer_id)
-        if self._agent.sender is not None and offer is not None:
-            make_spans = self._spans.later(offer)
-            self._agent.sender.put(make_spans, offer.offer_id, offer.traceparent)
+        sender = self._agent.sender
+        if sender is not None and (offer := self._table.find(released.offer_id)) is not None:
+            sender.put(self._spans.later(offer), offer.offer_id, offer.traceparent)
         lived_s = self._driver.now - report.opened_at
-        self._metrics.offers.labels(released.outcome).inc()
-        self._metrics.offer_life_s.observe(lived_s)
+        self._metrics.offers.values[released.outcome.value,] += 1
+        self._metrics.offer_life_s.add({"": lived_s})
         log.info(
             "offer.released",
             request_id=released.request_id,

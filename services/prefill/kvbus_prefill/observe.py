@@ -43,19 +43,13 @@ class PrefillMetrics:
     """
 
     def __init__(self, agent: AgentMetrics) -> None:
+        self.offers = agent.tally("kvbus_offers", "Offers that ended, by outcome.", "outcome")
+        self.leases = agent.tally("kvbus_leases", "Leases that ended, by reason.", "reason")
+        self.offer_life_s = agent.times(
+            "kvbus_offer_life_seconds", "Time from an offer to its release."
+        )
+        # These are counted in the threads that copy.
         registry = agent.registry
-        self.offers = Counter(
-            "kvbus_offers", "Offers that ended, by outcome.", ["outcome"], registry=registry
-        )
-        self.leases = Counter(
-            "kvbus_leases", "Leases that ended, by reason.", ["reason"], registry=registry
-        )
-        self.offer_life_s = Histogram(
-            "kvbus_offer_life_seconds",
-            "Time from an offer to its release.",
-            buckets=STAGE_BUCKETS_S,
-            registry=registry,
-        )
         self.packed_bytes = Counter(
             "kvbus_packed_bytes", "Bytes gathered into staging slots.", registry=registry
         )
