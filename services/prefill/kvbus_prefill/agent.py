@@ -55,7 +55,7 @@ class PrefillService(Service):
             ev.BeginLease: self._begin_lease,
             ev.EndLease: self._end_lease,
             ev.ReportReleased: self._report_released,
-            ev.Publish: self._publish,
+            ev.Publish: lambda told: agent.publisher.publish(told.op, told.body),
         }
         self._idle = anyio.Event()
         self._ticket_keys = load_ticket_keys(config.ticket_keys)
@@ -63,14 +63,14 @@ class PrefillService(Service):
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, self._table)
         self._spans = OfferSpans(self._table, self._packing.slots)
-        self._lender = MemoryLender(agent, config)
-        self._handshakes = Handshakes(agent, config, self._table, self._lender)
+        self.lender = MemoryLender(agent, config)
+        self._handshakes = Handshakes(agent, config, self._table, self.lender)
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
         """Open the memory socket. Engines come later."""
         self._driver.dispatch(ev.EnginesGone())
-        await self._lender.open()
+        await self.lender.open()
 
     def engine_handlers(self) -> Handlers:
         """An offer, or what becomes of one."""
@@ -99,7 +99,7 @@ class PrefillService(Service):
         self._driver.dispatch(EngineLost(engine.engine_id))
         if not any(other.ready for other in self._agent.engines.engines.values()):
             self._driver.dispatch(ev.EnginesGone())
-        self._lender.end_engine(engine)
+        self.lender.end_engine(engine)
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """A reader may still be served late reads; its agent aborts them when its lease is over."""
@@ -131,14 +131,9 @@ class PrefillService(Service):
             "slots": boxes.num_slots_in_use,
         }
 
-    @property
-    def lender(self) -> MemoryLender:
-        """Its memory socket."""
-        return self._lender
-
     def sharing(self) -> Sharing:
         """What its memory socket lends."""
-        return self._lender.sharing()
+        return self.lender.sharing()
 
     def story(self, asked: Status) -> list[str]:
         """What happened to an offer."""
@@ -210,9 +205,6 @@ class PrefillService(Service):
         changed = ev.Asked(message=message, reply_to=call, engine_id=engine.engine_id)
         self._driver.dispatch(changed)
 
-    def _publish(self, command: ev.Publish) -> None:
-        self._agent.publisher.publish(command.op, command.body)
-
     def _begin_lease(self, command: ev.BeginLease) -> None:
         """Connection set-up and READs need progress here."""
         lease = command.offer_id, command.epoch
@@ -269,7 +261,7 @@ class PrefillService(Service):
             "engines": len(self._agent.engines.engines),
             "progress_tokens": stats.progress_tokens,
             "registered_bytes": stats.registered_bytes,
-            "memory_readers": self._lender.num_readers,
+            "memory_readers": self.lender.num_readers,
         }
 
 

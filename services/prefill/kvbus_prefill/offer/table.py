@@ -87,7 +87,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return offer
 
     def _names_of(self, entry: OfferEntry) -> tuple[str, ...]:
-        return tuple(name for name in (entry.request_id, entry.transfer_id) if name)
+        return tuple(filter(None, (entry.request_id, entry.transfer_id)))
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
         """A handler that refuses does so by raising; it changes no more than how long to wait."""

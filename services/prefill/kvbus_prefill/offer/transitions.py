@@ -219,6 +219,8 @@ def _leases_of(
     offer: OfferEntry, event: ev.Asked[Claim] | ev.Asked[Take]
 ) -> tuple[list[Lease], list[Lease]]:
     """The live leases that this reader has, and those of an earlier process of its agent."""
+    if not offer.leases:  # as a rule: what a ticket names is read without one
+        return [], []
     live, message = offer.live_leases, event.message
     outlived = [one for one in live if one.is_outlived_by(event)]
     own = [
@@ -243,6 +245,8 @@ def _check_room(offer: OfferEntry, message: Claim | Take, ending: list[Lease], a
 
     The reader of a lease may give it back at any time, or keep it to its end.
     """
+    if not offer.leases:
+        return
     if message.part:
         parts = [one for one in offer.leases.values() if one.is_part and one not in ending]
         if sum(one.end is None or one.is_done for one in parts) >= at.limits.max_parts:
@@ -312,6 +316,8 @@ def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
 
 def _has_taken(offer: OfferEntry, event: ev.Asked[Take]) -> bool:
     """Whether it was told so already, and only the reply was lost."""
+    if not offer.leases:
+        return False
     right = event.message.token, event.holder
     return any(one.is_done and (one.token, one.holder) == right for one in offer.leases.values())
 
