@@ -51,7 +51,9 @@ class SocketActor:
         self._alarms.clear()
 
     def _call_at(self, when: float, callback: Callable[[], None]) -> None:
-        """Call back at ``when``, in place of when it was to be called before."""
+        """Call back at ``when``, in place of an earlier time; not once this is closed."""
+        if self.closed:
+            return
         if callback in self._alarms:
             self._alarms[callback].cancel()
         loop = asyncio.get_running_loop()

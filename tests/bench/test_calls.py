@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "count_calls.py"
-MOST = {"mapped agent": 310, "prefill agent": 82}
+MOST = {"mapped agent": 300, "prefill agent": 80}
 """In each agent, for a mapped fetch of one block on a warm route."""
 
 
