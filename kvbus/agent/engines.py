@@ -160,9 +160,7 @@ class EngineDirectory:
 
     def part(self, engine_id: str, ranks: Iterable[int], *, access: str | None) -> LocalEngine:
         """The engine whose ``ranks`` are here, wherever its home is; raises `LocalError`."""
-        engine = self.engines.get(engine_id)
-        if engine is None:
-            raise _not_here(engine_id, ErrorCode.ENGINE_UNKNOWN)
+        engine = self._known(engine_id)
         engine.check_access(access)
         if not set(ranks) <= engine.ranks.keys():
             raise _not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
@@ -170,9 +168,7 @@ class EngineDirectory:
 
     def engine(self, engine_id: str, *, instance: str | None = None) -> LocalEngine:
         """The ready engine with that id, and instance if given; raises `LocalError` if none."""
-        engine = self.engines.get(engine_id)
-        if engine is None:
-            raise _not_here(engine_id, ErrorCode.ENGINE_UNKNOWN)
+        engine = self._known(engine_id)
         if not engine.ready:
             raise _not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
         if instance not in (None, engine.instance):
@@ -180,6 +176,11 @@ class EngineDirectory:
                 f"engine '{engine_id}' came back as a new process", code=ErrorCode.STALE
             )
         return engine
+
+    def _known(self, engine_id: str) -> LocalEngine:
+        if engine_id not in self.engines:
+            raise _not_here(engine_id, ErrorCode.ENGINE_UNKNOWN)
+        return self.engines[engine_id]
 
     def register(self, wanted: Register, call: Call) -> None:
         """Answer once the memory is registered with NIXL."""

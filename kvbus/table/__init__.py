@@ -8,25 +8,11 @@ fair          whose turn it is of those that wait, who has which slot or place
 
 from kvbus.table.driver import Driver
 from kvbus.table.fair import FAIR_TURN, FairPool, FairQueue, Key, Party, Places
-from kvbus.table.table import (
-    KEPT_ANYWAY,
-    KEPT_S,
-    MAX_STEPS,
-    Context,
-    Deadlines,
-    Story,
-    Table,
-    Transition,
-    transitions,
-)
+from kvbus.table.table import Context, Story, Table, Transition, transitions
 
 __all__ = [
     "FAIR_TURN",
-    "KEPT_ANYWAY",
-    "KEPT_S",
-    "MAX_STEPS",
     "Context",
-    "Deadlines",
     "Driver",
     "FairPool",
     "FairQueue",

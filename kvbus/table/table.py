@@ -233,11 +233,6 @@ class Table(Generic[K, N, L, C]):
         newest = chain(reversed(self.live.values()), reversed(self.retired.values()))
         return list(islice(newest, number))
 
-    def story(self, key: K) -> list[str]:
-        """What happened to an entry, a line for each event; empty when it is not known."""
-        entry = self.find(key)
-        return [] if entry is None else list(entry.story.lines())
-
     def _names_of(self, _entry: N) -> tuple[str, ...]:
         """What an entry is looked for by, and others may be as well."""
         return ()

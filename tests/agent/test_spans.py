@@ -22,7 +22,8 @@ from kvbus.agent.spans import (
 )
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol import Span
-from kvbus.table import MAX_STEPS, Story
+from kvbus.table import Story
+from kvbus.table.table import MAX_STEPS
 
 
 class Came:

@@ -28,7 +28,6 @@ from kvbus.protocol import (
     Take,
     WithdrawOffer,
 )
-from kvbus.table import KEPT_ANYWAY, KEPT_S
 from kvbus.table.events import (
     DeadlinePassed,
     DrainStarted,
@@ -37,6 +36,7 @@ from kvbus.table.events import (
     SendReply,
     Stopped,
 )
+from kvbus.table.table import KEPT_ANYWAY, KEPT_S
 from kvbus_prefill import offer
 from tests.prefill.tickets import ticket_for
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.table import MAX_STEPS, Deadlines, Story
+from kvbus.table.table import MAX_STEPS, Deadlines, Story
 from tests.examples import num_examples
 
 STEPS = st.lists(

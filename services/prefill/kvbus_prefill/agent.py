@@ -1,5 +1,6 @@
 """The prefill agent: requests become events of the offer table, its commands become replies."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,17 +10,22 @@ import structlog
 
 from kvbus.agent.access import load_ticket_keys
 from kvbus.agent.engine import LocalEngine
+from kvbus.agent.identity import check_protocol
+from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, Shared, new_secret
-from kvbus.errors import GeometryError
+from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, GroupSpec, num_blocks_for
+from kvbus.planning import check_compatible
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer, WithdrawOffer
+from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.events import LeaseEvent, OfferEvent
-from kvbus.protocol.message import Message
+from kvbus.protocol.message import Message, check_right
 from kvbus.protocol.peer import (
     Claim,
     Forgo,
     Handshake,
+    HandshakeDone,
     Meet,
     PeerWithdraw,
     Release,
@@ -34,7 +40,6 @@ from kvbus.table.events import DrainStarted, EngineLost, Stopped
 from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather import Packing
-from kvbus_prefill.handshake import Handshakes
 from kvbus_prefill.lending import MemoryLender
 from kvbus_prefill.observe import READINGS, OfferSpans, PrefillMetrics
 from kvbus_prefill.offer import events as ev
@@ -64,7 +69,6 @@ class PrefillService(Service):
         self._packing = Packing(agent, config, self._metrics, self._table)
         self._spans = OfferSpans(self._table, self._packing.slots)
         self.lender = MemoryLender(agent, config)
-        self._handshakes = Handshakes(agent, config, self._table, self.lender)
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
@@ -83,7 +87,7 @@ class PrefillService(Service):
         """A reader shakes hands, uses a lease or wants boxes packed, or a router withdraws."""
         about_offers = (Claim, Renew, Take, Release, PeerWithdraw, Forgo)
         return {
-            Handshake: self._handshakes.answer,
+            Handshake: self._shake_hands,
             **dict.fromkeys(about_offers, self._forward),
             Meet: Shared(self._meet, self._config.max_handoffs),
             **self._packing.handlers(),
@@ -137,7 +141,8 @@ class PrefillService(Service):
 
     def story(self, asked: Status) -> list[str]:
         """What happened to an offer."""
-        return self._table.story(asked.offer_id)
+        offer = self._table.find(asked.offer_id)
+        return [] if offer is None else list(offer.story.lines())
 
     def recent(self, number: int) -> list[Callable[[], list[Span]]]:
         """The newest offers."""
@@ -156,6 +161,92 @@ class PrefillService(Service):
         left = ev.Abandoned(transfer_id=meet.transfer_id, reply_to=call)
         call.on_end = partial(self._driver.dispatch, left)
         self._forward(meet, call)
+
+    def _shake_hands(self, handshake: Handshake, call: Call) -> None:
+        answer = partial(self._answer_handshake, handshake, call)
+        self._agent.tasks.start_soon(guarded, answer, call.refuse)
+
+    async def _answer_handshake(self, handshake: Handshake, call: Call) -> None:
+        """Reply with the engine's memory.
+
+        A reader without a right to the engine is refused without detail, one whose engine cannot
+        use the KV with the field and both values.
+        """
+        agent = self._agent
+        check_protocol(handshake.min_protocol, handshake.max_protocol)
+        engine = self._engine_for(handshake)
+        memory, memory_id = engine.memory(), engine.memory_id
+        check_compatible(memory.engine, handshake.reader.engine)
+        socket, metadata = self.lender.socket_for(engine), tuple[bytes, ...]()
+        maps = socket and not socket.closed and "" != handshake.machine == socket.machine
+        if not maps:
+            await agent.data_plane.open()
+            metadata = await self._metadata(engine)
+            await agent.data_plane.end_if_exposed()
+        log.info(
+            "handshake.done",
+            peer=handshake.agent_id,
+            engine_id=handshake.engine_id,
+            reader=handshake.reader.engine.engine_id,
+        )
+        call.reply(
+            HandshakeDone(
+                protocol=PROTOCOL_VERSION,
+                agent_id=agent.identity.agent_id,
+                memory=memory,
+                memory_id=memory_id,
+                nixl_agent=agent.transport.name,
+                nixl_metadata=metadata,
+                events_endpoint=agent.identity.events_endpoint,
+                max_lease_s=self._config.max_lease_s,
+                slot_bytes=agent.staging.slot_bytes,
+                access=engine.access,
+                others=engine.others,
+                memory_socket=socket,
+                digests=True,
+            )
+        )
+
+    async def _metadata(self, engine: LocalEngine) -> tuple[bytes, ...]:
+        """What NIXL needs to read the engine, or slots for it: a blob for each kind of memory."""
+        staging, transport = self._agent.staging, self._agent.transport
+        registrations = [*engine.registrations, *staging.registrations(engine.devices)]
+        kinds = sorted({registration.memory for registration in registrations})
+        futures = [
+            transport.metadata([one for one in registrations if one.memory == kind])
+            for kind in kinds
+        ]
+        return tuple([await asyncio.wrap_future(future) for future in futures])
+
+    # The reader holds a ticket of the engine, or is one of those who may ask ahead of it; an agent
+    # that has only ranks of it knows no tickets, and is shown what the engine's home hands out for
+    # it. Nothing is told, and nothing looked up, before.
+    def _engine_for(self, handshake: Handshake) -> LocalEngine:
+        """The engine of the ticket, or those of its ranks that are here; raises `LocalError`."""
+        engines, wanted = self._agent.engines, handshake.engine_id
+        if handshake.ranks:
+            return engines.part(wanted, handshake.ranks, access=handshake.access)
+        if not handshake.offer_id and handshake.secret is None:
+            self._check_ahead()
+            return engines.engine(wanted, instance=handshake.engine_instance)
+        offer = self._table.check_reader(handshake.offer_id, handshake.secret)
+        engine = engines.engine(wanted, instance=handshake.engine_instance)
+        check_right(wanted, offer.engine_id)
+        return engine
+
+    def _check_ahead(self) -> None:
+        """Raise `LocalError` (``forbidden``) unless readers may ask without a ticket.
+
+        With keys, only those whose key is trusted as ``decode`` may shake hands at all.
+        """
+        allowed = self._config.shake_hands_ahead
+        if allowed == "nobody" or (allowed == "keys" and self._agent.access.keys is None):
+            raise LocalError(
+                "this agent shakes hands with those who have a ticket only (shake_hands_ahead = "
+                f"'{allowed}'{', and it has no keys' if allowed == 'keys' else ''}); the first "
+                "request does it then",
+                code=ErrorCode.FORBIDDEN,
+            )
 
     def _open(self, offer: MakeOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
