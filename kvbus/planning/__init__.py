@@ -24,7 +24,7 @@ from kvbus.planning.digests import (
 from kvbus.planning.mapping import MAX_CHOICES, ReadMap, Share
 from kvbus.planning.run_plan import PlacedRank, RunPlan, SlotPlan
 from kvbus.planning.runs import Lattice, Reads, Run, Runs
-from kvbus.planning.spans import Spans, asked_states, chunk_spans, tail_spans, whole_spans
+from kvbus.planning.spans import SpanMap, Spans, asked_states, tail_spans
 
 __all__ = [
     "MAX_CHOICES",
@@ -40,12 +40,12 @@ __all__ = [
     "Runs",
     "Share",
     "SlotPlan",
+    "SpanMap",
     "Spans",
     "asked_states",
     "check_compatible",
     "choose_path",
     "chosen_boxes",
-    "chunk_spans",
     "cut_for_digests",
     "cut_into_boxes",
     "held_bytes",
@@ -55,5 +55,4 @@ __all__ = [
     "read_bytes",
     "tail_spans",
     "usual_box_bytes",
-    "whole_spans",
 ]

@@ -46,7 +46,7 @@ from kvbus.planning.choose import (
 from kvbus.planning.compatibility import check_compatible
 from kvbus.planning.mapping import ReadMap, Share
 from kvbus.planning.run_plan import PlacedRank, RunPlan
-from kvbus.planning.spans import Spans, whole_spans
+from kvbus.planning.spans import SpanMap, Spans
 from kvbus.text import bytes_text, numbers_text, time_text
 
 MAX_RANKS, MAX_PAIRED_LAYERS = 2048, 1 << 19
@@ -289,7 +289,7 @@ def make_plan(options: PlanOptions) -> Plan:
     decode = _read_engine("--to", options.decode)
     check_compatible(prefill.engine, decode.engine)
     _refuse_large(prefill.engine, decode.engine)
-    spans = whole_spans(decode.engine.groups, prefill.engine.groups, first, stop)
+    spans = SpanMap(decode.engine.groups, prefill.engine.groups).whole(first, stop)
     holder = _Placed(prefill, spans, step=0 if options.contiguous else PREFILL_STEP)
     reader = _Placed(decode, spans, step=0 if options.contiguous else DECODE_STEP)
     read_map = ReadMap(*([one.rank for one in side.ranks.values()] for side in (holder, reader)))

@@ -34,15 +34,13 @@ from kvbus.geometry import (
 )
 from kvbus.planning.mapping import Share
 from kvbus.planning.runs import Lattice, Offsets, Run, Runs
-from kvbus.planning.spans import Spans
+from kvbus.planning.spans import Spans, Tables
 
 MAX_FEW = 32
 """Runs that are found one by one; from there on arrays are faster."""
 
 ENDLESS = 2**31 - 1
 WHOLE_SLOT = BlockTable.of([0])
-
-Tables = Mapping[str, BlockTable]
 
 
 @dataclass(frozen=True, slots=True)

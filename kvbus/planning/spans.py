@@ -1,4 +1,4 @@
-"""Spans: which positions of each group's block table one chunk of a fetch moves.
+"""Spans: which positions of each group's block table a fetch, or one chunk of it, moves.
 
 A span may be empty: then its group needs no blocks. Of a window more is moved than its tokens, as
 engines cache whole blocks: the tokens in front of it that share its first block, if they are asked
@@ -9,68 +9,73 @@ for. They come as far as both sides have them, as the holder drops whole blocks,
     holder, blocks of 2          |mw|ww|ww|ww     its first block has a gap of two tokens
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from kvbus.geometry import BlockTable, GroupSpec
 
-Spans = Mapping[str, tuple[int, int]]
-"""Positions [lo, hi) by group."""
+Span = tuple[int, int]
+"""Positions [lo, hi)."""
+Spans = Mapping[str, Span]
+"""By group."""
+Tables = Mapping[str, BlockTable]
+NO_TABLES: Tables = {}
 
 
-def whole_spans(
-    readers: Iterable[GroupSpec],
-    holders: Sequence[GroupSpec],
-    first_token: int,
-    num_tokens: int,
-) -> Spans:
-    """What a fetch of tokens [first_token, num_tokens) moves from groups to those of a reader."""
-    held = {group.name: group for group in holders}
-    return {
-        group.name: _span(group, held[group.name], first_token, num_tokens) for group in readers
-    }
+class SpanMap:
+    """What fetches move from the groups of one engine, the holder, to those of a reader."""
 
+    def __init__(self, readers: Iterable[GroupSpec], holders: Iterable[GroupSpec]) -> None:
+        held = {group.name: group.block_size for group in holders}
+        pairs = [(reader, held[reader.name]) for reader in readers]
+        self._full = [one.name for one, _ in pairs if one.window is None and not one.state]
+        self._windows = [(one, size) for one, size in pairs if one.window is not None]
+        self._states = [one for one, _ in pairs if one.state]
+        self._may_have_gaps = [one for one, size in self._windows if size % one.block_size]
 
-def chunk_spans(
-    readers: Iterable[GroupSpec],
-    holders: Sequence[GroupSpec],
-    whole: tuple[int, int],
-    chunk: tuple[int, int],
-    *,
-    last: bool,
-    states: Collection[str] = (),
-) -> Spans:
-    """What tokens [chunk) of a fetch of tokens [whole) move.
+    def whole(self, first_token: int, num_tokens: int) -> dict[str, Span]:
+        """What a fetch of tokens [first_token, num_tokens) moves."""
+        spans = dict.fromkeys(self._full, (first_token, max(first_token, num_tokens)))
+        for group, held_size in self._windows:
+            start, stop = group.positions(first_token, num_tokens)
+            if start < stop:
+                sizes = (group.block_size, held_size)
+                start = max(first_token, *(start // size * size for size in sizes))
+            spans[group.name] = start, stop
+        for group in self._states:
+            spans[group.name] = group.positions(first_token, num_tokens)
+        return spans
 
-    A state is that of the last token: it comes with the ``last`` chunk, even an empty one. Those
-    called ``states`` are wanted though no token may be.
-    """
-    held = {group.name: group for group in holders}
-    spans = {}
-    for group in readers:
-        lo, hi = _span(group, held[group.name], *whole)
-        if group.name in states:
-            lo, hi = 0, 1
-        if group.state:
-            spans[group.name] = (lo, hi if last else lo)
-        else:
+    def chunk(
+        self, whole: Span, chunk: Span, *, last: bool, tables: Tables = NO_TABLES
+    ) -> dict[str, Span]:
+        """What tokens [chunk) of a fetch of tokens [whole) move.
+
+        A state is that of the last token: it comes with the ``last`` chunk, even an empty one. One
+        for which ``tables`` have a block is wanted though no token may be.
+        """
+        spans = self.whole(*whole)
+        for name, (lo, hi) in spans.items():
             start = max(lo, chunk[0])
-            spans[group.name] = (start, max(start, min(hi, chunk[1])))
-    return spans
+            spans[name] = start, max(start, min(hi, chunk[1]))
+        for group in self._states:
+            is_wanted = whole[0] < whole[1] or tables.get(group.name)
+            spans[group.name] = (0, 1) if last and is_wanted else (0, 0)
+        return spans
+
+    def fills_blocks(self, first_token: int, num_tokens: int) -> bool:
+        """Whether no window's first block has a gap once all of a fetch is there."""
+        spans = self.whole(first_token, num_tokens) if self._may_have_gaps else {}
+        for group in self._may_have_gaps:
+            start, stop = group.positions(first_token, num_tokens)
+            filled_from = max(first_token, start // group.block_size * group.block_size)
+            if start < stop and spans[group.name][0] > filled_from:
+                return False
+        return True
 
 
-def asked_states(groups: Iterable[GroupSpec], tables: Mapping[str, BlockTable]) -> frozenset[str]:
+def asked_states(groups: Iterable[GroupSpec], tables: Tables) -> frozenset[str]:
     """The states that a fetch wants: those that it has a block for."""
     return frozenset(one.name for one in groups if one.state and tables.get(one.name))
-
-
-def _span(
-    reader: GroupSpec, holder: GroupSpec, first_token: int, num_tokens: int
-) -> tuple[int, int]:
-    start, stop = reader.positions(first_token, num_tokens)
-    if reader.window is not None and start < stop:
-        sizes = (reader.block_size, holder.block_size)
-        start = max(first_token, *(start // size * size for size in sizes))
-    return start, stop
 
 
 def tail_spans(groups: Iterable[GroupSpec], spans: Spans) -> Spans:

@@ -32,8 +32,8 @@ from kvbus.planning import (
     Run,
     RunPlan,
     Runs,
+    SpanMap,
     Spans,
-    whole_spans,
 )
 from tests.examples import num_examples
 from tests.geometry.layouts import Element, Holding, byte_offset, rank_of, styles_of
@@ -102,8 +102,10 @@ class Case:
         return RunPlan(self.prefill.ranks, self.decode.ranks, shares)
 
     def spans(self) -> Spans:
-        readers, holders = self.decode.engine.groups, self.prefill.engine.groups
-        return whole_spans(readers, holders, self.start, self.stop)
+        return self.span_map().whole(self.start, self.stop)
+
+    def span_map(self) -> SpanMap:
+        return SpanMap(self.decode.engine.groups, self.prefill.engine.groups)
 
     def runs(self) -> Runs:
         return self.plan().runs(*self.tables, self.spans())

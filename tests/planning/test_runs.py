@@ -25,7 +25,6 @@ from kvbus.planning import (
     Reads,
     RunPlan,
     Runs,
-    chunk_spans,
 )
 from tests.planning.handoffs import (
     Case,
@@ -73,14 +72,13 @@ def assert_an_agent_would_accept(case: Case) -> None:
 
 def in_chunks(case: Case, plan: RunPlan, cuts: Sequence[int]) -> Iterator[Reads]:
     """The reads of a fetch that follows an offer which grows."""
-    readers, holders = case.decode.engine.groups, case.prefill.engine.groups
     ends = [case.start, *cuts, case.stop]
     for number, chunk in enumerate(pairwise(ends), start=2):
         whole, last = (case.start, case.stop), number == len(ends)
-        spans = chunk_spans(readers, holders, whole, chunk, last=last)
+        spans = case.span_map().chunk(whole, chunk, last=last)
         tables = {
             group.name: grown_to(case.prefill.tables[group.name], spans[group.name][1], group)
-            for group in holders
+            for group in case.prefill.engine.groups
             if spans[group.name][0] < spans[group.name][1]
         }
         yield plan.runs(tables, case.decode.tables, spans).reads()

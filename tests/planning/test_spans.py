@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.geometry import GroupSpec, StatePart, state_group
-from kvbus.planning import chunk_spans, tail_spans, whole_spans
+from kvbus.planning import SpanMap, tail_spans
 from tests.planning.handoffs import moved_positions, wanted_positions
 
 FULL = GroupSpec("full", (0,), 16, 2, 8, "float16")
@@ -30,7 +30,7 @@ def test_a_fetch_moves_what_is_needed_and_what_both_sides_have_in_one_block_with
     readers = FULL, STATE, windowed(window, reads_in)
     holders, stop = (windowed(window, holds_in), STATE, FULL), start + length
 
-    spans = whole_spans(readers, holders, start, stop)
+    spans = SpanMap(readers, holders).whole(start, stop)
 
     for group in readers:
         holder = next(one for one in holders if one.name == group.name)
@@ -45,7 +45,7 @@ def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
     ends = [start, *sorted(data.draw(st.lists(st.integers(start, stop), max_size=5))), stop]
 
     chunks = [
-        chunk_spans(groups, groups, (start, stop), chunk, last=number == len(ends) - 2)
+        SpanMap(groups, groups).chunk((start, stop), chunk, last=number == len(ends) - 2)
         for number, chunk in enumerate(pairwise(ends))
     ]
 
@@ -58,10 +58,10 @@ def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
 
 
 def test_a_state_comes_with_the_last_piece_though_that_has_no_tokens() -> None:
-    whole = (0, 20)
+    whole, spans = (0, 20), SpanMap((FULL, STATE), (FULL, STATE))
 
-    before = chunk_spans((FULL, STATE), (FULL, STATE), whole, (0, 20), last=False)
-    after = chunk_spans((FULL, STATE), (FULL, STATE), whole, (20, 20), last=True)
+    before = spans.chunk(whole, (0, 20), last=False)
+    after = spans.chunk(whole, (20, 20), last=True)
 
     assert before == {"full": (0, 20), "state": (0, 0)}
     assert after == {"full": (20, 20), "state": (0, 1)}
@@ -73,7 +73,7 @@ def test_the_tail_is_what_the_last_block_of_each_group_has_behind_the_last_posit
 ) -> None:
     groups, stop = (FULL, STATE, windowed(window)), start + length
 
-    tails = tail_spans(groups, whole_spans(groups, groups, start, stop))
+    tails = tail_spans(groups, SpanMap(groups, groups).whole(start, stop))
 
     for group in groups:
         wanted = wanted_positions(group, start, stop)

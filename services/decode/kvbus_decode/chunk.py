@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from kvbus.agent.engine import LocalEngine
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, Box, num_blocks_for
-from kvbus.planning import Spans, asked_states, chunk_spans, tail_spans, whole_spans
+from kvbus.planning import Spans, tail_spans
 from kvbus.protocol.engine import StartFetch
 from kvbus.protocol.ticket import UNKNOWN, Ticket
 from kvbus.table import Key
@@ -38,10 +38,8 @@ class ActiveFetch:
         """Whether no window's first block has a gap once all is read, see `Fetched`."""
         if self.route is None:
             return False
-        asked, groups = self.requested.asked, self.engine.spec.groups
-        tokens = asked.first_token, asked.num_tokens
-        read = whole_spans(groups, self.route.prefill.groups, *tokens)
-        return read == whole_spans(groups, groups, *tokens)
+        asked = self.requested.asked
+        return self.route.spans.fills_blocks(asked.first_token, asked.num_tokens)
 
     @property
     def home(self) -> Peer:
@@ -122,19 +120,15 @@ def make_chunk(fetch: ActiveFetch, wanted: ReadChunk, *, one_in: int) -> Chunk:
     route, asked = fetch.route, fetch.requested.asked
     if route is None:
         raise LocalError("the fetch has no route", code=ErrorCode.INTERNAL)
-    whole, groups = (asked.first_token, asked.num_tokens), route.engine.spec.groups
-    part = wanted.start, wanted.stop
-    spans = chunk_spans(
-        groups,
-        route.prefill.groups,
-        whole,
-        part,
+    spans = route.spans.chunk(
+        (asked.first_token, asked.num_tokens),
+        (wanted.start, wanted.stop),
         last=wanted.last,
-        states=asked_states(groups, asked.tables),
+        tables=asked.tables,
     )
     route.check_tables(wanted.tables, spans)
     tail: Spans = {}
     if asked.zero_tail and wanted.last:
-        read = asked.first_token, wanted.stop
-        tail = tail_spans(groups, whole_spans(groups, groups, *read))
+        read = route.spans.whole(asked.first_token, wanted.stop)
+        tail = tail_spans(route.engine.spec.groups, read)
     return Chunk(fetch, wanted, route, asked, fetch.requested.ticket, spans, tail, one_in)

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.planning import Learned, chunk_spans, held_bytes
+from kvbus.planning import Learned, SpanMap, held_bytes
 from kvbus.protocol.engine import Fetched
 from kvbus.protocol.status import Cost, Predicted
 from kvbus_decode.reader import Reader
@@ -72,7 +72,6 @@ class CostBook:
 
 def _num_bytes(engine: LocalEngine, first_token: int, num_tokens: int) -> int:
     """Of these tokens, for the ranks of the engine that are here."""
-    groups, whole = engine.spec.groups, (first_token, num_tokens)
-    spans = chunk_spans(groups, groups, whole, whole, last=True)
+    spans = SpanMap(engine.spec.groups, engine.spec.groups).whole(first_token, num_tokens)
     sizes = held_bytes((one.rank for one in engine.ranks.values()), engine.spec)
     return sum(size * (spans[group][1] - spans[group][0]) for group, size in sizes.items())

@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 
 from kvbus.agent.service import Agent
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, TransferFailed
-from kvbus.planning import Path, Spans, choose_path, chunk_spans, usual_box_bytes
+from kvbus.planning import Path, Spans, choose_path, usual_box_bytes
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import Ahead
@@ -33,10 +33,8 @@ class PathChooser:
 
     def choose(self, route: Route, first_token: int, num_tokens: int) -> PathChoice | None:
         """How a fetch of these tokens is read; None when no path is open: `path_of` says why."""
-        whole, groups = (first_token, num_tokens), route.engine.spec.groups
-        spans = chunk_spans(groups, route.prefill.groups, whole, whole, last=True)
         try:
-            return self._choose(route, spans, replica_index=0)
+            return self._choose(route, route.spans.whole(first_token, num_tokens), replica_index=0)
         except KVBusError:
             return None
 

@@ -23,6 +23,7 @@ from kvbus.planning import (
     ReadMap,
     RunPlan,
     Share,
+    SpanMap,
     Spans,
     held_bytes,
     least_box_bytes,
@@ -122,6 +123,8 @@ class Route:
             [placed.rank for placed in self.readers.values()],
             places={number: memory.device for number, memory in engine.ranks.items()},
         )
+        self.spans = SpanMap(engine.spec.groups, prefill.groups)
+        """What fetches move, by group."""
         self._num_blocks = _num_blocks(ranks)
         self._position_bytes = held_bytes((one.rank for one in self.readers.values()), engine.spec)
         self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
