@@ -154,7 +154,8 @@ class PrefillService(Service):
 
     def _forward(self, message: Message, call: Call) -> None:
         """The table answers."""
-        key, fresh = call.session.key, new_secret()
+        key = call.session.key
+        fresh = new_secret() if isinstance(message, Claim | Meet | Forgo) else ""
         self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))
 
     def _meet(self, meet: Meet, call: Call) -> None:
@@ -326,7 +327,7 @@ class PrefillService(Service):
         sender = self._agent.sender
         if sender is not None and (offer := self._table.find(released.offer_id)) is not None:
             sender.put(self._spans.later(offer), offer.offer_id, offer.traceparent)
-        lived_s = self._driver.now - report.opened_at
+        lived_s = self._agent.loop.time() - report.opened_at
         self._metrics.offers.values[released.outcome.value,] += 1
         self._metrics.offer_life_s.add({"": lived_s})
         log.info(

@@ -219,8 +219,6 @@ def _leases_of(
     offer: OfferEntry, event: ev.Asked[Claim] | ev.Asked[Take]
 ) -> tuple[list[Lease], list[Lease]]:
     """The live leases that this reader has, and those of an earlier process of its agent."""
-    if not offer.leases:  # as a rule: what a ticket names is read without one
-        return [], []
     live, message = offer.live_leases, event.message
     outlived = [one for one in live if one.is_outlived_by(event)]
     own = [
@@ -279,10 +277,11 @@ def _check_room(offer: OfferEntry, message: Claim | Take, ending: list[Lease], a
 # is no KV of this offer. Those that a grant named are the offer's own: its reader leaves them out.
 def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
     """The reader has everything; the last of the readers ends the offer, and no part does."""
-    if _has_taken(offer, event):
-        return [done(event)]
-    message = event.message
-    own, outlived = _leases_of(offer, event)
+    message, own, outlived = event.message, list[Lease](), list[Lease]()
+    if offer.leases:  # as a rule there is none: what a ticket names is read without one
+        if _has_taken(offer, event):
+            return [done(event)]
+        own, outlived = _leases_of(offer, event)
     if message.tables is None and not own:
         raise _without_lease(offer, event)
     _check_room(offer, message, [*own, *outlived], at)
@@ -316,8 +315,6 @@ def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
 
 def _has_taken(offer: OfferEntry, event: ev.Asked[Take]) -> bool:
     """Whether it was told so already, and only the reply was lost."""
-    if not offer.leases:
-        return False
     right = event.message.token, event.holder
     return any(one.is_done and (one.token, one.holder) == right for one in offer.leases.values())
 
