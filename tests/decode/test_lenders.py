@@ -283,10 +283,10 @@ async def test_who_speaks_unasked_is_as_good_as_gone(both: Neighbours, folder: P
     async with both.engines() as (source, target), lender(both, folder, answer):
         assert await works(source, target)
         memory = both.the_memory()
-        assert memory.is_open
+        assert not memory.closed
 
         await readers[0].send(encode_frame({"ok": {}}))
-        await until(lambda: not memory.is_open)
+        await until(lambda: memory.closed)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ async def test_a_handoff_leaves_the_prefill_engines_memory_mapped_byte_for_byte(
         assert await works(source, target)
 
         mapped = both.the_memory()
-        assert mapped.is_open
+        assert not mapped.closed
         assert sorted(mapped.addresses) == list(range(tp))
         assert bytes_of(mapped, source)
         source.fill(99)
@@ -81,7 +81,7 @@ async def test_the_end_of_the_engine_puts_zeros_under_the_same_addresses(folder:
             first, end = memory.extents[0]
             assert bytes_at(first, end - first).any()
 
-        await until(lambda: not memory.is_open)
+        await until(lambda: memory.closed)
 
         assert not bytes_at(first, end - first).any()
         assert both.mapped == []
@@ -101,7 +101,7 @@ async def test_a_route_that_nobody_wants_leaves_the_bytes_to_who_still_copies(
 
         both.forget_routes()
 
-        assert memory.is_open
+        assert not memory.closed
         assert bytes_of(memory, source)
         assert both.lender.num_readers == 1
         held = weakref.ref(memory)
@@ -164,7 +164,7 @@ async def test_memory_that_its_engine_cuts_reads_as_zeros_and_its_route_is_made_
                 cut_what_torch_shares()
 
                 assert not bytes_at(first, end - first).any()
-                assert not memory.is_open
+                assert memory.closed
                 await until(lambda: both.mapped == [])
                 assert "cut" in both.state
         finally:
@@ -262,7 +262,7 @@ async def test_no_route_is_kept_whose_source_went_during_its_handshake(
         await offer.ended
         assert await works(source, target)
         assert both.mapped == [seen[1]]
-        assert seen[1].is_open
+        assert not seen[1].closed
 
 
 async def test_no_route_is_kept_into_an_engine_that_went_during_its_handshake(

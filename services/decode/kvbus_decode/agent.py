@@ -22,7 +22,6 @@ from kvbus.table import Driver
 from kvbus.table.events import DrainStarted, EngineLost, Stopped
 from kvbus_decode.chunk import ActiveFetch, check_tables
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.costs import CostBook
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
@@ -30,7 +29,7 @@ from kvbus_decode.lease_client import LeaseClient
 from kvbus_decode.mapped import MemoryBorrower
 from kvbus_decode.observe import READINGS, DecodeMetrics, FetchStories, log_fetched
 from kvbus_decode.parts import Part, PartClient, PartServer
-from kvbus_decode.paths import ahead_of
+from kvbus_decode.paths import CostBook, PathChooser, ahead_of
 from kvbus_decode.peers import PeerAddress, PeerDirectory
 from kvbus_decode.reader import Reader
 from kvbus_decode.route_book import RouteBook
@@ -55,7 +54,10 @@ class DecodeService:
         self._tickets = TicketGate(identity.agent_id, load_ticket_keys(config.ticket_keys))
         self._active: dict[str, ActiveFetch] = {}
         self._metrics = DecodeMetrics(agent.metrics)
-        self._reader = Reader(agent, config, self._metrics, self._active, self._dispatch)
+        self._chooser = chooser = PathChooser(agent, config)
+        self._reader = Reader(
+            agent, config, chooser, self._metrics, active=self._active, on_end=self._dispatch
+        )
         self._peers = peers = PeerDirectory(agent, config)
         self._borrower = MemoryBorrower(agent, config)
         self.routes = RouteBook(agent, peers, self._borrower)
@@ -71,7 +73,7 @@ class DecodeService:
         self._warm = WarmPeers(agent, config, peers, self.routes)
         peers.watchers = (self.routes, leases, self._warm)
         self._stories = FetchStories(self._table, self._reader.story_of)
-        self._costs = CostBook(agent, self.routes, self._reader)
+        self._costs = CostBook(agent, self.routes, chooser)
         self._parts = PartServer(self._begin_part, self._dispatch)
         self._others = PartClient(agent, config, peers, self._active, self._dispatch)
         self._driver.commands |= {
@@ -193,6 +195,7 @@ class DecodeService:
         requested = ev.Requested(
             fetch_id=key,
             engine_id=engine.engine_id,
+            engine=engine,
             asked=asked,
             ticket=ticket,
             timeout_s=asked.timeout_s or self._config.fetch_timeout_s,
@@ -202,7 +205,7 @@ class DecodeService:
         )
         route = self.routes.find(ticket, engine) if requested.has_met else None
         if route is not None:
-            choice = self._reader.choose(route, first_token, num_tokens)
+            choice = self._chooser.choose(route, first_token, num_tokens)
             ahead = ahead_of(requested, route, choice) if choice else None
             requested = structs.replace(requested, route=route, choice=choice, ahead=ahead)
         self._dispatch(requested)
@@ -223,12 +226,10 @@ class DecodeService:
         fetch_id, fetch = report.fetch_id, self._active.get(report.fetch_id)
         fills = fetch is not None and fetch.fills_blocks
         fetched = structs.replace(report.fetched, whole_blocks=fills)
-        part = self._parts.find(fetch_id)
-        if part is not None:
-            part.reply(fetched)
-        elif fetch is None or not fetch.engine.lost:  # else its sessions end, and nothing is said
+        is_part = fetch is not None and bool(fetch.requested.access)
+        if is_part or fetch is None or not fetch.engine.lost:  # else its sessions end unheard
             report.reply_to.reply(fetched)
-        if fetch is not None and part is None:
+        if fetch is not None and not is_part:
             fetch.engine.notify_ranks(fetched)
         if fetch is not None and not fetched.code:
             self._tickets.complete(fetch.requested.ticket)

@@ -17,8 +17,12 @@ from kvbus_decode.route import Route, SourcePlan
 
 @dataclass(slots=True, eq=False)
 class ActiveFetch:
-    """One fetch that is under way, and what it uses; ``peers`` are held until its end."""
+    """One fetch that is under way, and what it uses; ``key`` names it in the table.
 
+    ``peers`` are held until its end; the first is the agent that has the offer.
+    """
+
+    key: str
     requested: Requested
     engine: LocalEngine
     deadline: float
@@ -29,22 +33,12 @@ class ActiveFetch:
     replica_index: int = 0
 
     @property
-    def fetch_id(self) -> str:
-        """The key of the fetch in the table."""
-        return self.requested.fetch_id
-
-    @property
     def fills_blocks(self) -> bool:
         """Whether no window's first block has a gap once all is read, see `Fetched`."""
         if self.route is None:
             return False
         asked = self.requested.asked
         return self.route.spans.fills_blocks(asked.first_token, asked.num_tokens)
-
-    @property
-    def home(self) -> Peer:
-        """The agent that has the offer; held first."""
-        return self.peers[0]
 
     def is_of_another(self, boot: str) -> bool:
         """Whether its offer is another process's than ``boot``, as far as both are known."""

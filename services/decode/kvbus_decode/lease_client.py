@@ -60,18 +60,28 @@ class LeaseClient(PeerWatcher):
 
     def hold(self, command: ev.HoldPeer) -> None:
         """Keep the peers of a fetch; find its route, by a handshake, where it is not known."""
+        requested, now = command.requested, self._agent.loop.time()
+        fetch = self._active.get(requested.fetch_id)
+        if fetch is None:
+            deadline = now + requested.timeout_s
+            fetch = ActiveFetch(requested.fetch_id, requested, requested.engine, deadline)
+            self._active[fetch.key] = fetch
+        else:  # the agent names where the offer is
+            self._forget_offer(fetch)
+            fetch.requested = requested
+        self._by_offer[requested.ticket.offer_id].add(fetch.key)
         try:
-            fetch = self._begin(command.requested)
+            self._hold_peers(fetch)
         except KVBusError as error:
-            self._dispatch(ev.StepFailed(command.requested.fetch_id, error))
-        else:
-            if command.timeout_s is not None:
-                self._agent.tasks.start_soon(self._resolve, fetch, command.timeout_s)
+            self._dispatch(ev.StepFailed(fetch.key, error))
+            return
+        if command.timeout_s is not None:
+            self._agent.tasks.start_soon(self._resolve, fetch, command.timeout_s)
 
     def ask(self, command: ev.Ask) -> None:
         """Ask the agent of the ticket; what it says, or why it was not asked, is `Answered`."""
-        fetch_id, message, timeout_s = command.fetch_id, command.message, command.timeout_s
-        fetch = self._active.get(fetch_id)
+        message, timeout_s = command.message, command.timeout_s
+        fetch = self._active.get(command.fetch_id)
         if fetch is None or not fetch.peers:  # they were not there: it has failed
             return
         requested, sent_at = fetch.requested, self._agent.loop.time()
@@ -79,21 +89,18 @@ class LeaseClient(PeerWatcher):
         def settle(outcome: Message | KVBusError) -> None:
             self._dispatch(
                 ev.Answered(
-                    fetch_id=fetch_id,
+                    fetch_id=command.fetch_id,
                     message=message,
-                    outcome=self._usable(outcome, requested),
+                    outcome=self._admit(outcome, requested)
+                    if isinstance(outcome, Met)
+                    else outcome,
                     ticket=requested.ticket,
                     sent_at=sent_at,
                     luck=random.random(),  # noqa: S311 - no secret
                 )
             )
 
-        try:
-            fetch.home.check_alive(requested.ticket.agent_boot)
-        except KVBusError as error:
-            settle(error)
-            return
-        route = fetch.route
+        route, home = fetch.route, fetch.peers[0]
         if route is not None and route.others:
             if isinstance(message, Take):
                 self._agent.tasks.start_soon(
@@ -101,7 +108,7 @@ class LeaseClient(PeerWatcher):
                 )
                 return
             self._hold_progress(fetch, route)
-        fetch.home.ask(message, timeout_s, settle)
+        home.ask(message, timeout_s, settle)
 
     def tell(self, command: ev.Tell) -> None:
         """Have an agent end something; when that fails, it ends by itself.
@@ -154,9 +161,9 @@ class LeaseClient(PeerWatcher):
     def on_gone(self, peer: Peer, boot: str) -> None:
         """What is read from it has failed; a fetch of an offer of the next process goes on."""
         lost = [
-            fetch.fetch_id
+            fetch.key
             for fetch in self._active.values()
-            if peer in fetch.peers and not (fetch.home is peer and fetch.is_of_another(boot))
+            if peer in fetch.peers and not (fetch.peers[0] is peer and fetch.is_of_another(boot))
         ]
         level = log.warning if lost else log.info
         level("peer.lost", peer=peer.endpoint, peer_boot=boot, num_fetches=len(lost))
@@ -168,58 +175,35 @@ class LeaseClient(PeerWatcher):
         error = RemoteError("the prefill agent is gone", code=ErrorCode.PEER_LOST)
         for fetch in list(self._active.values()):
             if fetch.route is not None and fetch.requested.ticket.agent_boot == earlier:
-                self._dispatch(ev.StepFailed(fetch.fetch_id, error))
+                self._dispatch(ev.StepFailed(fetch.key, error))
 
-    def _usable(
-        self, outcome: Message | KVBusError, requested: ev.Requested
-    ) -> Message | Ticket | KVBusError:
-        """The reply, of `Meet` the ticket; an error if that may not be used here."""
-        if not isinstance(outcome, Met):
-            return outcome
+    def _admit(self, met: Met, requested: ev.Requested) -> Ticket | KVBusError:
+        """The ticket; an error if that may not be used here."""
+        digest = requested.asked.prompt_digest
         try:
-            return self._tickets.admit_ticket(
-                outcome.ticket, requested.engine_id, requested.asked.prompt_digest
-            )
+            return self._tickets.admit_ticket(met.ticket, requested.engine_id, digest)
         except KVBusError as error:
             return error
 
-    def _begin(self, requested: ev.Requested) -> ActiveFetch:
-        """The fetch is under way, so its engine will be told; hold its peers.
-
-        Raises `LocalError`, and `PeerLost` when its home is gone: what is held by then goes with
-        the fetch.
-        """
-        fetch = self._active.get(requested.fetch_id) or self._add(requested)
-        if fetch.requested.ticket is not requested.ticket:  # the agent names where the offer is
-            self._forget_offer(fetch)
-            fetch.requested = requested
-            self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
-            if fetch.peers and fetch.home.address != PeerAddress.of(requested.ticket):
-                self._peers.release(fetch.peers.pop())
+    def _hold_peers(self, fetch: ActiveFetch) -> None:
+        """Raises `LocalError`, and `PeerLost` when its home is gone: what is held goes with it."""
+        requested = fetch.requested
+        address = PeerAddress.of(requested.ticket)
+        if fetch.peers and fetch.peers[0].address != address:
+            self._peers.release(fetch.peers.pop())
         if not fetch.peers:
-            fetch.peers.append(self._peers.acquire(PeerAddress.of(requested.ticket)))
-        fetch.home.check_alive(requested.ticket.agent_boot)
+            fetch.peers.append(self._peers.acquire(address))
+        fetch.peers[0].check_alive(requested.ticket.agent_boot)
         if fetch.route is None and isinstance(requested.route, Route):
             self._hold_route(fetch, requested.route)
             fetch.choice = requested.choice
-        return fetch
-
-    def _add(self, requested: ev.Requested) -> ActiveFetch:
-        engines, engine_id = self._agent.engines, requested.engine_id
-        if requested.access:
-            engine = engines.part(engine_id, (), access=requested.access)
-        else:
-            engine = engines.engine(engine_id)
-        fetch = ActiveFetch(requested, engine, self._agent.loop.time() + requested.timeout_s)
-        self._active[fetch.fetch_id] = fetch
-        self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
-        return fetch
 
     def _forget_offer(self, fetch: ActiveFetch) -> None:
         """No events of its offer are for it any more."""
         offer_id = fetch.requested.ticket.offer_id
-        self._by_offer[offer_id].discard(fetch.fetch_id)
-        if not self._by_offer[offer_id]:
+        known = self._by_offer[offer_id]
+        known.discard(fetch.key)
+        if not known:
             del self._by_offer[offer_id]
 
     def _hold_route(self, fetch: ActiveFetch, route: Route) -> None:
@@ -230,18 +214,18 @@ class LeaseClient(PeerWatcher):
 
     def _is_active(self, fetch: ActiveFetch) -> bool:
         """Whether it did not end meanwhile."""
-        return self._active.get(fetch.fetch_id) is fetch
+        return self._active.get(fetch.key) is fetch
 
     async def _resolve(self, fetch: ActiveFetch, timeout_s: float) -> None:
         async def find_route() -> None:
             ticket, engine = fetch.requested.ticket, fetch.engine
-            route = await self._routes.route(fetch.home, ticket, engine, timeout_s=timeout_s)
+            route = await self._routes.route(fetch.peers[0], ticket, engine, timeout_s=timeout_s)
             if self._is_active(fetch):
                 self._hold_route(fetch, route)
-                self._dispatch(ev.PeerReady(fetch.fetch_id))
+                self._dispatch(ev.PeerReady(fetch.key))
 
         def fail(error: KVBusError) -> None:
-            self._dispatch(ev.StepFailed(fetch.fetch_id, error))
+            self._dispatch(ev.StepFailed(fetch.key, error))
 
         await guarded(find_route, fail)
 
@@ -261,7 +245,7 @@ class LeaseClient(PeerWatcher):
             if self._agent.loop.time() >= fetch.deadline:
                 raise RequestTimeout("the other agents of the engine answered after the deadline")
             if self._is_active(fetch):
-                fetch.home.ask(message, timeout_s, settle)
+                fetch.peers[0].ask(message, timeout_s, settle)
 
         def fail(error: KVBusError) -> None:
             if self._is_active(fetch):
@@ -276,7 +260,7 @@ class LeaseClient(PeerWatcher):
         def on_reply(reply: Empty | KVBusError) -> None:
             if isinstance(reply, KVBusError) and reply.code not in WITHOUT_FAULT:
                 self._routes.forget(route)
-                self._dispatch(ev.StepFailed(fetch.fetch_id, reply))
+                self._dispatch(ev.StepFailed(fetch.key, reply))
 
         for source in route.others:
             lease_s = self._config.lease_s

@@ -32,8 +32,7 @@ Rows = tuple[Reads, MemoryKind, MemoryKind]
 """READs, and the kinds of memory: ours and theirs."""
 
 SHORT_BYTES = 128 << 10
-SHORT_RUNS = 32
-"""Copies up to these are made on the event loop, in 30 to 130 µs with their plan; the way to a
+"""So many, in few runs, are copied on the event loop, in 30 to 130 µs with their plan; the way to a
 thread and back takes 70.
 """
 
@@ -106,7 +105,6 @@ class MappedJob(LegJob):
     chunk: Chunk
     plan: SourcePlan
     job_bytes: int
-    is_short: bool = False
     copied_bytes: list[int] = field(default_factory=list)
     """Of each job that was done."""
 
@@ -117,6 +115,10 @@ class MappedJob(LegJob):
 
     def jobs(self) -> list[Job]:
         """The copies, cut so that others get their turn; raises `GeometryError`."""
+        return [partial(self.copy, job) for job in self.runs().cut(self.job_bytes)]
+
+    def runs(self) -> Runs:
+        """All bytes to copy; raises `GeometryError`."""
         mapped, memory, chunk = self.plan.mapped, self.plan.source.mapped, self.chunk
         if mapped is None or memory is None:
             raise LocalError("the memory of one side is not mapped", code=ErrorCode.INTERNAL)
@@ -126,18 +128,18 @@ class MappedJob(LegJob):
         except (IndexError, KeyError) as error:
             raise _lacking(error) from error
         runs.check_sources(memory.extents)
-        jobs = [runs] if self.is_short else runs.cut(self.job_bytes)
-        return [partial(self._copy, job) for job in jobs]
+        return runs
 
     def loss(self) -> RemoteError | None:
         """The error if the source memory was closed during the copy."""
         memory = self.plan.source.mapped
-        if memory is None or memory.is_open:
+        if memory is None or not memory.closed:
             return None
         message = f"the memory that was copied from is gone: {memory.closed}"
         return RemoteError(message, code=ErrorCode.TRANSFER_FAILED)
 
-    def _copy(self, runs: Runs) -> None:
+    def copy(self, runs: Runs) -> None:
+        """One of the `jobs`."""
         if self.loss() is None:
             copy_runs(runs)
             self.copied_bytes.append(runs.num_bytes)
@@ -223,15 +225,17 @@ def rounds_of(
     return tuple(legs), *filter(None, later)
 
 
-def short_copy(chunk: Chunk, *, job_bytes: int) -> MappedJob | None:
-    """The copy that is all of a chunk of mapped memory, where the way to a thread takes longer."""
+def short_copy(chunk: Chunk, *, job_bytes: int) -> tuple[MappedJob, Runs] | None:
+    """The copy that is all of a chunk of mapped memory, where the way to a thread takes longer.
+
+    Raises as `MappedJob.runs`.
+    """
     plans = chunk.plans
     if len(plans) != 1 or chunk.tail or chunk.one_in or chunk.num_bytes > SHORT_BYTES:
         return None
-    mapped = plans[0].mapped
-    if mapped is None or mapped.num_runs(chunk.spans) > SHORT_RUNS:
-        return None
-    return MappedJob(chunk, plans[0], job_bytes, is_short=True)
+    work = MappedJob(chunk, plans[0], job_bytes)
+    runs = work.runs()
+    return None if runs.lattices else (work, runs)
 
 
 def _box_legs(chunk: Chunk, *, box_bytes: int, staging: StagingDevices) -> list[Leg]:

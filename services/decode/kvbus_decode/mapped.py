@@ -48,14 +48,14 @@ Lent = dict[SegmentKey, LentMapping]
 # A copy knows addresses only, in a thread that cannot be stopped. So these rules:
 #
 #     the engine or its agent ends   end-of-file ──▶ `close`, then zeros under all addresses;
-#                                    `is_open` is False before the first one is there
-#     its file is cut                SIGBUS in a copy ──▶ zeros there, `is_open` is False; the loop
+#                                    `closed` says why before the first one is there
+#     its file is cut                SIGBUS in a copy ──▶ zeros there, `closed` says so; the loop
 #                                    then hangs up, and all of it is zeros
 #     no route needs it              the route is dropped: nothing changes for a fetch that still
 #                                    holds this object, as its take may get a yes
 #     nothing holds it               the connection is hung up, and the addresses go
 #
-# A copy that has read a zero for a byte therefore finds `is_open` False when it asks afterwards.
+# A copy that has read a zero for a byte therefore finds it `closed` when it looks afterwards.
 # To unmap takes tens of milliseconds a GiB, and the last holder may be the event loop. So it only
 # hangs up: the task that waits for the end of the connection unmaps in a thread.
 class MappedMemory:
@@ -74,16 +74,11 @@ class MappedMemory:
             sorted((one.address, one.address + one.size_bytes) for one in lent.values())
         )
         self.closed = ""
-        """Why it is not open any more; empty while it is."""
+        """Why not every byte there is the engine's own any more; empty while all are."""
         self._pages = tuple(one.pages for one in lent.values())
         self.hang_up = weakref.finalize(self, channel.hang_up)
         """Have it unmapped, once it is closed; so it is when nothing holds it any more."""
         self.hang_up.atexit = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether every byte there is, and was until now, the engine's own."""
-        return not self.closed
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +97,7 @@ class MappedMemory:
         """Enter pages into the page table, so that no copy has to: in a thread, for two seconds."""
         deadline = time.monotonic() + POPULATE_WITHIN_S
         for pages in self._pages:
-            if not self.is_open:
+            if self.closed:
                 return
             pages.populate(deadline - time.monotonic())
 
@@ -148,7 +143,7 @@ class MemoryBorrower:
         place, name = (boot, engine_id, done.memory_id), f"{engine_id} at {done.agent_id}"
         closed = self._reason_not_to(done, engine)
         known = self._known.get(place)
-        if not closed and known is not None and known.is_open:
+        if not closed and known is not None and not known.closed:
             return known
         if not closed:
             try:

@@ -117,7 +117,7 @@ class PartClient:
     def ask(self, command: ev.AskOthers) -> None:
         """Have each other agent fetch its part."""
         fetch = self._active[command.fetch_id]
-        parts = self._asked[fetch.fetch_id] = [
+        parts = self._asked[fetch.key] = [
             _Asked(
                 PeerAddress(other.endpoint, other.server_key, Role.DECODE),
                 self._question(fetch, other),
@@ -155,11 +155,11 @@ class PartClient:
         async with anyio.create_task_group() as tasks:
             for one in parts:
                 tasks.start_soon(self._fetch_one, fetch, one)
-        del self._asked[fetch.fetch_id]
+        del self._asked[fetch.key]
         fetched = [one.answer for one in parts if isinstance(one.answer, PartFetched)]
         path = next((one.path for one in fetched if one.path), "")
         num_bytes = sum(one.num_bytes for one in fetched)
-        self._dispatch(ev.ReadEnded(fetch.fetch_id, num_bytes, None, path, elsewhere=True))
+        self._dispatch(ev.ReadEnded(fetch.key, num_bytes, None, path, elsewhere=True))
 
     async def _fetch_one(self, fetch: ActiveFetch, part: _Asked) -> None:
         """Return when the other agent has fetched its part, or cannot write any more."""
@@ -172,12 +172,12 @@ class PartClient:
                 part.question, timeout_s=math.inf, on_reply=part.settle, on_sent=part.note_sent
             )
         except KVBusError as error:
-            self._dispatch(ev.StepFailed(fetch.fetch_id, error))
+            self._dispatch(ev.StepFailed(fetch.key, error))
             return
         await part.wakes.wait()
         peer.client.take_back(request_id)
         if isinstance(part.answer, KVBusError):
-            self._dispatch(ev.StepFailed(fetch.fetch_id, part.answer))
+            self._dispatch(ev.StepFailed(fetch.key, part.answer))
         if not part.has_ended:
             await self._wait_for_end(part)
 

@@ -1,16 +1,32 @@
-"""Which paths a route can take, and which of them a fetch takes: `kvbus.planning.choose_path`."""
+"""Which paths a route can take, which of them a fetch takes, and how long that would take."""
 
+from collections import OrderedDict
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, TransferFailed
-from kvbus.planning import Path, Spans, choose_path, usual_box_bytes
+from kvbus.planning import (
+    Learned,
+    Path,
+    SpanMap,
+    Spans,
+    choose_path,
+    held_bytes,
+    usual_box_bytes,
+)
+from kvbus.protocol.engine import Fetched
+from kvbus.protocol.status import Cost, Predicted
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import Ahead
 from kvbus_decode.fetch.events import Requested
 from kvbus_decode.route import Route
+from kvbus_decode.route_book import RouteBook
+
+MAX_LEARNED = 4096
+MEETING_S = 0.1
+"""What engines that have not met take for that."""
 
 WITHOUT_BOXES = (Path.DIRECT, Path.MAPPED)
 """Paths that need nothing of the prefill agent that is asked for under an epoch."""
@@ -29,12 +45,15 @@ class PathChooser:
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._staging, self._wanted = agent.staging, config.path
-        self._paths: WeakKeyDictionary[Route, tuple[Path, ...]] = WeakKeyDictionary()
 
     def choose(self, route: Route, first_token: int, num_tokens: int) -> PathChoice | None:
         """How a fetch of these tokens is read; None when no path is open: `path_of` says why."""
         try:
-            return self._choose(route, route.spans.whole(first_token, num_tokens), replica_index=0)
+            paths = self._open_paths(route)
+            if Path.MAPPED in paths:
+                return PathChoice(Path.MAPPED)
+            spans = route.spans.whole(first_token, num_tokens)
+            return self._choose(route, paths, spans, replica_index=0)
         except KVBusError:
             return None
 
@@ -50,15 +69,15 @@ class PathChooser:
             is_open = choice.path is not Path.MAPPED or route.is_mapped
             if is_open and (leased or choice.path in WITHOUT_BOXES):
                 return choice
-        return self._choose(route, chunk.spans, fetch.replica_index, leased=leased)
-
-    def _choose(
-        self, route: Route, spans: Spans, replica_index: int, *, leased: bool = True
-    ) -> PathChoice:
-        """A box has to fit the slots of both sides; if none can, `cut_into_boxes` says so."""
         paths = self._open_paths(route)
         if not leased:
             paths = _without_boxes(paths)
+        return self._choose(route, paths, chunk.spans, fetch.replica_index)
+
+    def _choose(
+        self, route: Route, paths: tuple[Path, ...], spans: Spans, replica_index: int
+    ) -> PathChoice:
+        """A box has to fit the slots of both sides; if none can, `cut_into_boxes` says so."""
         if Path.MAPPED in paths:
             return PathChoice(Path.MAPPED)
         num_bytes = route.num_bytes(spans)
@@ -83,15 +102,14 @@ class PathChooser:
         Raises `ConfigError` when there is none, and `TransferFailed` when there was one, to memory
         that is not mapped any more.
         """
-        paths = self._paths.get(route)
-        if paths is not None and (route.is_mapped or Path.MAPPED not in paths):
-            return paths
+        if route.paths and (route.is_mapped or Path.MAPPED not in route.paths):
+            return route.paths
         closed = _closed(route, packs_here=self._staging.packs)
         paths = tuple(
             path for path in Path if self._wanted in ("auto", path) and path not in closed
         )
         if paths:
-            self._paths[route] = paths
+            route.paths = paths
             return paths
         if any(source.nixl is None for source in route.sources):
             raise TransferFailed(_unmapped(route))
@@ -166,8 +184,69 @@ def _unmapped(route: Route) -> str:
     if not route.decode_mapped:
         return "the memory of the decode engine is on a GPU"
     for source in route.sources:
-        if source.mapped is None or not source.mapped.is_open:
+        if not source.is_mapped:
             where = source.peer.endpoint
             why = source.unmapped if source.mapped is None else source.mapped.closed
             return f"the memory of the prefill engine ({where}) is not mapped here: {why}"
     return "it ended"
+
+
+class CostBook:
+    """What is known of each prefill agent and path, by the agent's endpoint."""
+
+    def __init__(self, agent: Agent, routes: RouteBook, chooser: PathChooser) -> None:
+        self._agent, self._routes, self._chooser = agent, routes, chooser
+        self._learned: OrderedDict[tuple[str, str], Learned] = OrderedDict()
+
+    def observe(self, fetched: Fetched, endpoint: str) -> None:
+        """A fetch from the agent there has completed: it teaches, unless it waited for tokens."""
+        stages, key = fetched.stages_s, (endpoint, fetched.path)
+        if stages.meeting or stages.waiting:
+            return
+        seconds = stages.queued + stages.claiming + stages.reading + stages.taking
+        self._learned.setdefault(key, Learned()).observe(fetched.num_bytes, seconds)
+        self._learned.move_to_end(key)
+        if len(self._learned) > MAX_LEARNED:
+            self._learned.popitem(last=False)
+
+    def cost(self, asked: Cost) -> Predicted:
+        """What a fetch would take now.
+
+        Raises `LocalError` for an engine that is not here, and for tokens in the wrong order.
+        """
+        first, last = asked.first_token, asked.num_tokens
+        if first > last:
+            message = f"first_token {first} is behind num_tokens {last}"
+            raise LocalError(message, field="first_token")
+        engine = self._engine(asked.decode_engine)
+        route = self._routes.between(asked.endpoint, asked.prefill_engine, engine)
+        choice = self._chooser.choose(route, first, last) if route else None
+        path = choice.path.value if choice else ""
+        learned = self._learned.get((asked.endpoint, path), Learned())
+        num_bytes = _num_bytes(engine, first, last)
+        return Predicted(
+            predicted_s=learned.predict_s(num_bytes) + (0.0 if path else MEETING_S),
+            num_bytes=num_bytes,
+            decode_engine=engine.engine_id,
+            path=path,
+            num_observed=learned.num_observed,
+        )
+
+    def _engine(self, wanted: str) -> LocalEngine:
+        if wanted:
+            return self._agent.engines.engine(wanted)
+        engines = [one for one in self._agent.engines.engines.values() if one.ready]
+        if len(engines) != 1:
+            raise LocalError(
+                f"{len(engines)} engines are ready here: name one (decode_engine)",
+                code=ErrorCode.ENGINE_UNKNOWN,
+                field="decode_engine",
+            )
+        return engines[0]
+
+
+def _num_bytes(engine: LocalEngine, first_token: int, num_tokens: int) -> int:
+    """Of these tokens, for the ranks of the engine that are here."""
+    spans = SpanMap(engine.spec.groups, engine.spec.groups).whole(first_token, num_tokens)
+    sizes = held_bytes((one.rank for one in engine.ranks.values()), engine.spec)
+    return sum(size * (spans[group][1] - spans[group][0]) for group, size in sizes.items())

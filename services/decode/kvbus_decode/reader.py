@@ -21,7 +21,7 @@ from kvbus.agent.engine import LocalEngine, engine_lost
 from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, TransferFailed
-from kvbus.planning import Path
+from kvbus.planning import Path, Runs
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import Pack, Packed, Unpack
 from kvbus.table import Driver, Story
@@ -61,13 +61,15 @@ class Reader:
         self,
         agent: Agent,
         config: DecodeConfig,
+        chooser: PathChooser,
         metrics: DecodeMetrics,
+        *,
         active: Mapping[str, ActiveFetch],
         on_end: Callable[[ReadEnded], None],
     ) -> None:
         self._agent, self._config = agent, config
-        self._active, self._on_end = active, on_end
-        self._chooser = PathChooser(agent, config)
+        self._active, self._on_end, self._one_in = active, on_end, config.digest_one_in
+        self._chooser = chooser
         self._table = ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
         self._dispatch = self._driver.dispatch
@@ -84,7 +86,6 @@ class Reader:
             ev.RecycleTransport: self._recycle,
             ReadEnded: on_end,
         }
-        self.choose = self._chooser.choose
         self.stop_reads = self._dispatch
         self._idle: dict[LocalEngine, anyio.Event] = {}
         self._is_recycling = False
@@ -106,19 +107,18 @@ class Reader:
         """
         key, fetch = command.fetch_id, self._active[command.fetch_id]
         try:
-            chunk = make_chunk(fetch, command, one_in=self._config.digest_one_in)
+            chunk = make_chunk(fetch, command, one_in=self._one_in)
             choice = self._chooser.path_of(chunk)
             job_bytes, staging = self._agent.transport.limits.slice_bytes, self._agent.staging
             short = None
             if choice.path is Path.MAPPED:
                 short = short_copy(chunk, job_bytes=job_bytes)
-            if short is None:
-                rounds = rounds_of(chunk, choice, job_bytes=job_bytes, staging=staging)
+            if short is not None:
+                self._copy_now(key, *short)
+                return
+            rounds = rounds_of(chunk, choice, job_bytes=job_bytes, staging=staging)
         except KVBusError as error:
             self._on_end(ReadEnded(key, 0, error))
-            return
-        if short is not None:
-            self._copy_now(key, short)
             return
         engine, priority = chunk.route.engine, chunk.asked.priority
         self._dispatch(ev.ChunkWanted(key, engine, rounds, choice.path.value, priority))
@@ -243,7 +243,7 @@ class Reader:
         leg.work.copying = None
         self._end_stage(leg, error=error)
 
-    def _copy_now(self, key: str, work: MappedJob) -> None:
+    def _copy_now(self, key: str, work: MappedJob, runs: Runs) -> None:
         """Nothing of it is in flight when this returns, so it needs no leg."""
 
         def end(num_bytes: int, error: KVBusError | None) -> None:
@@ -252,7 +252,8 @@ class Reader:
 
         turn, engine = work.chunk.turn, work.chunk.route.engine
         on_copied = partial(self._count_mapped, work, end)
-        self._agent.copiers.start_jobs(turn, work.jobs, on_copied, engine=engine, at_once=True)
+        jobs = [partial(work.copy, runs)]
+        self._agent.copiers.start_jobs(turn, lambda: jobs, on_copied, engine=engine, at_once=True)
 
     def _count_mapped(
         self,

@@ -19,6 +19,7 @@ from kvbus.geometry import (
     validate_ranks,
 )
 from kvbus.planning import (
+    Path,
     PlacedRank,
     ReadMap,
     RunPlan,
@@ -57,6 +58,11 @@ class Source:
     mapped: MappedMemory | None = None
     unmapped: str = ""
     digests: bool = False
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all of its memory is mapped here."""
+        return self.mapped is not None and not self.mapped.closed
 
     @property
     def nixl_agent(self) -> str:
@@ -105,6 +111,10 @@ class Route:
         self, prefill: EngineSpec, sources: tuple[Source, ...], engine: LocalEngine
     ) -> None:
         self.prefill, self.sources, self.engine = prefill, sources, engine
+        self.home, self.others = sources[0], sources[1:]
+        """The agent that has the engine's offers, and those that have ranks alone."""
+        self.paths: tuple[Path, ...] = ()
+        """Those that were open when it was looked at last."""
         self._holders = {rank: source for source in sources for rank in source.ranks}
         placed_there = [placed for source in sources for placed in source.ranks.values()]
         ranks = [placed.rank for placed in placed_there]
@@ -135,16 +145,6 @@ class Route:
         self._next_replica_index = 0
 
     @property
-    def home(self) -> Source:
-        """The agent that has the engine's offers."""
-        return self.sources[0]
-
-    @property
-    def others(self) -> tuple[Source, ...]:
-        """The agents that have ranks, but not the leases."""
-        return self.sources[1:]
-
-    @property
     def memory_ids(self) -> tuple[str, ...]:
         """What of the prefill engine's memory was shaken hands about, the home's first."""
         return tuple(source.memory_id for source in self.sources)
@@ -152,8 +152,7 @@ class Route:
     @property
     def is_mapped(self) -> bool:
         """Whether this process has, and still has, the memory of both sides."""
-        open_maps = (source.mapped is not None and source.mapped.is_open for source in self.sources)
-        return self.decode_mapped and all(open_maps)
+        return self.decode_mapped and all(one.is_mapped for one in self.sources)
 
     def next_replica_index(self) -> int:
         """Another number for each fetch, so that replicas are read in turn."""

@@ -339,14 +339,13 @@ class RouteBook(PeerWatcher):
     def _is_good(self, source: Source) -> bool:
         """Whether the source is what it was when hands were shaken."""
         is_same = source.peer.boot in ("", source.agent_boot)
-        is_mapped = source.mapped is None or source.mapped.is_open
+        is_mapped = source.mapped is None or source.is_mapped
         return is_same and is_mapped and self._peers.has(source.peer)
 
 
 def _can_be_read(sources: Iterable[Source]) -> bool:
     """Whether all of it is mapped, or NIXL was told of all."""
-    mapped = [one.mapped is not None and one.mapped.is_open for one in sources]
-    return all(mapped) or all(one.nixl for one in sources)
+    return all(one.is_mapped for one in sources) or all(one.nixl for one in sources)
 
 
 def _unreachable(client: RequestClient) -> RemoteError:

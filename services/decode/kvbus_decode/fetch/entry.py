@@ -220,6 +220,7 @@ class FetchEntry:
             asked=replace(requested.asked, ticket={}, tables={}),
             ticket=replace(requested.ticket, blocks=""),
             reply_to=None,
+            engine=None,
             route=None,
             choice=None,
             ahead=None,

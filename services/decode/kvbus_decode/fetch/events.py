@@ -62,13 +62,13 @@ class Requested(Value, frozen=True):
     """What was ``asked`` for, with all that the agent knows of it.
 
     ``ticket`` is what was shown; before the fetch has met the offer of ``meets``, it says what is
-    known of it. ``has_state`` when it wants groups of opaque state: theirs is that of the
-    last token, so it is read once the offer is sealed. ``route`` is how the prefill engine is read,
-    None when the peer has to be resolved, or when this agent is not ready to read; ``choice`` is
-    the path that was chosen on it. ``ahead`` when the ticket's own blocks can be read at once. With
-    the ``take_token``, drawn for this fetch, a yes to its take is said again, and to no other.
-    ``others`` are the agents that have other ranks of the engine. A part of another agent's fetch
-    has the ``access`` to its engine, whose home is there.
+    known of it. ``has_state`` when it wants groups of opaque state: theirs is that of the last
+    token, so it is read once the offer is sealed. ``engine`` has the blocks. ``route`` is how the
+    prefill engine is read, None when the peer has to be resolved, or when this agent is not ready
+    to read; ``choice`` is the path that was chosen on it. ``ahead`` when the ticket's own blocks
+    can be read at once. With the ``take_token``, drawn for this fetch, a yes to its take is said
+    again, and to no other. ``others`` are the agents that have other ranks of the engine. A part of
+    another agent's fetch has the ``access`` to its engine, whose home is there.
     """
 
     fetch_id: str
@@ -82,6 +82,7 @@ class Requested(Value, frozen=True):
     meets: Rendezvous | None = None
     others: tuple[AgentRanks, ...] = ()
     access: str = ""
+    engine: Any = None
     route: object = None
     choice: object = None
     ahead: Ahead | None = None
