@@ -101,8 +101,7 @@ class Cluster:
 
     def is_idle(self) -> bool:
         """By SGLang's own counters."""
-        servers = self.prefill, self.decode
-        return not any(server.metric(name) for server in servers for name in COUNTED)
+        return idle(self.prefill, self.decode)
 
     def check(self) -> None:
         """Nothing is left of any request."""
@@ -113,6 +112,40 @@ class Cluster:
         for server in (self.prefill, self.decode):
             server.stop()
         self.threads.shutdown()
+
+
+def idle(*servers: SglangServer) -> bool:
+    """Whether they hold nothing, by SGLang's own counters."""
+    return not any(server.metric(name) for server in servers for name in COUNTED)
+
+
+def sglang_of(
+    model: Path,
+    folder: Path,
+    *,
+    role: str,
+    attach: str,
+    page: int,
+    tp: int = 1,
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> SglangServer:
+    """A server of one role, beside the agent at ``attach``; it is not started."""
+    return SglangServer(
+        model,
+        folder,
+        (
+            *("--page-size", str(page), "--tp-size", str(tp), "--disaggregation-mode", role),
+            *("--disaggregation-transfer-backend", "kvbus", *flags),
+        ),
+        {
+            "KVBUS_ATTACH": attach,
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp))),
+            "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(GIVES_UP_S),
+            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(GIVES_UP_S),
+            **(env or {}),
+        },
+    )
 
 
 @contextmanager
@@ -133,20 +166,14 @@ def cluster(name: str, models: Path, folder: Path, *, has_agents: bool = True) -
             "decode": ("--disaggregation-decode-retraction-backup", "none"),
         }
         servers = [
-            SglangServer(
+            sglang_of(
                 models / shape.model,
                 folder / role,
-                (
-                    *("--page-size", str(side.page), "--tp-size", str(side.tp)),
-                    *("--disaggregation-mode", role),
-                    *("--disaggregation-transfer-backend", "kvbus", *modes[role], *side.flags),
-                ),
-                {
-                    "KVBUS_ATTACH": f"{agent.settings['runtime_dir']}/attach.sock",
-                    "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(side.tp))),
-                    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(GIVES_UP_S),
-                    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(GIVES_UP_S),
-                },
+                role=role,
+                attach=f"{agent.settings['runtime_dir']}/attach.sock",
+                page=side.page,
+                tp=side.tp,
+                flags=(*modes[role], *side.flags),
             )
             for (role, side), agent in zip(sides.items(), agents.all, strict=True)
         ]

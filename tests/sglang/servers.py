@@ -77,6 +77,16 @@ class Call:
         self.connection.close()
 
 
+def ask(port: int, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
+    """Send a request to a server, or to a router before some; ``fields`` are SGLang's own."""
+    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    asked = {"input_ids": list(prompt), "sampling_params": sampling, **fields}
+    connection = HTTPConnection("127.0.0.1", port, timeout=ANSWERS_WITHIN_S)
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    connection.request("POST", "/generate", json.dumps(asked), headers)
+    return Call(connection)
+
+
 @dataclass
 class SglangServer:
     """One server, its files in a folder of its own: start it, ask it, end it."""
@@ -139,12 +149,7 @@ class SglangServer:
 
     def begin(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
         """Send a request and do not wait for what it answers; ``fields`` are SGLang's own."""
-        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-        asked = {"input_ids": list(prompt), "sampling_params": sampling, **fields}
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=ANSWERS_WITHIN_S)
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        connection.request("POST", "/generate", json.dumps(asked), headers)
-        return Call(connection)
+        return ask(self.port, prompt, num_tokens, **fields)
 
     def generate(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> list[int]:
         """The tokens after ``prompt``; raises `RefusedError`."""

@@ -10,7 +10,10 @@ import pytest
 USED = {
     "arg_groups/choices.py": ["add_disagg_transfer_backend_choices"],
     "plugins/hook_registry.py": ["HookRegistry", "register", "HookType", "REPLACE", "AROUND"],
-    "disaggregation/utils.py": ["TransferBackend", "get_kv_class", "MetadataBuffers"],
+    "disaggregation/utils.py": [
+        *("TransferBackend", "get_kv_class", "MetadataBuffers", "cached_tokens", "output_ids"),
+        *("output_token_logprobs_idx", "output_token_logprobs_val", "bootstrap_room"),
+    ],
     "disaggregation/base/conn.py": ["KVPoll"],
     "disaggregation/prefill.py": [
         *("PrefillBootstrapQueue", "_init_kv_manager", "add", "transfer_backend", "scheduler"),
@@ -26,7 +29,8 @@ USED = {
         *("waiting_timeout", "record_failure", "update_status", "conclude_state", "curr_idx"),
         *("num_kv_indices", "aux_index", "bootstrap_room", "bootstrap_addr", "bootstrap_infos"),
         *("_record_transfer_indices", "ensure_abort_notified", "_setup_routes", "page_size"),
-        *("get_parallel", "attn_dcp_size"),
+        *("get_parallel", "attn_dcp_size", "PrefillServerInfo", "try_ensure_parallel_info"),
+        "prefill_info_table",
     ],
     "mem_cache/memory_pool.py": [
         *("MHATokenToKVPool", "MLATokenToKVPool", "k_buffer", "v_buffer", "kv_buffer"),
@@ -36,7 +40,11 @@ USED = {
     "runtime_context.py": [
         *("get_parallel", "attn_tp_size", "attn_tp_rank", "pp_size", "dp_size", "attn_cp_size"),
     ],
-    "managers/schedule_batch.py": ["origin_input_ids", "bootstrap_room", "lora_id"],
+    "managers/schedule_batch.py": [
+        *("origin_input_ids", "bootstrap_room", "lora_id", "sampling_params", "return_logprob"),
+        *("logprob", "top_logprobs_num", "return_sampling_mask"),
+    ],
+    "sampling/sampling_params.py": ["custom_params"],
 }
 """By the file of `sglang.srt` that has them."""
 

@@ -5,13 +5,22 @@ decode says what SGLang says alone, and nothing is left of it.
 import time
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 
 import pytest
 
 from tests.agents import wait_until
-from tests.sglang.clusters import CHUNK_TOKENS, GIVES_UP_S, SETTLES_WITHIN_S, Cluster, prompt_of
+from tests.sglang.clusters import (
+    CHUNK_TOKENS,
+    GIVES_UP_S,
+    NUM_TOKENS,
+    SETTLES_WITHIN_S,
+    Cluster,
+    prompt_of,
+)
 from tests.sglang.conftest import Alone
-from tests.sglang.servers import RefusedError
+from tests.sglang.routers import ROUTERS, router_before
+from tests.sglang.servers import RefusedError, ask
 
 CLUSTER = "pages"
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 700)
@@ -55,6 +64,22 @@ def test_a_prompt_that_both_sides_have_cached_is_handed_off_again(
     assert longer == [alone([*prompt, 7, 8, 9]) for prompt in prompts]
     again = pair.decode_agent.says("handoff.completed")[before : before + len(prompts)]
     assert again[-1]["num_bytes"] < again[0]["num_bytes"] * 100
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_sglangs_own_routers_hand_off_as_they_are(
+    pair: Cluster, alone: Alone, router: str, tmp_path: Path
+) -> None:
+    prompts = [prompt_of(90 * number + 5, seed=600 + number) for number in range(8)]
+    before = len(pair.decode_agent.says("handoff.completed"))
+
+    log, at = tmp_path / "log", pair.bootstrap_port
+    with router_before(pair.prefill, pair.decode, at, router, log) as port:
+        calls = [ask(port, prompt, NUM_TOKENS) for prompt in prompts]
+        said = [call.tokens() for call in calls]
+
+    assert said == [alone(prompt) for prompt in prompts]
+    assert len(pair.decode_agent.says("handoff.completed")) == before + len(prompts)
 
 
 def test_many_at_once_do_not_disturb_each_other(pair: Cluster, alone: Alone) -> None:

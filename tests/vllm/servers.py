@@ -42,6 +42,11 @@ FLAGS = (
 )
 
 
+def environment(cores: str) -> dict[str, str]:
+    """That of a server whose workers have a core each."""
+    return {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores}
+
+
 class ForkedServer(Forked):
     """As `Forked`, of what has imported vLLM."""
 
@@ -96,10 +101,13 @@ class VllmServer:
         command = [sys.executable, "-m", ForkedServer.imported[0]]
         command += ["--model", str(self.model), "--served-model-name", "model"]
         command += ["--port", str(self.port), *FLAGS, *self.flags]
-        env = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": self.cores}
         with self.log_path.open("ab") as log:
             self.guard = ForkedServer(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment(self.cores),
             )
 
     def wait_started(self) -> None:

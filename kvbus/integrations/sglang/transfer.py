@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,11 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
+    PrefillServerInfo,
 )
 
 from kvbus.engine import Fetch, Link, Offer, Rendezvous, greet, prompt_digest
-from kvbus.errors import KVBusError
+from kvbus.errors import KVBusError, ProtocolError
 from kvbus.integrations.sglang import pools
 from kvbus.integrations.sglang.options import Options
 from kvbus.protocol.engine import AgentRole, Outcome
@@ -37,16 +38,38 @@ logger = logging.getLogger("sglang.kvbus")
 
 PLACE = "/kvbus"
 """Where the bootstrap server of a prefill server tells which agent is beside it."""
+ELSEWHERE = "kvbus"
+"""The ``bootstrap_host`` of a request whose prompt another engine than SGLang has prefilled."""
+GIVEN = "kvbus"
+"""The key of ``custom_params`` of such a request, see `Given`."""
 ASK_WITHIN_S = 5.0
 MAX_NOTED = 65_536
 
 
+class Given(msgspec.Struct, frozen=True):
+    """What a router has from an engine that is no SGLang: its ticket, and the token it sampled.
+
+    ``first_logprob`` is needed where the client asks for log probabilities.
+    """
+
+    ticket: dict[str, Any]
+    first_token: int
+    first_logprob: float | None = None
+
+
 @dataclass(frozen=True)
 class Noted:
-    """What a request has that senders and receivers are not told."""
+    """What a request has that senders and receivers are not told.
+
+    ``given`` is what its ``custom_params`` say, as it came. ``untold`` are its fields that ask for
+    more of the first token than `Given` can say.
+    """
 
     num_tokens: int
     digest: str
+    given: object
+    wants_logprobs: bool
+    untold: Sequence[str]
 
 
 class Place(msgspec.Struct):
@@ -60,10 +83,19 @@ _noted: OrderedDict[int, Noted] = OrderedDict()
 
 
 def note_request(request: Any) -> None:
-    """Keep the tokens' number and digest of SGLang's ``request``, by its room."""
+    """Keep what kvbus needs of SGLang's ``request``, by its room."""
     tokens = list(request.origin_input_ids)
-    digest = prompt_digest(tokens, [getattr(request, "lora_id", None) or ""])
-    _noted[request.bootstrap_room] = Noted(len(tokens), digest)
+    custom = request.sampling_params.custom_params
+    _noted[request.bootstrap_room] = Noted(
+        num_tokens=len(tokens),
+        digest=prompt_digest(tokens, [getattr(request, "lora_id", None) or ""]),
+        given=custom.get(GIVEN) if isinstance(custom, Mapping) else None,
+        wants_logprobs=request.return_logprob,
+        untold=[
+            *["top_logprobs_num"] * bool(request.logprob.top_logprobs_num),
+            *["return_sampling_mask"] * bool(request.return_sampling_mask),
+        ],
+    )
     while len(_noted) > MAX_NOTED:
         _noted.popitem(last=False)
 
@@ -95,6 +127,7 @@ class Manager(CommonKVManager):
             options.model or self.server_args.served_model_name or self.server_args.model_path,
         )
         self.leads = self.attn_tp_rank == 0
+        self.rows = queue.metadata_buffers
         self._places: dict[str, Place] = {}
         self.link = Link(
             options.attach,
@@ -129,6 +162,28 @@ class Manager(CommonKVManager):
             request_id=f"room-{room}",
         )
         return met.to_json()
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """As SGLang's, which asks a prefill server of SGLang; other engines have none."""
+        if bootstrap_addr.startswith(f"{ELSEWHERE}:"):
+            self.prefill_info_table[bootstrap_addr] = PrefillServerInfo(
+                attn_tp_size=self.attn_tp_size,
+                attn_cp_size=1,
+                dp_size=1,
+                pp_size=1,
+                page_size=None,
+                kv_cache_dtype=None,
+                follow_bootstrap_room=True,
+            )
+        return bool(super().try_ensure_parallel_info(bootstrap_addr))
+
+    def write_row(self, row: int, room: int, given: Given) -> None:
+        """Tell SGLang of the first token, as a prefill server of SGLang does."""
+        rows = self.rows
+        rows.cached_tokens[row] = 0
+        rows.output_ids[row, 0] = rows.output_token_logprobs_idx[row, 0] = given.first_token
+        rows.output_token_logprobs_val[row, 0] = given.first_logprob or 0.0
+        rows.bootstrap_room[row, 0] = room
 
     def forget_place(self, bootstrap_addr: str) -> None:
         """Ask again: the agent there was not reached."""
@@ -272,25 +327,59 @@ class Receiver(CommonKVReceiver):
         **_: Any,
     ) -> None:
         self._is_asked = True
-        if not self.kv_mgr.leads:
-            return
-        first_token, row = decode_prefix_len or 0, [] if aux_index is None else [aux_index]
-        page = self.kv_mgr.kv_args.page_size
-        num_tokens = first_token + len(kv_indices) * page
+        first_token, rows = decode_prefix_len or 0, [] if aux_index is None else [aux_index]
+        tables = {pools.FULL: kv_indices.tolist(), pools.METADATA: rows}
+        num_tokens = first_token + len(kv_indices) * self.kv_mgr.kv_args.page_size
         if self._noted is not None:
             num_tokens = self._noted.num_tokens
         try:
+            if (given := self._given()) is not None and aux_index is not None:
+                self.kv_mgr.write_row(aux_index, self.bootstrap_room, given)
+                del tables[pools.METADATA]
+            if not self.kv_mgr.leads:
+                return
             self._fetch = self.kv_mgr.link.fetch(
-                self.kv_mgr.meeting(self.bootstrap_addr, self.bootstrap_room),
+                self._ticket(),
                 num_tokens=num_tokens,
                 first_token=min(first_token, num_tokens),
-                block_ids={pools.FULL: kv_indices.tolist(), pools.METADATA: row},
+                block_ids=tables,
                 timeout_s=self.kv_mgr.waiting_timeout,
                 prompt_digest=self._noted.digest if self._noted else "",
             )
             self._fetch.ended.add_callback(_polled)
         except KVBusError as error:
             self._fail(str(error))
+
+    def _given(self) -> Given | None:
+        """What another engine than SGLang has prefilled; raises `ProtocolError`."""
+        if not self.bootstrap_addr.startswith(f"{ELSEWHERE}:"):
+            return None
+        noted = self._noted
+        try:
+            given = msgspec.convert(noted.given if noted else None, Given)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(
+                f"custom_params['{GIVEN}']: {error}; bootstrap_host '{ELSEWHERE}' needs the ticket "
+                "and the first token of the engine that prefilled"
+            ) from error
+        untold = list(noted.untold) if noted else []
+        if noted and noted.wants_logprobs and given.first_logprob is None:
+            untold.append("return_logprob without first_logprob")
+        if untold:
+            if self.kv_mgr.leads:
+                self.kv_mgr.link.release(given.ticket)
+            raise ProtocolError(
+                f"custom_params['{GIVEN}'] does not tell this of the first token: "
+                f"{', '.join(untold)}"
+            )
+        return given
+
+    def _ticket(self) -> dict[str, Any]:
+        """What a fetch shows; raises `KVBusError`."""
+        given = self._given()
+        if given is not None:
+            return given.ticket
+        return self.kv_mgr.meeting(self.bootstrap_addr, self.bootstrap_room)
 
     def poll(self) -> Any:
         if self.conclude_state is None:
@@ -324,9 +413,7 @@ class Receiver(CommonKVReceiver):
             self._fetch.cancel(release_offer=True)
         elif self.kv_mgr.leads:
             try:
-                self.kv_mgr.link.release(
-                    self.kv_mgr.meeting(self.bootstrap_addr, self.bootstrap_room)
-                )
+                self.kv_mgr.link.release(self._ticket())
             except KVBusError as error:
                 logger.warning("kvbus: room %s is not released: %s", self.bootstrap_room, error)
             self._fail("aborted")
