@@ -147,7 +147,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     state: Annotated[tuple[StatePart, ...], msgspec.Meta(max_length=64)] = ()
     """The parts of an opaque state, such as a recurrent layer's. Empty for attention."""
     optional: bool = False
-    """Of a prefill engine: whether readers may be without this group."""
+    """Whether an engine of the other side may be without this group."""
 
     def part_shape(self, part: str) -> PartShape:
         """Heads and head size of ``part``; units and their bytes, if it is one of a state.
@@ -182,8 +182,8 @@ def state_group(
     """A group whose memory is opaque bytes, one block for a request, whatever its length.
 
     The bytes are moved as they are once the offer is sealed: a state is that of the last token.
-    Without ``layers`` it is of no layer, such as a row of metadata. Readers may be without one that
-    is ``optional``.
+    Without ``layers`` it is of no layer, such as a row of metadata. The other side may be without
+    one that is ``optional``.
     """
     names = tuple(part.name for part in parts)
     return GroupSpec(name, layers or (0,), 1, 1, 1, "uint8", names, None, parts, optional)

@@ -370,7 +370,7 @@ class _Placed:
         engine, layout = planned.engine, KvLayout(planned.axes)
         self.tables, num_blocks = dict[str, BlockTable](), dict[str, int]()
         for group in engine.groups:
-            start, stop = spans.get(group.name, (0, 0))  # an optional one may not be read
+            start, stop = spans.get(group.name, (0, 0))  # an optional one may not be there
             first = start // group.block_size
             needed = num_blocks_for(stop, group.block_size) - first if stop > start else 0
             if needed > MAX_BLOCKS:
@@ -391,6 +391,8 @@ class _Placed:
                     f"--from, --to: a rank would have {segment.size_bytes} bytes of KV"
                 )
             at = {segment.segment_id: (number + 1) * RANK_DISTANCE_BYTES}
+            moved = tuple(region for region in rank.regions if region.group in spans)
+            rank = msgspec.structs.replace(rank, regions=moved)
             self.ranks[number] = PlacedRank(engine, rank, at)
 
 

@@ -17,9 +17,10 @@ def check_compatible(prefill: EngineSpec, decode: EngineSpec) -> None:
     The error's detail has ``field``, ``prefill`` and ``decode``.
     """
     _refuse_difference("model", prefill.model, decode.model)
-    read = {group.name for group in decode.groups}
+    read, held = ({group.name for group in side.groups} for side in (decode, prefill))
     offered = tuple(one for one in prefill.groups if one.name in read or not one.optional)
-    _refuse_difference("groups", _names(offered), _names(decode.groups))
+    wanted = tuple(one for one in decode.groups if one.name in held or not one.optional)
+    _refuse_difference("groups", _names(offered), _names(wanted))
     for ours in offered:
         theirs = decode.group(ours.name)
         for field in GROUP_FIELDS:

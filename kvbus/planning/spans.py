@@ -22,11 +22,14 @@ NO_TABLES: Tables = {}
 
 
 class SpanMap:
-    """What fetches move from the groups of one engine, the holder, to those of a reader."""
+    """What fetches move from the groups of one engine, the holder, to those of a reader.
+
+    Groups that the holder has not are left out.
+    """
 
     def __init__(self, readers: Iterable[GroupSpec], holders: Iterable[GroupSpec]) -> None:
         held = {group.name: group.block_size for group in holders}
-        pairs = [(reader, held[reader.name]) for reader in readers]
+        pairs = [(reader, held[reader.name]) for reader in readers if reader.name in held]
         self._full = [one.name for one, _ in pairs if one.window is None and not one.state]
         self._windows = [(one, size) for one, size in pairs if one.window is not None]
         self._states = [one for one, _ in pairs if one.state]
@@ -51,14 +54,16 @@ class SpanMap:
         """What tokens [chunk) of a fetch of tokens [whole) move.
 
         A state is that of the last token: it comes with the ``last`` chunk, even an empty one. One
-        for which ``tables`` have a block is wanted though no token may be.
+        for which ``tables`` have a block is wanted though no token may be; an optional one for
+        which they have none is not.
         """
         spans = self.whole(*whole)
         for name, (lo, hi) in spans.items():
             start = max(lo, chunk[0])
             spans[name] = start, max(start, min(hi, chunk[1]))
         for group in self._states:
-            is_wanted = whole[0] < whole[1] or tables.get(group.name)
+            is_due = whole[0] < whole[1] and not group.optional
+            is_wanted = is_due or tables.get(group.name)
             spans[group.name] = (0, 1) if last and is_wanted else (0, 0)
         return spans
 

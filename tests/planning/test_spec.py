@@ -107,12 +107,16 @@ def test_a_file_has_the_engine_as_the_protocol_has_it_and_its_layout_comes_behin
         assert ".".join(found["to"]["axes"]) == "block.kv.token.head.dim"
 
 
-def test_an_optional_group_that_the_decode_engine_is_without_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_it", ["prefill", "decode"])
+def test_an_optional_group_that_the_other_side_is_without_is_not_read(
+    tmp_path: Path, has_it: str
+) -> None:
     both, without = tmp_path / "both.toml", tmp_path / "without.toml"
     both.write_text(f"{FILE}optional = true\n")
     without.write_text(FILE[: FILE.rindex("[[groups]]")].replace("pp_size = 2", "pp_size = 1"))
 
-    found = planned(prefill=str(both), decode=str(without))
+    sides = dict.fromkeys(("prefill", "decode"), str(without)) | {has_it: str(both)}
+    found = planned(**sides)
 
     assert {read["group"] for read in found["reads"]} == {"full"}
 

@@ -66,6 +66,28 @@ def test_readers_may_be_without_a_group_that_is_optional(
         assert torch.equal(got, sent)
 
 
+def test_offers_may_be_without_a_group_that_is_optional(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    source, target = Engine("states-p", FULL), Engine("states-d", FULL, ROW)
+    with source.linked(prefill) as offering, target.linked(decode) as fetching:
+        rows = target.rows.clone()
+        offer = offering.offer("r", num_tokens=NUM_TOKENS, block_ids={"full": [7, 3, 4]})
+        tables = {"full": [0, 1, 2], "row": [1]}
+        refused = fetching.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids=tables)
+        failure = refused.ended.exception(WITHIN_S)
+        again = offering.offer("again", num_tokens=NUM_TOKENS, block_ids={"full": [7, 3, 4]})
+        fetch = fetching.fetch(
+            again.ticket, num_tokens=NUM_TOKENS, block_ids={"full": [0, 1, 2], "row": []}
+        )
+        fetch.ended.wait(WITHIN_S)
+
+        assert "has no group row" in str(failure)
+        got, sent = target.cache[:, :, [0, 1]], source.cache[:, :, [7, 3]]
+        assert torch.equal(got, sent)
+        assert torch.equal(target.rows, rows)
+
+
 def test_what_is_not_wanted_is_released_also_after_a_fetch_that_was_refused(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:

@@ -81,6 +81,10 @@ class Crossed:
         tokens: list[int] = json.loads(body)["tokens"]
         return tokens
 
+    def completed(self) -> list[Any]:
+        """What the decode agent has logged of handoffs by now."""
+        return [line for line in self.decode_agent.log() if line["event"] == "handoff.completed"]
+
     def alone(self, prompt: Sequence[int]) -> list[int]:
         """What vLLM says by itself."""
         return self.vllm.complete(prompt, NUM_TOKENS, cache_salt="alone").tokens

@@ -335,7 +335,7 @@ class Receiver(CommonKVReceiver):
         try:
             if (given := self._given()) is not None and aux_index is not None:
                 self.kv_mgr.write_row(aux_index, self.bootstrap_room, given)
-                del tables[pools.METADATA]
+                tables[pools.METADATA] = []  # that engine has no such rows
             if not self.kv_mgr.leads:
                 return
             self._fetch = self.kv_mgr.link.fetch(

@@ -50,7 +50,8 @@ def check_tables(
 ) -> None:
     """Raise `GeometryError` unless ``tables`` are exactly the blocks that the tokens need.
 
-    A fetch of no tokens may want states alone: their tables have a block then.
+    A fetch of no tokens may want states alone: their tables have a block then. An optional group
+    that is not wanted has an empty one.
     """
     groups = {group.name: group for group in engine.spec.groups}
     if tables.keys() != groups.keys():
@@ -59,6 +60,8 @@ def check_tables(
         )
     for name, table in tables.items():
         table.check_ids(engine.num_blocks(name))
+        if groups[name].optional and not len(table):
+            continue
         start, stop = groups[name].positions(first_token, num_tokens)
         if groups[name].state and num_tokens and len(table):
             start, stop = 0, 1
@@ -120,9 +123,14 @@ def make_chunk(fetch: ActiveFetch, wanted: ReadChunk, *, one_in: int) -> Chunk:
         last=wanted.last,
         tables=asked.tables,
     )
+    if missing := [name for name in route.missing if asked.tables[name]]:
+        raise GeometryError(
+            f"the prefill engine has no group {', '.join(missing)}: give it no block",
+            code=ErrorCode.INCOMPATIBLE,
+        )
     route.check_tables(wanted.tables, spans)
     tail: Spans = {}
     if asked.zero_tail and wanted.last:
         read = route.spans.whole(asked.first_token, wanted.stop)
-        tail = tail_spans(route.engine.spec.groups, read)
+        tail = tail_spans(route.groups, read)
     return Chunk(fetch, wanted, route, asked, fetch.requested.ticket, spans, tail, one_in)

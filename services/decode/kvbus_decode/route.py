@@ -4,8 +4,10 @@ A route is made of what handshakes brought.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from kvbus.agent.engine import LocalEngine
 from kvbus.errors import GeometryError
@@ -119,7 +121,13 @@ class Route:
         placed_there = [placed for source in sources for placed in source.ranks.values()]
         ranks = [placed.rank for placed in placed_there]
         validate_ranks(prefill, ranks)
-        self.readers = {n: rank.placed(engine.spec) for n, rank in engine.ranks.items()}
+        held = {group.name for group in prefill.groups}
+        self.groups = tuple(group for group in engine.spec.groups if group.name in held)
+        """Those of the decode engine, without optional ones that the prefill engine has not."""
+        self.missing = [group.name for group in engine.spec.groups if group.name not in held]
+        self.readers = {
+            n: _without_others(rank.placed(engine.spec), held) for n, rank in engine.ranks.items()
+        }
         """The ranks of the decode engine that are here, by number."""
         self.prefill_direct = all(placed.direct for placed in placed_there)
         """Whether READs can start in the blocks of every rank of the prefill engine."""
@@ -127,13 +135,15 @@ class Route:
         """Whether READs can end in the blocks of every rank that is here."""
         self.decode_mapped = all(rank.mapped_addresses for rank in engine.ranks.values())
         """Whether the memory of every rank that is here is mapped in this process."""
-        self._mapped_readers = {n: rank.mapped(engine.spec) for n, rank in engine.ranks.items()}
+        self._mapped_readers = {
+            n: _without_others(rank.mapped(engine.spec), held) for n, rank in engine.ranks.items()
+        }
         self._map = ReadMap(
             ranks,
             [placed.rank for placed in self.readers.values()],
             places={number: memory.device for number, memory in engine.ranks.items()},
         )
-        self.spans = SpanMap(engine.spec.groups, prefill.groups)
+        self.spans = SpanMap(self.groups, prefill.groups)
         """What fetches move, by group."""
         self._num_blocks = _num_blocks(ranks)
         self._position_bytes = held_bytes((one.rank for one in self.readers.values()), engine.spec)
@@ -234,6 +244,14 @@ class Route:
         addresses = source.mapped.addresses
         ranks = {n: replace(there, addresses=addresses[n]) for n, there in source.ranks.items()}
         return RunPlan(ranks, self._mapped_readers, shares)
+
+
+def _without_others(placed: PlacedRank, groups: Container[str]) -> PlacedRank:
+    """The rank with what it has of ``groups`` alone."""
+    regions = tuple(one for one in placed.rank.regions if one.group in groups)
+    if len(regions) == len(placed.rank.regions):
+        return placed
+    return replace(placed, rank=msgspec.structs.replace(placed.rank, regions=regions))
 
 
 def _num_blocks(ranks: list[RankSpec]) -> dict[str, int]:
