@@ -4,7 +4,6 @@ Who may have a slot, and when, is the slot table's to say. A reader of memory th
 more is ``stale``. The memory of an engine is not given back while a thread reads it.
 """
 
-import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from kvbus.protocol.peer import (
     Pack,
     Unpack,
 )
-from kvbus.table import Driver, Key, Places
+from kvbus.table import Driver, Key
 from kvbus.table.events import EngineLost, Stopped
 from kvbus.transport import ProgressToken
 from kvbus_prefill import slots
@@ -42,8 +41,6 @@ MOST_LOST = 64
 """Engines that are gone, whose late readers are served so that their READs end."""
 MOST_DIGESTS = 256
 """Boxes that are digested, or wait for it, at a time: packs take turns with them."""
-Reader = tuple[str, str]
-"""The boot id of a reader's session, and the offer that it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +85,8 @@ class Packing:
             slots.StartWipe: self._start_wipe,
         }
         self._lost: dict[str, LocalEngine] = {}
-        self._places: Places[Reader] = Places(config.max_handoffs)
-        self._served: dict[Reader, tuple[ProgressToken, asyncio.TimerHandle]] = {}
+        self._progress: ProgressToken | None = None
+        self._driven_until = 0.0
 
     def handlers(self) -> Handlers:
         """What readers ask about boxes, and about the memory that they read."""
@@ -142,7 +139,6 @@ class Packing:
 
     def _check(self, check: CheckMemory, call: Call) -> None:
         """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
-        reader = call.session.name, check.offer_id
         lost = self._lost.get(check.memory_id)
         if lost is None:
             self._engine(check)
@@ -150,34 +146,26 @@ class Packing:
             lost.check_access(check.access)
         if check.progress_s:
             for_s = min(check.progress_s, self._config.max_lease_s) + self._config.late_read_s
-            self._serve(reader, call, for_s)
-        else:
-            self._end_serving(reader)
+            self._drive_until(self._agent.loop.time() + for_s)
         if lost is not None:  # what is still in flight ends, and counts for nothing
             self._engine(check)
         call.reply(Empty())
 
     # This agent does not see the reads of leases that are held elsewhere. NIXL serves nothing over
-    # TCP, and sets no connection up, unless progress is driven here; readers ask for it again.
-    def _serve(self, reader: Reader, call: Call, for_s: float) -> None:
-        """Drive progress for a reader, for ``for_s`` from now; raises `LocalError` (``busy``)."""
-        if reader in self._served:
-            token, until = self._served[reader]
-            until.cancel()
-        else:
-            if (lost := self._places.enter(call.session.party, reader)) is not None:
-                self._end_serving(lost)  # another reader of a party that has many
-            token = self._agent.transport.hold_progress()
-        until = self._agent.loop.call_later(for_s, self._end_serving, reader)
-        self._served[reader] = token, until
+    # TCP, and sets no connection up, unless progress is driven here: until the last time that any
+    # reader has asked for. They ask again while they read, and there is one timer for all of them.
+    def _drive_until(self, when: float) -> None:
+        self._driven_until = max(self._driven_until, when)
+        if self._progress is None:
+            self._progress = self._agent.transport.hold_progress()
+            self._agent.loop.call_at(self._driven_until, self._end_progress)
 
-    def _end_serving(self, reader: Reader) -> None:
-        """Nothing more is read; a reader that is not known is ok."""
-        self._places.leave(reader)
-        if reader in self._served:
-            token, until = self._served.pop(reader)
-            until.cancel()
-            token.close()
+    def _end_progress(self) -> None:
+        if self._agent.loop.time() < self._driven_until:
+            self._agent.loop.call_at(self._driven_until, self._end_progress)
+        elif self._progress is not None:
+            self._progress.close()
+            self._progress = None
 
     # Boxes that are packed.
 
