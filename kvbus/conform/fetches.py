@@ -11,7 +11,7 @@ from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
 from kvbus.conform.memory import Place, covered
 from kvbus.conform.rules import DECODE
 from kvbus.conform.session import Asked
-from kvbus.conform.stage import LATER_FIELDS, Job, Stage
+from kvbus.conform.stage import Job, Stage, ticket_of
 from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import (
@@ -42,7 +42,7 @@ class FetchStage(Stage):
         agent.answering |= {StartFetch.op: self._on_fetch, CancelFetch.op: self._on_cancel}
 
     def say(self, job: Job) -> None:
-        ticket = json.dumps(_ticket(job))
+        ticket = json.dumps(ticket_of(job))
         self.engine.say("fetch", job.name, job.first_token, job.num_tokens, ticket)
 
     def name_of(self, body: Message | None) -> str:
@@ -135,7 +135,7 @@ class FetchStage(Stage):
     def _on_fetch(self, asked: Asked, body: StartFetch) -> Answer | None:
         name = self.name_of(body)
         job = next((one for one in self.jobs.values() if str(one.name) == name), None)
-        same = job is not None and body.ticket == _ticket(job)
+        same = job is not None and body.ticket == ticket_of(job)
         self.book.expect("fetch.ticket", same, f"the ticket came as {str(dict(body.ticket))[:200]}")
         if job is None:
             return refusal("invalid", "no such ticket was given")
@@ -185,21 +185,6 @@ class FetchStage(Stage):
             return refusal("fetch_unknown", "no such fetch")
         self.cancelled.add(body.fetch_id)
         return OK
-
-
-def _ticket(job: Job) -> dict[str, object]:
-    return {
-        "agent_id": "elsewhere",
-        "agent_boot": "of the prefill agent",
-        "endpoint": "tcp://127.0.0.1:1",
-        "engine_id": "prefill",
-        "engine_boot": "of the prefill engine",
-        "offer_id": f"offer-{job.name}",
-        "request_id": str(job.name),
-        "num_tokens": job.num_tokens,
-        "kvbus": 1,
-        **LATER_FIELDS,
-    }
 
 
 def _common(one: Job, other: Job) -> str:

@@ -7,7 +7,7 @@ from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
 from kvbus.conform.memory import covered
 from kvbus.conform.rules import PREFILL
 from kvbus.conform.session import Asked
-from kvbus.conform.stage import LATER_FIELDS, Job, Kept, Stage
+from kvbus.conform.stage import Job, Kept, Stage, ticket_of
 from kvbus.errors import GeometryError
 from kvbus.geometry import num_blocks_for
 from kvbus.protocol.engine import (
@@ -62,27 +62,13 @@ class OfferStage(Stage):
         body = Released(offer_id=job.handoff_id, request_id=str(job.name), outcome=outcome)
         self.agent.notify(Released.op, body)
 
-    def _ticket(self, job: Job) -> dict[str, object]:
-        return {
-            "agent_id": "conform",
-            "agent_boot": self.agent.boot,
-            "endpoint": "tcp://127.0.0.1:1",
-            "engine_id": "engine",
-            "engine_boot": "of the engine",
-            "offer_id": job.handoff_id,
-            "request_id": str(job.name),
-            "num_tokens": job.counts[0],
-            "kvbus": 1,
-            **LATER_FIELDS,
-        }
-
     def _is_right(self, job: Job, told: str) -> bool:
         try:
             given = json.loads(told)
         except ValueError as error:
             return self.book.expect("offer.ticket", False, f"it is no JSON: {error}")
         differs = f"of request {job.name} came {told[:200]}"
-        return self.book.expect("offer.ticket", given == self._ticket(job), differs)
+        return self.book.expect("offer.ticket", given == ticket_of(job), differs)
 
     def _on_offer(self, asked: Asked, body: MakeOffer) -> Answer:
         job = self.jobs.get(int(body.request_id) if body.request_id.isdigit() else 0)
@@ -98,7 +84,7 @@ class OfferStage(Stage):
         if body.sealed:
             self._seal(job, body.num_tokens)
         self._announce(job, body.num_tokens)
-        return {"ok": {"offer_id": job.handoff_id, "ticket": self._ticket(job), "later": None}}
+        return {"ok": {"offer_id": job.handoff_id, "ticket": ticket_of(job), "later": None}}
 
     def _on_extend(self, asked: Asked, body: ExtendOffer) -> Answer:
         job = self._job(body.offer_id)

@@ -18,11 +18,6 @@ from kvbus.protocol.message import Message
 
 MAX_BLOCKS = 64
 NUM_ROUNDS = 4
-LATER_FIELDS = {
-    "a_later_field": 'say "it" \\ on: é ≠ \N{GRINNING FACE}',
-    "a_later_number": 2**53 - 1,
-}
-"""Fields of tickets that no version has."""
 
 
 class SceneEndedError(Exception):
@@ -64,6 +59,23 @@ class Job:
     def num_tokens(self) -> int:
         """All tokens that the request has in the end."""
         return self.counts[-1]
+
+
+def ticket_of(job: Job) -> dict[str, object]:
+    """The ticket of a job, with fields that no version has."""
+    return {
+        "agent_id": "elsewhere",
+        "agent_boot": "of the prefill agent",
+        "endpoint": "tcp://127.0.0.1:1",
+        "engine_id": "prefill",
+        "engine_boot": "of the prefill engine",
+        "offer_id": f"offer-{job.name}",
+        "request_id": str(job.name),
+        "num_tokens": job.counts[0],
+        "kvbus": 1,
+        "a_later_field": 'say "it" \\ on: é ≠ \N{GRINNING FACE}',
+        "a_later_number": 2**53 - 1,
+    }
 
 
 class Stage(ABC):

@@ -232,9 +232,8 @@ def slot_region(group: GroupSpec, box: Box) -> Region:
 
 def slot_bytes(group: GroupSpec, box: Box) -> int:
     """Bytes of the slot that `slot_region` describes."""
-    shape = group.part_shape(box.parts[0])
     heads = len(box.layers) * len(box.parts) * box.num_heads
-    return (box.stop - box.start) * heads * shape.head_dim * DTYPE_SIZES_BYTES[group.dtype]
+    return (box.stop - box.start) * heads * group.head_bytes(box.parts[0])
 
 
 def _check_box(group: GroupSpec, box: Box) -> None:

@@ -161,6 +161,10 @@ class GroupSpec(msgspec.Struct, frozen=True):
                 return PartShape(one.num_units, one.unit_bytes)
         raise KeyError(part)
 
+    def head_bytes(self, part: str) -> int:
+        """Bytes of one head, or unit, of ``part`` at one position."""
+        return self.part_shape(part).head_dim * DTYPE_SIZES_BYTES[self.dtype]
+
     def positions(self, start: int, stop: int) -> tuple[int, int]:
         """Which positions of the block table tokens [start, stop) of a request of ``stop`` need.
 

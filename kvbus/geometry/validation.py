@@ -90,18 +90,17 @@ def validate_ranks(spec: EngineSpec, ranks: Iterable[RankSpec]) -> None:
         f"engine '{spec.engine_id}' has ranks {ordered} of {spec.num_ranks}",
     )
     held = {
-        (layer, part, head)
+        (region.group, layer, part, head)
         for rank in ranks
         for region in rank.regions
-        for layer in region.layers
-        for part in region.parts
+        for layer, part in product(region.layers, region.parts)
         for head in range(region.first_head, region.first_head + region.num_heads)
     }
     for group in spec.groups:
         for layer, part in product(group.layers, group.parts):
             for head in range(group.part_shape(part).num_heads):
                 _require(
-                    (layer, part, head) in held,
+                    (group.name, layer, part, head) in held,
                     "ranks",
                     f"no rank of engine '{spec.engine_id}' holds head {head} of {layer}/{part}",
                 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvbus.errors import LocalError
-from kvbus.geometry import DTYPE_SIZES_BYTES, EngineSpec, RankSpec
+from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.planning.mapping import Share
 
 
@@ -61,8 +61,7 @@ def held_bytes(ranks: Iterable[RankSpec], engine: EngineSpec) -> Counter[str]:
     for region in (region for rank in ranks for region in rank.regions):
         group = engine.group(region.group)
         heads = len(region.layers) * len(region.parts) * region.num_heads
-        head_bytes = group.part_shape(region.parts[0]).head_dim * DTYPE_SIZES_BYTES[group.dtype]
-        found[region.group] += heads * head_bytes
+        found[region.group] += heads * group.head_bytes(region.parts[0])
     return found
 
 

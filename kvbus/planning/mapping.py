@@ -12,7 +12,7 @@ from math import lcm
 from typing import NamedTuple
 
 from kvbus.errors import ErrorCode, GeometryError
-from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, GroupSpec, RankSpec, Region
+from kvbus.geometry import AxisName, GroupSpec, RankSpec, Region
 
 MAX_CHOICES = 64
 Cell = tuple[str, int, str]
@@ -43,8 +43,8 @@ class Share:
 
     def position_bytes(self, group: GroupSpec) -> int:
         """Bytes at one position of the block table; ``group`` is either side's."""
-        head_bytes = group.part_shape(self.parts[0]).head_dim * DTYPE_SIZES_BYTES[group.dtype]
-        return len(self.layers) * len(self.parts) * self.num_heads * head_bytes
+        heads = len(self.layers) * len(self.parts) * self.num_heads
+        return heads * group.head_bytes(self.parts[0])
 
 
 class _Held(NamedTuple):

@@ -148,3 +148,14 @@ def test_a_rank_may_lack_layers_where_there_are_stages_but_never_a_part_of_one()
             validate_rank(engine, lacking)
 
         assert refused.value.detail["field"] == "regions"
+
+
+def test_a_state_is_not_held_because_one_of_the_same_layer_and_part_in_another_group_is() -> None:
+    twin = replace(STATE, name="twin")
+    engine = replace(ENGINE, groups=(FULL, STATE, twin))
+    validate_ranks(engine, ranks_of(engine))
+
+    with pytest.raises(GeometryError, match="head 0 of 1/conv"):
+        validate_ranks(
+            engine, [without(one, lambda r: r.group == "twin") for one in ranks_of(engine)]
+        )
