@@ -83,19 +83,19 @@ class BlockTable(msgspec.Struct, frozen=True):
 
     def largest(self) -> int:
         """The largest id; 0 when there is none."""
-        few = self._few()
-        return int(self.array().max()) if few is None else max(few, default=0)
+        return _largest(self._ids())
 
     def check_ids(self, num_blocks: int) -> None:
         """Raise `GeometryError` unless every id is below ``num_blocks`` and named once."""
-        num_ids = self._num_ids()
-        if num_ids and (largest := self.largest()) >= num_blocks:
+        ids = self._ids()
+        largest = _largest(ids)
+        if len(ids) and largest >= num_blocks:
             raise GeometryError(
                 f"block id {largest} is out of range, the cache has {num_blocks} blocks",
                 block_id=largest,
                 num_blocks=num_blocks,
             )
-        if self._num_distinct() != num_ids:
+        if _num_distinct(ids, largest) != len(ids):
             raise GeometryError("block table names a block twice")
 
     def check_covers(self, start: int, stop: int, block_size: int) -> None:
@@ -115,21 +115,24 @@ class BlockTable(msgspec.Struct, frozen=True):
             raise GeometryError(f"block table of {len(self.ids)} bytes is not whole uint32 ids")
         return len(self.ids) // 4
 
-    def _num_distinct(self) -> int:
-        few = self._few()
-        if few is not None:
-            return len(set(few))
-        ids, num_possible = self.array(), self.largest() + 1
-        if num_possible > DENSE * ids.size:
-            return int(np.unique(ids).size)
-        seen = np.zeros(num_possible, dtype=np.bool_)  # a million ids are sorted in 50 ms
-        seen[ids] = True
-        return int(np.count_nonzero(seen))
-
-    def _few(self) -> tuple[int, ...] | None:
-        """The ids as integers; None when an array is faster."""
+    def _ids(self) -> tuple[int, ...] | BlockIds:
+        """As integers where an array is slower."""
         num_ids = self._num_ids()
-        return unpack(f"<{num_ids}I", self.ids) if num_ids <= FEW_IDS else None
+        return unpack(f"<{num_ids}I", self.ids) if num_ids <= FEW_IDS else self.array()
+
+
+def _largest(ids: tuple[int, ...] | BlockIds) -> int:
+    return max(ids, default=0) if isinstance(ids, tuple) else int(ids.max())
+
+
+def _num_distinct(ids: tuple[int, ...] | BlockIds, largest: int) -> int:
+    if isinstance(ids, tuple):
+        return len(set(ids))
+    if largest >= DENSE * ids.size:
+        return int(np.unique(ids).size)
+    seen = np.zeros(largest + 1, dtype=np.bool_)  # a million ids are sorted in 50 ms
+    seen[ids] = True
+    return int(np.count_nonzero(seen))
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
