@@ -1,0 +1,52 @@
+"""What is counted in plain numbers is to Prometheus what its own metrics would be."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from kvbus.agent.observe import STAGE_BUCKETS_S, AgentMetrics
+
+Samples = set[tuple[str, tuple[tuple[str, str], ...], float]]
+LASTED_S = st.sampled_from([*STAGE_BUCKETS_S, 0.0001, 0.3, 31.0]) | st.floats(1e-6, 60.0)
+
+
+def samples(registry: CollectorRegistry, name: str) -> Samples:
+    """Those of a metric, without when it was made."""
+    return {
+        (one.name, tuple(sorted(one.labels.items())), one.value)
+        for family in registry.collect()
+        for one in family.samples
+        if one.name.startswith(name) and not one.name.endswith("_created")
+    }
+
+
+@given(st.lists(st.tuples(st.sampled_from(["reading", "taking"]), LASTED_S), max_size=20))
+def test_times_are_a_histogram_for_each_label(lasted: list[tuple[str, float]]) -> None:
+    metrics, registry = AgentMetrics(), CollectorRegistry()
+    times = metrics.times("stage_seconds", "Of a stage.", label="stage", of=["reading", "taking"])
+    known = Histogram(
+        "stage_seconds", "Of a stage.", ["stage"], buckets=STAGE_BUCKETS_S, registry=registry
+    )
+    by_stage = {stage: known.labels(stage) for stage in ("reading", "taking")}
+
+    for stage, lasted_s in lasted:
+        times.add({stage: lasted_s, "not begun": 0.0})
+        by_stage[stage].observe(lasted_s)
+
+    assert samples(metrics.registry, "stage_") == samples(registry, "stage_")
+
+
+@given(st.lists(st.sampled_from(["completed", "failed"]), max_size=9))
+def test_a_tally_is_a_counter_for_each_label(outcomes: list[str]) -> None:
+    metrics, registry = AgentMetrics(), CollectorRegistry()
+    tally = metrics.tally("ended", "What ended.", "outcome")
+    in_all = metrics.tally("all", "All of it.")
+    known = Counter("ended", "What ended.", ["outcome"], registry=registry)
+
+    for outcome in outcomes:
+        tally.values[outcome,] += 1
+        in_all.values[()] += 2
+        known.labels(outcome).inc()
+
+    assert samples(metrics.registry, "ended") == samples(registry, "ended")
+    assert samples(metrics.registry, "all") == {("all_total", (), 2.0 * len(outcomes))}
