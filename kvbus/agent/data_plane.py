@@ -166,7 +166,7 @@ def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
     if named := _from_environment():
         _require_known(named, UCX_INTERFACES)
         return named
-    if all(is_loopback(bind_host(bind)) for bind in (config.peer_bind, config.events_bind)):
+    if is_on_loopback(config):
         return _loopback_interfaces()
     raise ConfigError(
         "key 'data_interfaces': needed, because peer_bind or events_bind is not loopback: name the "

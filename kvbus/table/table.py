@@ -264,6 +264,9 @@ class Table(Generic[K, N, L, C]):
             commands += self._apply(self.live[key], DeadlinePassed(), now)
         return commands
 
+    # A late event comes soon or never, so age is the first bound: an agent takes as much as its
+    # handoffs of a minute do, and grows no more after that. A slow agent remembers some for longer,
+    # for those who ask what happened.
     def _retire(self, entry: N) -> None:
         """It is over; its deadline is forgotten already."""
         key, story = entry.key, entry.story
@@ -275,18 +278,11 @@ class Table(Generic[K, N, L, C]):
         for name in self._names_of(entry):
             others = self._retired_as.get(name, ())[1 - MOST_NAMESAKES :]
             self._retired_as[name] = (*others, key)
-        while self._is_over_bounds(story.retired_at):
+        while self.retired_bytes > self._max_retired_bytes or (
+            len(self.retired) > KEPT_ANYWAY
+            and next(iter(self.retired.values())).story.retired_at < story.retired_at - KEPT_S
+        ):
             self._forget(next(iter(self.retired)))
-
-    # A late event comes soon or never, so age is the first bound: an agent takes as much as its
-    # handoffs of a minute do, and grows no more after that. A slow agent remembers some for longer,
-    # for those who ask what happened.
-    def _is_over_bounds(self, now: float) -> bool:
-        if self.retired_bytes > self._max_retired_bytes:
-            return True
-        if len(self.retired) <= KEPT_ANYWAY:
-            return False
-        return next(iter(self.retired.values())).story.retired_at < now - KEPT_S
 
     def _forget(self, key: K) -> N | None:
         """Drop a retired entry, if it is one."""
