@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import msgspec
@@ -98,27 +98,29 @@ class RunPlan:
         Both sides' tables must cover the positions; raises `IndexError` when one does not. A group
         without positions needs no tables. ``source_at`` and ``target_at`` are added to addresses.
         """
-        wanted = [
-            (one, source_tables[one.group], target_tables[one.group], *spans[one.group])
-            for one in self._bundles
-            if spans[one.group][0] < spans[one.group][1]
-        ]
         few: list[Run] = []
-        if self.num_runs(spans) <= MAX_FEW and all(
-            bundle.add_few(few, source, target, start, stop)
-            for bundle, source, target, start, stop in wanted
-        ):
-            if source_at or target_at:
-                few = [(to + target_at, out_of + source_at, size) for to, out_of, size in few]
-            return Runs(few=tuple(few))
-        moved = np.array([[source_at], [target_at]], dtype=np.int64)
-        return Runs(
-            lattices=tuple(
-                lattice
-                for bundle, source, target, start, stop in wanted
-                for lattice in bundle.lattices(moved, source, target, start, stop)
-            )
+        for one in self._bundles:
+            start, stop = spans[one.group]
+            if start >= stop:
+                continue
+            tables = source_tables[one.group], target_tables[one.group]
+            if not one.add_few(few, *tables, start, stop):
+                return self._many(source_tables, target_tables, spans, (source_at, target_at))
+        if source_at or target_at:
+            few = [(to + target_at, out_of + source_at, size) for to, out_of, size in few]
+        return Runs(few=tuple(few))
+
+    def _many(
+        self, source_tables: Tables, target_tables: Tables, spans: Spans, at: tuple[int, int]
+    ) -> Runs:
+        moved = np.array(at, dtype=np.int64)[:, None]
+        lattices = (
+            one.lattices(moved, source_tables[one.group], target_tables[one.group], start, stop)
+            for one in self._bundles
+            for start, stop in (spans[one.group],)
+            if start < stop
         )
+        return Runs(lattices=tuple(chain.from_iterable(lattices)))
 
 
 # A box of n positions from p on is, to the planner, all that a rank has of these positions in one
@@ -227,7 +229,7 @@ class _Pattern(NamedTuple):
     """The runs of one unit, each at a sum of one ``outer`` and one ``inner`` offset.
 
     Outer steps go past a block of the target, inner ones stay within it. ``few`` are these sums, of
-    source and target, unless they are many.
+    source and target; empty when they are many.
     """
 
     outer: Offsets
@@ -262,17 +264,15 @@ class _Bundle:
     def add_few(
         self, runs: list[Run], source: BlockTable, target: BlockTable, start: int, stop: int
     ) -> bool:
-        """Add the runs of positions [start, stop), or return False when these are many.
-
-        Units that are cut short may have more runs than `num_runs` says.
-        """
+        """Add the runs of positions [start, stop), or return False when all are many."""
+        form = self._form
+        there, here = form.source.block_size, form.target.block_size
         while start < stop:
-            end = min(stop, *(start - start % size + size for size in self._sizes))
+            end = min(stop, start - start % there + there, start - start % here + here)
             pattern = self._pattern(end - start)
-            if len(runs) + pattern.num_runs > MAX_FEW:
+            if not pattern.few or len(runs) + len(pattern.few) > MAX_FEW:
                 return False
-            out_of = self._form.source.offset(source, start)
-            to = self._form.target.offset(target, start)
+            out_of, to = form.source.offset(source, start), form.target.offset(target, start)
             runs += [(to + b, out_of + a, pattern.run_bytes) for a, b in pattern.few]
             start = end
         return True

@@ -100,7 +100,12 @@ class Runs:
     @property
     def num_bytes(self) -> int:
         """Bytes that are moved."""
-        return sum(run[2] for run in self.few) + sum(one.num_bytes for one in self.lattices)
+        num_bytes = 0
+        for _, _, run_bytes in self.few:
+            num_bytes += run_bytes
+        for one in self.lattices:
+            num_bytes += one.num_bytes
+        return num_bytes
 
     def check_sources(self, extents: Extents) -> None:
         """Raise `GeometryError` unless what is read together lies in one of ``extents``.
