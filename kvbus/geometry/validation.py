@@ -5,7 +5,7 @@ that hold a layer twice or not at all; each refusal is a `GeometryError` that na
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import groupby, product
 from operator import attrgetter
 from typing import NamedTuple
@@ -196,17 +196,13 @@ def _validate_coverage(group: GroupSpec, rank: RankSpec, *, whole: bool) -> None
 class _Span(NamedTuple):
     """A region, or a part of one, from its first byte to its last.
 
-    ``axes`` are those along which its contiguous runs repeat, outermost first. What the region has
-    of block 0 ends at ``block_stop``, and that of each next block ``block_step`` further on.
+    ``axes`` are those along which its contiguous runs repeat, outermost first.
     """
 
     start: int
     stop: int
     axes: tuple[Axis, ...]
-    segment: str
-    group: str
-    block_stop: int
-    block_step: int
+    region: Region
 
 
 def _span(spec: EngineSpec, region: Region) -> _Span:
@@ -215,17 +211,7 @@ def _span(spec: EngineSpec, region: Region) -> _Span:
     stop = region.offset_bytes + run_bytes + sum(map(_reach, axes))
     while axes and axes[0].stride_bytes == run_bytes:
         run_bytes *= axes.pop(0).size
-    step = region.stride_bytes(AxisName.BLOCK)
-    block_stop = stop - (region.size(AxisName.BLOCK) - 1) * step
-    return _Span(
-        start=region.offset_bytes,
-        stop=stop,
-        axes=tuple(reversed(axes)),
-        segment=region.segment_id,
-        group=region.group,
-        block_stop=block_stop,
-        block_step=step,
-    )
+    return _Span(region.offset_bytes, stop, tuple(reversed(axes)), region)
 
 
 def _inner_first(region: Region) -> list[Axis]:
@@ -238,10 +224,10 @@ def _reach(axis: Axis) -> int:
 
 def _refuse_overlaps(spec: EngineSpec, rank: RankSpec) -> None:
     spans = [_span(spec, region) for region in rank.regions]
-    for in_segment in _by(attrgetter("segment"), spans):
+    for in_segment in _by("region.segment_id", spans):
         for cluster in _touching(in_segment):
             if _share_a_cell(cluster):
-                for of_group in _by(attrgetter("group"), cluster):
+                for of_group in _by("region.group", cluster):
                     _refuse_interleaved(of_group)
             else:
                 _refuse_interleaved(cluster)
@@ -252,12 +238,13 @@ def _share_a_cell(spans: list[_Span]) -> bool:
 
     So it is when all step as far from block to block, and what they have of one block fits there.
     """
-    (step, *others) = {span.block_step for span in spans}
-    first, last = min(span.start for span in spans), max(span.block_stop for span in spans)
-    return not others and last - first <= step
+    (step, *others) = {span.region.stride_bytes(AxisName.BLOCK) for span in spans}
+    stops = (span.stop - (span.region.size(AxisName.BLOCK) - 1) * step for span in spans)
+    return not others and max(stops) - min(span.start for span in spans) <= step
 
 
-def _by(key: Callable[[_Span], str], spans: list[_Span]) -> list[list[_Span]]:
+def _by(name: str, spans: list[_Span]) -> list[list[_Span]]:
+    key = attrgetter(name)
     return [list(alike) for _, alike in groupby(sorted(spans, key=key), key)]
 
 
@@ -285,7 +272,7 @@ def _refuse_interleaved(spans: list[_Span]) -> None:
         for cluster in _touching(pending.pop()):
             if len(cluster) == 1:
                 continue
-            segment = cluster[0].segment
+            segment = cluster[0].region.segment_id
             steps = {span.axes[0].stride_bytes if span.axes else 0 for span in cluster}
             step = max(steps)
             _require(step > 0, "regions", f"two regions in segment '{segment}' overlap")
