@@ -3,18 +3,14 @@
 Its agent is the engine's home.
 """
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Self, TypeVar
-
-import anyio
+from collections.abc import Iterable, Mapping
+from typing import Self
 
 from kvbus.engine.session import EngineSession
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestRefused, RequestTimeout
 from kvbus.protocol.engine import AgentRanks, Register
 
-T = TypeVar("T")
 FIRST_S, MOST_S = 0.02, 2.0
 """Pauses of our own choice; an agent may ask for more."""
 
@@ -75,30 +71,6 @@ class ControlSession(EngineSession):
             await self.register(others=before.others)
             while not await self._is_ready():
                 pass
-
-    async def when_not_busy(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What ``ask`` returns, called again while it is refused as ``busy`` and there is time."""
-        pauses = BusyPauses(anyio.current_time() + self.request_timeout_s)
-        while True:
-            try:
-                return await ask()
-            except RequestRefused as error:
-                pause_s = pauses.after(error, anyio.current_time())
-                if pause_s is None or not self.retry_busy:
-                    raise
-            with anyio.move_on_after(pause_s):
-                await self._ended.wait()  # then the next call says why
-
-    async def next_for(self, error: KVBusError) -> Self:
-        """The session that follows, for what failed here with ``error``; raises that otherwise."""
-        if not self.may_be_asked_next(error):
-            raise error
-        following: asyncio.Future[Self | None] = asyncio.get_running_loop().create_future()
-        self.when_followed(lambda one: None if following.done() else following.set_result(one))
-        session = await following
-        if session is None:
-            raise error
-        return session
 
     async def _is_ready(self) -> bool:
         """False when it was not within ``request_timeout_s``."""

@@ -45,6 +45,8 @@ from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
 from kvbus.protocol.trace import known_trace
 
+REQUESTED = "requested"
+"""The stage of a fetch that the agent did not begin."""
 SILENT_S = 5.0
 DOUBT_S = 8.0
 """More than an agent waits for transfers when it stops."""
@@ -106,6 +108,8 @@ class Fetch:
         self.session: DecodeSession | None = None
         self.give_up: Callable[[], None] | None = None
         """Ends it here; set by the session while the agent is too busy for it and knows nothing."""
+        self.release: Callable[[], None] | None = None
+        """Has its ticket released by another way than its own; set by the link."""
         self._runner = runner
         self._notice: Fetched | None = None
 
@@ -126,9 +130,8 @@ class Fetch:
         """Give up; `ended` raises with code ``cancelled``, unless it had ended before.
 
         With ``release_offer`` nobody will fetch this ticket any more: the prefill engine gets its
-        blocks back now, and not when the offer expires. Also for a fetch that failed; not for one
-        that waits as the agent is busy: see `Link.release`. What is returned need not be waited
-        for.
+        blocks back now, and not when the offer expires. Also for a fetch that failed. What is
+        returned need not be waited for.
         """
         done: Later[None] = Later()
         self._runner.post(partial(self._cancel, done, release_offer))
@@ -138,10 +141,14 @@ class Fetch:
         def answer(reply: Empty | KVBusError) -> None:
             done.settle(reply if isinstance(reply, KVBusError) else None)
 
-        if self.give_up is not None:
-            self.give_up()
-            done.settle(None)
-        elif self.session is None:  # it was refused here
+        refused = (
+            self.are_blocks_free and self.notice is not None and self.notice.stage == REQUESTED
+        )
+        if self.give_up is not None or self.session is None or refused:
+            if self.give_up is not None:
+                self.give_up()
+            if release_offer and self.release is not None:  # the agent knows nothing of it
+                self.release()
             done.settle(None)
         else:
             try:
@@ -229,7 +236,7 @@ class DecodeSession(ControlSession):
             self._asked[fetch.fetch_id] = fetch
             return
         refused = isinstance(reply, RequestRefused)
-        self._end(failed(fetch, reply, stage="requested", blocks_free=refused))
+        self._end(failed(fetch, reply, stage=REQUESTED, blocks_free=refused))
 
     def _ask_again(self, fetch: Fetch) -> None:
         fetch.give_up = None
@@ -241,7 +248,7 @@ class DecodeSession(ControlSession):
         try:
             self._ask(fetch)
         except KVBusError as error:
-            self._end(failed(fetch, error, stage="requested", blocks_free=True))
+            self._end(failed(fetch, error, stage=REQUESTED, blocks_free=True))
 
     # Until the next agent is there nobody has begun the fetch: its blocks are the engine's.
     def _put_off(self, fetch: Fetch, error: KVBusError) -> None:
@@ -255,7 +262,7 @@ class DecodeSession(ControlSession):
                 session._take_over(fetch)
                 return
             self._fetches[fetch.fetch_id] = fetch
-            self._end(failed(fetch, error, stage="requested", blocks_free=True))
+            self._end(failed(fetch, error, stage=REQUESTED, blocks_free=True))
 
         self.when_followed(go_on)
 
@@ -274,7 +281,7 @@ class DecodeSession(ControlSession):
         self._asked.pop(fetch.fetch_id, None)
         error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
         self._fetches[fetch.fetch_id] = fetch
-        ended = failed(fetch, error, stage="requested", blocks_free=True)
+        ended = failed(fetch, error, stage=REQUESTED, blocks_free=True)
         self._end(replace(ended, outcome=Outcome.CANCELLED))
 
     def _on_notice(self, notice: Notice) -> None:

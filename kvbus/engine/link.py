@@ -21,6 +21,7 @@ import torch
 
 from kvbus.engine.control import ControlSession, Others
 from kvbus.engine.decode import (
+    REQUESTED,
     DecodeSession,
     Fetch,
     FetchOptions,
@@ -261,6 +262,7 @@ class Link:
             patience_s=self._patience_s,
             **options,
         )
+        fetch.release = partial(self._releases.add, fetch.message.ticket)
         self._tell(fetch)
         self.runner.post(partial(self._begin, fetch))
         return fetch
@@ -354,7 +356,7 @@ class Link:
                 raise LocalError(message, code=ErrorCode.INVALID)
             session.begin(fetch)
         except KVBusError as error:
-            fetch.end(failed(fetch, error, stage="requested", blocks_free=True))
+            fetch.end(failed(fetch, error, stage=REQUESTED, blocks_free=True))
 
     def _fetching_session(self) -> DecodeSession | None:
         session = None if self._control is None else self._control.session

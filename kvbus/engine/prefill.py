@@ -4,6 +4,7 @@ Blocks are the engine's again when the offer has ended: when its agent says so, 
 is lost, as nobody can complete a read of them then.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy.typing as npt
 
-from kvbus.engine.control import ControlSession
+from kvbus.engine.control import BusyPauses, ControlSession
 from kvbus.engine.later import Later, Runner
 from kvbus.engine.session import SessionOptions
 from kvbus.errors import ClosedError, GeometryError, KVBusError, PeerLost
@@ -84,6 +85,8 @@ class Offer:
         """Why the agent or the session ended it before its time."""
         self.message = message
         self._runner, self._ends = runner, _ends(message.tables)
+        self.pauses = BusyPauses(0.0)
+        """Set by the session that asks for it."""
         self._session: PrefillSession | None = None
         self._made = OfferMade("", {})
         self._waiting: list[Callable[[], None]] = []
@@ -213,6 +216,8 @@ class PrefillSession(ControlSession):
     ) -> None:
         super().__init__(attach_path, engine, **options)
         self._offers: dict[str, Offer] = {}
+        self._paused: dict[Offer, asyncio.TimerHandle] = {}
+        """Those that the agent had no room for, until they are asked for again."""
 
     def offer(
         self,
@@ -228,29 +233,44 @@ class PrefillSession(ControlSession):
 
     def make(self, offer: Offer) -> Offer:
         """Have the agent make it, or the one that follows."""
-        self.runner.start(partial(self._make, offer))
+        offer.pauses = BusyPauses(time.monotonic() + self.request_timeout_s)
+        self._ask(offer)
         return offer
 
-    async def _make(self, offer: Offer) -> None:
-        session = self
+    def _ask(self, offer: Offer) -> None:
+        self._paused.pop(offer, None)
         try:
-            while True:
-                try:
-                    return await session._ask_for(offer)
-                except KVBusError as error:
-                    session = await session.next_for(error)
+            self.send(offer.message, partial(self._on_answer, offer))
         except KVBusError as error:
+            self._on_refusal(offer, error)
+
+    def _on_answer(self, offer: Offer, reply: OfferMade | KVBusError) -> None:
+        if isinstance(reply, OfferMade):
+            self._offers[reply.offer_id] = offer
+            offer.begin(self, reply)
+        elif isinstance(reply, ClosedError | PeerLost):
+            self._on_refusal(offer, self.lost or reply)
+        else:
+            self._on_refusal(offer, reply)
+
+    def _on_refusal(self, offer: Offer, error: KVBusError) -> None:
+        """The agent has no such offer."""
+        if self.may_be_asked_next(error):
+            self.when_followed(partial(self._go_on, offer, error))
+            return
+        pause_s = offer.pauses.after(error, time.monotonic()) if self.retry_busy else None
+        if pause_s is None:
             offer.end(error)
-        finally:
-            if not offer.made.done():
-                offer.end(ClosedError("the session was closed"))
+        else:
+            loop = asyncio.get_running_loop()
+            self._paused[offer] = loop.call_later(pause_s, self._ask, offer)
 
-    async def _ask_for(self, offer: Offer) -> None:
-        def keep(made: OfferMade) -> None:
-            self._offers[made.offer_id] = offer
-            offer.begin(self, made)
-
-        await self.when_not_busy(lambda: self.request_as(offer.message, keep))
+    @staticmethod
+    def _go_on(offer: Offer, error: KVBusError, session: "PrefillSession | None") -> None:
+        if session is None:
+            offer.end(error)
+        else:
+            session.make(offer)
 
     def _on_notice(self, notice: Notice) -> None:
         if notice.op != Released.op:
@@ -261,6 +281,10 @@ class PrefillSession(ControlSession):
             offer.end(released.outcome)
 
     def _on_lost(self, error: KVBusError) -> None:
+        paused, self._paused = self._paused, {}
+        for offer, timer in paused.items():
+            timer.cancel()
+            self._on_refusal(offer, error)
         offers, self._offers = self._offers, {}
         for offer in offers.values():
             offer.end(error)

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvbus.engine import Link, describe_tensors
+from kvbus.engine import Link, Rendezvous, describe_tensors
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
 from kvbus.protocol import Outcome
-from tests.agents import AgentProcess
+from tests.agents import AgentProcess, started, wait_until
 
 FULL = GroupSpec("full", (0, 1), 16, 2, 8, "float32")
 ROW = state_group("row", (), (StatePart("row", 1, 64),), optional=True)
@@ -100,6 +100,27 @@ def test_what_is_not_wanted_is_released_also_after_a_fetch_that_was_refused(
 
         assert getattr(failure, "stage", "") == "requested"
         assert sealed.ended.wait(WITHIN_S) is Outcome.COMPLETED
+
+
+def test_a_fetch_that_is_cancelled_while_its_agent_is_busy_releases_its_offer() -> None:
+    source, target = Engine("states-p", FULL), Engine("states-d", FULL)
+    with (
+        started("prefill", "decode", max_handoffs=1) as agents,
+        source.linked(agents.all[0]) as offering,
+        target.linked(agents.all[1]) as fetching,
+    ):
+        name = Rendezvous(transfer_id="of-nobody-" * 4, endpoint=agents.all[0].peer).to_json()
+        first = fetching.fetch(name, num_tokens=16, block_ids={"full": [1]})
+        wait_until(lambda: agents.all[1].status()["counts"]["fetches"], "the agent is full")
+        offer = offering.offer("r", num_tokens=16, block_ids={"full": [7]})
+        second = fetching.fetch(offer.ticket, num_tokens=16, block_ids={"full": [2]})
+        agents.all[1].says("request.refused")
+
+        second.cancel(release_offer=True).wait(WITHIN_S)
+        first.cancel()
+
+        assert getattr(second.ended.exception(WITHIN_S), "code", "") == "cancelled"
+        assert offer.ended.wait(WITHIN_S) is Outcome.COMPLETED
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5, 40, 48])

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Container
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 
 import msgspec
@@ -166,7 +165,6 @@ class Loads:
             if load.request_id == request_id and not load.has_ended:
                 load.is_given_up = True
                 fetch.cancel(release_offer=True)
-                self._link.post(partial(self._release_refused, load, fetch))
 
     def end(self, fetch: Fetch) -> None:
         """The link says that a fetch has ended, or that its blocks are free now."""
@@ -253,11 +251,6 @@ class Loads:
                 )
         if not load.is_given_up or notice.outcome is not Outcome.CANCELLED:
             self._release(load)  # else `give_up` has done so
-
-    def _release_refused(self, load: Load, fetch: Fetch) -> None:
-        """In the link's thread, behind the cancellation: a busy agent may know nothing of it."""
-        if fetch.notice is not None and fetch.notice.stage == REFUSED_AT:
-            self._release(load)
 
     def _fail(self, load: Load, stage: str, code: str, message: str) -> None:
         logger.error(
