@@ -114,6 +114,11 @@ class Cluster:
         self.threads.shutdown()
 
 
+def num_completed(agent: AgentProcess) -> int:
+    """How many handoffs a decode agent has logged by now."""
+    return sum(line["event"] == "handoff.completed" for line in agent.log())
+
+
 def idle(*servers: SglangServer) -> bool:
     """Whether they hold nothing, by SGLang's own counters."""
     return not any(server.metric(name) for server in servers for name in COUNTED)

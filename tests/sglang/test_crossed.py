@@ -37,7 +37,7 @@ def test_decode_says_what_either_engine_says_alone(
     servers: Crossed, alone: Alone, way: str
 ) -> None:
     prompts = [prompt_of(length, seed=300 + length) for length in LENGTHS]
-    before = len(servers.completed())
+    before = servers.completed()
 
     said = [servers.handoff(way, prompt) for prompt in prompts]
     again = [servers.handoff(way, [*prompt, 7, 8, 9]) for prompt in prompts]
@@ -45,7 +45,7 @@ def test_decode_says_what_either_engine_says_alone(
     assert said == [alone(prompt) for prompt in prompts]
     assert said == [servers.alone(prompt) for prompt in prompts]
     assert again == [alone([*prompt, 7, 8, 9]) for prompt in prompts]
-    assert len(servers.completed()) == before + 2 * len(prompts)
+    assert servers.completed() == before + 2 * len(prompts)
 
 
 @WAYS

@@ -16,6 +16,7 @@ from tests.sglang.clusters import (
     NUM_TOKENS,
     SETTLES_WITHIN_S,
     Cluster,
+    num_completed,
     prompt_of,
 )
 from tests.sglang.conftest import Alone
@@ -71,7 +72,7 @@ def test_sglangs_own_routers_hand_off_as_they_are(
     pair: Cluster, alone: Alone, router: str, tmp_path: Path
 ) -> None:
     prompts = [prompt_of(90 * number + 5, seed=600 + number) for number in range(8)]
-    before = len(pair.decode_agent.says("handoff.completed"))
+    before = num_completed(pair.decode_agent)
 
     log, at = tmp_path / "log", pair.bootstrap_port
     with router_before(pair.prefill, pair.decode, at, router, log) as port:
@@ -79,7 +80,7 @@ def test_sglangs_own_routers_hand_off_as_they_are(
         said = [call.tokens() for call in calls]
 
     assert said == [alone(prompt) for prompt in prompts]
-    assert len(pair.decode_agent.says("handoff.completed")) == before + len(prompts)
+    assert num_completed(pair.decode_agent) == before + len(prompts)
 
 
 def test_many_at_once_do_not_disturb_each_other(pair: Cluster, alone: Alone) -> None:
