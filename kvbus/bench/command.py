@@ -26,12 +26,6 @@ def bench(
     as_one_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, as the last line of stdout.")
     ] = False,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace", help="Show where one handoff's time goes, hop by hop, and measure no case."
-        ),
-    ] = False,
     scale: Annotated[float, typer.Option(min=1e-4, max=1.0, hidden=True)] = 1.0,
 ) -> None:
     """Measure handoffs beside bare NIXL on this machine, with agents and engines of its own.
@@ -47,14 +41,9 @@ def bench(
         "rounds": rounds,
         **{package: version(package) for package in ("kvbus", "nixl", "pyzmq")},
     }
-    if trace and only:
-        raise typer.BadParameter("--trace has handoffs of its own: leave out --only")
     size, show = Scale(rounds, scale), partial(_show, machine, as_one_json=as_one_json)
     with errors_told("bench"):
-        if trace:
-            _trace(size, show)
-        else:
-            _measure(only or EVERY_TIME, size, show)
+        _measure(only or EVERY_TIME, size, show)
 
 
 Show = Callable[[Table, dict[str, Any]], None]
@@ -77,11 +66,3 @@ def _measure(names: Sequence[CaseName], size: Scale, show: Show) -> None:
         run_cases(names, size, measured)
     finally:  # what failed comes after what was measured
         show(as_table(measured), {"figures": as_rows(measured)})
-
-
-def _trace(size: Scale, show: Show) -> None:
-    from kvbus.bench.trace.hops import trace_rows, trace_table  # noqa: PLC0415 - as above
-    from kvbus.bench.trace.measure import trace_handoffs  # noqa: PLC0415
-
-    hops = trace_handoffs(size)
-    show(trace_table(hops), {"trace": trace_rows(hops)})

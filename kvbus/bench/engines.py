@@ -26,12 +26,6 @@ UNMAPPED = "unmapped"
 """A decode agent that reads as one on another machine would, but over shared memory."""
 READERS: Mapping[str, Mapping[str, str | float]] = {
     UNMAPPED: {"mapped": False},
-    **{
-        f"{way}-{digest}": {"mapped": way == "mapped", "digest": digest}
-        for way in ("mapped", "unmapped")
-        for digest in ("off", "sampled", "full")
-    },
-    "unbounded": {"fetches_at_once": 1 << 20},
     **{path: {"path": path} for path in ("mapped", "direct", "packed")},
 }
 """Decode agents that cases compare with the default one, by label: their configuration."""

@@ -26,7 +26,6 @@ class CaseName(StrEnum):
     PRIORITY = "priority"
     IDLE = "idle"
     RATE = "rate"
-    BURST = "burst"
     TP_1_TO_2 = "tp-1-to-2"
     TP_2_TO_1 = "tp-2-to-1"
     HND_TO_NHD = "hnd-to-nhd"
@@ -36,13 +35,10 @@ class CaseName(StrEnum):
     HOST = "host"
     MEMORY = "memory"
     LARGE = "large"
-    DIGESTS = "digests"
-    WARM = "warm"
-    COST = "cost"
 
 
-ONLY_WHEN_ASKED = {CaseName.MEMORY, CaseName.LARGE, CaseName.DIGESTS, CaseName.WARM, CaseName.COST}
-"""They take long, or 9 GiB, or are of what few switch on: they run when ``--only`` names them."""
+ONLY_WHEN_ASKED = {CaseName.MEMORY, CaseName.LARGE}
+"""They take long, or 9 GiB: they run when ``--only`` names them."""
 EVERY_TIME = tuple(name for name in CaseName if name not in ONLY_WHEN_ASKED)
 
 

@@ -19,22 +19,13 @@ from kvbus.planning import Reads
 from kvbus.spawn import Child, free_port, write_agent_config
 
 BARE_PAIR = "kvbus.doctor.bare_pair"
-RECORDER = "kvbus.bench.trace.recorder"
 LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
 ANSWER_TIMEOUT_S = 120.0
 
 
-def module_command(name: str, module: str, *arguments: str, notes: Path | None) -> list[str]:
-    """``python -m module``; with a folder for ``notes``, by way of the recorder of a trace."""
-    recorder = ("-m", RECORDER, str(notes / f"{name}.notes")) if notes else ("-m",)
-    return [sys.executable, *recorder, module, *arguments]
-
-
-def answering(
-    name: str, module: str, *arguments: str, folder: Path, notes: Path | None = None
-) -> Child:
+def answering(name: str, module: str, *arguments: str, folder: Path) -> Child:
     """Run ``python -m module`` with pipes for its stdin and stdout; it ends with its stdin."""
-    command = module_command(name, module, *arguments, notes=notes)
+    command = [sys.executable, "-m", module, *arguments]
     log = folder / f"{name}.log"
     return Child.start(name, command, log=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -78,10 +69,6 @@ class BenchAgent:
         lags = (sample for sample in self._samples() if sample.name == LAG_BUCKET)
         return {float(sample.labels["le"]): sample.value for sample in lags}
 
-    def reading(self, name: str) -> float:
-        """The value of a gauge of its metrics page; 0 for one that it has not."""
-        return sum(one.value for one in self._samples() if one.name == f"kvbus_{name}")
-
     def _samples(self) -> Iterator[Sample]:
         connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=5)
         with contextlib.closing(connection):
@@ -97,17 +84,16 @@ def agent(
     folder: Path,
     *,
     label: str = "default",
-    notes: Path | None = None,
     settings: Mapping[str, str | float | list[str]] = MappingProxyType({}),
 ) -> Iterator[BenchAgent]:
     """Start the ``role`` agent below ``folder``; ``settings`` are keys of its configuration.
 
-    Each of a role has a ``label`` of its own. With ``notes`` it is traced, see `module_command`.
+    Each of a role has a ``label`` of its own.
     """
     port, name = free_port(), f"{role}-{label}"
     page = {"http_bind": f"127.0.0.1:{port}"}
     config = write_agent_config(name, folder, **page, **settings)
-    command = module_command(f"{role} agent", f"kvbus_{role}", str(config), notes=notes)
+    command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
     with Child.start(f"{role} agent", command, log=folder / f"{name}.log") as child:
         yield BenchAgent(child, folder / name / "attach.sock", port)
 

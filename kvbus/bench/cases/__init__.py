@@ -8,9 +8,6 @@ from pathlib import Path
 
 import anyio
 
-from kvbus.bench.cases.burst import measure_burst
-from kvbus.bench.cases.cost import measure_cost
-from kvbus.bench.cases.digests import measure_digests
 from kvbus.bench.cases.idle import measure_idle, measure_memory
 from kvbus.bench.cases.large import measure_large
 from kvbus.bench.cases.load import measure_load
@@ -19,7 +16,6 @@ from kvbus.bench.cases.publishing import measure_chunked, measure_host
 from kvbus.bench.cases.rate import measure_rate
 from kvbus.bench.cases.reshapes import OF_NAIVE, PACKED_OF_NAIVE, measure_reshape
 from kvbus.bench.cases.transfers import measure_fixed, measure_transfer
-from kvbus.bench.cases.warm import measure_warm
 from kvbus.bench.engines import Bench
 from kvbus.bench.figures import CaseName, Figure, Scale
 from kvbus.bench.processes import agent, answering
@@ -69,7 +65,6 @@ CASES: Mapping[CaseName, Case] = {
     CaseName.PRIORITY: measure_priority,
     CaseName.IDLE: measure_idle,
     CaseName.RATE: measure_rate,
-    CaseName.BURST: measure_burst,
     CaseName.TP_1_TO_2: partial(
         measure_reshape,
         source=NHD_1,
@@ -85,9 +80,6 @@ CASES: Mapping[CaseName, Case] = {
     CaseName.HOST: measure_host,
     CaseName.MEMORY: measure_memory,
     CaseName.LARGE: measure_large,
-    CaseName.DIGESTS: measure_digests,
-    CaseName.WARM: measure_warm,
-    CaseName.COST: measure_cost,
 }
 
 
@@ -110,19 +102,13 @@ async def _run(
 
 
 @contextmanager
-def running(folder: Path, console: Console, *, notes: Path | None = None) -> Iterator[Bench]:
-    """Agents and the prefill engines' process; a failed run shows the end of the agents' logs.
-
-    With ``notes`` all of them are traced, see `module_command`.
-    """
-    with (
-        agent("prefill", folder, notes=notes) as prefill,
-        agent("decode", folder, notes=notes) as decode,
-    ):
+def running(folder: Path, console: Console) -> Iterator[Bench]:
+    """Agents and the prefill engines' process; a failed run shows the end of the agents' logs."""
+    with agent("prefill", folder) as prefill, agent("decode", folder) as decode:
         try:
             module, path = "kvbus.bench.prefill_engine", str(prefill.attach_path)
             with ExitStack() as stack:
-                engines = answering("prefill engine", module, path, folder=folder, notes=notes)
+                engines = answering("prefill engine", module, path, folder=folder)
                 agents = {"prefill agent": prefill, "decode agent": decode}
                 yield Bench(agents, stack.enter_context(engines), folder, stack)
         except* KVBusError:
