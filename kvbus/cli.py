@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kvbus.bench.command import bench
-from kvbus.bench.side_commands import bench_decode, bench_prefill
+from kvbus.bench.cases.command import bench
+from kvbus.bench.sides.command import bench_decode, bench_prefill
 from kvbus.conform.command import conform
 from kvbus.demo.command import demo
 from kvbus.demo.side_commands import demo_decode, demo_prefill

@@ -59,7 +59,7 @@ def _show(
 
 
 def _measure(names: Sequence[CaseName], size: Scale, show: Show) -> None:
-    from kvbus.bench.cases import run_cases  # noqa: PLC0415 - torch costs seconds, even for --help
+    from kvbus.bench.cases.run import run_cases  # noqa: PLC0415 - torch costs seconds, even for --help
 
     measured: dict[CaseName, Sequence[Figure]] = {}
     try:
