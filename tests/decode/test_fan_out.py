@@ -114,6 +114,7 @@ async def test_a_fetch_cancelled_between_copies_writes_no_rank_but_the_one_under
     assert (in_use, half.num_slots) == (1, 0)
     assert (num_written, half.num_written()) == (1, 2)
     await half.offer.withdraw()
+    await half.offer.ended  # its blocks are offered again
     assert await works(half.source, half.target)
 
 
