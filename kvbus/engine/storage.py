@@ -43,8 +43,10 @@ class SharedStorage(OwnedStorage):
         super().close()
 
     def __del__(self) -> None:
-        super().__del__()
-        self.close()
+        try:
+            super().__del__()
+        finally:  # where warnings are errors, too
+            self.close()
 
 
 def share_tensor(tensor: torch.Tensor) -> SharedStorage | CudaStorage:

@@ -4,7 +4,7 @@ Only ``cuda`` imports torch, which costs seconds: it is imported by name.
 
     segment   SharedSegment: the engine's memory, sealed and reserved
     pages     what is mapped, and how it ends
-    mapping   SegmentMapping, LentMapping: the agent's side of either
+    mapping   SegmentMapping: what an agent was passed, by an engine or by an agent
     room      whether that much memory is there
     bus_errors  what happens when memory is cut that somebody has mapped
     copying   PagedMemory: one group's regions on one rank; gather and scatter between those and

@@ -25,19 +25,39 @@ _LENT_PERCENT = 50  # of the files that a process may open: the others are for i
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 
 
-class PassedMapping(MappedFile):
-    """Memory of another process, mapped here; ``discarded`` once its bytes are gone from here.
+class SegmentMapping(MappedFile):
+    """A segment that another process passed, mapped here; ``discarded`` once its bytes are gone.
+
+    Takes over ``fd`` and closes it, also when it raises. That of an engine is entered into the page
+    table, so that no read has to, for two seconds at most, and takes longer when the engine left
+    pages unreserved: an event loop calls it in a thread. With ``lend`` it keeps ``lent_fd``, open
+    for reading only, for agents that map the segment too, until the memory is discarded; None when
+    there is no room for it. ``borrowed`` says that it is such an agent's: to be read only.
+    Raises ``SegmentError``.
 
     ``sealed`` is False when who made the file can still truncate it (torch's shared storage cannot
     be sealed): then the next access here is SIGBUS, which `survive_cuts` is for.
     """
 
-    sealed: bool
+    lent_fd: int | None = None
 
-    def __init__(self, size_bytes: int) -> None:
-        self.discarded = False
+    def __init__(
+        self, fd: int, *, size_bytes: int, lend: bool = False, borrowed: bool = False
+    ) -> None:
+        self.size_bytes, self.discarded = size_bytes, False
         self._watcher: BusErrors | None = None
-        self.size_bytes = size_bytes
+        with _taken_over(fd, size_bytes, borrowed=borrowed):
+            if not borrowed:  # who borrows maps several, and looks once
+                check_mappings()
+            self.sealed = _seal_against_shrinking(fd)
+            _check_file(fd, size_bytes)
+            check_memory(_missing_bytes(fd, size_bytes))
+            if not borrowed:
+                os.posix_fallocate(fd, 0, size_bytes)
+            self._pages = Pages(fd, size_bytes, writable=not borrowed)
+            if not borrowed:
+                self._pages.populate(_POPULATE_WITHIN_S)
+            self.lent_fd = _reopened(fd) if lend else None
 
     def survive_cuts(self, bus_errors: BusErrors, on_cut: OnCut) -> None:
         """Have this process live when somebody truncates the file; ``on_cut`` is told of it.
@@ -74,69 +94,31 @@ class PassedMapping(MappedFile):
         if pages is not None:
             self._forget(pages)
 
-    def _forget(self, pages: Pages) -> None:
-        """The file's bytes are not here any more: nobody cuts them."""
-        if self._watcher is not None:
-            self._watcher.unwatch(pages.address)
-
-
-class SegmentMapping(PassedMapping):
-    """An engine's segment, mapped here.
-
-    Takes over ``fd`` and closes it, also when it raises. Enters the pages into the page table, so
-    that no read has to, for two seconds at most, and takes longer when the engine left pages
-    unreserved: an event loop calls it in a thread. With ``lend`` it keeps ``lent_fd``, open for
-    reading only, for agents that map the segment too, until the memory is discarded; None when
-    there is no room for it. Raises ``SegmentError``.
-    """
-
-    lent_fd: int | None = None
-
-    def __init__(self, fd: int, *, size_bytes: int, lend: bool = False) -> None:
-        super().__init__(size_bytes)
-        needs = "; its descriptor must be open for reading and writing, and memory be free"
-        with _taken_over(fd, f"the engine's segment of {size_bytes} bytes", needs):
-            check_mappings()
-            self.sealed = _seal_against_shrinking(fd)
-            _check_file(fd, size_bytes)
-            _reserve_holes(fd, size_bytes)
-            self._pages = Pages(fd, size_bytes)
-            self._pages.populate(_POPULATE_WITHIN_S)
-            self.lent_fd = _reopened(fd) if lend else None
-
     def unmap(self) -> None:
         """`close`, which no transfer may be in flight for: `discard` is for that."""
         self.close()
 
     def _forget(self, pages: Pages) -> None:
-        super()._forget(pages)
+        """The file's bytes are not here any more: nobody cuts them, and they are lent no longer."""
+        if self._watcher is not None:
+            self._watcher.unwatch(pages.address)
         fd, self.lent_fd = self.lent_fd, None
         if fd is not None:
             os.close(fd)
 
 
-class LentMapping(PassedMapping):
-    """A segment of an engine of another agent, mapped here to be read, and not to be written.
-
-    Takes over ``fd`` and closes it, also when it raises. Raises ``SegmentError``.
-    """
-
-    def __init__(self, fd: int, *, size_bytes: int) -> None:
-        super().__init__(size_bytes)
-        with _taken_over(fd, f"the other agent's segment of {size_bytes} bytes"):
-            self.sealed = _seal_against_shrinking(fd)
-            _check_file(fd, size_bytes)
-            check_memory(_missing_bytes(fd, size_bytes))
-            self._pages = Pages(fd, size_bytes, writable=False)
-
-
 @contextmanager
-def _taken_over(fd: int, what: str, needs: str = "") -> Iterator[None]:
+def _taken_over(fd: int, size_bytes: int, *, borrowed: bool) -> Iterator[None]:
     """Close the descriptor of what is mapped; an ``OSError`` is a `SegmentError`."""
+    whose = "the other agent's" if borrowed else "the engine's"
+    needs = "its descriptor must be open for reading and writing, and memory be free"
     try:
         yield
     except OSError as error:
-        raise SegmentError(f"cannot map {what}: {error.strerror}{needs}") from error
+        raise SegmentError(
+            f"cannot map {whose} segment of {size_bytes} bytes: {error.strerror}"
+            f"{'' if borrowed else f'; {needs}'}"
+        ) from error
     finally:
         os.close(fd)
 
@@ -186,12 +168,6 @@ def _check_file(fd: int, size_bytes: int) -> None:
 
 # A sparse file of a terabyte costs an engine nothing and passes every check of its size. To reserve
 # it would be this process's memory: the room is checked first, for what is not there yet only.
-def _reserve_holes(fd: int, size_bytes: int) -> None:
-    """Reserve what the engine did not, unless a sparse file promises more than the machine has."""
-    check_memory(_missing_bytes(fd, size_bytes))
-    os.posix_fallocate(fd, 0, size_bytes)
-
-
 def _missing_bytes(fd: int, size_bytes: int) -> int:
     """How much of the file is not there yet."""
     return size_bytes - os.fstat(fd).st_blocks * 512

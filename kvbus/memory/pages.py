@@ -7,6 +7,7 @@ NIXL and kernels know the address without Python knowing of them. So the pages g
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import warnings
 import weakref
@@ -108,7 +109,7 @@ class OwnedMemory(ABC):
         self.close()
 
     def __del__(self) -> None:
-        if not self.closed:
+        if not (self.closed or sys.is_finalizing()):  # at exit the kernel takes all of it
             what = f"{type(self).__name__} of {self.size_bytes} bytes"
             warnings.warn(f"{what} was never closed", ResourceWarning, stacklevel=2)
 
@@ -116,8 +117,10 @@ class OwnedMemory(ABC):
 class OwnedStorage(OwnedMemory):
     """A torch storage that an engine passes to its agent; alive until it is closed."""
 
+    _storage: torch.UntypedStorage | None = None
+
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage: torch.UntypedStorage | None = storage
+        self._storage = storage
         self.address = storage.data_ptr()
         self.size_bytes = storage.nbytes()
 

@@ -1,4 +1,4 @@
-"""SegmentMapping and LentMapping: what agents make of a descriptor that they were passed."""
+"""SegmentMapping: what agents make of a descriptor that they were passed."""
 
 import errno
 import fcntl
@@ -12,7 +12,7 @@ import pytest
 
 from kvbus.errors import ClosedError, SegmentError
 from kvbus.memory.libc import unmap
-from kvbus.memory.mapping import LentMapping, SegmentMapping
+from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.segment import SharedSegment
 
 SIZE_BYTES = 1 << 24  # so large that nothing else takes the addresses once they are free
@@ -93,8 +93,8 @@ def test_an_unsealed_file_is_sealed_against_shrinking_before_it_is_believed() ->
     os.close(fd)
 
 
-Kind = type[SegmentMapping] | type[LentMapping]
-BOTH = [SegmentMapping, LentMapping]
+ENGINES, BORROWED = {"borrowed": False}, {"borrowed": True}
+BOTH = [ENGINES, BORROWED]
 
 
 def of_size(size_bytes: int) -> Callable[[], int]:
@@ -131,30 +131,30 @@ def read_only() -> int:
         (BOTH, lambda: os.open("/proc/self/status", os.O_RDONLY), 4096, "not a memory file"),
         (BOTH, lambda: os.open("/proc", os.O_RDONLY), 4096, "not a memory file"),
         (BOTH, lambda: os.eventfd(0), 4096, "not a memory file"),
-        (BOTH[:1], read_only, 4096, "reading and writing|cannot be mapped"),
-        (BOTH[:1], unwritable, 4096, "reading and writing|cannot be mapped"),
+        ([ENGINES], read_only, 4096, "reading and writing|cannot be mapped"),
+        ([ENGINES], unwritable, 4096, "reading and writing|cannot be mapped"),
     ],
 )
 def test_what_is_no_memory_file_or_of_another_size_or_cannot_be_written_is_refused_and_closed(
-    kinds: list[Kind], make: Callable[[], int], claimed_bytes: int, why: str
+    kinds: list[dict[str, bool]], make: Callable[[], int], claimed_bytes: int, why: str
 ) -> None:
     for kind in kinds:
         fd = make()
         with pytest.raises(SegmentError, match=why):
-            kind(fd, size_bytes=claimed_bytes)
+            SegmentMapping(fd, size_bytes=claimed_bytes, **kind)
 
         assert not is_open(fd)
 
 
-@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("kind", BOTH, ids=["an engine's", "borrowed"])
 def test_a_sparse_file_larger_than_the_machine_is_refused_before_it_is_filled_or_read(
-    kind: Kind,
+    kind: dict[str, bool],
 ) -> None:
     """Open for reading only, so that a mapping which tries to fill it fails and takes nothing."""
     whole = of_size(1 << 40)()
     fd = for_reading(whole)
     with pytest.raises(SegmentError, match="does not fit"):
-        kind(fd, size_bytes=1 << 40)
+        SegmentMapping(fd, size_bytes=1 << 40, **kind)
 
     assert not is_open(fd)
     os.close(whole)
@@ -218,7 +218,7 @@ def test_who_is_lent_a_segment_sees_what_the_engine_writes_and_can_write_nothing
             mmap.mmap(fd, SIZE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
             os.pwrite(fd, b"x", 0)
-        with LentMapping(fd, size_bytes=SIZE_BYTES) as theirs:
+        with SegmentMapping(fd, size_bytes=SIZE_BYTES, borrowed=True) as theirs:
             segment.view()[5] = 9
 
             assert theirs.sealed

@@ -2,7 +2,9 @@
 
 import os
 import subprocess
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -124,4 +126,37 @@ def test_a_tensor_larger_than_the_shared_memory_file_system_is_refused_before_it
 def test_forgotten_shared_storage_is_warned_about_and_closed() -> None:
     shared = share_tensor(torch.zeros(8))
     with pytest.warns(ResourceWarning, match="never closed"):
+        del shared
+
+
+AT_EXIT = """
+import builtins
+import torch
+from kvbus.engine import share_tensor
+from kvbus.memory.segment import SharedSegment
+
+tensor = torch.zeros(8)
+builtins.kept = SharedSegment(4096), share_tensor(tensor)
+"""
+
+
+def test_what_the_process_holds_at_its_end_is_not_warned_about() -> None:
+    """The interpreter takes its modules apart then: what a finalizer needs may be gone."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", AT_EXIT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_forgotten_shared_storage_is_closed_where_warnings_are_errors() -> None:
+    shared = share_tensor(torch.zeros(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         del shared

@@ -22,7 +22,7 @@ from kvbus.errors import ConfigError, ErrorCode, KVBusError, PeerLost, ProtocolE
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.place import check_folder, connect_to_agent
-from kvbus.memory.mapping import LentMapping
+from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.room import check_mappings
 from kvbus.protocol.attach import LendMemory, MemoryLent, MemorySocket
 from kvbus.protocol.message import from_body, to_body
@@ -42,7 +42,7 @@ OPEN = "open"
 
 SegmentKey = tuple[int, str]
 """A rank, and the id of a segment of it."""
-Lent = dict[SegmentKey, LentMapping]
+Lent = dict[SegmentKey, SegmentMapping]
 
 
 # A copy knows addresses only, in a thread that cannot be stopped. So these rules:
@@ -320,4 +320,4 @@ def _map_some(reply: MemoryLent, fds: list[int], lent: Lent) -> None:
         key = segment.rank, segment.segment_id
         if key in lent:
             raise ProtocolError(f"segment '{segment.segment_id}' was lent twice")
-        lent[key] = LentMapping(fds.pop(0), size_bytes=segment.size_bytes)
+        lent[key] = SegmentMapping(fds.pop(0), size_bytes=segment.size_bytes, borrowed=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.libc import map_shared
-from kvbus.memory.mapping import LentMapping, SegmentMapping
+from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.run_copy import copy_by_kernel, copy_by_numpy, load_kernel
 from kvbus.planning import Lattice
 
@@ -22,11 +22,9 @@ kind, *library = sys.argv[1:]
 fd = os.memfd_create("kvbus-cut")  # which nobody can seal, as those of torch
 os.truncate(fd, SIZE_BYTES)
 os.pwrite(fd, b"\x01" * SIZE_BYTES, 0)
-mapping: LentMapping | SegmentMapping
-if kind == "lent":
-    mapping = LentMapping(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY), size_bytes=SIZE_BYTES)
-else:
-    mapping = SegmentMapping(os.dup(fd), size_bytes=SIZE_BYTES)
+is_lent = kind == "lent"
+passed = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY if is_lent else os.O_RDWR)
+mapping = SegmentMapping(passed, size_bytes=SIZE_BYTES, borrowed=is_lent)
 told: set[str] = set()
 
 
