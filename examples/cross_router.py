@@ -72,6 +72,8 @@ class Router:
         """VLLM prefills, SGLang decodes."""
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         choice, params = await self._vllm(self.prefill, asked, 1, params)
+        if "ticket" not in params:
+            raise httpx.HTTPError(f"{self.prefill.url} offers no KV: does its prefill agent run?")
         given = {"ticket": params["ticket"], "first_token": choice["token_ids"][0]}
         room = {"bootstrap_host": "kvbus", "bootstrap_room": new_room()}
         return await self._sglang(self.decode, asked, room, {"custom_params": {"kvbus": given}})
@@ -117,11 +119,17 @@ def app_of(route: Callable[[dict[str, Any]], Awaitable[Tokens]]) -> Starlette:
     """``POST /generate``: {prompt, max_tokens, temperature, ignore_eos} to {tokens}."""
 
     async def generate(request: Request) -> JSONResponse:
+        try:
+            asked = await request.json()
+            _ = asked["prompt"], asked["max_tokens"]
+        except (ValueError, TypeError, KeyError) as error:
+            message = f"the body is no JSON map with prompt and max_tokens: {error!r}"
+            return JSONResponse({"error": message}, status_code=400)
         answer: dict[str, Any] = {}
         status = 200
         try:
-            answer["tokens"] = await route(await request.json())
-        except* (httpx.HTTPError, KeyError) as group:
+            answer["tokens"] = await route(asked)
+        except* httpx.HTTPError as group:
             answer["error"] = "; ".join(map(repr, group.exceptions))
             status = 502
         return JSONResponse(answer, status_code=status)

@@ -41,12 +41,12 @@ PLACE = "/kvbus"
 ELSEWHERE = "kvbus"
 """The ``bootstrap_host`` of a request whose prompt another engine than SGLang has prefilled."""
 GIVEN = "kvbus"
-"""The key of ``custom_params`` of such a request, see `Given`."""
+"""The key of ``custom_params`` of such a request, see `TicketAndToken`."""
 ASK_WITHIN_S = 5.0
 MAX_NOTED = 65_536
 
 
-class Given(msgspec.Struct, frozen=True):
+class TicketAndToken(msgspec.Struct, frozen=True):
     """What a router has from an engine that is no SGLang: its ticket, and the token it sampled.
 
     ``first_logprob`` is needed where the client asks for log probabilities.
@@ -62,7 +62,7 @@ class Noted:
     """What a request has that senders and receivers are not told.
 
     ``given`` is what its ``custom_params`` say, as it came. ``untold`` are its fields that ask for
-    more of the first token than `Given` can say.
+    more of the first token than `TicketAndToken` can say.
     """
 
     num_tokens: int
@@ -177,7 +177,7 @@ class Manager(CommonKVManager):
             )
         return bool(super().try_ensure_parallel_info(bootstrap_addr))
 
-    def write_row(self, row: int, room: int, given: Given) -> None:
+    def write_row(self, row: int, room: int, given: TicketAndToken) -> None:
         """Tell SGLang of the first token, as a prefill server of SGLang does."""
         rows = self.rows
         rows.cached_tokens[row] = 0
@@ -350,13 +350,13 @@ class Receiver(CommonKVReceiver):
         except KVBusError as error:
             self._fail(str(error))
 
-    def _given(self) -> Given | None:
+    def _given(self) -> TicketAndToken | None:
         """What another engine than SGLang has prefilled; raises `ProtocolError`."""
         if not self.bootstrap_addr.startswith(f"{ELSEWHERE}:"):
             return None
         noted = self._noted
         try:
-            given = msgspec.convert(noted.given if noted else None, Given)
+            given = msgspec.convert(noted.given if noted else None, TicketAndToken)
         except msgspec.ValidationError as error:
             raise ProtocolError(
                 f"custom_params['{GIVEN}']: {error}; bootstrap_host '{ELSEWHERE}' needs the ticket "
