@@ -93,24 +93,29 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 class Runner:
     """Runs calls in one event loop, from any thread, and those of one thread in their order."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Without a loop, only from the one thread that there is."""
-        self.loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop
         self._lock, self._is_closed = threading.Lock(), False
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run in ``loop`` from now on."""
+        self._loop = loop
 
     def post(self, call: Callable[[], object]) -> None:
         """Call ``call`` in the loop: at once from its own thread, and never waiting from others.
 
-        Raises `ClosedError` when the loop has ended. An error of ``call`` is logged.
+        Raises `ClosedError` before there is a loop, and after. An error of ``call`` is logged.
         """
-        if self.loop is None or running_loop() is self.loop:
+        if self._loop is None:
+            raise ClosedError("the link is not open")
+        if running_loop() is self._loop and not self._is_closed:
             call()
             return
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the link is closed")
-            self.loop.call_soon_threadsafe(call)
+            self._loop.call_soon_threadsafe(call)
 
     def start(self, call: Callable[[], Awaitable[T]]) -> Later[T]:
         """Begin ``call`` in the loop; what it returns or raises comes later."""

@@ -34,7 +34,14 @@ from kvbus.engine.memory import MemorySession, OnFetched
 from kvbus.engine.prefill import BlockIds, Offer, OfferOptions, PrefillSession, offer_message
 from kvbus.engine.rank_memory import RankMemory
 from kvbus.engine.session import ATTACH_RETRY_S, SessionOptions, greet
-from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RequestRefused
+from kvbus.errors import (
+    ClosedError,
+    ErrorCode,
+    KVBusError,
+    LocalError,
+    PeerLost,
+    RequestRefused,
+)
 from kvbus.geometry import EngineSpec
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, Outcome
@@ -63,12 +70,14 @@ class Link:
 
     Entering it raises why the first attempt failed, such as `PeerLost` when no agent listens within
     ``attach_timeout_s``. `start` does not wait, and an engine that can do without an agent looks at
-    `wait_open` and `problem`. Everything may be called from any thread, and in any event loop:
-    nothing but `wait_open`, `close` and entering waits there. Ends are heard in one of four ways:
-    ``offer.ended.wait()`` in a thread, ``await offer.ended`` in a loop, ``add_callback``, which is
-    called in the link's thread, or `ended`, for step loops, which tells of all others.
+    `wait_open` and `problem`. ``with`` and `start` give the link a thread; ``async with`` runs it
+    in that event loop, which must not be held up for long (compute elsewhere). Everything may be
+    called from any thread, and in any event loop: nothing but `wait_open`, `close` and entering
+    waits there. Ends are heard in one of four ways: ``offer.ended.wait()`` in a thread, ``await
+    offer.ended`` in a loop, ``add_callback``, which is called where the link runs, or `ended`, for
+    step loops, which tells of all others.
 
-    ``on_fetched`` is called, in the link's thread, for each fetch of the engine that ended: for
+    ``on_fetched`` is called, where the link runs, for each fetch of the engine that ended: for
     workers that tell their engine before its scheduler could. It needs a rank that is attached to
     the agent of the scheduler.
     """
@@ -94,8 +103,7 @@ class Link:
         self._attach, self._options = Path(attach_path), options
         self._role_wanted, self._others, self._access = role, others, access
         self._patience_s = options.get("request_timeout_s", 30.0)
-        self._loop = asyncio.new_event_loop()
-        self.runner = Runner(self._loop)
+        self.runner = Runner()
         self._over: dict[Offer | Fetch, None] = {}
         self._releases = _Releases(self._fetching_session, logger)
         self._is_open = threading.Event()
@@ -123,11 +131,15 @@ class Link:
         if self._control is not None:
             self._control.when_open(lambda _: self._releases.begin())
         self._keeper: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, name="kvbus-link", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> Self:
-        """Begin to attach, without waiting for it; once."""
-        self._keeper = self._loop.create_task(self._keep())
+        """Begin to attach, in a thread of its own, without waiting for it; once."""
+        loop = asyncio.new_event_loop()
+        self._begin_in(loop)
+        self._thread = threading.Thread(
+            target=self._run, args=[loop], name="kvbus-link", daemon=True
+        )
         self._thread.start()
         return self
 
@@ -144,25 +156,39 @@ class Link:
         self.close()
 
     async def __aenter__(self) -> Self:
-        self.start()
+        self._begin_in(asyncio.get_running_loop())
         try:
             await asyncio.wrap_future(self._first)
         except BaseException:
-            await asyncio.to_thread(self.close)
+            await self.aclose()
             raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await asyncio.to_thread(self.close)
+        await self.aclose()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Leave the agent, within ``timeout_s`` or later; all that goes on ends. Idempotent."""
-        if self._keeper is None:
-            self._loop.close()
-        elif self._thread.is_alive():
-            with suppress(RuntimeError):  # it ends by itself
-                self._loop.call_soon_threadsafe(self._keeper.cancel)
+        """Leave the agent, within ``timeout_s`` or later; all that goes on ends. Idempotent.
+
+        For a link with a thread of its own.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            with suppress(ClosedError):  # it ends by itself
+                self.runner.post(self._stop)
             self._thread.join(timeout_s)
+        for memory in self._memory:
+            memory.close()
+
+    async def aclose(self) -> None:
+        """As `close`, in an event loop: the one that the link was entered in."""
+        if self._thread is not None:
+            await asyncio.to_thread(self.close)
+            return
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+            await self.runner.aclose()
         for memory in self._memory:
             memory.close()
 
@@ -198,14 +224,14 @@ class Link:
         return self.agent.role
 
     def when_open(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called, in the link's thread, each time that a session is new from now on.
+        """Have ``call`` called, where the link runs, each time that a session is new from now on.
 
         That of the scheduler, if it is here. What an agent had that is gone can be made again then.
         """
         self._kept[-1].when_open(lambda _: call())
 
     def post(self, call: Callable[[], object]) -> None:
-        """Have ``call`` called in the link's thread, after what this thread posted before."""
+        """Have ``call`` called where the link runs, after what this thread posted before."""
         self.runner.post(call)
 
     def offer(
@@ -398,14 +424,22 @@ class Link:
             elif any(kept.has_failed for kept in self._kept):
                 self._first.set_exception(problem)
 
-    def _run(self) -> None:
+    def _begin_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.runner.begin(loop)
+        self._keeper = loop.create_task(self._keep())
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             if self._keeper is not None:
                 with suppress(asyncio.CancelledError):
-                    self._loop.run_until_complete(self._keeper)
+                    loop.run_until_complete(self._keeper)
         finally:
-            self._loop.run_until_complete(self.runner.aclose())
-            self._loop.close()
+            loop.run_until_complete(self.runner.aclose())
+            loop.close()
+
+    def _stop(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
 
     async def _keep(self) -> None:
         """The scheduler leaves before the memory does."""

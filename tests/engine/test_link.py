@@ -1,6 +1,7 @@
 """What a link does while there is no agent, and at its end; what only a scheduler's link can do."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,17 @@ async def test_so_it_does_in_an_event_loop(nowhere: Path) -> None:
     with pytest.raises(PeerLost):
         async with Link(nowhere, SPEC):
             pass
+
+
+@pytest.mark.anyio
+async def test_in_an_event_loop_it_has_no_thread_and_takes_calls_of_others(nowhere: Path) -> None:
+    num_threads, link = threading.active_count(), Link(nowhere, SPEC)
+    with pytest.raises(PeerLost):
+        await link.__aenter__()
+    assert threading.active_count() == num_threads
+
+    with pytest.raises(ClosedError):
+        await asyncio.to_thread(link.offer, "r", **ONE)
 
 
 def test_without_an_agent_offers_and_fetches_end_at_once_and_are_told_once(
