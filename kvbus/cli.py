@@ -1,46 +1,93 @@
-"""The command line ``kvbus``: only the list of its commands.
+"""The command line ``kvbus``: the list of its commands. Each is imported when it is called."""
 
-Refuses to do any work: each command is a function of the module that it is imported from.
-"""
-
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from kvbus.bench.cases.command import bench
-from kvbus.bench.sides.command import bench_decode, bench_prefill
-from kvbus.conform.command import conform
-from kvbus.demo.command import demo
-from kvbus.demo.side_commands import demo_decode, demo_prefill
-from kvbus.doctor.command import doctor
-from kvbus.keys.command import keys
-from kvbus.lab.status.command import status
-from kvbus.planning.command import plan
-from kvbus.trace.command import trace
+COMMANDS = {
+    "demo": (
+        "kvbus.demo.command",
+        "Hand requests from a prefill engine to a decode engine; compare with the model run alone.",
+    ),
+    "demo-prefill": (
+        "kvbus.demo.side_commands",
+        "Offer requests at this machine's prefill agent; print their tickets, for demo-decode.",
+    ),
+    "demo-decode": (
+        "kvbus.demo.side_commands",
+        "Fetch what demo-prefill offered, by the lines on stdin; compare with the model run alone.",
+    ),
+    "bench": (
+        "kvbus.bench.cases.command",
+        "Measure handoffs beside bare NIXL on this machine, with agents and engines of its own.",
+    ),
+    "bench-prefill": (
+        "kvbus.bench.sides.command",
+        "Offer blocks at this machine's prefill agent; print their tickets, for bench-decode.",
+    ),
+    "bench-decode": (
+        "kvbus.bench.sides.command",
+        "Fetch what bench-prefill offers, by the lines on stdin; show speed, cost and what limits.",
+    ),
+    "plan": (
+        "kvbus.planning.command",
+        "Show what a handoff would read from whom, on which path, and how long it would take.",
+    ),
+    "doctor": (
+        "kvbus.doctor.command",
+        "Say what works on this machine for kvbus, what does not, why, and what to do.",
+    ),
+    "conform": (
+        "kvbus.conform.command",
+        "Check whether an engine keeps to the protocol, by playing its agent.",
+    ),
+    "status": (
+        "kvbus.lab.status.command",
+        "Tell what agents hold and do now, or what happens at one.",
+    ),
+    "trace": (
+        "kvbus.trace.command",
+        "Show one request over all agents, on one clock, and where its time went.",
+    ),
+    "keys": (
+        "kvbus.keys.command",
+        "Make, show, trust and revoke the CURVE keys of agents, routers and tools.",
+    ),
+}
+"""The module of each command, where a function has its name, and the first line of its help."""
+LOOKS: dict[str, Any] = {"rich_markup_mode": "markdown", "pretty_exceptions_enable": False}
+
+
+class Commands(TyperGroup):
+    """Knows a line of help of each command, and imports the one that is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command that the first argument names, and the arguments behind it."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and _imported(str(name)), rest
+
+
+def _imported(name: str) -> Any:
+    found = getattr(import_module(COMMANDS[name][0]), name.replace("-", "_"))
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(add_completion=False, **LOOKS)
+        alone.command(name)(found)
+        found = alone
+    return typer.main.get_command(found)
+
 
 app = typer.Typer(
+    cls=Commands,
     help="Moves the KV cache of LLM requests from a prefill engine to a decode engine.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
+    **LOOKS,
 )
-for command in (
-    demo,
-    demo_prefill,
-    demo_decode,
-    bench,
-    bench_prefill,
-    bench_decode,
-    plan,
-    doctor,
-    conform,
-    status,
-    trace,
-):
-    app.command()(command)
-app.add_typer(keys, name="keys")
+for _name, (_, _line) in COMMANDS.items():
+    app.command(_name, help=_line)(lambda: None)
 
 
 def _print_version(wanted: bool) -> None:

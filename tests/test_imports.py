@@ -44,7 +44,17 @@ ROOMS = {
     ),
     "kvbus/trace": (*PURE, "protocol", "bus", "keys", "clocks", "output", "text", "console"),
     "kvbus/conform": (*PURE, "protocol", "output", "spawn", "console"),
-    "kvbus/doctor": (*PLUMBING, "keys", "agent", "clocks", "text", "output", "spawn", "console"),
+    "kvbus/doctor": (
+        *PLUMBING,
+        "lab",
+        "keys",
+        "agent",
+        "clocks",
+        "text",
+        "output",
+        "spawn",
+        "console",
+    ),
     "services/prefill/kvbus_prefill": (*PLUMBING, "agent", "keys"),
     "services/decode/kvbus_decode": (*PLUMBING, "agent", "keys"),
 }

@@ -18,7 +18,7 @@ from kvbus.errors import RequestTimeout
 from kvbus.planning import Reads
 from kvbus.spawn import Child, free_port, write_agent_config
 
-BARE_PAIR = "kvbus.doctor.bare_pair"
+BARE_PAIR = "kvbus.lab.bare_pair"
 LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
 ANSWER_TIMEOUT_S = 120.0
 

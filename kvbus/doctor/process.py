@@ -81,7 +81,7 @@ def try_memory(role: str) -> None:
 def try_nixl(role: str) -> None:
     """List the backends, or measure a bare pair."""
     # Imported only here, as it may crash.
-    from kvbus.doctor.bare_pair import LONG_BYTES, NUM_PLACES, BareAgent  # noqa: PLC0415
+    from kvbus.lab.bare_pair import LONG_BYTES, NUM_PLACES, BareAgent  # noqa: PLC0415
     from kvbus.transport.nixl_agent import NixlAgent, list_backends  # noqa: PLC0415
 
     if role == "list":

@@ -18,7 +18,7 @@ from kvbus.clocks import ClockOffset, Exchange
 from kvbus.console import Console
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.asker import KeyFile, ServerKeys, curves_of
-from kvbus.output import fail, write_json
+from kvbus.output import fail, waiting_for, write_json
 from kvbus.protocol.ticket import UNKNOWN
 from kvbus.protocol.trace import OtherAgent, Span, Trace
 from kvbus.text import printable
@@ -126,7 +126,8 @@ def trace(
         keys, server_keys = curves_of(key_file, server_key or [], len(peer))
         agents = [OtherAgent(at, key) for at, key in zip(peer, server_keys, strict=True)]
         asked = Questions(request_id, keys, timeout)
-        anyio.run(asked.ask, agents)
+        with waiting_for(f"{' and '.join(peer)} to answer"):
+            anyio.run(asked.ask, agents)
     except ConfigError as error:
         raise typer.BadParameter(error.message) from error
     for endpoint, problem in asked.problems.items():

@@ -69,7 +69,7 @@ class Plays:
 def plays() -> Iterator[Plays]:
     """Plays in processes that have kvbus already; what nobody waits for any more is not begun."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["kvbus.cli"])
+    processes.set_forkserver_preload(["kvbus.cli", "kvbus.conform.command"])
     pool = ProcessPoolExecutor(AT_ONCE, mp_context=processes)
     try:
         yield Plays(pool)

@@ -34,9 +34,12 @@ class Between:
         return self.now.now_s - self.before.now_s
 
     def rate(self, name: str, **labels: str) -> float | None:
-        """How much a counter grew, a second, over all labels that are not given."""
-        grown = [value for _, value in self._grown(name, labels)]
-        return max(0.0, sum(grown)) / self.seconds if grown and self.seconds else None
+        """How much a counter grew, a second, over all labels that are not given.
+
+        A counter has no sample of labels that it has never counted.
+        """
+        grown = sum(value for _, value in self._grown(name, labels))
+        return max(0.0, grown) / self.seconds if self.seconds else None
 
     def spread(self, name: str, **labels: str) -> tuple[float, float] | None:
         """Seconds that half and 99 of 100 did not exceed, of what a histogram saw between them.
@@ -94,14 +97,15 @@ def _figures(view: Between) -> Iterator[tuple[str, str]]:
     status, metrics = view.now.status, view.now.metrics
     yield "role", status.role
     yield "state", "draining" if status.draining else "serving"
-    moved, took, outcome = "kvbus_offers_total", "kvbus_offer_life_seconds", "expired"
-    if status.role is AgentRole.DECODE:
-        moved, took, outcome = "kvbus_handoffs_total", "kvbus_handoff_seconds", "failed"
+    moved, took, outcome, data = (
+        ("kvbus_handoffs_total", "kvbus_handoff_seconds", "failed", "read")
+        if status.role is AgentRole.DECODE
+        else ("kvbus_offers_total", "kvbus_offer_life_seconds", "expired", "packed")
+    )
     for name, rate, write in (
         ("offers or handoffs a second", view.rate(moved), "{:,.1f}".format),
         ("expired or failed a second", view.rate(moved, outcome=outcome), "{:,.1f}".format),
-        ("read", view.rate("kvbus_read_bytes_total"), rate_text),
-        ("packed", view.rate("kvbus_packed_bytes_total"), rate_text),
+        (data, view.rate(f"kvbus_{data}_bytes_total"), rate_text),
         ("peers", metrics.get("kvbus_peers"), "{:.0f}".format),
         ("withheld blocks", metrics.get("kvbus_quarantined_blocks"), "{:.0f}".format),
     ):

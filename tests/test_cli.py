@@ -1,0 +1,43 @@
+"""``kvbus``: each command is imported when it is called, and the list has the line of its help."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvbus.cli import COMMANDS, app
+
+HEAVY = ("zmq", "nixl", "numpy", "torch", "msgspec", "anyio")
+
+
+def test_the_list_of_commands_is_shown_without_what_they_need() -> None:
+    code = f"""
+import sys
+from kvbus.cli import app
+try:
+    app(["--help"])
+except SystemExit:
+    sys.exit(str([name for name in {HEAVY} if name in sys.modules]))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+
+    assert "bench-decode" in ended.stdout
+    assert ended.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_begins_with_its_line_of_the_list(name: str) -> None:
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
+
+    assert shown.exit_code == 0
+    assert COMMANDS[name][1] in shown.stdout
+
+
+def test_a_command_that_there_is_not_is_told_with_one_that_is_like_it() -> None:
+    ended = CliRunner().invoke(app, ["doctr"])
+
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert "Did you mean 'doctor'?" in ended.stderr
