@@ -28,7 +28,6 @@ import anyio
 import msgspec
 import torch
 
-from kvbus.demo.device import device_copy
 from kvbus.engine import Fetch, KeptSession, KvCache, MemorySession, Offer
 from kvbus.engine.bounce import (
     HostBuffer,
@@ -39,6 +38,7 @@ from kvbus.engine.bounce import (
 )
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, KvLayout, num_blocks_for
+from kvbus.lab.engine import device_copy
 from tests.expected import positions
 from tests.forked import ForkedEngine, end_at_once
 from tests.host_engines import Offered, Offering, private_cache

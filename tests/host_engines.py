@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvbus.demo.device import device_copy
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.engine.bounce import (
     HostBuffer,
@@ -25,6 +24,7 @@ from kvbus.engine.bounce import (
 from kvbus.engine.later import Later
 from kvbus.errors import KVBusError
 from kvbus.geometry import EngineSpec
+from kvbus.lab.engine import device_copy
 from tests.agents import until
 from tests.engines import Engine, NumBlocks, check_at_end
 from tests.memories import Memory, rank_of

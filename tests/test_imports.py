@@ -37,10 +37,13 @@ ROOMS = {
     "kvbus/agent": (*PLUMBING, "keys", "text"),
     "kvbus/engine": PLUMBING,
     "kvbus/integrations": (*PURE, "protocol", "engine", "options", "output", "spawn", "text"),
-    "kvbus/demo": (*PLUMBING, "keys", "engine", "spawn", "options", "output", "text", "console"),
+    "kvbus/demo": (
+        *(*PLUMBING, "keys", "engine", "lab", "spawn", "options", "output", "text", "console"),
+    ),
     "kvbus/bench": (*PLUMBING, "engine", "spawn", "text", "histograms", "output", "console"),
     "kvbus/lab": (
-        *(*PLUMBING, "keys", "agent", "histograms", "clocks", "text", "output", "console"),
+        *(*PLUMBING, "keys", "agent", "engine", "spawn", "options"),
+        *("histograms", "clocks", "text", "output", "console"),
     ),
     "kvbus/trace": (*PURE, "protocol", "bus", "keys", "clocks", "output", "text", "console"),
     "kvbus/conform": (*PURE, "protocol", "output", "spawn", "console"),
@@ -92,6 +95,7 @@ OWNERS = {
         "kvbus/integrations/sglang/",
         "kvbus/demo/",
         "kvbus/bench/",
+        "kvbus/lab/",
     ),
     "vllm": ("kvbus/integrations/vllm/",),
     "sglang": ("kvbus/integrations/sglang/",),

@@ -4,9 +4,9 @@
     run, report           one run, what came of it and how it is shown
     processes, router     the driver: four processes, and the way of each request through them
     messages              what driver and engines tell each other
-    engine, device        what both engines are: a model, a cache, its blocks
+    engine                what both engines are: a model, an engine of kvbus.lab with its cache
     prefill_engine, decode_engine   the two programs
-    model, model_config, weights, paged_cache, blocks   the transformer, its cache, its generation
+    model, model_config, weights, paged_cache   the transformer, its cache, its generation
 
 Refuses to know more of kvbus than engines do: the SDK, and what a router asks of agents.
 """

@@ -1,49 +1,37 @@
 """The demo's decode engine, a process: fetches KV that another engine computed, and goes on.
 
-Refuses to use blocks before their fetch has completed, and to reuse those of a failed fetch before
-the agent says that nothing can write into them any more.
+Blocks are used only when their fetch has completed, and those of a failed one only for another
+request when nothing can write into them any more.
 """
 
 import asyncio
 import contextlib
-import time
 from collections import defaultdict
 from functools import partial
 from random import Random
 
 import torch
 
-from kvbus.demo.blocks import Tables, decode_blocks
-from kvbus.demo.engine import PATIENCE_S, DemoEngine, run_engine
+from kvbus.demo.engine import DemoEngine, run_engine
 from kvbus.demo.messages import Decode, Decoded, Failed, FirstToken, Step
 from kvbus.demo.model import Generation, first_seen
 from kvbus.demo.paged_cache import slots
-from kvbus.engine import DecodeSession
-from kvbus.engine.bounce import HostDecode
 from kvbus.errors import FetchFailed, KVBusError
-from kvbus.geometry import num_blocks_for
-
-
-async def main(engine: DemoEngine[DecodeSession]) -> None:
-    """Serve, through the ring if there is one."""
-    async with contextlib.AsyncExitStack() as stack:
-        fetcher: DecodeSession | HostDecode = engine.session
-        if engine.ring is not None:
-            through_ring = HostDecode(engine.session, *engine.ring, wait_s=PATIENCE_S)
-            fetcher = await stack.enter_async_context(through_ring)
-        requests = DecodeRequests(engine, fetcher)
-        await engine.serve({Decode: requests.handle, FirstToken: requests.take_first_token})
+from kvbus.geometry import GroupSpec, num_blocks_for
+from kvbus.lab.engine import Tables
 
 
 class DecodeRequests:
     """The requests of one decode engine."""
 
-    def __init__(
-        self, engine: DemoEngine[DecodeSession], fetcher: DecodeSession | HostDecode
-    ) -> None:
-        self._engine, self._fetcher = engine, fetcher
+    def __init__(self, engine: DemoEngine) -> None:
+        self._engine = engine
         self._first_tokens: defaultdict[str, asyncio.Queue[int]] = defaultdict(asyncio.Queue)
         self._flips_left = int(engine.setup.flip_one_byte)
+
+    async def serve(self) -> None:
+        """Until the driver closes the line."""
+        await self._engine.serve({Decode: self.handle, FirstToken: self.take_first_token})
 
     async def take_first_token(self, first: FirstToken) -> None:
         """What a request goes on from, once its KV is there; a failed one does not go on."""
@@ -62,29 +50,27 @@ class DecodeRequests:
             group: table.array()[: num_blocks - table.first_block]
             for group, table in tables.items()
         }
-        began = time.monotonic()
-        fetch = self._fetcher.fetch(work.ticket, num_tokens=work.num_tokens, block_ids=block_ids)
+        taking = engine.engine.fetch(work.ticket, num_tokens=work.num_tokens, block_ids=block_ids)
         try:
-            fetched = await fetch.ended
+            taken = await taking.taken()
         except FetchFailed as error:
             with contextlib.suppress(KVBusError):  # then the offer ends by its time to live
-                await fetch.cancel(release_offer=True)
+                await taking.fetch.cancel(release_offer=True)
             await engine.line.send(Failed(work.request_id, error.code, error.message))
-            await fetch.freed
+            await taking.fetch.freed
         else:
-            fetched_at_s = time.monotonic()
             decoded = Decoded(
                 work.request_id,
                 steps=await self._go_on(work, tables, await first_token.get()),
-                num_bytes=fetched.num_bytes,
-                path=fetched.path,
-                handoff_s=fetched_at_s - began,
-                fetched_at_s=fetched_at_s,
-                stages_s=fetched.stages_s,
+                num_bytes=taken.fetched.num_bytes,
+                path=taken.fetched.path,
+                handoff_s=taken.seconds,
+                fetched_at_s=taken.at_s,
+                stages_s=taken.fetched.stages_s,
             )
             await engine.line.send(decoded)
         del self._first_tokens[work.request_id]
-        engine.blocks.give(tables)
+        engine.engine.blocks.give(tables)
 
     async def _go_on(self, work: Decode, tables: Tables, token: int) -> list[Step]:
         """Step by step, so that the requests in flight take turns on the device."""
@@ -99,6 +85,16 @@ class DecodeRequests:
         return steps
 
 
+def decode_blocks(group: GroupSpec, num_tokens: int, num_new: int) -> range:
+    """By position, the blocks of what is read of a prompt, and of the new tokens after it.
+
+    The decode side has no blocks for what a sliding window has left behind.
+    """
+    first, _ = group.positions(0, num_tokens)
+    size = group.block_size
+    return range(first // size, num_blocks_for(num_tokens + num_new, size))
+
+
 def flip_one_byte(generation: Generation, num_tokens: int, rng: Random) -> None:
     """Change one byte of a fetched K, or latent, somewhere that the next token attends to."""
     config, tables = generation.model.config, generation.tables
@@ -111,4 +107,4 @@ def flip_one_byte(generation: Generation, num_tokens: int, rng: Random) -> None:
 
 
 if __name__ == "__main__":
-    run_engine(DecodeSession, main)
+    run_engine(lambda engine: DecodeRequests(engine).serve())

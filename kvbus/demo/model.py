@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvbus.demo.blocks import Tables
 from kvbus.demo.messages import Step
 from kvbus.demo.model_config import MAX_TOKENS, ModelConfig
 from kvbus.demo.paged_cache import PagedKV
 from kvbus.demo.weights import COMPUTE_DTYPE, LayerWeights, Weights
 from kvbus.geometry import BlockTable, KvPart, num_blocks_for
+from kvbus.lab.engine import Tables
 
 
 def first_seen(start: int, window: int | None) -> int:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbus.demo.device import private_cache
 from kvbus.demo.model_config import ModelConfig
 from kvbus.engine import KvCache
 from kvbus.errors import GeometryError, LocalError
 from kvbus.geometry import BlockTable, KvLayout, KvPart, held_heads
+from kvbus.lab.engine import private_cache
 
 LayerViews = Mapping[KvPart, Tensor]
 """The parts of one layer on one rank, each [block, slot, head, dim] with any strides."""

@@ -1,1 +1,1 @@
-"""Tools that measure, show and try kvbus: each a command of `kvbus`."""
+"""What tools that play engines share: an engine of any shape, its process, a line to it."""

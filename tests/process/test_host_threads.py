@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvbus.demo.device import device_copy
 from kvbus.engine import KvCache, Link
 from kvbus.engine.bounce import (
     HostBuffer,
@@ -21,6 +20,7 @@ from kvbus.engine.bounce import (
 )
 from kvbus.errors import ErrorCode, FetchFailed, LocalError
 from kvbus.geometry import EngineSpec
+from kvbus.lab.engine import device_copy
 from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, wait_until
 from tests.engines import FULL, make_spec

@@ -1,0 +1,295 @@
+"""An engine of any shape in this process: a link with its agent, the caches of its ranks, blocks.
+
+Where no agent can map the caches, as on a device, what is handed over passes through a ring of
+host blocks. The calls are the same.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvbus.engine import Fetch, KvCache, Link, Offer, RankMemory
+from kvbus.engine.bounce import (
+    CopyBlocks,
+    Direction,
+    HostBlocks,
+    HostBuffer,
+    HostDecode,
+    HostFetch,
+    HostOffer,
+    HostPool,
+    HostPrefill,
+    LocalCopier,
+)
+from kvbus.errors import KVBusError
+from kvbus.geometry import BlockTable, EngineSpec, KvLayout, lay_out_rank
+from kvbus.protocol.engine import AgentRole, Fetched
+
+BlockIds = Mapping[str, npt.ArrayLike]
+Tables = Mapping[str, BlockTable]
+"""The blocks of one request, by group; a table may lack those that a window has left behind."""
+
+
+class BlockPool(HostPool):
+    """The blocks of an engine's caches, by group; a request gets its own in a random order."""
+
+    def __init__(self, num_blocks: Mapping[str, int], *, seed: str) -> None:
+        super().__init__(num_blocks)
+        self._rng = np.random.default_rng(list(seed.encode()))
+
+    async def take(self, wanted: Mapping[str, range], *, wait_s: float) -> Tables:
+        """A table for each group, of the blocks that are ``wanted`` by their position.
+
+        Waits for other requests to give theirs back; raises the errors of `acquire`.
+        """
+        numbers = {group: len(blocks) for group, blocks in wanted.items()}
+        taken = await self.acquire(numbers, wait_s=wait_s)
+        return {
+            group: BlockTable.of(self._rng.permutation(ids), first_block=wanted[group].start)
+            for group, ids in taken.items()
+        }
+
+    def give(self, tables: Tables) -> None:
+        """These blocks are free again; raises `LocalError` when one of them is already."""
+        self.release({group: table.array() for group, table in tables.items()})
+
+
+class Engine:
+    """All ranks of an engine and its scheduler, attached to one agent within ``async with``.
+
+    ``num_blocks`` are those of the caches, by group. With ``ring_blocks`` the caches are memory of
+    this process alone, and the agent maps so many host blocks of each group; ``copy_of`` makes the
+    function that copies between the two. Who asks for room in the ring waits for ``wait_s``.
+    """
+
+    def __init__(
+        self,
+        attach_path: str | Path,
+        spec: EngineSpec,
+        layout: KvLayout,
+        *,
+        num_blocks: Mapping[str, int],
+        ring_blocks: Mapping[str, int] | None = None,
+        copy_of: "Callable[[Sequence[KvCache]], CopyBlocks] | None" = None,
+        attach_timeout_s: float = 30.0,
+        wait_s: float = 30.0,
+    ) -> None:
+        self.spec, self._wait_s = spec, wait_s
+        self.blocks = BlockPool(num_blocks, seed=spec.engine_id)
+        self.ring: HostPool | None = None
+        ranks = range(spec.num_ranks)
+        if ring_blocks is None:
+            memory = [
+                RankMemory.allocate(spec, rank, layout, num_blocks=num_blocks) for rank in ranks
+            ]
+            self.caches = [KvCache(spec, one.rank, one.tensor) for one in memory]
+        else:
+            self.ring = HostPool(ring_blocks)
+            buffers = [HostBuffer(spec, rank, ring_blocks) for rank in ranks]
+            memory = [one.memory for one in buffers]
+            self.caches = [private_cache(spec, rank, layout, num_blocks) for rank in ranks]
+            self._copier = LocalCopier(buffers, (copy_of or device_copy)(self.caches))
+        self.link = Link(attach_path, spec, memory=memory, attach_timeout_s=attach_timeout_s)
+        self._offering: Link | HostPrefill = self.link
+        self._fetching: Link | HostDecode = self.link
+        self._offers: dict[Offered, None] = {}
+        self._released: list[tuple[float, float]] = []
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self.link)
+        if self.ring is None:
+            return self
+        if self.link.role is AgentRole.PREFILL:
+            self._offering = HostPrefill(self.link, self.ring, self._copier)
+        else:
+            through = HostDecode(self.link, self.ring, self._copier, wait_s=self._wait_s)
+            self._fetching = await self._stack.enter_async_context(through)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def num_held(self) -> int:
+        """Blocks of the caches and of the ring that are not free."""
+        return self.blocks.num_held + (self.ring.num_held if self.ring is not None else 0)
+
+    async def offer(
+        self,
+        request_id: str,
+        *,
+        num_tokens: int,
+        block_ids: BlockIds,
+        total: int | None = None,
+        ttl_s: float | None = None,
+    ) -> "Offered":
+        """Offer what is computed; more follows of ``total`` tokens, and without them nothing does.
+
+        What passes through the ring is saved after this.
+        """
+        ready_s = time.monotonic()
+        if isinstance(self._offering, Link):
+            made = await self._offering.offer(
+                request_id,
+                num_tokens=num_tokens,
+                block_ids=block_ids,
+                sealed=total is None,
+                ttl_s=ttl_s,
+            )
+            offered = Offered(made, made.ticket, ready_s)
+        else:
+            size = num_tokens if total is None else total
+            begun = await self._offering.begin(request_id, num_tokens=size, wait_s=self._wait_s)
+            try:
+                offered = Offered(begun, await begun.offer(ttl_s=ttl_s), ready_s)
+            except KVBusError:
+                await begun.abort()
+                raise
+            if total is None:
+                offered.saved = asyncio.create_task(_save(begun, num_tokens, block_ids))
+            elif num_tokens:
+                await begun.save(num_tokens, block_ids)
+        self._offers[offered] = None
+        offered.offer.ended.add_callback(partial(self._on_ended, offered))
+        return offered
+
+    def fetch(
+        self,
+        ticket: Mapping[str, Any],
+        *,
+        num_tokens: int,
+        block_ids: BlockIds,
+        **options: Any,
+    ) -> "Taking":
+        """Begin to fetch, as `Link.fetch` says, by way of the ring if there is one."""
+        began_s = time.monotonic()
+        fetch = self._fetching.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
+        return Taking(fetch, began_s)
+
+    async def settle(self, stall_s: float = 20.0) -> list[tuple[float, float]]:
+        """Wait until no offer is live and no block is held, or nothing has ended for a while.
+
+        Of the offers that ended since the last call: when their last tokens were ready, and when
+        their blocks were released, by `time.monotonic`.
+        """
+        before, left = -1, self._num_left
+        while left and left != before:
+            with anyio.move_on_after(stall_s):
+                for offered in list(self._offers):
+                    with suppress(KVBusError):
+                        await offered.offer.ended
+                for pool in (self.blocks, self.ring):
+                    if pool is not None:
+                        await pool.all_free()
+            before, left = left, self._num_left
+        released, self._released = self._released, []
+        return released
+
+    @property
+    def _num_left(self) -> int:
+        return self.num_held + len(self._offers)
+
+    def _on_ended(self, offered: "Offered") -> None:
+        del self._offers[offered]
+        self._released.append((offered.ready_s, time.monotonic()))
+
+
+class Offered:
+    """One offer of an `Engine`; ``ready_s`` is when its last tokens were ready."""
+
+    def __init__(self, offer: Offer | HostOffer, ticket: dict[str, Any], ready_s: float) -> None:
+        self.offer, self.ticket, self.ready_s = offer, ticket, ready_s
+        self.saved: asyncio.Task[None] | None = None
+        """What was computed before it was offered goes into the ring."""
+
+    async def extend(self, num_tokens: int, block_ids: BlockIds) -> None:
+        """Say that so many tokens are ready in all, the new ones in these new blocks."""
+        self.ready_s = time.monotonic()
+        grow = self.offer.save if isinstance(self.offer, HostOffer) else self.offer.extend
+        await grow(num_tokens, block_ids)
+
+    async def seal(self) -> None:
+        """Say that all tokens are ready."""
+        await self.offer.seal()
+
+    async def freed(self) -> None:
+        """Return when the blocks are the engine's: released, or all of them saved into the ring."""
+        if self.saved is not None:
+            await self.saved
+        elif not isinstance(self.offer, HostOffer):
+            await self.offer.ended
+
+    async def withdraw(self) -> None:
+        """Give it up; returns when the blocks are the engine's."""
+        with suppress(KVBusError):  # it has ended already, or the agent is gone
+            if isinstance(self.offer, HostOffer):
+                await self.offer.abort()
+            else:
+                await self.offer.withdraw()
+                await self.offer.ended
+
+
+async def _save(offer: HostOffer, num_tokens: int, block_ids: BlockIds) -> None:
+    await offer.save(num_tokens, block_ids)
+    await offer.seal()
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What was fetched, in how many seconds from the call, and when, by `time.monotonic`."""
+
+    fetched: Fetched
+    seconds: float
+    at_s: float
+
+
+class Taking:
+    """A fetch of an `Engine`, timed where its end is heard: before any task goes on."""
+
+    def __init__(self, fetch: Fetch | HostFetch, began_s: float) -> None:
+        self.fetch, self._began_s, self._ended_s = fetch, began_s, began_s
+        fetch.ended.add_callback(self._on_ended)
+
+    async def taken(self) -> Taken:
+        """How it ended; raises `FetchFailed`."""
+        fetched = await self.fetch.ended
+        return Taken(fetched, self._ended_s - self._began_s, self._ended_s)
+
+    def _on_ended(self) -> None:
+        self._ended_s = time.monotonic()
+
+
+def private_cache(
+    spec: EngineSpec, rank: int, layout: KvLayout, num_blocks: int | Mapping[str, int]
+) -> KvCache:
+    """A rank's cache in memory of this process alone, which stands for a device."""
+    described = lay_out_rank(spec, rank, layout, num_blocks=num_blocks)
+    size_bytes = described.segments[0].size_bytes
+    return KvCache(spec, described, torch.zeros(size_bytes, dtype=torch.uint8))
+
+
+def device_copy(caches: Sequence[KvCache]) -> CopyBlocks:
+    """Copies between the ranks' ``caches`` and the ring; a real engine has its device do it."""
+
+    def copy(blocks: HostBlocks, ring: torch.Tensor, direction: Direction) -> None:
+        ids, (start, stop) = torch.from_numpy(blocks.ids.astype(np.int64)), blocks.slots
+        for number, layer in enumerate(blocks.layers):
+            for at, part in enumerate(blocks.parts):
+                device = caches[blocks.rank].view(layer, part)[:, start:stop]
+                if direction is Direction.SAVE:
+                    ring[:, number, at] = device[ids]
+                else:
+                    device[ids] = ring[:, number, at]
+
+    return copy
