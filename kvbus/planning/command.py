@@ -5,13 +5,10 @@ No agent is started and no KV memory is allocated: engines are specs, their addr
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path as FilePath
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 from rich.text import Text
@@ -26,10 +23,8 @@ from kvbus.geometry import (
     EngineSpec,
     GroupSpec,
     KvLayout,
-    KvPart,
     lay_out_rank,
     num_blocks_for,
-    validate_engine,
 )
 from kvbus.options import with_options
 from kvbus.output import fail, write_json
@@ -47,25 +42,16 @@ from kvbus.planning.compatibility import check_compatible
 from kvbus.planning.mapping import ReadMap, Share
 from kvbus.planning.run_plan import PlacedRank, RunPlan
 from kvbus.planning.spans import SpanMap, Spans
+from kvbus.spec_text import MAX_SPAN, read_engine
 from kvbus.text import bytes_text, numbers_text, time_text
 
-MAX_RANKS, MAX_PAIRED_LAYERS = 2048, 1 << 19
-MAX_FILE_BYTES = 1 << 20
-MAX_SPAN = 1 << 24
+MAX_PAIRED_LAYERS = 1 << 19
 MAX_RANK_BYTES, RANK_DISTANCE_BYTES = 1 << 48, 1 << 50
 MAX_MERGED = 1 << 22
 """Runs that are merged with their neighbours; more are only counted, before that."""
 MAX_ROWS = 40
 PREFILL_STEP, DECODE_STEP = 0.618, 0.414
 """The next block of a request is so much of the cache further on, as in a busy one."""
-DTYPE_ALIASES = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "fp16": "float16",
-    "f32": "float32",
-    "fp32": "float32",
-    "fp8": "float8_e4m3fn",
-}
 HOW = {
     Path.DIRECT: "straight from blocks to blocks",
     Path.PACKED: "one a box, gathered before and scattered after it",
@@ -109,7 +95,8 @@ class PlanOptions:
 def plan(options: PlanOptions) -> None:
     """Show what a handoff would read from whom, on which path, and how long it would take.
 
-    A SPEC is a text such as `tp=4,layout=HND,block=16,kv_heads=8,head=128,layers=32,dtype=bf16`.
+    A SPEC is a text such as `tp=4,layout=HND,block=16,kv_heads=8,head=128,layers=32,dtype=bf16`,
+    with commas or spaces.
     Needed are `layers`, `head` and, but for `attention=mla`, `kv_heads`.
 
     * `tp`, `pp`: tensor parallel ranks and pipeline stages (1); with fewer `kv_heads`, replicas
@@ -138,56 +125,6 @@ def plan(options: PlanOptions) -> None:
         write_json(found)
 
 
-class _Layout(msgspec.Struct, forbid_unknown_fields=True):
-    """Keys of a spec that say how a rank's memory lies."""
-
-    layout: Annotated[str, Meta(max_length=64)] = "NHD"
-    cross_layer: bool = False
-
-    def parse(self) -> KvLayout:
-        text = self.layout.upper()
-        if text not in ("NHD", "HND"):
-            text = self.layout.lower().replace(".", ",")
-        return KvLayout.parse(text, cross_layer=self.cross_layer)
-
-
-class _Keys(_Layout, forbid_unknown_fields=True, kw_only=True):
-    """Keys of a spec that is a text."""
-
-    layers: Annotated[int, Meta(ge=1, le=512)]
-    head: Annotated[int, Meta(ge=1, le=1 << 16)]
-    kv_heads: Annotated[int, Meta(ge=1, le=4096)] = 0
-    tp: Annotated[int, Meta(ge=1, le=1024)] = 1
-    pp: Annotated[int, Meta(ge=1, le=1024)] = 1
-    block: Annotated[int, Meta(ge=1, le=1 << 16)] = 16
-    dtype: str = "bfloat16"
-    attention: Literal["gqa", "mla"] = "gqa"
-    window: Annotated[int, Meta(ge=1, le=MAX_SPAN)] | None = None
-    model: Annotated[str, Meta(min_length=1, max_length=256)] = "unnamed"
-
-    def engine(self, engine_id: str) -> EngineSpec:
-        """One group of all layers; with a window two, its own the odd layers."""
-        is_latent = self.attention == "mla"
-        if is_latent == bool(self.kv_heads):
-            raise ConfigError("kv_heads is left out with attention=mla, and needed without")
-        group = partial(
-            GroupSpec,
-            block_size=self.block,
-            num_kv_heads=self.kv_heads or 1,
-            head_dim=self.head,
-            dtype=DTYPE_ALIASES.get(self.dtype, self.dtype),
-            parts=(KvPart.LATENT,) if is_latent else (KvPart.KEY, KvPart.VALUE),
-        )
-        layers = tuple(range(self.layers))
-        groups: tuple[GroupSpec, ...] = (group("attention", layers),)
-        if self.window is not None:
-            if self.layers < 2:
-                raise ConfigError("window: every other layer has it, so layers is 2 or more")
-            window = group("window", layers[1::2], window=self.window)
-            groups = (group("full", layers[::2]), window)
-        return EngineSpec(engine_id, self.model, self.tp, groups, self.pp)
-
-
 class PlannedEngine(msgspec.Struct, frozen=True):
     """One engine, and the axes of its memory, outermost first."""
 
@@ -196,43 +133,8 @@ class PlannedEngine(msgspec.Struct, frozen=True):
 
 
 def _read_engine(option: str, text: str) -> PlannedEngine:
-    """Raises `ConfigError` that begins with ``option``."""
-    try:
-        first, *pairs = text.split(",")
-        if "=" in first or not first:
-            keys = msgspec.convert(_pairs([first, *pairs]), _Keys, strict=False)
-            engine, layout = keys.engine(option.lstrip("-")), keys.parse()
-        else:
-            engine = _read_file(FilePath(first))
-            layout = msgspec.convert(_pairs(pairs), _Layout, strict=False).parse()
-        validate_engine(engine)
-        if engine.num_ranks > MAX_RANKS:
-            raise ConfigError(f"tp times pp is more than {MAX_RANKS} ranks")
-        if engine.pp_size > (num_layers := sum(len(one.layers) for one in engine.groups)):
-            raise ConfigError(f"pp={engine.pp_size} is more than the {num_layers} layers")
-    except (KVBusError, msgspec.MsgspecError, OSError, UnicodeDecodeError) as error:
-        message = str(error).replace("\n", " ")
-        raise ConfigError(f"{option}: {message}", option=option) from error
+    engine, layout = read_engine(option, text)
     return PlannedEngine(engine, layout.axes)
-
-
-def _pairs(texts: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in texts:
-        key, equals, value = (piece.strip() for piece in text.partition("="))
-        if not (equals and key and value) or key in found:
-            raise ConfigError(f"{text[:60]!r} is not a key=value that is given once")
-        found[key] = value
-    return found
-
-
-def _read_file(path: FilePath) -> EngineSpec:
-    with path.open("rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes")
-    decode = msgspec.json.decode if path.suffix == ".json" else msgspec.toml.decode
-    return decode(content, type=EngineSpec)
 
 
 class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):

@@ -137,7 +137,7 @@ def test_an_optional_group_that_the_other_side_is_without_is_not_read(
         (f"tp=1,tp=2,{SMALL}", "'tp=2' is not a key=value that is given once"),
         (f"tpp=1,{SMALL}", "unknown field `tpp`"),
         (f"{SMALL},tp", "'tp' is not a key=value"),
-        ("", "'' is not a key=value"),
+        ("", "missing required field `layers`"),
         ("/nowhere/at/all.toml", "No such file"),
     ],
 )

@@ -1,0 +1,140 @@
+"""Engines in words, such as ``tp=2 layout=HND block=16``, with spaces or commas between them."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvbus.errors import ConfigError, KVBusError
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, validate_engine
+
+MAX_RANKS = 2048
+MAX_FILE_BYTES = 1 << 20
+MAX_SPAN = 1 << 24
+DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+    "fp8": "float8_e4m3fn",
+}
+
+
+class LayoutWords(msgspec.Struct, forbid_unknown_fields=True):
+    """How the memory of a rank lies."""
+
+    layout: Annotated[str, Meta(max_length=64)] = "NHD"
+    cross_layer: bool = False
+
+    def parse(self) -> KvLayout:
+        """Raises `GeometryError` for axes that are not those of a cache."""
+        text = self.layout.upper()
+        if text not in ("NHD", "HND"):
+            text = self.layout.lower().replace(".", ",")
+        return KvLayout.parse(text, cross_layer=self.cross_layer)
+
+
+class EngineWords(LayoutWords, kw_only=True):
+    """What engines of one model may differ in."""
+
+    tp: Annotated[int, Meta(ge=1, le=1024)] = 1
+    pp: Annotated[int, Meta(ge=1, le=1024)] = 1
+    block: Annotated[int, Meta(ge=1, le=1 << 16)] = 16
+
+
+class ModelWords(EngineWords, kw_only=True):
+    """A whole engine."""
+
+    layers: Annotated[int, Meta(ge=1, le=512)]
+    head: Annotated[int, Meta(ge=1, le=1 << 16)]
+    kv_heads: Annotated[int, Meta(ge=1, le=4096)] = 0
+    dtype: str = "bfloat16"
+    attention: Literal["gqa", "mla"] = "gqa"
+    window: Annotated[int, Meta(ge=1, le=MAX_SPAN)] | None = None
+    model: Annotated[str, Meta(min_length=1, max_length=256)] = "unnamed"
+
+    def engine(self, engine_id: str) -> EngineSpec:
+        """One group of all layers; with a window two, its own the odd layers."""
+        is_latent = self.attention == "mla"
+        if is_latent == bool(self.kv_heads):
+            raise ConfigError("kv_heads is left out with attention=mla, and needed without")
+        group = partial(
+            GroupSpec,
+            block_size=self.block,
+            num_kv_heads=self.kv_heads or 1,
+            head_dim=self.head,
+            dtype=DTYPE_ALIASES.get(self.dtype, self.dtype),
+            parts=(KvPart.LATENT,) if is_latent else (KvPart.KEY, KvPart.VALUE),
+        )
+        layers = tuple(range(self.layers))
+        groups: tuple[GroupSpec, ...] = (group("attention", layers),)
+        if self.window is not None:
+            if self.layers < 2:
+                raise ConfigError("window: every other layer has it, so layers is 2 or more")
+            window = group("window", layers[1::2], window=self.window)
+            groups = (group("full", layers[::2]), window)
+        return EngineSpec(engine_id, self.model, self.tp, groups, self.pp)
+
+
+W = TypeVar("W", bound=LayoutWords)
+_WRONG = KVBusError, msgspec.MsgspecError, OSError, UnicodeDecodeError
+
+
+def read_words(option: str, text: str, kind: type[W]) -> W:
+    """The words of one engine; raises `ConfigError` that begins with ``option``."""
+    try:
+        words = _words(text, kind)
+        words.parse()
+    except _WRONG as error:
+        raise _refusal(option, error) from error
+    return words
+
+
+def read_engine(option: str, text: str) -> tuple[EngineSpec, KvLayout]:
+    """An engine in `ModelWords`, or of a TOML or JSON file with `LayoutWords` behind its path.
+
+    Its name is that of ``option``. Raises `ConfigError` that begins with that.
+    """
+    try:
+        first, _, more = text.partition(",")
+        if "=" in first or not first:
+            words = _words(text, ModelWords)
+            engine, layout = words.engine(option.lstrip("-")), words.parse()
+        else:
+            engine, layout = _read_file(Path(first)), _words(more, LayoutWords).parse()
+        validate_engine(engine)
+        if engine.num_ranks > MAX_RANKS:
+            raise ConfigError(f"tp times pp is more than {MAX_RANKS} ranks")
+        if engine.pp_size > (num_layers := sum(len(one.layers) for one in engine.groups)):
+            raise ConfigError(f"pp={engine.pp_size} is more than the {num_layers} layers")
+    except _WRONG as error:
+        raise _refusal(option, error) from error
+    return engine, layout
+
+
+def _refusal(option: str, error: Exception) -> ConfigError:
+    message = str(error).replace("\n", " ")
+    return ConfigError(f"{option}: {message}", option=option)
+
+
+def _words(text: str, kind: type[W]) -> W:
+    found: dict[str, str] = {}
+    for word in re.split(r"[\s,]+", text.strip()) if text.strip() else ():
+        key, equals, value = word.partition("=")
+        if not (equals and key and value) or key in found:
+            raise ConfigError(f"{word[:60]!r} is not a key=value that is given once")
+        found[key] = value
+    return msgspec.convert(found, kind, strict=False)
+
+
+def _read_file(path: Path) -> EngineSpec:
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+    decode = msgspec.json.decode if path.suffix == ".json" else msgspec.toml.decode
+    return decode(content, type=EngineSpec)
