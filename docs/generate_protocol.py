@@ -72,6 +72,8 @@ FOR_SPANS = ("traceparent", "asked_s", "wanted_s")
 """Fields that say nothing but what goes into spans: one paragraph is about all of them."""
 IN_COMMON = 3
 """Fields that so many requests of one section have alike are told once."""
+OF_OFFER = tuple(map(ErrorCode, peer.OF_OFFER.split()))
+"""Codes of what is about an offer, which are listed once."""
 NAMED = {
     "name": "string of 1 to 256 characters",
     "text": "string of 0 to 4,096 characters",
@@ -84,6 +86,8 @@ NAMED = {
     "bytes": "integer from 1 to 2^62",
     "seconds": "number over 0 to 86,400",
     "tables": "map of `name` to [BlockTable](#blocktable), at most 64",
+    "priority": "integer from -2147483648 to 2^31 - 1",
+    "plain": "string or integer or number",
 }
 """What types of fields are called on the pages."""
 NAMING = ("message", "attach", "engine", "peer", "status", "ticket")
@@ -96,7 +100,7 @@ class Undocumented(Exception):
 
 
 def pages() -> dict[Path, str]:
-    """Each page with everything between its markers made anew, and its links led to their pages."""
+    """Each page with all between its markers made again, and its links led to their pages."""
     sections, texts = dict(_sections()), {path: path.read_text() for path in PAGES}
     for path, written in texts.items():
         text = written
@@ -140,7 +144,8 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
             yield "tools", [line for kind in tools for line in _request(kind, {})]
             kinds = [kind for kind in kinds if kind not in tools]
             common = _common(kinds)
-            yield "common", list(common.values())
+            codes = ", ".join(f"`{one}`" for one in OF_OFFER)
+            yield "common", [*common.values(), "", f"Refusals of an offer: {codes}."]
             yield name, [line for kind in kinds for line in _request(kind, common)]
         else:
             yield name, [line for kind in kinds for line in _request(kind, {})]
@@ -160,19 +165,31 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
 
 def _request(kind: type[Request[Any]], common: dict[str, str]) -> Iterator[str]:
     yield from _struct(f"`{kind.op}`", kind, common)
-    if kind.reply is Empty:
-        yield "Reply: an empty map."
-    elif kind.reply in NOTICES.values():
-        yield f"Reply: [`{kind.reply.op}`](#{kind.reply.op})."
+    if kind.reply in NOTICES.values():
+        yield from (f"Reply: [`{kind.reply.op}`](#{kind.reply.op}).", "")
+    elif kind.reply is Empty:
+        pass
+    elif (first := _first_with(kind.reply)) is not kind:
+        yield from (f"Reply: as of [`{first.op}`](#{first.op}).", "")
     else:
         yield from (f"Reply, `{kind.reply.__name__}`:", "")
         yield from _fields(kind.reply)
-    if kind.refusals:
-        yield f"Refusals of its own: {', '.join(f'`{one}`' for one in kind.refusals)}."
+    codes = [f"`{one}`" for one in kind.refusals if one is not ErrorCode.NOT_REGISTERED]
+    if set(OF_OFFER) <= set(kind.refusals):
+        rest = [f"`{one}`" for one in kind.refusals if one not in OF_OFFER]
+        codes = ["those [of an offer](#fields-of-several-requests)", *rest]
+    if codes:
+        yield f"Refusals: {', '.join(codes)}."
     if kind.askers & TOOLS:
         roles = [f"`{role}`" for role in Role if role in kind.askers]
         yield f"Keys that may ask it: {', '.join(roles)}."
     yield ""
+
+
+def _first_with(reply: type[Any]) -> type[Request[Any]]:
+    """The request whose reply is listed; others with the same lead there."""
+    kinds = (kind for kinds in REQUESTS.values() for kind in kinds.values())
+    return next(kind for kind in kinds if kind.reply is reply)
 
 
 def _common(kinds: list[type[Request[Any]]]) -> dict[str, str]:
@@ -203,9 +220,7 @@ def _fields(kind: type[msgspec.Struct], common: dict[str, str] | None = None) ->
     yield from (line for name, line in lines.items() if f"`{name}`" not in apart)
     if for_spans:
         yield f"- {', '.join(for_spans)}: [for spans](#fields-for-spans) alone."
-    if not lines:
-        yield "No fields."
-    yield ""
+    yield from ([""] if lines else [])
 
 
 def _lines(kind: type[msgspec.Struct]) -> dict[str, str]:
@@ -331,7 +346,7 @@ def _type_text(of: types.Type) -> str:  # noqa: PLR0911  one return a kind of ty
             most = f", at most {of.max_length}" if of.max_length else ""
             return f"map of {type_name(key)} to {type_name(value)}{most}"
         case types.VarTupleType(item):
-            return f"list of {_range(of, 'items')}: {type_name(item)}"
+            return f"list of {_range(of, 'items')}{type_name(item)}"
         case types.IntType():
             return f"integer {_bounds(of)}".strip()
         case types.FloatType():
@@ -342,7 +357,7 @@ def _type_text(of: types.Type) -> str:  # noqa: PLR0911  one return a kind of ty
             return f"string {_range(of, 'characters')}".strip()
         case types.BytesType():
             return f"bin {_range(of, 'bytes')}".strip()
-    simple = {types.BoolType: "bool", types.NoneType: "nil", types.AnyType: "any value"}
+    simple = {types.BoolType: "bool", types.NoneType: "nil", types.AnyType: "any"}
     return simple[type(of)]
 
 
@@ -361,8 +376,10 @@ def _power(number: float) -> str:
 def _range(of: types.StrType | types.BytesType | types.VarTupleType, what: str) -> str:
     low, high = of.min_length, of.max_length
     if high is None:
-        return "any number of items" if what == "items" and not low else ""
-    return f"of {low or 0} to {high:,} {what}" if what != "items" else f"{low or 0} to {high:,}"
+        return ""
+    if what == "items":
+        return f"{low} to {high:,} of " if low else f"at most {high:,} of "
+    return f"of {low or 0} to {high:,} {what}"
 
 
 if __name__ == "__main__":

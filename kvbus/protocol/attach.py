@@ -48,8 +48,7 @@ class Welcome(Message, frozen=True):
     events_endpoint: Id
     """ZeroMQ endpoint of the events socket."""
     server_key: Text = ""
-    """CURVE key of both, in Z85, as another agent's ``others`` names it; empty when they have
-    none."""
+    """CURVE key of both, in Z85; empty without keys."""
 
 
 @request(
@@ -66,36 +65,31 @@ class Hello(Request[Welcome], frozen=True):
     engine_id: Id
     """The engine, the same in all of its processes."""
     boot: Name
-    """The boot id that this process uses on the engine socket: one for each attach connection,
-    ended with it, and ``stale`` after that."""
+    """The boot id of this session: new for each attach connection."""
 
 
 class SegmentPassed(Message, frozen=True):
     sealed: bool
-    """Whether the kernel forbids to shrink the file (F_SEAL_SHRINK); if not, an engine that does is
-    sent away, and its offers and fetches end."""
+    """Whether the kernel forbids to shrink the file. If not, an engine that does is sent away."""
 
 
 @request("segment", Socket.ATTACH, repeatable=False, refusals="not_registered segment config")
 class PassSegment(Request[SegmentPassed], frozen=True):
-    """Passes one shared memory object, whose file descriptor comes with it. Refused with ``config``
-    where the agent has no staging slots and ``direct`` is false.
+    """Passes one shared memory object, whose file descriptor comes with it. Where the agent has no
+    staging slots, ``direct`` must be true (``config``).
     """
 
     segment_id: SegmentId
     size_bytes: SegmentBytes
     """Bytes of it, exactly those of the file."""
     direct: bool = True
-    """Whether NIXL may register it, so that peers read it, or read into it, without a copy. One
-    segment with false makes the whole rank *unregistered*: its KV goes through staging slots, or is
-    copied by an agent of this machine that maps it, and only this machine's processors touch it."""
+    """Whether NIXL may register it. One segment with false makes the whole rank *unregistered*: its
+    KV is copied by agents of this machine, or goes through staging slots."""
 
 
 @request("cuda", Socket.ATTACH, repeatable=False, refusals="not_registered segment config")
 class PassCuda(Request[Empty], frozen=True):
-    """Passes memory of a GPU that this process allocated, without a descriptor; see [CUDA
-    memory](#cuda-memory). Its rank is unregistered.
-    """
+    """Passes memory of a GPU that this process allocated; see [CUDA memory](#cuda-memory)."""
 
     segment_id: SegmentId
     device: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -107,9 +101,8 @@ class PassCuda(Request[Empty], frozen=True):
     size_bytes: SegmentBytes
     """Bytes of the segment."""
     event: CudaHandle | None = None
-    """The ``CUipcEventHandle`` of an event that the engine records before each ``offer``,
-    ``extend``, ``seal`` and ``fetch`` about this memory. Nil when it waits for its GPU work before
-    these."""
+    """The ``CUipcEventHandle`` of an event that the engine records. Nil when it waits for its GPU.
+    """
 
 
 class MemorySocket(msgspec.Struct, frozen=True):
@@ -118,8 +111,7 @@ class MemorySocket(msgspec.Struct, frozen=True):
     path: Text = ""
     """Path of the Unix socket; empty when ``closed`` is not."""
     machine: Text = ""
-    """Boot id of the agent's kernel (``/proc/sys/kernel/random/boot_id``): the path is of no use
-    where that is another."""
+    """Boot id of the agent's kernel (``/proc/sys/kernel/random/boot_id``)."""
     closed: Text = ""
     """Why the memory is not lent, for people; empty when it is."""
 
@@ -131,22 +123,20 @@ class LentSegment(msgspec.Struct, frozen=True):
     """Number of the rank."""
     segment_id: SegmentId
     size_bytes: SegmentBytes
-    """Size of its file, at least that of the rank's segment; map all, or what the rank names."""
+    """Size of its file, at least that of the rank's segment."""
 
 
 class MemoryLent(Message, frozen=True):
     agent_boot: Id
-    """Boot id of who answers. Take nothing from another: in another mount namespace another agent
-    may be at the path."""
+    """Boot id of the agent. Take nothing from another, which may be at the path."""
     segments: Annotated[tuple[LentSegment, ...], msgspec.Meta(max_length=MAX_LENT_AT_ONCE)]
-    """Up to 64 of them, none behind the last one; the message's descriptors are theirs, in the same
-    order."""
+    """Up to 64, none behind the last one; the message's descriptors are theirs, in this order."""
 
 
 @request("lend", Socket.MEMORY, refusals="forbidden stale engine_unknown engine_lost config")
 class LendMemory(Request[MemoryLent], frozen=True):
-    """Asks for descriptors of the segments of all ranks of a handshake, for reading only. A
-    connection is for one engine; its end means that the engine is gone.
+    """Asks for descriptors of the segments of all ranks of a handshake. A connection is for one
+    engine.
     """
 
     agent_boot: AgentBoot
@@ -154,4 +144,4 @@ class LendMemory(Request[MemoryLent], frozen=True):
     memory_id: MemoryId
     access: MemoryAccess
     first: Size = 0
-    """Number of the first segment that is wanted: how many you have, until you have all."""
+    """Number of the first segment that is wanted: how many you have."""

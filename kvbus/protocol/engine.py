@@ -35,7 +35,7 @@ Ranks = Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=1024)
 """Numbers of the ranks."""
 Clock = float
 """When the engine asked for this first, in seconds of ``CLOCK_MONOTONIC``. A time that cannot be
-true, as in another time namespace, or was over an hour ago, is ignored."""
+true, or was over an hour ago, is ignored."""
 
 
 class AgentRole(StrEnum):
@@ -61,7 +61,7 @@ class AgentRanks(Redacted, frozen=True):
     endpoint: Endpoint
     ranks: Ranks
     access: Secret
-    """What a session of these ranks said in ``register``: a secret."""
+    """What a session of these ranks said in ``register``."""
     server_key: ServerKey = ""
 
 
@@ -81,39 +81,35 @@ class Register(Request[Empty], frozen=True):
     rank: RankSpec | None = None
     """The memory of one rank; nil for the control session."""
     others: Annotated[tuple[AgentRanks, ...], msgspec.Meta(max_length=1024)] = ()
-    """Of a control session: the other agents that have ranks of this engine. Each rank is named
-    once, or is attached here; at least one is here."""
+    """Of a control session: the other agents that have ranks of this engine. At least one rank is
+    attached here."""
     notices: bool = False
-    """Of a session with ``rank``: it gets the notices of the control session, if that is with the
-    same agent. For workers that tell their engine what has ended."""
+    """Of a session with ``rank``: it gets the notices of the control session at the same agent, and
+    ``fetched``."""
     access: Secret | None = None
     """Of a session with ``rank`` that is not at the engine's home: the right to ask this agent
-    about the rank, a secret of 128 random bits. The same from all of the engine's sessions with one
-    agent, and in ``others`` of the control session."""
+    about the rank, 128 random bits. All sessions of the engine with one agent say the same."""
     role: AgentRole | None = None
-    """What the engine is. An agent of the other role refuses it with ``config``; nil, and only its
-    first ``offer`` or ``fetch`` fails, with ``unknown_op``."""
+    """What the engine is. An agent of the other role refuses it (``config``)."""
 
 
 @request("ready", Socket.ENGINE, refusals="not_registered engine_lost")
 class AwaitReady(Request[Empty], frozen=True):
     """Answered when the control session and all ranks that ``others`` does not name are registered,
-    so give it a long timeout. Only the agent of the control session answers.
+    so give it a long timeout.
     """
 
 
 @request("detach", Socket.ENGINE, refusals="not_registered")
 class Detach(Request[Empty], frozen=True):
-    """This session ends on purpose. Close the attach connection after the reply: that [ends the
-    whole engine](#when-the-attach-connection-ends), whichever session it is.
+    """This session ends on purpose, and with it [the whole
+    engine](#when-the-attach-connection-ends). Close the attach connection after the reply.
     """
 
 
 @request("ping", Socket.ENGINE)
 class Ping(Request[Empty], frozen=True):
-    """Asks for a sign of life, at any ZeroMQ socket that takes requests. The answer's ``boot``
-    tells whether the other side is still the same process.
-    """
+    """Asks for a sign of life. The answer's ``boot`` tells whether it is still the same process."""
 
 
 class OfferMade(Message, frozen=True):
@@ -122,9 +118,8 @@ class OfferMade(Message, frozen=True):
     ticket: dict[str, Any]
     """The [ticket](#ticket), for the decode engine; unchanged, but for ``ticket_blocks``."""
     ticket_blocks: Size = 0
-    """Most blocks that the engine may name in the ticket of an open offer: once all tokens are
-    computed it may set ``num_tokens`` and ``blocks`` to what it is about to seal, and write to
-    these blocks no more. 0 where the offer is sealed, or the site signs its tickets."""
+    """Of an open offer: how many blocks the engine may name in the ticket. Once all tokens are
+    computed it may set ``num_tokens`` and ``blocks`` to what it is about to seal."""
 
 
 @request(
@@ -134,9 +129,9 @@ class OfferMade(Message, frozen=True):
     refusals="not_registered engine_not_ready geometry offer_exists cancelled draining",
 )
 class MakeOffer(Request[OfferMade], frozen=True):
-    """Publishes the KV of one request; one table serves all ranks. Until ``released`` the blocks
-    must not be written or given to another request, but for those that ``extend`` is yet to
-    announce. Blocks that several offers name are the engine's again when all are released.
+    """Publishes the KV of one request; one table serves all ranks. Until ``released`` the engine
+    does not write to the blocks, but for tokens that ``extend`` is yet to announce. Blocks of
+    several offers are the engine's again when all are released.
     """
 
     request_id: Id
@@ -149,24 +144,19 @@ class MakeOffer(Request[OfferMade], frozen=True):
     """Whether that is all. False for a prefill that goes on."""
     ttl_s: Seconds | None = None
     """Seconds that the offer waits for a reader, from each ``extend`` and ``seal`` on; nil lets the
-    agent choose. A live lease outlasts it, and so does a reader that asks to ``take`` an open
-    offer."""
+    agent choose. A live lease outlasts it."""
     audience: Text = ""
-    """Id of the decode engine or agent that alone may use the ticket; empty for any. Looked at
-    where tickets are signed."""
+    """Id of the decode engine or agent that alone may use the ticket, where tickets are signed."""
     prompt_digest: Text = ""
-    """What the prompt, and all else that its KV depends on, is known by, for the ticket. Empty when
-    the KV is of no certain prompt."""
+    """For the ticket: the [digest of the prompt](#prompt-digest); empty for none."""
     transfer_id: Secret | None = None
-    """The name that a router gave the offer; see [Rendezvous](#rendezvous). A second offer of it is
-    refused with ``offer_exists``."""
+    """The name that a router gave the offer; see [Rendezvous](#rendezvous)."""
     readers: Readers = 1
-    """So many may read the offer, at once or in turn. It is completed when the last has taken it,
-    or after ``ttl_s``, when fewer have."""
+    """So many may read the offer, at once or in turn. It is completed when the last has taken it.
+    """
     traceparent: Text = ""
-    """The trace of the request, for the ticket, as [W3C Trace
-    Context](https://www.w3.org/TR/trace-context/) writes it: ``00-``, 32 hexadecimal digits, ``-``,
-    16, ``-``, 2. What is not of this form is ignored."""
+    """The trace of the request, in the form of [W3C Trace
+    Context](https://www.w3.org/TR/trace-context/). What is not of this form is ignored."""
     asked_s: Clock | None = None
 
 
@@ -199,9 +189,7 @@ class SealOffer(Request[Empty], frozen=True):
 
 @request("withdraw", Socket.PREFILL, refusals="not_registered offer_unknown")
 class WithdrawOffer(Request[Empty], frozen=True):
-    """Ends an offer now: leases are revoked, and their readers fail. Ok, and without effect, for an
-    offer that has ended.
-    """
+    """Ends an offer now: its readers fail. Ok, and without effect, for one that has ended."""
 
     offer_id: OfferId
 
@@ -214,8 +202,7 @@ class Released(Message, frozen=True):
     request_id: Id
     """As in ``offer``."""
     outcome: Outcome
-    """``completed`` (its readers took it), ``withdrawn`` (by the engine, a router or the agent's
-    end) or ``expired`` (no reader in time)."""
+    """``completed``, ``withdrawn`` (by the engine, a router or the agent's end) or ``expired``."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):
@@ -226,13 +213,13 @@ class StageTimes(msgspec.Struct, frozen=True):
     claiming: float = 0.0
     """Getting the lease."""
     waiting: float = 0.0
-    """Waiting for tokens, all that were ready having been read."""
+    """Waiting for tokens."""
     reading: float = 0.0
     """Moving bytes."""
     taking: float = 0.0
     """Asking whether what was read is good."""
     queued: float = 0.0
-    """Waiting for its turn, without a lease, while as many fetches as may be are under way."""
+    """Waiting for its turn, while as many fetches as may be are under way."""
     meeting: float = 0.0
     """Waiting for the ticket of an offer that was not made yet."""
 
@@ -245,8 +232,8 @@ class StageTimes(msgspec.Struct, frozen=True):
 
 @notice("landed")
 class Landed(Message, frozen=True):
-    """A chunk of a fetch with ``chunk_tokens`` has landed. An engine may copy it elsewhere, but it
-    is valid only when the answer to ``fetch`` says ``completed``.
+    """A chunk of a fetch with ``chunk_tokens`` has landed. It is valid only when the answer to
+    ``fetch`` says ``completed``.
     """
 
     fetch_id: FetchId
@@ -257,7 +244,7 @@ class Landed(Message, frozen=True):
 @notice("fetched")
 class Fetched(Message, frozen=True):
     """The fetch has ended: the answer to ``fetch``, and a notice to sessions of ranks with
-    ``notices``. Only after ``completed`` may the KV in the blocks be used.
+    ``notices``. The KV is valid only after ``completed``.
     """
 
     fetch_id: FetchId
@@ -269,11 +256,10 @@ class Fetched(Message, frozen=True):
     """Where it ended: ``meeting``, ``resolving``, ``queued``, ``claiming``, ``waiting``,
     ``reading``, ``taking`` or ``completed``."""
     blocks_free: bool
-    """Whether the blocks may be used again. When false, a transfer can still write into them: wait
-    for ``blocks_freed``."""
+    """Whether the blocks may be used again. When false, a transfer can still write into them, until
+    ``blocks_freed``."""
     code: Text = ""
-    """The [error code](errors.md) of a fetch that did not complete; newer agents may have new
-    ones."""
+    """The [error code](errors.md) of a fetch that did not complete."""
     message: Text = ""
     """A sentence for a person."""
     num_bytes: Size = 0
@@ -283,8 +269,8 @@ class Fetched(Message, frozen=True):
     stages_s: StageTimes = StageTimes()
     """Where the time went."""
     whole_blocks: bool = False
-    """When false, the first block of a window may have a gap before it, and is not to be cached as
-    a whole block; see [Block tables](#block-tables)."""
+    """When false, the first block of a window may have a gap, and must not be cached as a whole
+    block; see [Block tables](#block-tables)."""
     num_tokens: Size = 0
     """One past the last token that was wanted: what ``fetch`` said, or less with ``at_most``."""
 
@@ -298,56 +284,51 @@ class Fetched(Message, frozen=True):
     "unsupported_version fetch_exists peer_unreachable draining",
 )
 class StartFetch(Request[Fetched], frozen=True):
-    """Asks for tokens ``first_token`` to ``num_tokens`` - 1 of the ticket's request. An open offer
-    is read while it grows. Answered when it has ended, refused when it was not begun. The blocks
-    are the agent's until the answer, if that has ``blocks_free``, or until ``blocks_freed``.
+    """Asks for tokens ``first_token`` to ``num_tokens`` - 1 of the ticket's request. Answered when
+    it has ended, refused when it was not begun. The blocks are the agent's until the answer, if
+    that has ``blocks_free``, or until ``blocks_freed``.
     """
 
     fetch_id: Id
-    """The engine's name of this fetch, never used again, not even for the same request."""
+    """The engine's name of this fetch, never used again."""
     ticket: dict[str, Any]
     """A [ticket](#ticket) or a [rendezvous](#rendezvous)."""
     num_tokens: Tokens
     """One past the last token position that is wanted."""
     tables: Tables
-    """By group, exactly the blocks that hold the [positions](#block-tables) which tokens
-    ``first_token`` to ``num_tokens`` - 1 need. A table for each group, also when it is empty."""
+    """For each group exactly the blocks of the [positions](#block-tables) that these tokens need,
+    also when there are none."""
     first_token: Tokens = 0
-    """First position that is wanted. Tokens before it stay as they are, in a shared block too."""
+    """First position that is wanted. Tokens before it stay as they are."""
     timeout_s: Seconds | None = None
-    """Seconds until the fetch has ended, one way or the other, or a second more, when the prefill
-    agent's last word is on its way by then; nil lets the agent choose."""
+    """Seconds until the fetch has ended, or one more when the prefill agent's last word is on its
+    way by then; nil lets the agent choose."""
     zero_tail: bool = False
-    """Whether the slots behind the last token, in each group's last block, are zeroed; else they
-    stay as they were."""
+    """Whether the slots behind the last token, in each group's last block, are zeroed."""
     chunk_tokens: Tokens = 0
-    """When over 0, tokens are read in chunks that end at multiples of it, best of the block size,
-    and, while the offer is open, where the ready tokens end; ``landed`` tells of each."""
+    """When over 0, tokens are read in chunks that end at multiples of it, and where the ready
+    tokens of an open offer end; ``landed`` tells of each."""
     prompt_digest: Text = ""
-    """What the prompt is known by; empty to take KV of any. A ticket with another digest, or with
-    none where tickets are signed, is refused as ``forbidden``."""
+    """The digest of the prompt; empty to take KV of any. A ticket with another one, or with none
+    where tickets are signed, is ``forbidden``."""
     priority: Priority = 0
     traceparent: Text = ""
-    """The trace of the request, as in ``offer``; when there is none, that of the ticket."""
+    """As in ``offer``; when there is none, that of the ticket."""
     asked_s: Clock | None = None
     wanted_s: Clock | None = None
-    """Since when the engine has had the request, which waited there until ``asked_s``; by the same
-    clock."""
+    """Since when the engine has had the request, by the same clock."""
     at_most: bool = False
     """Whether ``num_tokens`` is only a bound: of an offer sealed with fewer, these are fetched. Not
-    for an engine with windows, or with ranks at other agents."""
+    with windows, or with ranks at other agents."""
 
 
 @request("cancel", Socket.DECODE, refusals="not_registered fetch_unknown")
 class CancelFetch(Request[Empty], frozen=True):
-    """Gives a fetch up; the answer to it still comes. Ok, and without effect, for one that has
-    ended.
-    """
+    """Gives a fetch up; its answer still comes. Ok, and without effect, for one that has ended."""
 
     fetch_id: FetchId
     release_offer: bool = False
-    """Nobody will fetch this ticket any more: the agent has the offer withdrawn, also when the
-    fetch has ended by now, unless it completed."""
+    """Whether the offer is withdrawn, too, unless the fetch completed: nobody else will read it."""
 
 
 @notice("blocks_freed")

@@ -40,7 +40,7 @@ Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
-"""How urgent it is: more, the greater it is; 0 as a rule. See [priority](#priority)."""
+"""How urgent it is; see [priority](#priority)."""
 Secret = Annotated[str, msgspec.Meta(min_length=16, max_length=128)]
 """The right to something: 128 random bits or more, never to be published or logged."""
 
@@ -53,9 +53,9 @@ Protocol = int
 AgentId = Id
 """Name of the agent."""
 AgentBoot = Id
-"""Boot id of the agent's process, from its ticket or handshake; another process is ``stale``."""
+"""Boot id of the agent's process; another one is ``stale``."""
 ServerKey = Text
-"""CURVE key of the agent, in Z85; empty when it has none."""
+"""CURVE key of the agent, in Z85; empty without keys."""
 EngineId = Id
 """The engine."""
 OfferId = Id

@@ -47,10 +47,10 @@ OfferSecret = Secret
 LeaseToken = Secret
 """The right to the lease, from the reply to ``claim``."""
 ReaderId = Id
-"""Who asks: one for each fetch of each agent, in all that is asked for it."""
+"""Who asks: one for each fetch of each agent."""
 ReaderAgent = Text
-"""Id of the agent that asks. It ends a lease of the same agent, and key where there are keys, with
-another ``reader_boot``."""
+"""Id of the agent that asks. It ends a lease of the same agent, and key, with another
+``reader_boot``."""
 ReaderBoot = Text
 """Boot id of the agent that asks."""
 TransferId = Secret
@@ -80,8 +80,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
     """Its ranks at this agent, in order of their number."""
     addresses: tuple[dict[str, Address], ...] = ()
     """For each of ``ranks`` the address of each segment in the agent's process, by ``segment_id``.
-    A rank whose map is empty is *unregistered*: read it in boxes, with ``pack``. No maps on the
-    side that only describes itself."""
+    A rank whose map is empty is *unregistered*. No maps on the side that only describes itself."""
 
 
 class HandshakeDone(Message, frozen=True):
@@ -92,26 +91,26 @@ class HandshakeDone(Message, frozen=True):
     memory: EngineMemory
     """The prefill engine, with the ranks that are attached here and their addresses."""
     memory_id: Id
-    """Stands for the processes that hold these ranks: another when one of them comes back."""
+    """Stands for the processes that hold these ranks."""
     nixl_agent: Id
     """Name of the NIXL agent that owns the memory."""
     nixl_metadata: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=8)]
-    """What NIXL's ``getLocalPartialMD`` gave, a blob for each kind of memory, for ``loadRemoteMD``.
-    Empty for a ``machine`` that maps the memory."""
+    """What NIXL's ``getLocalPartialMD`` gave, a blob for each kind of memory. Empty for a
+    ``machine`` that maps the memory."""
     events_endpoint: Endpoint
     """Where the prefill agent publishes events."""
     max_lease_s: Seconds
     """The longest lease that one claim or renewal gets."""
     access: Secret
-    """What is shown in ``pack``, ``check`` and ``lend`` at this agent: a secret."""
+    """What is shown in ``pack``, ``digest``, ``check`` and ``lend`` at this agent."""
     slot_bytes: Size = 0
     """Bytes of a staging slot, and so of the largest box; 0 when the agent packs nothing."""
     others: tuple[AgentRanks, ...] = ()
-    """The other agents that have ranks of the engine, each to be shaken hands with; none in the
-    reply of an agent that is not the engine's home."""
+    """Of the engine's home: the other agents that have ranks of it, each to be shaken hands with.
+    """
     memory_socket: MemorySocket | None = None
-    """Where an agent of the same machine and user gets these ranks' memory; see [Memory
-    socket](#memory-socket). Nil from an agent that has none."""
+    """Where an agent of the same machine and user gets this memory; see [Memory
+    socket](#memory-socket)."""
     digests: bool = False
     """Whether the agent answers ``digest``."""
 
@@ -124,10 +123,9 @@ class HandshakeDone(Message, frozen=True):
 )
 class Handshake(Request[HandshakeDone], frozen=True):
     """A decode agent introduces one of its engines to one prefill engine, at each agent that has
-    ranks of that, and again whenever one of these engines or agents is a new process. Without
-    ``offer_id`` and ``secret`` it is *ahead* of the first ticket: a prefill agent answers that to
-    keys that are trusted as ``decode``, or to anybody where its ``shake_hands_ahead`` says so;
-    others are refused with ``forbidden``.
+    ranks of that, and again whenever one of these is a new process. Without ``offer_id`` and
+    ``secret`` it is *ahead* of the first ticket: for keys of the role ``decode``, or for anybody
+    where ``shake_hands_ahead`` says so.
     """
 
     min_protocol: MinProtocol
@@ -135,9 +133,9 @@ class Handshake(Request[HandshakeDone], frozen=True):
     agent_id: Id
     """Name of the decode agent."""
     engine_id: Id
-    """The prefill engine, from the ticket; ahead of one, from the status."""
+    """The prefill engine, from the ticket, or from the status."""
     reader: EngineMemory
-    """The decode engine, with the ranks that are at this agent, without ``addresses``."""
+    """The decode engine, with the ranks at this agent."""
     engine_instance: Text = ""
     """Its instance, from the same. Empty with ``ranks``."""
     offer_id: Text = ""
@@ -145,39 +143,37 @@ class Handshake(Request[HandshakeDone], frozen=True):
     secret: Secret | None = None
     """The secret, from the ticket. Nil with ``ranks``, and ahead of a ticket."""
     ranks: Annotated[tuple[Size, ...], msgspec.Meta(max_length=1024)] = ()
-    """To an agent that is not the engine's home: what ``others`` of the home says it has."""
+    """To an agent that is not the home: what ``others`` of the home says it has."""
     access: Secret | None = None
     """With ``ranks``: what the home says is shown there."""
     machine: Text = ""
-    """Boot id of the decode agent's kernel, if it can map the memory of an engine: a prefill agent
-    of that machine which lends it leaves out ``nixl_metadata``, and need not open NIXL. Empty when
-    it cannot, or has asked so and could not."""
+    """Boot id of the decode agent's kernel, if it can map the memory of an engine; empty when it
+    cannot, or could not."""
 
 
 class Granted(Message, frozen=True):
     """Reply to `Claim` and `Renew`: the lease, and what of the offer is readable."""
 
     epoch: Epoch
-    """Names this lease; it grows with each claim of an offer."""
+    """The lease; it grows with each claim of an offer."""
     lease_s: Seconds
-    """The lease ends so many seconds after the agent *received* the request. A reader counts from
-    when it *sent* it, so it never believes longer."""
+    """The lease ends so many seconds after the agent *received* the request; a reader counts from
+    when it *sent* it."""
     num_tokens: Tokens
     """Tokens that may be read now."""
     sealed: bool
     """Whether that is all."""
     tables: Tables
-    """By group, the blocks behind those that the reader knows, each with its ``first_block``."""
+    """By group, the blocks behind those that the reader knows."""
     token: Secret
-    """The right to the lease, a secret of 128 random bits: all that is asked under the lease shows
-    it."""
+    """The right to the lease: all that is asked under it shows this."""
 
 
 @request("claim", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} busy")
 class Claim(Request[Granted], frozen=True):
     """Asks for the lease of an offer, of which there are as many at a time as ``readers`` are left.
-    The same ``reader_id`` may claim again: it gets a new epoch, and the old one is dead. So does a
-    new process of the agent that had the lease: when it is back it need not wait.
+    The same ``reader_id``, or a new process of the agent that had the lease, gets a new epoch, and
+    the old one is dead.
     """
 
     agent_boot: AgentBoot
@@ -189,8 +185,8 @@ class Claim(Request[Granted], frozen=True):
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
-    """Whether the reader is one of several agents of an engine, and not its home: the lease does
-    not count among the ``readers``. At most 1,024 are live or done."""
+    """Whether the reader is one of several agents of an engine, and not its home: it does not count
+    among the ``readers``. At most 1,024 of an offer."""
 
 
 @request("renew", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
@@ -204,7 +200,7 @@ class Renew(Request[Granted], frozen=True):
     """Seconds that are wanted from now on. A renewal never shortens a lease."""
     token: LeaseToken
     known_blocks: dict[str, Size] = msgspec.field(default_factory=dict)
-    """How many blocks of each group the reader knows, from the start of the offer's table on."""
+    """How many blocks of each group the reader knows."""
 
 
 @request(
@@ -215,9 +211,8 @@ class Renew(Request[Granted], frozen=True):
 )
 class Take(Request[Empty], frozen=True):
     """Asks, after the last byte has landed, whether what was read is good. Only ``ok`` makes the
-    bytes valid: the offer is sealed and was live all along. It ends the lease of this reader, and
-    completes the offer when this was the last one. Sent again with the same ``token`` it is ok
-    again.
+    bytes valid. It ends the lease of this reader, and completes the offer when this was the last
+    one. Sent again with the same ``token`` it is ok again.
     """
 
     agent_boot: AgentBoot
@@ -228,7 +223,7 @@ class Take(Request[Empty], frozen=True):
     """The reader's own, random and new for each fetch: a repeated take shows it."""
     tables: Tables | None = None
     """The block tables that were read, as the ticket's ``blocks`` has them; others than the offer's
-    are refused as ``geometry``. A reader with a live lease leaves them out."""
+    are ``geometry``. A reader with a live lease leaves them out."""
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
@@ -237,16 +232,14 @@ class Take(Request[Empty], frozen=True):
 
 @request("release", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
 class Release(Request[Empty], frozen=True):
-    """Gives a lease back, with nothing in flight any more and nothing used. The offer waits for
-    another reader.
-    """
+    """Gives a lease back, with nothing in flight and nothing used."""
 
     agent_boot: AgentBoot
     offer_id: OfferId
     epoch: Epoch
     token: LeaseToken
     code: Id
-    """Why it was not used; newer agents may have new codes."""
+    """Why it was not used: an error code."""
 
 
 @request(
@@ -275,15 +268,14 @@ class Met(Message, frozen=True):
     "offer_completed draining",
 )
 class Meet(Request[Met], frozen=True):
-    """Asks for the ticket of an offer by the name that a router gave it, also before the offer is
-    made; see [Rendezvous](#rendezvous). Answered as soon as there is one. ``busy`` when there is
-    none after ``wait_s``: ask again, until the fetch's deadline. ``engine_lost`` when the last
-    engine of the agent goes meanwhile, ``engine_not_ready`` when none has been ready for 2 s.
+    """Asks for the ticket of an offer by the name that a router gave it; see
+    [Rendezvous](#rendezvous). Answered as soon as there is one; ``busy`` when there is none after
+    ``wait_s``; ``engine_not_ready`` when no engine has been ready for 2 s.
     """
 
     transfer_id: TransferId
     wait_s: Seconds
-    """Seconds that the agent may take to answer; it answers sooner if it wants."""
+    """Seconds that the agent may take to answer."""
 
 
 @request("forgo", Socket.PREFILL_PEER, refusals="busy offer_unknown draining")
@@ -304,8 +296,7 @@ class Packed(Message, frozen=True):
     num_bytes: Size
     """Bytes of the box in its order, parts of blocks outside the box included."""
     slot_lease_s: Seconds
-    """The slot is the reader's for so many seconds after the agent *received* the request, while
-    the lease lives. A reader counts from when it *sent* it."""
+    """The slot is the reader's for so long, while the lease lives; counted as ``lease_s``."""
     memory: Literal["DRAM", "VRAM"] = "DRAM"
     """NIXL's kind of the slot's memory: that of the host, or of a GPU."""
     device: Index = 0
@@ -320,8 +311,7 @@ class Packed(Message, frozen=True):
 )
 class Pack(Request[Packed], frozen=True):
     """Asks for a box of what one rank holds, gathered into a staging slot; see [Packed
-    reads](#packed-reads). Answered when it is gathered, which may wait for a slot; refused with
-    ``timeout`` when ``slot_lease_s`` is over first.
+    reads](#packed-reads). Answered when it is gathered, which may wait for a slot.
     """
 
     agent_boot: AgentBoot
@@ -340,15 +330,13 @@ class Pack(Request[Packed], frozen=True):
     """That of the lease, which only the engine's home can check."""
     access: MemoryAccess
     done: SlotIds = ()
-    """Slots of this agent that were read: given back, also when the rest is refused."""
+    """Slots that were read: given back, also when the rest is refused."""
     priority: Priority = 0
 
 
 @request("unpack", Socket.PREFILL_PEER, at_once=True, refusals="stale")
 class Unpack(Request[Empty], frozen=True):
-    """Gives back staging slots that were read, or are not wanted; those that are not known, or of
-    another session, stay as they are.
-    """
+    """Gives back staging slots that were read, or are not wanted."""
 
     agent_boot: AgentBoot
     slot_ids: SlotIds
@@ -361,9 +349,7 @@ class Digests(Message, frozen=True):
 
 @request("digest", Socket.PREFILL_PEER, refusals=f"{OF_OFFER} offer_open geometry")
 class Digest(Request[Digests], frozen=True):
-    """Asks for digests of a box of what one rank holds now; see [Digests](#digests). Answered when
-    they are made, by an agent whose handshake says ``digests``.
-    """
+    """Asks for digests of a box of what one rank holds now; see [Digests](#digests)."""
 
     agent_boot: AgentBoot
     engine_id: EngineId
@@ -383,9 +369,8 @@ class Digest(Request[Digests], frozen=True):
 @request("check", Socket.PREFILL_PEER, at_once=True, refusals="stale forbidden engine_lost")
 class CheckMemory(Request[Empty], frozen=True):
     """Asks whether the ranks of an engine that are at this agent are still those of the handshake.
-    A reader asks each agent that is not the engine's home after the last byte landed and before the
-    take; as such an agent does not know when it is read, also before it reads, and with each
-    renewal of the lease.
+    For agents that are not the engine's home: before the read, with each renewal of the lease, and
+    after the last byte.
     """
 
     agent_boot: AgentBoot
@@ -395,8 +380,8 @@ class CheckMemory(Request[Empty], frozen=True):
     offer_id: Text = ""
     """The offer that is read, or was."""
     progress_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
-    """Seconds from now for which the agent serves reads of the offer, no longer than it grants
-    leases; 0 when nothing more is read."""
+    """Seconds from now for which the agent drives reads of the offer; 0 when nothing more is
+    read."""
 
 
 class PartFetched(Message, frozen=True):
@@ -417,25 +402,23 @@ class PartFetched(Message, frozen=True):
 )
 class FetchPart(Request[PartFetched], frozen=True):
     """The home of a decode engine asks an agent with remote ranks of it to fetch into these; see
-    [Engines with several agents](#engines-with-several-agents). It is a fetch of that agent's own:
-    it claims a lease with ``part``, reads and takes. The reply, or any error that a fetch can end
-    with, comes when nothing of it is in flight any more. Asked again with the same ``token``, as by
-    a new connection, it goes on, or its answer is said again.
+    [Engines with several agents](#engines-with-several-agents). Answered when nothing of it is in
+    flight any more. Asked again with the same ``token`` it goes on, or is answered again.
     """
 
     token: Secret
-    """The right to this part, a secret of 128 random bits, new for each."""
+    """The right to this part, new for each."""
     fetch_id: Id
     """The fetch at the home, for stories and traces."""
     engine_id: EngineId
     access: Secret
-    """What the engine's control session said of this agent in ``others``."""
+    """What the control session said of this agent in ``others``."""
     ranks: Ranks
     """The remote ranks to read into."""
     ticket: TicketMap
     memory_ids: Annotated[tuple[Id, ...], msgspec.Meta(min_length=1, max_length=1024)]
-    """What the asker's handshakes were about: ``memory_id`` of the prefill engine's home, then of
-    each of ``others``. An agent that knows others shakes hands again."""
+    """``memory_id`` of the prefill engine's home, then of each of ``others``. An agent that knows
+    others shakes hands again."""
     num_tokens: Tokens
     """As in ``fetch``."""
     tables: Tables
@@ -453,9 +436,8 @@ class FetchPart(Request[PartFetched], frozen=True):
 
 @request("cancel_part", Socket.DECODE_PEER, refusals="busy")
 class CancelPart(Request[Empty], frozen=True):
-    """Ends a part; answered when nothing of it is in flight any more, or nothing is known of it.
-    From then on a ``fetch_part`` with this ``token`` is refused (``cancelled``), by whatever
-    connection it comes. Asked again before the answer, the earlier question is refused as ``busy``.
+    """Ends a part; answered when nothing of it is in flight any more. From then on a ``fetch_part``
+    with this ``token`` is ``cancelled``. Asked again, the earlier question is ``busy``.
     """
 
     token: Secret

@@ -24,13 +24,11 @@ from kvbus.protocol.trace import Span
 
 AnySeconds = Annotated[float, msgspec.Meta(ge=0)]
 Echo = Annotated[str, msgspec.Meta(max_length=2 * MAX_TEXT_CHARS)]
-"""Comes back as it is, so that the answer is larger than most packets."""
+"""Comes back as it is: a large answer."""
 
 
 class PeerView(msgspec.Struct, frozen=True):
-    """What an agent says in ``status`` of another one, and what it speaks itself; from ``listed``
-    on what a decode agent knows.
-    """
+    """What an agent knows of another one, and what it speaks itself."""
 
     min_protocol: Size = 0
     """Lowest protocol version that the agent speaks."""
@@ -42,11 +40,11 @@ class PeerView(msgspec.Struct, frozen=True):
     listed: bool = False
     """Whether ``peer`` is in the configuration of a decode agent."""
     warm: bool = False
-    """Whether that is met, and its first fetch costs what the next one does."""
+    """Whether that is ready for the first fetch."""
     num_routes: Size = 0
     """Routes from engines of ``peer``, made by handshakes."""
     problem: Text = ""
-    """Why the last handshake with ``peer`` came to nothing, or why it is not warm, for people."""
+    """Why the last handshake came to nothing, or why it is not warm, for people."""
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -65,8 +63,7 @@ class Sharing(msgspec.Struct, frozen=True):
     closed: Text = ""
     """Why it neither lends nor maps anything, for people; empty when it may."""
     engines: dict[str, Text] = {}
-    """Of each engine that a decode agent has met ``open``, or why its memory is not mapped, for
-    people."""
+    """Of each engine that a decode agent has met ``open``, or why its memory is not mapped."""
 
 
 class AgentStatus(Message, frozen=True):
@@ -79,14 +76,12 @@ class AgentStatus(Message, frozen=True):
     counts: dict[str, int]
     """How many offers, leases, fetches and the like it holds; names may be added."""
     data_endpoints: tuple[Text, ...] = ()
-    """HOST:PORT of each TCP socket at which the agent's NIXL listens, if any by now. Empty for a
-    sender that neither shows a key nor is a process of the same user (or root) on this machine."""
+    """HOST:PORT of each TCP socket at which the agent's NIXL listens. Only for senders with a key,
+    or of the same user (or root) on this machine, as ``sharing``."""
     story: tuple[Text, ...] = ()
-    """The last events of the fetch or offer that was asked for, the oldest first, a line each, for
-    people; empty when it is not known."""
+    """The last events of the fetch or offer that was asked for, a line each, for people."""
     sharing: Sharing | None = None
-    """Whether memory is shared with agents of the same machine; nil from an agent that never does,
-    and for a sender as of ``data_endpoints``."""
+    """Whether memory is shared with agents of the same machine."""
     silent_peers: dict[str, float] = msgspec.field(default_factory=dict)
     """Agents that do not answer, by endpoint, and for how many seconds nothing came."""
     engine_instances: dict[str, str] = msgspec.field(default_factory=dict)
@@ -105,13 +100,12 @@ class Status(Request[AgentStatus], frozen=True):
     """Asks what an agent holds now; a subscriber resyncs with it."""
 
     fetch_id: Text = ""
-    """A fetch of this decode agent whose story is wanted; empty for none."""
+    """A fetch of this decode agent whose story is wanted."""
     offer_id: Text = ""
-    """An offer of this prefill agent whose story is wanted; empty for none."""
+    """An offer of this prefill agent whose story is wanted."""
     echo: Echo = ""
     peer: Text = ""
-    """Endpoint, as tickets have it, of another agent whose ``view`` is wanted; or only its
-    ``key``."""
+    """Endpoint of another agent whose ``view`` is wanted; or only its ``key``."""
     key: Text = ""
     """CURVE key of that agent, in Z85."""
 
@@ -123,10 +117,9 @@ class Predicted(Message, frozen=True):
     """Bytes that it would move."""
     decode_engine: EngineId
     path: Text = ""
-    """How it would be read. Empty where the engines have not met: it is a guess then, with 0.1 s
-    for that."""
+    """How it would be read. Empty where the engines have not met: it is a guess then."""
     num_observed: Size = 0
-    """How many handoffs from that prefill agent on this path have corrected it."""
+    """How many handoffs from there on this path have corrected it."""
 
 
 @request(
@@ -145,9 +138,9 @@ class Cost(Request[Predicted], frozen=True):
     first_token: Tokens = 0
     """How many of them the decode engine has already."""
     prefill_engine: Text = ""
-    """Of the prefill agent; may be empty where the two agents know one."""
+    """May be empty where the two agents know one."""
     decode_engine: Text = ""
-    """Of this agent; may be empty where it has one."""
+    """May be empty where this agent has one."""
 
 
 class Fault(msgspec.Struct, frozen=True):

@@ -42,16 +42,15 @@ CLOCK_TOLERANCE_S = 30
 """How far the clocks of two agents may be apart."""
 _Base64 = Annotated[str, msgspec.Meta(max_length=131_072)]
 Audience = Text
-"""The decode engine or agent that may use it; empty for any. Looked at where tickets are signed."""
+"""The decode engine or agent that alone may use it, where tickets are signed; empty for any."""
 IssuedAt = Size
-"""When it was signed, in seconds since 1970; 0 when it is not."""
+"""When it was signed, in seconds since 1970; 0 when it is not signed."""
 ExpiresAt = Size
-"""How long it is good, in seconds since 1970; 0 when it is not signed."""
+"""Until when it is good; 0 when it is not signed."""
 Version = int
 """Version of the ticket, or rendezvous: 1."""
 Signature = Text
-"""HMAC-SHA256, in 64 hexadecimal digits, by a key of the site; see
-[Signed tickets](#signed-tickets). Empty when the site signs none."""
+"""64 hexadecimal digits; see [Signed tickets](#signed-tickets). Empty when the site signs none."""
 
 
 class Carried(Redacted, frozen=True):
@@ -94,15 +93,14 @@ class Ticket(Carried, frozen=True):
     endpoint: Endpoint
     engine_id: EngineId
     engine_instance: Id
-    """Stands for the engine's control session: the agent draws a new one each time that one
-    registers."""
+    """Stands for the engine's control session: a new one each time that one registers."""
     offer_id: OfferId
     request_id: Id
     """The prefill engine's name of the request."""
     num_tokens: Tokens
     """Tokens ready when the ticket was made; more may follow."""
     secret: Secret
-    """The right to the offer: 128 random bits. Who shows it may claim the offer, or withdraw it."""
+    """The right to claim the offer, or withdraw it: 128 random bits."""
     server_key: ServerKey = ""
     audience: Audience = ""
     prompt_digest: Text = ""
@@ -114,11 +112,9 @@ class Ticket(Carried, frozen=True):
     blocks: _Base64 = ""
     """The block tables of an offer that is not written to any more: base64 of the msgpack map that
     ``offer`` had as ``tables``. A reader may read them at once, and ``take`` the offer after the
-    last byte. Empty when the offer was open, unless its engine named them (``ticket_blocks``), or
-    has more blocks than the agent's ``ticket_blocks``."""
+    last byte. Empty when the offer was open, or has too many."""
     traceparent: Text = ""
-    """The trace of the request, as the prefill engine said; empty for none. It is not signed, and
-    opens nothing."""
+    """As in ``offer``. It is not signed."""
 
     def tables(self) -> dict[str, BlockTable]:
         """The block tables in ``blocks``, none when it is empty; raises `ProtocolError`."""
@@ -139,8 +135,7 @@ class Rendezvous(Carried, frozen=True):
     what: ClassVar[str] = "rendezvous"
 
     transfer_id: Secret
-    """The name of the offer, and the right to its ticket: 128 random bits. The router has the
-    prefill engine told the same."""
+    """The name of the offer, and the right to its ticket: 128 random bits."""
     endpoint: Endpoint
     server_key: ServerKey = ""
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID)] = ""

@@ -38,14 +38,13 @@ class Span(Redacted, frozen=True):
     end_s: float | None = None
     """When it ended; nil while it goes on."""
     depth: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
-    """0 for an offer or a fetch itself. A span is a part of the last one before it of a smaller
-    depth."""
+    """0 for an offer or a fetch. A span is a part of the last one before it of a smaller depth."""
     about: Text = ""
     """Which of several, such as the leg of a read; empty where there is one."""
     error: Text = ""
     """The error that ended it; empty for none."""
     attributes: dict[str, Scalar] = msgspec.field(default_factory=dict)
-    """Plain values that say more, such as ids and numbers of bytes. Names may be added."""
+    """Plain values that say more. Names may be added."""
 
 
 class OtherAgent(Redacted, frozen=True):
@@ -61,31 +60,29 @@ class Traced(Message, frozen=True):
     boot: Id
     """Boot id of the agent."""
     now_s: float
-    """The agent's clock as it answered: seconds since any time, of which only differences mean
-    something."""
+    """The agent's clock as it answered, in seconds since any time."""
     wall_s: float
     """Seconds since 1970 then, as its machine believes."""
     spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
-    """What it remembers, entry by entry, the oldest first; parents before what is in them."""
+    """What it remembers, the oldest first; parents before what is in them."""
     cut: bool = False
     """Whether it remembers more than fits: the oldest entries are left out."""
     others: Annotated[tuple[OtherAgent, ...], msgspec.Meta(max_length=MAX_OTHERS)] = ()
-    """Agents that have a part in it: a decode agent names the prefill agents of its tickets."""
+    """Agents that have a part in it."""
 
 
 @request("trace", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)
 class Trace(Request[Traced], frozen=True):
     """Asks what went on for a request, an offer or a fetch, and what the agent's clock says; see
-    [Traces](#traces). With all three empty it is only asked for its clock.
+    [Traces](#traces).
     """
 
     request_id: Text = ""
-    """A request, as its offer and its ticket name it, or the ``transfer_id`` or ``request_id`` of
-    its rendezvous. Empty for none, as are the others."""
+    """A request, as its ticket or its rendezvous names it."""
     offer_id: Text = ""
-    """An offer of this prefill agent, or of another, which had boxes gathered here."""
+    """An offer of this agent, or of another, which had boxes gathered here."""
     fetch_id: Text = ""
-    """A fetch of this decode agent, or of another, which had a part of it read here."""
+    """A fetch of this agent, or of another, which had a part of it read here."""
 
 
 class Remembered(Redacted, frozen=True):
