@@ -90,6 +90,8 @@ NAMED = {
     "plain": "string or integer or number",
 }
 """What types of fields are called on the pages."""
+NOTHING = ('""', "[]", "{}", "0", "0.0", "false", "all 0")
+"""Defaults that the page shows by a question mark."""
 NAMING = ("message", "attach", "engine", "peer", "status", "ticket")
 """Where types of fields have names and strings below them."""
 LINK = re.compile(r"\]\(#([\w-]+)\)")
@@ -232,8 +234,10 @@ def _lines(kind: type[msgspec.Struct]) -> dict[str, str]:
     lines = {}
     for field in described.fields:
         of, default = type_name(field.type), "" if field.required else _default(field)
-        default = "" if default == "nil" and of.endswith("or nil") else default
-        of += f" = {default}" if default else ""
+        if default in NOTHING:
+            of += "?"
+        elif default != "nil" or not of.endswith("or nil"):
+            of += f" = {default}" if default else ""
         lines[field.name] = f"- `{field.name}` ({of}): {words[field.name]}"
     return lines
 
