@@ -237,9 +237,11 @@ def slot_bytes(group: GroupSpec, box: Box) -> int:
 
 
 def _check_box(group: GroupSpec, box: Box) -> None:
-    if not (set(box.layers) <= set(group.layers) and set(box.parts) <= set(group.parts)):
+    lacking = {*box.layers, *box.parts} - {*group.layers, *group.parts}
+    if lacking:
+        names = ", ".join(sorted(map(str, lacking)))
         raise GeometryError(
-            f"box has layers or parts that group '{group.name}' has not", field="layers"
+            f"box has layers or parts that group '{group.name}' has not: {names}", field="layers"
         )
     if len(set(box.layers)) != len(box.layers) or len(set(box.parts)) != len(box.parts):
         raise GeometryError("box names a layer or a part twice", field="layers")

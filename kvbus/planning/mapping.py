@@ -7,7 +7,7 @@ So tensor parallelism, replicas and pipeline stages of any kind need no case of 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import lcm
 from typing import NamedTuple
 
@@ -146,21 +146,21 @@ def _held(ranks: Iterable[RankSpec]) -> dict[Cell, list[_Held]]:
     for rank in ranks:
         for region in rank.regions:
             one = _Held(region.first_head, region.first_head + region.num_heads, rank.rank)
-            for cell in _cells(region):
+            for cell in cells(region):
                 held[cell].append(one)
     return held
 
 
-def _cells(region: Region) -> Iterator[Cell]:
-    for layer in region.layers:
-        yield from ((region.group, layer, part) for part in region.parts)
+def cells(held: Region | Share) -> Iterator[Cell]:
+    """Every layer and part of what is held or read."""
+    return product([held.group], held.layers, held.parts)
 
 
 def _wanted(reader: int, region: Region, held: dict[Cell, list[_Held]]) -> Iterator[_Wanted]:
     """The region's heads, cut wherever the set of ranks that hold them changes."""
     first, stop = region.first_head, region.first_head + region.num_heads
     head_size = region.size(AxisName.DIM)
-    for cell in _cells(region):
+    for cell in cells(region):
         holders = held.get(cell, [])
         edges = {edge for one in holders for edge in (one.first, one.stop) if first < edge < stop}
         cuts = [first, *sorted(edges), stop]

@@ -11,9 +11,7 @@ a rank with one region at address 0. Arrays of offsets have the shape (2, n): ro
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, product
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -28,12 +26,10 @@ from kvbus.geometry import (
     EngineSpec,
     RankSpec,
     Region,
-    Segment,
-    slot_bytes,
     slot_region,
 )
-from kvbus.planning.mapping import Share
-from kvbus.planning.runs import Lattice, Offsets, Run, Runs
+from kvbus.planning.mapping import Cell, Share, cells
+from kvbus.planning.runs import ZERO, Lattice, Offsets, Run, Runs
 from kvbus.planning.spans import Spans, Tables
 
 MAX_FEW = 32
@@ -75,52 +71,36 @@ class RunPlan:
     ) -> None:
         corners: dict[_Form, list[tuple[int, int]]] = defaultdict(list)
         for share in shares:
-            source, target = sources[share.holder], targets[share.reader]
-            for form, at in _pairs(source, target, share):
+            for form, at in _pairs(sources[share.holder], targets[share.reader], share):
                 corners[form].append(at)
         self._bundles = [_Bundle(form, at) for form, at in corners.items()]
 
     def num_runs(self, spans: Spans) -> int:
         """About how many runs these positions are, before neighbours are merged."""
-        return sum(one.num_runs(*spans[one.group]) for one in self._bundles)
+        return sum(one.num_runs(*spans[one.form.group]) for one in self._bundles)
 
-    def runs(
-        self,
-        source_tables: Tables,
-        target_tables: Tables,
-        spans: Spans,
-        *,
-        source_at: int = 0,
-        target_at: int = 0,
-    ) -> Runs:
+    def runs(self, source_tables: Tables, target_tables: Tables, spans: Spans) -> Runs:
         """The runs of the positions in ``spans``, each of them once.
 
         Both sides' tables must cover the positions; raises `IndexError` when one does not. A group
-        without positions needs no tables. ``source_at`` and ``target_at`` are added to addresses.
+        without positions needs no tables.
         """
         few: list[Run] = []
         for one in self._bundles:
-            start, stop = spans[one.group]
-            if start >= stop:
-                continue
-            tables = source_tables[one.group], target_tables[one.group]
-            if not one.add_few(few, *tables, start, stop):
-                return self._many(source_tables, target_tables, spans, (source_at, target_at))
-        if source_at or target_at:
-            few = [(to + target_at, out_of + source_at, size) for to, out_of, size in few]
+            start, stop = spans[one.form.group]
+            if start < stop:
+                tables = source_tables[one.form.group], target_tables[one.form.group]
+                if not one.add_few(few, *tables, start, stop):
+                    return self._many(source_tables, target_tables, spans)
         return Runs(few=tuple(few))
 
-    def _many(
-        self, source_tables: Tables, target_tables: Tables, spans: Spans, at: tuple[int, int]
-    ) -> Runs:
-        moved = np.array(at, dtype=np.int64)[:, None]
-        lattices = (
-            one.lattices(moved, source_tables[one.group], target_tables[one.group], start, stop)
-            for one in self._bundles
-            for start, stop in (spans[one.group],)
-            if start < stop
-        )
-        return Runs(lattices=tuple(chain.from_iterable(lattices)))
+    def _many(self, source_tables: Tables, target_tables: Tables, spans: Spans) -> Runs:
+        found: list[Lattice] = []
+        for one in self._bundles:
+            start, stop = spans[group := one.form.group]
+            if start < stop:
+                found += one.lattices(source_tables[group], target_tables[group], start, stop)
+        return Runs(lattices=tuple(found))
 
 
 # A box of n positions from p on is, to the planner, all that a rank has of these positions in one
@@ -133,13 +113,12 @@ class SlotPlan:
     """
 
     def __init__(self, placed: PlacedRank, box: Box, *, into_slot: bool) -> None:
-        _check_held(placed.rank, box)
         group = placed.engine.group(box.group)
         region = slot_region(group, box)
         endless = msgspec.structs.replace(group, block_size=ENDLESS)
         slot = PlacedRank(
             engine=msgspec.structs.replace(placed.engine, groups=(endless,)),
-            rank=RankSpec(0, (Segment(region.segment_id, slot_bytes(group, box)),), (region,)),
+            rank=RankSpec(0, (), (region,)),
             addresses={region.segment_id: 0},
         )
         share = Share(
@@ -158,49 +137,28 @@ class SlotPlan:
 
     def runs(self, table: BlockTable, start: int, stop: int, *, slot_at: int) -> Runs:
         """The runs of positions [start, stop); the slot's first byte is at ``slot_at``."""
-        tables = {self._group: table}, {self._group: WHOLE_SLOT}
-        source, target = tables if self._into_slot else reversed(tables)
-        moved = {
-            "target_at" if self._into_slot else "source_at": slot_at - start * self._token_bytes
-        }
-        return self._plan.runs(source, target, {self._group: (start, stop)}, **moved)
+        first, there = slot_at - start * self._token_bytes, {self._group: WHOLE_SLOT}
+        here, spans = {self._group: table}, {self._group: (start, stop)}
+        if self._into_slot:
+            return self._plan.runs(here, there, spans).moved(target_bytes=first)
+        return self._plan.runs(there, here, spans).moved(source_bytes=first)
 
 
-def _check_held(rank: RankSpec, box: Box) -> None:
-    held = {
-        (layer, part): region
-        for region in rank.regions
-        if region.group == box.group
-        for layer, part in product(region.layers, region.parts)
-    }
-    end = box.first_head + box.num_heads
-    for layer, part in product(box.layers, box.parts):
-        region = held.get((layer, part))
-        first = stop = 0
-        if region is not None:
-            first, stop = region.first_head, region.first_head + region.num_heads
-        if box.first_head < first or end > stop:
-            raise GeometryError(
-                f"this rank holds heads {first} to {stop} of layer {layer}, '{part}', of group "
-                f"'{box.group}', not {box.first_head} to {end}",
-                field="first_head" if region else "layers",
-            )
-
-
-class _Strides(NamedTuple):
-    """Bytes from block to block and from token to token, and tokens in a block, on one side."""
+class _Side(NamedTuple):
+    """Of regions on one side: bytes from block to block and from token to token, tokens in a block,
+    and of the other axes, layer to dim, the bytes from the first index that is moved to each.
+    """
 
     block_bytes: int
     token_bytes: int
     block_size: int
-
-    def offset(self, table: BlockTable, position: int) -> int:
-        """Of a position, from block 0 on; raises `IndexError` when the table lacks it."""
-        block, within = divmod(position, self.block_size)
-        return table.block(block) * self.block_bytes + within * self.token_bytes
+    axes: tuple[tuple[int, ...] | range, ...]
 
     def offsets(self, table: BlockTable, positions: Offsets) -> Offsets:
-        """The same of many, which ascend."""
+        """From block 0 on, of positions that ascend; raises `IndexError` when the table lacks one.
+
+        `_Bundle.add_few` has the same for one position.
+        """
         rows = positions // self.block_size - table.first_block
         if rows[0] < 0:
             raise IndexError(f"block table starts only at block {table.first_block}")
@@ -208,39 +166,13 @@ class _Strides(NamedTuple):
         return blocks * self.block_bytes + positions % self.block_size * self.token_bytes
 
 
-class _Steps(NamedTuple):
-    """Bytes from the first index of one axis to each, on either side; those of targets ascend."""
-
-    source: tuple[int, ...]
-    target: tuple[int, ...]
-
-
 class _Form(NamedTuple):
     """What pairs of regions have in common when they differ only in where they lie."""
 
     group: str
-    source: _Strides
-    target: _Strides
-    axes: tuple[_Steps, ...]
+    source: _Side
+    target: _Side
     itemsize: int
-
-
-class _Pattern(NamedTuple):
-    """The runs of one unit, each at a sum of one ``outer`` and one ``inner`` offset.
-
-    Outer steps go past a block of the target, inner ones stay within it. ``few`` are these sums, of
-    source and target; empty when they are many.
-    """
-
-    outer: Offsets
-    inner: Offsets
-    run_bytes: int
-    few: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def num_runs(self) -> int:
-        """Runs of the unit."""
-        return int(self.outer.shape[1] * self.inner.shape[1])
 
 
 class _Bundle:
@@ -250,35 +182,36 @@ class _Bundle:
     """
 
     def __init__(self, form: _Form, corners: list[tuple[int, int]]) -> None:
-        self.group = form.group
-        self._form = form
+        self.form = form
         self._corners = np.array(corners, dtype=np.int64).T
         self._sizes = {form.source.block_size, form.target.block_size}
-        self._patterns: dict[int, _Pattern] = {}
+        self._units: dict[int, tuple[Lattice, tuple[Run, ...]]] = {}
 
     def num_runs(self, start: int, stop: int) -> int:
         """Runs of so many tokens that start a block."""
         size = min(self._sizes)
-        return -(-(stop - start) // size) * self._pattern(size).num_runs
+        return -(-(stop - start) // size) * self._unit(size)[0].num_runs
 
     def add_few(
         self, runs: list[Run], source: BlockTable, target: BlockTable, start: int, stop: int
     ) -> bool:
         """Add the runs of positions [start, stop), or return False when all are many."""
-        form = self._form
-        there, here = form.source.block_size, form.target.block_size
+        _, (from_block, from_token, there, _), (to_block, to_token, here, _), _ = self.form
         while start < stop:
-            end = min(stop, start - start % there + there, start - start % here + here)
-            pattern = self._pattern(end - start)
-            if not pattern.few or len(runs) + len(pattern.few) > MAX_FEW:
+            at, within = start % there, start % here
+            end = min(stop, start - at + there, start - within + here)
+            _, few = self._units.get(end - start) or self._unit(end - start)
+            if not few or len(runs) + len(few) > MAX_FEW:
                 return False
-            out_of, to = form.source.offset(source, start), form.target.offset(target, start)
-            runs += [(to + b, out_of + a, pattern.run_bytes) for a, b in pattern.few]
+            out_of = source.block(start // there) * from_block + at * from_token
+            to = target.block(start // here) * to_block + within * to_token
+            for target_bytes, source_bytes, run_bytes in few:
+                runs.append((to + target_bytes, out_of + source_bytes, run_bytes))
             start = end
         return True
 
     def lattices(
-        self, moved: Offsets, source: BlockTable, target: BlockTable, start: int, stop: int
+        self, source: BlockTable, target: BlockTable, start: int, stop: int
     ) -> Iterator[Lattice]:
         """The runs of positions [start, stop), a lattice for each length of a unit.
 
@@ -289,57 +222,45 @@ class _Bundle:
         if len(ends) > 1:
             starts = np.unique(starts)
         lengths = np.diff(starts, append=stop)
-        form = self._form
-        units = np.stack([form.source.offsets(source, starts), form.target.offsets(target, starts)])
+        sides = (self.form.source, source), (self.form.target, target)
+        units = np.stack([side.offsets(table, starts) for side, table in sides])
         for length in np.unique(lengths).tolist():
             alike = units[:, lengths == length]
-            order = np.argsort(alike[1], kind="stable")
-            found = self._pattern(length)
-            yield Lattice(found.outer + moved, alike[:, order], found.inner, found.run_bytes)
+            in_order = alike[:, np.argsort(alike[1], kind="stable")]
+            yield replace(self._unit(length)[0], units=in_order)
 
-    def _pattern(self, num_tokens: int) -> _Pattern:
-        """Over all pairs; kept, as there are no more patterns than tokens in a block."""
-        found = self._patterns.get(num_tokens)
+    def _unit(self, num_tokens: int) -> tuple[Lattice, tuple[Run, ...]]:
+        """The runs of one unit at offset 0, over all pairs; the second is empty when they are many.
+
+        Outer steps go past a block of the target, inner ones stay within it. All units that were
+        asked for are kept: there are no more than tokens in a block.
+        """
+        found = self._units.get(num_tokens)
         if found is None:
-            pattern = _pattern_of(self._form, num_tokens)
-            outer = (self._corners[:, :, None] + pattern.outer[:, None, :]).reshape(2, -1)
-            found = pattern._replace(outer=outer[:, np.argsort(outer[1], kind="stable")])
-            if found.num_runs <= MAX_FEW:
-                sums = (found.outer[:, :, None] + found.inner[:, None, :]).reshape(2, -1)
-                found = found._replace(few=tuple((a, b) for a, b in sums.T.tolist()))
-            self._patterns[num_tokens] = found
+            source, target = self.form.source, self.form.target
+            tokens = [_steps(range(num_tokens), one.token_bytes) for one in (source, target)]
+            pairs = (*zip(source.axes, target.axes, strict=True), tokens)
+            axes = [np.array([*map(tuple, pair)]) for pair in pairs if len(pair[0]) > 1]
+            inner: list[Offsets] = []
+            outer: list[Offsets] = []
+            run_bytes = self.form.itemsize
+            for axis in sorted(axes, key=lambda one: int(one[1, 1])):
+                if (axis == np.arange(axis.shape[1]) * run_bytes).all():  # continues the run
+                    run_bytes *= axis.shape[1]
+                else:
+                    (outer if axis[1, 1] >= target.block_bytes else inner).insert(0, axis)
+            corners = _sums([self._corners, *outer])
+            corners = corners[:, np.argsort(corners[1], kind="stable")]
+            unit = Lattice(outer=corners, units=ZERO, inner=_sums(inner), run_bytes=run_bytes)
+            few = tuple(Runs(lattices=(unit,))) if unit.num_runs <= MAX_FEW else ()
+            found = self._units[num_tokens] = unit, few
         return found
 
 
-def _pattern_of(form: _Form, num_tokens: int) -> _Pattern:
-    """The runs of a unit of ``num_tokens`` tokens, from its corner on."""
-    token = _Steps(
-        _strided(range(num_tokens), form.source.token_bytes),
-        _strided(range(num_tokens), form.target.token_bytes),
-    )
-    axes = [axis for axis in (*form.axes, token) if len(axis.target) > 1]
-    run_bytes = form.itemsize
-    while (inner := _next_contiguous(axes, run_bytes)) is not None:
-        run_bytes *= len(inner.target)
-        axes.remove(inner)
-    axes.sort(key=lambda axis: axis.target[1], reverse=True)
-    num_outer = sum(axis.target[1] >= form.target.block_bytes for axis in axes)
-    return _Pattern(_sums(axes[:num_outer]), _sums(axes[num_outer:]), run_bytes)
-
-
-def _next_contiguous(axes: Iterable[_Steps], run_bytes: int) -> _Steps | None:
-    """The axis that continues a run of ``run_bytes`` without a gap on both sides, if any does."""
-    for axis in axes:
-        if axis.source == axis.target == _strided(range(len(axis.target)), run_bytes):
-            return axis
-    return None
-
-
-def _sums(axes: Iterable[_Steps]) -> Offsets:
+def _sums(axes: Iterable[Offsets]) -> Offsets:
     """Every sum of one step of each axis; the first axis is the outermost."""
-    sums = np.zeros((2, 1), dtype=np.int64)
-    for axis in axes:
-        steps = np.array(axis, dtype=np.int64)
+    sums = ZERO
+    for steps in axes:
         sums = (sums[:, :, None] + steps[:, None, :]).reshape(2, -1)
     return sums
 
@@ -348,63 +269,63 @@ def _pairs(
     source: PlacedRank, target: PlacedRank, share: Share
 ) -> Iterator[tuple[_Form, tuple[int, int]]]:
     """Every pair of regions that has bytes of ``share`` in common: its form and its corners."""
-    by_layer: dict[int, list[Region]] = defaultdict(list)
-    for region in source.rank.regions:
-        if region.group == share.group:
-            for layer in region.layers:
-                by_layer[layer].append(region)
-    for local in target.rank.regions:
-        if local.group == share.group:
-            found = {id(region): region for layer in local.layers for region in by_layer[layer]}
-            for remote in found.values():
-                yield from _pair(source, remote, target, local, share)
-
-
-def _pair(
-    source: PlacedRank, remote: Region, target: PlacedRank, local: Region, share: Share
-) -> Iterator[tuple[_Form, tuple[int, int]]]:
+    there, here = _held(source, share), _held(target, share)
     wanted = set(share.layers)
-    layers = [layer for layer in local.layers if layer in wanted and layer in remote.layers]
-    parts = [part for part in local.parts if part in share.parts and part in remote.parts]
-    if not (layers and parts):
-        return
-    corners, steps = [], []
-    for placed, region in ((source, remote), (target, local)):
-        first_head = share.first_head - region.first_head
-        indices: dict[AxisName, range | tuple[int, ...]] = {
-            AxisName.DIM: range(region.size(AxisName.DIM)),
-            AxisName.HEAD: range(first_head, first_head + share.num_heads),
-            AxisName.KV: tuple(region.parts.index(part) for part in parts),
-            AxisName.LAYER: tuple(region.layers.index(layer) for layer in layers),
-        }
-        offsets = [_from_first(at, region.stride_bytes(axis)) for axis, at in indices.items()]
-        base = placed.addresses[region.segment_id] + region.offset_bytes
-        corners.append(base + sum(first for first, _ in offsets))
-        steps.append([further for _, further in offsets])
-    form = _Form(
-        group=local.group,
-        source=_strides(source.engine, remote),
-        target=_strides(target.engine, local),
-        axes=tuple(map(_Steps, *steps)),
-        itemsize=DTYPE_SIZES_BYTES[target.engine.group(local.group).dtype],
-    )
-    yield form, (corners[0], corners[1])
+    pairs = {(id(there[cell]), id(here[cell])): (there[cell], here[cell]) for cell in there}
+    for remote, local in pairs.values():
+        layers = [one for one in local.layers if one in wanted and one in remote.layers]
+        parts = [one for one in local.parts if one in share.parts and one in remote.parts]
+        from_corner, from_side = _side(source, remote, share, layers, parts)
+        to_corner, to_side = _side(target, local, share, layers, parts)
+        itemsize = DTYPE_SIZES_BYTES[target.engine.group(share.group).dtype]
+        yield _Form(share.group, from_side, to_side, itemsize), (from_corner, to_corner)
 
 
-def _strides(engine: EngineSpec, region: Region) -> _Strides:
-    return _Strides(
+def _held(placed: PlacedRank, share: Share) -> dict[Cell, Region]:
+    """The region of each layer and part of ``share``."""
+    of_group = (one for one in placed.rank.regions if one.group == share.group)
+    regions = {cell: one for one in of_group for cell in cells(one)}
+    found: dict[Cell, Region] = {}
+    end = share.first_head + share.num_heads
+    for cell in cells(share):
+        region = regions.get(cell)
+        first = stop = 0
+        if region is not None:
+            first, stop = region.first_head, region.first_head + region.num_heads
+        if region is None or share.first_head < first or end > stop:
+            raise GeometryError(
+                f"this rank holds heads {first} to {stop} of {'/'.join(map(str, cell))}, "
+                f"not {share.first_head} to {end}",
+                field="first_head" if region else "layers",
+            )
+        found[cell] = region
+    return found
+
+
+def _side(
+    placed: PlacedRank, region: Region, share: Share, layers: list[int], parts: list[str]
+) -> tuple[int, _Side]:
+    """The corner of what is moved of ``region``, and the steps from there."""
+    first_head = share.first_head - region.first_head
+    indices: dict[AxisName, tuple[int, ...] | range] = {
+        AxisName.LAYER: tuple(region.layers.index(layer) for layer in layers),
+        AxisName.KV: tuple(region.parts.index(part) for part in parts),
+        AxisName.HEAD: range(first_head, first_head + share.num_heads),
+        AxisName.DIM: range(region.size(AxisName.DIM)),
+    }
+    strides = {name: region.stride_bytes(name) for name in indices}
+    corner = placed.addresses[region.segment_id] + region.offset_bytes
+    side = _Side(
         block_bytes=region.stride_bytes(AxisName.BLOCK),
         token_bytes=region.stride_bytes(AxisName.TOKEN),
-        block_size=engine.group(region.group).block_size,
+        block_size=placed.engine.group(region.group).block_size,
+        axes=tuple(_steps(at, strides[name]) for name, at in indices.items()),
     )
+    return corner + sum(at[0] * strides[name] for name, at in indices.items()), side
 
 
-@lru_cache(1 << 12)
-def _from_first(indices: range | tuple[int, ...], stride_bytes: int) -> tuple[int, tuple[int, ...]]:
-    """The offset of the first index, and those of all from there; regions are alike, so cached."""
-    offsets = _strided(indices, stride_bytes)
-    return offsets[0], tuple(offset - offsets[0] for offset in offsets)
-
-
-def _strided(indices: Iterable[int], stride_bytes: int) -> tuple[int, ...]:
-    return tuple(index * stride_bytes for index in indices)
+def _steps(indices: tuple[int, ...] | range, stride_bytes: int) -> tuple[int, ...] | range:
+    """Bytes from the first index to each; a range hashes and compares as fast however long."""
+    if isinstance(indices, range):
+        return range(0, len(indices) * stride_bytes, stride_bytes) if stride_bytes else range(1)
+    return tuple((index - indices[0]) * stride_bytes for index in indices)

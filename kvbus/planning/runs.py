@@ -1,10 +1,11 @@
 """Runs: bytes to move, from source addresses to target addresses, as executors take them.
 
-A few are integers, as one call of numpy costs as much as a run does; many are lattices.
+A few are integers, as one call of numpy costs as much as a run does; many are lattices. Arrays of
+offsets have the shape (2, n): row 0 is the source, row 1 the target.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from kvbus.errors import GeometryError
 
 CACHED_BYTES = 512 << 10
+ZERO = np.zeros((2, 1), dtype=np.int64)
 
 Offsets = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.uint64]
@@ -40,8 +42,7 @@ class Reads(NamedTuple):
 class Lattice:
     """Runs of one length: one at each sum of an outer, a unit and an inner offset.
 
-    Each array has the shape (2, n): row 0 is the source, row 1 the target. The offsets of
-    ``outer`` are addresses; each column of ``units`` is one unit of tokens.
+    The offsets of ``outer`` are addresses; each column of ``units`` is one unit of tokens.
     """
 
     outer: Offsets
@@ -91,11 +92,14 @@ class Runs:
 
     def by_length(self) -> Iterator[tuple[Offsets, int]]:
         """Addresses of shape (2, n), sources and targets, of n runs of so many bytes."""
+        for one in self._all_lattices():
+            yield one.addresses(), one.run_bytes
+
+    def _all_lattices(self) -> Iterator[Lattice]:
         for length in {run[2] for run in self.few}:
             alike = [(source, target) for target, source, num in self.few if num == length]
-            yield np.array(alike, dtype=np.int64).T, length
-        for one in self.lattices:
-            yield one.addresses(), one.run_bytes
+            yield Lattice(np.array(alike, dtype=np.int64).T, ZERO, ZERO, length)
+        yield from self.lattices
 
     @property
     def num_bytes(self) -> int:
@@ -127,72 +131,47 @@ class Runs:
             if not (firsts.size and (places >= 0).all() and (highest <= ends[places]).all()):
                 raise _outside()
 
+    def moved(self, *, source_bytes: int = 0, target_bytes: int = 0) -> "Runs":
+        """The same runs with all addresses so much further on."""
+        by = np.array([[source_bytes], [target_bytes]], dtype=np.int64)
+        return Runs(
+            tuple((to + target_bytes, out_of + source_bytes, num) for to, out_of, num in self.few),
+            tuple(replace(one, outer=one.outer + by) for one in self.lattices),
+        )
+
     def reads(self, *, local_device: int = 0, remote_device: int = 0) -> Reads:
         """As READs into the targets, neighbours merged, in ascending local address."""
-        if self.lattices:
-            every = np.concatenate([_expanded(one) for one in self.lattices], axis=1)
-            targets, sources, sizes = _merged_many(_ascending(every))
-        else:
-            few = np.array(_merged_few(self.few), dtype=np.int64)
-            targets, sources, sizes = few.reshape(-1, 3).T
+        every = [np.empty((3, 0), dtype=np.int64)]
+        for (sources, targets), run_bytes in self.by_length():
+            every.append(np.stack((targets, sources, np.full_like(targets, run_bytes))))
+        targets, sources, sizes = _merged(np.concatenate(every, axis=1))
         return Reads(_rows(targets, sizes, local_device), _rows(sources, sizes, remote_device))
 
     def cut(self, job_bytes: int) -> list["Runs"]:
         """Jobs of at most ``job_bytes`` that move each byte once; small ones share a job."""
         jobs: list[Runs] = []
         room = 0
-        for part in self._parts(job_bytes):
-            if jobs and part.num_bytes <= room:
-                jobs[-1] = Runs(jobs[-1].few + part.few, jobs[-1].lattices + part.lattices)
-            else:
-                jobs.append(part)
-                room = job_bytes
-            room -= part.num_bytes
-        return jobs
-
-    def _parts(self, job_bytes: int) -> Iterator["Runs"]:
-        for target, source, num_bytes in self.few:
-            for at in range(0, num_bytes, job_bytes):
-                run = target + at, source + at, min(job_bytes, num_bytes - at)
-                yield Runs(few=(run,))
-        for one in self.lattices:
+        for one in self._all_lattices():
             for part in _cut(_for_caches(one), job_bytes):
-                yield Runs(lattices=(part,))
+                if jobs and part.num_bytes <= room:
+                    jobs[-1] = Runs(lattices=(*jobs[-1].lattices, part))
+                else:
+                    jobs.append(Runs(lattices=(part,)))
+                    room = job_bytes
+                room -= part.num_bytes
+        return jobs
 
 
 def _outside() -> GeometryError:
     return GeometryError("a copy would read outside of the memory that is mapped")
 
 
-def _merged_few(runs: Iterable[Run]) -> list[Run]:
-    """By target; runs that continue the one before on both sides become one with it."""
-    merged: list[Run] = []
-    for target, source, num_bytes in sorted(runs):
-        if merged:
-            before, from_before, bytes_before = merged[-1]
-            if before + bytes_before == target and from_before + bytes_before == source:
-                merged[-1] = before, from_before, bytes_before + num_bytes
-                continue
-        merged.append((target, source, num_bytes))
-    return merged
-
-
-def _expanded(one: Lattice) -> Offsets:
-    """Of shape (3, n): target, source, bytes; it ascends if the lattice nests."""
-    sources, targets = one.addresses()
-    return np.stack((targets, sources, np.full_like(targets, one.run_bytes)))
-
-
-def _ascending(runs: Offsets) -> Offsets:
-    """By target; what is not so already is made of few ascending sequences."""
-    targets = runs[0]
-    if (targets[1:] > targets[:-1]).all():
-        return runs
-    return runs.take(np.argsort(targets, kind="stable"), axis=1)
-
-
-def _merged_many(runs: Offsets) -> Offsets:
-    """As `_merged_few`, of runs that ascend."""
+def _merged(runs: Offsets) -> Offsets:
+    """Targets, sources and bytes, by target; runs that continue the one before on both sides become
+    one with it.
+    """
+    if not (runs[0, 1:] > runs[0, :-1]).all():  # a lattice that nests ascends
+        runs = runs.take(np.argsort(runs[0], kind="stable"), axis=1)
     ends = runs[:2] + runs[2]
     continues = (runs[:2, 1:] == ends[:, :-1]).all(axis=0)
     if not continues.any():
@@ -205,8 +184,7 @@ def _merged_many(runs: Offsets) -> Offsets:
 
 
 def _rows(addresses: Offsets, num_bytes: Offsets, device: int) -> Rows:
-    rows = np.empty((addresses.size, 3), dtype=np.int64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, num_bytes, device
+    rows = np.stack((addresses, num_bytes, np.full_like(addresses, device)), axis=1)
     return rows.view(np.uint64)
 
 

@@ -106,8 +106,9 @@ def test_units_of_any_length_are_copied_by_the_kernel_and_as_on_a_gpu(
 
 
 GROUP = GroupSpec("full", tuple(range(6)), 4, 2, 8, "bfloat16")
-RANK = lay_out_rank(EngineSpec("e", "m", 1, (GROUP,)), 0, KvLayout.parse("NHD"), num_blocks=8)
-BOX = Box("full", (0, 1), GROUP.parts, 0, 2, 0, 12)
+RANK = lay_out_rank(EngineSpec("e", "m", 2, (GROUP,), 2), 0, KvLayout.parse("NHD"), num_blocks=8)
+"""One of two heads, and of the first three layers."""
+BOX = Box("full", (0, 1), GROUP.parts, 0, 1, 0, 12)
 BOX_BYTES = slot_bytes(GROUP, BOX)
 TABLE = BlockTable.of([5, 0, 3])
 
@@ -119,9 +120,11 @@ def boxed(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (boxed(layers=(0, 9)), "layer 9"),
+        (boxed(layers=(0, 9)), "'full' has not: 9"),
+        (boxed(layers=(0, 3)), "heads 0 to 0 of full/3/k"),
         (boxed(parts=("latent",)), "latent"),
-        (boxed(first_head=1), "heads 0 to 2"),
+        (boxed(first_head=1), "heads 0 to 1 of full/0/k"),
+        (boxed(first_head=2), "heads 2 to 3 of 2"),
         (boxed(group="other"), "'other'"),
         (boxed(stop=13), "table has 3"),
         (boxed(stop=2**31 - 1), "table has 3"),
