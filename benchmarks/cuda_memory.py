@@ -31,8 +31,7 @@ from kvbus.geometry import (
 )
 from kvbus.memory.copying import PagedMemory, gather, scatter
 from kvbus.memory.cuda import GpuMover, check_cuda
-from kvbus.planning.boxes import cut_into_boxes
-from kvbus.planning.mapping import Share
+from kvbus.planning import Share, cut_into_boxes
 
 REPEATS, BLOCK_SIZE, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 9, 16, 16, 8, 128
 BOX_BYTES = (1 << 20, 8 << 20, 32 << 20)

@@ -19,7 +19,7 @@ from kvbus.agent.segments import RankMemory
 from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable, Box, slot_bytes
 from kvbus.memory.copying import PagedMemory, gather
-from kvbus.planning.digests import chosen_boxes, num_pieces
+from kvbus.planning import chosen_boxes, num_pieces
 from kvbus.table import Key
 
 Digests = npt.NDArray[np.uint64]

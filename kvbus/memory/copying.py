@@ -105,18 +105,7 @@ class PagedMemory:
     @cached_property
     def _whole(self) -> RunPlan:
         """Every region onto itself: no two of a rank have bytes in common."""
-        shares = [
-            Share(
-                holder=0,
-                reader=0,
-                group=region.group,
-                layers=region.layers,
-                parts=region.parts,
-                first_head=region.first_head,
-                num_heads=region.num_heads,
-            )
-            for region in self.placed.rank.regions
-        ]
+        shares = map(Share.whole, self.placed.rank.regions)
         return RunPlan({0: self.placed}, {0: self.placed}, shares)
 
     def _check_blocks(self, table: BlockTable, start: int, stop: int) -> None:

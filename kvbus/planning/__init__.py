@@ -3,25 +3,23 @@
 Addresses are numbers here.
 """
 
-from kvbus.planning.boxes import cut_into_boxes
-from kvbus.planning.choose import (
-    Learned,
-    Path,
-    choose_path,
-    held_bytes,
-    least_box_bytes,
-    read_bytes,
-    usual_box_bytes,
-)
-from kvbus.planning.compatibility import check_compatible
-from kvbus.planning.digests import (
+from kvbus.planning.boxes import (
     Piece,
     chosen_boxes,
     cut_for_digests,
+    cut_into_boxes,
     num_pieces,
     piece_of,
 )
-from kvbus.planning.mapping import MAX_CHOICES, ReadMap, Share
+from kvbus.planning.choose import Learned, Path, choose_path, least_box_bytes, usual_box_bytes
+from kvbus.planning.mapping import (
+    MAX_CHOICES,
+    ReadMap,
+    Share,
+    bytes_by_group,
+    check_compatible,
+    position_bytes,
+)
 from kvbus.planning.run_plan import PlacedRank, RunPlan, SlotPlan
 from kvbus.planning.runs import Lattice, Reads, Run, Runs
 from kvbus.planning.spans import SpanMap, Spans, asked_states, tail_spans
@@ -43,16 +41,16 @@ __all__ = [
     "SpanMap",
     "Spans",
     "asked_states",
+    "bytes_by_group",
     "check_compatible",
     "choose_path",
     "chosen_boxes",
     "cut_for_digests",
     "cut_into_boxes",
-    "held_bytes",
     "least_box_bytes",
     "num_pieces",
     "piece_of",
-    "read_bytes",
+    "position_bytes",
     "tail_spans",
     "usual_box_bytes",
 ]

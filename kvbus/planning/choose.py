@@ -1,13 +1,12 @@
 """The rule that picks the path of a fetch, and what a fetch takes: two numbers that are learned."""
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvbus.errors import LocalError
-from kvbus.geometry import EngineSpec, RankSpec
-from kvbus.planning.mapping import Share
+from kvbus.geometry import EngineSpec
+from kvbus.planning.mapping import Share, position_bytes
 
 
 class Path(StrEnum):
@@ -55,28 +54,10 @@ def usual_box_bytes(num_bytes: int, *, slot_bytes: int) -> int:
     return min(slot_bytes, max(LEAST_BOX_BYTES, num_bytes // 2))
 
 
-def held_bytes(ranks: Iterable[RankSpec], engine: EngineSpec) -> Counter[str]:
-    """Bytes of one position over all of ``ranks``, by group."""
-    found = Counter[str]()
-    for region in (region for rank in ranks for region in rank.regions):
-        group = engine.group(region.group)
-        heads = len(region.layers) * len(region.parts) * region.num_heads
-        found[region.group] += heads * group.head_bytes(region.parts[0])
-    return found
-
-
-def read_bytes(shares: Iterable[Share], engine: EngineSpec) -> Counter[str]:
-    """Bytes of one position over all ``shares``, by group; ``engine`` is either side's."""
-    found = Counter[str]()
-    for share in shares:
-        found[share.group] += share.position_bytes(engine.group(share.group))
-    return found
-
-
 def least_box_bytes(shares: Iterable[Share], engine: EngineSpec) -> int:
     """The smallest box that `cut_into_boxes` can make of each of ``shares``; 1 without any."""
-    sizes = ((one.position_bytes(engine.group(one.group)), len(one.layers)) for one in shares)
-    return max((num_bytes // num_layers for num_bytes, num_layers in sizes), default=1)
+    sizes = (position_bytes(one, engine.group(one.group)) // len(one.layers) for one in shares)
+    return max(sizes, default=1)
 
 
 # A fetch takes fixed_s + num_bytes / bytes_per_s. By how much one took longer than that corrects

@@ -35,11 +35,15 @@ from kvbus.planning.choose import (
     Path,
     choose_path,
     least_box_bytes,
-    read_bytes,
     usual_box_bytes,
 )
-from kvbus.planning.compatibility import check_compatible
-from kvbus.planning.mapping import ReadMap, Share
+from kvbus.planning.mapping import (
+    ReadMap,
+    Share,
+    bytes_by_group,
+    check_compatible,
+    position_bytes,
+)
 from kvbus.planning.run_plan import PlacedRank, RunPlan
 from kvbus.planning.spans import SpanMap, Spans
 from kvbus.spec_text import MAX_SPAN, read_engine
@@ -200,7 +204,7 @@ def make_plan(options: PlanOptions) -> Plan:
     num_bytes = sum(one.num_bytes for one in reads)
     joined_bytes = sum(
         size * (spans[name][1] - spans[name][0])
-        for name, size in read_bytes(joined, decode.engine).items()
+        for name, size in bytes_by_group(joined, decode.engine).items()
     )
     repeated_bytes, group = num_bytes - joined_bytes, decode.engine.group
     runs = RunPlan(holder.ranks, reader.ranks, shares)
@@ -310,7 +314,7 @@ def _reads(decode: EngineSpec, shares: tuple[Share, ...], spans: Spans) -> Itera
                 parts=share.parts,
                 heads=(share.first_head, share.first_head + share.num_heads),
                 positions=(start, stop),
-                num_bytes=(stop - start) * share.position_bytes(decode.group(share.group)),
+                num_bytes=(stop - start) * position_bytes(share, decode.group(share.group)),
             )
 
 

@@ -4,19 +4,59 @@ What a reader holds is looked for by position (layer, part, head) in what the pr
 So tensor parallelism, replicas and pipeline stages of any kind need no case of their own.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, product
 from math import lcm
 from typing import NamedTuple
 
 from kvbus.errors import ErrorCode, GeometryError
-from kvbus.geometry import AxisName, GroupSpec, RankSpec, Region
+from kvbus.geometry import AxisName, Box, EngineSpec, GroupSpec, RankSpec, Region
 
 MAX_CHOICES = 64
+COMPARED_FIELDS = ("layers", "dtype", "num_kv_heads", "head_dim", "parts", "window", "state")
 Cell = tuple[str, int, str]
 """Group, layer, part."""
+
+
+def check_compatible(prefill: EngineSpec, decode: EngineSpec) -> None:
+    """Raise `GeometryError` (``incompatible``) unless KV of the one can become KV of the other.
+
+    Model, groups, layers, heads and dtypes must be equal: else tokens would be wrong. Parallelism,
+    block sizes and layouts may differ. The error's detail has ``field``, ``prefill`` and
+    ``decode``, of the first field that differs.
+    """
+    _refuse_difference("model", prefill.model, decode.model)
+    read, held = ({group.name for group in side.groups} for side in (decode, prefill))
+    offered = [one for one in prefill.groups if one.name in read or not one.optional]
+    wanted = [one for one in decode.groups if one.name in held or not one.optional]
+    names = ([one.name for one in side] for side in (offered, wanted))
+    _refuse_difference("groups", *names)
+    for ours in offered:
+        theirs = decode.group(ours.name)
+        for field in COMPARED_FIELDS:
+            _refuse_difference(f"{ours.name}.{field}", getattr(ours, field), getattr(theirs, field))
+
+
+def _refuse_difference(field: str, prefill: object, decode: object) -> None:
+    ours, theirs = _shown(prefill), _shown(decode)
+    if ours != theirs:
+        raise GeometryError(
+            f"engines differ in {field}: prefill has {ours}, decode has {theirs}",
+            code=ErrorCode.INCOMPATIBLE,
+            field=field,
+            prefill=ours[:512],
+            decode=theirs[:512],
+        )
+
+
+def _shown(value: object) -> str:
+    """As text; groups, layers and parts in any order are the same."""
+    if not isinstance(value, tuple | list):
+        return str(value)
+    ordered = sorted(value, key=lambda one: (one if isinstance(one, int) else 0, str(one)))
+    return ",".join(map(str, ordered))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +76,43 @@ class Share:
     num_heads: int
     others: tuple[int, ...] = ()
 
+    @classmethod
+    def whole(cls, held: Box | Region) -> "Share":
+        """All that is held, from rank 0 to rank 0."""
+        return cls(0, 0, held.group, held.layers, held.parts, held.first_head, held.num_heads)
+
     @property
     def readers(self) -> tuple[int, ...]:
         """All ranks that it is for."""
         return self.reader, *self.others
 
-    def position_bytes(self, group: GroupSpec) -> int:
-        """Bytes at one position of the block table; ``group`` is either side's."""
-        heads = len(self.layers) * len(self.parts) * self.num_heads
-        return heads * group.head_bytes(self.parts[0])
+    def box(self, layers: tuple[int, ...], start: int, stop: int) -> Box:
+        """Some of its layers at positions [start, stop)."""
+        heads = self.first_head, self.num_heads
+        return Box(self.group, layers, self.parts, *heads, start, stop)
 
 
-class _Held(NamedTuple):
-    """Heads [first, stop) that one rank holds of a cell."""
+def position_bytes(held: Region | Share, group: GroupSpec) -> int:
+    """Bytes at one position of the block table; ``group`` is either side's."""
+    num_heads = len(held.layers) * len(held.parts) * held.num_heads
+    return num_heads * group.head_bytes(held.parts[0])
 
-    first: int
-    stop: int
-    rank: int
+
+def bytes_by_group(held: Iterable[Region | Share], engine: EngineSpec) -> Counter[str]:
+    """Bytes at one position of all that is held or read; ``engine`` is either side's."""
+    found = Counter[str]()
+    for one in held:
+        found[one.group] += position_bytes(one, engine.group(one.group))
+    return found
+
+
+def cells(held: Region | Share) -> Iterator[Cell]:
+    """Every layer and part of what is held or read."""
+    return product([held.group], held.layers, held.parts)
 
 
 class _Wanted(NamedTuple):
-    """Heads of one cell that one reader needs, and every rank that holds them all.
+    """Heads [first, stop) of one cell that one reader needs, and every rank that holds them all.
 
     ``others`` need the same, and get a copy of what the reader reads.
     """
@@ -85,13 +141,7 @@ class ReadMap:
         *,
         places: Mapping[int, Hashable] | None = None,
     ) -> None:
-        held = _held(prefill)
-        self._wanted = [
-            wanted
-            for reader in decode
-            for region in reader.regions
-            for wanted in _wanted(reader.rank, region, held)
-        ]
+        self._wanted = list(_all_wanted(prefill, decode))
         self._joined = _joined(self._wanted, places or {})
         self._offsets = _offsets(self._wanted)
         self.num_choices = min(MAX_CHOICES, lcm(*{len(w.candidates) for w in self._wanted}))
@@ -113,18 +163,26 @@ class ReadMap:
         return self._shares(self._joined, replica_index)
 
     def _shares(self, wanted: list[_Wanted], replica_index: int) -> tuple[Share, ...]:
-        layers: dict[tuple[Share, int, str], list[int]] = defaultdict(list)
+        layers: dict[_Wanted, list[int]] = defaultdict(list)
         for one in self._chosen(wanted, replica_index % self.num_choices):
             group, layer, part = one.cell
-            readers, num_heads = (one.candidates[0], one.reader), one.stop - one.first
-            heads = Share(*readers, group, (), (), one.first, num_heads, one.others)
-            layers[heads, one.head_size, part].append(layer)
-        parts: dict[tuple[Share, int, tuple[int, ...]], list[str]] = defaultdict(list)
-        for (heads, head_size, part), held in layers.items():
-            parts[heads, head_size, tuple(sorted(held))].append(part)
+            layers[one._replace(cell=(group, 0, part))].append(layer)
+        parts: dict[tuple[_Wanted, tuple[int, ...]], list[str]] = defaultdict(list)
+        for one, held in layers.items():
+            group, _, part = one.cell
+            parts[one._replace(cell=(group, 0, "")), tuple(sorted(held))].append(part)
         return tuple(
-            replace(heads, layers=held, parts=tuple(names))
-            for (heads, _, held), names in parts.items()
+            Share(
+                holder=one.candidates[0],
+                reader=one.reader,
+                group=one.cell[0],
+                layers=held_layers,
+                parts=tuple(names),
+                first_head=one.first,
+                num_heads=one.stop - one.first,
+                others=one.others,
+            )
+            for (one, held_layers), names in parts.items()
         )
 
     def _chosen(self, wanted: list[_Wanted], replica_index: int) -> list[_Wanted]:
@@ -141,39 +199,30 @@ class ReadMap:
         return chosen
 
 
-def _held(ranks: Iterable[RankSpec]) -> dict[Cell, list[_Held]]:
-    held: dict[Cell, list[_Held]] = defaultdict(list)
-    for rank in ranks:
-        for region in rank.regions:
-            one = _Held(region.first_head, region.first_head + region.num_heads, rank.rank)
-            for cell in cells(region):
-                held[cell].append(one)
-    return held
+def _all_wanted(prefill: Iterable[RankSpec], decode: Iterable[RankSpec]) -> Iterator[_Wanted]:
+    """The heads of each reader's cells, cut wherever the set of ranks that hold them changes."""
+    held: dict[Cell, list[tuple[int, int, int]]] = defaultdict(list)
+    for rank, region in _regions(prefill):
+        for cell in cells(region):
+            held[cell].append((region.first_head, region.first_head + region.num_heads, rank))
+    for reader, region in _regions(decode):
+        first, stop = region.first_head, region.first_head + region.num_heads
+        for cell in cells(region):
+            edges = {edge for *ends, _ in held[cell] for edge in ends if first < edge < stop}
+            for start, end in pairwise([first, *sorted(edges), stop]):
+                found = sorted(rank for lo, hi, rank in held[cell] if lo <= start and end <= hi)
+                if not found:
+                    raise GeometryError(
+                        f"no prefill rank holds heads {start} to {end} of "
+                        f"{'/'.join(map(str, cell))}, which decode rank {reader} needs",
+                        code=ErrorCode.INCOMPATIBLE,
+                        field="ranks",
+                    )
+                yield _Wanted(reader, cell, region.size(AxisName.DIM), start, end, tuple(found))
 
 
-def cells(held: Region | Share) -> Iterator[Cell]:
-    """Every layer and part of what is held or read."""
-    return product([held.group], held.layers, held.parts)
-
-
-def _wanted(reader: int, region: Region, held: dict[Cell, list[_Held]]) -> Iterator[_Wanted]:
-    """The region's heads, cut wherever the set of ranks that hold them changes."""
-    first, stop = region.first_head, region.first_head + region.num_heads
-    head_size = region.size(AxisName.DIM)
-    for cell in cells(region):
-        holders = held.get(cell, [])
-        edges = {edge for one in holders for edge in (one.first, one.stop) if first < edge < stop}
-        cuts = [first, *sorted(edges), stop]
-        for start, end in pairwise(cuts):
-            candidates = sorted(h.rank for h in holders if h.first <= start and end <= h.stop)
-            if not candidates:
-                raise GeometryError(
-                    f"no prefill rank holds heads {start} to {end} of {'/'.join(map(str, cell))}, "
-                    f"which decode rank {reader} needs",
-                    code=ErrorCode.INCOMPATIBLE,
-                    field="ranks",
-                )
-            yield _Wanted(reader, cell, head_size, start, end, tuple(candidates))
+def _regions(ranks: Iterable[RankSpec]) -> Iterator[tuple[int, Region]]:
+    return ((rank.rank, region) for rank in ranks for region in rank.regions)
 
 
 def _joined(wanted: Iterable[_Wanted], places: Mapping[int, Hashable]) -> list[_Wanted]:

@@ -121,17 +121,8 @@ class SlotPlan:
             rank=RankSpec(0, (), (region,)),
             addresses={region.segment_id: 0},
         )
-        share = Share(
-            holder=0,
-            reader=0,
-            group=box.group,
-            layers=box.layers,
-            parts=box.parts,
-            first_head=box.first_head,
-            num_heads=box.num_heads,
-        )
         source, target = (placed, slot) if into_slot else (slot, placed)
-        self._plan = RunPlan({0: source}, {0: target}, [share])
+        self._plan = RunPlan({0: source}, {0: target}, [Share.whole(box)])
         self._group, self._into_slot = box.group, into_slot
         self._token_bytes = region.stride_bytes(AxisName.TOKEN)
 

@@ -15,6 +15,7 @@ from kvbus.planning import (
     RunPlan,
     Share,
     cut_into_boxes,
+    position_bytes,
 )
 from tests.planning.handoffs import Case, Side, where_elements_lie
 
@@ -64,7 +65,7 @@ def boxes_of(case: Case, *, room: int) -> Iterator[tuple[Share, Box]]:
     reads, spans = ReadMap(*case.ranks), case.spans()
     for share in reads.joined(case.replica_index):
         group = case.decode.ranks[share.reader].engine.group(share.group)
-        least = share.position_bytes(group) // len(share.layers)
+        least = position_bytes(share, group) // len(share.layers)
         for box in cut_into_boxes(share, group, spans[share.group], box_bytes=room * least):
             yield share, box
 

@@ -8,11 +8,10 @@ from kvbus.planning import (
     Path,
     ReadMap,
     Share,
+    bytes_by_group,
     choose_path,
     cut_into_boxes,
-    held_bytes,
     least_box_bytes,
-    read_bytes,
     usual_box_bytes,
 )
 from tests.planning.handoffs import Case, cases, copied_by_loops, some
@@ -26,13 +25,14 @@ SLOT_BYTES = 8 * MIB
 def test_bytes_runs_and_least_boxes_are_those_that_a_plan_moves(case: Case) -> None:
     reads, spans, engine = ReadMap(*case.ranks), case.spans(), case.decode.engine
     joined = reads.joined(case.replica_index)
-    held, read = held_bytes(case.ranks[1], engine), read_bytes(joined, engine)
+    regions = (region for rank in case.ranks[1] for region in rank.regions)
+    held, read = bytes_by_group(regions, engine), bytes_by_group(joined, engine)
     least = least_box_bytes(joined, engine)
 
     num_bytes = sum(num * (spans[name][1] - spans[name][0]) for name, num in held.items())
 
     assert num_bytes == sum(copied_by_loops(case)[1]) == case.runs().num_bytes
-    assert held == read_bytes(reads.shares(case.replica_index), engine)
+    assert held == bytes_by_group(reads.shares(case.replica_index), engine)
     assert read <= held
     assert all(can_be_cut(case, share, least) for share in joined)
     assert not all(can_be_cut(case, share, least - 1) for share in joined)

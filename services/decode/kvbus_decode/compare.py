@@ -11,8 +11,7 @@ from kvbus.agent.digests import Digests, Wanted, start_digest
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box
-from kvbus.planning import Share
-from kvbus.planning.digests import piece_of
+from kvbus.planning import Share, piece_of
 from kvbus.protocol import peer as wire
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.observe import DecodeMetrics

@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from kvbus.agent.config import AgentConfig, Bound, Duration
-from kvbus.planning.digests import SAMPLED_ONE_IN
 from kvbus_decode.fetch.entry import FetchLimits
 from kvbus_decode.read_table import ReadLimits
 
@@ -19,6 +18,7 @@ TAKE_GRACE_S = 1.0
 
 A yes has ended the offer, and the fetch completes so much late.
 """
+SAMPLED_ONE_IN = 64
 BOXES_IN_FLIGHT = 3
 """Most packed boxes of one fetch that are on their way."""
 

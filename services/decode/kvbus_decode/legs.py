@@ -12,14 +12,7 @@ from kvbus.errors import ErrorCode, GeometryError, LocalError, RemoteError
 from kvbus.geometry import Box, GroupSpec, slot_bytes
 from kvbus.memory import copying
 from kvbus.memory.run_copy import copy_runs
-from kvbus.planning import (
-    Path,
-    Reads,
-    Runs,
-    Share,
-    cut_into_boxes,
-)
-from kvbus.planning.digests import cut_for_digests
+from kvbus.planning import Path, Reads, Runs, Share, cut_for_digests, cut_into_boxes
 from kvbus.protocol.peer import Packed
 from kvbus.transport import MemoryKind, Read
 from kvbus_decode.chunk import Chunk

@@ -11,8 +11,8 @@ from kvbus.planning import (
     Path,
     SpanMap,
     Spans,
+    bytes_by_group,
     choose_path,
-    held_bytes,
     usual_box_bytes,
 )
 from kvbus.protocol.engine import Fetched
@@ -248,5 +248,6 @@ class CostBook:
 def _num_bytes(engine: LocalEngine, first_token: int, num_tokens: int) -> int:
     """Of these tokens, for the ranks of the engine that are here."""
     spans = SpanMap(engine.spec.groups, engine.spec.groups).whole(first_token, num_tokens)
-    sizes = held_bytes((one.rank for one in engine.ranks.values()), engine.spec)
+    held = (region for rank in engine.ranks.values() for region in rank.rank.regions)
+    sizes = bytes_by_group(held, engine.spec)
     return sum(size * (spans[group][1] - spans[group][0]) for group, size in sizes.items())

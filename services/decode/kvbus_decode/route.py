@@ -28,9 +28,8 @@ from kvbus.planning import (
     Share,
     SpanMap,
     Spans,
-    held_bytes,
+    bytes_by_group,
     least_box_bytes,
-    read_bytes,
 )
 from kvbus.protocol.peer import CheckMemory, EngineMemory
 from kvbus_decode.mapped import MappedMemory
@@ -146,12 +145,12 @@ class Route:
         self.spans = SpanMap(self.groups, prefill.groups)
         """What fetches move, by group."""
         self._num_blocks = _num_blocks(ranks)
-        self._position_bytes = held_bytes((one.rank for one in self.readers.values()), engine.spec)
+        self._position_bytes = bytes_by_group(self._map.shares(), prefill)
         self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
         joined = self._map.joined()
         self.least_box_bytes = least_box_bytes(joined, prefill)
         """The smallest box that the packed path can go in."""
-        self._repeated_bytes = self._position_bytes - read_bytes(joined, prefill)
+        self._repeated_bytes = self._position_bytes - bytes_by_group(joined, prefill)
         self._next_replica_index = 0
 
     @property

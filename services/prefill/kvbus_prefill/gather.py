@@ -17,7 +17,7 @@ from kvbus.bus import Call, Handlers, Shared
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import GroupSpec, slot_bytes, slot_region
 from kvbus.memory import copying
-from kvbus.planning.digests import num_pieces
+from kvbus.planning import num_pieces
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import (
     MAX_DIGESTS,
