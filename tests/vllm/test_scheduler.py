@@ -326,6 +326,26 @@ def test_decode_is_right_when_prefill_preempts_what_it_reads(
         assert loads.tokens == what_follows(PROMPT, 3)
 
 
+def test_what_prefill_has_told_of_a_request_is_not_read_once_it_is_preempted(
+    agents: Agents, engine_of: EngineOf
+) -> None:
+    """Its blocks are others' by the time that the decode request comes."""
+    with pair_of(agents, engine_of, num_requests=1) as engines:
+        to_decode, to_prefill = engines.meeting()
+        grows = engines.prefill.ask(prompt_of(100, seed=1), 200)
+        offers = engines.prefill.ask(PROMPT, 150, to_prefill)
+        (_, offered) = engines.prefill.requests
+        engines.prefill.until(lambda: offered.num_preemptions)
+        pool = engines.prefill.pool
+        pool.free_blocks(pool.get_new_blocks(engines.prefill.num_free))  # no longer cached
+
+        engines.prefill.until_ended(grows)
+        loads = engines.decode.ask(PROMPT, 3, to_decode)
+        engines.until_ended(loads, offers)
+
+        assert loads.tokens == what_follows(PROMPT, 3)
+
+
 @pytest.mark.parametrize("drains_s", [0, 9])
 def test_vllm_steps_on_for_a_while_after_an_offer_and_to_the_last_one_where_it_drains(
     agents: Agents, engine_of: EngineOf, drains_s: int
