@@ -4,8 +4,8 @@ Run it from the repository's root, in an environment that has vLLM: ``python
 benchmarks/vllm_step.py``. Two agents, and the connector's sides as vLLM drives them, without a
 model: on the prefill side are offers that wait for a reader, on the decode side loads that wait for
 a prefill agent, which is stopped meanwhile. A step is what the scheduler asks for, its way to a
-worker by pickle, and what the worker reports. The threads of the connector's sessions run beside
-it, as in an engine.
+worker by pickle, and what it does with the worker's answer. The threads of the connector's sessions
+run beside it, as in an engine.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvbus.bench.processes import agent
 from kvbus.engine import Link, RankMemory
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout
-from kvbus.integrations.vllm.params import ConnectorOptions
+from kvbus.integrations.vllm.params import ConnectorOptions, StepDone
 from kvbus.integrations.vllm.scheduler import SchedulerSide
-from kvbus.integrations.vllm.steps import EarlyCompletions
 
 GROUP = GroupSpec("full", (0, 1), 32, 2, 64, "float32")
 NUM_BLOCKS = 512
@@ -54,7 +54,9 @@ def scheduler(attach: Path, name: str) -> Iterator[SchedulerSide]:
     spec = EngineSpec(name, "model", 1, (GROUP,))
     memory = RankMemory.allocate(spec, 0, KvLayout.parse("HND"), num_blocks=NUM_BLOCKS)
     pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=GROUP.block_size)
-    side = SchedulerSide(ConnectorOptions(str(attach)), spec, CACHES)
+    side = SchedulerSide(
+        ConnectorOptions(str(attach)), spec, CACHES, kv_role="kv_both", drains=False
+    )
     with closing(memory), Link(attach, spec, memory=memory, control=False, attach_timeout_s=30.0):
         side.bind_kv_cache_manager(SimpleNamespace(block_pool=pool))
         side.set_xfer_handshake_metadata_pp_aware({})
@@ -111,12 +113,13 @@ def load(side: SchedulerSide, number: int, params: dict[str, Any]) -> None:
 
 def steps_us(side: SchedulerSide, num_steps: int) -> list[float]:
     """Microseconds of each step."""
-    completions = EarlyCompletions()
     times = []
     for _ in range(num_steps):
         start = time.perf_counter_ns()
-        results = side.build_connector_meta(NOTHING_SCHEDULED)
-        completions.take(pickle.loads(pickle.dumps(results)))  # noqa: S301 - of this process
+        told = pickle.loads(pickle.dumps(side.build_connector_meta(NOTHING_SCHEDULED)))  # noqa: S301 - of this process
+        if told.step:
+            done = KVConnectorOutput(kv_connector_worker_meta=StepDone(told.step))
+            side.update_connector_output(done)
         times.append((time.perf_counter_ns() - start) / 1e3)
     return times
 

@@ -11,12 +11,13 @@ from kvbus.errors import ConfigError, ProtocolError
 from kvbus.geometry import BlockTable
 from kvbus.integrations.vllm.params import (
     HandoffParams,
+    ranks_elsewhere,
     read_offer_params,
     read_options,
     read_params,
     read_trace,
 )
-from kvbus.protocol import AgentRole, Ticket
+from kvbus.protocol import AgentRanks, AgentRole, Ticket
 
 BOTH = {"prefill": "/run/p.sock", "decode": "unix:///run/d.sock"}
 TICKET = Ticket(
@@ -111,3 +112,30 @@ def test_agents_that_do_not_fit_are_refused_with_what_to_do(
 def test_wrong_options_are_refused_by_name(extra: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=rf"{named}.*knows endpoint, model_id"):
         read_options(extra)
+
+
+def place(rank: int, agent: int) -> AgentRanks:
+    """Agent 0 is one that is not there."""
+    endpoint = f"tcp://10.0.0.{agent}:7711" if agent else ""
+    return AgentRanks(endpoint, (rank,), f"{16 * 'a'}{rank}", f"key{agent}")
+
+
+@pytest.mark.parametrize(
+    ("agents", "elsewhere"),
+    [
+        ((1, 1, 2, 2, 3, 3), {2: (2, 3), 3: (4, 5)}),
+        ((1, 0), {}),
+        ((0, 1), {}),
+    ],
+    ids=["three agents", "none beside the second", "none beside the first"],
+)
+def test_ranks_are_elsewhere_whose_agent_is_not_that_of_the_first(
+    agents: tuple[int, ...], elsewhere: dict[int, tuple[int, ...]]
+) -> None:
+    workers = [place(rank, agent) for rank, agent in enumerate(agents)]
+
+    wanted = [
+        AgentRanks(f"tcp://10.0.0.{agent}:7711", ranks, f"{16 * 'a'}{ranks[0]}", f"key{agent}")
+        for agent, ranks in elsewhere.items()
+    ]
+    assert ranks_elsewhere(workers) == wanted

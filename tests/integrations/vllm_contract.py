@@ -23,7 +23,7 @@ CONNECTOR = ROOT / "kvbus/integrations/vllm"
 RECORDED = Path(__file__).with_suffix(".json")
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 BASE_CLASSES = ("KVConnectorBase_V1", "SupportsHMA")
-OUR_CLASSES = ("WorkerSide", "SchedulerSide", "KvbusConnector")
+OUR_CLASSES = ("SchedulerSide", "KvbusConnector")
 """What the connector is made of; a method of a later one hides that of an earlier one."""
 KINDS = ("classmethod", "staticmethod", "property", "abstractmethod")
 

@@ -183,6 +183,11 @@ class Scheduled:
             stop = min(request.num_computed_tokens, request.num_prompt_tokens)
             start = request.num_computed_tokens - num_tokens
             self.answers[request.request_id].num_computed += max(0, stop - start)
+        told = KVConnectorOutput(
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
         result = ModelRunnerOutput(
             ids,
             {one: number for number, one in enumerate(ids)},
@@ -192,11 +197,7 @@ class Scheduled:
                 else []
                 for request, _ in ran
             ],
-            kv_connector_output=KVConnectorOutput(
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
-            ),
+            kv_connector_output=None if told.is_empty() else told,
         )
         for outputs in self.scheduler.update_from_output(output, result).values():
             told = outputs.scheduler_stats.kv_connector_stats if outputs.scheduler_stats else None

@@ -5,6 +5,7 @@ Whatever is asked, no token reads KV that is not of the tokens before it, and no
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import RequestStatus
 
+from kvbus.integrations.vllm.offers import Growing
 from tests.agents import Agents, wait_until
 from tests.vllm.clusters import halted
 from tests.vllm.scheduled import (
@@ -152,6 +154,20 @@ def test_at_once_decode_reads_what_prefill_still_computes_and_never_its_answer(
     assert loads.tokens == what_follows(PROMPT, 3)
     assert offers.params is not None
     assert offers.params["remote_num_tokens"] == max(grown) == LENGTH
+
+
+def test_tokens_of_the_prompt_are_ready_when_their_step_is_done_and_those_behind_it_never() -> None:
+    """A step may compute more than a prompt, as vLLM with drafts has them."""
+    request: Any = SimpleNamespace(request_id="r", num_computed_tokens=0, num_prompt_tokens=10)
+    growing = Growing()
+    growing.begin(request)
+    for step, num_tokens in enumerate((8, 3, 1)):
+        assert growing.schedule(step, {"r": num_tokens, "other": 5})
+        request.num_computed_tokens += num_tokens
+
+    ready = [list(growing.done(step)) for step in range(3)]
+
+    assert ready == [[("r", 8)], [("r", 10)], []]
 
 
 @dataclass(frozen=True)

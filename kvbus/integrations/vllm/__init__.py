@@ -28,7 +28,7 @@ INSIDE_VLLM = {
     ),
     "vllm.config.speculative:SpeculativeConfig": "uses_draft_kv_cache",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": (
-        "_get_connector_metadata _kv_cache_config _vllm_config"
+        "_get_connector_metadata"
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": (
         "_counter_cls _histogram_cls _labelnames per_engine_labelvalues"
@@ -53,7 +53,7 @@ INSIDE_VLLM = {
     ),
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": "extra_retained_tokens sliding_window",
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": "kv_cache_specs",
-    "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
+    "vllm.v1.outputs:KVConnectorOutput": "finished_recving kv_connector_worker_meta",
     "vllm.v1.request:Request": (
         "_all_token_ids abort_immediately all_token_ids kv_transfer_params lora_request max_tokens "
         "mm_features num_computed_tokens num_prompt_tokens num_tokens priority prompt_embeds "

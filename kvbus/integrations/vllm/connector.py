@@ -1,21 +1,36 @@
-"""vLLM's KV connector on kvbus."""
+"""vLLM's KV connector on kvbus, and its half in a worker: whose KV cache agents read and write.
 
+Of a forward pass it needs nothing. Loads begin when blocks are allocated, a request is scheduled
+when its load is over, and what is computed is read from where it is.
+"""
+
+import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+from kvbus.engine import AgentRanks, Link, RankMemory, new_secret
 from kvbus.integrations.vllm.describe import describe_engine
-from kvbus.integrations.vllm.params import read_options
-from kvbus.integrations.vllm.scheduler import SchedulerSide
+from kvbus.integrations.vllm.params import (
+    NOTHING,
+    StepDone,
+    StepResults,
+    WorkerPlaces,
+    read_options,
+)
+from kvbus.integrations.vllm.scheduler import CLOSE_WITHIN_S, SchedulerSide
 from kvbus.integrations.vllm.stats import KvbusPromMetrics, KvbusStats
-from kvbus.integrations.vllm.steps import StepDone, StepResults, WorkerPlaces
-from kvbus.integrations.vllm.worker import WorkerSide
+from kvbus.integrations.vllm.worker import share_rank
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +43,13 @@ KVConnectorMetadata.register(StepResults)
 KVConnectorHandshakeMetadata.register(WorkerPlaces)
 KVConnectorWorkerMetadata.register(StepDone)
 
+logger = logging.getLogger("vllm.kvbus")
 
-class KvbusConnector(SchedulerSide, WorkerSide, SupportsHMA):
+REPORTER = 0
+"""The rank that tells vLLM of failures: one does for all."""
+
+
+class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
     """Hands KV off through the agent at ``endpoint``; see docs/vllm.md."""
 
     def __init__(
@@ -38,6 +58,7 @@ class KvbusConnector(SchedulerSide, WorkerSide, SupportsHMA):
         role: KVConnectorRole,
         kv_cache_config: "KVCacheConfig",
     ) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         options = read_options(transfer.kv_connector_extra_config, transfer.kv_role)
         engine = describe_engine(
@@ -46,20 +67,69 @@ class KvbusConnector(SchedulerSide, WorkerSide, SupportsHMA):
             engine_id=transfer.engine_id,
             model=options.model_id or None,
         )
+        drains = vllm_config.shutdown_timeout > 0
         SchedulerSide.__init__(
-            self,
-            options,
-            engine,
-            kv_cache_config,
-            kv_role=transfer.kv_role,
-            drains=vllm_config.shutdown_timeout > 0,
+            self, options, engine, kv_cache_config, kv_role=transfer.kv_role, drains=drains
         )
-        WorkerSide.__init__(self, options, engine, vllm_config, role, kv_cache_config)
+        self._configs = vllm_config, kv_cache_config
+        self._rank = 0
+        self._access = new_secret()
+        self._memory: RankMemory | None = None
+        self._memory_links: list[Link] = []
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        """Share the KV cache with each agent; waits for it a moment, and goes on without.
+
+        Raises `GeometryError` when kvbus cannot serve what vLLM has, `SegmentError` when there is
+        no room for it.
+        """
+        self._rank = get_pp_group().rank_in_group * self._engine.tp_size
+        self._rank += get_tp_group().rank_in_group
+        self._memory = share_rank(self._engine, self._rank, *self._configs, kv_caches)
+        for path, role in self._options.agents:
+            link = Link(
+                path,
+                self._engine,
+                memory=self._memory,
+                control=False,
+                role=role,
+                access=self._access,
+                logger=logger,
+            )
+            self._memory_links.append(link.start())
+        deadline = time.monotonic() + self._options.attach_timeout_s
+        for link in self._memory_links:
+            if not link.wait_open(max(0.0, deadline - time.monotonic())):
+                logger.warning(
+                    "kvbus: no agent took the memory of rank %s within %s s: %s; until one does, "
+                    "this vLLM hands nothing off",
+                    self._rank,
+                    self._options.attach_timeout_s,
+                    link.problem,
+                )
+
+    def get_handshake_metadata(self) -> WorkerPlaces | None:
+        """What the scheduler's side must know of this worker."""
+        return WorkerPlaces(tuple(self._place(link) for link in self._memory_links))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What the scheduler's side has sent to be told here."""
+        told = self._results if self._rank == REPORTER else NOTHING
+        return KVConnectorTransferResults(
+            finished_recving=set(told.received), failed_recving=set(told.failed)
+        )
+
+    def build_connector_worker_meta(self) -> StepDone | None:
+        """The step is done, if the scheduler's side wants to hear of it."""
+        return StepDone(step) if (step := self._results.step) else None
 
     def shutdown(self) -> None:
-        """End the sessions of this process."""
+        """End the sessions of this process; vLLM's tensors keep their memory."""
         SchedulerSide.shutdown(self)
-        WorkerSide.shutdown(self)
+        for link in self._memory_links:
+            link.close(CLOSE_WITHIN_S)
+        if self._memory is not None:
+            self._memory.close()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:  # noqa: ARG003 - vLLM's
@@ -82,9 +152,6 @@ class KvbusConnector(SchedulerSide, WorkerSide, SupportsHMA):
         """The connector's metrics, in vLLM's registry."""
         return KvbusPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # Of a forward pass: loads begin when blocks are allocated, a request is scheduled when its load
-    # is over, and what is computed is read from where it is.
-
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Nothing."""
 
@@ -98,3 +165,14 @@ class KvbusConnector(SchedulerSide, WorkerSide, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Nothing."""
+
+    @property
+    def _results(self) -> StepResults:
+        results = self._get_connector_metadata()
+        return results if isinstance(results, StepResults) else NOTHING
+
+    def _place(self, link: Link) -> AgentRanks:
+        endpoint, server_key = "", ""
+        if link.is_open:
+            endpoint, server_key = link.agent.peer_endpoint, link.agent.server_key
+        return AgentRanks(endpoint, (self._rank,), self._access, server_key)

@@ -7,19 +7,33 @@ thread, and nothing waits.
 import logging
 import time
 import uuid
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvbus.engine import Fetch, Link
-from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.engine import Fetch, Link, Rendezvous
+from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.blocks import BlockIds, Tables, tables_of
-from kvbus.integrations.vllm.params import HandoffParams
+from kvbus.integrations.vllm.offers import BlockIds, Tables, tables_of
+from kvbus.integrations.vllm.params import (
+    RENDEZVOUS,
+    ConnectorOptions,
+    HandoffParams,
+    digest_of,
+    has_tokens,
+    is_of_later_prompt,
+    read_params,
+    read_trace,
+)
 from kvbus.integrations.vllm.stats import LOADS, LOADS_FAILED, REFUSED_AT, KvbusStats
 from kvbus.protocol.engine import Outcome
+from kvbus.protocol.message import MAX_PRIORITY, MIN_PRIORITY
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvbus")
 
@@ -31,10 +45,10 @@ MOST_TICKETS = 4096
 class Load:
     """One load of the first ``num_tokens`` tokens of a prompt.
 
-    With a ``problem`` the load is to fail as loads do; ``handoff`` is None if its params were
-    refused. Loads of a greater ``priority`` are more urgent. Fewer than ``min_tokens`` are not
-    loaded. ``seen_at`` is when vLLM's scheduler got the request, by `time.monotonic`. Blocks in
-    ``partial`` may have a gap at their beginning, in front of a window.
+    Without a ``handoff`` its params were refused, for a ``problem``, and it fails as loads do.
+    Loads of a greater ``priority`` are more urgent. Fewer than ``min_tokens`` are not loaded.
+    ``seen_at`` is when vLLM's scheduler got the request, by `time.monotonic`. Blocks in ``partial``
+    may have a gap at their beginning, in front of a window.
     """
 
     request_id: str
@@ -49,6 +63,7 @@ class Load:
     seen_at: float = field(default_factory=time.monotonic)
     is_given_up: bool = False
     has_ended: bool = False
+    has_failed: bool = False
     partial: set[int] = field(default_factory=set)
     ticket_key: bytes = field(init=False, default=b"")
     """Names all of the ticket, so that one that was altered is another."""
@@ -73,30 +88,49 @@ class Loads:
     """All loads of one decode engine."""
 
     def __init__(
-        self,
-        engine: EngineSpec,
-        link: Link,
-        stats: KvbusStats,
-        *,
-        timeout_s: float | None,
+        self, engine: EngineSpec, link: Link, stats: KvbusStats, options: ConnectorOptions
     ) -> None:
-        self._engine, self._link, self._stats = engine, link, stats
-        self._timeout_s = timeout_s
+        self._engine, self._link, self._stats, self._options = engine, link, stats, options
+        self._has_windows = any(group.window is not None for group in engine.groups)
         self._readers: dict[bytes, str] = {}
         """The request that reads by each ticket."""
         self._reading: set[str] = set()
         """Those of them that the others wait for."""
         self._expected: dict[str, Load] = {}
-        self._fetching: dict[str, tuple[Load, Fetch]] = {}
-        """By fetch id, until nothing can write into their blocks."""
+        self._fetching: dict[Fetch, Load] = {}
+        """Those into whose blocks something may write."""
         self._partial: dict[str, Load] = {}
-        self._started: list[tuple[str, str]] = []
         self._failed: list[str] = []
         self._over: list[str] = []
+        self._loaded: list[str] = []
 
-    def expect(self, load: Load) -> None:
+    def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
         """A request has come whose KV is elsewhere."""
-        self._expected[load.request_id] = load
+        load = self._load_of(request, params)
+        # a ticket is of the first prompt of several: that the others have none is no problem
+        if load.handoff is not None or not is_of_later_prompt(load.request_id):
+            self._expected[load.request_id] = load
+
+    def expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
+        """A prompt to prefill that goes on a conversation whose KV a decode engine has.
+
+        Nothing is loaded where computing is as fast, and with a window nothing that leaves no token
+        to compute: vLLM would compute the last again, which needs one that is gone.
+        """
+        if not self._options.bidirectional_kv_xfer:
+            logger.info(
+                "kvbus: request %s: the KV of its conversation is not loaded, as "
+                "bidirectional_kv_xfer is off in the options of this vLLM",
+                request.request_id,
+            )
+            return
+        self.expect(request, params)
+        load = self._expected.get(request.request_id)
+        if load is not None:
+            leaves_none = load.num_tokens >= request.num_prompt_tokens - 1
+            if self._has_windows and leaves_none and load.handoff is not None:
+                load.num_tokens = 0
+            load.min_tokens = self._options.kv_recompute_threshold
 
     def matched(self, request_id: str, num_computed_tokens: int) -> int | None:
         """How many tokens can be loaded behind those that the engine has.
@@ -126,7 +160,6 @@ class Loads:
         if num_tokens == 0:
             self._release(load)
             return
-        self._started.append((request_id, load.fetch_id))
         stop = load.first_token + num_tokens
         try:
             tables = tables_of(self._engine, block_ids, load.first_token, stop)
@@ -138,7 +171,7 @@ class Loads:
             self._release(load)
             self._over.append(request_id)
             return
-        self._fetching[load.fetch_id] = load, fetch
+        self._fetching[fetch] = load
         if tables.partial:
             load.partial = tables.partial
             self._partial[request_id] = load
@@ -161,43 +194,78 @@ class Loads:
         if expected is not None and expected.handoff is not None:
             self._pass_on(expected)
         self._reading.discard(request_id)
-        for load, fetch in self._fetching.values():
+        for fetch, load in self._fetching.items():
             if load.request_id == request_id and not load.has_ended:
                 load.is_given_up = True
                 fetch.cancel(release_offer=True)
 
     def end(self, fetch: Fetch) -> None:
         """The link says that a fetch has ended, or that its blocks are free now."""
-        if fetch.fetch_id not in self._fetching:
+        load = self._fetching.get(fetch)
+        if load is None:
             return
-        load, _ = self._fetching[fetch.fetch_id]
         if not load.has_ended:
             load.has_ended = True
             self._note_end(load, fetch)
         if fetch.are_blocks_free:
-            del self._fetching[fetch.fetch_id]
-            self._over.append(load.request_id)
+            del self._fetching[fetch]
+            (self._over if load.has_failed else self._loaded).append(load.request_id)
 
     def note_computed(self, request_ids: Container[str]) -> None:
         """vLLM computes on these requests in the next step: what they loaded is in its cache."""
         if self._reading:
             self._reading = {each for each in self._reading if each not in request_ids}
 
-    def take_started(self) -> tuple[tuple[str, str], ...]:
-        """The loads that began since the last call, by request, and their fetch ids."""
-        started, self._started = tuple(self._started), []
-        return started
+    @property
+    def need_steps(self) -> bool:
+        """Whether there is, or will be, something for `take_loaded`."""
+        return bool(self._fetching or self._loaded)
 
-    def take_ended(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The requests whose load has failed since the last call, and those whose load is over.
+    def take_loaded(self) -> list[str]:
+        """The requests whose load has ended well since the last call, or was given up."""
+        loaded, self._loaded = self._loaded, []
+        return loaded
+
+    def take_failed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The requests whose load has failed since the last call, and those whose failed one is
+        over.
 
         No failure is told after the end: blocks whose load is over count as loaded.
         """
-        over, self._over = tuple(self._over), []
-        failed, self._failed = tuple(self._failed), []
+        failed, over = tuple(self._failed), tuple(self._over)
+        self._failed, self._over = [], []
         for request_id in failed:  # vLLM frees its blocks
             self.lose_blocks(request_id)
         return failed, over
+
+    def _load_of(self, request: "Request", params: Mapping[str, Any]) -> Load:
+        num_wanted = request.num_prompt_tokens - self._has_windows
+        try:
+            handoff = self._handoff_of(request, params)
+        except ProtocolError as error:
+            return Load(request.request_id, num_wanted, None, error.message)
+        return Load(
+            request.request_id,
+            min(num_wanted, handoff.remote_num_tokens),
+            handoff,
+            priority=max(MIN_PRIORITY, min(MAX_PRIORITY, -request.priority)),
+            traceparent=read_trace(params, request.trace_headers),
+        )
+
+    def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
+        """What the router carries; by a rendezvous, all of the prompt is going to be there.
+
+        A request that vLLM has refused comes without its prompt.
+        """
+        if RENDEZVOUS not in params:
+            handoff = read_params(params)
+            if not request.abort_immediately:
+                _check_prompt(request, handoff)
+            return handoff
+        meets = Rendezvous.from_json(params[RENDEZVOUS])
+        _check_tokens(request)
+        num_tokens = request.num_prompt_tokens - self._has_windows
+        return HandoffParams(meets.to_json(), num_tokens, digest_of(request, num_tokens))
 
     def _read_by(self, load: Load) -> None:
         """``load`` is the one that reads by its ticket."""
@@ -217,7 +285,7 @@ class Loads:
             self._release(load)
 
     def _fetch(self, load: Load, stop: int, tables: Tables) -> Fetch:
-        if load.handoff is None or load.problem:
+        if load.handoff is None:
             raise LocalError(load.problem, code=ErrorCode.INVALID)
         if not self._link.is_open:  # vLLM computes at once
             raise LocalError(f"there is no agent: {self._link.problem}", code=ErrorCode.PEER_LOST)
@@ -226,7 +294,7 @@ class Loads:
             num_tokens=stop,
             block_ids=tables.block_ids,
             first_token=load.first_token,
-            timeout_s=self._timeout_s,
+            timeout_s=self._options.fetch_timeout_s,
             fetch_id=load.fetch_id,
             prompt_digest=load.handoff.prompt_digest,
             priority=load.priority,
@@ -256,9 +324,33 @@ class Loads:
         logger.error(
             "kvbus: %s: its KV was not loaded: %s [%s, stage %s]", load.name(), message, code, stage
         )
+        load.has_failed = True
         self._failed.append(load.request_id)
 
     def _release(self, load: Load) -> None:
         """The KV of a request is not needed: its prefill engine gets the blocks back."""
         if load.handoff is not None:
             self._link.release(load.handoff.ticket)
+
+
+def _check_tokens(request: "Request") -> None:
+    if not has_tokens(request):
+        raise ProtocolError("a prompt with embeddings is not handed off")
+
+
+def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
+    """Raise `ProtocolError` unless the prompt begins with the tokens of ``handoff``."""
+    num_tokens = handoff.remote_num_tokens
+    _check_tokens(request)
+    if num_tokens > request.num_prompt_tokens:
+        raise ProtocolError(
+            f"the KV is of {num_tokens} tokens, the prompt here has only "
+            f"{request.num_prompt_tokens}: the router must send the ticket with the prompt, or the "
+            "conversation, that it was made for"
+        )
+    if digest_of(request, num_tokens) != handoff.prompt_digest:
+        raise ProtocolError(
+            f"the first {num_tokens} tokens of the prompt, its LoRA or its images are not those "
+            "that the KV is of: the router must send the ticket with the prompt, or the "
+            "conversation, that it was made for"
+        )

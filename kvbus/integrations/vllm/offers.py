@@ -6,38 +6,134 @@ All of it is for the scheduler's thread.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from kvbus.engine import Link, Offer, OfferOptions
-from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost
-from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.blocks import BlockIds, tables_of
-from kvbus.integrations.vllm.params import agents_id, prompt_of_sequence
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, PeerLost
+from kvbus.geometry import EngineSpec, GroupSpec, num_blocks_for
+from kvbus.integrations.vllm.params import agents_id, digest_of, prompt_of_sequence
 from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS, OFFERS_FAILED, KvbusStats
 from kvbus.protocol.engine import Outcome
 
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
 logger = logging.getLogger("vllm.kvbus")
 
+NULL_BLOCK = 0
+"""vLLM's placeholder for the blocks that a window has left behind: there is no KV in it."""
 TICKET_WITHIN_S = 1.0
 """How long the end of a request waits for its ticket, unless it is known that the agent hangs."""
-MOST_PROMPTS = 256
-"""Those of several sequences whose last offer is known: the sequences end soon after each other."""
+STEPS_ON_S = 1.0
+"""How long vLLM goes on with steps after an offer: most are read by then, and their blocks free.
+
+Those that are released later are freed when the next request comes, as nothing wakes vLLM.
+"""
+
+BlockIds = Sequence[Sequence[int]]
+"""By group, in order of position, from the request's first block."""
+
+
+class Tables(NamedTuple):
+    """Block ids by group, and the block of the request with which each table starts.
+
+    In ``partial`` blocks, each the first of a window, the window does not begin with the block.
+    """
+
+    block_ids: dict[str, list[int]]
+    first_blocks: dict[str, int]
+    partial: set[int]
+
+
+def tables_of(engine: EngineSpec, block_ids: BlockIds, first_token: int, num_tokens: int) -> Tables:
+    """The blocks of tokens [first_token, num_tokens); ``block_ids`` are in order of the groups.
+
+    Raises `GeometryError` where vLLM does not keep one of them.
+    """
+    tables = Tables({}, {}, set())
+    for group, ids in zip(engine.groups, block_ids, strict=True):
+        start, stop = group.positions(first_token, num_tokens)
+        if start < stop:
+            first = start // group.block_size
+            tables.block_ids[group.name] = _needed(group, ids, first, stop)
+            tables.first_blocks[group.name] = first
+            if start > max(first_token, first * group.block_size):
+                tables.partial.add(tables.block_ids[group.name][0])
+    return tables
+
+
+def _needed(group: GroupSpec, ids: Sequence[int], first: int, stop: int) -> list[int]:
+    end = num_blocks_for(stop, group.block_size)
+    needed = list(ids[first:end])
+    if len(needed) < end - first or NULL_BLOCK in needed:
+        raise GeometryError(
+            f"group '{group.name}': vLLM keeps {len(ids)} blocks of the request, and not all of "
+            f"blocks {first} to {end} that tokens up to {stop} need",
+            group=group.name,
+        )
+    return needed
+
+
+class Growing:
+    """The requests that others may read while they are computed.
+
+    Their tokens are ready when vLLM says that the step is done. That holds for those of its prefix
+    cache, too: vLLM counts in them what other requests compute in the same step.
+    """
+
+    def __init__(self) -> None:
+        self._planned: dict[str, tuple[Request, deque[tuple[int, int]]]] = {}
+        """After which steps how many tokens of a prompt are computed."""
+
+    def begin(self, request: "Request") -> None:
+        """Follow a request to its prompt's end: what is behind that is in no offer."""
+        self._planned.setdefault(request.request_id, (request, deque()))
+
+    def end(self, request_id: str) -> None:
+        """It is over, or its blocks are another's."""
+        self._planned.pop(request_id, None)
+
+    def schedule(self, step: int, num_scheduled_tokens: Mapping[str, int]) -> bool:
+        """``step`` computes so many tokens of each request; whether its end is of interest."""
+        for request_id, (request, planned) in self._planned.items():
+            num_tokens = request.num_computed_tokens
+            if request_id in num_scheduled_tokens and num_tokens < request.num_prompt_tokens:
+                num_tokens += num_scheduled_tokens[request_id]
+                planned.append((step, min(num_tokens, request.num_prompt_tokens)))
+        return bool(self._planned)
+
+    def done(self, step: int) -> Iterator[tuple[str, int]]:
+        """The requests of which more is ready after ``step``, and how many tokens in all."""
+        for request_id, (_, planned) in self._planned.items():
+            num_tokens = 0
+            while planned and planned[0][0] <= step:
+                _, num_tokens = planned.popleft()
+            if num_tokens:
+                yield request_id, num_tokens
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
-    """An open offer without blocks, for the ticket of a request that is being computed.
+class Offered:
+    """A request whose KV is offered: without blocks while it is computed, then published.
 
-    ``told`` are the blocks of each group that the offer has by now. It is ``unwanted`` when its
-    reader has given it up, or computes what it names.
+    ``told`` are the blocks of each group that the offer has by now, ``held`` those that vLLM keeps
+    for its readers once it is published. It is ``unwanted`` when its reader has given it up, or
+    computes what it names, or it was withdrawn for a newer one. One of an ``answer`` waits for the
+    next turn.
     """
 
     request_id: str
     options: OfferOptions
+    is_answer: bool
     offer: Offer = field(init=False)
     told: dict[str, int] = field(init=False)
+    held: "list[KVCacheBlock]" = field(default_factory=list)
     is_unwanted: bool = False
 
     @property
@@ -51,51 +147,86 @@ class Reservation:
         name = agents_id(self.request_id)
         self.offer = link.offer(name, num_tokens=0, block_ids={}, **self.options)
 
-    def untold(self, block_ids: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """What of each table the offer has not yet; from here on it has."""
-        more = {group: ids[self.told.get(group, 0) :] for group, ids in block_ids.items()}
-        self.told = {group: len(ids) for group, ids in block_ids.items()}
-        return {group: ids for group, ids in more.items() if ids}
+    def extend(self, num_tokens: int, tables: Tables) -> None:
+        """Tell the offer of ``num_tokens``, and of those blocks that it does not have yet."""
+        more = {group: ids[self.told.get(group, 0) :] for group, ids in tables.block_ids.items()}
+        first_blocks = {} if self.told else tables.first_blocks
+        self.told = {group: len(ids) for group, ids in tables.block_ids.items()}
+        untold = {group: ids for group, ids in more.items() if ids}
+        self.offer.extend(num_tokens, untold, first_blocks=first_blocks)
+
+    def withdraw(self) -> None:
+        """It may not be read any more: what it has of blocks comes back at once."""
+        self.is_unwanted = True
+        self.offer.withdraw()
 
 
+# The connector has a reference of its own to the blocks of an offer. So a request is over for vLLM
+# when it is computed, and an engine whose offers nobody reads yet rests: a request that vLLM itself
+# keeps for its blocks makes it step without a pause. What is freed while vLLM uses it, or is not
+# held, gives another request's KV to a reader.
+#
+#     request ends ──▶ held: 2 references ──▶ vLLM frees: 1 ──▶ offer released ──▶ freed: 0
 class Offers:
-    """All offers of one prefill engine."""
+    """All offers of one prefill engine.
 
-    def __init__(self, engine: EngineSpec, link: Link, stats: KvbusStats) -> None:
-        self._engine, self._link, self._stats = engine, link, stats
-        self._reserved: dict[str, Reservation] = {}
-        self._published: dict[str, Offer] = {}
-        self._released: list[str] = []
-        self._last_of_prompt: dict[str, str] = {}
+    With ``drains`` vLLM waits at its end for the readers of those that are not answers.
+    """
+
+    def __init__(
+        self, engine: EngineSpec, link: Link, pool: "BlockPool", stats: KvbusStats, *, drains: bool
+    ) -> None:
+        self._engine, self._link, self._pool, self._stats = engine, link, pool, stats
+        self._drains, self._last_s = drains, 0.0
+        self._reserved: dict[str, Offered] = {}
+        self._published: dict[Offer, Offered] = {}
+        self._growing = Growing()
         self._late: Offer | None = None
 
     def reserve(
-        self, request_id: str, digest: Callable[[], str], **options: Unpack[OfferOptions]
+        self,
+        request: "Request",
+        num_tokens: int,
+        *,
+        grows: bool = False,
+        is_answer: bool = False,
+        **options: Unpack[OfferOptions],
     ) -> None:
-        """Ask for the ticket of a request that is going to be computed; idempotent.
+        """Ask for the ticket of a request; idempotent.
 
-        ``digest`` is called once for what the ticket says of the prompt.
+        The ticket names the first ``num_tokens`` tokens. One that ``grows`` is read, by its name,
+        while it is computed.
         """
+        request_id = request.request_id
         if request_id in self._reserved:
             return
-        options |= {"sealed": False, "prompt_digest": digest()}
-        reservation = Reservation(request_id, options)
-        self._reserved[request_id] = reservation
-        reservation.ask(self._link)
-        if reservation.offer.request_id != request_id:
+        options |= {"sealed": False, "prompt_digest": digest_of(request, num_tokens)}
+        reserved = self._reserved[request_id] = Offered(request_id, options, is_answer)
+        reserved.ask(self._link)
+        if reserved.offer.request_id != request_id:
             logger.info(
                 "kvbus: request %s: agents call it %s, as its id is long",
                 request_id,
-                reservation.offer.request_id,
+                reserved.offer.request_id,
             )
+        if grows:
+            self._growing.begin(request)
+
+    def schedule(self, step: int, num_scheduled_tokens: Mapping[str, int]) -> bool:
+        """``step`` computes so many tokens of each request; whether its end is to be told."""
+        return self._growing.schedule(step, num_scheduled_tokens)
+
+    def computed(self, step: int) -> Iterator[tuple[str, int]]:
+        """The requests of which more can be read after ``step``: to `grow` to so many tokens."""
+        return self._growing.done(step)
 
     def grow(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
         """The first ``num_tokens`` of a request are computed: they may be read."""
-        reservation = self._reserved.get(request_id)
-        if reservation is None or not reservation.is_named or reservation.is_unwanted:
+        reserved = self._reserved[request_id]
+        if reserved.is_unwanted or not reserved.is_named:
             return
         try:
-            tables = tables_of(self._engine, block_ids, 0, num_tokens)
+            reserved.extend(num_tokens, tables_of(self._engine, block_ids, 0, num_tokens))
         except KVBusError as error:  # it matters when the request is computed: then it is told
             logger.info(
                 "kvbus: request %s: its first %s tokens cannot be read yet: %s",
@@ -103,87 +234,104 @@ class Offers:
                 num_tokens,
                 error.message,
             )
-        else:
-            reservation.offer.extend(num_tokens, reservation.untold(tables.block_ids))
 
+    # What was told of it names blocks that another request writes to from now on, and they stay in
+    # the offer's tables. So it cannot be sealed with what is computed again: its reader, who knows
+    # the name, computes it as well. An offer without a name has no blocks yet.
     def take_back(self, request_id: str) -> None:
-        """The request was preempted: nothing of what was told of it may be read.
-
-        Its reader computes it, so it is not offered again.
-        """
-        reservation = self._reserved.get(request_id)
-        if reservation is not None and reservation.is_named:
-            reservation.is_unwanted = True
-            reservation.offer.withdraw()
+        """The request was preempted: nothing of what was told of it may be read."""
+        self._growing.end(request_id)
+        reserved = self._reserved.get(request_id)
+        if reserved is not None and reserved.is_named:
+            reserved.withdraw()
 
     def abandon(self, request_id: str) -> None:
         """The request has ended without KV to offer."""
-        reservation = self._reserved.pop(request_id, None)
-        if reservation is not None:
-            reservation.offer.withdraw()
+        self._growing.end(request_id)
+        reserved = self._reserved.pop(request_id, None)
+        if reserved is not None:
+            reserved.withdraw()
 
     def publish(
         self, request_id: str, block_ids: BlockIds, num_tokens: int
     ) -> dict[str, Any] | None:
         """The ticket of ``num_tokens`` tokens in ``block_ids``, which may be read from here on.
 
-        The blocks are the agent's until `take_released` names the ticket's offer. None, with a line
-        in the log, when there is no agent to offer them.
+        The request still has the blocks, and they are kept for the readers when it has not. None,
+        with a line in the log, when there is no agent to offer them.
         """
-        reservation = self._reserved.get(request_id)
-        if reservation is None:
+        reserved = self._reserved.get(request_id)
+        if reserved is None:
             return None
         try:
             tables = tables_of(self._engine, block_ids, 0, num_tokens)
-            offer = self._made(reservation)
+            offer = self._made(reserved)
         except KVBusError as error:
-            if not reservation.is_unwanted:
-                self._say_not_offered(request_id, f"{error.message} [{error.code}]")
+            if not reserved.is_unwanted:
+                self._say_not_offered(request_id, error)
             self.abandon(request_id)
             return None
         del self._reserved[request_id]
-        first_blocks = {} if reservation.told else tables.first_blocks
-        offer.extend(num_tokens, reservation.untold(tables.block_ids), first_blocks=first_blocks)
+        self._growing.end(request_id)
+        reserved.extend(num_tokens, tables)
         offer.seal()
-        self._published[offer.offer_id] = offer
+        self._withdraw_other_sequences(request_id)
+        self._published[offer] = reserved
+        self._hold(reserved, block_ids)
         self._stats.add(OFFERED_TOKENS, num_tokens)
-        self._end_other_sequences(request_id, offer.offer_id)
         # vLLM has written these tokens for the last time, so their blocks can be named: a request
         # that was preempted has none or was computed again, and steps scheduled ahead write behind.
         return offer.ticket_naming(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)
 
-    def withdraw(self, offer_id: str) -> None:
-        """A published offer may not be read any more: its blocks come back at once."""
-        offer = self._published.get(offer_id)
-        if offer is not None:
-            offer.withdraw()
+    def bound_answers(self, max_blocks: int) -> None:
+        """All answers hold so many blocks at most: the oldest are withdrawn for the newer ones."""
+        answers = [one for one in self._published.values() if one.is_answer and not one.is_unwanted]
+        num_blocks = sum(len(one.held) for one in answers)
+        for one in answers:
+            if num_blocks > max_blocks:
+                one.withdraw()
+                num_blocks -= len(one.held)
 
     def end(self, offer: Offer) -> None:
-        """The link says that an offer has ended."""
-        if self._published.pop(offer.offer_id, None) is None:
-            for reservation in self._reserved.values():
-                if reservation.offer is offer:
-                    self._ask_again(reservation)
+        """The link says that an offer has ended: nobody reads its blocks any more."""
+        published = self._published.pop(offer, None)
+        if published is None:
+            for reserved in self._reserved.values():
+                if reserved.offer is offer:
+                    self._ask_again(reserved)
             return
-        self._released.append(offer.offer_id)
+        # As vLLM does it: the end of a prompt is dropped from the prefix cache first.
+        self._pool.free_blocks(reversed(published.held))
         self._stats.add(OFFERS, (offer.outcome or Outcome.FAILED).value)
         if offer.error is not None and not isinstance(offer.error, PeerLost):
-            self._say_not_offered(offer.request_id, f"{offer.error.message} [{offer.error.code}]")
+            self._say_not_offered(published.request_id, offer.error)
 
-    def take_released(self) -> list[str]:
-        """The published offers whose blocks are the engine's again, since the last call."""
-        released, self._released = self._released, []
-        return released
+    @property
+    def need_steps(self) -> bool:
+        """Whether vLLM is to go on with steps, though it has nothing to compute.
 
-    def _made(self, reservation: Reservation) -> Offer:
+        The readers of a prompt come soon; those of an answer do not.
+        """
+        if all(one.is_answer for one in self._published.values()):
+            return False
+        return self._drains or time.monotonic() - self._last_s < STEPS_ON_S
+
+    def _hold(self, published: Offered, block_ids: BlockIds) -> None:
+        blocks = [self._pool.blocks[one] for ids in block_ids for one in ids if one != NULL_BLOCK]
+        self._pool.touch(blocks)
+        published.held = blocks
+        if not published.is_answer:
+            self._last_s = time.monotonic()
+
+    def _made(self, reserved: Offered) -> Offer:
         """The offer, which has a ticket; raises why it has none.
 
         The ticket is there, as a rule. An agent that hangs makes the engine wait once, until it has
         answered.
         """
-        if reservation.offer.ended.done():
-            self._ask_again(reservation)
-        offer = reservation.offer
+        if reserved.offer.ended.done():
+            self._ask_again(reserved)
+        offer = reserved.offer
         answers = self._link.is_open and (self._late is None or self._late.made.done())
         try:
             offer.made.wait(TICKET_WITHIN_S if answers else 0.0)
@@ -195,41 +343,40 @@ class Offers:
             raise offer.error or LocalError("its ticket expired in that moment")
         return offer
 
-    def _ask_again(self, reservation: Reservation) -> None:
+    def _ask_again(self, reserved: Offered) -> None:
         """Its offer has ended: expired, or gone with its agent. The next one has no name any more.
 
         So nobody can read that while it is computed, and it does not grow.
         """
-        offer = reservation.offer
+        offer = reserved.offer
         error, was_made = offer.error, bool(offer.offer_id)
-        if reservation.is_named:
+        if reserved.is_named:
             is_cancelled = error is not None and error.code == ErrorCode.CANCELLED
             withdrawn = error is None and offer.outcome is Outcome.WITHDRAWN
-            reservation.is_unwanted |= is_cancelled or withdrawn
-        if reservation.is_unwanted or not (error is None or isinstance(error, PeerLost)):
+            reserved.is_unwanted |= is_cancelled or withdrawn
+        if reserved.is_unwanted or not (error is None or isinstance(error, PeerLost)):
             return
         if was_made:
-            reservation.options["transfer_id"] = None
+            reserved.options["transfer_id"] = None
         if was_made or self._link.is_open:
-            reservation.ask(self._link)
+            reserved.ask(self._link)
 
-    def _end_other_sequences(self, request_id: str, offer_id: str) -> None:
+    def _withdraw_other_sequences(self, request_id: str) -> None:
         """Of several sequences of a prompt each has an offer, and one is read.
 
         vLLM's answer has the ticket of the one that ended last.
         """
         prompt = prompt_of_sequence(request_id)
-        if prompt is None:
-            return
-        self.withdraw(self._last_of_prompt.pop(prompt, ""))
-        self._last_of_prompt[prompt] = offer_id
-        if len(self._last_of_prompt) > MOST_PROMPTS:
-            del self._last_of_prompt[next(iter(self._last_of_prompt))]
+        for one in self._published.values() if prompt is not None else ():
+            if prompt_of_sequence(one.request_id) == prompt and not one.is_unwanted:
+                one.withdraw()
 
-    def _say_not_offered(self, request_id: str, why: str) -> None:
+    def _say_not_offered(self, request_id: str, error: KVBusError) -> None:
         self._stats.add(OFFERS_FAILED, 1)
         logger.error(
-            "kvbus: request %s: its KV is not offered, who decodes it has to compute it again: %s",
+            "kvbus: request %s: its KV is not offered, who decodes it has to compute it again: "
+            "%s [%s]",
             request_id,
-            why,
+            error.message,
+            error.code,
         )

@@ -1,21 +1,30 @@
 """What comes from outside: the options of a user, the ``kv_transfer_params`` of a router, ids.
 
-Routers need to know two keys of the params, and pass the rest on as it is.
+Routers need to know two keys of the params, and pass the rest on as it is. And what the connector's
+own processes tell each other, by pickle: ids only.
+
+scheduler: build_connector_meta ──StepResults──▶ worker: get_transfer_results
+scheduler: update_connector_output ◀──StepDone── worker: build_connector_worker_meta
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
+from kvbus.engine import AgentRanks, prompt_digest
 from kvbus.errors import ConfigError, ProtocolError
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import Readers, Secret
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.trace import known_trace
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 ASKS_TO_OFFER = "do_remote_decode"
 ASKS_TO_FETCH = "do_remote_prefill"
@@ -195,3 +204,72 @@ def prompt_of_sequence(request_id: str) -> str | None:
     """The id of the prompt that several sequences are made of, None for a prompt of one."""
     match = _SEQUENCE.fullmatch(request_id)
     return match["prompt"] if match is not None else None
+
+
+def has_tokens(request: "Request") -> bool:
+    """Whether the prompt is all tokens: embeddings in it are not named by anything."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
+
+
+def digest_of(request: "Request", num_tokens: int) -> str:
+    """The digest of the first tokens, prompt and then answer, their LoRA and their images.
+
+    What it takes grows with the prompt, and vLLM's scheduler waits: ask once for each request.
+    """
+    lora = request.lora_request
+    conditions = [lora.lora_name if lora is not None else ""]
+    conditions += [
+        feature.identifier
+        for feature in request.mm_features
+        if feature.mm_position.offset < num_tokens
+    ]
+    return prompt_digest(request.all_token_ids[:num_tokens], conditions)
+
+
+class StepResults(NamedTuple):
+    """Ids of requests: whose load has failed, and whose failed load is over.
+
+    A worker says so when it has done a ``step`` that is not 0.
+    """
+
+    failed: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()
+    step: int = 0
+
+
+NOTHING = StepResults()
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A worker has computed this step, and all before it."""
+
+    step: int
+
+    def aggregate(self, other: "StepDone") -> "StepDone":
+        """What each of several workers has done."""
+        return StepDone(min(self.step, other.step))
+
+
+class WorkerPlaces(NamedTuple):
+    """The agents that have a worker's memory, in the order of the options, each with its rank.
+
+    ``endpoint`` of one is empty while there is no agent.
+    """
+
+    places: tuple[AgentRanks, ...]
+
+
+def ranks_elsewhere(workers: Sequence[AgentRanks]) -> list[AgentRanks]:
+    """The ranks whose agent is not that of the first; one access to an agent does for all.
+
+    None while the first has no agent yet.
+    """
+    home = workers[0].endpoint if workers else ""
+    found: dict[str, AgentRanks] = {}
+    for worker in workers if home else ():
+        if worker.endpoint not in ("", home):
+            before = found.get(worker.endpoint)
+            ranks = (*(before.ranks if before else ()), *worker.ranks)
+            found[worker.endpoint] = msgspec.structs.replace(before or worker, ranks=ranks)
+    return list(found.values())

@@ -1,4 +1,11 @@
-"""The connector's half in the scheduler's process: which requests load and offer, how that ends."""
+"""The connector's half in the scheduler's process: which requests load and offer, how that ends.
+
+           of a request                                of a step
+on_new_request              Loads.expect         build_connector_meta     failures ──▶ workers
+get_num_new_matched_tokens  Loads.matched        update_connector_output  Loads.take_loaded
+update_state_after_alloc    Loads.start, Offers.reserve                   Offers.grow
+request_finished            Loads.give_up, Offers.publish, or abandon
+"""
 
 import logging
 from collections.abc import Mapping
@@ -7,39 +14,31 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
-from kvbus.engine import Link, Offer, prompt_digest
+from kvbus.engine import AgentRole, Link, Offer
 from kvbus.errors import ProtocolError
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.blocks import NULL_BLOCK, BlockIds, HeldBlocks
-from kvbus.integrations.vllm.loads import Load, Loads
-from kvbus.integrations.vllm.offers import Offers
+from kvbus.integrations.vllm.loads import Loads
+from kvbus.integrations.vllm.offers import NULL_BLOCK, BlockIds, Offers
 from kvbus.integrations.vllm.params import (
     ASKS_TO_FETCH,
     ASKS_TO_OFFER,
-    RENDEZVOUS,
     TICKET,
     TRANSFER_ID,
     ConnectorOptions,
     HandoffParams,
     OfferParams,
-    is_later_sequence,
-    is_of_later_prompt,
-    read_offer_params,
-    read_params,
-    read_trace,
-)
-from kvbus.integrations.vllm.stats import KvbusStats
-from kvbus.integrations.vllm.steps import (
-    CLOSE_WITHIN_S,
-    Growing,
     StepDone,
     StepResults,
     WorkerPlaces,
+    digest_of,
+    has_tokens,
+    is_later_sequence,
+    is_of_later_prompt,
     ranks_elsewhere,
+    read_offer_params,
+    read_trace,
 )
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.message import MAX_PRIORITY, MIN_PRIORITY
-from kvbus.protocol.ticket import Rendezvous
+from kvbus.integrations.vllm.stats import KvbusStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -51,6 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvbus")
 
 HANDS_OFF_AFTER = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+CLOSE_WITHIN_S = 3.0
+"""How long the end of a process waits for the end of a link."""
 
 
 class SchedulerSide:
@@ -66,16 +67,13 @@ class SchedulerSide:
         engine: EngineSpec,
         caches: "KVCacheConfig",
         *,
-        kv_role: str = "kv_both",
-        drains: bool = False,
+        kv_role: str,
+        drains: bool,
     ) -> None:
         self._options, self._engine, self._caches = options, engine, caches
         self._kv_role, self._drains = kv_role, drains
         self._has_windows = any(group.window is not None for group in engine.groups)
-        self._stats = KvbusStats()
-        self._growing = Growing()
-        self._answers: dict[str, int] = {}
-        """The offers of answers that wait for the next turn, and how many blocks each has."""
+        self._stats, self._step = KvbusStats(), 0
         self._control_links: list[Link] = []
 
     # Of vLLM's start and its end
@@ -83,27 +81,21 @@ class SchedulerSide:
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Look up blocks, and hold those of offers, there."""
         self._manager = kv_cache_manager
-        self._held = HeldBlocks(kv_cache_manager.block_pool, drains=self._drains)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Open the control sessions: the workers have shared their memory with each agent."""
-        options = self._options
         workers = [one.places for one in metadata.values() if isinstance(one, WorkerPlaces)]
         # A producer lets blocks go which a step that runs may still write: it must not load.
         only = AgentRole.PREFILL if self._kv_role == "kv_producer" else None
-        for number, (path, role) in enumerate(options.agents):
+        for number, (path, role) in enumerate(self._options.agents):
             places = sorted((each[number] for each in workers), key=lambda place: place.ranks)
-            link = Link(
-                path,
-                self._engine,
-                role=role or only,
-                others=ranks_elsewhere(places),
-                logger=logger,
-            )
+            others = ranks_elsewhere(places)
+            link = Link(path, self._engine, role=role or only, others=others, logger=logger)
             self._control_links.append(link.start())
         offering, loading = self._control_links[0], self._control_links[-1]
-        self._loads = Loads(self._engine, loading, self._stats, timeout_s=options.fetch_timeout_s)
-        self._offers = Offers(self._engine, offering, self._stats)
+        self._loads = Loads(self._engine, loading, self._stats, self._options)
+        pool = self._manager.block_pool
+        self._offers = Offers(self._engine, offering, pool, self._stats, drains=self._drains)
 
     def shutdown(self) -> None:
         """End the control sessions, and with them every load and offer."""
@@ -118,9 +110,9 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         asks_to_offer = bool(params.get(ASKS_TO_OFFER))
         if asks_to_offer and params.get(TICKET):
-            self._expect_turn(request, params)
+            self._loads.expect_turn(request, params)
         elif params.get(ASKS_TO_FETCH):
-            self._expect(self._load_of(request, params))
+            self._loads.expect(request, params)
         if asks_to_offer and self._has_windows:
             _leave_last_token(request)
 
@@ -149,7 +141,8 @@ class SchedulerSide:
         self._loads.start(request.request_id, block_ids, num_external_tokens)
         self._uncache_partial()
         params = request.kv_transfer_params or {}
-        if params.get(ASKS_TO_OFFER) and not is_of_later_prompt(request.request_id):
+        is_offered = params.get(ASKS_TO_OFFER) and has_tokens(request)
+        if is_offered and not is_of_later_prompt(request.request_id):
             self._reserve(request, params)
 
     def request_finished(
@@ -163,15 +156,14 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer what was computed for others; whether vLLM shall keep the blocks, and the params.
 
-        It need not: `HeldBlocks` does.
+        It need not: `Offers` does.
         """
         ids: BlockIds = self._caches.select_transfer_block_ids(block_ids)
         partial_blocks = self._loads.partial_blocks(request.request_id)
         whole_blocks = not any(partial_blocks.intersection(each) for each in ids)
         self._loads.give_up(request.request_id)
-        self._growing.end(request.request_id)
         params = request.kv_transfer_params or {}
-        ends_well = request.status in HANDS_OFF_AFTER and _has_tokens(request)
+        ends_well = request.status in HANDS_OFF_AFTER and has_tokens(request)
         if params.get(ASKS_TO_OFFER):
             # a reader that knows the name of the offer hears of no gap
             if ends_well and (whole_blocks or not params.get(TRANSFER_ID)):
@@ -184,25 +176,29 @@ class SchedulerSide:
     # Of a step
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepResults:
-        """What the workers shall report to vLLM in the step that computes ``scheduler_output``."""
+        """What a worker shall report to vLLM in the step that computes ``scheduler_output``."""
         self._uncache_partial()
         self._hear()
         for request_id in scheduler_output.preempted_req_ids or ():  # its blocks are another's now
-            self._growing.end(request_id)
             self._offers.take_back(request_id)
             self._loads.lose_blocks(request_id)
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         self._loads.note_computed(num_scheduled_tokens)
-        step = self._growing.schedule(num_scheduled_tokens)
-        started = self._loads.take_started()
-        failed, received = self._loads.take_ended()
-        return StepResults(started, received, failed, step)
+        self._step += 1
+        is_told = self._offers.schedule(self._step, num_scheduled_tokens)
+        failed, over = self._loads.take_failed()
+        return StepResults(failed, over, self._step if is_told or self._loads.need_steps else 0)
 
+    # A failure has to go by way of a worker: vLLM looks at it before it calls this. What was loaded
+    # well is told here, where vLLM looks next, and so no step later than any worker could tell it.
+    # vLLM calls this only if some worker reports something, as `StepDone`.
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """What the workers have computed may be read."""
-        self._hear()  # what a worker has just reported, before vLLM schedules on it
+        """What was loaded is there, and what the workers have computed may be read."""
+        self._hear()
+        loaded = self._loads.take_loaded()
+        connector_output.finished_recving = {*(connector_output.finished_recving or ()), *loaded}
         if isinstance(done := connector_output.kv_connector_worker_meta, StepDone):
-            for request_id, num_tokens in self._growing.done(done.step):
+            for request_id, num_tokens in self._offers.computed(done.step):
                 block_ids = self._manager.get_block_ids(request_id)
                 selected = self._caches.select_transfer_block_ids(block_ids)
                 self._offers.grow(request_id, selected, num_tokens)
@@ -213,7 +209,7 @@ class SchedulerSide:
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM is to go on with steps, to hear soon of offers that were read."""
-        return self._held.needs_steps
+        return self._offers.need_steps
 
     def get_kv_connector_stats(self) -> KvbusStats | None:
         """What happened since the last call; a worker knows of nothing."""
@@ -233,20 +229,21 @@ class SchedulerSide:
     #
     # A whole block with the same hash stays.
     def _uncache_partial(self) -> bool:
-        return self._held.uncache(self._loads.partial_blocks())
+        """Take such blocks out of vLLM's prefix cache; whether any was there."""
+        pool = self._manager.block_pool
+        partial = self._loads.partial_blocks()
+        cached = {one for one in partial if pool.blocks[one].block_hash is not None}
+        pool.evict_blocks(cached)
+        return bool(cached)
 
     def _hear(self) -> None:
-        """Note what has ended, and free the blocks of offers that nobody reads any more."""
+        """Note what has ended."""
         for link in self._control_links:
             for one in link.ended():
                 if isinstance(one, Offer):
                     self._offers.end(one)
                 else:
                     self._loads.end(one)
-        released = self._offers.take_released()
-        self._held.free(released)
-        for offer_id in released:
-            self._answers.pop(offer_id, None)
 
     # Offers
 
@@ -265,15 +262,14 @@ class SchedulerSide:
         if is_named and is_later_sequence(request.request_id):
             return
         self._offers.reserve(
-            request.request_id,
-            lambda: digest_of(request, request.num_prompt_tokens) if _has_tokens(request) else "",
+            request,
+            request.num_prompt_tokens,
+            grows=is_named and not self._has_windows,
             transfer_id=asked.transfer_id,
             readers=asked.readers,
             ttl_s=self._options.offer_ttl_s,
             traceparent=read_trace(params, request.trace_headers),
         )
-        if is_named and not self._has_windows:
-            self._growing.begin(request)
 
     def _offer_prompt(
         self, request: "Request", block_ids: BlockIds, whole_blocks: bool
@@ -286,7 +282,6 @@ class SchedulerSide:
         ticket = self._offers.publish(request.request_id, block_ids, num_tokens)
         if ticket is None:
             return None
-        self._held.hold(ticket["offer_id"], block_ids)
         is_all = num_tokens == request.num_prompt_tokens
         digest = ticket["prompt_digest"] if is_all else digest_of(request, num_tokens)
         return HandoffParams(ticket, num_tokens, digest, whole_blocks).to_params()
@@ -297,8 +292,7 @@ class SchedulerSide:
         """The params of the next turn's prefill request, where the answer of the server has them.
 
         That of a stream has no place for them. The last token is not computed, though a step that
-        was scheduled ahead may be about to. All answers hold a share of the cache at most: the
-        oldest goes for a new one.
+        was scheduled ahead may be about to.
         """
         sampling = request.sampling_params
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -316,118 +310,14 @@ class SchedulerSide:
                 max_blocks,
             )
             return None
-        digest = digest_of(request, num_tokens)
         ttl_s = self._options.decoder_kv_blocks_ttl
-        self._offers.reserve(request.request_id, lambda: digest, ttl_s=ttl_s)
+        self._offers.reserve(request, num_tokens, is_answer=True, ttl_s=ttl_s)
         ticket = self._offers.publish(request.request_id, block_ids, num_tokens)
         if ticket is None:
             return None
-        self._held.hold(ticket["offer_id"], block_ids, is_awaited=False)
-        self._answers[ticket["offer_id"]] = num_blocks
-        while sum(self._answers.values()) > max_blocks:
-            oldest = next(iter(self._answers))
-            self._offers.withdraw(oldest)
-            del self._answers[oldest]
-        return HandoffParams(ticket, num_tokens, digest, whole_blocks).to_params(next_turn=True)
-
-    # Loads
-
-    def _expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """A prompt to prefill that goes on a conversation whose KV a decode engine has.
-
-        Nothing is loaded where computing is as fast, and with a window nothing that leaves no token
-        to compute: vLLM would compute the last again, which needs one that is gone.
-        """
-        if not self._options.bidirectional_kv_xfer:
-            logger.info(
-                "kvbus: request %s: the KV of its conversation is not loaded, as "
-                "bidirectional_kv_xfer is off in the options of this vLLM",
-                request.request_id,
-            )
-            return
-        load = self._load_of(request, params)
-        leaves_none = load.num_tokens >= request.num_prompt_tokens - 1
-        if self._has_windows and leaves_none and not load.problem:
-            load.num_tokens = 0
-        load.min_tokens = self._options.kv_recompute_threshold
-        self._expect(load)
-
-    def _expect(self, load: Load) -> None:
-        """A ticket is of the first prompt of several: that the others have none is no problem."""
-        if load.handoff is not None or not is_of_later_prompt(load.request_id):
-            self._loads.expect(load)
-
-    def _load_of(self, request: "Request", params: Mapping[str, Any]) -> Load:
-        num_wanted = request.num_prompt_tokens - self._has_windows
-        try:
-            handoff = self._handoff_of(request, params)
-        except ProtocolError as error:
-            return Load(request.request_id, num_wanted, None, error.message)
-        return Load(
-            request.request_id,
-            min(num_wanted, handoff.remote_num_tokens),
-            handoff,
-            priority=max(MIN_PRIORITY, min(MAX_PRIORITY, -request.priority)),
-            traceparent=read_trace(params, request.trace_headers),
-        )
-
-    def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
-        """What the router carries; by a rendezvous, all of the prompt is going to be there.
-
-        A request that vLLM has refused comes without its prompt.
-        """
-        if RENDEZVOUS not in params:
-            handoff = read_params(params)
-            if not request.abort_immediately:
-                _check_prompt(request, handoff)
-            return handoff
-        meets = Rendezvous.from_json(params[RENDEZVOUS])
-        _check_tokens(request)
-        num_tokens = request.num_prompt_tokens - self._has_windows
-        return HandoffParams(meets.to_json(), num_tokens, digest_of(request, num_tokens))
-
-
-def digest_of(request: "Request", num_tokens: int) -> str:
-    """The digest of the first tokens, prompt and then answer, their LoRA and their images.
-
-    What it takes grows with the prompt, and vLLM's scheduler waits: ask once for each request.
-    """
-    lora = request.lora_request
-    conditions = [lora.lora_name if lora is not None else ""]
-    conditions += [
-        feature.identifier
-        for feature in request.mm_features
-        if feature.mm_position.offset < num_tokens
-    ]
-    return prompt_digest(request.all_token_ids[:num_tokens], conditions)
-
-
-def _has_tokens(request: "Request") -> bool:
-    """Whether the prompt is all tokens: embeddings in it are not named by anything."""
-    return request.prompt_token_ids is not None and request.prompt_embeds is None
-
-
-def _check_tokens(request: "Request") -> None:
-    if not _has_tokens(request):
-        raise ProtocolError("a prompt with embeddings is not handed off")
-
-
-def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
-    """Raise `ProtocolError` unless the prompt begins with the tokens of ``handoff``."""
-    num_tokens = handoff.remote_num_tokens
-    _check_tokens(request)
-    if num_tokens > request.num_prompt_tokens:
-        raise ProtocolError(
-            f"the KV is of {num_tokens} tokens, the prompt here has only "
-            f"{request.num_prompt_tokens}: the router must send the ticket with the prompt, or the "
-            "conversation, that it was made for"
-        )
-    if digest_of(request, num_tokens) != handoff.prompt_digest:
-        raise ProtocolError(
-            f"the first {num_tokens} tokens of the prompt, its LoRA or its images are not those "
-            "that the KV is of: the router must send the ticket with the prompt, or the "
-            "conversation, that it was made for"
-        )
+        self._offers.bound_answers(max_blocks)
+        params = HandoffParams(ticket, num_tokens, ticket["prompt_digest"], whole_blocks)
+        return params.to_params(next_turn=True)
 
 
 def _leave_last_token(request: "Request") -> None:
@@ -436,7 +326,7 @@ def _leave_last_token(request: "Request") -> None:
     The decode engine computes that one in any case, for its logits. With a sliding window it needs
     a token for it that vLLM drops once the last one was computed, if it is the last of its block.
     """
-    if request.num_prompt_tokens > 1 and _has_tokens(request):
+    if request.num_prompt_tokens > 1 and has_tokens(request):
         del request.prompt_token_ids[-1]
         del request._all_token_ids[-1]
         request.num_prompt_tokens -= 1

@@ -1,128 +1,26 @@
-"""The connector's half in a worker's process: its KV cache is the agent's to read and write."""
+"""Shares a worker's KV cache, and finds out where its layers put K and V in it.
 
-import logging
-import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+An attention layer is made to write marks into scratch blocks: memory of the same shape and strides,
+so that its cache is not touched. Layouts that strides cannot say (tiles, packed or quantised
+numbers) are refused.
+
+Shapes: cache [block, ...] as vLLM gives it; rows [token, head, dim].
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvbus.engine import AgentRanks, Link, RankMemory, describe_tensors, new_secret
-from kvbus.geometry import EngineSpec
+from kvbus.engine import RankMemory, describe_tensors
+from kvbus.errors import GeometryError
+from kvbus.geometry import EngineSpec, GroupSpec, KvPart
 from kvbus.integrations.vllm.describe import cache_of, layer_number, require
-from kvbus.integrations.vllm.params import ConnectorOptions
-from kvbus.integrations.vllm.probe import LayerProbe
-from kvbus.integrations.vllm.steps import (
-    CLOSE_WITHIN_S,
-    NOTHING,
-    EarlyCompletions,
-    StepDone,
-    StepResults,
-    WorkerPlaces,
-)
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+NUM_BLOCKS = 3
+MAX_SCRATCH_BYTES = 1 << 30
 
-logger = logging.getLogger("vllm.kvbus")
-
-REPORTER = 0
-"""The rank that tells vLLM what has ended: one does for all."""
-
-
-class WorkerSide(KVConnectorBase_V1):
-    """What vLLM's worker calls, by vLLM's names."""
-
-    def __init__(
-        self,
-        options: ConnectorOptions,
-        engine: EngineSpec,
-        vllm_config: "VllmConfig",
-        role: KVConnectorRole,
-        kv_cache_config: "KVCacheConfig",
-    ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        self._options, self._engine = options, engine
-        self._rank = 0
-        self._access = new_secret()
-        self._early = EarlyCompletions()
-        self._memory: RankMemory | None = None
-        self._memory_links: list[Link] = []
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Share the KV cache with each agent; waits for it a moment, and goes on without.
-
-        Raises `GeometryError` when kvbus cannot serve what vLLM has, `SegmentError` when there is
-        no room for it.
-        """
-        self._rank = get_pp_group().rank_in_group * self._engine.tp_size
-        self._rank += get_tp_group().rank_in_group
-        self._memory = share_rank(
-            self._engine, self._rank, self._vllm_config, self._kv_cache_config, kv_caches
-        )
-        on_fetched = self._early.tell if self._rank == REPORTER else None
-        for path, role in self._options.agents:
-            link = Link(
-                path,
-                self._engine,
-                memory=self._memory,
-                control=False,
-                role=role,
-                access=self._access,
-                on_fetched=on_fetched,
-                logger=logger,
-            )
-            self._memory_links.append(link.start())
-        deadline = time.monotonic() + self._options.attach_timeout_s
-        for link in self._memory_links:
-            if not link.wait_open(max(0.0, deadline - time.monotonic())):
-                logger.warning(
-                    "kvbus: no agent took the memory of rank %s within %s s: %s; until one does, "
-                    "this vLLM hands nothing off",
-                    self._rank,
-                    self._options.attach_timeout_s,
-                    link.problem,
-                )
-
-    def get_handshake_metadata(self) -> WorkerPlaces | None:
-        """What the scheduler's side must know of this worker."""
-        return WorkerPlaces(tuple(self._place(link) for link in self._memory_links))
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What has ended since the last step."""
-        ended = self._early.take(self._results) if self._rank == REPORTER else NOTHING
-        return KVConnectorTransferResults(
-            finished_recving=set(ended.received), failed_recving=set(ended.failed)
-        )
-
-    def build_connector_worker_meta(self) -> StepDone | None:
-        """The step is done, if the scheduler's side wants to hear of it."""
-        return StepDone(step) if (step := self._results.step) else None
-
-    def shutdown(self) -> None:
-        """End the memory sessions; vLLM's tensors keep their memory."""
-        for link in self._memory_links:
-            link.close(CLOSE_WITHIN_S)
-        if self._memory is not None:
-            self._memory.close()
-
-    @property
-    def _results(self) -> StepResults:
-        results = self._get_connector_metadata()
-        return results if isinstance(results, StepResults) else NOTHING
-
-    def _place(self, link: Link) -> AgentRanks:
-        endpoint, server_key = "", ""
-        if link.is_open:
-            endpoint, server_key = link.agent.peer_endpoint, link.agent.server_key
-        return AgentRanks(endpoint, (self._rank,), self._access, server_key)
+Rows = Mapping[str, torch.Tensor]
 
 
 def share_rank(
@@ -167,3 +65,150 @@ def _check_blocks(name: str, layer: Any, cache: torch.Tensor, *, num_blocks: int
         f"the cache of layer '{name}' has {max(seen)} blocks where the scheduler has {num_blocks}: "
         "its attention backend splits them. Lower --block-size to what the backend supports",
     )
+
+
+class _Layout(NamedTuple):
+    """Where one part lies in a cache: elements from its first one, and of a step of each axis."""
+
+    offset: int
+    strides: list[int]
+
+
+class LayerProbe:
+    """One layer, and scratch blocks for it to write into, like those of its ``cache``.
+
+    ``dtype`` is that of the rows that the model computes, ``num_heads`` those of this rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: Any,
+        cache: torch.Tensor,
+        *,
+        group: GroupSpec,
+        num_heads: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._name, self._layer, self._group, self._dtype = name, layer, group, dtype
+        self._cache = cache
+        self._sizes = (group.block_size, num_heads, group.head_dim)
+        """Of the axes token, head and dim."""
+        self._scratch = self._scratch_like(cache)
+
+    @torch.no_grad()
+    def views(self) -> dict[str, torch.Tensor]:
+        """Each part of the group in the cache: [block, token, head, dim], measured and checked.
+
+        Raises `GeometryError` when the layer does not write as any strides would have it.
+        """
+        layouts = {part: self._measure(part) for part in self._group.parts}
+        self._check(layouts)
+        return {part: self._view(self._cache, part, one) for part, one in layouts.items()}
+
+    def _measure(self, part: str) -> _Layout:
+        """Where the first number of ``part`` goes, and how far the next of each axis is."""
+        start = self._locate(part, (0, 0, 0, 0))
+        strides = [
+            self._locate(part, [int(axis == one) for one in range(4)]) - start if size > 1 else 0
+            for axis, size in enumerate((NUM_BLOCKS, *self._sizes))
+        ]
+        if min(strides) < 0:
+            raise self._refusal(f"'{part}' runs backwards in memory")
+        return _Layout(start, strides)
+
+    def _check(self, layouts: Mapping[str, _Layout]) -> None:
+        """Raise `GeometryError` unless all rows of all blocks are where ``layouts`` say, alone."""
+        rows = {part: self._random_rows(seed) for seed, part in enumerate(layouts)}
+        num_slots = NUM_BLOCKS * self._group.block_size
+        slots = torch.randperm(num_slots, generator=_generator(len(rows)))
+        self._scratch.zero_()
+        self._write({part: whole[slots] for part, whole in rows.items()}, slots)
+        views = {part: self._view(self._scratch, part, one) for part, one in layouts.items()}
+        for part, view in views.items():
+            wanted = rows[part].to(view.dtype).view(view.shape)
+            if not torch.equal(view.cpu(), wanted):
+                raise self._refusal(f"no strides describe where '{part}' is")
+        for view in views.values():
+            view.zero_()
+        if bool(self._scratch.any()):
+            raise self._refusal("it holds more than the KV itself, such as scales")
+
+    def _locate(self, part: str, at: Sequence[int]) -> int:
+        """In elements from the first one: where the number of ``part`` at an index is written."""
+        block, token, head, dim = at
+        rows = {
+            one: torch.zeros((1, *self._sizes[1:]), dtype=self._dtype) for one in self._group.parts
+        }
+        rows[part][0, head, dim] = 1
+        self._scratch.zero_()
+        self._write(rows, torch.tensor([block * self._group.block_size + token]))
+        found = self._scratch.nonzero()
+        if len(found) != 1:
+            raise self._refusal(f"one number of '{part}' is written to {len(found)} places")
+        steps = zip(found[0].tolist(), self._scratch.stride(), strict=True)
+        return sum(number * stride for number, stride in steps)
+
+    def _write(self, rows: Rows, slots: torch.Tensor) -> None:
+        """Have the layer write one row a slot; raises `GeometryError` when it cannot."""
+        device, impl = self._scratch.device, self._layer.impl
+        slots = slots.to(device=device, dtype=torch.int64)
+        rows = {part: row.to(device) for part, row in rows.items()}
+        if not hasattr(impl, "do_kv_cache_update"):
+            raise self._refusal(f"{type(impl).__name__} writes its cache only while it attends")
+        try:
+            if self._group.parts == (KvPart.LATENT,):
+                self._write_latent(rows[KvPart.LATENT], slots)
+            else:
+                key, value = rows[KvPart.KEY], rows[KvPart.VALUE]
+                impl.do_kv_cache_update(self._layer, key, value, self._scratch, slots)
+        except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            raise self._refusal(f"{type(impl).__name__} does not write it: {error}") from error
+
+    def _write_latent(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Of MLA the row is the compressed KV and, after it, the rotated part of K."""
+        rank = self._layer.kv_lora_rank
+        self._layer.impl.do_kv_cache_update(
+            rows[:, 0, :rank].contiguous(),
+            rows[:, :, rank:].contiguous(),
+            self._scratch.squeeze(1),
+            slots,
+            self._layer.kv_cache_dtype,
+            self._layer._k_scale,
+        )
+
+    def _scratch_like(self, cache: torch.Tensor) -> torch.Tensor:
+        shape = (NUM_BLOCKS, *cache.shape[1:])
+        steps = zip(shape, cache.stride(), strict=True)
+        num_elements = 1 + sum((size - 1) * stride for size, stride in steps)
+        if num_elements * cache.element_size() > MAX_SCRATCH_BYTES:
+            raise self._refusal(f"{NUM_BLOCKS} blocks of it span {num_elements} elements")
+        flat = torch.zeros(num_elements, dtype=cache.dtype, device=cache.device)
+        return flat.as_strided(shape, cache.stride())
+
+    def _view(self, cache: torch.Tensor, part: str, layout: _Layout) -> torch.Tensor:
+        """[block, token, head, dim] of ``cache``, as ``layout`` has it."""
+        shape = (cache.shape[0], *self._sizes)
+        try:
+            return cache.as_strided(shape, layout.strides, cache.storage_offset() + layout.offset)
+        except RuntimeError as error:
+            raise self._refusal(f"the strides of '{part}' leave the cache") from error
+
+    def _random_rows(self, seed: int) -> torch.Tensor:
+        """Small whole numbers, which every dtype of KV holds as they are; none of them 0."""
+        shape = (NUM_BLOCKS * self._group.block_size, *self._sizes[1:])
+        return torch.randint(1, 128, shape, generator=_generator(seed)).to(self._dtype)
+
+    def _refusal(self, what: str) -> GeometryError:
+        return GeometryError(
+            f"vLLM cannot be served by kvbus: the KV cache of layer '{self._name}' cannot be "
+            f"described: {what}. On a CPU with AMX, bfloat16 is laid out in tiles: start vLLM "
+            "with --dtype float16 or float32. Otherwise choose another attention backend",
+            field="layout",
+            layer=self._name,
+        )
+
+
+def _generator(seed: int) -> torch.Generator:
+    """Random numbers of our own: vLLM's go on as if nothing was drawn."""
+    return torch.Generator().manual_seed(seed)
