@@ -32,12 +32,11 @@ class OpenedHandle(CudaMapping):
     """What a handle stands for, until it is closed."""
 
     def __init__(self, gpu: "StandIn", tensor: torch.Tensor) -> None:
-        self._base: int | None = None
         self._tensor = tensor
         self._gpu = gpu
         self.device, self.size_bytes, self.ordinal = GPU, tensor.numel(), 0
 
-    def unmap(self) -> None:
+    def close(self) -> None:
         self._tensor = None
         self._gpu.num_open -= 1
 

@@ -21,7 +21,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import RankSpec, validate_engine, validate_rank
 from kvbus.memory.attach import AttachConnection
 from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.pages import Pages
+from kvbus.memory.mapping import SegmentMapping
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment, Welcome
 from kvbus.protocol.engine import AwaitReady, Detach, Register
 from kvbus.protocol.events import EngineEvent
@@ -74,7 +74,7 @@ class EngineDirectory:
         self._user: EngineUser
         self._by_connection: dict[AttachConnection, EngineProcess] = {}
         self._by_boot: dict[str, EngineProcess] = {}
-        self._kept: deque[Pages] = deque(maxlen=MOST_KEPT)
+        self._kept: deque[SegmentMapping] = deque(maxlen=MOST_KEPT)
 
     def open(
         self,
@@ -325,10 +325,10 @@ class EngineDirectory:
     # zeros that take no memory. Only the oldest of very many go.
     async def _unmap(self, processes: Iterable[EngineProcess]) -> None:
         for process in processes:
-            pages = process.segments.registered_pages()
+            mappings = process.segments.registered()
             try:
                 await process.segments.unmap()
-                self._kept.extend(pages)
+                self._kept.extend(mappings)
             except KVBusError as error:
                 log.error("segment.kept", engine_id=process.engine_id, error=error.message)
 

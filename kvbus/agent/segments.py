@@ -20,7 +20,6 @@ from kvbus.geometry import AxisName, EngineSpec, GroupSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.copying import PagedMemory
 from kvbus.memory.mapping import SegmentMapping
-from kvbus.memory.pages import Pages
 from kvbus.planning import PlacedRank
 from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
 from kvbus.protocol.message import Empty
@@ -199,10 +198,10 @@ class Segments:
         for mapping in list(self.mappings.values()):
             mapping.discard()
 
-    def registered_pages(self) -> list[Pages]:
+    def registered(self) -> list[SegmentMapping]:
         """What holds the addresses that NIXL was told of; they go when it is collected."""
         mapped = (self.mappings[name] for name in self._registrations)
-        return [mapping.pages for mapping in mapped if isinstance(mapping, SegmentMapping)]
+        return [mapping for mapping in mapped if isinstance(mapping, SegmentMapping)]
 
     async def unmap(self) -> None:
         """Deregister and give the addresses back; nothing may be in flight any more."""
@@ -239,7 +238,7 @@ class Segments:
                 raise _ended()
             self._check_new(segment_id, device)  # another may have come meanwhile
         except KVBusError:
-            await in_thread(mapping.unmap)
+            await in_thread(mapping.close)
             raise
         self._device = device
         self.mappings[segment_id] = mapping
@@ -269,7 +268,7 @@ def _unmap(mappings: Iterable[SegmentMapping | CudaMapping]) -> None:
     failures: list[KVBusError] = []
     for mapping in mappings:
         try:
-            mapping.unmap()
+            mapping.close()
         except KVBusError as error:
             failures.append(error)
     if failures:

@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 
 from kvbus.errors import SegmentError
-from kvbus.memory.cuda import CudaStorage, share_cuda_tensor
-from kvbus.memory.pages import OwnedStorage
+from kvbus.memory.cuda import CudaStorage, TorchStorage, share_cuda_tensor
 from kvbus.memory.room import check_memory
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where shm_open, and so torch, puts files
 
 
-class SharedStorage(OwnedStorage):
+class SharedStorage(TorchStorage):
     """A torch storage that now lies in shared memory, and a descriptor of its own for it.
 
     The file cannot be sealed: the agent's mapping says ``sealed=False``. The memory lives as long
@@ -33,7 +32,7 @@ class SharedStorage(OwnedStorage):
     @property
     def fd(self) -> int:
         """The descriptor to pass to the agent; borrowed, it is closed by ``close``."""
-        self._open()
+        self._check_open()
         return self._fd
 
     def close(self) -> None:

@@ -1,15 +1,22 @@
-"""Owns the agent's mapping of a segment that came as a file descriptor, of an engine or an agent.
+"""A memory file that is mapped here: what all of them do, and those that another process passed.
 
-Refuses to trust who passed it: the file must be a memory file of exactly the claimed size. That of
-an engine is sealed against truncation where the kernel allows that, and its pages are reserved.
+What is passed is not trusted: it must be a memory file of exactly the claimed size. That of an
+engine is sealed against truncation where the kernel allows that, and its pages are reserved.
 """
 
+from __future__ import annotations
+
+import contextlib
 import fcntl
 import os
 import resource
 import stat
+import sys
+import time
+import warnings
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +24,127 @@ import numpy.typing as npt
 from kvbus.errors import ClosedError, SegmentError
 from kvbus.memory import libc
 from kvbus.memory.bus_errors import BusErrors, OnCut
-from kvbus.memory.pages import MappedFile, Pages
 from kvbus.memory.room import check_mappings, check_memory
 
-_POPULATE_WITHIN_S = 2.0  # an engine waits for it while it registers
+if TYPE_CHECKING:
+    import torch
+
+POPULATE_WITHIN_S = 2.0
+"""An engine waits for it while it registers."""
+_POPULATED_AT_ONCE_BYTES = 1 << 28
+_DISCARDED_AT_ONCE_BYTES = 1 << 25
 _LENT_PERCENT = 50  # of the files that a process may open: the others are for its sockets
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
+
+
+class OwnedMemory:
+    """Memory that goes when its owner closes it; the garbage collector only warns.
+
+    NIXL, kernels and other processes use its address without Python knowing of them.
+    """
+
+    closed = True  # until there is some
+    size_bytes: int
+
+    def close(self) -> None:
+        """Give it back; idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not (self.closed or sys.is_finalizing()):  # at exit the kernel takes all of it
+            what = f"{type(self).__name__} of {self.size_bytes} bytes"
+            warnings.warn(f"{what} was never closed", ResourceWarning, stacklevel=2)
+
+
+class MappedFile(OwnedMemory):
+    """A memory file, mapped shared until ``close``. Raises ``OSError``.
+
+    The addresses stay until this object and the last numpy or torch view of it are gone: from
+    ``close`` on they read zeros.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
+        self._address = libc.map_shared(fd, size_bytes, writable=writable)
+        self.size_bytes, self._writable = size_bytes, writable
+        self.closed = False
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """What numpy reads to make a view that keeps this object alive."""
+        return {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (self.size_bytes,),
+            "data": (self._address, not self._writable),
+        }
+
+    @property
+    def address(self) -> int:
+        """Where the first byte is in this process."""
+        self._check_open()
+        return self._address
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All bytes as one uint8 tensor."""
+        import torch  # noqa: PLC0415 - costs seconds, and who wants numpy should not pay
+
+        return torch.from_numpy(self.view())
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """All bytes, writable where the mapping is."""
+        self._check_open()
+        return np.asarray(self)
+
+    def populate(self, within_s: float = POPULATE_WITHIN_S) -> None:
+        """Have the first access to each page cost no more than later ones, if the kernel can.
+
+        From the first page on, for ``within_s`` seconds at most.
+        """
+        deadline = time.monotonic() + within_s
+        with contextlib.suppress(OSError):
+            for offset in range(0, self.size_bytes, _POPULATED_AT_ONCE_BYTES):
+                if time.monotonic() >= deadline:
+                    return
+                length = min(_POPULATED_AT_ONCE_BYTES, self.size_bytes - offset)
+                libc.populate(self._address + offset, length, writable=self._writable)
+
+    # An engine dies while NIXL reads from its memory, or writes into it. NIXL cannot cancel, and
+    # has only addresses. To unmap them would crash this process, or let the bytes land in whatever
+    # is mapped there next. So one mmap puts other pages under the same addresses, with no moment
+    # at which nothing is there:
+    #
+    #     before   address ──▶ pages of the file (the engine's KV)
+    #     zeroed   address ──▶ private zeros; the file's pages are free once nobody else maps them
+    #     close    as zeroed; the addresses go when the last view is collected
+    #
+    # A page of zeros costs memory only when something is written into it. The kernel takes a while
+    # for each GiB, and keeps every page fault of the process waiting meanwhile: hence the parts.
+    def close(self) -> None:
+        """Give the memory back here; idempotent. The mapping of another process lives on by itself.
+
+        It takes a tenth of a second and more for each GiB: large ones belong into a thread.
+        """
+        if not self.closed:
+            self.closed = True
+            self._put_zeros()
+            finalizer = weakref.finalize(self, libc.unmap, self._address, self.size_bytes)
+            finalizer.atexit = False  # at exit, views may be alive and the kernel cleans up anyway
+
+    def _put_zeros(self) -> None:
+        for offset in range(0, self.size_bytes, _DISCARDED_AT_ONCE_BYTES):
+            length = min(_DISCARDED_AT_ONCE_BYTES, self.size_bytes - offset)
+            libc.map_zeros_over(self._address + offset, length)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("the segment was closed")
 
 
 class SegmentMapping(MappedFile):
@@ -44,7 +166,7 @@ class SegmentMapping(MappedFile):
     def __init__(
         self, fd: int, *, size_bytes: int, lend: bool = False, borrowed: bool = False
     ) -> None:
-        self.size_bytes, self.discarded = size_bytes, False
+        self.discarded = False
         self._watcher: BusErrors | None = None
         with _taken_over(fd, size_bytes, borrowed=borrowed):
             if not borrowed:  # who borrows maps several, and looks once
@@ -54,9 +176,9 @@ class SegmentMapping(MappedFile):
             check_memory(_missing_bytes(fd, size_bytes))
             if not borrowed:
                 os.posix_fallocate(fd, 0, size_bytes)
-            self._pages = Pages(fd, size_bytes, writable=not borrowed)
+            super().__init__(fd, size_bytes, writable=not borrowed)
             if not borrowed:
-                self._pages.populate(_POPULATE_WITHIN_S)
+                self.populate()
             self.lent_fd = _reopened(fd) if lend else None
 
     def survive_cuts(self, bus_errors: BusErrors, on_cut: OnCut) -> None:
@@ -64,8 +186,7 @@ class SegmentMapping(MappedFile):
 
         Zeros take the place of all of the segment then, as after `discard`.
         """
-        pages = self._mapped()
-        bus_errors.watch(pages.address, pages.length_bytes, on_cut)
+        bus_errors.watch(self.address, self.size_bytes, on_cut)
         self._watcher = bus_errors
 
     def view(self) -> npt.NDArray[np.uint8]:
@@ -81,33 +202,28 @@ class SegmentMapping(MappedFile):
         crash this process nor touch anything real. Live views read zeros. Memory that a device
         pinned goes when it is deregistered.
         """
-        pages = self._mapped()
+        self._check_open()
         if not self.discarded:
-            pages.discard()
-            self.discarded, self._tensor = True, None
-            self._forget(pages)
+            self._put_zeros()
+            self.discarded = True
+            self._forget()
 
     def close(self) -> None:
-        """As every mapping."""
-        pages = self._pages
-        super().close()
-        if pages is not None:
-            self._forget(pages)
+        """As every mapping; no transfer may be in flight: `discard` is for that."""
+        if not self.closed:
+            super().close()
+            self._forget()
 
-    def unmap(self) -> None:
-        """`close`, which no transfer may be in flight for: `discard` is for that."""
-        self.close()
-
-    def _forget(self, pages: Pages) -> None:
+    def _forget(self) -> None:
         """The file's bytes are not here any more: nobody cuts them, and they are lent no longer."""
         if self._watcher is not None:
-            self._watcher.unwatch(pages.address)
+            self._watcher.unwatch(self._address)
         fd, self.lent_fd = self.lent_fd, None
         if fd is not None:
             os.close(fd)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _taken_over(fd: int, size_bytes: int, *, borrowed: bool) -> Iterator[None]:
     """Close the descriptor of what is mapped; an ``OSError`` is a `SegmentError`."""
     whose = "the other agent's" if borrowed else "the engine's"

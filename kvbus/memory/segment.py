@@ -14,7 +14,7 @@ from typing import Literal
 
 from kvbus.errors import SegmentError
 from kvbus.memory import libc
-from kvbus.memory.pages import MappedFile, Pages
+from kvbus.memory.mapping import MappedFile
 from kvbus.memory.room import check_memory
 
 HugePages = bool | Literal["advise"]
@@ -24,7 +24,6 @@ SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 GIVING_WORDS = ("always", "within_size", "advise", "force")
 """What ``SHMEM_ENABLED`` says where memory that is advised gets huge pages."""
 
-_POPULATE_WITHIN_S = 2.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ADVICE = {
     errno.ENOMEM: "make it smaller, or free memory",
@@ -51,12 +50,11 @@ class SharedSegment(MappedFile):
         self._fd = _create_file(name, size_bytes, huge_pages=huge_pages)
         try:
             status = os.fstat(self._fd)
-            self.size_bytes = status.st_size
+            super().__init__(self._fd, status.st_size)
             self.uses_huge_pages = status.st_blksize > os.sysconf("SC_PAGESIZE")
-            self._pages = Pages(self._fd, self.size_bytes)
             if huge_pages == "advise":
-                self._pages.populate(_POPULATE_WITHIN_S)  # what is mapped huge is seen then
-                self.uses_huge_pages = huge_bytes(self._pages.address) > 0
+                self.populate()  # what is mapped huge is seen then
+                self.uses_huge_pages = huge_bytes(self.address) > 0
         except OSError as error:
             os.close(self._fd)
             raise _refusal(error, size_bytes) from error
@@ -64,7 +62,7 @@ class SharedSegment(MappedFile):
     @property
     def fd(self) -> int:
         """The descriptor to pass to the agent; borrowed, it is closed by ``close``."""
-        self._mapped()
+        self._check_open()
         return self._fd
 
     def close(self) -> None:

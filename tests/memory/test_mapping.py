@@ -55,12 +55,6 @@ def mapped(segment: SharedSegment, *, lend: bool = False) -> SegmentMapping:
     return SegmentMapping(os.dup(segment.fd), size_bytes=segment.size_bytes, lend=lend)
 
 
-@pytest.fixture
-def mapping(segment: SharedSegment) -> Iterator[SegmentMapping]:
-    with mapped(segment) as mapping:
-        yield mapping
-
-
 def for_reading(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
 
@@ -180,21 +174,23 @@ def test_discard_leaves_zeros_under_a_live_view_and_touches_nothing_real(size_by
 
 
 def test_unmapping_waits_for_a_live_view_and_use_after_it_is_refused(
-    segment: SharedSegment, mapping: SegmentMapping
+    segment: SharedSegment,
 ) -> None:
+    mapping = mapped(segment)
     segment.view()[:] = 1
     part, address = mapping.view()[10:20].reshape(2, 5), mapping.address
-    mapping.unmap()
-    mapping.unmap()
+    mapping.close()
+    mapping.close()
+    for use in (mapping.view, mapping.discard, lambda: mapping.address):
+        with pytest.raises(ClosedError):
+            use()
+    del mapping, use
     read_after, while_viewed = int(part.sum()), map_of(address)
     del part
 
     assert read_after == 0
     assert while_viewed
     assert not map_of(address)
-    for use in (mapping.view, mapping.discard, lambda: mapping.address):
-        with pytest.raises(ClosedError):
-            use()
 
 
 def test_the_garbage_collector_never_unmaps_by_itself(segment: SharedSegment) -> None:

@@ -13,7 +13,6 @@ from kvbus.agent.engine import EngineProcess, LocalEngine
 from kvbus.agent.runtime import Runtime
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.engine import PrefillSession
-from kvbus.errors import ClosedError
 from kvbus.geometry import EngineSpec
 from kvbus.protocol import AgentRole, R, Request
 from kvbus_prefill.agent import PrefillService
@@ -34,14 +33,7 @@ SETTINGS: dict[str, Any] = {
 
 def given_back(process: EngineProcess) -> bool:
     """Whether nothing of the process's memory is mapped here any more."""
-    return not any(map(is_mapped, process.segments.mappings.values()))
-
-
-def is_mapped(mapping: Any) -> bool:
-    try:
-        return mapping.pages is not None
-    except ClosedError:
-        return False
+    return all(mapping.closed for mapping in process.segments.mappings.values())
 
 
 @dataclass

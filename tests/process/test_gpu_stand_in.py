@@ -11,7 +11,7 @@ from tests.agents import until
 from tests.decode.neighbours import Neighbours, decode_agent
 from tests.engines import engine, hand_over
 from tests.gpu_stand_in import OpenedHandle, StandIn, engine_on, gpu
-from tests.prefill.inside import is_mapped, prefill_agent
+from tests.prefill.inside import prefill_agent
 from tests.process.conftest import SLOTS
 
 pytestmark = pytest.mark.anyio
@@ -48,4 +48,4 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(
                 for mapping in process.segments.mappings.values()
                 if not isinstance(mapping, OpenedHandle)
             ]
-        await until(lambda: not gpu.num_open and not any(map(is_mapped, of_hosts)))
+        await until(lambda: not gpu.num_open and all(one.closed for one in of_hosts))

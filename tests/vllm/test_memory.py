@@ -113,7 +113,7 @@ def read(
     size = engine.group(region.group).block_size
     rows = tensor[slots // size, 0, 0, slots % size].clone()
     del tensor
-    mapping.unmap()
+    mapping.close()
     return rows
 
 

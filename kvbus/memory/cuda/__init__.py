@@ -8,7 +8,13 @@ survey   what torch can do with the GPUs of this machine
 
 from kvbus.memory.cuda.driver import check_cuda, gpu_of, gpu_ordinal, on_gpu
 from kvbus.memory.cuda.open import CopyStream, CudaMapping, GpuMover, GpuSlots, wait_for
-from kvbus.memory.cuda.share import CudaEvent, CudaStorage, allocate_cuda, share_cuda_tensor
+from kvbus.memory.cuda.share import (
+    CudaEvent,
+    CudaStorage,
+    TorchStorage,
+    allocate_cuda,
+    share_cuda_tensor,
+)
 
 __all__ = [
     "CopyStream",
@@ -17,6 +23,7 @@ __all__ = [
     "CudaStorage",
     "GpuMover",
     "GpuSlots",
+    "TorchStorage",
     "allocate_cuda",
     "check_cuda",
     "gpu_of",

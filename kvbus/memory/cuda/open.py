@@ -1,7 +1,7 @@
 """The agent's side of an engine's CUDA memory: opened, copied from and to, closed again.
 
 The engine is not trusted: the handle must open, and what is claimed must lie in the allocation.
-Unlike host memory it cannot be replaced by zeros: who copies has to have ended before `unmap`.
+Unlike host memory it cannot be replaced by zeros: who copies has to have ended before `close`.
 """
 
 import time
@@ -16,7 +16,7 @@ import torch
 from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
 from kvbus.memory.cuda import driver
 from kvbus.memory.cuda.driver import check_cuda, gpu_ordinal
-from kvbus.memory.pages import OwnedMemory
+from kvbus.memory.mapping import OwnedMemory
 from kvbus.planning import Runs
 
 Offsets = npt.NDArray[np.int64]
@@ -42,7 +42,6 @@ class CudaMapping(OwnedMemory):
     """
 
     def __init__(self, device: str, handle: bytes, *, offset_bytes: int, size_bytes: int) -> None:
-        self._base: int | None = None
         self._tensor: torch.Tensor | None = None
         self.device, self.size_bytes = device, size_bytes
         self.ordinal = gpu_ordinal(device)
@@ -52,45 +51,39 @@ class CudaMapping(OwnedMemory):
             )
         _make_context(self.ordinal)
         with driver.on_gpu(self.ordinal):
-            self._base = base = driver.open_memory(handle)
+            self._base = driver.open_memory(handle)
+        self.closed = False
         try:
-            self._check_extent(base, offset_bytes)
-            self._tensor = _bytes_at(base + offset_bytes, size_bytes, self.ordinal)
+            self._check_extent(self._base, offset_bytes)
+            self._tensor = _bytes_at(self._base + offset_bytes, size_bytes, self.ordinal)
         except RuntimeError as error:
-            self.unmap()
+            self.close()
             raise SegmentError(
                 f"{size_bytes} bytes from byte {offset_bytes} on were claimed of a CUDA "
                 f"allocation, and torch cannot use them: {error}"
             ) from error
         except BaseException:
-            self.unmap()
+            self.close()
             raise
 
-    @property
-    def closed(self) -> bool:
-        return self._base is None
-
     def view(self) -> torch.Tensor:
-        """All bytes as one uint8 tensor on the GPU; of no use after `unmap`."""
+        """All bytes as one uint8 tensor on the GPU; of no use after `close`."""
         if self._tensor is None:
             raise ClosedError("the CUDA memory was closed: its engine is gone")
         return self._tensor
 
     def discard(self) -> None:
-        """Nothing can be given back yet: `unmap` follows once no copy runs."""
+        """Nothing can be given back yet: `close` follows once no copy runs."""
 
-    def unmap(self) -> None:
+    def close(self) -> None:
         """Close the memory, so that a dead engine's is free; idempotent.
 
         No copy may run. Call it in a thread: the driver may wait for the GPU.
         """
-        base, self._base = self._base, None
-        self._tensor = None
-        if base is not None:
+        was_closed, self.closed, self._tensor = self.closed, True, None
+        if not was_closed:
             with driver.on_gpu(self.ordinal):
-                driver.close_memory(base)
-
-    close = unmap
+                driver.close_memory(self._base)
 
     def _check_extent(self, base: int, offset_bytes: int) -> None:
         with driver.on_gpu(self.ordinal):

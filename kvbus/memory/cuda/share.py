@@ -1,17 +1,42 @@
-"""Owns what an engine passes of its CUDA memory: a handle of the allocation, and of one event.
+"""The engine's side: torch storages to be passed, and a handle of each on a GPU, and of an event.
 
 Nothing is moved: the agent copies between this memory and slots of its own on the same GPU.
 """
 
 import torch
 
-from kvbus.errors import SegmentError
+from kvbus.errors import ClosedError, GeometryError, SegmentError
 from kvbus.memory.cuda import driver
 from kvbus.memory.cuda.driver import gpu_of, gpu_uuid
-from kvbus.memory.pages import OwnedStorage
+from kvbus.memory.mapping import OwnedMemory
 
 
-class CudaStorage(OwnedStorage):
+class TorchStorage(OwnedMemory):
+    """A torch storage that an engine passes to its agent; alive until it is closed."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage: torch.UntypedStorage | None = storage
+        self.address, self.size_bytes = storage.data_ptr(), storage.nbytes()
+        self.closed = False
+
+    def offset_bytes_of(self, tensor: torch.Tensor) -> int:
+        """Return where the tensor's first element is; ``GeometryError`` if it lies elsewhere."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != self.address or storage.nbytes() != self.size_bytes:
+            raise GeometryError("the tensor does not lie in this shared storage")
+        return tensor.data_ptr() - self.address
+
+    def close(self) -> None:
+        """Let the storage go; idempotent."""
+        self._storage, self.closed = None, True
+
+    def _check_open(self) -> torch.UntypedStorage:
+        if self._storage is None:
+            raise ClosedError("the shared storage was closed")
+        return self._storage
+
+
+class CudaStorage(TorchStorage):
     """A torch storage on a GPU, as its agent can open it; made by `share_tensor`.
 
     It keeps the storage alive, so that torch does not free memory that the agent has open: close it
@@ -28,7 +53,7 @@ class CudaStorage(OwnedStorage):
     @property
     def tensor(self) -> torch.Tensor:
         """All bytes as one uint8 tensor on the GPU."""
-        storage = self._open()
+        storage = self._check_open()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return whole.set_(storage, 0, (self.size_bytes,), (1,))
 

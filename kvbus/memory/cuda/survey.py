@@ -41,8 +41,5 @@ def lent_memory() -> CudaStorage:
 
 def is_lent(device: str, handle: bytes, *, offset_bytes: int, size_bytes: int) -> bool:
     """Whether it is what another process lends, opened as an agent does; raises `SegmentError`."""
-    mapping = CudaMapping(device, handle, offset_bytes=offset_bytes, size_bytes=size_bytes)
-    try:
+    with CudaMapping(device, handle, offset_bytes=offset_bytes, size_bytes=size_bytes) as mapping:
         return bool((mapping.view()[:_NUM_ELEMENTS] == _MARK).all().item())
-    finally:
-        mapping.unmap()

@@ -75,7 +75,7 @@ class MappedMemory:
         )
         self.closed = ""
         """Why not every byte there is the engine's own any more; empty while all are."""
-        self._pages = tuple(one.pages for one in lent.values())
+        self._mappings = tuple(lent.values())
         self.hang_up = weakref.finalize(self, channel.hang_up)
         """Have it unmapped, once it is closed; so it is when nothing holds it any more."""
         self.hang_up.atexit = False
@@ -96,10 +96,10 @@ class MappedMemory:
     def populate(self) -> None:
         """Enter pages into the page table, so that no copy has to: in a thread, for two seconds."""
         deadline = time.monotonic() + POPULATE_WITHIN_S
-        for pages in self._pages:
+        for mapping in self._mappings:
             if self.closed:
                 return
-            pages.populate(deadline - time.monotonic())
+            mapping.populate(deadline - time.monotonic())
 
 
 MemoryRef = weakref.ReferenceType[MappedMemory]
