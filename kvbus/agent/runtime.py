@@ -376,14 +376,13 @@ class Runtime:
     def _bus_readings(self, attach: AttachServer) -> dict[str, float]:
         """The readings named in `BUS_READINGS`, for both request sockets together."""
         servers = (self.engine_socket.counters, self.peer_socket.counters)
-        refused = attach.counts.num_refused_users + attach.counts.num_refused_busy
         return {
-            "malformed_messages": sum(c.malformed for c in servers) + attach.counts.num_malformed,
+            "malformed_messages": sum(c.malformed for c in servers) + attach.num_malformed,
             "bus_busy": sum(c.busy for c in servers),
             "bus_repeats": sum(c.repeats_absorbed for c in servers),
             "peer_pings": self.peer_socket.counters.pings,
             "replies_dropped": sum(c.dropped for c in servers),
-            "attach_refused": refused,
+            "attach_refused": attach.num_refused,
         }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvbus.errors import ConfigError
-from kvbus.memory.attach import ENGINE_SOCKET, AttachPlace, check_folder, prepare_folder
+from kvbus.memory.attach import ENGINE_SOCKET, check_folder, listening_at, prepare_folder
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
@@ -100,7 +100,7 @@ def test_the_socket_is_made_for_us_alone_also_where_a_dead_agents_is_and_goes_ag
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
         dead.listen()
-    with AttachPlace.take(path), socket.socket(socket.AF_UNIX) as client:
+    with listening_at(path), socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
         (folder / ENGINE_SOCKET).touch()  # ZeroMQ's
 
@@ -111,7 +111,7 @@ def test_the_socket_is_made_for_us_alone_also_where_a_dead_agents_is_and_goes_ag
 @contextmanager
 def starting_agent(path: Path) -> Iterator[None]:
     """One whose socket is not there yet."""
-    with AttachPlace.take(path):
+    with listening_at(path):
         path.unlink()
         yield
         path.touch()
@@ -139,7 +139,7 @@ def file(path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        (AttachPlace.take, r"alive at .*attach\.sock"),
+        (listening_at, r"alive at .*attach\.sock"),
         (starting_agent, "alive"),
         (listener, "alive"),
         (partial(listener, is_full=True), "alive"),
@@ -152,7 +152,7 @@ def test_what_is_in_the_way_is_refused_by_name_and_stays(
     path = folder / "attach.sock"
     with what(path):
         is_there = path.exists()
-        with pytest.raises(ConfigError, match=why), AttachPlace.take(path):
+        with pytest.raises(ConfigError, match=why), listening_at(path):
             pass
 
         assert path.exists() == is_there
@@ -164,8 +164,8 @@ def test_a_path_longer_than_linux_allows_is_refused_with_its_length(
 ) -> None:
     path = folder / ("x" * (num_bytes - len(os.fsencode(folder)) - 1))
     if fits:
-        with AttachPlace.take(path):
+        with listening_at(path):
             assert path.is_socket()
     else:
         with pytest.raises(ConfigError, match="108 bytes; Linux allows 107"):
-            AttachPlace.take(path).__enter__()
+            listening_at(path).__enter__()

@@ -74,7 +74,7 @@ async def test_one_connection_too_many_is_told_that_the_agent_is_busy(serving: S
             assert await third.call({}) == {"seen": 0}
 
     assert caught.value.code == ErrorCode.BUSY
-    assert served.server.counts.num_refused_busy == 3
+    assert served.server.num_refused == 3
     assert len(served.closed) == 2
 
 
@@ -90,7 +90,7 @@ async def test_another_user_is_refused_although_the_file_modes_would_let_it_in(
 
     words = msgpack.unpackb(result.stdout[4:])
     assert words["error"]["detail"] == {"uid": 65534}
-    assert served.server.counts.num_refused_users == 1
+    assert served.server.num_refused == 1
     assert (served.messages, served.closed) == ([], [])
 
 
@@ -128,7 +128,7 @@ async def test_a_broken_frame_is_refused_and_its_connection_closed_and_no_descri
     assert reply["error"]["code"] == code
     assert why in reply["error"]["message"]
     assert len(served.closed) == 2
-    assert served.server.counts.num_malformed == 1
+    assert served.server.num_malformed == 1
 
 
 @pytest.mark.anyio

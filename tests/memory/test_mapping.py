@@ -181,10 +181,10 @@ def test_unmapping_waits_for_a_live_view_and_use_after_it_is_refused(
     part, address = mapping.view()[10:20].reshape(2, 5), mapping.address
     mapping.close()
     mapping.close()
-    for use in (mapping.view, mapping.discard, lambda: mapping.address):
+    for use in (SegmentMapping.view, SegmentMapping.discard, SegmentMapping.address.__get__):
         with pytest.raises(ClosedError):
-            use()
-    del mapping, use
+            use(mapping)
+    del mapping
     read_after, while_viewed = int(part.sum()), map_of(address)
     del part
 

@@ -19,9 +19,7 @@ from kvbus.memory.attach import (
     FrameChannel,
     close_fds,
     connect_to_agent,
-    decode_body,
     encode_frame,
-    open_reply,
 )
 from kvbus.protocol import LendMemory, MemoryLent, from_body, to_body
 from tests.agents import until
@@ -63,9 +61,8 @@ def question(agent: PrefillAgent, source: Engine, **changes: Any) -> dict[str, A
 
 async def ask(channel: FrameChannel, message: dict[str, Any]) -> tuple[MemoryLent, list[int]]:
     """The answer, and the descriptors that came with it; raises `RequestRefused`."""
-    await channel.send(encode_frame(message))
-    body, fds = await channel.receive()
-    return from_body(MemoryLent, open_reply(decode_body(body))), fds
+    answer, fds = await channel.ask(message)
+    return from_body(MemoryLent, answer), fds
 
 
 async def borrow(channel: FrameChannel, agent: PrefillAgent, source: Engine) -> None:

@@ -26,25 +26,27 @@ The memory socket of a prefill agent, at which other agents get its engines' mem
 format; there the agent's answers carry the descriptors.
 """
 
-from kvbus.memory.attach.channel import FrameChannel, close_fds
-from kvbus.memory.attach.client import AttachClient
-from kvbus.memory.attach.place import (
-    ENGINE_SOCKET,
-    AttachPlace,
-    check_folder,
-    connect_to_agent,
-    prepare_folder,
-)
-from kvbus.memory.attach.server import AttachConnection, AttachServer, PassingAnswer
-from kvbus.memory.attach.wire import (
+from kvbus.memory.attach.channel import (
     LENGTH_BYTES,
     MAX_BODY_BYTES,
+    FrameChannel,
+    close_fds,
     decode_body,
     decode_length,
     encode_error,
     encode_frame,
     open_reply,
 )
+from kvbus.memory.attach.client import AttachClient
+from kvbus.memory.attach.place import (
+    ENGINE_SOCKET,
+    check_folder,
+    check_path_length,
+    connect_to_agent,
+    listening_at,
+    prepare_folder,
+)
+from kvbus.memory.attach.server import AttachConnection, AttachServer, PassingAnswer
 
 __all__ = [
     "ENGINE_SOCKET",
@@ -52,17 +54,18 @@ __all__ = [
     "MAX_BODY_BYTES",
     "AttachClient",
     "AttachConnection",
-    "AttachPlace",
     "AttachServer",
     "FrameChannel",
     "PassingAnswer",
     "check_folder",
+    "check_path_length",
     "close_fds",
     "connect_to_agent",
     "decode_body",
     "decode_length",
     "encode_error",
     "encode_frame",
+    "listening_at",
     "open_reply",
     "prepare_folder",
 ]

@@ -1,28 +1,87 @@
-"""Owns one connected attach socket: whole frames in and out, with the descriptors they carry.
+"""Attach messages and a connected socket for them: whole frames, with the descriptors they carry.
 
-Refuses descriptors that are not on a frame's first bytes, or too many of them; closes every
-descriptor that it does not hand out. It never reads beyond the frame it is in: Linux then keeps
-descriptors and the frame that they were sent with together.
+Refuses what is too large or no map with string keys, and descriptors that are not on a frame's
+first bytes, or too many of them.
 """
 
 import array
 import os
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
+import msgpack
 
-from kvbus.errors import ErrorCode, ProtocolError
-from kvbus.memory.attach import wire
+from kvbus.errors import ErrorCode, KVBusError, ProtocolError
+from kvbus.protocol.envelope import unpack_map
+from kvbus.protocol.message import error_body, refusal
 
+LENGTH_BYTES = 4
+MAX_BODY_BYTES = 65_536
+MAX_FDS = 64
+FRAME_TIMEOUT_S = 10.0
 _FD_BYTES = array.array("i").itemsize
-_CONTROL_BYTES = socket.CMSG_SPACE(wire.MAX_FDS * _FD_BYTES)
+_CONTROL_BYTES = socket.CMSG_SPACE(MAX_FDS * _FD_BYTES)
+
+
+def encode_frame(message: dict[str, Any]) -> bytes:
+    """Return length and body; ``ProtocolError`` when it is too large or no msgpack."""
+    try:
+        body: bytes = msgpack.packb(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"an attach message cannot be encoded: {error}") from error
+    return _checked(len(body)).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def encode_error(error: KVBusError) -> bytes:
+    """Return the frame of an error reply; detail that does not fit is left out."""
+    body = error_body(error)
+    try:
+        return encode_frame({"error": body})
+    except ProtocolError:
+        return encode_frame({"error": {**body, "detail": {}}})
+
+
+def decode_length(header: bytes) -> int:
+    """Return how long the body is; ``ProtocolError`` when nobody would read that much."""
+    return _checked(int.from_bytes(header, "little"))
+
+
+def decode_body(body: bytes) -> dict[str, Any]:
+    """Return the map; ``ProtocolError`` for anything else."""
+    message = unpack_map(body)
+    if not all(isinstance(key, str) for key in message):  # bin is a key to msgpack as well
+        raise ProtocolError("an attach message must be a map with string keys")
+    return message
+
+
+def open_reply(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``ok`` holds, or raise ``RequestRefused``; ``ProtocolError`` if it is neither."""
+    match reply:
+        case {"ok": dict(answer)}:
+            return answer
+        case {"error": dict(body)}:
+            raise refusal(body)
+    raise ProtocolError("an attach reply holds neither 'ok' nor 'error'")
+
+
+def _checked(num_bytes: int) -> int:
+    if num_bytes > MAX_BODY_BYTES:
+        raise ProtocolError(
+            f"an attach message of {num_bytes} bytes exceeds {MAX_BODY_BYTES}",
+            code=ErrorCode.TOO_LARGE,
+            length_bytes=num_bytes,
+        )
+    return num_bytes
 
 
 class FrameChannel:
     """Frames over a connected Unix stream socket. One task receives, one at a time sends."""
 
-    def __init__(self, connected: socket.socket, *, frame_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, connected: socket.socket, *, frame_timeout_s: float = FRAME_TIMEOUT_S
+    ) -> None:
         connected.setblocking(False)
         self._socket = connected
         self._frame_timeout_s = frame_timeout_s
@@ -68,6 +127,19 @@ class FrameChannel:
                 self.hang_up()
             raise
 
+    async def ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        """Send a message where no other waits for its reply; what ``ok`` holds, and descriptors.
+
+        Those are the caller's to close. Raises as `send` and `receive`, and ``RequestRefused``.
+        """
+        await self.send(encode_frame(message))
+        body, fds = await self.receive()
+        try:
+            return open_reply(decode_body(body)), fds
+        except KVBusError:
+            close_fds(fds)
+            raise
+
     def hang_up(self) -> None:
         """Make both sides see end-of-file; idempotent."""
         try:
@@ -87,9 +159,9 @@ class FrameChannel:
     #     [len 4][body ........][len 4][body ...
     #      ^fds of this message  ^fds of the next
     async def _receive_body(self, fds: list[int]) -> bytes:
-        header = await self._read(wire.LENGTH_BYTES, fds)
+        header = await self._read(LENGTH_BYTES, fds)
         num_fds = len(fds)
-        body = await self._read(wire.decode_length(header), fds)
+        body = await self._read(decode_length(header), fds)
         if len(fds) != num_fds:
             raise ProtocolError("file descriptors must be on the first byte of their message")
         return body
@@ -98,29 +170,24 @@ class FrameChannel:
         read = bytearray()
         while len(read) < num_bytes:
             await anyio.wait_readable(self._socket)  # also lets other connections have their turn
-            chunk = self._read_some(num_bytes - len(read), fds)
-            if chunk is not None:
-                read += chunk
+            try:
+                chunk, ancillary, flags, _ = self._socket.recvmsg(
+                    num_bytes - len(read), _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise anyio.EndOfStream from error
+            fds.extend(_passed_fds(ancillary))
+            if flags & socket.MSG_CTRUNC or len(fds) > MAX_FDS:
+                raise ProtocolError(
+                    f"more than {MAX_FDS} file descriptors came with an attach message, or more "
+                    "than this process may open"
+                )
+            if not chunk:
+                raise anyio.EndOfStream
+            read += chunk
         return bytes(read)
-
-    def _read_some(self, num_bytes: int, fds: list[int]) -> bytes | None:
-        try:
-            chunk, ancillary, flags, _ = self._socket.recvmsg(
-                num_bytes, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise anyio.EndOfStream from error
-        fds.extend(_passed_fds(ancillary))
-        if flags & socket.MSG_CTRUNC or len(fds) > wire.MAX_FDS:
-            raise ProtocolError(
-                f"more than {wire.MAX_FDS} file descriptors came with an attach message, or more "
-                "than this process may open"
-            )
-        if not chunk:
-            raise anyio.EndOfStream
-        return chunk
 
 
 def close_fds(fds: list[int]) -> None:

@@ -1,34 +1,29 @@
-"""Owns the engine's side of the attach socket: requests, their replies in order, the agent's end.
-
-Refuses an agent of another user, and to guess after a broken exchange: a call whose sending is
-cancelled ends the connection.
-"""
+"""The engine's side of the attach socket: requests, their replies in order, the agent's end."""
 
 import asyncio
 import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import anyio
-from anyio.abc import TaskGroup
 
-from kvbus.errors import (
-    ClosedError,
-    PeerLost,
-    ProtocolError,
-    SegmentError,
+from kvbus.errors import ClosedError, PeerLost, ProtocolError, SegmentError
+from kvbus.memory.attach.channel import (
+    MAX_FDS,
+    FrameChannel,
+    close_fds,
+    decode_body,
+    encode_frame,
+    open_reply,
 )
-from kvbus.memory.attach import wire
-from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.place import PeerIdentity, connect_to_agent
 
 _SO_PEERPIDFD = 77
 """Of Linux 6.5: it names processes of other namespaces, too."""
-
 
 PendingReply = asyncio.Future[dict[str, Any] | None]
 """Of one message, None when the agent is gone; stays in line when its caller gives up."""
@@ -45,8 +40,8 @@ class AttachClient:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.closed = anyio.Event()
+        self._stack = AsyncExitStack()
         self._channel: FrameChannel | None = None
-        self._tasks: TaskGroup | None = None  # made in the event loop, which may not run yet
         self._sending = anyio.Lock()
         self._pending: deque[PendingReply] = deque()
         self._unasked_reply: dict[str, Any] | None = None
@@ -54,26 +49,19 @@ class AttachClient:
 
     async def __aenter__(self) -> Self:
         connected = connect_to_agent(self.path)
-        self._pidfd = _pidfd(connected)
         self._channel = channel = FrameChannel(connected)
-        self._tasks = await anyio.create_task_group().__aenter__()
-        self._tasks.start_soon(self._receive_replies, channel)
+        self._stack.callback(channel.close)
+        if (pidfd := _pidfd(connected)) is not None:
+            self._pidfd = pidfd
+            self._stack.callback(os.close, pidfd)
+        tasks = await self._stack.enter_async_context(anyio.create_task_group())
+        self._stack.callback(tasks.cancel_scope.cancel)
+        tasks.start_soon(self._receive_replies, channel)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks, self._tasks = self._tasks, None
-        try:
-            if tasks is not None:
-                tasks.cancel_scope.cancel()
-                # told of no exception, it does not wrap the caller's into an ExceptionGroup
-                await tasks.__aexit__(None, None, None)
-        finally:
-            channel, self._channel = self._channel, None
-            if channel is not None:
-                channel.close()
-            pidfd, self._pidfd = self._pidfd, None
-            if pidfd is not None:
-                os.close(pidfd)
+        self._channel = self._pidfd = None
+        await self._stack.aclose()  # told of no exception, its tasks do not wrap the caller's
 
     async def process_ended(self, within_s: float) -> bool:
         """Whether the agent's process, and not only its connection, is gone within that time.
@@ -92,16 +80,17 @@ class AttachClient:
 
         Raises ``RequestRefused``, ``PeerLost``, ``ClosedError``, ``ProtocolError`` for a message
         that cannot be sent and ``SegmentError`` for a descriptor that cannot. A call that is
-        cancelled while it waits for the reply is still done.
+        cancelled while it waits for the reply is still done; one that is cancelled while it is
+        sent ends the connection.
         """
-        if len(fds) > wire.MAX_FDS:
-            raise ProtocolError(f"a message carries at most {wire.MAX_FDS} descriptors")
-        frame = wire.encode_frame(message)
+        if len(fds) > MAX_FDS:
+            raise ProtocolError(f"a message carries at most {MAX_FDS} descriptors")
+        frame = encode_frame(message)
         async with self._sending:
             pending = await self._send(frame, fds)
         if (reply := await pending) is None:
             raise PeerLost(f"the agent at {self.path} is gone")
-        return wire.open_reply(reply)
+        return open_reply(reply)
 
     async def _send(self, frame: bytes, fds: Sequence[int]) -> PendingReply:
         if self._channel is None:
@@ -125,7 +114,7 @@ class AttachClient:
             while True:
                 body, fds = await channel.receive()
                 close_fds(fds)
-                self._accept_reply(wire.decode_body(body))
+                self._accept_reply(decode_body(body))
         except (anyio.EndOfStream, ProtocolError):  # a broken format is as good as gone
             channel.hang_up()
         finally:

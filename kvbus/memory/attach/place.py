@@ -10,11 +10,11 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 from kvbus.errors import ConfigError, ErrorCode, PeerLost, RequestRefused
 
@@ -27,41 +27,22 @@ _MOST_LINKS = 40  # as Linux
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-class AttachPlace:
-    """A socket that listens at a path, and the lock beside it; given back at the end of ``with``.
+@contextmanager
+def listening_at(path: Path) -> Iterator[socket.socket]:
+    """A socket that listens at the path with mode 0600, in a directory made with 0700.
 
-    The agent's other socket in that folder is its own as well, by the same lock.
+    A lock file beside it, which the kernel unlocks when its owners are dead, tells a dead agent's
+    socket file, which is replaced, from a living one's. The agent's other socket in that folder is
+    its own as well, by the same lock. Both files are removed at the end. Raises ``ConfigError``.
     """
-
-    def __init__(self, path: Path, listener: socket.socket, lock: IO[bytes]) -> None:
-        self.path, self.listener, self._lock = path, listener, lock
-
-    @classmethod
-    def take(cls, path: Path) -> Self:
-        """Listen at the path with mode 0600, in a directory made with 0700.
-
-        A lock file beside it, which the kernel unlocks when its owners are dead, tells a dead
-        agent's socket file, which is replaced, from a living one's. Raises ``ConfigError``.
-        """
-        check_path_length(path)
-        prepare_folder(path.parent)
-        lock = _lock_file(path.with_name(path.name + ".lock"))
-        if lock is None:
-            raise _in_use(path)
+    check_path_length(path)
+    prepare_folder(path.parent)
+    with _locked(path.with_name(path.name + ".lock"), path), _bound(path) as listener:
         try:
-            return cls(path, _bind(path), lock)
-        except BaseException:
-            lock.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Listen no more, and remove the files; ZeroMQ leaves its own behind."""
-        with self._lock, self.listener:
-            self.path.unlink(missing_ok=True)
-            self.path.with_name(ENGINE_SOCKET).unlink(missing_ok=True)
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+            path.with_name(ENGINE_SOCKET).unlink(missing_ok=True)  # which ZeroMQ leaves behind
 
 
 def check_path_length(path: Path) -> None:
@@ -74,24 +55,24 @@ def check_path_length(path: Path) -> None:
         )
 
 
-def _lock_file(path: Path) -> IO[bytes] | None:
-    """The file at the path, made and locked until it is closed; None when another has the lock.
+def _locked(lock: Path, path: Path) -> IO[bytes]:
+    """The file ``lock``, made, and locked until it is closed.
 
     It stays when it is closed: removing it would race with who takes it next.
     """
     try:
-        opened = path.open("ab")
+        opened = lock.open("ab")
     except OSError as error:
-        raise ConfigError(f"cannot make the lock file {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot make the lock file {lock}: {error.strerror}") from error
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         opened.close()
-        return None
+        raise _in_use(path) from None
     return opened
 
 
-def _bind(path: Path) -> socket.socket:
+def _bound(path: Path) -> socket.socket:
     _remove_stale_file(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

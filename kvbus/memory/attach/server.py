@@ -1,4 +1,4 @@
-"""Owns an agent's side of a Unix socket: who may connect, one task a connection, the replies.
+"""An agent's side of a Unix socket: who may connect, one task a connection, the replies.
 
 Refuses other users and more connections than the bound, with an error reply each. What a message
 means is the handler's.
@@ -6,9 +6,8 @@ means is the handler's.
 
 import os
 import socket
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,22 +16,19 @@ import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
-from kvbus.memory.attach import wire
-from kvbus.memory.attach.channel import FrameChannel, close_fds
-from kvbus.memory.attach.place import AttachPlace, PeerIdentity
+from kvbus.memory.attach.channel import (
+    FRAME_TIMEOUT_S,
+    FrameChannel,
+    close_fds,
+    decode_body,
+    encode_error,
+    encode_frame,
+)
+from kvbus.memory.attach.place import PeerIdentity, listening_at
 
 _ACCEPT_PAUSE_S = 0.1
 
 log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class AttachCounts:
-    """What happened at the door since the start."""
-
-    num_refused_users: int = 0
-    num_refused_busy: int = 0
-    num_malformed: int = 0
 
 
 class AttachConnection(FrameChannel):
@@ -79,16 +75,15 @@ class AttachServer:
         on_closed: Callable[[AttachConnection], object],
         *,
         on_refusal: OnRefusal = lambda *_: None,
-        allowed_uids: Collection[int] | None = None,
         max_connections: int = 64,
         max_process_connections: int = 48,
-        frame_timeout_s: float = 10.0,
+        frame_timeout_s: float = FRAME_TIMEOUT_S,
     ) -> None:
         self.path = Path(path)
-        self.counts = AttachCounts()
+        self.num_refused = self.num_malformed = 0
+        """Connections that were turned away, and messages that broke the format."""
         self._on_message = on_message
         self._on_closed, self._on_refusal = on_closed, on_refusal
-        self._allowed_uids = frozenset({os.getuid()} if allowed_uids is None else allowed_uids)
         self._max_connections = max_connections
         self._max_process_connections = max_process_connections
         self._frame_timeout_s = frame_timeout_s
@@ -96,47 +91,42 @@ class AttachServer:
 
     async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; started once clients can connect. Raises ``ConfigError``."""
-        with AttachPlace.take(self.path) as place:
+        with listening_at(self.path) as listener:
             async with anyio.create_task_group() as tasks:
                 task_status.started()
-                await self._accept_all(place.listener, tasks)
+                while True:
+                    await self._accept_one(listener, tasks)
 
-    async def _accept_all(self, listener: socket.socket, tasks: TaskGroup) -> None:
-        while True:
-            await anyio.wait_readable(listener)
-            try:
-                accepted, _ = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                continue
-            except OSError as error:  # out of descriptors or memory: readable at once again
-                log.warning("attach.accept_failed", error=str(error))
-                await anyio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            self._let_in(accepted, tasks)
-
-    def _let_in(self, accepted: socket.socket, tasks: TaskGroup) -> None:
+    async def _accept_one(self, listener: socket.socket, tasks: TaskGroup) -> None:
+        await anyio.wait_readable(listener)
+        try:
+            accepted, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of descriptors or memory: readable at once again
+            log.warning("attach.accept_failed", error=str(error))
+            await anyio.sleep(_ACCEPT_PAUSE_S)
+            return
         connection = AttachConnection(accepted, frame_timeout_s=self._frame_timeout_s)
         if (refusal := self._refusal(connection.peer)) is not None:
+            self.num_refused += 1
             with accepted, suppress(OSError):  # a fresh socket's buffer takes a small frame whole
-                accepted.send(wire.encode_error(refusal))
+                accepted.send(encode_error(refusal))
             return
         self._connections.add(connection)
         tasks.start_soon(self._converse, connection)
 
     def _refusal(self, peer: PeerIdentity) -> KVBusError | None:
-        if peer.uid not in self._allowed_uids:
-            self.counts.num_refused_users += 1
+        if peer.uid != os.getuid():
             log.warning("attach.user_refused", path=str(self.path), uid=peer.uid, pid=peer.pid)
             return LocalError(f"uid {peer.uid} may not attach here", uid=peer.uid)
         if len(self._connections) >= self._max_connections:
-            self.counts.num_refused_busy += 1
             return LocalError(
                 f"all {self._max_connections} attach connections are in use", code=ErrorCode.BUSY
             )
         limit, pid = self._max_process_connections, peer.pid
         # 0 is any process of another container, which the kernel does not name here
         if pid and sum(other.peer.pid == pid for other in self._connections) >= limit:
-            self.counts.num_refused_busy += 1
             return LocalError(
                 f"process {pid} has {limit} attach connections, which is the limit",
                 code=ErrorCode.BUSY,
@@ -171,8 +161,8 @@ class AttachServer:
         try:
             body, fds = await connection.receive()
         except ProtocolError as error:
-            self.counts.num_malformed += 1
-            await connection.send(wire.encode_error(error))
+            self.num_malformed += 1
+            await connection.send(encode_error(error))
             return False
         passed: list[int] = []
         try:
@@ -188,26 +178,26 @@ class AttachServer:
     ) -> bytes:
         """The frame of the answer; the descriptors that go with it are put into ``passed``."""
         try:
-            message = wire.decode_body(body)
+            message = decode_body(body)
         except ProtocolError as error:
-            self.counts.num_malformed += 1
-            return wire.encode_error(error)
+            self.num_malformed += 1
+            return encode_error(error)
         try:
             answer = await self._on_message(connection, message, fds)
         except KVBusError as error:
             self._on_refusal(connection, str(message.get("op")), error)
-            return wire.encode_error(error)
+            return encode_error(error)
         except Exception:  # one bad message fails alone
             return self._internal_error(connection)
         if isinstance(answer, PassingAnswer):
             passed += answer.fds
             answer = answer.ok
         try:
-            return wire.encode_frame({"ok": answer})
+            return encode_frame({"ok": answer})
         except ProtocolError:
             close_fds(passed)
             return self._internal_error(connection)
 
     def _internal_error(self, connection: AttachConnection) -> bytes:
         log.exception("attach.message_failed", pid=connection.peer.pid)
-        return wire.encode_error(KVBusError("the agent failed at this message; see its log"))
+        return encode_error(KVBusError("the agent failed at this message; see its log"))

@@ -19,9 +19,7 @@ from kvbus.agent.loop import in_thread
 from kvbus.agent.service import Agent
 from kvbus.agent.slots import HOST
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, PeerLost, ProtocolError, RemoteError
-from kvbus.memory.attach import wire
-from kvbus.memory.attach.channel import FrameChannel, close_fds
-from kvbus.memory.attach.place import check_folder, connect_to_agent
+from kvbus.memory.attach import FrameChannel, check_folder, close_fds, connect_to_agent
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.room import check_mappings
 from kvbus.protocol.attach import LendMemory, MemoryLent, MemorySocket
@@ -271,10 +269,9 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
             access=done.access,
             first=len(lent),
         )
-        await channel.send(wire.encode_frame({"op": lend.op, "body": to_body(lend)}))
-        body, fds = await channel.receive()
+        answer, fds = await channel.ask({"op": lend.op, "body": to_body(lend)})
         try:
-            reply = from_body(MemoryLent, wire.open_reply(wire.decode_body(body)))
+            reply = from_body(MemoryLent, answer)
             _check(reply, fds, boot, wanted)
             await in_thread(_map_some, reply, fds, lent)
         finally:
