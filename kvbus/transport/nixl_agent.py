@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
@@ -78,16 +78,18 @@ Handle = Any
 """NIXL's transfer handle."""
 
 
+class HandleForgotten(TransferFailed):
+    """NIXL dropped the peer under a live handle: bytes can still land, and nothing will say so."""
+
+
 def load_backend() -> None:
     """Load UCX, without a port: that takes most of the time that a first `NixlAgent` does.
 
     Raises `TransferFailed`.
     """
-    try:
+    with _translated("NIXL lists no backends"):
         agent = _api.nixl_agent("kvbus/load", _api.nixl_agent_config(backends=[]))
         types = agent.get_plugin_mem_types("UCX")
-    except _ERRORS as error:
-        raise TransferFailed(f"NIXL lists no backends: {error}") from error
     if not types:
         raise TransferFailed("NIXL has no backend UCX that can be loaded")
 
@@ -98,27 +100,34 @@ def list_backends() -> tuple[str, dict[str, tuple[str, ...]]]:
     A backend that cannot be loaded has none; one that has some can be loaded, and that is all.
     Found by an agent without any backend. Raises `TransferFailed`.
     """
-    try:
+    with _translated("NIXL lists no backends"):
         agent = _api.nixl_agent("kvbus/backends", _api.nixl_agent_config(backends=[]))
         names = sorted(agent.get_plugin_list())
         types = {name: tuple(agent.get_plugin_mem_types(name)) for name in names}
-    except _ERRORS as error:
-        raise TransferFailed(f"NIXL lists no backends: {error}") from error
     try:
         return version("nixl"), types
     except PackageNotFoundError:
         return "", types
 
 
-class HandleForgotten(TransferFailed):
-    """NIXL dropped the peer under a live handle: bytes can still land, and nothing will say so."""
+@contextlib.contextmanager
+def _translated(
+    what: str, peer: str = "", *, as_error: type[KVBusError] = TransferFailed
+) -> Iterator[None]:
+    """What NIXL raises is one of ours; `PeerLost` when the peer disconnected."""
+    try:
+        yield
+    except _ERRORS as error:
+        raise _ours(error, what, peer, as_error=as_error) from error
 
 
-def _translated(error: Exception, what: str, peer: str = "") -> KVBusError:
+def _ours(
+    error: Exception, what: str, peer: str, *, as_error: type[KVBusError] = TransferFailed
+) -> KVBusError:
     name = type(error).__name__
     if isinstance(error, _bindings.nixlRemoteDisconnectError):
         return PeerLost(f"{what}: the peer disconnected", nixl=name, peer=peer)
-    return TransferFailed(f"{what}: {error}", nixl=name, peer=peer)
+    return as_error(f"{what}: {error}", nixl=name, peer=peer)
 
 
 class NixlAgent:
@@ -129,10 +138,8 @@ class NixlAgent:
             enable_prog_thread=False,
             sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        try:
+        with _translated("no NIXL agent"):
             self._agent = _api.nixl_agent(name, config)
-        except _ERRORS as error:
-            raise TransferFailed(f"no NIXL agent: {error}", nixl=type(error).__name__) from error
         self._descriptors: dict[int, Any] = {}
         self._contacts: dict[str, bytes] = {}
         self._later: dict[str, tuple[bytes, ...]] = {}
@@ -140,36 +147,27 @@ class NixlAgent:
     def register(self, registration: Registration) -> None:
         """Register memory, or raise `SegmentError`."""
         row = (registration.address, registration.size_bytes, registration.device, "")
-        try:
+        with _translated("NIXL cannot register the memory", as_error=SegmentError):
             descriptors = self._agent.register_memory([row], registration.memory)
-        except _ERRORS as error:
-            raise SegmentError(
-                f"NIXL cannot register the memory: {error}", nixl=type(error).__name__
-            ) from error
         self._descriptors[registration.key] = descriptors
 
     def deregister(self, registration: Registration) -> None:
         """Take memory back. No handle may target it any more."""
-        try:
+        with _translated("NIXL cannot deregister the memory", as_error=SegmentError):
             self._agent.deregister_memory(self._descriptors.pop(registration.key))
-        except _ERRORS as error:
-            raise SegmentError(
-                f"NIXL cannot deregister the memory: {error}", nixl=type(error).__name__
-            ) from error
 
-    def metadata(self, registrations: list[Registration] | None) -> bytes:
+    def metadata(self, registrations: Sequence[Registration] | None) -> bytes:
         """Connection info with all registrations, or with the given ones only."""
-        try:
-            if registrations is None:
+        if registrations is None:
+            with _translated("no metadata"):
                 return bytes(self._agent.get_agent_metadata())
-            rows = [(r.address, r.size_bytes, r.device, "") for r in registrations]
-            kind = registrations[0].memory if registrations else "DRAM"
-            if any(r.memory != kind for r in registrations):
-                raise SegmentError("registrations of one blob must be of one memory kind")
+        rows = [(r.address, r.size_bytes, r.device, "") for r in registrations]
+        kind = registrations[0].memory if registrations else "DRAM"
+        if any(r.memory != kind for r in registrations):
+            raise SegmentError("registrations of one blob must be of one memory kind")
+        with _translated("no metadata"):
             descriptors = _bindings.nixlRegDList(self._agent.nixl_mems[kind], rows)
             return bytes(self._agent.get_partial_agent_metadata(descriptors, True, ["UCX"]))
-        except _ERRORS as error:
-            raise _translated(error, "no metadata") from error
 
     def add_peer(self, metadata: bytes) -> str:
         """Add a peer, or what is new about one; its name.
@@ -181,11 +179,9 @@ class NixlAgent:
         self._add_later(peer.name)
         if self._contacts.get(peer.name, peer.contact) != peer.contact:
             raise TransferFailed("another peer has that name", peer=peer.name)
-        try:
+        self._contacts.pop(peer.name, None)  # NIXL forgets it where it refuses this
+        with _translated("the peer's metadata is refused"):
             self._agent.add_remote_agent(metadata)
-        except _ERRORS as error:
-            self._contacts.pop(peer.name, None)  # NIXL has forgotten it as well
-            raise _translated(error, "the peer's metadata is refused") from error
         self._contacts[peer.name] = peer.contact
         return peer.name
 
@@ -199,20 +195,17 @@ class NixlAgent:
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer. No handle to it may be outstanding: NIXL would lose sight of it."""
-        if self._later.pop(name, None) is not None:
-            return
-        try:
-            self._agent.remove_remote_agent(name)
-        except _ERRORS as error:
-            raise _translated(error, "the peer cannot be removed", name) from error
-        self._contacts.pop(name, None)
+        if self._later.pop(name, None) is None:
+            with _translated("the peer cannot be removed", name):
+                self._agent.remove_remote_agent(name)
+            self._contacts.pop(name, None)
 
     def progress(self) -> None:
         """Drive UCX, as initiator and as target; raises `TransferFailed`."""
         try:
             self._agent.get_new_notifs()
         except _ERRORS as error:
-            raise _translated(error, "no progress") from error
+            raise _ours(error, "no progress", "") from error
 
     def destroy(self) -> None:
         """End it, which closes its connections; raises `TransferFailed` when something keeps it.
@@ -240,23 +233,19 @@ class NixlAgent:
             raise PeerLost(f"the connection cannot be made anew: {error}", peer=peer) from error
         if peer not in self._contacts:
             raise PeerLost("NIXL does not know the peer", peer=peer)
-        try:
+        with _translated("the read cannot be prepared", peer):
             return self._agent.initialize_xfer(
                 "READ",
                 self._agent.get_xfer_descs(local, kinds[0]),
                 self._agent.get_xfer_descs(remote, kinds[1]),
                 peer,
             )
-        except _ERRORS as error:
-            raise _translated(error, "the read cannot be prepared", peer) from error
 
     def post(self, handle: Handle, peer: str) -> bool:
         """Post a handle, which can take as long as the copy; True when it is already done."""
-        try:
+        with _translated("the read cannot be posted", peer):
             state = self._agent.transfer(handle)
-        except _ERRORS as error:
-            raise _translated(error, "the read cannot be posted", peer) from error
-        return self._is_done(state, peer)
+        return _is_done(state, peer)
 
     def is_done(self, handle: Handle, peer: str) -> bool:
         """Whether a posted handle is done; raises when it ended with an error."""
@@ -265,14 +254,8 @@ class NixlAgent:
         except _bindings.nixlNotFoundError as error:
             raise HandleForgotten("NIXL forgot the peer of a live handle", peer=peer) from error
         except _ERRORS as error:
-            raise _translated(error, "the read failed", peer) from error
-        return self._is_done(state, peer)
-
-    @staticmethod
-    def _is_done(state: str, peer: str) -> bool:
-        if state == "ERR":
-            raise TransferFailed("the read failed: NIXL says ERR", nixl="ERR", peer=peer)
-        return state == "DONE"
+            raise _ours(error, "the read failed", peer) from error
+        return _is_done(state, peer)
 
     def release(self, handle: Handle) -> bool:
         """Give a terminal handle back; False when NIXL refuses, and then it is kept for ever."""
@@ -281,3 +264,9 @@ class NixlAgent:
         except _ERRORS:
             return False
         return True
+
+
+def _is_done(state: str, peer: str) -> bool:
+    if state == "ERR":
+        raise TransferFailed("the read failed: NIXL says ERR", nixl="ERR", peer=peer)
+    return state == "DONE"

@@ -13,6 +13,8 @@ from kvbus.transport.nixl_agent import Handle, HandleForgotten, NixlAgent
 from kvbus.transport.slicing import Rows, Slices
 from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus, TransportLimits
 
+OnEnd = Callable[[ReadOutcome], None]
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ReadJob:
@@ -21,7 +23,7 @@ class ReadJob:
     peer: str
     slices: Slices
     kinds: tuple[MemoryKind, MemoryKind]
-    on_end: Callable[[ReadOutcome], None]
+    on_end: OnEnd
     turn: Key
     outstanding: int = 0
     queued: bool = False

@@ -1,4 +1,4 @@
-"""Owns one NIXL agent and its thread: memory, peers and reads, callable without waiting.
+"""One NIXL agent and its thread: memory, peers and reads, callable without waiting.
 
 An agent whose READs never end is replaced, and never called again.
 """
@@ -16,23 +16,24 @@ from functools import partial
 from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError, TransferFailed
 from kvbus.table import Key
 from kvbus.transport.nixl_agent import NixlAgent, load_backend
-from kvbus.transport.scheduler import ReadJob, ReadScheduler
+from kvbus.transport.scheduler import OnEnd, ReadJob, ReadScheduler
 from kvbus.transport.slicing import Rows, Slices, check_rows
 from kvbus.transport.types import (
     CloseReport,
     MemoryKind,
     ReadStatus,
-    RecycleReport,
     Registration,
     TransportLimits,
     TransportStats,
 )
-from kvbus.transport.worker import Deliver, Delivery, OnEnd, ShortReads, Worker
+from kvbus.transport.worker import ShortReads, Worker
 
 MOST_RETIRED = 16
 """NIXL agents that are kept; each costs some 10 descriptors and 4 MB. Then there is no new one."""
 ProgressToken = ExitStack
 """Keeps progress driven until it is closed: as the target of reads, and for connections."""
+Deliver = Callable[[Callable[[], None]], object]
+"""Runs a function on the caller's thread soon: ``loop.call_soon_threadsafe``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +76,17 @@ class Transport:
         name: str,
         *,
         limits: TransportLimits | None = None,
-        deliver: Deliver = lambda drain: drain(),
+        deliver: Deliver = lambda call: call(),
         on_broken: Callable[[Exception], None] = lambda _: None,
         nic_writes: bool = False,
     ) -> None:
         self.name = name
         self.limits = limits or TransportLimits()
-        self._delivery = Delivery(deliver)
+        self._deliver = deliver
         self._worker = Worker(self.limits, lambda error: deliver(partial(on_broken, error)))
-        self._registrations: dict[int, Registration] = {}
-        self._unregistered: dict[int, SegmentError] = {}
-        """Of those that NIXL refused when it was opened, why."""
         self._keys = itertools.count(1)
+        self._registrations: dict[Registration, SegmentError | None] = {}
+        """With why, where NIXL refused it when it was opened."""
         self._peers: dict[str, dict[bytes, None]] = {}
         """The metadata of each, in the order in which it came."""
         self.nic_writes = nic_writes
@@ -121,10 +121,8 @@ class Transport:
 
         Handles that are not terminal by then are kept, with the memory that they write into.
         """
-        future: Future[CloseReport] = Future()
         self._worker.post(self._abort_all, urgent=True)
-        self._worker.stop(partial(self._give_back, future), timeout_s=timeout_s)
-        return future
+        return self._worker.stop(self._give_back, within_s=timeout_s)
 
     def register(
         self, address: int, size_bytes: int, *, device: int = 0, memory: MemoryKind = "DRAM"
@@ -135,10 +133,15 @@ class Transport:
         """
         if address <= 0 or size_bytes <= 0:
             raise SegmentError("no memory", address=address, size_bytes=size_bytes)
-        key = next(self._keys)
-        return self._worker.call(
-            partial(self._register, Registration(key, address, size_bytes, device, memory))
-        )
+        registration = Registration(next(self._keys), address, size_bytes, device, memory)
+
+        def register() -> Registration:
+            if self.is_open:
+                self._started().agent.register(registration)
+            self._registrations[registration] = None
+            return registration
+
+        return self._worker.call(register)
 
     def deregister(self, registration: Registration) -> Future[None]:
         """Take memory back; fails with `LocalError` (busy) while an own handle writes into it."""
@@ -149,8 +152,15 @@ class Transport:
 
         A later blob may be added to a peer that knows an earlier one, with reads in flight.
         """
-        wanted = None if registrations is None else list(registrations)
-        return self._worker.call(partial(self._metadata, wanted))
+        wanted = None if registrations is None else tuple(registrations)
+
+        def metadata() -> bytes:
+            for one in wanted or ():
+                if (refused := self._registrations.get(one)) is not None:
+                    raise refused
+            return self._started().agent.metadata(wanted)
+
+        return self._worker.call(metadata)
 
     def add_peer(self, metadata: bytes) -> Future[str]:
         """Add a peer, or later registrations of a known one; gives its name.
@@ -158,14 +168,30 @@ class Transport:
         Fails with `TransferFailed`. NIXL then forgets a peer that it knew, and the outcome of
         what is in flight to it: add only metadata that the peer itself sent.
         """
-        return self._worker.call(partial(self._add_peer, metadata))
+
+        def add() -> str:
+            peer = self._started().agent.add_peer(metadata)
+            self._peers.setdefault(peer, {})[metadata] = None
+            return peer
+
+        return self._worker.call(add)
 
     def remove_peer(self, peer: str) -> Future[None]:
         """Forget a peer; fails with `LocalError` (busy) while a handle to it is outstanding.
 
         NIXL would go on writing and never tell when it is over (tried: 251 MiB landed after).
         """
-        return self._worker.call(partial(self._remove_peer, peer))
+
+        def remove() -> None:
+            scheduler = self._started()
+            if scheduler.in_flight_to(peer):
+                message = "a handle to the peer is outstanding"
+                raise LocalError(message, code=ErrorCode.BUSY, peer=peer)
+            scheduler.agent.remove_peer(peer)
+            self._peers.pop(peer, None)
+            self._short.forget(peer)
+
+        return self._worker.call(remove)
 
     def read(
         self,
@@ -204,14 +230,15 @@ class Transport:
         )
         self._started()
         self._num_started += 1
+        read = Read(partial(self._abort, job))
         if self._short.may_be_here(job) and self._worker.try_here(partial(self._short.read, job)):
-            return Read(partial(self._abort, job))
+            return read
         try:
             self._worker.post(lambda: self._started().add(job))
         except LocalError:
             self._num_started -= 1
             raise
-        return Read(partial(self._abort, job))
+        return read
 
     def hold_progress(self) -> ProgressToken:
         """Have progress driven until the demand is closed; demands are counted."""
@@ -220,14 +247,19 @@ class Transport:
         self._worker.demand(1)
         return token
 
-    def recycle(self, *, grace_s: float) -> Future[RecycleReport]:
+    def recycle(self, *, grace_s: float) -> Future[int]:
         """End READs that never do: NIXL's agent is made anew, with all memory and all peers.
 
         Nothing is posted until then. What is in flight may end within ``grace_s``; the rest fails
         then (`TransferFailed`), or ends as aborted, and nothing of it lands any more. What waits
-        goes on. Fails with `KVBusError` when there is no new agent: then nothing has ended.
+        goes on. Gives the number of handles that were not terminal. Fails with `KVBusError` when
+        there is no new agent: then nothing has ended.
         """
-        self._worker.post(self._hold, urgent=True)
+
+        def hold() -> None:
+            self._started().held = True
+
+        self._worker.post(hold, urgent=True)
         is_quiet = lambda: self._started().only_aborted  # noqa: E731
         return self._worker.call_when(is_quiet, self._recycle, within_s=grace_s)
 
@@ -238,7 +270,7 @@ class Transport:
             outstanding_reads=self._num_started - self._num_ended,
             outstanding_handles=scheduler.num_handles if scheduler else 0,
             outstanding_bytes=scheduler.posted_bytes if scheduler else 0,
-            registered_bytes=sum(r.size_bytes for r in self._registrations.copy().values()),
+            registered_bytes=sum(one.size_bytes for one in self._registrations.copy()),
             peers=len(self._peers),
             progress_tokens=self._worker.demands,
             progress_calls=self._worker.passes,
@@ -263,20 +295,17 @@ class Transport:
         if self._worker.scheduler is not None:
             return
         scheduler = self._new_scheduler(self.name)
-        for key, registration in self._registrations.items():
+        for registration in self._registrations:
             try:
                 scheduler.agent.register(registration)
             except SegmentError as error:
-                self._unregistered[key] = error
+                self._registrations[registration] = error
         self._worker.scheduler = scheduler
 
     def _new_scheduler(self, name: str) -> ReadScheduler:
         return ReadScheduler(NixlAgent(name), self.limits, self._read_ended)
 
-    def _hold(self) -> None:
-        self._started().held = True
-
-    def _recycle(self) -> RecycleReport:
+    def _recycle(self) -> int:
         old = self._started()
         try:
             new = self._new_scheduler(f"{self.name}/{self._num_retired + 1}")
@@ -290,14 +319,14 @@ class Transport:
         for job in old.hand_over(error):
             new.add(job)
         self._worker.scheduler, self._short = new, ShortReads(self.limits)
-        return RecycleReport(num_handles=num_handles)
+        return num_handles
 
     def _take_over(self, new: ReadScheduler) -> None:
         """What the agent before knew, which may not be one too many."""
         if self._num_retired >= MOST_RETIRED and not self.nic_writes:
             raise TransferFailed(f"{MOST_RETIRED} NIXL agents are kept already, which is the limit")
-        for key, registration in self._registrations.items():
-            if key not in self._unregistered:
+        for registration, refused in self._registrations.items():
+            if refused is None:
                 new.agent.register(registration)
         for peer, blobs in self._peers.items():
             new.agent.add_peer_later(peer, blobs)
@@ -316,56 +345,29 @@ class Transport:
         outcome = job.outcome()
         if outcome.status is ReadStatus.DONE:
             self._short.note_done(job.peer)
-        self._delivery.put(job.on_end, outcome)
-
-    def _register(self, registration: Registration) -> Registration:
-        if self.is_open:
-            self._started().agent.register(registration)
-        self._registrations[registration.key] = registration
-        return registration
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to hear
+            self._deliver(partial(job.on_end, outcome))
 
     def _deregister(self, registration: Registration) -> None:
         scheduler = self._worker.scheduler
-        if registration.key not in self._registrations:
+        if registration not in self._registrations:
             raise LocalError("the memory is not registered", key=registration.key)
         if scheduler and scheduler.targets(registration.address, registration.size_bytes):
             raise LocalError("a handle still writes into the memory", code=ErrorCode.BUSY)
-        del self._registrations[registration.key]
-        if scheduler and self._unregistered.pop(registration.key, None) is None:
+        refused = self._registrations.pop(registration)
+        if scheduler and refused is None:
             scheduler.agent.deregister(registration)
-
-    def _metadata(self, wanted: list[Registration] | None) -> bytes:
-        for one in wanted or ():
-            if one.key in self._unregistered:
-                raise self._unregistered[one.key]
-        return self._started().agent.metadata(wanted)
-
-    def _add_peer(self, metadata: bytes) -> str:
-        peer = self._started().agent.add_peer(metadata)
-        self._peers.setdefault(peer, {})[metadata] = None
-        return peer
-
-    def _remove_peer(self, peer: str) -> None:
-        scheduler = self._started()
-        if scheduler.in_flight_to(peer):
-            raise LocalError("a handle to the peer is outstanding", code=ErrorCode.BUSY, peer=peer)
-        scheduler.agent.remove_peer(peer)
-        self._peers.pop(peer, None)
-        self._short.forget(peer)
 
     def _abort_all(self) -> None:
         if self._worker.scheduler is not None:
             self._worker.scheduler.abort_all()
 
-    def _give_back(self, closed: Future[CloseReport]) -> None:
+    def _give_back(self) -> CloseReport:
         scheduler = self._worker.scheduler
         num_handles = scheduler.num_handles if scheduler else 0
-        for registration in list(self._registrations.values()):
+        for registration in list(self._registrations):
             with contextlib.suppress(LocalError):  # busy: counted below, and kept
                 self._deregister(registration)
         if not num_handles:
             scheduler = self._worker.scheduler = None  # NIXL ends here, on its own thread
-        if closed.set_running_or_notify_cancel():
-            closed.set_result(
-                CloseReport(num_handles=num_handles, num_registrations=len(self._registrations))
-            )
+        return CloseReport(num_handles=num_handles, num_registrations=len(self._registrations))

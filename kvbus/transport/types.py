@@ -1,10 +1,10 @@
-"""Owns the plain facts that the transport takes in and hands out: limits, outcomes, counts."""
+"""What the transport takes in and hands out: limits, outcomes, counts."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from kvbus.errors import LocalError, RemoteError
+from kvbus.errors import RemoteError
 
 MemoryKind = Literal["DRAM", "VRAM"]
 
@@ -42,11 +42,6 @@ class TransportLimits:
     here_s: float = 100e-6
     """How long the caller's thread looks for the end of such a READ after its post."""
 
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) <= 0 and name != "here_bytes":
-                raise LocalError(f"{name} must be above 0", **{name: getattr(self, name)})
-
 
 @dataclass(frozen=True, slots=True)
 class Registration:
@@ -83,13 +78,6 @@ class CloseReport:
 
     num_handles: int
     num_registrations: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecycleReport:
-    """What a NIXL agent that was made anew has left behind: handles that were not terminal."""
-
-    num_handles: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

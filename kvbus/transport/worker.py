@@ -1,22 +1,19 @@
-"""Owns the transport's thread: it does NIXL's calls, in turn, and sleeps when there are none.
+"""The transport's thread: it does NIXL's calls, in turn, and sleeps when there are none.
 
-Short ones another thread may do itself, while this one does none. Outcomes go back to the thread of
-the caller.
+Short ones another thread may do itself, while this one does none.
 """
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvbus.errors import ClosedError, ErrorCode, LocalError
 from kvbus.transport.scheduler import ReadJob, ReadScheduler
-from kvbus.transport.types import ReadOutcome, TransportLimits
+from kvbus.transport.types import TransportLimits
 
 COPIED_S = 25e-6
 """A pass that took longer has copied: UCX does so within progress, and a pause would be idle."""
@@ -25,9 +22,6 @@ FIRST_ELSEWHERE, SLOW_ELSEWHERE = 1, 16
 
 Result = TypeVar("Result")
 Command = Callable[[], None]
-OnEnd = Callable[[ReadOutcome], None]
-Deliver = Callable[[Command], object]
-"""Runs a function on the caller's thread soon: ``loop.call_soon_threadsafe``."""
 
 
 class Worker:
@@ -43,16 +37,12 @@ class Worker:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._lock = threading.Lock()
         self._in_nixl = threading.Lock()
-        self._closed = False
-        self._stopping = False
+        self._closed = self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbus-transport", daemon=True)
         self.scheduler: ReadScheduler | None = None
         self._moved_at = 0.0
-        self._close_at: float | None = None
-        self._on_stop: Command | None = None
         self._waiting: list[_Waiting] = []
-        self.demands = 0
-        self.passes = 0
+        self.demands = self.passes = 0
 
     def start(self) -> None:
         """Start the thread."""
@@ -64,8 +54,7 @@ class Worker:
         An urgent one is never refused for want of room: those are bounded by what they end.
         """
         with self._lock:
-            if self._closed:
-                raise ClosedError("the transport is closed")
+            self._check_open()
             if not urgent and self._inbox.qsize() >= self._limits.max_commands:
                 raise LocalError("too many transport commands wait", code=ErrorCode.BUSY)
             self._inbox.put(command)
@@ -81,12 +70,24 @@ class Worker:
     ) -> Future[Result]:
         """Run a function on the thread once ``ready`` says so, there as well, or time is up."""
         future: Future[Result] = Future()
+        wait = _Waiting(ready, time.monotonic() + within_s, partial(_settle, future, function))
+        self.post(partial(self._waiting.append, wait), urgent=True)
+        return future
 
-        def command() -> None:
-            wait = _Waiting(ready, time.monotonic() + within_s, partial(_settle, future, function))
-            self._waiting.append(wait)
+    def stop(self, function: Callable[[], Result], *, within_s: float) -> Future[Result]:
+        """End the thread once no handle is outstanding, or time is up; ``function`` runs last."""
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()  # who waits for it no longer does not keep it alive
 
-        self.post(command, urgent=True)
+        def last() -> None:
+            self._stopping = True
+            _settle(future, function)
+
+        wait = _Waiting(self._is_idle, time.monotonic() + within_s, last)
+        with self._lock:
+            self._check_open()
+            self._closed = True
+            self._inbox.put(partial(self._waiting.append, wait))
         return future
 
     def try_here(self, call: Callable[[ReadScheduler], None]) -> bool:
@@ -119,21 +120,9 @@ class Worker:
             if not self._closed and self.demands == 1 and change > 0:
                 self._inbox.put(_nothing)  # wakes the thread
 
-    def stop(self, on_stop: Command, *, timeout_s: float) -> None:
-        """End the thread once no handle is outstanding, or after the timeout.
-
-        `on_stop` runs last, on the thread.
-        """
-
-        def command() -> None:
-            self._on_stop = on_stop
-            self._close_at = time.monotonic() + timeout_s
-
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the transport is closed")
-            self._closed = True
-            self._inbox.put(command)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the transport is closed")
 
     def _run(self) -> None:
         try:
@@ -142,8 +131,6 @@ class Worker:
                 with self._in_nixl:
                     self._step()
                     self._run_waiting()
-                    if self._close_at is not None:
-                        self._try_to_stop(self._close_at)
         except Exception as error:  # a defect: what was started never ends
             self._on_broken(error)
         finally:
@@ -181,8 +168,7 @@ class Worker:
             spin_s = limits.spin_s if few else limits.short_spin_s
             return 0.0 if since < spin_s else limits.poll_s
         demanded = scheduler is not None and self.demands
-        driven = demanded or self._waiting or self._close_at is not None
-        return limits.poll_s if driven else None
+        return limits.poll_s if demanded or self._waiting else None
 
     def _step(self) -> None:
         scheduler = self.scheduler
@@ -202,13 +188,8 @@ class Worker:
                 self._waiting.remove(wait)
                 wait.command()
 
-    def _try_to_stop(self, close_at: float) -> None:
-        idle = self.scheduler is None or not self.scheduler.num_handles
-        if not idle and time.monotonic() < close_at:
-            return
-        self._stopping = True
-        if self._on_stop:
-            self._on_stop()
+    def _is_idle(self) -> bool:
+        return self.scheduler is None or not self.scheduler.num_handles
 
 
 # Two wake-ups of threads cost more than a short READ. So one is posted by who asks for it, the
@@ -258,43 +239,7 @@ class ShortReads:
         self._num_elsewhere.pop(peer, None)
 
 
-class Delivery:
-    """Hands over outcomes, with one wake-up of the event loop for all that end meanwhile.
-
-    A callback that raises does not stop those behind it.
-    """
-
-    def __init__(self, deliver: Deliver) -> None:
-        self._deliver = deliver
-        self._ended: deque[tuple[OnEnd, ReadOutcome]] = deque()
-        self._scheduled = False
-
-    def put(self, on_end: OnEnd, outcome: ReadOutcome) -> None:
-        """Hand one over. When the event loop is closed, nobody is left to be told."""
-        self._ended.append((on_end, outcome))
-        if self._scheduled:
-            return
-        self._scheduled = True
-        try:
-            self._deliver(self._drain)
-        except RuntimeError:
-            self._scheduled = False
-
-    def _drain(self) -> None:
-        self._scheduled = False  # first: what is put from here on schedules again
-        errors: list[Exception] = []
-        while self._ended:
-            on_end, outcome = self._ended.popleft()
-            try:
-                on_end(outcome)
-            except Exception as error:  # the rest must still be told
-                errors.append(error)
-        if errors:
-            raise ExceptionGroup("read callbacks failed", errors)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
+class _Waiting(NamedTuple):
     """What the thread does once it is ready, or time is up."""
 
     ready: Callable[[], bool]
@@ -303,7 +248,7 @@ class _Waiting:
 
 
 def _settle(future: Future[Result], function: Callable[[], Result]) -> None:
-    if not future.set_running_or_notify_cancel():
+    if not (future.running() or future.set_running_or_notify_cancel()):
         return
     try:
         result = function()

@@ -23,7 +23,6 @@ from kvbus.transport import (
     Read,
     ReadOutcome,
     ReadStatus,
-    RecycleReport,
     Registration,
     TransportLimits,
     TransportStats,
@@ -149,10 +148,10 @@ class SimTransport:
         token.callback(self._end_progress)
         return token
 
-    def recycle(self, *, grace_s: float) -> Future[RecycleReport]:
+    def recycle(self, *, grace_s: float) -> Future[int]:
         """After the grace nothing that was posted lands any more, and it ends as failed."""
         self._is_held = True
-        done: Future[RecycleReport] = Future()
+        done: Future[int] = Future()
         self._world.after(grace_s, self._recycle, done)
         return done
 
@@ -181,7 +180,7 @@ class SimTransport:
         job.is_aborted = True
         self._end_if_done(job)
 
-    def _recycle(self, done: Future[RecycleReport]) -> None:
+    def _recycle(self, done: Future[int]) -> None:
         if not self.process.is_alive:
             return
         num_handles = 0
@@ -194,7 +193,7 @@ class SimTransport:
                 self._end(job)
             else:
                 self._post(job)
-        done.set_result(RecycleReport(num_handles=num_handles))
+        done.set_result(num_handles)
 
     def _post(self, job: _Job) -> None:
         delay_s = self._fabric.part_s

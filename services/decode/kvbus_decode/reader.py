@@ -27,7 +27,6 @@ from kvbus.protocol.peer import Pack, Packed, Unpack
 from kvbus.table import Driver, Story
 from kvbus.table.events import Stopped
 from kvbus.transport import ReadOutcome, ReadStatus
-from kvbus.transport.types import RecycleReport
 from kvbus_decode import read_table as ev
 from kvbus_decode.chunk import ActiveFetch, make_chunk
 from kvbus_decode.compare import Comparison
@@ -294,19 +293,19 @@ class Reader:
         interfaces = list(data_plane.interfaces)
         log.warning("transport.recycling", num_handles=transport.stats().outstanding_handles)
         is_unlinked = False
-        while isinstance(report := await self._try_to_recycle(), KVBusError):
+        while isinstance(ended := await self._try_to_recycle(), KVBusError):
             if not is_unlinked:
-                log.warning("transport.unlinked", interfaces=interfaces, reason=report.message)
+                log.warning("transport.unlinked", interfaces=interfaces, reason=ended.message)
             is_unlinked = True
             await anyio.sleep(AGAIN_S)
         if is_unlinked:
             log.info("transport.linked", interfaces=interfaces)
-        log.warning("transport.recycled", num_handles=report.num_handles)
+        log.warning("transport.recycled", num_handles=ended)
         await data_plane.end_if_exposed()
         self._is_recycling = False
 
-    async def _try_to_recycle(self) -> RecycleReport | TransferFailed:
-        """An error while the link is down: all is as it was, and nothing has ended."""
+    async def _try_to_recycle(self) -> int | TransferFailed:
+        """How many handles it ended; an error while the link is down: then nothing has ended."""
         try:
             with anyio.fail_after(RECYCLED_WITHIN_S):
                 recycled = self._agent.transport.recycle(grace_s=GRACE_S)
