@@ -160,7 +160,9 @@ class Child:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # as a driver holds it
+                self.process.wait(END_TIMEOUT_S)
+            return -signal.SIGKILL
         finally:
             if self.process.stdout is not None:
                 self.process.stdout.close()

@@ -1,10 +1,15 @@
-"""Owns what a check says: a finding, how bad it is, and the verdict over all of them."""
+"""What a check says: findings, what they come to, and how people and programs see them (pure)."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import groupby
 
 import msgspec
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 
 class Severity(StrEnum):
@@ -17,14 +22,14 @@ class Severity(StrEnum):
 
 
 OK, NOTE, WARNING, ERROR = Severity
-
-
-class Verdict(StrEnum):
-    """What all findings come to."""
-
-    WORKS = "works"
-    LIMITED = "limited"
-    BROKEN = "broken"
+STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
+VERDICTS = {OK: "works", NOTE: "works", WARNING: "limited", ERROR: "broken"}
+SENTENCES = {
+    "works": "kvbus works on this machine",
+    "limited": "kvbus works on this machine, with limits: ",
+    "broken": "kvbus does not work on this machine: ",
+}
+_SUBJECT_WIDTH = 22
 
 
 class Finding(msgspec.Struct):
@@ -53,59 +58,76 @@ class Finding(msgspec.Struct):
         return self.name.partition(".")[0]
 
     @property
-    def subject(self) -> str:
-        """The name without its family."""
-        return self.name.partition(".")[2]
-
-    @property
     def is_complaint(self) -> bool:
         """Whether something should be done about it."""
         return self.severity in (WARNING, ERROR)
 
 
-def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings by severity; those of one severity stay in their order."""
-    order = list(Severity)
-    return sorted(findings, key=lambda finding: -order.index(finding.severity))
+class Report:
+    """Findings in the order of their checks, and what they come to; notes do not count.
+
+    ``exit_status`` is 0 when kvbus works here, 1 when it does not; with ``strict`` limits are
+    enough for 1.
+    """
+
+    def __init__(self, findings: Sequence[Finding], *, strict: bool) -> None:
+        order = list(Severity)
+        self._findings, self._strict = findings, strict
+        self._worst_first = sorted(findings, key=lambda one: -order.index(one.severity))
+        self._complaints = [one for one in self._worst_first if one.is_complaint]
+        self._worst = self._worst_first[0].severity if findings else OK
+        self.exit_status = int(self._worst is ERROR or (strict and self._worst is WARNING))
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence that names the complaints, worst first."""
+        return SENTENCES[VERDICTS[self._worst]] + ", ".join(one.name for one in self._complaints)
+
+    def as_json(self, version: str) -> dict[str, object]:
+        """What ``--json`` prints; docs/doctor.md says what each key means."""
+        counts = Counter(one.severity for one in self._findings)
+        return {
+            "kvbus": version,
+            "verdict": VERDICTS[self._worst],
+            "sentence": self.sentence,
+            "exit_status": self.exit_status,
+            "strict": self._strict,
+            "counts": {severity: counts[severity] for severity in Severity},
+            "findings": [
+                {"family": one.family, **msgspec.structs.asdict(one)} for one in self._worst_first
+            ],
+        }
+
+    def shown(self) -> Iterator[RenderableType]:
+        """All findings by family, the verdict, and each complaint with its fix, worst first.
+
+        It needs no colour, and no more than 80 columns.
+        """
+        for family, ones in groupby(self._findings, key=lambda one: one.family):
+            table = _grid(max(map(len, Severity)), _SUBJECT_WIDTH)
+            for one in ones:
+                subject = one.name.removeprefix(f"{family}.")
+                table.add_row(Text(one.severity, STYLES[one.severity]), subject, Text(_line(one)))
+            yield Group(Text(family, "bold"), Padding(table, (0, 0, 1, 2)))
+        yield Text(self.sentence, STYLES[self._worst])
+        for one in self._complaints:
+            head = Text.assemble((f"{one.severity} ", STYLES[one.severity]), one.name)
+            table = _grid(6)
+            for word in ("found", "why", "fix", "command"):
+                if text := getattr(one, word):
+                    table.add_row("run" if word == "command" else word, Text(text))
+            yield Group("", head, Padding(table, (0, 0, 0, 2)))
 
 
-def verdict_of(findings: Iterable[Finding]) -> Verdict:
-    """What they come to: notes do not count."""
-    found = {finding.severity for finding in findings}
-    if ERROR in found:
-        return Verdict.BROKEN
-    return Verdict.LIMITED if WARNING in found else Verdict.WORKS
+def _line(one: Finding) -> str:
+    """What was found; a note is not among the complaints below, so it has its reason here."""
+    told = (one.found, one.why) if one.severity is NOTE else (one.found,)
+    return ". ".join(text.rstrip(".") for text in told if text) if one.why else one.found
 
 
-def sentence_of(findings: Iterable[Finding]) -> str:
-    """The verdict in one sentence that names the complaints, worst first."""
-    complaints = worst_first(finding for finding in findings if finding.is_complaint)
-    verdict = verdict_of(complaints)
-    named = ", ".join(finding.name for finding in complaints)
-    if verdict is Verdict.WORKS:
-        return "kvbus works on this machine"
-    if verdict is Verdict.LIMITED:
-        return f"kvbus works on this machine, with limits: {named}"
-    return f"kvbus does not work on this machine: {named}"
-
-
-def exit_status_of(findings: Iterable[Finding], *, strict: bool) -> int:
-    """0 when kvbus works here, 1 when it does not; with ``strict`` limits are enough for 1."""
-    verdict = verdict_of(findings)
-    return int(verdict is Verdict.BROKEN or (strict and verdict is Verdict.LIMITED))
-
-
-def as_json(findings: Sequence[Finding], *, version: str, strict: bool) -> dict[str, object]:
-    """What ``--json`` prints; docs/doctor.md says what each key means."""
-    counts = Counter(finding.severity for finding in findings)
-    return {
-        "kvbus": version,
-        "verdict": verdict_of(findings),
-        "sentence": sentence_of(findings),
-        "exit_status": exit_status_of(findings, strict=strict),
-        "strict": strict,
-        "counts": {severity: counts[severity] for severity in Severity},
-        "findings": [
-            {"family": one.family, **msgspec.structs.asdict(one)} for one in worst_first(findings)
-        ],
-    }
+def _grid(*widths: int) -> Table:
+    table = Table.grid(padding=(0, 1))
+    for width in widths:
+        table.add_column(width=width, overflow="fold")
+    table.add_column(overflow="fold")
+    return table

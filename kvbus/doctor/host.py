@@ -1,14 +1,18 @@
-"""Says what of memory, limits and processes is a limit for kvbus on this machine.
+"""Whether versions, memory and limits of this machine are enough for kvbus, and what limits it.
 
-Refuses to raise a limit, and to reserve what a KV cache needs.
+Each finding is a function of what was seen, so that a test can draw every machine.
 """
 
 import os
+import platform
 import resource
 from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
-from kvbus.doctor.children import PROBE, Budget, run_pair
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.errors import SegmentError
 from kvbus.memory.room import available_bytes, cgroup_folder
@@ -16,6 +20,7 @@ from kvbus.memory.run_copy import is_compiled
 from kvbus.memory.segment import GIVING_WORDS, SHMEM_ENABLED, SharedSegment, shmem_word
 from kvbus.text import bytes_text
 
+PROJECT, NAMED = "kvbus", ("nixl", "torch", "pyzmq", "numpy")
 SEGMENT_BYTES = 1 << 20
 GOOD_ROOM_BYTES = 2 << 30
 GOOD_FOLDER_BYTES = 1 << 30
@@ -23,9 +28,51 @@ GOOD_FOLDER_BYTES = 1 << 30
 FOLDER = "/dev/shm"  # noqa: S108 - where shm_open, and so torch, puts files
 LEAST_FILES, GOOD_FILES, MANY_FILES = 64, 1024, 4096
 GOOD_FILE_BYTES = 64 << 30
+_CAP_IPC_LOCK = 14
 
-_CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
-_PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
+
+def check_versions() -> Iterator[Finding]:
+    """Python; each package that is not as the project requires, and those that are."""
+    bounds, python = metadata(PROJECT)["Requires-Python"] or "", platform.python_version()
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    is_met = SpecifierSet(bounds).contains(python, prereleases=True)
+    yield Finding(
+        "versions.python",
+        OK if is_met else ERROR,
+        f"Python {python}, {system}" + ("" if is_met else f"; required is Python {bounds}"),
+        {"version": python, "required": bounds, "system": system},
+        why="kvbus uses what older Pythons do not have.",
+        fix="Install kvbus into an environment of a Python that is required.",
+    )
+    right: dict[str, str] = {}
+    for one in map(Requirement, requires(PROJECT) or []):
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue
+        found = installed(one.name)
+        if found and one.specifier.contains(found, prereleases=True):
+            right[one.name] = found
+            continue
+        have = f"{one.name} {found}" if found else f"{one.name} is not installed"
+        yield Finding(
+            f"versions.{one.name}",
+            ERROR,
+            f"{have}; required is {one.name}{one.specifier}",
+            {"version": found, "required": str(one.specifier)},
+            why="kvbus was tested with other versions, and relies on what they do.",
+            fix="Install what is required.",
+            command=f"pip install '{one.name}{one.specifier}'",
+        )
+    named = [f"{name} {right[name]}" for name in NAMED if name in right]
+    told = ", ".join([*named, f"{len(right) - len(named)} more"])
+    yield Finding("versions.packages", OK, f"as required: {told}", right)
+
+
+def installed(name: str) -> str:
+    """The version of a package, which is not imported; empty when it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def check_memory() -> Iterator[Finding]:
@@ -33,18 +80,22 @@ def check_memory() -> Iterator[Finding]:
     meminfo = dict(line.split(":", 1) for line in text_of("/proc/meminfo").splitlines())
     fields = {name: int(value.split()[0]) for name, value in meminfo.items()}
     limit, quota = _group_words("memory.max"), _group_words("cpu.max")
-    yield segment_finding(_segment_error())
-    total, limit_bytes = fields["MemTotal"] * 1024, int(limit[0]) if limit else None
-    yield room_finding(available_bytes(), total_bytes=total, group_limit_bytes=limit_bytes)
     folder = os.statvfs(FOLDER) if Path(FOLDER).is_dir() else None
-    yield folder_finding(
-        folder.f_blocks * folder.f_frsize if folder else None,
-        folder.f_bavail * folder.f_frsize if folder else None,
-    )
     page_bytes = fields.get("Hugepagesize", 0) * 1024
+    yield segment_finding(_segment_error())
+    yield room_finding(
+        available_bytes(),
+        total_bytes=fields["MemTotal"] * 1024,
+        group_limit_bytes=int(limit[0]) if limit else None,
+    )
+    yield folder_finding(
+        folder.f_blocks * folder.f_frsize if folder else 0,
+        folder.f_bavail * folder.f_frsize if folder else 0,
+    )
     yield huge_page_finding(fields.get("HugePages_Free", 0), page_bytes, shmem_word())
-    cpu_quota = int(quota[0]) / int(quota[1]) if quota else None
-    yield core_finding(len(os.sched_getaffinity(0)), cpu_quota)
+    yield core_finding(
+        len(os.sched_getaffinity(0)), int(quota[0]) / int(quota[1]) if quota else None
+    )
     yield kernel_finding(compiled=is_compiled())
 
 
@@ -68,7 +119,7 @@ def segment_finding(error: str) -> Finding:
         "memory.segment",
         ERROR if error else OK,
         f"no sealed memfd: {error}" if error else "a sealed memfd can be made",
-        {"error": error} if error else {},
+        {"error": error},
         why="Engines share their KV cache with their agent in one.",
         fix="Fix what the message says. The kernel must be Linux with memfd_create, and the "
         "sandbox or seccomp profile must allow it.",
@@ -95,19 +146,15 @@ def room_finding(
     )
 
 
-def folder_finding(size_bytes: int | None, free_bytes: int | None) -> Finding:
-    """Of `FOLDER`, None where there is none."""
-    found = f"there is no {FOLDER}"
-    if size_bytes is not None and free_bytes is not None:
-        found = f"{FOLDER} has {bytes_text(free_bytes)} free of {bytes_text(size_bytes)}"
+def folder_finding(size_bytes: int, free_bytes: int) -> Finding:
+    """Of `FOLDER`, 0 where there is none."""
     return Finding(
         "memory.shared_folder",
-        OK if (free_bytes or 0) >= GOOD_FOLDER_BYTES else NOTE,
-        found,
+        OK if free_bytes >= GOOD_FOLDER_BYTES else NOTE,
+        f"{FOLDER} has {bytes_text(free_bytes)} free of {bytes_text(size_bytes)}",
         {"size_bytes": size_bytes, "free_bytes": free_bytes},
-        why="Only torch tensors that an engine shares in place (share_tensor) go there; the "
-        "segments that kvbus allocates do not.",
-        fix="Where an engine does, enlarge it; of a container with --shm-size.",
+        why="Only torch tensors that an engine shares in place (share_tensor) go there; where an "
+        "engine does, enlarge it (of a container with --shm-size)",
     )
 
 
@@ -156,8 +203,9 @@ def kernel_finding(*, compiled: bool) -> Finding:
 def check_limits() -> Iterator[Finding]:
     """Open files, locked memory, sizes of files: the soft limits of an agent started from here."""
     yield open_files_finding(_soft(resource.RLIMIT_NOFILE))
-    locked_bytes, may_lock = _soft(resource.RLIMIT_MEMLOCK), _has_capability(_CAP_IPC_LOCK)
-    yield locked_memory_finding(locked_bytes, may_lock=may_lock, rdma_devices=rdma_devices())
+    yield locked_memory_finding(
+        _soft(resource.RLIMIT_MEMLOCK), may_lock=_may_lock(), rdma_devices=rdma_devices()
+    )
     yield file_size_finding(_soft(resource.RLIMIT_FSIZE))
 
 
@@ -165,6 +213,12 @@ def _soft(limit: int) -> int | None:
     """None is unlimited."""
     soft, _ = resource.getrlimit(limit)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _may_lock() -> bool:
+    """Whether this process has CAP_IPC_LOCK, for which the limit does not count."""
+    lines = dict(line.split(":", 1) for line in text_of("/proc/self/status").splitlines())
+    return bool(int(lines["CapEff"], 16) >> _CAP_IPC_LOCK & 1)
 
 
 def open_files_finding(limit: int | None) -> Finding:
@@ -187,10 +241,7 @@ def open_files_finding(limit: int | None) -> Finding:
 def locked_memory_finding(
     limit: int | None, *, may_lock: bool, rdma_devices: Sequence[str]
 ) -> Finding:
-    """A warning at most: whether NIXL works in spite of the limit is measured.
-
-    ``may_lock`` says that the process has CAP_IPC_LOCK, for which the limit does not count.
-    """
+    """A warning at most: whether NIXL works in spite of the limit is measured."""
     severity, found = OK, _at_most(limit)
     if not rdma_devices:
         found += "; there is no RDMA device, and nothing else needs it"
@@ -227,43 +278,6 @@ def _at_most(num_bytes: int | None) -> str:
     return "unlimited" if num_bytes is None else f"at most {bytes_text(num_bytes)}"
 
 
-def check_processes(budget: Budget) -> Iterator[Finding]:
-    """Two processes, and the settings that explain what came of it."""
-    scope = text_of(_PTRACE_SCOPE)
-    yield reading_finding(
-        run_pair(PROBE, "memory", env={}, budget=budget).failure,
-        ptrace_scope=int(scope) if scope else None,
-        may_trace=_has_capability(_CAP_SYS_PTRACE),
-    )
-
-
-def reading_finding(error: str, *, ptrace_scope: int | None, may_trace: bool) -> Finding:
-    """Processes that read each other's memory, as UCX does (CMA); settings only explain it.
-
-    ``ptrace_scope`` is Yama's, None where the kernel has none; ``may_trace`` says that we have
-    CAP_SYS_PTRACE.
-    """
-    found, fix, command = "one process can read another's memory (CMA)", "", ""
-    if error:
-        found = f"one process cannot read another's memory (CMA): {error}"
-        fix = (
-            "Allow it in the sandbox: docker --cap-add SYS_PTRACE, or a seccomp profile with "
-            "process_vm_readv; agents in different containers need one PID namespace."
-        )
-    if (ptrace_scope or 0) > 1:
-        fix = f"kernel.yama.ptrace_scope is {ptrace_scope}: set it to 1 or 0."
-        command = "sysctl kernel.yama.ptrace_scope=1"
-    return Finding(
-        "processes.read_memory",
-        WARNING if error else OK,
-        found,
-        {"error": error, "ptrace_scope": ptrace_scope, "may_trace": may_trace},
-        why="UCX copies between processes of this machine that way; otherwise it goes over TCP.",
-        fix=fix,
-        command=command,
-    )
-
-
 def text_of(path: Path | str) -> str:
     """What a file of the kernel says; empty where there is none."""
     try:
@@ -275,9 +289,3 @@ def text_of(path: Path | str) -> str:
 def rdma_devices() -> tuple[str, ...]:
     """The names of the RDMA devices of this machine."""
     return tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*")))
-
-
-def _has_capability(number: int) -> bool:
-    """Whether this process has a capability of Linux."""
-    lines = dict(line.split(":", 1) for line in text_of("/proc/self/status").splitlines())
-    return bool(int(lines["CapEff"], 16) >> number & 1)

@@ -64,10 +64,11 @@ class BareAgent:
             self._agent.progress()
 
     def connect(self) -> None:
-        """Take from stdin the line that the target printed."""
-        line = sys.stdin.readline()
-        if not line:
-            sys.exit("the other process ended")
+        """Take from stdin the line that the target printed.
+
+        Ends the process where there is none: the target says why.
+        """
+        line = sys.stdin.readline() or sys.exit(1)
         location = msgspec.json.decode(line, type=MemoryLocation)
         self._peer, self._there = self._agent.add_peer(location.metadata), location.address
 

@@ -195,7 +195,7 @@ def test_the_pods_hand_over_and_drain_and_have_the_probes_and_the_token_of_the_m
     wait_until(lambda: ready(prefill) == 200, "prefill is ready", ENDS_WITHIN_S)
     status = within(prefill, ["sh", "-c", re.findall(r"-- sh -c '(.*)'", ALERTS)[0]])
     itself = within(prefill, ["kvbus", "doctor", "--only", "agents"])
-    at_work = within(prefill, ["kvbus", "top", "--once"])
+    at_work = within(prefill, ["kvbus", "status"])
     by_loopback = within(prefill, [sys.executable, "-c", LOOK_BY_LOOPBACK])
     pages = [status_of(page), status_of(page, token)]
     alive = prefill.probed(agent(prefill), "livenessProbe")

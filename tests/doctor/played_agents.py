@@ -1,4 +1,4 @@
-"""Agents that are played: they tell ``kvbus doctor`` what a test says, of versions old and new."""
+"""Agents that are played: they tell ``kvbus doctor`` what a test says."""
 
 import threading
 import time
@@ -28,18 +28,14 @@ def agent(
     status: Told,
     *,
     clock_ahead_s: float = 0.0,
-    is_early: bool = False,
     is_lost: Callable[[str, Told], bool] = lambda _op, _body: False,
 ) -> Iterator[str]:
-    """The endpoint of one that tells this, and answers as an agent of this version.
-
-    With ``is_early`` it ignores what it is asked beyond its status. Lost questions have no answer.
-    """
+    """The endpoint of one that tells this. Lost questions have no answer."""
 
     def answer(op: str, body: Told) -> Told | None:
         if op == "status":
-            return {**status, **({} if is_early else {"echo": body.get("echo", "")})}
-        if op == "trace" and not is_early:
+            return {**status, "echo": body.get("echo", "")}
+        if op == "trace":
             of = {"agent_id": status["agent_id"], "role": status["role"], "boot": BOOT}
             return {**of, "now_s": 1.0, "wall_s": time.time() + clock_ahead_s}
         return None

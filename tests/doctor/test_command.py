@@ -56,10 +56,10 @@ def test_a_family_that_cannot_be_looked_at_does_not_end_the_others(
     free = (fd for fd in count() if fd not in used)
     open_files(next(islice(free, 3, None)))  # this process can open three more
 
-    ended = show("--only", "processes", "--only", "limits")
+    ended = show("--only", "nixl", "--only", "limits")
 
     assert ended.exit_code == 1
-    assert "processes.unchecked" in ended.stdout
+    assert "nixl.unchecked" in ended.stdout
     assert "limits.open_files" in ended.stdout
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvbus.doctor import cuda, host, nixl
-from kvbus.doctor.process import Gpu, GpuList
+from kvbus.doctor import data_plane, host
+from kvbus.doctor.data_plane import Read
+from kvbus.doctor.probe import Gpu, GpuList
 from tests.doctor.running import check_finding
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -27,13 +28,16 @@ def locked(limit: int | None, may_lock: bool, *rdma_devices: str) -> Finding:
     return host.locked_memory_finding(limit, may_lock=may_lock, rdma_devices=rdma_devices)
 
 
-def reading(error: str, scope: int | None) -> Finding:
-    return host.reading_finding(error, ptrace_scope=scope, may_trace=False)
-
-
 def gpus(seen: GpuList, error: str) -> Finding:
-    return cuda.gpus_finding(seen, error, num_devices=1, driver="570.86", torch_version="2.13.0")
+    return data_plane.gpus_finding(seen, error, num_devices=1)
 
+
+def read(way: str, bytes_per_s: float, wire: str = "", tls: str = "", scope: str = "1") -> Finding:
+    error = "" if bytes_per_s else "it hung"
+    return data_plane.read_finding(Read(way, tls, bytes_per_s, wire, error), scope)
+
+
+OVER_BOTH = "52% on tcp/eth0 and 48% on tcp/lo"
 
 ROWS: list[tuple[Finding, str, str, str, str]] = [
     (host.segment_finding(REFUSED), "memory.segment", ERROR, REFUSED, ""),
@@ -52,12 +56,29 @@ ROWS: list[tuple[Finding, str, str, str, str]] = [
     (locked(8 * MIB, False, "mlx5_0"), "limits.locked_memory", WARNING, "mlx5_0", "ulimit -l"),
     (locked(8 * MIB, True, "mlx5_0"), "limits.locked_memory", OK, "CAP_IPC_LOCK overrides", ""),
     (host.file_size_finding(GIB), "limits.file_size", WARNING, "1 GiB", "ulimit -f"),
-    (reading(REFUSED, 2), "processes.read_memory", WARNING, REFUSED, "sysctl kernel.yama.ptrace_"),
     (gpus(GPU, ""), "cuda.gpus", OK, "H200", ""),
     (gpus(NO_GPU, "torch is built without CUDA"), "cuda.gpus", WARNING, "without CUDA", "python"),
-    (cuda.no_gpu_finding("2.13.0"), "cuda.gpus", NOTE, "not checked", ""),
-    (cuda.ipc_finding("invalid context"), "cuda.ipc", WARNING, "invalid context", ""),
-    (cuda.allocator_finding("a:1, expandable_segments: True"), "cuda.allocator", WARNING, "ex", ""),
+    (data_plane.ipc_finding("invalid context"), "cuda.ipc", WARNING, "invalid context", ""),
+    (read("configured", 9e9, "cma/memory"), "nixl.read.configured", OK, "9 GB/s over cma/memo", ""),
+    (read("configured", 0), "nixl.read.configured", ERROR, "it hung", "env | grep ^UCX_"),
+    (read("configured", 1e9, OVER_BOTH), "nixl.read.configured", WARNING, "over 52% on tcp", ""),
+    (read("configured", 1e9, "tcp/lo", "tcp"), "nixl.read.configured", WARNING, "tcp/lo", "unset"),
+    (read("configured", 1e9, "tcp/lo", "", "2"), "nixl.read.configured", WARNING, "1 G", "sysctl"),
+    (
+        read("tcp", 13e8, "tcp/lo", "tcp"),
+        "nixl.read.tcp",
+        OK,
+        "1.3 GB/s over tcp/lo (UCX_TLS=t",
+        "",
+    ),
+    (read("tcp", 0, "", "tcp"), "nixl.read.tcp", WARNING, "fails (UCX_TLS=tcp): it hung", ""),
+    (
+        read("rdma", 4e10, "rc_mlx5/mlx5_0:1", "ib"),
+        "nixl.read.rdma",
+        OK,
+        "40 GB/s over rc_mlx5",
+        "",
+    ),
 ]
 
 
@@ -78,50 +99,3 @@ def test_a_machine_is_complained_of_by_what_it_costs(
     assert phrase in found.found
     assert found.command.startswith(command)
     check(found)
-
-
-def read(way: str, rate: float | None, wire: str = "", tls: str = "") -> nixl.ReadFacts:
-    error = "" if rate else "it hung"
-    choice = nixl.UcxChoice(way)
-    return nixl.ReadFacts(way=choice, ucx_tls=tls, bytes_per_s=rate, wire=wire, error=error)
-
-
-FAST = read("configured", 9e9, "cma/memory")
-SLOW = read("configured", 1.3e9, "52% on tcp/eth0 and 48% on tcp/lo")
-TCP = read("tcp", 1.3e9, "tcp/lo", "tcp")
-RDMA = read("rdma", 40e9, "rc_mlx5/mlx5_0:1", "ib")
-
-
-@pytest.mark.parametrize(
-    ("reads", "wanted"),
-    [
-        (
-            [FAST, TCP],
-            {"one_machine": (OK, "cma/memory, 9 GB/s"), "two_machines": (NOTE, "only: 1.3 GB/s")},
-        ),
-        (
-            [FAST, TCP, RDMA],
-            {"one_machine": (OK, "rc_mlx5"), "two_machines": (OK, "by RDMA; 40 GB/s")},
-        ),
-        (
-            [FAST, read("tcp", None)],
-            {"two_machines": (WARNING, "cannot be reached"), "read.tcp": (WARNING, "it hung")},
-        ),
-        ([SLOW, TCP], {"one_machine": (WARNING, "read over TCP"), "two_machines": (NOTE, "TCP")}),
-        (
-            [read("configured", None), TCP],
-            {"one_machine": (OK, "tcp/lo"), "read.configured": (ERROR, "it hung")},
-        ),
-    ],
-    ids=["usual", "rdma", "no-tcp", "slow", "not-as-configured"],
-)
-def test_what_was_read_says_how_agents_of_one_machine_and_of_two_are_reached(
-    reads: list[nixl.ReadFacts], wanted: dict[str, tuple[str, str]]
-) -> None:
-    found = {one.name.removeprefix("nixl."): one for one in nixl.read_findings(reads)}
-
-    for name, (severity, phrase) in wanted.items():
-        assert found[name].severity == severity
-        assert phrase in found[name].found
-    for one in found.values():
-        check(one)

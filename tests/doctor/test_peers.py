@@ -91,7 +91,7 @@ def test_each_agent_has_to_trust_the_key_of_the_other_in_its_role(
 
     assert keys["severity"] == severity
     assert said in keys["found"]
-    assert ("kvbus keys trust FOLDER" in keys["command"]) == (" trusts the key d" in keys["found"])
+    assert ("kvbus keys trust FILE" in keys["command"]) == (" trusts the key d" in keys["found"])
 
 
 def sharing(**changes: Any) -> Told:
@@ -108,7 +108,7 @@ OTHER_MOUNTS = {"mount_namespace": "mnt:[8]"}
         ({}, {}, "warning", "over TCP: /nowhere/memory.sock is not here"),
         ({"uid": 8}, {}, "warning", "over TCP: it is of uid 8, and the reader of uid 7"),
         ({"closed": "mapped = false"}, {}, "warning", "over TCP: mapped = false"),
-        ({"pid_namespace": PIDS}, {}, "ok", "through shared memory: /nowhere"),
+        ({"pid_namespace": PIDS}, {}, "note", "through shared memory: /nowhere"),
         ({}, {"engines": {"e at prefill-0": "open"}}, "ok", "can be mapped"),
         ({}, {"engines": {"e at prefill-0": "no room"}}, "warning", "over TCP: no room"),
         (OTHER_MOUNTS, OTHER_MOUNTS, "ok", "can be mapped"),
@@ -152,14 +152,8 @@ def test_the_ways_are_those_of_the_machine_that_looks(machine: str, severity: st
     assert ("run this on that machine" in found["from"]["why"]) == (machine == "another")
 
 
-def test_what_an_agent_of_an_earlier_version_does_not_tell_is_noted() -> None:
-    with agent(told_by("prefill"), is_early=True) as peer, agent(decode(**sharing())) as reader:
-        found = doctor("--only", "peer", "--peer", peer, "--from", reader)
-
-    noted = {name for name, one in found.items() if one["severity"] == "note"}
-    unknown = ("packets", "protocol", "keys", "handshake", "one_machine", "clock")
-    assert {one["severity"] for one in found.values()} == {"ok", "note"}
-    assert noted == {f"peer.{subject}" for subject in unknown}
+def test_where_agents_run_is_not_told_to_strangers_and_noted() -> None:
+    assert look_at(prefill(), decode(**sharing()))["one_machine"]["severity"] == "note"
 
 
 def test_an_agent_of_this_side_that_does_not_answer_is_an_error() -> None:

@@ -19,7 +19,7 @@ from tests.doctor.running import Findings, checked, doctor, severities
 
 KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()", "doctor"]
 ENDS_WITHIN_S = 100.0
-FAMILIES = ("versions", "memory", "limits", "processes", "nixl", "cuda", "agents")
+FAMILIES = ("versions", "memory", "limits", "nixl", "cuda", "agents")
 LISTED = '{"nixl_version": "1.5.1", "backends": %s}'
 WITH_UCX, WITHOUT_UCX = '{"UCX": ["DRAM_SEG"], "GDS": []}', '{"UCX": [], "POSIX": ["DRAM_SEG"]}'
 HANG = "import signal; signal.pause()"
@@ -50,10 +50,10 @@ class Machine:
         return {"PYTHONPATH": path, "DOCTOR_TEST_MARK": self.mark}
 
     def doctor(self, *arguments: str) -> Findings:
-        """What is found here by a process of its own, which says nothing else."""
+        """What is found here by a process of its own, which else says what it waits for."""
         with self.started("--json", *arguments) as process:
             stdout, stderr = process.communicate(timeout=ENDS_WITHIN_S)
-        assert stderr == ""
+        assert all(line.startswith("waiting for ") for line in stderr.splitlines())
         assert self.processes() == []
         return checked(json.loads(stdout), status=process.returncode)
 
@@ -117,7 +117,11 @@ def test_nixl_that_does_not_work_is_an_error_with_its_reason(
 @pytest.mark.parametrize(
     ("target", "reader", "told"),
     [
-        ("sys.exit('the target has no memory')", "sys.exit(sys.stdin.readline())", "no memory"),
+        (
+            "sys.exit('the target has no memory')",
+            "sys.stdin.readline(); import os; os._exit(1)",
+            "no memory",
+        ),
         (f"print('a line', flush=True); {HANG}", "sys.exit('it is broken')", "it is broken"),
         (
             "sys.stdin.read(); print('a line', flush=True); import os; os._exit(0)",
@@ -135,7 +139,7 @@ def test_of_a_pair_of_processes_the_one_that_failed_is_told_and_both_end(
     found = machine.doctor("--only", "nixl", "--timeout", "8")
 
     reads = {name: one for name, one in found.items() if name.startswith("nixl.read.")}
-    assert {"nixl.read.configured", "nixl.read.shared_memory", "nixl.read.tcp"} <= reads.keys()
+    assert {"nixl.read.configured", "nixl.read.tcp"} <= reads.keys()
     assert [one["found"] for one in reads.values() if told not in one["found"]] == []
     assert all(one["values"]["bytes_per_s"] is None for one in reads.values())
     assert found["nixl.read.configured"]["severity"] == "error"
@@ -167,16 +171,14 @@ def test_this_machine_as_a_whole(machine: Machine, tmp_path: Path) -> None:
 
     read: dict[str, Any] = found["nixl.read.tcp"]["values"]
     room: dict[str, Any] = found["memory.room"]["values"]
-    reading = found["processes.read_memory"]
-    may_read = reading["values"]["may_trace"] or (reading["values"]["ptrace_scope"] or 0) <= 1
     assert {one["family"] for one in found.values()} == {*FAMILIES}
     assert not any(name.endswith("unchecked") for name in found)
     assert read["bytes_per_s"] > 1e6
     assert read["wire"].startswith("tcp/")
     assert 0 < room["available_bytes"] <= room["total_bytes"]
     assert found["memory.segment"]["severity"] == "ok"
-    assert (reading["severity"] == "ok") == may_read
-    assert "DRAM_SEG" in found["nixl.backends"]["values"]["backends"]["UCX"]
+    assert found["nixl.read.configured"]["values"]["ucx_version"]
+    assert "DRAM_SEG" in found["nixl.installed"]["values"]["backends"]["UCX"]
     assert found["agents.here.runtime_dir"]["severity"] == "ok"
 
 

@@ -1,0 +1,216 @@
+"""Whether NIXL reads, how fast and over what, and whether processes share memory of GPUs.
+
+All of it is measured between two processes of this machine, which are nothing else of kvbus: what
+may crash takes its own process along, and a loopback is not the network.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+from kvbus.doctor.host import installed, rdma_devices, text_of
+from kvbus.doctor.probe import Budget, GpuList, NixlList, run_alone, run_pair
+from kvbus.output import waiting_for
+from kvbus.text import rate_text
+
+NEEDED_BACKEND = "UCX"
+CONFIGURED, TCP, RDMA = "configured", "tcp", "rdma"
+UCX_TLS = {TCP: "tcp", RDMA: "ib"}
+WHY_AND_FIX = {
+    CONFIGURED: (
+        "Agents that are started from here have these settings, and cannot read.",
+        "Look at the UCX_ settings of the environment; without any UCX chooses. "
+        "UCX_TLS=sm,self cannot work, as shared memory alone cannot report a dead peer: add tcp.",
+    ),
+    TCP: (
+        "TCP is the way to other machines where there is no RDMA.",
+        "See that a network interface is up (lo for agents of one machine) and that "
+        "UCX_NET_DEVICES names one that is there.",
+    ),
+    RDMA: (
+        "There are RDMA devices, and agents would not use them.",
+        "See limits.locked_memory; check the port (ibv_devinfo), and that /dev/infiniband "
+        "is in the container.",
+    ),
+}
+"""For a read that failed."""
+_TELL = {
+    "NIXL_LOG_LEVEL": "ERROR",
+    "UCX_LOG_LEVEL": "info",
+    "UCX_LOG_FILE": "stderr",
+    "UCX_PROTO_INFO": "y",
+}
+_UCX_VERSION = re.compile(r"UCX\s+INFO\s+Version (\S+)")
+_READ_TABLE = "remote memory read by ucp_get"
+_PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One measurement; ``bytes_per_s`` is 0 when it failed, and ``wire`` what UCX read over.
+
+    ``ucx_tls`` is what UCX was told, empty when it could choose.
+    """
+
+    way: str
+    ucx_tls: str
+    bytes_per_s: float
+    wire: str = ""
+    error: str = ""
+    ucx_version: str = ""
+
+
+def check_nixl(budget: Budget) -> Iterator[Finding]:
+    """NIXL itself, and how fast it reads, unless it does not load."""
+    with waiting_for("NIXL to load"):
+        listed, error = run_alone("nixl", budget, _TELL).answer(NixlList, NixlList())
+    yield installed_finding(listed, error)
+    for way in WHY_AND_FIX if not error else ():
+        if way != RDMA or rdma_devices():
+            yield read_finding(_measured(way, budget))
+
+
+def installed_finding(listed: NixlList, error: str) -> Finding:
+    """``error`` is empty when NIXL could be loaded and made an agent, one without a backend."""
+    if not error and not listed.backends.get(NEEDED_BACKEND):
+        error = f"it has no backend {NEEDED_BACKEND} that can be loaded"
+    return Finding(
+        "nixl.installed",
+        ERROR if error else OK,
+        f"NIXL does not work: {error}" if error else f"NIXL {listed.nixl_version or '?'} with UCX",
+        {"error": error, "nixl_version": listed.nixl_version, "backends": listed.backends},
+        why="kvbus moves all bytes with NIXL and its backend UCX.",
+        fix="Install nixl as required, see versions.nixl; of several installations of UCX, "
+        "LD_LIBRARY_PATH may have chosen another.",
+        command="python -c 'import nixl'",
+    )
+
+
+def _measured(way: str, budget: Budget) -> Read:
+    """A READ with UCX as it is configured here, or by one kind of transport."""
+    tls = UCX_TLS.get(way, os.environ.get("UCX_TLS", ""))
+    with waiting_for(f"a NIXL READ, {way}"):
+        ended = run_pair("nixl", budget, {**_TELL, **({"UCX_TLS": tls} if tls else {})})
+    rate, error = ended.answer(float, 0.0)
+    version = _UCX_VERSION.search(ended.log)
+    return Read(way, tls, rate, wire_in(ended.log), error, version[1] if version else "")
+
+
+def wire_in(log: str) -> str:
+    """What UCX reads large pieces over, such as ``cma/memory``; `UCX_PROTO_INFO=y` tells it."""
+    wire, is_read = "", False
+    for line in log.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 1:
+            is_read = cells[0].startswith(_READ_TABLE)
+        elif is_read and cells and cells[0].endswith("inf"):
+            wire = cells[-1]
+    return wire
+
+
+def read_finding(one: Read, ptrace_scope: str | None = None) -> Finding:
+    """An error where agents cannot read as it is configured, a warning where they do so over TCP.
+
+    ``ptrace_scope`` is Yama's setting; it is looked up where it is not given.
+    """
+    told = f"UCX_TLS={one.ucx_tls}" if one.ucx_tls else "UCX_TLS is not set"
+    (why, fix), command, severity = WHY_AND_FIX[one.way], "", OK
+    found = f"{rate_text(one.bytes_per_s)} over {one.wire or 'what UCX chose'} ({told})"
+    if not one.bytes_per_s:
+        found = f"fails ({told}): {one.error}"
+        severity = ERROR if one.way == CONFIGURED else WARNING
+        command = "env | grep ^UCX_" if one.way == CONFIGURED else ""
+    elif one.way == CONFIGURED and "tcp/" in one.wire:  # one of several, too
+        severity = WARNING
+        why = "Agents of this machine whose memory is not mapped read at a fraction of the speed."
+        fix, command = _fix_of_tcp(ptrace_scope or text_of(_PTRACE_SCOPE).strip(), one.ucx_tls)
+    return Finding(
+        f"nixl.read.{one.way}",
+        severity,
+        found,
+        {
+            "ucx_tls": one.ucx_tls,
+            "bytes_per_s": one.bytes_per_s or None,
+            "wire": one.wire,
+            "error": one.error,
+            "ucx_version": one.ucx_version,
+        },
+        why=why,
+        fix=fix,
+        command=command,
+    )
+
+
+def _fix_of_tcp(ptrace_scope: str, ucx_tls: str) -> tuple[str, str]:
+    """What lets UCX read the memory of other processes (CMA), and a command."""
+    if ucx_tls:
+        return "Let UCX use shared memory: UCX_TLS unset, or with sm.", "unset UCX_TLS"
+    if ptrace_scope not in ("", "0", "1"):
+        fix = f"Set kernel.yama.ptrace_scope, which is {ptrace_scope}, to 1 or 0."
+        return fix, "sysctl kernel.yama.ptrace_scope=1"
+    return (
+        "Let processes read each other's memory: docker --cap-add SYS_PTRACE, or a seccomp profile "
+        "with process_vm_readv; agents in different containers need one PID namespace.",
+        "",
+    )
+
+
+def check_cuda(budget: Budget) -> Iterator[Finding]:
+    """GPUs, and CUDA IPC; one note where there is no GPU: kvbus works from host memory.
+
+    The driver's devices count, visible to torch or not.
+    """
+    num_devices = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    if num_devices == 0:
+        found = "CUDA was not checked: there is no NVIDIA GPU here"
+        yield Finding("cuda.gpus", NOTE, found, {"gpus": [], "torch_version": installed("torch")})
+        return
+    with waiting_for("torch to find the GPUs"):
+        seen, error = run_alone("cuda", budget, {}).answer(GpuList, GpuList())
+    yield gpus_finding(seen, error, num_devices=num_devices)
+    if seen.gpus:
+        with waiting_for("two processes to share memory of a GPU"):
+            yield ipc_finding(run_pair("cuda", budget, {}).failure)
+
+
+def gpus_finding(seen: GpuList, error: str, *, num_devices: int) -> Finding:
+    """``error`` says why torch saw none of the driver's devices."""
+    driver = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text_of("/proc/driver/nvidia/version"))
+    driver_version, torch_version = driver[0] if driver else "", installed("torch")
+    names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in seen.gpus)
+    return Finding(
+        "cuda.gpus",
+        OK if seen.gpus else WARNING,
+        f"{names}; driver {driver_version or '?'}, CUDA {seen.cuda_version or '?'} of torch"
+        if seen.gpus
+        else f"the driver has {num_devices} GPUs, torch {torch_version or '?'} sees none: {error}",
+        {
+            "driver": driver_version,
+            "torch_version": torch_version,
+            "cuda_version": seen.cuda_version,
+            "gpus": [msgspec.structs.asdict(gpu) for gpu in seen.gpus],
+        },
+        why="KV in GPU memory reaches an agent by CUDA IPC; KV in host memory needs none of it.",
+        fix="Install a torch that is built for CUDA and fits the driver, and look at "
+        "CUDA_VISIBLE_DEVICES.",
+        command="python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'",
+    )
+
+
+def ipc_finding(error: str) -> Finding:
+    """``error`` says why another process could not open memory, empty when it could."""
+    works = "memory of one process was opened and read by another"
+    return Finding(
+        "cuda.ipc",
+        WARNING if error else OK,
+        f"CUDA IPC between two processes fails: {error}" if error else works,
+        {"error": error},
+        why="KV in GPU memory reaches an agent by CUDA IPC; KV in host memory needs none of it.",
+        fix="Run engine and agent where both see the GPU and each other: one IPC and PID namespace "
+        "(docker --ipc=host --pid=host), and PYTORCH_CUDA_ALLOC_CONF without expandable segments.",
+    )

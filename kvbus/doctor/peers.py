@@ -1,0 +1,422 @@
+"""Whether this machine reaches an agent elsewhere; two agents as a pair, by what each says.
+
+No agent is had to try another one: what they have done already is what is known. Nothing is said to
+the data plane: a port of it is connected to, and let go.
+"""
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+
+import anyio
+from msgspec import structs
+
+from kvbus.agent.identity import machine_id, mount_namespace, sharing
+from kvbus.bus import ClientCurve, agent_client, ask_agent
+from kvbus.bus.connection import look_up
+from kvbus.bus.sockets import host_of
+from kvbus.clocks import ClockOffset, Exchange
+from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, Severity
+from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestTimeout
+from kvbus.output import waiting_for
+from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.message import MAX_TEXT_CHARS, R, Request
+from kvbus.protocol.status import AgentStatus, PeerView, Sharing, Status
+from kvbus.protocol.ticket import CLOCK_TOLERANCE_S
+from kvbus.protocol.trace import Trace
+from kvbus.text import time_text
+
+CONNECT_S, ANSWER_S = 3.0, 5.0
+PADDING = MAX_TEXT_CHARS * "x"
+NUM_BYTES = 2 * MAX_TEXT_CHARS
+"""More than a packet of most networks holds, be they Ethernet or jumbo frames."""
+NUM_EXCHANGES = 8
+APART_S = 1.0
+"""From here on lines of logs are out of order that are of one handoff."""
+NO_WAY = tuple(map(os.strerror, (errno.ENETUNREACH, errno.EHOSTUNREACH)))
+LEADS_TO = "Fetches from this agent fail here with "
+NOTHING = AgentStatus("", AgentRole.DECODE, {}, draining=False, counts={})
+LOOK_THERE = "See that the agent runs, is not stopped, and trusts the key that you ask with."
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An agent elsewhere, the keys that it is asked with, and what it has told.
+
+    Its ``view`` is of the other agent of a pair.
+    """
+
+    endpoint: str
+    curve: ClientCurve | None = None
+    told: AgentStatus = NOTHING
+
+    def ask(self, message: Request[R], *, timeout_s: float = ANSWER_S) -> R:
+        """The answer, by a connection of its own; raises `KVBusError`."""
+
+        async def run() -> R:
+            return await ask_agent(self.endpoint, message, timeout_s=timeout_s, curve=self.curve)
+
+        with waiting_for(f"{self.endpoint} to answer"):
+            return anyio.run(run)
+
+    def status(self, *, timeout_s: float = ANSWER_S) -> AgentStatus:
+        """What it holds; raises `KVBusError`, also where no connection is taken there."""
+        problem = connect_problem(host_of(self.endpoint), int(self.endpoint.rpartition(":")[2]))
+        if problem:
+            raise RemoteError(problem, code=ErrorCode.PEER_UNREACHABLE)
+        return self.ask(Status(), timeout_s=timeout_s)
+
+    def about(self, other: "Peer") -> "Peer":
+        """Asked about another one, by whichever of its addresses is known there."""
+        key = other.curve.server_key if other.curve else ""
+        endpoints = dict.fromkeys((other.told.peer_endpoint or other.endpoint, other.endpoint))
+        answers = [self.ask(Status(peer=at, key=key)) for at in endpoints]
+        return replace(self, told=max(answers, key=_knows))
+
+    @property
+    def view(self) -> PeerView:
+        """What it says of the other one."""
+        return self.told.view or PeerView()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"the {self.told.role} agent '{self.told.agent_id}'"
+
+
+def _knows(status: AgentStatus) -> bool:
+    view = status.view
+    return view is not None and bool(view.listed or view.num_routes or view.problem)
+
+
+def address_of(host: str) -> str:
+    """Raises `RemoteError` (``peer_unreachable``), within seconds: a name server may be silent."""
+    return anyio.run(look_up, host).strip("[]")
+
+
+def connect_problem(host: str, port: int) -> str:
+    """Why no TCP connection can be made; empty when one was."""
+    try:
+        socket.create_connection((address_of(host), port), timeout=CONNECT_S).close()
+    except KVBusError as error:
+        return error.message
+    except TimeoutError:
+        return f"{host}:{port} does not answer within {CONNECT_S:g} s"
+    except (OSError, OverflowError) as error:
+        return f"{host}:{port}: {getattr(error, 'strerror', None) or error}"
+    return ""
+
+
+def check_peer(peer: Peer, reader: Peer | None = None) -> Iterator[Finding]:
+    """Its socket, packets both ways, the ports that KV is read by, its clock; and how KV comes.
+
+    With a ``reader``, the agent of this side, the last two are between the two agents.
+    """
+    try:
+        peer = replace(peer, told=peer.status())
+    except KVBusError as error:
+        fix, command = LOOK_THERE, ""
+        if error.message.endswith(NO_WAY):
+            fix, command = (
+                "This machine has no route there: see whether an interface of data_interfaces is "
+                "down here. If none is, the other machine is down, or its agent's advertise_host "
+                "is wrong.",
+                "ip -brief link; ip route",
+            )
+        elif error.code is ErrorCode.PEER_UNREACHABLE:
+            fix = (
+                "Let the agent advertise an address that this machine reaches (advertise_host), "
+                "start it, and open its ports on the way."
+            )
+        why = f"{LEADS_TO}{error.code}."
+        yield _finding(peer, "socket", ERROR, error.message, why, fix, command)
+        if isinstance(error, RequestTimeout) and _answers(peer, Trace()):
+            yield _packets_lost(peer, "the one for its status", "back")
+        return
+    yield _finding(peer, "socket", OK, f"{peer.name} answers")
+    yield _packets(peer)
+    yield _data(peer)
+    if reader is not None:
+        yield from _check_pair(peer, reader)
+        return
+    yield _clock(peer, None)
+    if peer.told.role is AgentRole.PREFILL and peer.told.sharing is not None:
+        here = structs.replace(NOTHING, sharing=sharing())
+        yield how_kv_comes("peer.one_machine", peer.told, here)
+
+
+def _finding(
+    peer: Peer,
+    subject: str,
+    severity: Severity,
+    found: str,
+    *reasons: str,
+) -> Finding:
+    """``reasons`` are why it matters, a fix and a command, as far as there are some."""
+    values = {"endpoint": peer.endpoint, "error": found if severity in (WARNING, ERROR) else ""}
+    return Finding(f"peer.{subject}", severity, found, values, *reasons)
+
+
+def _answers(peer: Peer, message: Request[R]) -> bool:
+    try:
+        peer.ask(message)
+    except KVBusError:
+        return False
+    return True
+
+
+# Whether packets of full size come to an agent, and back from it: which way loses them.
+#
+#     question, 8 KiB, echoed      ──▶ ──▶ agent ──▶ ──▶   both ways carry large packets
+#     question, 8 KiB, not echoed  ──▶ ──▶ agent ─────▶    the way there does
+#
+# The second is asked only where the first has no answer. An agent does not send more than it was
+# sent: who could have it do so would use agents against others.
+def _packets(peer: Peer) -> Finding:
+    try:
+        peer.ask(Status(echo=2 * PADDING))
+    except RequestTimeout:
+        if _answers(peer, Status(fetch_id=PADDING, offer_id=PADDING)):
+            return _packets_lost(peer, f"one with an answer of {NUM_BYTES:,} bytes", "back")
+        return _packets_lost(peer, f"one of {NUM_BYTES:,} bytes", "there")
+    except KVBusError as error:
+        return _finding(peer, "packets", ERROR, error.message, "It answered before.", LOOK_THERE)
+    return _finding(peer, "packets", OK, "packets of full size come there, and back")
+
+
+def _packets_lost(peer: Peer, question: str, way: str) -> Finding:
+    return _finding(
+        peer,
+        "packets",
+        ERROR,
+        f"small questions are answered, {question} is not: large packets are lost on the way {way}",
+        f"{LEADS_TO}peer_unreachable or timeout.",
+        "Give the interfaces on both sides the MTU of the smallest link between them.",
+        f"ping -M do -s 1472 {quote(host_of(peer.endpoint))}",
+    )
+
+
+def _data(peer: Peer) -> Finding:
+    """At least one address at which its NIXL listens takes a connection."""
+    ends = [(one, *one.rsplit(":", 1)) for one in peer.told.data_endpoints]
+    problems = {one: connect_problem(host, int(port)) for one, host, port in ends}
+    if not problems:
+        found = "it listens at no TCP port for KV now, so this was not looked at"
+        if peer.told.sharing is None:
+            found = "where its NIXL listens is told with a key only, so this was not looked at"
+        return _finding(peer, "data", OK, found)
+    if reached := [one for one, problem in problems.items() if not problem]:
+        return _finding(peer, "data", OK, f"its NIXL takes connections at {', '.join(reached)}")
+    listed = "; ".join(f"{one}: {problem}" for one, problem in problems.items())
+    return _finding(
+        peer,
+        "data",
+        ERROR,
+        f"no address of its NIXL takes a connection: {listed}",
+        f"{LEADS_TO}transfer_failed or timeout while they read.",
+        "Let data_interfaces (or UCX_NET_DEVICES) of that agent name a network that this machine "
+        "is on, and let its ports through.",
+    )
+
+
+def _check_pair(peer: Peer, reader: Peer) -> Iterator[Finding]:
+    """Roles, versions, keys, what came of handshakes, how KV comes, and the two clocks."""
+    try:
+        reader = replace(reader, told=reader.status())
+    except KVBusError as error:
+        why, fix = "The two are not compared.", f"See that it is reached from here. {LOOK_THERE}"
+        yield _finding(reader, "from", ERROR, error.message, why, fix)
+        return
+    its = reader.told.sharing
+    is_here = its is None or its.machine == machine_id()
+    yield _finding(
+        reader,
+        "from",
+        OK if is_here else NOTE,
+        f"{reader.name} answers" + ("" if is_here else ", from another machine than this"),
+        "Sockets, packets and ports were looked at from here: run this on that machine.",
+    )
+    is_right = (peer.told.role, reader.told.role) == (AgentRole.PREFILL, AgentRole.DECODE)
+    yield _finding(
+        peer,
+        "roles",
+        OK if is_right else ERROR,
+        f"--peer is {peer.name}, --from {reader.name}",
+        "KV goes from a prefill agent to a decode agent.",
+        "Name the prefill agent with --peer, and the decode agent that reads from it with --from.",
+    )
+    if not is_right:
+        return
+    peer, reader = peer.about(reader), reader.about(peer)
+    yield _protocol(peer, reader)
+    yield _keys(peer, reader)
+    yield _handshake(peer, reader)
+    yield how_kv_comes("peer.one_machine", peer.told, reader.told)
+    yield _clock(peer, reader)
+
+
+def _protocol(peer: Peer, reader: Peer) -> Finding:
+    """There is a version that both speak."""
+    theirs, ours = peer.view, reader.view
+    lowest = max(theirs.min_protocol, ours.min_protocol)
+    return _finding(
+        peer,
+        "protocol",
+        OK if lowest <= min(theirs.max_protocol, ours.max_protocol) else ERROR,
+        f"{peer.name} speaks versions {theirs.min_protocol} to {theirs.max_protocol} of the "
+        f"protocol, {reader.name} {ours.min_protocol} to {ours.max_protocol}",
+        "Their handshake is refused with unsupported_version.",
+        "Upgrade the older one.",
+    )
+
+
+def _keys(peer: Peer, reader: Peer) -> Finding:
+    """Both have keys, and trust that of the other in its role; or none has."""
+    has_key = [one for one in (peer, reader) if one.view.server_key]
+    if not has_key:
+        return _finding(peer, "keys", OK, "both agents are without keys")
+    why = "Agents with keys speak only with keys that they trust, in the role of the other agent."
+    if len(has_key) == 1:
+        lacks = reader if has_key == [peer] else peer
+        found = f"{has_key[0].name} has a key, {lacks.name} has none"
+        fix = "Give both key_file and authorized_keys (docs/security.md), or neither."
+        return _finding(peer, "keys", ERROR, found, why, fix)
+    problems, commands = [], []
+    for one, other in ((reader, peer), (peer, reader)):
+        role, key = other.told.role, other.view.server_key
+        if role not in one.view.roles:
+            trusted = " and ".join(one.view.roles) or "nothing"
+            problems.append(
+                f"{one.name} trusts the key {key} of {other.name} as {trusted}, not as {role}"
+            )
+            named = quote(other.told.agent_id)
+            commands.append(f"kvbus keys trust FILE {quote(key)} --name {named} --role {role}")
+    if not problems:
+        return _finding(peer, "keys", OK, "each agent trusts the key of the other")
+    fix = "Trust it, in the file (authorized_keys) of the agent that does not."
+    return _finding(peer, "keys", ERROR, "; ".join(problems), why, fix, "; ".join(commands))
+
+
+def _handshake(peer: Peer, reader: Peer) -> Finding:
+    """What the decode agent has met with."""
+    silent = reader.told.silent_peers
+    silent_s = silent.get(peer.told.peer_endpoint, silent.get(peer.endpoint))
+    if silent_s is not None:
+        return _finding(
+            peer,
+            "handshake",
+            ERROR,
+            f"{reader.name} counts it as silent: it has not answered for {silent_s:.0f} s",
+            "Fetches from it are refused with peer_unreachable until it answers.",
+            "See that the prefill agent is not stopped, and that the decode agent's machine "
+            "reaches it: run this there.",
+        )
+    view = reader.view
+    severity, why, fix = NOTE, "", ""
+    if view.problem:
+        severity = WARNING if view.num_routes else ERROR
+        found = f"the last try of {reader.name} to meet it failed: {view.problem}"
+        why = "Fetches from it fail, or take longer, until hands are shaken."
+        fix = (
+            "Do what the reason says; handshake.refused and peer.cold in the decode agent's log "
+            "have more."
+        )
+    elif view.num_routes:
+        listed = "listed and warm, " if view.warm else ""
+        severity, found = OK, f"{listed}routes known: {view.num_routes}"
+    elif view.listed:
+        found = "listed, not warm: no two engines that fit are there yet"
+    else:
+        found = f"not listed; no engine of {reader.name} has a route to it now"
+    return _finding(peer, "handshake", severity, found, why, fix)
+
+
+def how_kv_comes(name: str, prefill: AgentStatus, decode: AgentStatus) -> Finding:
+    """Mapped, read through shared memory, or over the network, by what both say of themselves."""
+    theirs, ours = prefill.sharing or Sharing(), decode.sharing or Sharing()
+    values: dict[str, object] = {"prefill": prefill.agent_id, "decode": decode.agent_id}
+    if not (theirs.machine and ours.machine):
+        found = "not looked at: where an agent runs is told with a key, or to its own user"
+        return Finding(name, NOTE, found, values)
+    if theirs.machine != ours.machine:
+        return Finding(name, OK, "the agents are on two machines: NIXL reads KV", values)
+    closed = _why_not_mapped(prefill, theirs, ours)
+    is_near = theirs.pid_namespace in ("", ours.pid_namespace)
+    severity, found = OK, "it is on the same machine, and its memory can be mapped"
+    if closed and is_near:
+        severity = NOTE
+        found = f"it is on the same machine, and is read through shared memory: {closed}"
+    elif closed:
+        severity = WARNING
+        found = "it is on the same machine, in another PID namespace, so UCX reads it over TCP: "
+        found += closed
+    return Finding(
+        name,
+        severity,
+        found,
+        {**values, "not_mapped": closed, "same_pid_namespace": is_near},
+        why="A decode agent copies memory that it maps in one pass. UCX reads the rest, through "
+        "shared memory within one PID namespace, and else over TCP, at a fraction of the speed.",
+        fix="Mount the prefill agent's runtime_dir into the decode agent's container, at the same "
+        "path, with both agents of one user (docs/kubernetes.md, pods of one node); or give both "
+        "one PID namespace.",
+    )
+
+
+def _why_not_mapped(prefill: AgentStatus, theirs: Sharing, ours: Sharing) -> str:
+    """Empty when the decode agent maps it, or would: what it has met counts, else what is seen."""
+    names = [f"{engine} at {prefill.agent_id}" for engine in prefill.engines]
+    if met := [ours.engines[name] for name in names if name in ours.engines]:
+        return next((state for state in met if state != "open"), "")
+    if closed := theirs.closed or ours.closed:
+        return closed
+    if theirs.uid != ours.uid:
+        return f"it is of uid {theirs.uid}, and the reader of uid {ours.uid}"
+    if ours.mount_namespace != mount_namespace():  # we cannot look into another one
+        is_one = theirs.mount_namespace == ours.mount_namespace
+        return "" if is_one else f"{theirs.path} may not be there for the reader"
+    try:
+        return "" if Path(theirs.path).is_socket() else f"{theirs.path} is not here"
+    except OSError as error:
+        return f"{theirs.path}: {error.strerror}"
+
+
+def _clock(peer: Peer, reader: Peer | None) -> Finding:
+    """How far its wall clock is from that of another agent, or ours; not which of them is right."""
+    try:
+        clock = anyio.run(_ask_clock, peer)
+        other = anyio.run(_ask_clock, reader) if reader else ClockOffset(0.0, 0.0)
+    except KVBusError as error:
+        found = f"not looked at, as an agent does not tell its wall clock: {error.message}"
+        return _finding(peer, "clock", NOTE, found)
+    offset_s, error_s = clock.offset_s - other.offset_s, clock.error_s + other.error_s
+    is_apart = abs(offset_s) >= APART_S and abs(offset_s) > error_s
+    side = "behind" if offset_s > 0 else "ahead of"
+    whose = "that of --from" if reader else "this machine's"
+    told = f"{time_text(abs(offset_s))} {side} {whose}, ±{time_text(error_s)}"
+    return Finding(
+        "peer.clock",
+        WARNING if is_apart else OK,
+        f"its wall clock is {told}",
+        {"endpoint": peer.endpoint, "ahead_s": -offset_s, "error_s": error_s},
+        why="Lines of logs, and spans of a collector, have the wall clock of their machine: those "
+        f"of one handoff do not stand side by side. From {CLOCK_TOLERANCE_S} s on signed tickets "
+        "are refused.",
+        fix="Let both machines follow the same time server, by chrony or another client of NTP.",
+        command="chronyc tracking",
+    )
+
+
+async def _ask_clock(peer: Peer) -> ClockOffset:
+    exchanges: list[Exchange] = []
+    async with agent_client(peer.endpoint, curve=peer.curve) as client:
+        for _ in range(NUM_EXCHANGES):
+            sent_s = time.time()
+            answer = await client.ask(Trace(), timeout_s=ANSWER_S)
+            exchanges.append(Exchange(sent_s, answer.wall_s, time.time()))
+    return ClockOffset.of(exchanges)
