@@ -139,6 +139,7 @@ bench: $(INSTALLED) $(KERNEL) ## Measure handoffs beside bare NIXL (minutes)
 docs: $(INSTALLED) ## Generate the generated parts of docs/ and the golden vectors
 	PYTHONPATH=. $(BIN)/python docs/generate_protocol.py
 	PYTHONPATH=. $(BIN)/python docs/generate_header.py
+	PYTHONPATH=. $(BIN)/python docs/generate_reference.py
 	PYTHONPATH=. $(BIN)/python docs/diagrams.py
 	$(BIN)/python -m tests.vectors.generate
 

@@ -110,14 +110,14 @@ def _complain(error: KVBusError, *, status: int) -> int:
 
 def commented_default(kind: type[AgentConfig], **values: str) -> str:
     """A TOML file with every key, its meaning and its default; ``values`` fill required keys."""
-    meanings, lines = _meanings(kind), list[str]()
+    meanings, lines = meanings_of(kind), list[str]()
     for field in msgspec.structs.fields(kind):
         value = _toml(values.get(field.name, field.default))
         lines += [f"# {meanings[field.name]}", f"{field.name} = {value}", ""]
     return "\n".join(lines)
 
 
-def _meanings(kind: type[AgentConfig]) -> dict[str, str]:
+def meanings_of(kind: type[AgentConfig]) -> dict[str, str]:
     """What stands below each key where it is declared."""
     found: dict[str, str] = {}
     for one in kind.__mro__[kind.__mro__.index(AgentConfig) :: -1]:

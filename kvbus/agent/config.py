@@ -106,17 +106,16 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     heartbeat_s: Duration = 2.0
     """Time between heartbeat events."""
     max_ended_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 40 << 20
-    """Memory for what is known of offers or fetches that have ended, some 2 KiB each, so that who
-    asks again when a reply was lost gets the same answer. It is forgotten after a minute, but the
-    last 1,024.
+    """Memory for what is known of offers or fetches that have ended, some 2 KiB each: of those of
+    the last minute, and the last 1,024.
     """
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 128 << 20
     """Memory of this agent that packed transfers pass through; 0 turns them off, so that KV of
     another shape goes in small pieces.
     """
     mapped: bool = True
-    """Whether a prefill agent lends the memory of its engines, read-only, to decode agents of this
-    machine and user, and whether a decode agent maps it and copies from there.
+    """Whether a prefill agent lends the memory of its engines to decode agents of this machine and
+    user, and whether a decode agent maps it and copies from there.
     """
     exposure: Literal["memory", "staging"] = "memory"
     """What NIXL is told of: `memory`, the KV caches of engines and the staging slots; `staging`,

@@ -44,28 +44,9 @@ def test_every_metric_of_both_agents_is_documented_and_no_other(
         for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", page, re.MULTILINE)
         if not name.startswith(PROCESS) and not name.endswith("_created")
     }
-    table = PAGE.read_text().partition("## Metrics\n")[2].partition("\n## ")[0]
-    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    documented = {name for cell in first_cells for name in re.findall(r"`(kvbus_\w+)", cell)}
+    documented = set(re.findall(r"^- `(kvbus_\w+)", PAGE.read_text(), re.MULTILINE))
 
     assert served == documented
-
-
-def test_every_event_that_is_logged_is_documented() -> None:
-    sources = [p for room in ("kvbus/agent", "services") for p in (ROOT / room).rglob("*.py")]
-    logged = {
-        event
-        for path in sources
-        for event in re.findall(
-            r"(?:log|level|lines|_lines)\.(?:debug|info|warning|error|critical|exception|write)"
-            r'\(\s*"([a-z_]+\.[a-z_]+)"',
-            path.read_text(),
-        )
-    }
-    text = PAGE.read_text()
-
-    assert len(logged) > 30
-    assert {event for event in logged if f"`{event}`" not in text} == set()
 
 
 @pytest.fixture(scope="module")

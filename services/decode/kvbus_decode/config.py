@@ -47,14 +47,13 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """
     peers: Annotated[tuple[Listing, ...], Meta(max_length=1024)] = ()
     """Prefill agents to connect to, and to shake hands with, before the first fetch from them: each
-    `tcp://HOST:PORT`, with keys `tcp://HOST:PORT KEY`, their public key behind a blank. A HOST with
-    several addresses is the first of them. They have to allow it (shake_hands_ahead).
+    `tcp://HOST:PORT`, with keys `tcp://HOST:PORT KEY`. They have to allow it (shake_hands_ahead).
     """
     max_peers: Bound = 256
     """Most prefill agents at a time; idle ones make room."""
     idle_peer_s: Duration = 600.0
-    """A prefill agent that nothing was read from for so long is left: the connection, what NIXL
-    knows of it, and its memory that is mapped here. The next fetch from it shakes hands again.
+    """A prefill agent that nothing was read from for so long is left, with all that is held for it.
+    The next fetch from it shakes hands again.
     """
     quarantine_timeout_s: Duration = 60.0
     """How long READs of an ended fetch are waited for when their prefill agent is stopped or cut
@@ -62,16 +61,12 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     path: Literal["auto", "direct", "packed", "mapped"] = "auto"
-    """How KV is read: `direct` straight from blocks into blocks, `packed` through staging slots of
-    both agents, `mapped` by one copy out of a prefill engine's memory on this machine, `auto`
-    mapped where that is open, else direct where runs are long and no two ranks read the same, else
-    packed.
+    """How KV is read: `direct` from blocks into blocks, `packed` through staging slots, `mapped` by
+    a copy out of a prefill engine's memory on this machine; `auto` chooses.
     """
     digest: Literal["off", "sampled", "full"] = "off"
-    """Whether what was read is compared with what the prefill engine has, by digests of each layer,
-    head and 16 tokens, before a fetch completes: of all of it, or of a 64th. A fetch whose bytes
-    differ fails with `digest_mismatch`; one from an agent that makes no digests fails, too. Read
-    again for it: every byte, on both sides.
+    """Whether what was read is compared with what the prefill engine has, by digests, before a
+    fetch completes: all of it, or a 64th. Bytes that differ fail it with `digest_mismatch`.
     """
 
     @property

@@ -33,10 +33,9 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     blocks back; and how long a dead engine's addresses are kept.
     """
     shake_hands_ahead: Literal["keys", "anybody", "nobody"] = "keys"
-    """Which decode agents may shake hands before they have a ticket, as those do that list this
-    agent in their `peers`: `keys` those whose key is trusted as `decode`, `anybody` all that reach
-    the peer socket. It tells them where the engines' memory is, which is all that NIXL asks for to
-    read it.
+    """Which decode agents may shake hands before they have a ticket: `keys` those whose key is
+    trusted as `decode`, `anybody` all that reach the peer socket. It tells them where the engines'
+    memory is, which is all that NIXL asks for to read it.
     """
 
     @property
