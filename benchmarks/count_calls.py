@@ -103,36 +103,31 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.asynccontextmanager
 async def engines(started: Sequence[RunningAgent]) -> AsyncIterator[dict[str, Any]]:
-    """A session of an engine beside each agent, attached and ready, by the agent's name."""
-    from kvbus.engine import DecodeSession, MemorySession, PrefillSession  # noqa: PLC0415 - torch
+    """The link of an engine with each agent, by the agent's name."""
+    from kvbus.engine import Link, RankMemory  # noqa: PLC0415 - torch
     from kvbus.geometry import EngineSpec, GroupSpec, KvLayout  # noqa: PLC0415
 
     group = GroupSpec(GROUP, (0,), BLOCK_TOKENS, 8, 128, "bfloat16")
-    sessions: dict[str, Any] = {}
+    links: dict[str, Any] = {}
     async with contextlib.AsyncExitStack() as stack:
         for agent in started:
             spec = EngineSpec(f"engine-{agent.name}", "model", 1, (group,))
-            kind = PrefillSession if agent.role == "prefill" else DecodeSession
-            control = kind(agent.attach_path, spec, attach_timeout_s=60)
-            sessions[agent.name] = await stack.enter_async_context(control)
-            memory = MemorySession(agent.attach_path, spec, 0)
-            await stack.enter_async_context(memory)
-            await memory.allocate(KvLayout.parse("NHD"), num_blocks=MANY_BOXES)
-            await control.register()
-            await control.ready()
-        yield sessions
+            memory = RankMemory.allocate(spec, 0, KvLayout.parse("NHD"), num_blocks=MANY_BOXES)
+            link = Link(agent.attach_path, spec, memory=memory, attach_timeout_s=60)
+            links[agent.name] = await stack.enter_async_context(link)
+        yield links
 
 
 async def hand_off(
-    sessions: Mapping[str, Any], path: str, num_blocks: int, *, switch: mmap.mmap, number: int
+    links: Mapping[str, Any], path: str, num_blocks: int, *, switch: mmap.mmap, number: int
 ) -> None:
     """One handoff; its fetch is recorded as round ``number``, unless that is 0."""
     num_tokens, blocks = num_blocks * BLOCK_TOKENS, {GROUP: list(range(num_blocks))}
     request_id = f"request-{path}-{number}"
-    offer = await sessions["prefill"].offer(request_id, num_tokens=num_tokens, block_ids=blocks)
+    offer = await links["prefill"].offer(request_id, num_tokens=num_tokens, block_ids=blocks)
     await anyio.sleep(CALM_S)
     switch[0] = number
-    fetch = sessions[path].fetch(offer.ticket, num_tokens=num_tokens, block_ids=blocks)
+    fetch = links[path].fetch(offer.ticket, num_tokens=num_tokens, block_ids=blocks)
     fetched = await fetch.ended
     await offer.ended
     await anyio.sleep(CALM_S)
@@ -147,11 +142,11 @@ async def record(started: Sequence[RunningAgent], switch: Path, rounds: int) -> 
     numbers: list[list[str]] = [[] for _ in kinds]
     with switch.open("r+b") as file:
         shared = mmap.mmap(file.fileno(), 1)
-    async with engines(started) as sessions:
+    async with engines(started) as links:
         for turn in range(-WARM_UP_ROUNDS, rounds):
             for kind, (path, num_blocks) in enumerate(kinds):
                 number = 1 + turn * len(kinds) + kind if turn >= 0 else 0
-                await hand_off(sessions, path, num_blocks, switch=shared, number=number)
+                await hand_off(links, path, num_blocks, switch=shared, number=number)
                 numbers[kind] += [str(number)] if number else []
     return numbers
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ import anyio
 import torch
 
 from kvbus.bench.processes import agent
-from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.engine import Link, RankMemory
 from kvbus.errors import SegmentError
 from kvbus.geometry import (
     BlockTable,
@@ -118,24 +117,18 @@ async def hand_off(
     """Median seconds of a fetch, from its request to its notice."""
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     blocks = {"full": torch.randperm(num_blocks).tolist()}
-    layout, wait = KvLayout.parse("NHD"), {"attach_timeout_s": ATTACH_TIMEOUT_S}
-    async with (
-        PrefillSession(attach[0], specs[0], **wait) as prefill,
-        DecodeSession(attach[1], specs[1], **wait) as decode,
-        MemorySession(attach[0], specs[0], 0, **wait) as source,
-        AsyncExitStack() as targets,
-    ):
-        await source.allocate(layout, num_blocks=num_blocks, device="cuda")
-        for rank in range(specs[1].tp_size):
-            target = MemorySession(attach[1], specs[1], rank, **wait)
-            await targets.enter_async_context(target)
-            await target.allocate(layout, num_blocks=num_blocks, device="cuda")
-        for control in (prefill, decode):
-            await control.register()
-            await control.ready()
+    layout = KvLayout.parse("NHD")
+    links = []
+    for engine, path in zip(specs, attach, strict=True):
+        memory = [
+            RankMemory.allocate(engine, rank, layout, num_blocks=num_blocks, device="cuda")
+            for rank in range(engine.tp_size)
+        ]
+        links.append(Link(path, engine, memory=memory, attach_timeout_s=ATTACH_TIMEOUT_S))
+    async with links[0] as prefill, links[1] as decode:
         taken = []
         for number in range(REPEATS + 1):
-            source.record()
+            prefill.record()
             offer = await prefill.offer(str(number), num_tokens=num_tokens, block_ids=blocks)
             began = time.perf_counter()
             fetch = decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=blocks)

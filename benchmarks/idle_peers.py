@@ -12,13 +12,11 @@ from pathlib import Path
 
 import anyio
 
-from kvbus.bench.caches import open_caches
-from kvbus.bench.prefill_engine import SourceEngine
+from kvbus.bench.engine import DecodeEngine, PrefillEngine
 from kvbus.bench.processes import agent
-from kvbus.bench.shapes import GROUP, SMALL
-from kvbus.engine import DecodeSession
+from kvbus.bench.shapes import SMALL, contiguous
 
-ATTACH_TIMEOUT_S, CALM_S = 300.0, 3.0
+PATIENCE_S, CALM_S = 300.0, 3.0
 
 
 async def measure(num_peers: int, seconds: float, folder: Path) -> None:
@@ -29,20 +27,20 @@ async def measure(num_peers: int, seconds: float, folder: Path) -> None:
             agents.enter_context(agent("prefill", folder, label=str(number)))
             for number in range(num_peers)
         ]
-        async with anyio.create_task_group() as tasks, AsyncExitStack() as engines:
-            spec = SMALL.spec("reader")
-            session = DecodeSession(decode.attach_path, spec, attach_timeout_s=ATTACH_TIMEOUT_S)
-            await engines.enter_async_context(session)
-            await open_caches(engines, decode.attach_path, spec, SMALL, 2)
-            await session.register()
-            await session.ready()
+        async with AsyncExitStack() as engines:
+            reader = DecodeEngine(
+                decode.attach_path, "reader", SMALL, 2, attach_timeout_s=PATIENCE_S
+            )
+            await engines.enter_async_context(reader)
+            block = contiguous(1)
             for number, peer in enumerate(prefill):
-                source = SourceEngine(tasks, str(peer.attach_path), f"source-{number}")
-                engines.push_async_callback(source.close)
-                await source.open(SMALL.name, 2)
-                (ticket,) = await source.offer([(f"request-{number}", SMALL.block_size, [1])])
-                fetch = session.fetch(ticket, num_tokens=SMALL.block_size, block_ids={GROUP: [1]})
-                await fetch.ended
+                source = PrefillEngine(
+                    peer.attach_path, f"source-{number}", SMALL, 2, attach_timeout_s=PATIENCE_S
+                )
+                await engines.enter_async_context(source)
+                request = f"request-{number}", block.num_tokens, block.prefill.tolist()
+                (ticket,) = await source.run(source.offer([request]))
+                await reader.fetch(ticket, block)
             await anyio.sleep(CALM_S)
             everybody = {"decode agent": decode, "a prefill agent": prefill[0]}
             before = {name: one.child.cpu_s() for name, one in everybody.items()}
@@ -50,7 +48,6 @@ async def measure(num_peers: int, seconds: float, folder: Path) -> None:
             for name, one in everybody.items():
                 share = (one.child.cpu_s() - before[name]) / seconds * 100
                 print(f"{name}: {share:.2f} % of a core, {num_peers} peers, {seconds:g} s")
-            tasks.cancel_scope.cancel()
 
 
 def main() -> None:

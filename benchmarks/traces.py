@@ -21,12 +21,10 @@ from statistics import median
 import anyio
 
 from kvbus.agent.spans import ASKED
-from kvbus.bench.cases.rate import measure_rate
-from kvbus.bench.engines import Bench, EnginePair
-from kvbus.bench.figures import Scale
-from kvbus.bench.processes import agent, answering
+from kvbus.bench.figures import Scale, in_turn, median_ratio
+from kvbus.bench.load import measure_rate
+from kvbus.bench.pairs import Bench, Pair, running
 from kvbus.bench.shapes import BIG, scattered
-from kvbus.bench.stats import in_turn, median_ratio
 from kvbus.spawn import free_port
 
 MIB = 1 << 20
@@ -60,34 +58,21 @@ def deployments(folder: Path) -> Iterator[dict[str, Bench]]:
     collector.start()
     with ExitStack() as stack:
         stack.callback(collector.terminate)
-        yield {
-            OFF: deployment(stack, folder, "off", {}),
-            ON: deployment(stack, folder, "on", {"otlp_endpoint": f"http://127.0.0.1:{port}"}),
-        }
-
-
-def deployment(
-    stack: ExitStack, folder: Path, label: str, settings: dict[str, str | float | list[str]]
-) -> Bench:
-    """Two agents and the prefill engines' process."""
-    prefill, decode = (
-        stack.enter_context(agent(role, folder, label=label, settings=settings))
-        for role in ("prefill", "decode")
-    )
-    below = folder / f"engines-{label}"
-    below.mkdir()
-    module = "kvbus.bench.prefill_engine"
-    engines = answering("prefill engine", module, str(prefill.attach_path), folder=below)
-    agents = {"prefill agent": prefill, "decode agent": decode}
-    return Bench(agents, stack.enter_context(engines), below, stack)
+        collected = {"otlp_endpoint": f"http://127.0.0.1:{port}"}
+        benches = {}
+        for name, label, settings in ((OFF, "off", {}), (ON, "on", collected)):
+            (folder / label).mkdir(mode=0o700)
+            bench = running(folder / label, {"prefill": settings, "decode": settings})
+            benches[name] = stack.enter_context(bench)
+        yield benches
 
 
 @asynccontextmanager
-async def pairs(benches: dict[str, Bench], num_blocks: int) -> AsyncIterator[dict[str, EnginePair]]:
+async def pairs(benches: dict[str, Bench], num_blocks: int) -> AsyncIterator[dict[str, Pair]]:
     """Engines at each deployment."""
     async with AsyncExitStack() as stack:
         yield {
-            name: await stack.enter_async_context(bench.engines(BIG, num_blocks))
+            name: await stack.enter_async_context(bench.pair(BIG, num_blocks))
             for name, bench in benches.items()
         }
 

@@ -9,20 +9,17 @@ import argparse
 import base64
 import secrets
 import tempfile
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import anyio
 
-from kvbus.bench.cases.rate import measure_rate
-from kvbus.bench.engines import Bench, EnginePair
-from kvbus.bench.figures import Scale
-from kvbus.bench.processes import agent, answering
+from kvbus.bench.figures import Scale, in_turn
+from kvbus.bench.load import measure_rate
+from kvbus.bench.pairs import Bench, Pair, running
 from kvbus.bench.shapes import BIG, SMALL, PairedBlocks, Shape, scattered
-from kvbus.bench.stats import in_turn
 from kvbus.demo.keys import DemoKeys
 
 WAYS = ("plain", "keys", "signed", "staging")
@@ -52,29 +49,14 @@ def settings(way: str, folder: Path) -> dict[str, dict[str, Any]]:
     return more
 
 
-@contextmanager
-def site(way: str, folder: Path) -> Iterator[Bench]:
-    """Two agents of this way and a process for prefill engines."""
-    folder.mkdir(mode=0o700)
-    with ExitStack() as stack:
-        prefill, decode = (
-            stack.enter_context(agent(role, folder, settings=more))
-            for role, more in settings(way, folder).items()
-        )
-        module, path = "kvbus.bench.prefill_engine", str(prefill.attach_path)
-        engines = stack.enter_context(answering("prefill engine", module, path, folder=folder))
-        agents = {"prefill agent": prefill, "decode agent": decode}
-        yield Bench(agents, engines, folder, stack)
-
-
 async def measure(
     sites: dict[str, Bench], shape: Shape, tables: PairedBlocks, rounds: int
 ) -> dict[str, list[float]]:
     """Seconds of the fetches, by way."""
     async with AsyncExitStack() as stack:
-        pairs: dict[str, EnginePair] = {}
+        pairs: dict[str, Pair] = {}
         for way, bench in sites.items():
-            engines = bench.engines(shape, tables.capacities[0])
+            engines = bench.pair(shape, tables.capacities[0])
             pairs[way] = await stack.enter_async_context(engines)
             await pairs[way].verify(tables)
         ways = {way: lambda pair=pair: pair.timed(tables) for way, pair in pairs.items()}
@@ -84,7 +66,11 @@ async def measure(
 async def main(rounds: int, folder: Path) -> None:
     """Print a line for each size, and one for the rate."""
     with ExitStack() as stack:
-        sites = {way: stack.enter_context(site(way, folder / way)) for way in WAYS}
+        sites = {}
+        for way in WAYS:
+            (folder / way).mkdir(mode=0o700)
+            bench = running(folder / way, settings(way, folder / way))
+            sites[way] = stack.enter_context(bench)
         for name, (shape, num_blocks, times) in SIZES.items():
             seconds = await measure(sites, shape, scattered(num_blocks, shape), rounds * times)
             tell(name, {way: 1e3 * median(seconds[way]) for way in WAYS}, "ms")

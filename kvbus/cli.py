@@ -21,15 +21,15 @@ COMMANDS = {
         "Fetch what demo-prefill offered, by the lines on stdin; compare with the model run alone.",
     ),
     "bench": (
-        "kvbus.bench.cases.command",
+        "kvbus.bench.command",
         "Measure handoffs beside bare NIXL on this machine, with agents and engines of its own.",
     ),
     "bench-prefill": (
-        "kvbus.bench.sides.command",
+        "kvbus.bench.command",
         "Offer blocks at this machine's prefill agent; print their tickets, for bench-decode.",
     ),
     "bench-decode": (
-        "kvbus.bench.sides.command",
+        "kvbus.bench.command",
         "Fetch what bench-prefill offers, by the lines on stdin; show speed, cost and what limits.",
     ),
     "plan": (

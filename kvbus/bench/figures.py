@@ -1,17 +1,14 @@
-"""What is measured and how much of it, and what comes of it: figures as a table and as JSON.
+"""The cases, their figures and targets, as lines for people and rows for JSON; samples and medians.
 
 The command line needs all of this; to import a case would cost it seconds.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
-
-from rich.table import Table
-from rich.text import Text
-
-VERDICTS = {True: Text("ok", "green"), False: Text("missed", "red"), None: Text()}
 
 
 class CaseName(StrEnum):
@@ -40,6 +37,8 @@ class CaseName(StrEnum):
 ONLY_WHEN_ASKED = {CaseName.MEMORY, CaseName.LARGE}
 """They take long, or 9 GiB: they run when ``--only`` names them."""
 EVERY_TIME = tuple(name for name in CaseName if name not in ONLY_WHEN_ASKED)
+MAX_MIB = 1024
+"""Of a handoff between two machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,16 @@ class Figure:
         """Whether the target is met; None without one."""
         return None if self.target is None else self.target.met_by(self.value)
 
-
-Figures = Mapping[CaseName, Sequence[Figure]]
+    def row(self, case: str) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "case": case,
+            "name": self.name,
+            "value": float(f"{self.value:.6g}"),
+            "unit": self.unit,
+            "target": None if self.target is None else str(self.target),
+            "met": self.met,
+        }
 
 
 def milliseconds(name: str, seconds: float, target: Target | None = None) -> Figure:
@@ -104,37 +111,45 @@ def speed(name: str, num_bytes: int, seconds: float) -> Figure:
     return Figure(name, num_bytes / seconds / 1e9, "GB/s")
 
 
-def as_rows(measured: Figures) -> list[dict[str, Any]]:
-    """All of it, for JSON."""
-    return [
-        {
-            "case": case,
-            "name": figure.name,
-            "value": float(f"{figure.value:.6g}"),
-            "unit": figure.unit,
-            "target": None if figure.target is None else str(figure.target),
-            "met": figure.met,
-        }
-        for case, figures in measured.items()
-        for figure in figures
-    ]
+LINE = "{:15} {:49} {:>10} {:13} {:8} {}"
+HEADING = LINE.format("case", "figure", "value", "unit", "target", "").rstrip() + "\n"
+VERDICTS = {True: "ok", False: "missed", None: ""}
 
 
-def as_table(measured: Figures) -> Table:
-    """All of it, for people: one section for each case."""
-    table = Table("case", "figure", box=None, pad_edge=False)
-    table.add_column("value", justify="right")
-    for heading in ("unit", "target", ""):
-        table.add_column(heading)
-    for case, figures in measured.items():
-        for number, figure in enumerate(figures):
-            table.add_row(
-                "" if number else case,
-                figure.name,
-                f"{figure.value:,.3f}" if figure.value < 100 else f"{figure.value:,.0f}",
-                figure.unit,
-                "" if figure.target is None else str(figure.target),
-                VERDICTS[figure.met],
-                end_section=number == len(figures) - 1,
-            )
-    return table
+def lines(case: str, figures: Sequence[Figure]) -> str:
+    """A line for each figure; the first names the case."""
+    found = (
+        LINE.format(
+            "" if number else case,
+            figure.name,
+            f"{figure.value:,.3f}" if figure.value < 100 else f"{figure.value:,.0f}",
+            figure.unit,
+            str(figure.target or ""),
+            VERDICTS[figure.met],
+        )
+        for number, figure in enumerate(figures)
+    )
+    return "".join(line.rstrip() + "\n" for line in found)
+
+
+async def in_turn(
+    rounds: int, ways: Mapping[str, Callable[[], Awaitable[float]]]
+) -> dict[str, list[float]]:
+    """The seconds of each way, once a round: what disturbs one disturbs its neighbours."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            times[name].append(await way())
+    return times
+
+
+def quantile(samples: Sequence[float], fraction: float) -> float:
+    """The smallest sample that at least ``fraction`` of all samples do not exceed."""
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+
+def median_ratio(baseline_s: Sequence[float], ours_s: Sequence[float]) -> float:
+    """Our speed beside the baseline's, the median over rounds: what hits both cancels out."""
+    pairs = zip(baseline_s, ours_s, strict=True)
+    return statistics.median(baseline / ours for baseline, ours in pairs)

@@ -1,4 +1,7 @@
-"""The processes of the benchmark: agents, the prefill engine, a bare NIXL pair; each ends here."""
+"""The processes of the benchmark: agents, what answers lines, a bare NIXL pair; each ends here.
+
+Each has a session of its own: a Ctrl-C at the terminal is for the benchmark alone, which ends them.
+"""
 
 import contextlib
 import http.client
@@ -8,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import anyio
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 
 from kvbus.errors import RequestTimeout
 from kvbus.planning import Reads
@@ -25,9 +28,14 @@ ANSWER_TIMEOUT_S = 120.0
 
 def answering(name: str, module: str, *arguments: str, folder: Path) -> Child:
     """Run ``python -m module`` with pipes for its stdin and stdout; it ends with its stdin."""
-    command = [sys.executable, "-m", module, *arguments]
-    log = folder / f"{name}.log"
-    return Child.start(name, command, log=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return Child.start(
+        name,
+        [sys.executable, "-m", module, *arguments],
+        log=folder / f"{name}.log",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        own_session=True,
+    )
 
 
 async def ask(child: Child, line: bytes) -> bytes:
@@ -66,16 +74,16 @@ class BenchAgent:
 
     def lag_counts(self) -> dict[float, float]:
         """Its histogram of event loop lag: cumulative counts by upper bound in seconds."""
-        lags = (sample for sample in self._samples() if sample.name == LAG_BUCKET)
-        return {float(sample.labels["le"]): sample.value for sample in lags}
-
-    def _samples(self) -> Iterator[Sample]:
         connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=5)
         with contextlib.closing(connection):
             connection.request("GET", "/metrics")
             page = connection.getresponse().read().decode()
-        for family in text_string_to_metric_families(page):
-            yield from family.samples
+        return {
+            float(sample.labels["le"]): sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == LAG_BUCKET
+        }
 
 
 @contextlib.contextmanager
@@ -84,7 +92,7 @@ def agent(
     folder: Path,
     *,
     label: str = "default",
-    settings: Mapping[str, str | float | list[str]] = MappingProxyType({}),
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[BenchAgent]:
     """Start the ``role`` agent below ``folder``; ``settings`` are keys of its configuration.
 
@@ -93,8 +101,8 @@ def agent(
     port, name = free_port(), f"{role}-{label}"
     page = {"http_bind": f"127.0.0.1:{port}"}
     config = write_agent_config(name, folder, **page, **settings)
-    command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
-    with Child.start(f"{role} agent", command, log=folder / f"{name}.log") as child:
+    command, log = [sys.executable, "-m", f"kvbus_{role}", str(config)], folder / f"{name}.log"
+    with Child.start(f"{role} agent", command, log=log, own_session=True) as child:
         yield BenchAgent(child, folder / name / "attach.sock", port)
 
 

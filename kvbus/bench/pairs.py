@@ -1,30 +1,26 @@
-"""The engines of the benchmark: decode engines in this process, the line to the prefill engines."""
+"""What runs for the cases: two agents, decode engines here, prefill engines in their process."""
 
-import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
 import msgspec
 
-from kvbus.bench.caches import ATTACH_TIMEOUT_S, arrived, open_caches, wipe
-from kvbus.bench.processes import BenchAgent, agent, ask
-from kvbus.bench.shapes import GROUP, PairedBlocks, Shape
-from kvbus.engine import DecodeSession, KvCache
-from kvbus.engine.bounce import HostDecode
+from kvbus.bench.engine import DecodeEngine, Ticket, TimedFetch
+from kvbus.bench.processes import BenchAgent, agent, answering, ask
+from kvbus.bench.shapes import PairedBlocks, Shape
 from kvbus.errors import KVBusError
-from kvbus.protocol.engine import Fetched
 from kvbus.spawn import Child
-
-Ticket = Mapping[str, Any]
 
 UNMAPPED = "unmapped"
 """A decode agent that reads as one on another machine would, but over shared memory."""
-READERS: Mapping[str, Mapping[str, str | float]] = {
+READERS: Mapping[str, Mapping[str, str | bool]] = {
     UNMAPPED: {"mapped": False},
     **{path: {"path": path} for path in ("mapped", "direct", "packed")},
 }
@@ -32,37 +28,24 @@ READERS: Mapping[str, Mapping[str, str | float]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class TimedFetch:
-    """One handoff as the decode engine saw it."""
-
-    seconds: float
-    fetched: Fetched
-
-
-@dataclass(frozen=True, slots=True)
-class SourceName:
+class Source:
     """A prefill engine with a cache full of the pattern; its process does one thing at a time."""
 
     engine_id: str
     shape: Shape
-    process: Child
-    lock: anyio.Lock
-    numbers: "count[int]"
+    bench: "Bench"
 
     async def do(self, op: str, *arguments: Any) -> Any:
         """Have the engine do something; raises `KVBusError` when it cannot."""
         line = msgspec.json.encode([op, self.engine_id, arguments])
-        async with self.lock:
-            answer = msgspec.json.decode(await ask(self.process, line))
+        async with self.bench.lock:
+            answer = msgspec.json.decode(await ask(self.bench.engines, line))
         if "error" in answer:
             raise KVBusError(answer["error"])
         return answer["reply"]
 
     async def offer(self, *tables: PairedBlocks) -> list[Ticket]:
-        """Offer each of ``tables`` as a request, by way of the ring if the engine has one.
-
-        Answers once all are offered; what goes through a ring is saved meanwhile.
-        """
+        """Offer each of ``tables`` as a request; answers once all are offered."""
         tickets: list[Ticket] = await self.do("offer", [self._request(one) for one in tables])
         return tickets
 
@@ -78,36 +61,25 @@ class SourceName:
 
     def _request(self, tables: PairedBlocks) -> tuple[str, int, list[int]]:
         """A request id that was never used, its tokens and blocks."""
-        return f"request-{next(self.numbers)}", tables.num_tokens, tables.prefill.tolist()
+        number = next(self.bench.numbers)
+        return f"request-{number}", tables.num_tokens, tables.prefill.tolist()
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePair:
-    """A prefill engine and a decode engine of ``shape``, ready and attached."""
+class Pair:
+    """A prefill engine, and a decode engine that reads it."""
 
-    source: SourceName
-    shape: Shape
-    caches: Sequence[KvCache]
-    session: DecodeSession
-    reader: DecodeSession | HostDecode
+    source: Source
+    reader: DecodeEngine
     fetches: list[TimedFetch] = field(default_factory=list)
     """Those that `timed` has done."""
     released_s: list[float] = field(default_factory=list)
     """From offer to release, of the same."""
 
-    async def fetch(self, ticket: Ticket, tables: PairedBlocks, priority: int = 0) -> TimedFetch:
-        """Fetch an offer, and time it; raises `FetchFailed`."""
-        began, block_ids = time.perf_counter(), {GROUP: tables.decode}
-        fetch = self.reader.fetch(
-            ticket, num_tokens=tables.num_tokens, block_ids=block_ids, priority=priority
-        )
-        fetched = await fetch.ended
-        return TimedFetch(time.perf_counter() - began, fetched)
-
     async def hand_off(self, tables: PairedBlocks, priority: int = 0) -> TimedFetch:
         """Offer and fetch; only the fetch is timed."""
         (ticket,) = await self.source.offer(tables)
-        return await self.fetch(ticket, tables, priority)
+        return await self.reader.fetch(ticket, tables, priority)
 
     async def timed(self, tables: PairedBlocks) -> float:
         """Seconds of a handoff's fetch; the next one starts after the offer's release."""
@@ -118,13 +90,11 @@ class EnginePair:
 
     async def verify(self, tables: PairedBlocks) -> None:
         """Do one handoff and compare every byte; the peers are warm after it."""
-        wipe(self.caches)
+        self.reader.wipe()
         await self.hand_off(tables)
-        source = self.source.shape
-        if not arrived(self.caches, tables, source_block_size=source.block_size):
-            raise KVBusError(
-                f"a handoff from '{source.name}' to '{self.shape.name}' brought wrong bytes"
-            )
+        names = f"from '{self.source.shape.name}' to '{self.reader.shape.name}'"
+        if not self.reader.has(tables, self.source.shape):
+            raise KVBusError(f"a handoff {names} brought wrong bytes")
         await self.source.ended()
 
 
@@ -133,13 +103,13 @@ class Bench:
     """Everything that runs: two agents by their names in figures, the prefill engines' process."""
 
     agents: Mapping[str, BenchAgent]
-    prefill: Child
+    engines: Child
     folder: Path
-    stack: contextlib.ExitStack
+    stack: ExitStack
     others: dict[str, BenchAgent] = field(default_factory=dict)
     """Decode agents of `READERS`, since a case wanted them first."""
-    _lock: anyio.Lock = field(default_factory=anyio.Lock)
-    _numbers: "count[int]" = field(default_factory=count)
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+    numbers: "count[int]" = field(default_factory=count)
 
     def other_agent(self, label: str) -> BenchAgent:
         """The decode agent of `READERS` with this label; it ends with the benchmark."""
@@ -148,51 +118,56 @@ class Bench:
             self.others[label] = self.stack.enter_context(started)
         return self.others[label]
 
-    @contextlib.asynccontextmanager
-    async def engines(self, shape: Shape, num_blocks: int) -> AsyncIterator[EnginePair]:
-        """Engines of one shape with caches of ``num_blocks`` blocks, until the block ends."""
+    @asynccontextmanager
+    async def pair(self, shape: Shape, num_blocks: int) -> AsyncIterator[Pair]:
+        """Engines of one shape with caches of ``num_blocks`` blocks."""
         async with (
             self.source(shape, num_blocks) as source,
             self.reader(shape, num_blocks, source) as pair,
         ):
             yield pair
 
-    @contextlib.asynccontextmanager
-    async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[SourceName]:
+    @asynccontextmanager
+    async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[Source]:
         """A prefill engine."""
-        engine_id = f"{shape.name}-{next(self._numbers)}"
-        source = SourceName(engine_id, shape, self.prefill, self._lock, self._numbers)
+        source = Source(f"{shape.name}-{next(self.numbers)}", shape, self)
         await source.do("open", shape.name, num_blocks)
         yield source
         await source.do("close")
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def reader(
-        self,
-        shape: Shape,
-        num_blocks: int,
-        source: SourceName,
-        *,
-        agent: BenchAgent | None = None,
-    ) -> AsyncIterator[EnginePair]:
-        """A decode engine beside ``agent`` that reads ``source``."""
+        self, shape: Shape, num_blocks: int, source: Source, *, agent: BenchAgent | None = None
+    ) -> AsyncIterator[Pair]:
+        """A decode engine beside ``agent``, or the default one, that reads ``source``."""
         path = (agent or self.agents["decode agent"]).attach_path
-        spec = shape.spec(f"decode-{next(self._numbers)}")
-        session = DecodeSession(path, spec, attach_timeout_s=ATTACH_TIMEOUT_S)
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(session)
-            caches, ring = await open_caches(stack, path, spec, shape, num_blocks)
-            await session.register()
-            await session.ready()
-            reader: DecodeSession | HostDecode = session
-            if ring is not None:
-                reader = await stack.enter_async_context(HostDecode(session, *ring))
-            yield EnginePair(source, shape, caches, session, reader)
+        name = f"decode-{next(self.numbers)}"
+        async with DecodeEngine(path, name, shape, num_blocks) as reader:
+            yield Pair(source, reader)
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of each process, this one as the decode engine."""
         return {
             **{name: agent.child.cpu_s() for name, agent in self.agents.items()},
-            "prefill engine": self.prefill.cpu_s(),
+            "prefill engine": self.engines.cpu_s(),
             "decode engine": time.process_time(),
         }
+
+
+@contextmanager
+def running(
+    folder: Path,
+    settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Iterator[Bench]:
+    """Agents below ``folder`` and the prefill engines' process.
+
+    ``settings`` are those of agents that do not have the default ones, by role.
+    """
+    with ExitStack() as stack:
+        agents = {}
+        for role in ("prefill", "decode"):
+            started = agent(role, folder, settings=settings.get(role, {}))
+            agents[f"{role} agent"] = stack.enter_context(started)
+        attach_path = str(agents["prefill agent"].attach_path)
+        engines = answering("prefill engine", "kvbus.bench.engine", attach_path, folder=folder)
+        yield Bench(agents, stack.enter_context(engines), folder, stack)

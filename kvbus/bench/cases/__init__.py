@@ -1,1 +1,0 @@
-"""The cases of ``kvbus bench``, and the command."""
