@@ -125,9 +125,10 @@ async def hand_off(
     num_tokens, blocks = num_blocks * BLOCK_TOKENS, {GROUP: list(range(num_blocks))}
     request_id = f"request-{path}-{number}"
     offer = await links["prefill"].offer(request_id, num_tokens=num_tokens, block_ids=blocks)
+    ticket = offer.ticket
     await anyio.sleep(CALM_S)
     switch[0] = number
-    fetch = links[path].fetch(offer.ticket, num_tokens=num_tokens, block_ids=blocks)
+    fetch = links[path].fetch(ticket, num_tokens=num_tokens, block_ids=blocks)
     fetched = await fetch.ended
     await offer.ended
     await anyio.sleep(CALM_S)
