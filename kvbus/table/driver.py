@@ -69,9 +69,8 @@ class Driver(Generic[E]):
                         errors.append(error)
         finally:
             self._running = False
-            bound = self._table.deadlines.bound
-            if bound < self._alarm_at:
-                self._set_alarm(bound)
+            if self._table.deadlines.bound < self._alarm_at:
+                self._set_alarm()
         if self.on_settled is not None:
             self.on_settled()
         if errors:
@@ -83,8 +82,14 @@ class Driver(Generic[E]):
             self._alarm.cancel()
         self._alarm, self._alarm_at = None, float("-inf")
 
-    def _set_alarm(self, when: float) -> None:
-        """Keep one timer, never later than the next deadline; an early one only looks again."""
+    def _set_alarm(self) -> None:
+        """Keep one timer, never later than the next deadline; an early one only looks again.
+
+        The bound may be that of a deadline which the same event has put off: it is looked at.
+        """
+        when = self._table.deadlines.next()
+        if when is None or when >= self._alarm_at:
+            return
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm, self._alarm_at = self._loop.call_at(when, self._ring), when

@@ -12,7 +12,7 @@ later, and in these turns no owner has a second one before each other owner has 
 Of what is bounded and does not wait, `Places` takes from the party that has most.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -147,6 +147,9 @@ class Places(Generic[T]):
         self._most = most
         self._things: dict[Party, dict[T, None]] = {}
         self._party_of: dict[T, Party] = {}
+        self._having: defaultdict[int, dict[Party, None]] = defaultdict(dict)
+        """The parties by how many things each has: strangers may be as many as there are places."""
+        self._largest = 0
 
     def __len__(self) -> int:
         return len(self._party_of)
@@ -161,16 +164,16 @@ class Places(Generic[T]):
         """
         lost, num_own = None, len(self._things.get(party, ()))
         if len(self) >= self._most:
-            largest = max(self._things.values(), key=len)
-            if len(largest) <= num_own + 1:
+            if self._largest <= num_own + 1:
                 raise LocalError(
                     f"all {self._most} places are taken, {num_own} of them by this sender",
                     code=ErrorCode.BUSY,
                 )
-            lost = next(reversed(largest))
+            lost = next(reversed(self._things[next(iter(self._having[self._largest]))]))
             self.leave(lost)
         self._things.setdefault(party, {})[thing] = None
         self._party_of[thing] = party
+        self._count(party, num_own, num_own + 1)
         return lost
 
     def leave(self, thing: T) -> None:
@@ -178,6 +181,16 @@ class Places(Generic[T]):
         if thing not in self._party_of:
             return
         party = self._party_of.pop(thing)
-        del self._things[party][thing]
-        if not self._things[party]:
+        things = self._things[party]
+        del things[thing]
+        self._count(party, len(things) + 1, len(things))
+        if not things:
             del self._things[party]
+
+    def _count(self, party: Party, before: int, now: int) -> None:
+        """``party`` has one thing more, or one less."""
+        self._having[before].pop(party, None)
+        if now:
+            self._having[now][party] = None
+        if now > self._largest or not self._having[self._largest]:
+            self._largest = now

@@ -33,6 +33,14 @@ class Plan:
         return event
 
 
+class PutOff(Plan):
+    """A table that puts the deadline off by which it has just set an alarm, until there is none."""
+
+    def handle(self, event: list[Any], now: float) -> list[Any]:
+        self.deadlines.set("", now + event.pop() if event else None)
+        return [event] if event else []
+
+
 class FailError(Exception):
     pass
 
@@ -70,3 +78,16 @@ def test_a_command_that_fails_leaves_none_out_and_is_raised(numbers: list[int]) 
     assert [error.args for error in errors] == [(number,) for number in numbers]
     assert done == ["a", "b", "c", "settled"]
     assert clock.alarms[0] == 2.0
+
+
+@pytest.mark.parametrize(("puts_off", "alarms"), [([5.0, 1.0], [6.0]), ([9.0, 1.0, 2.0], [10.0])])
+def test_there_is_no_alarm_for_a_deadline_that_is_put_off_at_once(
+    puts_off: list[float], alarms: list[float]
+) -> None:
+    clock = Clock()
+    one: Driver[Any] = Driver(PutOff(), clock)  # type: ignore[arg-type] # less than a table
+    one.commands[list] = lambda rest: one.dispatch(rest) if rest else None
+
+    one.dispatch(puts_off)
+
+    assert clock.alarms == alarms
