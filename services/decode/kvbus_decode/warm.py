@@ -9,6 +9,7 @@ from functools import partial
 import anyio
 import structlog
 
+from kvbus.agent.engine import LocalEngine
 from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
@@ -17,20 +18,14 @@ from kvbus.protocol.envelope import Notice
 from kvbus.protocol.status import AgentStatus, PeerView, Status
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peers import (
-    ENGINE_READY,
-    Peer,
-    PeerAddress,
-    PeerDirectory,
-    PeerWatcher,
-)
+from kvbus_decode.peers import ENGINE_READY, Peer, PeerAddress, PeerDirectory, PeerWatcher
 from kvbus_decode.route_book import RouteBook, RouteKey
 
 log = structlog.get_logger()
 
 AT_ONCE = 4
-RETRY_S = 15.0
-"""So often those that are not there are connected to again: their names may lead elsewhere."""
+RETRY_S, MAX_RETRY_S = 15.0, 240.0
+"""How often each is asked again, twice as late each time while it cannot be met."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,18 +47,12 @@ class WarmPeers(PeerWatcher):
     """All agents that are listed."""
 
     def __init__(
-        self,
-        agent: Agent,
-        config: DecodeConfig,
-        peers: PeerDirectory,
-        routes: RouteBook,
+        self, agent: Agent, config: DecodeConfig, peers: PeerDirectory, routes: RouteBook
     ) -> None:
         self._agent, self._timeout_s = agent, config.request_timeout_s
         self._peers, self._routes = peers, routes
-        self._listed = [
-            _Listed(PeerAddress(endpoint, key))
-            for endpoint, _, key in (text.partition(" ") for text in config.peers)
-        ]
+        listed = (text.partition(" ") for text in config.peers)
+        self._listed = [_Listed(PeerAddress(endpoint, key)) for endpoint, _, key in listed]
         self._turns = anyio.CapacityLimiter(AT_ONCE)
 
     @property
@@ -109,38 +98,34 @@ class WarmPeers(PeerWatcher):
         return one.peer is not None and self._routes.num_from(one.peer.endpoint) > 0
 
     async def _keep_warm(self, one: _Listed) -> None:
+        pause_s = RETRY_S
         while True:
             one.news = anyio.Event()
             async with self._turns:
                 await guarded(partial(self._meet, one), partial(self._note_cold, one))
-            while not one.news.is_set():
-                with anyio.move_on_after(RETRY_S):
-                    await one.news.wait()
-                if not (one.news.is_set() or self._is_there(one)):
-                    self._leave(one)
-                    break
-
-    def _is_there(self, one: _Listed) -> bool:
-        """Whether it was met, and is connected."""
-        if one.problem or one.peer is None or not self._peers.has(one.peer):
-            return False
-        return not one.peer.client.missing
+            pause_s = min(2 * pause_s, MAX_RETRY_S) if one.problem else RETRY_S
+            with anyio.move_on_after(pause_s):
+                await one.news.wait()
 
     async def _meet(self, one: _Listed) -> None:
-        """Shake hands for each pair of engines; raises `KVBusError` with the first refusal."""
-        began, num_routes, refusal = self._agent.loop.time(), 0, None
-        if one.peer is None or not self._peers.has(one.peer):
-            one.peer = self._peers.acquire(one.address)
-        status = await _status(one.peer, self._timeout_s)
-        tickets = _tickets(one.peer, status)
-        named = one.address._replace(endpoint=status.peer_endpoint or one.peer.endpoint)
-        if named != one.peer.address:  # it is read from where its tickets say that it is
-            self._leave(one)
-            one.peer = self._peers.acquire(named)
+        """Shake hands for each pair of engines; raises `KVBusError`."""
+        began, num_routes = self._agent.loop.time(), 0
         peer = one.peer
+        if peer is None or peer.client.missing or not self._peers.has(peer):
+            peer = self._hold(one, one.address)
+        status = await peer.client.ask(Status(), timeout_s=self._timeout_s)
+        if status.role is not AgentRole.PREFILL:
+            raise RemoteError(
+                f"the agent at {peer.endpoint} is a {status.role} agent: `peers` are prefill "
+                "agents",
+                code=ErrorCode.CONFIG,
+                endpoint=peer.endpoint,
+            )
+        pairs = self._pairs(peer, status)
+        named = one.address._replace(endpoint=status.peer_endpoint or peer.endpoint)
+        if named != peer.address:  # it is read from where its tickets say that it is
+            peer = self._hold(one, named)
         self._peers.listen(peer, status.events_endpoint)
-        engines = [engine for engine in self._agent.engines.engines.values() if engine.ready]
-        pairs = {RouteKey.of(shown, own): (shown, own) for shown in tickets for own in engines}
         one.unfit &= pairs.keys()
         for key, (ticket, engine) in pairs.items():
             if key in one.unfit or self._routes.find(ticket, engine) is not None:
@@ -148,31 +133,55 @@ class WarmPeers(PeerWatcher):
             try:
                 await self._routes.route(peer, ticket, engine, timeout_s=self._timeout_s)
             except KVBusError as error:
-                if error.code is ErrorCode.INCOMPATIBLE:
-                    one.unfit.add(key)
-                elif error.code is ErrorCode.FORBIDDEN:
-                    refusal = refusal or error
-                else:
+                if error.code is not ErrorCode.INCOMPATIBLE:
                     raise
+                one.unfit.add(key)
             else:
                 num_routes += 1
                 met = {"engine_id": ticket.engine_id, "reader": engine.engine_id}
                 log.info("route.warmed", peer=peer.endpoint, **met)
-        if refusal is not None:
-            raise refusal
         one.problem = ""
         if num_routes:
             seconds = round(self._agent.loop.time() - began, 3)
             endpoint = one.address.endpoint
             log.info("peer.warmed", peer=endpoint, num_routes=num_routes, seconds=seconds)
 
-    def _leave(self, one: _Listed) -> None:
-        """Hold it no more; where there is no connection the next one looks its name up again."""
-        peer, one.peer = one.peer, None
-        if peer is not None:
-            self._peers.release(peer)
-            if peer.client.missing and not peer.num_users and self._peers.has(peer):
-                self._peers.drop(peer)
+    def _hold(self, one: _Listed, address: PeerAddress) -> Peer:
+        """The peer at ``address``, in place of the one before; raises as `PeerDirectory.acquire`.
+
+        Where there is no connection the next one looks its name up again.
+        """
+        before, one.peer = one.peer, None
+        if before is not None:
+            self._peers.release(before)
+            if before.client.missing and not before.num_users and self._peers.has(before):
+                self._peers.drop(before)
+        one.peer = self._peers.acquire(address)
+        return one.peer
+
+    def _pairs(self, peer: Peer, status: AgentStatus) -> dict[RouteKey, tuple[Ticket, LocalEngine]]:
+        """An engine there and one here, and what tickets of that one will say of it.
+
+        There is no offer, and no secret.
+        """
+        tickets = [
+            Ticket(
+                agent_id=status.agent_id,
+                agent_boot=peer.client.peer_boot or "",
+                endpoint=status.peer_endpoint or peer.endpoint,
+                engine_id=engine_id,
+                engine_instance=status.engine_instances[engine_id],
+                offer_id="",
+                request_id="",
+                num_tokens=0,
+                secret="",
+                server_key=peer.address.server_key,
+            )
+            for engine_id, is_ready in status.engines.items()
+            if is_ready and engine_id in status.engine_instances
+        ]
+        engines = [engine for engine in self._agent.engines.engines.values() if engine.ready]
+        return {RouteKey.of(one, own): (one, own) for one in tickets for own in engines}
 
     def _note_cold(self, one: _Listed, error: KVBusError) -> None:
         """Said once."""
@@ -180,35 +189,3 @@ class WarmPeers(PeerWatcher):
             endpoint = one.address.endpoint
             log.warning("peer.cold", peer=endpoint, code=error.code, reason=error.message)
         one.problem = error.message
-
-
-async def _status(peer: Peer, timeout_s: float) -> AgentStatus:
-    """Raises `KVBusError`, also for what is no prefill agent."""
-    status = await peer.client.ask(Status(), timeout_s=timeout_s)
-    if status.role is AgentRole.PREFILL:
-        return status
-    raise RemoteError(
-        f"the agent at {peer.endpoint} is a {status.role} agent: `peers` are prefill agents",
-        code=ErrorCode.CONFIG,
-        endpoint=peer.endpoint,
-    )
-
-
-def _tickets(peer: Peer, status: AgentStatus) -> list[Ticket]:
-    """What tickets of its engines will say of them; there is no offer, and no secret."""
-    return [
-        Ticket(
-            agent_id=status.agent_id,
-            agent_boot=peer.client.peer_boot or "",
-            endpoint=status.peer_endpoint or peer.endpoint,
-            engine_id=engine_id,
-            engine_instance=status.engine_instances[engine_id],
-            offer_id="",
-            request_id="",
-            num_tokens=0,
-            secret="",
-            server_key=peer.address.server_key,
-        )
-        for engine_id, is_ready in status.engines.items()
-        if is_ready and engine_id in status.engine_instances
-    ]
