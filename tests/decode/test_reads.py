@@ -42,10 +42,9 @@ class Chunk:
     def __post_init__(self) -> None:
         self.legs = [
             read.Leg(
-                STAGES[kind],
-                None,
-                None if kind == "zeroing" else "holder",
-                "host" if Stage.PACKING in STAGES[kind] else "",
+                stages=STAGES[kind],
+                source=None if kind == "zeroing" else "holder",
+                device="host" if Stage.PACKING in STAGES[kind] else "",
             )
             for kind in (*self.kinds, *self.later)
         ]

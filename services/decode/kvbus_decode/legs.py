@@ -1,44 +1,74 @@
-"""The legs of a chunk on each path, and what each of them carries: how it is carried out."""
+"""The legs of a chunk, and how each stage of one is carried out.
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+READs happen on the transport's thread, copies in threads of their own; READs of many descriptors
+are planned in a thread as well. What each stage came to is told as `StageEnded`, once.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvbus.agent.copiers import Job, Work
+from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.segments import RankMemory
-from kvbus.agent.slots import SlotMemory, StagingDevices
-from kvbus.errors import ErrorCode, GeometryError, LocalError, RemoteError
+from kvbus.agent.service import Agent
+from kvbus.agent.slots import SlotMemory
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box, GroupSpec, slot_bytes
 from kvbus.memory import copying
+from kvbus.memory.copying import PagedMemory
 from kvbus.memory.run_copy import copy_runs
-from kvbus.planning import Path, Reads, Runs, Share, cut_for_digests, cut_into_boxes
-from kvbus.protocol.peer import Packed
-from kvbus.transport import MemoryKind, Read
+from kvbus.planning import Reads, RunPlan, Runs, Share
+from kvbus.protocol.message import Empty
+from kvbus.protocol.peer import Pack, Packed, Unpack
+from kvbus.transport import MemoryKind, Read, ReadOutcome, ReadStatus
 from kvbus_decode.chunk import Chunk
-from kvbus_decode.compare import CompareJob
-from kvbus_decode.paths import PathChoice
-from kvbus_decode.read_table import COMPARING, COPYING, PACKING, READING, Leg
-from kvbus_decode.route import SourcePlan
+from kvbus_decode.read_table import (
+    COPYING,
+    PACKING,
+    READING,
+    Begin,
+    Event,
+    Leg,
+    LegState,
+    StageEnded,
+)
+from kvbus_decode.route import Source, SourcePlan
 
 Rows = tuple[Reads, MemoryKind, MemoryKind]
 """READs, and the kinds of memory: ours and theirs."""
 
-SHORT_BYTES = 128 << 10
-"""So many, in few runs, are copied on the event loop, in 30 to 130 µs with their plan; the way to a
-thread and back takes 70.
-"""
+MAX_INLINE_DESCRIPTORS = 16_384
+LOSS_KNOWN_WITHIN_S = 2.0
+UNPACK_TIMEOUT_S = 5.0
 
-PACKED = PACKING, READING, COPYING
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What legs are carried out with; ``dispatch`` takes what their stages came to.
+
+    Slots are asked for with ``lease_s``. ``digests`` counts pieces that were compared.
+    """
+
+    agent: Agent
+    dispatch: Callable[[Event], None]
+    lease_s: float
+    digests: dict[tuple[str, ...], float]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class LegJob:
-    """What a leg is at: a READ, or a copy in threads."""
+class ChunkLeg(Leg):
+    """A leg of a chunk, and what it is at: a READ, or a copy in threads."""
 
+    chunk: Chunk
+    means: Means
     transfer: Read | None = None
     copying: Work | None = None
     aborted: bool = False
+
+    def begin(self, command: Begin) -> None:
+        """Carry out the stage that is due."""
+        raise NotImplementedError
 
     def abort(self) -> None:
         """Begin no further part: NIXL cannot take back what was posted, nor a thread a job."""
@@ -48,30 +78,97 @@ class LegJob:
         if self.copying is not None:
             self.copying.stop(LocalError("the copy was aborted", code=ErrorCode.CANCELLED))
 
-
-@dataclass(slots=True, eq=False)
-class DirectJob(LegJob):
-    """All that is read from one source, straight into the blocks."""
-
-    chunk: Chunk
-    plan: SourcePlan
+    def end_stage(self, num_bytes: int = 0, error: KVBusError | None = None) -> None:
+        """The stage has ended: nothing of it is in flight."""
+        self.means.dispatch(StageEnded(self, num_bytes, error))
 
     @property
-    def num_descriptors(self) -> int:
-        """About how many READs it takes."""
-        return self.plan.direct.num_runs(self.chunk.spans) if self.plan.direct else 0
+    def time_left_s(self) -> float:
+        """Until the end of the fetch."""
+        return max(1e-3, self.chunk.fetch.deadline - self.means.agent.loop.time())
 
-    def rows(self, _slot: int | None) -> Rows:
-        """The READs; raises `GeometryError`, and `LocalError` where NIXL knows one side not."""
+    def read_rows(self, rows: Rows) -> None:
+        """Post READs, of which the end ends the stage; with none it has ended."""
+        descriptors, here, there = rows
+        if self.aborted or not len(descriptors.local):
+            self.end_stage()
+            return
+        self.transfer = self.means.agent.transport.read(
+            self.source.nixl_agent,
+            descriptors.local,
+            descriptors.remote,
+            on_end=self._on_read,
+            local_memory=here,
+            remote_memory=there,
+            priority=self.chunk.asked.priority,
+        )
+
+    def copy_in_threads(
+        self,
+        copy: Callable[[PagedMemory], None],
+        ranks: tuple[RankMemory, ...],
+        group: GroupSpec,
+    ) -> None:
+        """Have ``copy`` called for one group of each of the ranks, which ends the stage."""
+        self.copying = self.means.agent.copiers.start(
+            self.chunk.turn,
+            lambda: (copy,),
+            self._on_copied,
+            engine=self.chunk.route.engine,
+            memories=ranks,
+            group=group,
+        )
+
+    def _on_read(self, outcome: ReadOutcome) -> None:
+        self.transfer = None  # it holds its descriptors
+        error: KVBusError | None = outcome.error
+        if outcome.status is ReadStatus.ABORTED:
+            error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
+        self.end_stage(outcome.num_bytes, error)
+
+    def _on_copied(self, error: KVBusError | None) -> None:
+        self.copying = None
+        self.end_stage(error=error)
+
+
+def _runs(plan: RunPlan, chunk: Chunk) -> Runs:
+    """The chunk's bytes by ``plan``; raises `GeometryError`."""
+    try:
+        return plan.runs(chunk.wanted.tables, chunk.asked.tables, chunk.spans)
+    except (IndexError, KeyError) as error:
+        message = f"the offer's block tables do not hold its tokens: {error}"
+        raise GeometryError(message) from error
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DirectLeg(ChunkLeg):
+    """All that is read from one source, straight into the blocks."""
+
+    stages: tuple[LegState, ...] = (READING,)
+    plan: SourcePlan
+
+    def begin(self, _: Begin) -> None:
+        """READ it."""
+        direct = self.plan.direct
+        if direct is not None and direct.num_runs(self.chunk.spans) > MAX_INLINE_DESCRIPTORS:
+            self.means.agent.tasks.start_soon(self._plan_aside)
+            return
+        try:
+            self.read_rows(self._rows())
+        except KVBusError as error:
+            self.end_stage(error=error)
+
+    async def _plan_aside(self) -> None:
+        async def plan() -> None:
+            self.read_rows(await in_thread(self._rows))
+
+        await guarded(plan, lambda error: self.end_stage(error=error))
+
+    def _rows(self) -> Rows:
+        """Raises `GeometryError`, and `LocalError` where NIXL knows one side not."""
         if self.plan.direct is None:
             raise LocalError("the memory of one side is not registered", code=ErrorCode.CONFIG)
-        try:
-            chunk = self.chunk
-            tables = chunk.wanted.tables, chunk.asked.tables
-            runs = self.plan.direct.runs(*tables, chunk.spans)
-        except (IndexError, KeyError) as error:
-            raise _lacking(error) from error
-        return runs.reads(), "DRAM", "DRAM"
+        return _runs(self.plan.direct, self.chunk).reads(), "DRAM", "DRAM"
 
 
 # The memory that is copied from may end at any moment; the bytes under its addresses are zeros then
@@ -88,42 +185,79 @@ class DirectJob(LegJob):
 #
 # So a leg asks after its last job: a map that is open then was so at each of its reads. It asks in
 # all three cases, and needs the first two for nothing.
-@dataclass(slots=True, eq=False)
-class MappedJob(LegJob):
-    """All that is copied from one source whose memory is mapped here, straight into the blocks.
+@dataclass(slots=True, eq=False, kw_only=True)
+class MappedLeg(ChunkLeg):
+    """All that is copied from one source whose memory is mapped here, straight into the blocks."""
 
-    Other copies wait for ``job_bytes`` at most; so much is still copied after a stop.
-    """
-
-    chunk: Chunk
+    stages: tuple[LegState, ...] = (COPYING,)
     plan: SourcePlan
-    job_bytes: int
     copied_bytes: list[int] = field(default_factory=list)
     """Of each job that was done."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that were copied."""
-        return sum(self.copied_bytes)
+    def begin(self, _: Begin) -> None:
+        """Copy it in threads, cut so that others get their turn."""
+        agent = self.means.agent
+        job_bytes = agent.transport.limits.slice_bytes
 
-    def jobs(self) -> list[Job]:
-        """The copies, cut so that others get their turn; raises `GeometryError`."""
-        return [partial(self.copy, job) for job in self.runs().cut(self.job_bytes)]
+        def jobs() -> list[Job]:
+            return [partial(self.copy, job) for job in self.runs().cut(job_bytes)]
+
+        self.copying = agent.copiers.start_jobs(
+            self.chunk.turn,
+            jobs,
+            partial(self.count, self.end_stage),
+            engine=self.chunk.route.engine,
+        )
+
+    def copy_at_once(self, runs: Runs, end: Callable[[int, KVBusError | None], None]) -> None:
+        """Copy all of it now; nothing is in flight when ``end`` is called."""
+        self.means.agent.copiers.start_jobs(
+            self.chunk.turn,
+            lambda: (partial(self.copy, runs),),
+            partial(self.count, end),
+            engine=self.chunk.route.engine,
+            at_once=True,
+        )
 
     def runs(self) -> Runs:
         """All bytes to copy; raises `GeometryError`."""
-        mapped, memory, chunk = self.plan.mapped, self.plan.source.mapped, self.chunk
+        mapped, memory = self.plan.mapped, self.plan.source.mapped
         if mapped is None or memory is None:
             raise LocalError("the memory of one side is not mapped", code=ErrorCode.INTERNAL)
-        tables = chunk.wanted.tables, chunk.asked.tables
-        try:
-            runs = mapped.runs(*tables, chunk.spans)
-        except (IndexError, KeyError) as error:
-            raise _lacking(error) from error
+        runs = _runs(mapped, self.chunk)
         runs.check_sources(memory.extents)
         return runs
 
-    def loss(self) -> RemoteError | None:
+    def copy(self, runs: Runs) -> None:
+        """One of the jobs."""
+        if self._loss() is None:
+            copy_runs(runs)
+            self.copied_bytes.append(runs.num_bytes)
+
+    def count(
+        self, end: Callable[[int, KVBusError | None], None], error: KVBusError | None
+    ) -> None:
+        """No job of it runs: what was read counts if it was there to the end.
+
+        Else its agent is asked, which may know what has become of it.
+        """
+        self.copying = None
+        loss, num_bytes = self._loss(), sum(self.copied_bytes)
+        if error is not None or loss is None:
+            end(num_bytes, error)
+            return
+
+        def end_lost(answer: Empty | KVBusError) -> None:
+            if isinstance(answer, KVBusError) and answer.code is not ErrorCode.TIMEOUT:
+                end(num_bytes, answer)
+            else:
+                end(num_bytes, loss)
+
+        source = self.plan.source
+        check = source.check(self.chunk.ticket.offer_id)
+        source.peer.ask(check, LOSS_KNOWN_WITHIN_S, end_lost)
+
+    def _loss(self) -> RemoteError | None:
         """The error if the source memory was closed during the copy."""
         memory = self.plan.source.mapped
         if memory is None or not memory.closed:
@@ -131,153 +265,95 @@ class MappedJob(LegJob):
         message = f"the memory that was copied from is gone: {memory.closed}"
         return RemoteError(message, code=ErrorCode.TRANSFER_FAILED)
 
-    def copy(self, runs: Runs) -> None:
-        """One of the `jobs`."""
-        if self.loss() is None:
-            copy_runs(runs)
-            self.copied_bytes.append(runs.num_bytes)
 
-
-@dataclass(slots=True, eq=False)
-class BoxJob(LegJob):
+@dataclass(slots=True, eq=False, kw_only=True)
+class BoxLeg(ChunkLeg):
     """One box, from a rank of a source into ours; ``packed`` is where it lies there.
 
     ``slots`` are those here that it is scattered from.
     """
 
-    chunk: Chunk
+    stages: tuple[LegState, ...] = (PACKING, READING, COPYING)
     share: Share
     group: GroupSpec
     box: Box
     slots: SlotMemory
     packed: Packed | None = None
 
-    @property
-    def ranks(self) -> tuple[RankMemory, ...]:
-        """The ranks here that it is for: all of a joined share."""
-        return tuple(self.chunk.route.engine.ranks[number] for number in self.share.readers)
+    def begin(self, command: Begin) -> None:
+        """Have it packed, read it into a slot here, or scatter that into the blocks."""
+        slot, packed = self.slot, self.packed
+        if command.stage is PACKING:
+            self._pack(command.done)
+        elif slot is None or packed is None:
+            self.end_stage(error=LocalError("the box is not packed", code=ErrorCode.INTERNAL))
+        elif command.stage is READING:
+            whole = Runs(few=((self.slots.address(slot), packed.address, packed.num_bytes),))
+            rows = whole.reads(local_device=self.slots.device, remote_device=packed.device)
+            try:
+                self.read_rows((rows, self.slots.memory, packed.memory))
+            except KVBusError as error:
+                self.end_stage(error=error)
+        else:
+            ranks = self.chunk.route.engine.ranks
+            table = self.chunk.asked.tables[self.box.group]
+            self.copy_in_threads(
+                lambda memory: copying.scatter(memory, table, self.box, self.slots.view(slot)),
+                tuple(ranks[number] for number in self.share.readers),
+                self.group,
+            )
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the box in a slot."""
-        return slot_bytes(self.group, self.box)
+    def _pack(self, done: tuple[int, ...]) -> None:
+        chunk = self.chunk
+        message = Pack(
+            **self.source.named,
+            offer_id=chunk.ticket.offer_id,
+            epoch=chunk.wanted.epoch,
+            rank=self.share.holder,
+            box=self.box,
+            table=chunk.blocks_of(self.box),
+            slot_lease_s=self.means.lease_s,
+            token=chunk.wanted.token,
+            done=done,
+            priority=chunk.asked.priority,
+        )
+        self.source.peer.ask(message, self.time_left_s, self._on_packed)
 
-    def rows(self, slot: int | None) -> Rows:
-        """The READ into number ``slot`` here."""
-        packed = self.packed
-        if packed is None or slot is None:
-            raise LocalError("the box is not packed", code=ErrorCode.INTERNAL)
-        whole = Runs(few=((self.slots.address(slot), packed.address, packed.num_bytes),))
-        rows = whole.reads(local_device=self.slots.device, remote_device=packed.device)
-        return rows, self.slots.memory, packed.memory
-
-    def copy(self, slot: int | None, memory: copying.PagedMemory) -> None:
-        """Scatter number ``slot`` here into the blocks of one rank; in a thread."""
-        if slot is None:
-            raise LocalError("the box has no slot", code=ErrorCode.INTERNAL)
-        table = self.chunk.asked.tables[self.box.group]
-        copying.scatter(memory, table, self.box, self.slots.view(slot))
+    def _on_packed(self, packed: Packed | KVBusError) -> None:
+        if isinstance(packed, KVBusError):
+            self.end_stage(error=packed)
+            return
+        num_bytes = slot_bytes(self.group, self.box)
+        if packed.num_bytes != num_bytes:
+            release_slots(self.source, (packed.slot_id,))
+            message = f"the prefill agent packed {packed.num_bytes} bytes, the box has {num_bytes}"
+            self.end_stage(error=GeometryError(message))
+            return
+        self.packed = packed
+        lease = packed.slot_id, packed.slot_lease_s
+        self.means.dispatch(StageEnded(self, 0, None, *lease))
 
 
-@dataclass(slots=True, eq=False)
-class ZeroJob(LegJob):
+def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:
+    """Give slots back; when that fails they come back by themselves, with their lease."""
+    message = Unpack(agent_boot=source.agent_boot, slot_ids=slot_ids)
+    source.peer.ask(message, UNPACK_TIMEOUT_S, lambda _: None)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ZeroLeg(ChunkLeg):
     """Positions of one group that are zeroed on one rank."""
 
-    chunk: Chunk
-    ranks: tuple[RankMemory]
+    stages: tuple[LegState, ...] = (COPYING,)
+    rank: RankMemory
     group: GroupSpec
     span: tuple[int, int]
 
-    def copy(self, _slot: int | None, memory: copying.PagedMemory) -> None:
-        """Zero them; in a thread."""
-        copying.zero_positions(memory, self.chunk.asked.tables[self.group.name], *self.span)
-
-
-def _lacking(error: Exception) -> GeometryError:
-    return GeometryError(f"the offer's block tables do not hold its tokens: {error}")
-
-
-def rounds_of(
-    chunk: Chunk, choice: PathChoice, *, job_bytes: int, staging: StagingDevices
-) -> tuple[tuple[Leg, ...], ...]:
-    """The legs that bring the bytes by the path that was chosen, that zero, and that compare.
-
-    Mapped memory is copied in jobs of ``job_bytes``. Raises `GeometryError` when a box is too small
-    for anything, and `LocalError` for a source that makes no digests, and as `StagingDevices.at`.
-    """
-    path = choice.path
-    if path is Path.DIRECT:
-        legs = [Leg((READING,), DirectJob(chunk, plan), plan.source) for plan in chunk.plans]
-    elif path is Path.MAPPED:
-        legs = [
-            Leg((COPYING,), MappedJob(chunk, plan, job_bytes), plan.source) for plan in chunk.plans
-        ]
-    else:
-        legs = _box_legs(chunk, box_bytes=choice.box_bytes, staging=staging)
-    later = tuple(_zero_legs(chunk)), tuple(_compare_legs(chunk, path))
-    return tuple(legs), *filter(None, later)
-
-
-def short_copy(chunk: Chunk, *, job_bytes: int) -> tuple[MappedJob, Runs] | None:
-    """The copy that is all of a chunk of mapped memory, where the way to a thread takes longer.
-
-    Raises as `MappedJob.runs`.
-    """
-    plans = chunk.plans
-    if len(plans) != 1 or chunk.tail or chunk.one_in or chunk.num_bytes > SHORT_BYTES:
-        return None
-    work = MappedJob(chunk, plans[0], job_bytes)
-    runs = work.runs()
-    return None if runs.lattices else (work, runs)
-
-
-def _box_legs(chunk: Chunk, *, box_bytes: int, staging: StagingDevices) -> list[Leg]:
-    """One leg for each box; those of different sources and ranks take turns.
-
-    A packed box is for all ranks that want the same and have their slots on one device.
-    """
-    slots = {rank.device: staging.at(rank.device) for rank in chunk.route.engine.ranks.values()}
-    queues = [
-        deque(_legs_of_share(chunk, plan, share, box_bytes=box_bytes, slots=slots))
-        for plan in chunk.plans
-        for share in plan.joined
-    ]
-    legs: list[Leg] = []
-    while queues:
-        legs += [queue.popleft() for queue in queues if queue]
-        queues = [queue for queue in queues if queue]
-    return legs
-
-
-def _zero_legs(chunk: Chunk) -> Iterator[Leg]:
-    """One leg for each rank that holds a group with a tail."""
-    engine = chunk.route.engine
-    for name, span in chunk.tail.items():
-        for rank in engine.ranks.values():
-            if name in rank.num_blocks:
-                yield Leg((COPYING,), ZeroJob(chunk, (rank,), engine.spec.group(name), span))
-
-
-def _compare_legs(chunk: Chunk, path: Path) -> Iterator[Leg]:
-    """Legs that compare each rank with where its bytes were read."""
-    for plan in chunk.plans if chunk.one_in else ():
-        for share in plan.joined if path is Path.PACKED else plan.shares:
-            for box in cut_for_digests(share, chunk.spans[share.group]):
-                yield Leg((COMPARING,), CompareJob(chunk, plan.source, share, box), plan.source)
-
-
-def _legs_of_share(
-    chunk: Chunk,
-    plan: SourcePlan,
-    share: Share,
-    *,
-    box_bytes: int,
-    slots: Mapping[str, SlotMemory],
-) -> Iterator[Leg]:
-    reader = chunk.route.readers[share.reader]
-    group = reader.engine.group(share.group)
-    device = chunk.route.engine.ranks[share.reader].device
-    span = chunk.spans[share.group]
-    for box in cut_into_boxes(share, group, span, box_bytes=box_bytes):
-        work = BoxJob(chunk, share, group, box, slots[device])
-        yield Leg(PACKED, work, plan.source, device)
+    def begin(self, _: Begin) -> None:
+        """Zero them."""
+        table = self.chunk.asked.tables[self.group.name]
+        self.copy_in_threads(
+            lambda memory: copying.zero_positions(memory, table, *self.span),
+            (self.rank,),
+            self.group,
+        )

@@ -29,7 +29,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
-from typing import Any
+from typing import Any, Optional
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.table import FairPool, Key, Story, Table, transitions
@@ -73,20 +73,21 @@ READING, COPYING = LegState.READING, LegState.COPYING
 COMPARING, OVER = LegState.COMPARING, LegState.OVER
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Leg:
-    """One leg; ``work`` is what the agent needs to carry it out, and means nothing here.
+    """One leg; what it needs to be carried out is its subclass's, and means nothing here.
 
-    It goes through ``stages``, of which ``num_begun`` were begun. ``source`` is the holder's agent,
-    ``device`` where the slots here are that it reads into. ``slot_id`` names the slot there
-    while it is the leg's, ``slot`` is the number of the one here.
+    It goes through ``stages``, of which ``num_begun`` were begun; between the first and the last of
+    them it is one of the ``read``. ``source`` is the holder's agent, ``device`` where the slots
+    here are that it reads into. ``slot_id`` names the slot there while it is the leg's, ``slot`` is
+    the number of the one here.
     """
 
     stages: tuple[LegState, ...]
-    work: Any
     source: Any = None
     device: Hashable = None
     number: int = 0
+    read: Optional["ReadEntry"] = None
     state: LegState = WANTED
     num_begun: int = 0
     asked_at: float = 0.0
@@ -98,10 +99,8 @@ class Leg:
 class ChunkWanted(Value, frozen=True):
     """Read a chunk into the blocks of ``engine``, by legs in rounds.
 
-    The first ones bring the bytes; the next round begins when all legs of one are over.
-
-    ``path`` is only passed on to `ReadEnded`. Legs of a greater ``priority`` are given slots of
-    ours first.
+    The first ones bring the bytes; the next round begins when all legs of one are over. ``path`` is
+    only passed on to `ReadEnded`. Legs of a greater ``priority`` are given slots here first.
     """
 
     key: str
@@ -151,7 +150,7 @@ class Begin(Value, frozen=True):
     ``done`` are slots at its holder that are read, and come back with a request to pack.
     """
 
-    leg: Leg
+    leg: Any
     stage: LegState
     done: tuple[int, ...] = ()
 
@@ -159,13 +158,13 @@ class Begin(Value, frozen=True):
 class Abort(Value, frozen=True):
     """Begin no further part of what the leg is at; `StageEnded` follows when nothing runs."""
 
-    leg: Leg
+    leg: Any
 
 
 class ReleaseSlots(Value, frozen=True):
     """Give slots back to their holder; when that fails their lease ends by itself."""
 
-    source: Hashable
+    source: Any
     slot_ids: tuple[int, ...]
 
 
@@ -187,9 +186,9 @@ class ReadEntry:
     """
 
     wanted: ChunkWanted
-    story: Story
+    story: Story = field(default_factory=Story)
     live: dict[Leg, None] = field(default_factory=dict)
-    waiting: deque[Leg] = field(init=False)
+    waiting: deque[Leg] = field(default_factory=deque)
     rounds: deque[tuple[Leg, ...]] = field(init=False)
     read_slots: dict[Hashable, list[int]] = field(default_factory=dict)
     num_bytes: int = 0
@@ -199,9 +198,7 @@ class ReadEntry:
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = self.wanted.key
-        first, *later = self.wanted.rounds
-        self.waiting, self.rounds = deque(first), deque(later)
+        self.key, self.rounds = self.wanted.key, deque(self.wanted.rounds)
 
     @property
     def state(self) -> str:
@@ -220,12 +217,10 @@ class ReadEntry:
         times = [leg.slot_expires_at for leg in self.live if leg.slot_expires_at is not None]
         return min(times, default=None)
 
-    def turn_of(self, leg: Leg) -> Key:
-        """What one of its legs waits for a slot here under."""
-        return Key(leg.source, self.wanted.priority)
-
     def next_leg(self, most_packed: int) -> Leg | None:
         """The leg to start now, taken from those that wait; ``most_packed`` are live at a time."""
+        while not self.waiting and not self.live and self.rounds and self.error is None:
+            self.waiting.extend(self.rounds.popleft())
         if not self.waiting:
             return None
         if PACKING in self.waiting[0].stages:
@@ -242,7 +237,7 @@ class ReadEntry:
 
     def retire(self) -> None:
         """Keep no legs, whose work holds descriptors and memory."""
-        self.wanted = ChunkWanted(self.wanted.key, self.wanted.engine, ())
+        self.wanted = ChunkWanted(self.key, self.wanted.engine, ())
         self.rounds.clear()
 
 
@@ -318,8 +313,11 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
     def __init__(self, limits: ReadLimits) -> None:
         super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)
         self.stopped = False
-        self._pools: defaultdict[Hashable, FairPool[Leg]] = defaultdict(self._new_pool)
-        self._read_of: dict[Leg, ReadEntry] = {}
+        # A holder that stopped while it is read keeps half of the slots at most, the next such one
+        # half of the rest, and so on: none takes all.
+        self._pools: defaultdict[Hashable, FairPool[Leg]] = defaultdict(
+            lambda: FairPool(limits.num_slots, may_have=lambda held, free: held < free)
+        )
 
     @property
     def num_slots_in_use(self) -> int:
@@ -331,25 +329,28 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         return sum(read.wanted.engine == engine for read in self.live.values())
 
     def _handle(self, event: Event, now: float) -> Commands:
-        """A leg that is over wants nothing; but a slot that is packed for it has to go back."""
-        commands: Commands = []
+        reads, error = list[ReadEntry](), KVBusError("the read was stopped")
         match event:
-            case StageEnded(leg=leg) if read := self._read_of.get(leg):
-                commands = self._apply_leg(read, leg, event, now) + self._go_on(read, now)
-            case StageEnded(leg=leg, slot_id=int(slot_id)):
-                commands = [ReleaseSlots(leg.source, (slot_id,))]
+            case StageEnded():
+                return self._end_stage(event, now)
             case ChunkWanted():
-                commands = self._start(event, now)
+                return self._start(event, now)
             case StopReads(key):
+                reads = [self.live[key]] if key in self.live else []
                 error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
-                commands = self._stop(filter(None, [self.live.get(key)]), error, now)
             case EngineGone(engine, error):
-                lost = [read for read in self.live.values() if read.wanted.engine == engine]
-                commands = self._stop(lost, error, now)
+                reads = [read for read in self.live.values() if read.wanted.engine == engine]
             case Stopped():
                 self.stopped = True
-                commands = self._stop(self.live.values(), _stopped(), now)
-        return commands
+                reads, error = list(self.live.values()), _stopped()
+        return self._stop(reads, error, now)
+
+    def _end_stage(self, event: StageEnded, now: float) -> Commands:
+        """A leg that is over wants nothing; but a slot that is packed for it has to go back."""
+        leg, slot_id = event.leg, event.slot_id
+        if (read := leg.read) is not None:
+            return self._apply_leg(leg, event, now) + self._go_on(read, now)
+        return [] if slot_id is None else [ReleaseSlots(leg.source, (slot_id,))]
 
     def _start(self, wanted: ChunkWanted, now: float) -> Commands:
         if self.stopped or wanted.key in self.live:
@@ -357,33 +358,35 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
             return [ReadEnded(wanted.key, 0, error)]
         for number, leg in enumerate(chain.from_iterable(wanted.rounds)):
             leg.number = number
-        before = self._forget(wanted.key)
-        read = ReadEntry(wanted, Story() if before is None else before.story)
+        read = ReadEntry(wanted)
+        if (before := self._forget(wanted.key)) is not None:
+            read.story = before.story
         self._add(read, wanted, now, ())
         return self._go_on(read, now)
 
     def _stop(self, reads: Iterable[ReadEntry], error: KVBusError, now: float) -> Commands:
+        """Nothing new of them starts, what is in flight ends."""
         commands: Commands = []
-        for read in list(reads):
+        for read in reads:
             read.error = read.error or error
             commands += self._go_on(read, now)
         return commands
 
     def _go_on(self, read: ReadEntry, now: float) -> Commands:
-        """Start what may start, hand out slots here, and end what is over."""
+        """Start what may start or, once it has failed, stop its legs; end it when none is left."""
         commands: Commands = []
         if read.error is not None and read.recycle_at is None:
-            commands += self._drain(read, now)
-        while True:
-            while leg := read.next_leg(self.limits.legs_in_flight):
-                commands += self._apply_leg(read, leg, LegDue(), now)
-            if read.waiting or read.live or read.error is not None or not read.rounds:
-                break
-            read.waiting.extend(read.rounds.popleft())
+            read.recycle_at = now + self.limits.quarantine_s
+            read.waiting.clear()
+            for leg in list(read.live):
+                commands += self._apply_leg(leg, LegStopped(), now)
+        while (due := read.next_leg(self.limits.legs_in_flight)) is not None:
+            due.read, read.live[due] = read, None
+            commands += self._apply_leg(due, LegDue(), now)
         for pool in self._pools.values():
             while (granted := pool.acquire()) is not None:
                 leg, slot = granted
-                commands += self._apply_leg(self._read_of[leg], leg, LegDue(slot), now)
+                commands += self._apply_leg(leg, LegDue(slot), now)
         if read.read_slots:
             commands += read.release_slots()
         if not read.waiting and not read.live and not read.is_over:
@@ -396,38 +399,30 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         self.deadlines.set(read.key, None if read.is_over else read.due_at)
         return commands
 
-    def _drain(self, read: ReadEntry, now: float) -> Commands:
-        """The read has failed: nothing new of it starts, what is in flight ends."""
-        read.recycle_at = now + self.limits.quarantine_s
-        for leg in read.waiting:
-            leg.state = OVER
-        read.waiting.clear()
-        event = LegStopped()
-        return [c for leg in list(read.live) for c in self._apply_leg(read, leg, event, now)]
-
-    def _apply_leg(self, read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
-        """Apply ``event``, and account what the leg holds.
+    def _apply_leg(self, leg: Leg, event: object, now: float) -> Commands:
+        """Apply ``event`` to a live leg, and account what it holds.
 
         That is a place in the queue for a slot here, such a slot, one at its holder, its read.
         """
-        before = leg.state
+        read, before = leg.read, leg.state
+        if read is None:
+            return []
         commands: Commands = TRANSITIONS[before, type(event)].handler(read, leg, event, now)
-        state = leg.state
+        state, pool = leg.state, self._pools[leg.device]
         read.story.note(now, event, state, commands, f"leg {leg.number}")
-        if before is WANTED:
-            read.live[leg] = None
-            self._read_of[leg] = read
+        turn = Key(leg.source, read.wanted.priority)
         if state is PACKED:
-            self._pools[leg.device].add(read.turn_of(leg), leg)
+            pool.add(turn, leg)
         elif before is PACKED and leg.slot is None:
-            self._pools[leg.device].discard(read.turn_of(leg), leg)
+            pool.discard(turn, leg)
         if leg.slot_id is not None and state in (COPYING, OVER):
             read.read_slots.setdefault(leg.source, []).append(leg.slot_id)
             leg.slot_id = leg.slot_expires_at = None
         if state is OVER:
-            del read.live[leg], self._read_of[leg]
+            del read.live[leg]
+            leg.read = None
             if leg.slot is not None:
-                self._pools[leg.device].release(leg.slot)
+                pool.release(leg.slot)
                 leg.slot = None
         return commands
 
@@ -440,18 +435,10 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
                 message = "the lease of a staging slot ended before it was read"
                 late = RemoteError(message, code=ErrorCode.LEASE_EXPIRED)
                 commands += self._stop([read], late, now)
-                continue
-            recycles, read.recycle_at = True, now + self.limits.quarantine_s
-            self.deadlines.set(key, read.due_at)
+            else:
+                recycles, read.recycle_at = True, now + self.limits.quarantine_s
+                self.deadlines.set(key, read.due_at)
         return [*commands, RecycleTransport()] if recycles else commands
-
-    def _new_pool(self) -> FairPool[Leg]:
-        """A holder that stopped while it is read keeps half of the slots at most, the next such
-        one half of the rest, and so on: none takes all.
-        """
-        return FairPool(
-            self.limits.num_slots, may_have=lambda num_held, num_free: num_held < num_free
-        )
 
 
 def _stopped() -> LocalError:

@@ -1,48 +1,43 @@
-"""Carries out what the read table says: one small method for each stage of a leg.
+"""Reads chunks: a path, the legs of it, and what the read table says of them.
 
     read_chunk ─▶ path ─▶ legs ─▶ ReadTable ─▶ Begin: pack, READ, copy, compare
                                       ▲                        │
                                       └─── StageEnded ◀────────┘        ReadEnded ─▶ on_end
 
-A direct chunk starts no task. READs happen on the transport's thread, copies in threads of their
-own; READs of many descriptors are planned in a thread as well. A copy of mapped memory that takes
-some 0.1 ms is made at once, and needs no leg.
+A direct chunk starts no task. A copy of mapped memory that takes some 0.1 ms is made at once, and
+needs no leg in the table.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 
 import anyio
 import structlog
 
 from kvbus.agent.engine import LocalEngine, engine_lost
-from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, TransferFailed
-from kvbus.planning import Path, Runs
-from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import Pack, Packed, Unpack
+from kvbus.errors import KVBusError, TransferFailed
+from kvbus.planning import Path, Share, cut_for_digests, cut_into_boxes
 from kvbus.table import Driver, Story
 from kvbus.table.events import Stopped
-from kvbus.transport import ReadOutcome, ReadStatus
 from kvbus_decode import read_table as ev
-from kvbus_decode.chunk import ActiveFetch, make_chunk
-from kvbus_decode.compare import Comparison
+from kvbus_decode.chunk import ActiveFetch, Chunk, make_chunk
+from kvbus_decode.compare import CompareLeg
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded
-from kvbus_decode.legs import BoxJob, DirectJob, MappedJob, Rows, rounds_of, short_copy
+from kvbus_decode.legs import BoxLeg, DirectLeg, MappedLeg, Means, ZeroLeg, release_slots
 from kvbus_decode.observe import DecodeMetrics
-from kvbus_decode.paths import PathChooser
-from kvbus_decode.read_table import Leg, LegState, ReadTable, StageEnded
+from kvbus_decode.paths import PathChoice, PathChooser
 from kvbus_decode.route import Source
 
 log = structlog.get_logger()
 
-MAX_INLINE_DESCRIPTORS = 16_384
-LOSS_KNOWN_WITHIN_S = 2.0
-UNPACK_TIMEOUT_S = 5.0
+SHORT_BYTES = 128 << 10
+"""So many, in few runs, are copied on the event loop, in 30 to 130 µs with their plan; the way to a
+thread and back takes 70.
+"""
 GRACE_S = 2.0
 """How long READs of other peers may take to end; a slice of them is posted at most."""
 RECYCLED_WITHIN_S, AGAIN_S = 30.0, 1.0
@@ -66,26 +61,19 @@ class Reader:
         active: Mapping[str, ActiveFetch],
         on_end: Callable[[ReadEnded], None],
     ) -> None:
-        self._agent, self._config = agent, config
+        self._agent, self._chooser = agent, chooser
         self._active, self._on_end, self._one_in = active, on_end, config.digest_one_in
-        self._chooser = chooser
-        self._table = ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
+        self._table = ev.ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
-        self._dispatch = self._driver.dispatch
-        self._begin_stage: dict[LegState, Callable[[Leg, ev.Begin], None]] = {
-            LegState.PACKING: self._pack,
-            LegState.READING: self._read,
-            LegState.COPYING: self._copy,
-            LegState.COMPARING: Comparison(agent, metrics, self._dispatch).start,
-        }
+        self._dispatch = self.stop_reads = self._driver.dispatch
         self._driver.commands |= {
-            ev.Begin: lambda command: self._begin_stage[command.stage](command.leg, command),
-            ev.Abort: lambda command: command.leg.work.abort(),
-            ev.ReleaseSlots: lambda command: _release(command.source, command.slot_ids),
+            ev.Begin: lambda command: command.leg.begin(command),
+            ev.Abort: lambda command: command.leg.abort(),
+            ev.ReleaseSlots: lambda command: release_slots(command.source, command.slot_ids),
             ev.RecycleTransport: self._recycle,
             ReadEnded: on_end,
         }
-        self.stop_reads = self._dispatch
+        self._means = Means(agent, self._dispatch, config.lease_s, metrics.digests.values)
         self._idle: dict[LocalEngine, anyio.Event] = {}
         self._is_recycling = False
 
@@ -108,17 +96,14 @@ class Reader:
         try:
             chunk = make_chunk(fetch, command, one_in=self._one_in)
             choice = self._chooser.path_of(chunk)
-            job_bytes, staging = self._agent.transport.limits.slice_bytes, self._agent.staging
-            short = None
-            if choice.path is Path.MAPPED:
-                short = short_copy(chunk, job_bytes=job_bytes)
-            if short is not None:
-                self._copy_now(key, *short)
+            if choice.path is Path.MAPPED and self._copies_now(chunk):
                 return
-            rounds = rounds_of(chunk, choice, job_bytes=job_bytes, staging=staging)
+            first = list(self._legs_of(chunk, choice))
+            later = list(self._zero_legs(chunk)), list(self._compare_legs(chunk, choice.path))
         except KVBusError as error:
             self._on_end(ReadEnded(key, 0, error))
             return
+        rounds = tuple(map(tuple, (first, *filter(None, later))))
         engine, priority = chunk.route.engine, chunk.asked.priority
         self._dispatch(ev.ChunkWanted(key, engine, rounds, choice.path.value, priority))
 
@@ -144,140 +129,87 @@ class Reader:
         if not self._idle:
             self._driver.on_settled = None
 
-    def _end_stage(self, leg: Leg, num_bytes: int = 0, error: KVBusError | None = None) -> None:
-        self._dispatch(StageEnded(leg, num_bytes, error))
+    def _copies_now(self, chunk: Chunk) -> bool:
+        """Copy a chunk of mapped memory where the way to a thread takes longer than that.
 
-    def _pack(self, leg: Leg, command: ev.Begin) -> None:
-        """Ask for the box of a leg."""
-        work: BoxJob = leg.work
-        chunk, source = work.chunk, leg.source
-        message = Pack(
-            agent_boot=source.agent_boot,
-            engine_id=chunk.route.prefill.engine_id,
-            memory_id=source.memory_id,
-            offer_id=chunk.ticket.offer_id,
-            epoch=chunk.wanted.epoch,
-            rank=work.share.holder,
-            box=work.box,
-            table=chunk.blocks_of(work.box),
-            slot_lease_s=self._config.lease_s,
-            token=chunk.wanted.token,
-            access=source.access,
-            done=command.done,
-            priority=chunk.asked.priority,
-        )
-        timeout_s = max(1e-3, chunk.fetch.deadline - self._agent.loop.time())
-        source.peer.ask(message, timeout_s, partial(self._on_packed, leg))
-
-    def _on_packed(self, leg: Leg, packed: Packed | KVBusError) -> None:
-        if not isinstance(packed, KVBusError) and packed.num_bytes != leg.work.num_bytes:
-            _release(leg.source, (packed.slot_id,))
-            packed = GeometryError(
-                f"the prefill agent packed {packed.num_bytes} bytes, the box has "
-                f"{leg.work.num_bytes}"
-            )
-        if isinstance(packed, KVBusError):
-            self._end_stage(leg, error=packed)
-            return
-        leg.work.packed = packed
-        self._dispatch(StageEnded(leg, 0, None, packed.slot_id, packed.slot_lease_s))
-
-    def _read(self, leg: Leg, _: ev.Begin) -> None:
-        """READ the rows of the leg; many descriptors are planned in a thread first."""
-        work = leg.work
-        if isinstance(work, DirectJob) and work.num_descriptors > MAX_INLINE_DESCRIPTORS:
-            self._agent.tasks.start_soon(self._plan_aside, leg)
-            return
-        try:
-            self._post(leg, work.rows(leg.slot))
-        except KVBusError as error:
-            self._end_stage(leg, error=error)
-
-    async def _plan_aside(self, leg: Leg) -> None:
-        async def plan() -> None:
-            self._post(leg, await in_thread(leg.work.rows, leg.slot))
-
-        await guarded(plan, lambda error: self._end_stage(leg, error=error))
-
-    def _post(self, leg: Leg, rows: Rows) -> None:
-        work, (descriptors, here, there) = leg.work, rows
-        if work.aborted or not len(descriptors.local):
-            self._end_stage(leg)
-            return
-        work.transfer = self._agent.transport.read(
-            leg.source.nixl_agent,
-            descriptors.local,
-            descriptors.remote,
-            on_end=partial(self._on_read, leg),
-            local_memory=here,
-            remote_memory=there,
-            priority=work.chunk.asked.priority,
-        )
-
-    def _on_read(self, leg: Leg, outcome: ReadOutcome) -> None:
-        leg.work.transfer = None  # it holds its descriptors
-        error: KVBusError | None = outcome.error
-        if outcome.status is ReadStatus.ABORTED:
-            error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
-        self._end_stage(leg, outcome.num_bytes, error)
-
-    def _copy(self, leg: Leg, _: ev.Begin) -> None:
-        """In threads: from a slot here into each rank, zeros, or from mapped memory."""
-        work = leg.work
-        turn, engine = work.chunk.turn, work.chunk.route.engine
-        if isinstance(work, MappedJob):
-            on_end = partial(self._count_mapped, work, partial(self._end_stage, leg))
-            work.copying = self._agent.copiers.start_jobs(turn, work.jobs, on_end, engine=engine)
-            return
-        work.copying = self._agent.copiers.start(
-            turn,
-            lambda: (partial(work.copy, leg.slot),),
-            partial(self._on_copied, leg),
-            engine=engine,
-            memories=work.ranks,
-            group=work.group,
-        )
-
-    def _on_copied(self, leg: Leg, error: KVBusError | None) -> None:
-        leg.work.copying = None
-        self._end_stage(leg, error=error)
-
-    def _copy_now(self, key: str, work: MappedJob, runs: Runs) -> None:
-        """Nothing of it is in flight when this returns, so it needs no leg."""
+        Nothing of it is in flight then, so the table has no leg of it. Raises as `MappedLeg.runs`.
+        """
+        plans = chunk.plans
+        if len(plans) != 1 or chunk.tail or chunk.one_in or chunk.num_bytes > SHORT_BYTES:
+            return False
+        leg = MappedLeg(chunk=chunk, means=self._means, plan=plans[0])
+        runs = leg.runs()
+        if runs.lattices:
+            return False
 
         def end(num_bytes: int, error: KVBusError | None) -> None:
             path = Path.MAPPED.value if num_bytes else ""
-            self._on_end(ReadEnded(key, num_bytes, error, path))
+            self._on_end(ReadEnded(chunk.fetch.key, num_bytes, error, path))
 
-        turn, engine = work.chunk.turn, work.chunk.route.engine
-        on_copied = partial(self._count_mapped, work, end)
-        jobs = [partial(work.copy, runs)]
-        self._agent.copiers.start_jobs(turn, lambda: jobs, on_copied, engine=engine, at_once=True)
+        leg.copy_at_once(runs, end)
+        return True
 
-    def _count_mapped(
-        self,
-        work: MappedJob,
-        end: Callable[[int, KVBusError | None], None],
-        error: KVBusError | None,
-    ) -> None:
-        """No job of it runs: what was read counts if it was there to the end.
+    def _legs_of(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Leg]:
+        """Those that bring the bytes: one for each source, or for each box.
 
-        Else its agent is asked, which may know what has become of it.
+        Raises `GeometryError` when a box is too small for anything, and as `StagingDevices.at`.
         """
-        work.copying = None
-        loss, num_bytes = work.loss(), work.num_bytes
-        if error is not None or loss is None:
-            end(num_bytes, error)
+        if choice.path is Path.PACKED:
+            yield from self._box_legs(chunk, choice.box_bytes)
             return
+        kind = DirectLeg if choice.path is Path.DIRECT else MappedLeg
+        for plan in chunk.plans:
+            yield kind(source=plan.source, chunk=chunk, means=self._means, plan=plan)
 
-        def end_lost(answer: Empty | KVBusError) -> None:
-            if isinstance(answer, KVBusError) and answer.code is not ErrorCode.TIMEOUT:
-                end(num_bytes, answer)
-            else:
-                end(num_bytes, loss)
+    def _box_legs(self, chunk: Chunk, box_bytes: int) -> Iterator[ev.Leg]:
+        """One leg for each box; those of different sources and ranks take turns."""
+        queues = deque(
+            self._legs_of_share(chunk, plan.source, share, box_bytes)
+            for plan in chunk.plans
+            for share in plan.joined
+        )
+        while queues:
+            queue = queues.popleft()
+            if (leg := next(queue, None)) is not None:
+                yield leg
+                queues.append(queue)
 
-        source = work.plan.source
-        source.peer.ask(source.check(work.chunk.ticket.offer_id), LOSS_KNOWN_WITHIN_S, end_lost)
+    def _legs_of_share(
+        self, chunk: Chunk, source: Source, share: Share, box_bytes: int
+    ) -> Iterator[ev.Leg]:
+        """A packed box is for all ranks that want the same and have their slots on one device."""
+        group = chunk.route.readers[share.reader].engine.group(share.group)
+        device, span = chunk.route.engine.ranks[share.reader].device, chunk.spans[share.group]
+        slots = self._agent.staging.at(device)
+        for box in cut_into_boxes(share, group, span, box_bytes=box_bytes):
+            yield BoxLeg(
+                source=source,
+                device=device,
+                chunk=chunk,
+                means=self._means,
+                share=share,
+                group=group,
+                box=box,
+                slots=slots,
+            )
+
+    def _zero_legs(self, chunk: Chunk) -> Iterator[ev.Leg]:
+        """One leg for each rank that holds a group with a tail."""
+        engine = chunk.route.engine
+        for name, span in chunk.tail.items():
+            for rank in engine.ranks.values():
+                if name in rank.num_blocks:
+                    group = engine.spec.group(name)
+                    yield ZeroLeg(chunk=chunk, means=self._means, rank=rank, group=group, span=span)
+
+    def _compare_legs(self, chunk: Chunk, path: Path) -> Iterator[ev.Leg]:
+        """Legs that compare each rank with where its bytes were read; raises as `CompareLeg`."""
+        for plan in chunk.plans if chunk.one_in else ():
+            for share in plan.joined if path is Path.PACKED else plan.shares:
+                for box in cut_for_digests(share, chunk.spans[share.group]):
+                    yield CompareLeg(
+                        source=plan.source, chunk=chunk, means=self._means, share=share, box=box
+                    )
 
     # What keeps NIXL from being made again within RECYCLED_WITHIN_S keeps it from all else, too:
     # then the process ends, and its READs with it. But while this machine's own link is down there
@@ -316,10 +248,3 @@ class Reader:
             reason = str(error) or f"NIXL has kept its thread for {RECYCLED_WITHIN_S:g} s"
             log.critical("transport.stuck", reason=reason, exit_status=EXIT_STATUS)
             os._exit(EXIT_STATUS)
-
-
-def _release(source: object, slot_ids: tuple[int, ...]) -> None:
-    """Give slots back; when that fails they come back by themselves, with their lease."""
-    if isinstance(source, Source):
-        message = Unpack(agent_boot=source.agent_boot, slot_ids=slot_ids)
-        source.peer.ask(message, UNPACK_TIMEOUT_S, lambda _: None)

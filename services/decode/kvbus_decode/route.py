@@ -70,19 +70,22 @@ class Source:
         """What NIXL calls the agent; empty where it does not know it."""
         return self.nixl.agent if self.nixl else ""
 
+    @property
+    def named(self) -> dict[str, str]:
+        """What names its memory in requests, and shows the right to it."""
+        return {
+            "agent_boot": self.agent_boot,
+            "engine_id": self.engine_id,
+            "memory_id": self.memory_id,
+            "access": self.access,
+        }
+
     def check(self, offer_id: str, *, progress_s: float = 0.0) -> CheckMemory:
         """Asks an agent that does not see our lease whether its ranks are still the same.
 
         With ``progress_s`` it also drives what is read within it; without it drives no more.
         """
-        return CheckMemory(
-            agent_boot=self.agent_boot,
-            engine_id=self.engine_id,
-            memory_id=self.memory_id,
-            access=self.access,
-            offer_id=offer_id,
-            progress_s=progress_s,
-        )
+        return CheckMemory(**self.named, offer_id=offer_id, progress_s=progress_s)
 
 
 @dataclass(frozen=True, slots=True)
