@@ -8,11 +8,11 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import structlog
-from anyio.abc import TaskGroup
 
 from kvbus.agent.access import EVENTS, PEER, Access, load_http_token
 from kvbus.agent.config import CLOSES_WITHIN_S, AgentConfig, named
@@ -143,34 +143,39 @@ def _log_request_failure(error: Exception, call: Call) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Runtime:
-    """The parts of one agent; those without a default are made by `start`, in this order."""
+class Runtime(Agent):
+    """One agent, with its sockets; those parts that are not given are made by `start`."""
 
     role: AgentRole
     config: AgentConfig
     boot: str
-    transport: Transport
-    tasks: TaskGroup
-    staging: StagingDevices
     interfaces: tuple[str, ...]
     access: Access = field(default_factory=Access)
     bus_errors: BusErrors = field(default_factory=BusErrors)
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
+    context: BusContext = field(init=False)
+    loop: asyncio.AbstractEventLoop = field(init=False)
+    folder: Path = field(init=False)
+    copiers: Copiers = field(init=False)
+    engines: EngineDirectory = field(init=False)
+    identity: Welcome = field(init=False)
     engine_socket: RequestServer = field(init=False)
     peer_socket: RequestServer = field(init=False)
-    events: EventPublisher = field(init=False)
-    agent: Agent = field(init=False)
+    publisher: EventPublisher = field(init=False)
+    data_plane: DataPlane = field(init=False)
     service: Service = field(init=False)
     report: SelfReport = field(init=False)
     http: HttpServer | None = None
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
         """Bind every socket, then let engines in."""
-        copiers = Copiers(asyncio.get_running_loop(), num_threads=self.config.copy_threads)
-        engines = EngineDirectory(
+        self.context, self.loop = context, asyncio.get_running_loop()
+        self.folder = self.config.runtime_path
+        self.copiers = Copiers(self.loop, num_threads=self.config.copy_threads)
+        self.engines = engines = EngineDirectory(
             transport=self.transport,
             staging=self.staging,
-            copiers=copiers,
+            copiers=self.copiers,
             bus_errors=self.bus_errors,
             lend=self.role is AgentRole.PREFILL and self.config.mapped,
             tasks=self.tasks,
@@ -183,36 +188,34 @@ class Runtime:
             max_connections=MAX_ENGINE_PROCESSES,
         )
         await self.tasks.start(attach.serve)
-        self._bind(context, engines)
-        self.agent = self._make_agent(context, engines, copiers)
-        self.service = make_service(self.agent)
-        self.report = SelfReport(self.config, self.agent, self.service)
+        self._bind()
+        self.data_plane = DataPlane(self.interfaces, self.transport, self._own_ports)
+        self.sender = self._start_sender()
+        self.service = make_service(self)
+        self.report = SelfReport(self.config, self, self.service)
         self._serve_http()
         engines.open(
-            self.agent.identity,
-            server=self.engine_socket,
-            publisher=self.events,
-            user=self.service,
+            self.identity, server=self.engine_socket, publisher=self.publisher, user=self.service
         )
-        self._take_requests(engines)
+        self._take_requests()
         await self.service.start()
-        for owner in (self.engine_socket, self.peer_socket, self.events):
+        for owner in (self.engine_socket, self.peer_socket, self.publisher):
             self.tasks.start_soon(owner.run)
         self.tasks.start_soon(self.metrics.watch_loop_lag)
         self.metrics.add_readings(partial(self._bus_readings, attach), BUS_READINGS)
         self.access.on_change.append(self._end_sessions)
-        await self.agent.data_plane.check()
-        self.tasks.start_soon(self.agent.data_plane.watch)
+        await self.data_plane.check()
+        self.tasks.start_soon(self.data_plane.watch)
         self.report.is_started = True
         log.info(
             "agent.started",
             role=self.role.value,
             attach=str(self.config.attach_path),
-            peer=self.agent.identity.peer_endpoint,
-            events=self.agent.identity.events_endpoint,
+            peer=self.identity.peer_endpoint,
+            events=self.identity.events_endpoint,
             http=self.config.http_bind,
             server_key=self.access.server_key,
-            data=list(self.agent.data_plane.endpoints),
+            data=list(self.data_plane.endpoints),
         )
 
     async def end(self, signals: Signals) -> None:
@@ -239,13 +242,13 @@ class Runtime:
         await self.service.drained()
         scope.cancel()
 
-    def _bind(self, context: BusContext, engines: EngineDirectory) -> None:
+    def _bind(self) -> None:
         """The sockets for local engines, for other agents, and for who watches."""
-        self.access.start(context, self.tasks, self.metrics)
-        server = partial(RequestServer, context, boot=self.boot, on_fault=_log_request_failure)
+        self.access.start(self.context, self.tasks, self.metrics)
+        server = partial(RequestServer, self.context, boot=self.boot, on_fault=_log_request_failure)
         self.engine_socket = server(
-            f"ipc://{self.config.runtime_path / ENGINE_SOCKET}",
-            gate=engines.admit,
+            f"ipc://{self.folder / ENGINE_SOCKET}",
+            gate=self.engines.admit,
             on_refusal=Refusals(self.metrics).of_call,
         )
         with named("peer_bind"):
@@ -256,41 +259,22 @@ class Runtime:
                 on_refusal=Refusals(self.metrics).of_call,
             )
         with named("events_bind"):
-            self.events = EventPublisher(
-                context,
+            self.publisher = EventPublisher(
+                self.context,
                 self.config.events_bind,
                 boot=self.boot,
                 heartbeat_s=self.config.heartbeat_s,
                 options=self.access.options(EVENTS),
             )
-
-    def _make_agent(self, context: BusContext, engines: EngineDirectory, copiers: Copiers) -> Agent:
-        identity = Welcome(
+        self.identity = Welcome(
             protocol=PROTOCOL_VERSION,
             agent_id=self.config.agent_id,
             agent_boot=self.boot,
             role=self.role,
             engine_endpoint=self.engine_socket.endpoint,
             peer_endpoint=self._advertised(self.peer_socket.endpoint),
-            events_endpoint=self._advertised(self.events.endpoint),
+            events_endpoint=self._advertised(self.publisher.endpoint),
             server_key=self.access.server_key,
-        )
-        return Agent(
-            identity=identity,
-            transport=self.transport,
-            engines=engines,
-            copiers=copiers,
-            publisher=self.events,
-            metrics=self.metrics,
-            context=context,
-            tasks=self.tasks,
-            loop=asyncio.get_running_loop(),
-            staging=self.staging,
-            data_plane=DataPlane(self.interfaces, self.transport, self._own_ports),
-            folder=self.config.runtime_path,
-            access=self.access,
-            bus_errors=self.bus_errors,
-            sender=self._start_sender(identity),
         )
 
     def _advertised(self, endpoint: str) -> str:
@@ -300,10 +284,10 @@ class Runtime:
 
     def _own_ports(self) -> set[int]:
         """The ports that are not UCX's."""
-        ports = {_port(self.peer_socket.endpoint), _port(self.events.endpoint)}
+        ports = {_port(self.peer_socket.endpoint), _port(self.publisher.endpoint)}
         return ports | {self.http.server_address[1]} if self.http else ports
 
-    def _start_sender(self, identity: Welcome) -> "SpanSender | None":
+    def _start_sender(self) -> "SpanSender | None":
         """What takes spans, if a collector is named. Raises `ConfigError` without kvbus[otel]."""
         if not self.config.otlp_endpoint:
             return None
@@ -316,9 +300,9 @@ class Runtime:
                 key="otlp_endpoint",
             ) from error
         resource = {
-            "service.name": f"kvbus-{identity.role}",
-            "service.instance.id": identity.agent_boot,
-            "kvbus.agent_id": identity.agent_id,
+            "service.name": f"kvbus-{self.role}",
+            "service.instance.id": self.boot,
+            "kvbus.agent_id": self.config.agent_id,
         }
         sender = SpanSender(self.config.otlp_endpoint, resource)
         self.tasks.start_soon(sender.run)
@@ -328,12 +312,12 @@ class Runtime:
         token = load_http_token(self.config)
         if not self.config.http_bind:
             return
-        loop, registry = asyncio.get_running_loop(), self.metrics.registry
-        pages = AgentPages(loop, registry, ping=self.transport.ping, report=self.report)
+        registry, ping = self.metrics.registry, self.transport.ping
+        pages = AgentPages(self.loop, registry, ping=ping, report=self.report)
         with named("http_bind"):
             self.http = HttpServer(self.config.http_bind, pages, token)
 
-    def _take_requests(self, engines: EngineDirectory) -> None:
+    def _take_requests(self) -> None:
         def tell_peer(asked: Status, call: Call) -> None:
             told = self.report.status(asked)
             call.reply(told if self.peer_socket.knows(call) else without_place(told))
@@ -341,8 +325,8 @@ class Runtime:
         self.engine_socket.on(
             {
                 Register: self._register,
-                AwaitReady: engines.await_ready,
-                Detach: engines.detach,
+                AwaitReady: self.engines.await_ready,
+                Detach: self.engines.detach,
                 Status: lambda asked, call: call.reply(self.report.status(asked)),
                 **self.service.engine_handlers(),
             }
@@ -359,7 +343,7 @@ class Runtime:
         """Of keys that are trusted no more; whoever hears events connects again."""
         for key in lost:
             self.peer_socket.end_key(key)
-        self.events.hang_up()
+        self.publisher.hang_up()
 
     def _register(self, wanted: Register, call: Call) -> None:
         if self.report.is_draining:
@@ -371,7 +355,7 @@ class Runtime:
                 agent=self.role.value,
                 engine=str(wanted.role),
             )
-        self.agent.engines.register(wanted, call)
+        self.engines.register(wanted, call)
 
     def _bus_readings(self, attach: AttachServer) -> dict[str, float]:
         """The readings named in `BUS_READINGS`, for both request sockets together."""

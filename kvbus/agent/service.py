@@ -1,14 +1,12 @@
-"""What a service adds to the runtime that both agents share.
-
-Refuses sockets and threads: they are the runtime's, handed over in `Agent`.
-"""
+"""What a service adds to the runtime that both agents share, and what it is given: an `Agent`."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import anyio
 from anyio.abc import TaskGroup
 
 from kvbus.agent.access import Access
@@ -17,19 +15,22 @@ from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.engines import EngineDirectory, EngineUser
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.slots import StagingDevices
+from kvbus.agent.spans import Stories
 from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
 from kvbus.protocol.trace import Remembered, Span, Trace
+from kvbus.table import Driver, Table
+from kvbus.table.events import DrainStarted
 from kvbus.transport import Transport
 
 if TYPE_CHECKING:
     from kvbus.agent.otlp import SpanSender
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Agent:
     """What a service may use of its agent; ``folder`` is for sockets of its own.
 
@@ -111,3 +112,37 @@ class Service(EngineUser, Protocol):
 
     def story(self, asked: Status) -> list[str]:
         """What happened to the fetch or offer that is asked for, a line for each event."""
+
+
+class TableService(Service):
+    """One whose handoffs are the entries of ``table``; ``driver`` feeds it."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        table: Table[Any, Any, Any, Any],
+        driver: Driver[Any],
+        stories: Stories[Any],
+    ) -> None:
+        self._agent, self._driver, self._live = agent, driver, table.live
+        self._stories, self._idle = stories, anyio.Event()
+
+    def start_draining(self) -> None:
+        self._driver.on_settled = self._check_idle
+        self._driver.dispatch(DrainStarted())
+
+    async def drained(self) -> None:
+        await self._idle.wait()
+
+    def _check_idle(self) -> None:
+        if not self._live:
+            self._idle.set()
+
+    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
+        return self._stories.recent(number)
+
+    def spans(self, asked: Trace) -> Remembered:
+        return self._stories.remembered(asked)
+
+    def story(self, asked: Status) -> list[str]:
+        return self._stories.lines(asked)

@@ -7,11 +7,14 @@ A story keeps the last steps only.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-from kvbus.protocol.trace import Span
-from kvbus.table import Story
+from kvbus.protocol.status import Status
+from kvbus.protocol.trace import Remembered, Span, Trace
+from kvbus.table import Story, Table
 
 FORGOTTEN = "forgotten"
 """The name of the time before the first step that is kept."""
@@ -19,6 +22,33 @@ PENDING, MAX_PENDING_S = "pending", 86_400.0
 """The name of the wait in an engine before it asked, and the longest one that is believed."""
 ASKED, MAX_ASKED_S = "asked", 3600.0
 """The ways between the engine that began an entry and its agent, and the longest way there."""
+
+
+N = TypeVar("N")
+
+
+class Stories(Generic[N]):
+    """What is told of the entries of a table: lines, or spans."""
+
+    def __init__(self, table: Table[Any, Any, Any, Any]) -> None:
+        self._newest = table.newest
+
+    def lines(self, asked: Status) -> list[str]:
+        """What happened to what is asked for."""
+        raise NotImplementedError
+
+    def remembered(self, asked: Trace) -> Remembered:
+        """The spans of what is asked for."""
+        raise NotImplementedError
+
+    def later(self, entry: N) -> Callable[[], list[Span]]:
+        """What makes the spans of one entry, in any thread when it is over; no table is asked."""
+        raise NotImplementedError
+
+    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
+        """What makes the spans of the newest entries, in any thread; live ones come first."""
+        newest = [(one, self.later(one)) for one in self._newest(number)]
+        return [later if one.is_over else partial(list, later()) for one, later in newest]
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ async def test_a_fetch_cancelled_between_copies_writes_no_rank_but_the_one_under
 async def test_the_memory_of_a_decode_engine_that_ends_between_copies_stays_until_they_end(
     half: Halfway,
 ) -> None:
-    engines = half.both.decode.agent.engines
+    engines = half.both.decode.engines
     processes = [one for known in engines.engines.values() for one in known.processes]
     await half.leave.aclose()
     await until(lambda: not engines.engines)

@@ -141,7 +141,7 @@ async def test_a_rank_of_more_segments_than_a_message_carries_is_mapped_whole(
             await fetch.ended
 
             addresses = both.the_memory().addresses[0]
-            local = both.prefill.runtime.agent.engines.engines[spec.engine_id]
+            local = both.prefill.runtime.engines.engines[spec.engine_id]
             processes = list(local.processes)
             assert addresses.keys() == storages.keys()
             for number, one in enumerate(rank.segments):
@@ -213,7 +213,7 @@ async def test_zeros_are_not_confirmed_though_the_lease_lives(
 
 async def drop_the_peer(both: Neighbours, _: Any) -> None:
     """Its key is distrusted, which is none."""
-    for told in both.decode.agent.access.on_change:
+    for told in both.decode.access.on_change:
         told(frozenset({""}))
 
 
@@ -223,7 +223,7 @@ async def end_the_memory(_: Neighbours, memory: Any) -> None:
 
 
 async def lose_the_engine(both: Neighbours, _: Any) -> None:
-    (one,) = both.decode.agent.engines.engines.values()
+    (one,) = both.decode.engines.engines.values()
     one.lost = True  # its memory goes a little later
     both.decode.service.on_engine_lost(one)
 
@@ -269,7 +269,7 @@ async def test_no_route_is_kept_into_an_engine_that_went_during_its_handshake(
     folder: Path,
 ) -> None:
     async with neighbours(folder) as both, both.engines() as (source, target):
-        (local,) = both.decode.agent.engines.engines.values()
+        (local,) = both.decode.engines.engines.values()
         seen = when_mapped(both, lose_the_engine)
         offer, _ = await begin(source, target, 16)
         await until(lambda: seen)

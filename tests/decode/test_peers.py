@@ -64,7 +64,7 @@ async def test_an_agent_that_will_not_be_met_ahead_keeps_the_routes_that_fetches
     (folder / "p").mkdir(mode=0o700)
     (folder / "d").mkdir(mode=0o700)
     async with prefill_agent(folder / "p") as source:
-        endpoint = source.runtime.agent.identity.peer_endpoint
+        endpoint = source.runtime.identity.peer_endpoint
         async with decode_agent(folder / "d", peers=[endpoint]) as target:
             both = Neighbours(source, target)
             async with both.engines() as engines:
@@ -88,7 +88,7 @@ async def test_a_listed_agent_that_moved_is_met_where_its_name_leads_then(
     (folder / "p").mkdir(mode=0o700)
     (folder / "d").mkdir(mode=0o700)
     async with prefill_agent(folder / "p", shake_hands_ahead="anybody") as source:
-        port = source.runtime.agent.identity.peer_endpoint.rpartition(":")[2]
+        port = source.runtime.identity.peer_endpoint.rpartition(":")[2]
         listed = {"peers": [f"tcp://prefill:{port}"], "request_timeout_s": 0.3}
         async with decode_agent(folder / "d", **listed) as target:
             both = Neighbours(source, target)

@@ -72,7 +72,7 @@ class PrefillAgent:
 
     def local(self, source: Engine) -> LocalEngine:
         """The engine as the agent sees it."""
-        return self.runtime.agent.engines.engines[source.spec.engine_id]
+        return self.runtime.engines.engines[source.spec.engine_id]
 
     @asynccontextmanager
     async def engine(self, spec: EngineSpec | None = None, **shape: Any) -> AsyncIterator[Engine]:
@@ -85,7 +85,7 @@ class PrefillAgent:
     @asynccontextmanager
     async def reader(self) -> AsyncIterator[Reader]:
         """A reader with a boot id of its own."""
-        endpoint = self.runtime.agent.identity.peer_endpoint
+        endpoint = self.runtime.identity.peer_endpoint
         client = RequestClient(self.context, endpoint, boot=new_boot_id())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.run)

@@ -146,7 +146,7 @@ class Case:
 
     def slot(self, packed: Packed) -> torch.Tensor:
         """The bytes of the box."""
-        staging = self.agent.runtime.agent.staging.at(HOST)
+        staging = self.agent.runtime.staging.at(HOST)
         slots = range(staging.num_slots)
         (number,) = (slot for slot in slots if staging.address(slot) == packed.address)
         return torch.from_numpy(staging.view(number)[: packed.num_bytes])

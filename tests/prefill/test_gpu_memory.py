@@ -126,7 +126,7 @@ async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its
     ):
         done, packed, other = await case.shake(), await case.packed(), await here.packed()
         in_use = agent.counts["slots"]
-        slots = agent.runtime.agent.staging.at(GPU)
+        slots = agent.runtime.staging.at(GPU)
         number = (packed.address - slots.address(0)) // slots.slot_bytes
         content = torch.from_numpy(slots.view(number)[: packed.num_bytes])
 
@@ -135,7 +135,7 @@ async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its
         assert (gpu.num_copies, gpu.events) == (1, 2 * [(bytes(64),)])
         assert done.memory.addresses == ({},)
         assert case.local.devices == agent.local(neighbour).devices == {GPU}
-        staging = agent.runtime.agent.staging
+        staging = agent.runtime.staging
         assert staging.registrations(case.local.devices) == [slots.registration]
         assert slots.registration not in staging.registrations(here.local.devices)
         assert packed.slot_id != other.slot_id

@@ -3,23 +3,22 @@
 import dataclasses
 from typing import Any
 
-import anyio
 import structlog
 from msgspec import convert, structs
 
 from kvbus.agent.access import load_ticket_keys
 from kvbus.agent.engine import LocalEngine
-from kvbus.agent.service import Agent
+from kvbus.agent.service import Agent, TableService
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import asked_states
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
 from kvbus.protocol.events import FetchEvent
 from kvbus.protocol.peer import CancelPart, FetchPart
-from kvbus.protocol.status import Cost, PeerView, Status
+from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
 from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.table import Driver
-from kvbus.table.events import DrainStarted, EngineLost, Stopped
+from kvbus.table.events import EngineLost, Stopped
 from kvbus_decode.chunk import ActiveFetch, check_tables
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
@@ -39,18 +38,17 @@ from kvbus_decode.warm import WarmPeers
 log = structlog.get_logger()
 
 
-class DecodeService:
+class DecodeService(TableService):
     """Everything of a decode agent that is not shared with the prefill agent."""
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
-        self._agent, self._config = agent, config
-        identity = agent.identity
+        self._config, identity = config, agent.identity
         limits = dataclasses.replace(
             config.fetch_limits, reader_agent=identity.agent_id, reader_boot=identity.agent_boot
         )
         self._table = FetchTable(limits=limits)
-        self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
-        self._dispatch = self._driver.dispatch
+        driver: Driver[ev.Event] = Driver(self._table, agent.loop)
+        self._dispatch = driver.dispatch
         self._tickets = TicketGate(identity.agent_id, load_ticket_keys(config.ticket_keys))
         self._active: dict[str, ActiveFetch] = {}
         self._metrics = DecodeMetrics(agent.metrics)
@@ -72,11 +70,12 @@ class DecodeService:
         )
         self._warm = WarmPeers(agent, config, peers, self.routes)
         peers.watchers = (self.routes, leases, self._warm)
-        self._stories = FetchStories(self._table, self._reader.story_of)
+        stories = FetchStories(self._table, self._reader.story_of)
+        super().__init__(agent, self._table, driver, stories)
         self._costs = CostBook(agent, self.routes, chooser)
         self._parts = PartServer(self._begin_part, self._dispatch)
         self._others = PartClient(agent, config, peers, self._active, self._dispatch)
-        self._driver.commands |= {
+        driver.commands |= {
             ev.Ask: leases.ask,
             ev.Tell: leases.tell,
             ev.HoldPeer: leases.hold,
@@ -86,14 +85,7 @@ class DecodeService:
             ev.Notify: self._notify,
             ev.ReportFetched: self._report_fetched,
         }
-        self._idle = anyio.Event()
         agent.metrics.add_readings(self._readings, READINGS)
-        self.cost, self.sharing = self._costs.cost, self._borrower.sharing
-        self.silent_peers, self.key_of = peers.silent, peers.key_of_silent
-        self.quiesce = self._reader.reads_done
-        self.drained = self._idle.wait
-        self.story, self.spans = self._stories.lines, self._stories.remembered
-        self.recent = self._stories.recent
 
     async def start(self) -> None:
         """Agents that are listed are met; all else is opened when it is asked for."""
@@ -121,11 +113,6 @@ class DecodeService:
         self._reader.lose_engine(engine)
         self.routes.forget_engine(engine)
 
-    def start_draining(self) -> None:
-        """No new fetches; those that are live go on."""
-        self._driver.on_settled = self._check_idle
-        self._dispatch(DrainStarted())
-
     def stop(self) -> None:
         """Fail what is left."""
         self._dispatch(Stopped())
@@ -142,6 +129,21 @@ class DecodeService:
             "parts": self._parts.num_live,
             "slots": self._reader.num_slots_in_use,
         }
+
+    async def quiesce(self, engine: LocalEngine) -> None:
+        await self._reader.reads_done(engine)
+
+    def sharing(self) -> Sharing:
+        return self._borrower.sharing()
+
+    def cost(self, asked: Cost) -> Predicted:
+        return self._costs.cost(asked)
+
+    def silent_peers(self) -> dict[str, float]:
+        return self._peers.silent()
+
+    def key_of(self, endpoint: str) -> str:
+        return self._peers.key_of_silent(endpoint)
 
     def view(self, endpoint: str) -> PeerView:
         """Whether it is listed and warm, and what came of handshakes with it."""
@@ -271,10 +273,6 @@ class DecodeService:
             trace_name = ticket.offer_id if requested.has_met else asked.fetch_id
             traces = asked.traceparent, ticket.traceparent
             sender.put(self._stories.later(fetch), trace_name, *traces)
-
-    def _check_idle(self) -> None:
-        if not self._table.live:
-            self._idle.set()
 
     def _readings(self) -> dict[str, float]:
         stats = self._agent.transport.stats()

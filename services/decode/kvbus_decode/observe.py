@@ -12,6 +12,7 @@ from msgspec import structs
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.spans import (
     Reading,
+    Stories,
     asked_span,
     forgotten_span,
     last_end,
@@ -133,10 +134,11 @@ LEGS = Reading(
 )
 
 
-class FetchStories:
+class FetchStories(Stories[FetchEntry]):
     """The fetches of ``table``, and the reads of which ``reads`` has the stories, by key."""
 
     def __init__(self, table: FetchTable, reads: Callable[[str], Story | None]) -> None:
+        super().__init__(table)
         self._table, self._reads = table, reads
 
     def lines(self, asked: Status) -> list[str]:
@@ -155,17 +157,8 @@ class FetchStories:
         others = {OtherAgent(ticket.endpoint, ticket.server_key): None for ticket in tickets}
         return Remembered(tuple(entries), tuple(others))
 
-    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
-        """What makes the spans of the newest fetches, in any thread; live ones come first."""
-        newest = [(one, self.later(one)) for one in self._table.newest(number)]
-        return [later if one.is_over else partial(list, later()) for one, later in newest]
-
     def later(self, fetch: FetchEntry) -> Callable[[], list[Span]]:
-        """Makes the spans of one fetch, in any thread when it has ended; no table is asked then.
-
-        They are the fetch itself, its stages, below each the legs that began in it; its wait
-        before.
-        """
+        """The fetch itself, its stages, below each the legs that began in it; its wait before."""
         return partial(_spans, fetch, self._reads(fetch.key))
 
 

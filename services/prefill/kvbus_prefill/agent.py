@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import anyio
@@ -12,7 +12,7 @@ from kvbus.agent.access import load_ticket_keys
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import check_protocol
 from kvbus.agent.loop import guarded
-from kvbus.agent.service import Agent, Service
+from kvbus.agent.service import Agent, TableService
 from kvbus.bus import Call, Handlers, Shared, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, GroupSpec, num_blocks_for
@@ -32,16 +32,16 @@ from kvbus.protocol.peer import (
     Renew,
     Take,
 )
-from kvbus.protocol.status import Sharing, Status
+from kvbus.protocol.status import Sharing
 from kvbus.protocol.ticket import Ticket, packed_tables
-from kvbus.protocol.trace import Remembered, Span, Trace, known_trace
+from kvbus.protocol.trace import known_trace
 from kvbus.table import Driver
-from kvbus.table.events import DrainStarted, EngineLost, Stopped
+from kvbus.table.events import EngineLost, Stopped
 from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather import Packing
 from kvbus_prefill.lending import MemoryLender
-from kvbus_prefill.observe import READINGS, OfferSpans, PrefillMetrics
+from kvbus_prefill.observe import READINGS, OfferStories, PrefillMetrics
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import NO_BLOCKS
 from kvbus_prefill.offer.table import OfferTable
@@ -49,25 +49,25 @@ from kvbus_prefill.offer.table import OfferTable
 log = structlog.get_logger()
 
 
-class PrefillService(Service):
+class PrefillService(TableService):
     """Everything of a prefill agent that is not shared with the decode agent."""
 
     def __init__(self, agent: Agent, config: PrefillConfig) -> None:
-        self._agent, self._config = agent, config
+        self._config = config
         self._table = OfferTable(limits=config.offer_limits)
-        self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
+        self._metrics = PrefillMetrics(agent.metrics)
+        self._packing = Packing(agent, config, self._metrics, self._table)
+        self._stories = OfferStories(self._table, self._packing.slots)
+        driver: Driver[ev.Event] = Driver(self._table, agent.loop)
+        super().__init__(agent, self._table, driver, self._stories)
         self._driver.commands |= {
             ev.BeginLease: self._begin_lease,
             ev.EndLease: self._end_lease,
             ev.ReportReleased: self._report_released,
             ev.Publish: lambda told: agent.publisher.publish(told.op, told.body),
         }
-        self._idle = anyio.Event()
         self._ticket_keys = load_ticket_keys(config.ticket_keys)
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
-        self._metrics = PrefillMetrics(agent.metrics)
-        self._packing = Packing(agent, config, self._metrics, self._table)
-        self._spans = OfferSpans(self._table, self._packing.slots)
         self.lender = MemoryLender(agent, config)
         agent.metrics.add_readings(self._readings, READINGS)
 
@@ -110,15 +110,6 @@ class PrefillService(Service):
         log.debug("engine.retiring", engine_id=engine.engine_id)
         await anyio.sleep(self._config.late_read_s)
 
-    def start_draining(self) -> None:
-        """No new offers; those that are live wait for their readers."""
-        self._driver.on_settled = self._check_idle
-        self._driver.dispatch(DrainStarted())
-
-    async def drained(self) -> None:
-        """Return when the last offer is released."""
-        await self._idle.wait()
-
     def stop(self) -> None:
         """Withdraw what is left."""
         self._packing.stop()
@@ -136,21 +127,7 @@ class PrefillService(Service):
         }
 
     def sharing(self) -> Sharing:
-        """What its memory socket lends."""
         return self.lender.sharing()
-
-    def story(self, asked: Status) -> list[str]:
-        """What happened to an offer."""
-        offer = self._table.find(asked.offer_id)
-        return [] if offer is None else list(offer.story.lines())
-
-    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
-        """The newest offers."""
-        return self._spans.recent(number)
-
-    def spans(self, asked: Trace) -> Remembered:
-        """What is remembered of offers."""
-        return self._spans.remembered(asked)
 
     def _forward(self, message: Message, call: Call) -> None:
         """The table answers."""
@@ -326,7 +303,7 @@ class PrefillService(Service):
         self._agent.publisher.publish("offer.released", event)
         sender = self._agent.sender
         if sender is not None and (offer := self._table.find(released.offer_id)) is not None:
-            sender.put(self._spans.later(offer), offer.offer_id, offer.traceparent)
+            sender.put(self._stories.later(offer), offer.offer_id, offer.traceparent)
         lived_s = self._agent.loop.time() - report.opened_at
         self._metrics.offers.values[released.outcome.value,] += 1
         self._metrics.offer_life_s.add({"": lived_s})
@@ -339,10 +316,6 @@ class PrefillService(Service):
             num_tokens=report.num_tokens,
             lived_s=round(lived_s, 6),
         )
-
-    def _check_idle(self) -> None:
-        if not self._table.live:
-            self._idle.set()
 
     def _readings(self) -> dict[str, float]:
         stats = self._agent.transport.stats()

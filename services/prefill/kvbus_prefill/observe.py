@@ -9,6 +9,7 @@ from prometheus_client import Counter, Histogram
 from kvbus.agent.observe import STAGE_BUCKETS_S, AgentMetrics
 from kvbus.agent.spans import (
     Reading,
+    Stories,
     asked_span,
     command_spans,
     forgotten_span,
@@ -16,6 +17,7 @@ from kvbus.agent.spans import (
     nested,
     state_spans,
 )
+from kvbus.protocol.status import Status
 from kvbus.protocol.trace import Remembered, Span, Trace, trace_attributes
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry, OfferState
@@ -66,11 +68,17 @@ BOX = Reading(ends=(SlotState.OVER,))
 LEASE = "leased"
 
 
-class OfferSpans:
+class OfferStories(Stories[OfferEntry]):
     """The offers of ``offers``, and the boxes of ``slots`` by the id of their offer."""
 
     def __init__(self, offers: OfferTable, slots: SlotTable) -> None:
+        super().__init__(offers)
         self._offers, self._boxes = offers, slots.named
+
+    def lines(self, asked: Status) -> list[str]:
+        """What happened to an offer."""
+        offer = self._offers.find(asked.offer_id)
+        return [] if offer is None else list(offer.story.lines())
 
     def remembered(self, asked: Trace) -> Remembered:
         """The offers that are asked for; boxes of an offer whose engine has its home elsewhere."""
@@ -83,18 +91,8 @@ class OfferSpans:
             entries += [boxes] if boxes else []
         return Remembered(tuple(map(tuple, entries)))
 
-    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
-        """What makes the spans of the newest offers, in any thread; live ones come first."""
-        newest = self._offers.newest(number)
-        return [
-            self.later(one) if one.is_over else partial(list, self.later(one)()) for one in newest
-        ]
-
     def later(self, offer: OfferEntry) -> Callable[[], list[Span]]:
-        """What makes the spans of one offer: itself, its states, its leases, and boxes in these.
-
-        When the offer has ended that may be called in any thread: it asks no table.
-        """
+        """The offer itself, its states, its leases, and boxes in these."""
         return partial(_spans, offer, tuple(self._boxes(offer.key)))
 
 
