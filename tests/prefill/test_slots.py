@@ -10,7 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from kvbus.errors import ErrorCode, SegmentError
-from kvbus.protocol import Packed
+from kvbus.geometry import BlockTable, Box, KvPart
+from kvbus.protocol import Pack, Packed
 from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, SendReply, Stopped
 from kvbus_prefill import slots
 
@@ -48,9 +49,21 @@ def asked(
     memory: Memory = HOST,
 ) -> slots.SlotWanted:
     """The name is what is gathered, and who waits for the answer."""
-    return slots.SlotWanted(
-        lease, "reader", "engine", memory, num_bytes, slot_lease_s, name, name, priority
+    pack = Pack(
+        agent_boot="boot",
+        engine_id="engine",
+        memory_id="memory",
+        offer_id="offer",
+        epoch=1,
+        rank=0,
+        box=Box("full", (0,), (KvPart.KEY,), 0, 1, 0, 8),
+        table=BlockTable.of([1]),
+        slot_lease_s=slot_lease_s,
+        token="token",
+        access="access",
+        priority=priority,
     )
+    return slots.SlotWanted(pack, lease, "reader", memory, num_bytes, name, name)
 
 
 def gathered(slot_id: int = 1, error: Any = None) -> slots.GatherEnded:

@@ -5,8 +5,8 @@ more is ``stale``. The memory of an engine is not given back while a thread read
 """
 
 import time
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvbus.agent.digests import Digests as Found
 from kvbus.agent.digests import Wanted, start_digest
@@ -43,15 +43,12 @@ MOST_DIGESTS = 256
 """Boxes that are digested, or wait for it, at a time: packs take turns with them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """The box of ``pack``, to be copied from the memory of a rank."""
+class Gather(NamedTuple):
+    """What a box is copied from."""
 
     engine: LocalEngine
     memory: RankMemory
     group: GroupSpec
-    pack: Pack
-    num_bytes: int
 
 
 class Packing:
@@ -179,22 +176,19 @@ class Packing:
             self._driver.dispatch(slots.GivenBack(pack.done, reader))
         self._agent.staging.check_packs()
         engine = self._engine(pack)
-        work = _check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
+        work, num_bytes = _check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
         offered_here = engine.control is not None
         if offered_here:
             now, is_state = self._agent.loop.time(), bool(work.group.state)
             self._offers.check_pack(pack, now, is_state=is_state)
         wanted = slots.SlotWanted(
+            pack=pack,
             lease=lease if offered_here else (reader, *lease),
             reader=reader,
-            engine_id=engine.engine_id,
             slots=self._agent.staging.at(work.memory.device),
-            num_bytes=work.num_bytes,
-            slot_lease_s=pack.slot_lease_s,
+            num_bytes=num_bytes,
             work=work,
             reply_to=call,
-            priority=pack.priority,
-            offer_id=pack.offer_id,
         )
         call.on_end = partial(self._driver.dispatch, slots.Abandoned(wanted.lease, call))
         self._driver.dispatch(wanted)
@@ -204,21 +198,19 @@ class Packing:
         work: Gather = asked.work
         self._agent.copiers.start(
             asked.turn,
-            lambda: (partial(self._gather, work, asked.slots, command.slot),),
+            lambda: (partial(self._gather, asked, command.slot),),
             lambda error: self._driver.dispatch(slots.GatherEnded(slot_id, error)),
             engine=work.engine,
             memories=(work.memory,),
             group=work.group,
         )
 
-    def _gather(
-        self, work: Gather, memory: slots.DeviceSlots, slot: int, paged: copying.PagedMemory
-    ) -> None:
+    def _gather(self, asked: slots.SlotWanted, slot: int, paged: copying.PagedMemory) -> None:
         """Copy, in a thread."""
         started_at = time.perf_counter()
-        copying.gather(paged, work.pack.table, work.pack.box, memory.view(slot))
+        copying.gather(paged, asked.pack.table, asked.pack.box, asked.slots.view(slot))
         self._metrics.gather_s.observe(time.perf_counter() - started_at)
-        self._metrics.packed_bytes.inc(work.num_bytes)
+        self._metrics.packed_bytes.inc(asked.num_bytes)
 
     def _start_wipe(self, command: slots.StartWipe) -> None:
         ended = slots.WipeEnded(command.slot_id)
@@ -290,8 +282,8 @@ def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RankMemory, Grou
     return memory, group
 
 
-def _check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> Gather:
-    """What to copy for ``pack``; raises `GeometryError` for a box that is not there, or too large.
+def _check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> tuple[Gather, int]:
+    """What to copy for ``pack``, and its bytes; raises `GeometryError` for what is no such box.
 
     The size comes first: only to describe a far too large one would take memory and time.
     """
@@ -308,4 +300,4 @@ def _check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> Gather:
             slot_bytes=max_bytes,
         )
     slot_region(group, pack.box)  # refuses a box that is none of the group's
-    return Gather(engine, memory, group, pack, num_bytes)
+    return Gather(engine, memory, group), num_bytes

@@ -13,7 +13,8 @@ from typing import Any, Literal, Protocol
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.peer import Packed
+from kvbus.geometry import BlockTable
+from kvbus.protocol.peer import Pack, Packed
 from kvbus.table import Context as AnyContext
 from kvbus.table import FairPool, Key, Story, Table, transitions
 from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, SendReply, Stopped, Value
@@ -77,26 +78,24 @@ class DeviceSlots(Protocol):
 
 
 class SlotWanted(Value, frozen=True):
-    """A reader wants ``num_bytes`` gathered into one of ``slots``, as ``work`` tells the agent.
+    """A reader wants a box of ``num_bytes`` gathered into one of ``slots``.
 
-    ``reader`` is the name of the session that asked: only it can give the slot back.
+    ``work`` tells the agent how. ``reader`` is the name of the session that asked: only it can give
+    the slot back.
     """
 
+    pack: Pack
     lease: Hashable
     reader: str
-    engine_id: str
     slots: DeviceSlots
     num_bytes: int
-    slot_lease_s: float
     work: Any
     reply_to: object
-    priority: int = 0
-    offer_id: str = ""
 
     @property
     def turn(self) -> Key:
         """What it waits under, for a slot and then for a thread."""
-        return Key(self.lease, self.priority)
+        return Key(self.lease, self.pack.priority)
 
 
 class TurnCame(Value, frozen=True):
@@ -199,8 +198,9 @@ class SlotEntry:
         return None if self.state in (ABANDONED, WIPING) else self.expires_at
 
     def retire(self) -> None:
-        """Keep neither the memory that it was copied from nor the request."""
-        self.asked = replace(self.asked, work=None, reply_to=None)
+        """Keep neither the memory that it was copied from, nor the call, nor the block table."""
+        pack = replace(self.asked.pack, table=BlockTable(b""))
+        self.asked = replace(self.asked, pack=pack, work=None, reply_to=None)
 
 
 def start(box: SlotEntry, event: TurnCame, _: Context) -> Commands:
@@ -324,7 +324,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         return sum(pool.num_in_use for pool in self._pools.values())
 
     def _names_of(self, entry: SlotEntry) -> tuple[str, ...]:
-        return (entry.asked.offer_id,)
+        return (entry.asked.pack.offer_id,)
 
     def _handle(self, event: Event, now: float) -> Commands:
         """Slots that came free, by this event or by what was due, are given on at the end."""
@@ -352,7 +352,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
             case LeaseEnded(lease):
                 return list(self._leases.get(lease, {}).values())
             case EngineLost(engine_id):
-                return [box for box in self.live.values() if box.asked.engine_id == engine_id]
+                return [box for box in self.live.values() if box.asked.pack.engine_id == engine_id]
             case _:
                 return list(self.live.values())
 
@@ -360,7 +360,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         """Have a box wait."""
         if self.stopped:
             return [Refuse(asked.reply_to, LocalError("the agent stops", code=ErrorCode.CLOSED))]
-        slot_lease_s = min(asked.slot_lease_s, self.limits.max_slot_lease_s)
+        slot_lease_s = min(asked.pack.slot_lease_s, self.limits.max_slot_lease_s)
         box = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
         self._leases[asked.lease][box.slot_id] = box
         self._pools[asked.slots].add(asked.turn, box.slot_id)
