@@ -1,6 +1,6 @@
 """Writes docs/internals/tables.md from the transition tables: ``python docs/diagrams.py``.
 
-What changes nothing is not drawn: a handler whose name starts with ``refuse`` or ``ignore``.
+A refusal is not drawn: a handler whose name starts with ``refuse`` or ``ignore``.
 """
 
 import ast
@@ -24,15 +24,13 @@ PAGE = Path(__file__).with_name("internals") / "tables.md"
 S = TypeVar("S", bound=StrEnum)
 Transitions = Mapping[tuple[S, type[Any]], Transition[S]]
 UNDRAWN = ("refuse", "ignore")
-MAX_LABEL = 4
 
 HEAD = """\
 # State machines
 
 <!-- Written by `python docs/diagrams.py` from the transition tables. Do not edit. -->
 
-An edge names the events that can lead from one state to another, or that do something without a
-change of state. Events that are refused, or that come too late to matter, are not drawn.
+An edge is a change of state. `TRANSITIONS` beside each table has the event and the handler of each.
 """
 
 
@@ -73,15 +71,12 @@ def page() -> str:
 
 
 def state_diagram(table: Transitions[S], starts: Mapping[S, str]) -> str:
-    """The table as a Mermaid ``stateDiagram-v2``; ``starts`` are the first states, with labels.
-
-    One edge for each pair of states, with the events that lead from one to the other.
-    """
-    edges = [f"    [*] --> {state}: {label}" for state, label in sorted(starts.items())]
-    for (source, target), events in sorted(_edges(table).items()):
-        edges.append(f"    {source} --> {target}: {_label(sorted(events))}")
-    edges += [f"    {state} --> [*]" for state in sorted(_ends(table))]
-    return "\n".join(["stateDiagram-v2", *edges])
+    """The table as a Mermaid ``stateDiagram-v2``; ``starts`` are the first states, with labels."""
+    edges = _edges(table)
+    lines = [f"    [*] --> {state}: {label}" for state, label in sorted(starts.items())]
+    lines += [f"    {source} --> {target}" for source, target in sorted(edges)]
+    ends = {target for _, target in edges} - {source for source, _ in edges}
+    return "\n".join(["stateDiagram-v2", *lines, *(f"    {end} --> [*]" for end in sorted(ends))])
 
 
 def state_sentences(states: type[S]) -> dict[S, str]:
@@ -100,25 +95,13 @@ def state_sentences(states: type[S]) -> dict[S, str]:
     return {state: found[state.name] for state in states}
 
 
-def _edges(table: Transitions[S]) -> dict[tuple[S, S], set[str]]:
-    edges: dict[tuple[S, S], set[str]] = {}
-    for (source, event), transition in table.items():
-        if not transition.handler.__name__.startswith(UNDRAWN):
-            for target in transition.to:
-                edges.setdefault((source, target), set()).add(event.__name__)
-    return edges
-
-
-def _ends(table: Transitions[S]) -> set[S]:
-    leaves = {source for (source, _), step in table.items() if any(t != source for t in step.to)}
-    states = {source for source, _ in table} | {t for step in table.values() for t in step.to}
-    return states - leaves
-
-
-def _label(events: list[str]) -> str:
-    """Mermaid breaks lines at ``<br>``; a long label would be wider than the diagram."""
-    rows = [", ".join(events[i : i + MAX_LABEL]) for i in range(0, len(events), MAX_LABEL)]
-    return ",<br>".join(rows)
+def _edges(table: Transitions[S]) -> set[tuple[S, S]]:
+    return {
+        (source, target)
+        for (source, _), transition in table.items()
+        for target in transition.to
+        if target != source and not transition.handler.__name__.startswith(UNDRAWN)
+    }
 
 
 if __name__ == "__main__":

@@ -41,12 +41,12 @@ def refuse_broken() -> None: ...
 def ignore() -> None: ...
 
 
-def test_a_diagram_shows_what_does_something_sorted_and_nothing_else() -> None:
+def test_a_diagram_shows_each_change_of_state_sorted_and_nothing_else() -> None:
     steps: Any = {
         (Lamp.OFF, Pressed): SimpleNamespace(handler=switch, to=[Lamp.OFF]),
         (Lamp.OFF, Dropped): SimpleNamespace(handler=switch, to=[Lamp.OFF, Lamp.BROKEN]),
-        (Lamp.BROKEN, Pressed): SimpleNamespace(handler=refuse_broken, to=[Lamp.BROKEN]),
-        (Lamp.BROKEN, Dropped): SimpleNamespace(handler=ignore, to=[Lamp.BROKEN]),
+        (Lamp.BROKEN, Pressed): SimpleNamespace(handler=refuse_broken, to=[Lamp.OFF]),
+        (Lamp.BROKEN, Dropped): SimpleNamespace(handler=ignore, to=[Lamp.OFF]),
     }
 
     diagram = state_diagram(steps, {Lamp.OFF: "Bought"})
@@ -55,8 +55,7 @@ def test_a_diagram_shows_what_does_something_sorted_and_nothing_else() -> None:
     assert diagram.splitlines() == [
         "stateDiagram-v2",
         "    [*] --> off: Bought",
-        "    off --> broken: Dropped",
-        "    off --> off: Dropped, Pressed",
+        "    off --> broken",
         "    broken --> [*]",
     ]
 
