@@ -28,7 +28,12 @@ from kvbus.planning import ReadMap, check_compatible, cut_into_boxes
 from tests.planning.planning import planned
 
 TEXT = (Path(__file__).parents[2] / "docs" / "internals" / "geometry.md").read_text()
-ROWS = re.findall(r"^\| ([^|]+) \| `(geometry|incompatible)` \| `([^|]+)` \|$", TEXT, re.M)
+REFUSED = TEXT.partition("## What is refused\n")[2]
+ROWS = [
+    (what, code, field)
+    for code, rows in re.findall(r"with `(geometry|incompatible)`[^\n]*:\n\n((?:\|.*\n)+)", REFUSED)
+    for what, field in re.findall(r"^\| ([^|]+) \| `([^|]+)` \|$", rows, re.M)
+]
 
 FULL = GroupSpec("full", (0, 1), 4, 2, 8, "float16")
 SPEC = EngineSpec("e", "m", 1, (FULL,))
