@@ -70,7 +70,7 @@ TOOLS = frozenset((Role.ROUTER, Role.OBSERVER))
 """Who may ask what the page for tools has."""
 FOR_SPANS = ("traceparent", "asked_s", "wanted_s")
 """Fields that say nothing but what goes into spans: one paragraph is about all of them."""
-IN_COMMON = 3
+IN_COMMON = 2
 """Fields that so many requests of one section have alike are told once."""
 OF_OFFER = tuple(map(ErrorCode, peer.OF_OFFER.split()))
 """Codes of what is about an offer, which are listed once."""

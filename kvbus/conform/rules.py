@@ -48,7 +48,7 @@ BOTH = (
     Rule("requests.busy", "when-an-agent-is-busy", "After `busy` it is asked again, not at once."),
     Rule("requests.ping", "boot-ids", "A silent agent is pinged."),
     Rule("notices.unknown", "notices", "Notices of an unknown kind are ignored."),
-    Rule("register.sessions", "registering", "All ranks and one control session register."),
+    Rule("register.sessions", "register", "All ranks and one control session register."),
     Rule("register.same_engine", "register", "Every session states the same engine."),
     Rule("register.memory", "memory", "Regions lie in their segments, and do not overlap."),
     Rule("ends.silence", "requests-and-answers", "A stopped agent that goes on is gone on with."),
@@ -57,7 +57,7 @@ BOTH = (
         "when-the-attach-connection-ends",
         "After a lost connection it comes back with new boot ids.",
     ),
-    Rule("ends.new_agent", "reconnecting", "It registers anew with an agent that was restarted."),
+    Rule("ends.new_agent", "boot-ids", "It registers again with an agent that was restarted."),
     Rule(
         "ends.told",
         "when-the-attach-connection-ends",
