@@ -48,20 +48,19 @@ class ErrorCode(StrEnum):
     STALE = "stale"
     """The message names a boot id, an engine or a lease epoch that is not the current one, or is
     older than the replies that are kept. Do: drop what the message was about. Shake hands or
-    register anew."""
+    register again."""
     FORBIDDEN = "forbidden"
-    """Who asks has not shown the right to it: the ticket's secret, the lease's token, the access to
-    the memory, or a key of the right role. Nothing has changed. Do: ask with a ticket as the
-    prefill engine gave it, and have the keys trusted on both sides."""
+    """The right to it was not shown: the ticket's secret, the lease's token, the access to the
+    memory, or a key of the right role. Do: ask with a ticket as the prefill engine gave it, and
+    have the keys trusted on both sides."""
     TIMEOUT = "timeout"
-    """It was not done in time. Do: try again, or compute the request without the handoff."""
+    """It was not done in time. Do: try again, or compute the prompt."""
     CANCELLED = "cancelled"
     """The engine cancelled it. Do: nothing."""
     CLOSED = "closed"
     """The side is closing its sockets. Do: connect again, or use another agent."""
     INTERNAL = "internal"
-    """A defect of the side that answers; its log says more. Do: report it. Compute the request
-    without the handoff."""
+    """A defect of the side that answers; its log says more. Do: report it. Compute the prompt."""
     CONFIG = "config"
     """A process is configured wrongly, or not for what was asked. Do: correct the configuration."""
     GEOMETRY = "geometry"
@@ -85,10 +84,9 @@ class ErrorCode(StrEnum):
     """Not all ranks of the engine are registered, or the agent has no engine that could make the
     offer. Do: try again a little later."""
     ENGINE_LOST = "engine_lost"
-    """The engine's process is gone. Do: start the engine anew."""
+    """The engine's process is gone. Do: start the engine again."""
     OFFER_UNKNOWN = "offer_unknown"
-    """No such offer, or it ended so long ago that it is forgotten. Do: compute the request without
-    the handoff."""
+    """No such offer, or it ended so long ago that it is forgotten. Do: compute the prompt."""
     OFFER_EXISTS = "offer_exists"
     """The request has a live offer. Do: withdraw that offer first; the detail names it."""
     OFFER_OPEN = "offer_open"
@@ -99,7 +97,7 @@ class ErrorCode(StrEnum):
     OFFER_WITHDRAWN = "offer_withdrawn"
     """The offer was withdrawn. Do: nothing; the request was given up."""
     OFFER_EXPIRED = "offer_expired"
-    """The offer was not read in time. Do: compute the request without the handoff; raise ``ttl_s``
+    """The offer was not read in time. Do: compute the prompt; raise ``ttl_s``
     if this is common."""
     OFFER_COMPLETED = "offer_completed"
     """The offer was read and taken. Do: nothing; it was handed over."""
@@ -112,16 +110,14 @@ class ErrorCode(StrEnum):
     """The fetch id was used already. Do: use a new id."""
     PEER_UNREACHABLE = "peer_unreachable"
     """The other agent cannot be reached. Do: check the endpoint and the network. Try again, or
-    compute the request without the handoff."""
+    compute the prompt."""
     PEER_LOST = "peer_lost"
-    """The other agent is gone, or came back as a new process. Do: compute the request without the
-    handoff."""
+    """The other agent is gone, or came back as a new process. Do: compute the prompt."""
     TRANSFER_FAILED = "transfer_failed"
-    """NIXL ended a transfer with an error. Do: try again, or compute the request without the
-    handoff."""
+    """NIXL ended a transfer with an error. Do: try again, or compute the prompt."""
     DIGEST_MISMATCH = "digest_mismatch"
     """What was read has other bytes than the prefill engine: a layer, a head and tokens are named.
-    Do: do not use the KV. Try again, once; then compute the request without the handoff, and have
+    Do: do not use the KV. Try again, once; then compute the prompt, and have
     the machines looked at."""
 
 

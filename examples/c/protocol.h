@@ -84,8 +84,8 @@ enum {
 /* The message names a boot id, an engine or a lease epoch that is not the current one, or is older than the
    replies that are kept. */
 #define KVBUS_CODE_STALE "stale"
-/* Who asks has not shown the right to it: the ticket's secret, the lease's token, the access to the memory,
-   or a key of the right role. Nothing has changed. */
+/* The right to it was not shown: the ticket's secret, the lease's token, the access to the memory, or a key
+   of the right role. */
 #define KVBUS_CODE_FORBIDDEN "forbidden"
 /* It was not done in time. */
 #define KVBUS_CODE_TIMEOUT "timeout"
