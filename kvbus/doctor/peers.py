@@ -347,18 +347,15 @@ def how_kv_comes(name: str, prefill: AgentStatus, decode: AgentStatus) -> Findin
         return Finding(name, OK, "the agents are on two machines: NIXL reads KV", values)
     closed = _why_not_mapped(prefill, theirs, ours)
     is_near = theirs.pid_namespace in ("", ours.pid_namespace)
-    severity, found = OK, "it is on the same machine, and its memory can be mapped"
-    if closed and is_near:
-        severity = NOTE
-        found = f"it is on the same machine, and is read through shared memory: {closed}"
-    elif closed:
-        severity = WARNING
-        found = "it is on the same machine, in another PID namespace, so UCX reads it over TCP: "
-        found += closed
+    way = (
+        f"and is read through shared memory: {closed}" if closed else "and its memory can be mapped"
+    )
+    if closed and not is_near:
+        way = f"in another PID namespace, so UCX reads it over TCP: {closed}"
     return Finding(
         name,
-        severity,
-        found,
+        WARNING if closed and not is_near else OK,
+        f"it is on the same machine, {way}",
         {**values, "not_mapped": closed, "same_pid_namespace": is_near},
         why="A decode agent copies memory that it maps in one pass. UCX reads the rest, through "
         "shared memory within one PID namespace, and else over TCP, at a fraction of the speed.",

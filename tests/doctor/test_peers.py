@@ -108,7 +108,7 @@ OTHER_MOUNTS = {"mount_namespace": "mnt:[8]"}
         ({}, {}, "warning", "over TCP: /nowhere/memory.sock is not here"),
         ({"uid": 8}, {}, "warning", "over TCP: it is of uid 8, and the reader of uid 7"),
         ({"closed": "mapped = false"}, {}, "warning", "over TCP: mapped = false"),
-        ({"pid_namespace": PIDS}, {}, "note", "through shared memory: /nowhere"),
+        ({"pid_namespace": PIDS}, {}, "ok", "through shared memory: /nowhere"),
         ({}, {"engines": {"e at prefill-0": "open"}}, "ok", "can be mapped"),
         ({}, {"engines": {"e at prefill-0": "no room"}}, "warning", "over TCP: no room"),
         (OTHER_MOUNTS, OTHER_MOUNTS, "ok", "can be mapped"),
