@@ -150,7 +150,8 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
             yield "common", [*common.values(), "", f"Refusals of an offer: {codes}."]
             yield name, [line for kind in kinds for line in _request(kind, common)]
         else:
-            yield name, [line for kind in kinds for line in _request(kind, {})]
+            told = common if name == "memory" else {}
+            yield name, [line for kind in kinds for line in _request(kind, told)]
     yield "notices", [line for op, kind in NOTICES.items() for line in _struct(f"`{op}`", kind)]
     events = {kind: [op for op in EVENTS if EVENTS[op] is kind] for kind in EVENTS.values()}
     headings = {kind: ", ".join(f"`{op}`" for op in ops) for kind, ops in events.items()}

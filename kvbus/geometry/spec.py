@@ -69,10 +69,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Region(msgspec.Struct, frozen=True):
-    """The memory of one tensor on one rank, of one layer or of several; see [Memory](#memory).
-    Element (block, layer, part, token, head, dim) starts at ``offset_bytes`` of the segment plus
-    the sum of index * stride over the axes; an axis that is absent has size 1.
-    """
+    """The memory of one tensor on one rank, of one layer or of several; see [Memory](#memory)."""
 
     segment_id: Name
     """The segment that holds it."""
@@ -101,9 +98,7 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class StatePart(msgspec.Struct, frozen=True):
-    """One named part of an opaque state; see [Memory](#memory). Units are to a state what KV heads
-    are to attention: rank r of ``tp_size`` holds those from r * ``num_units`` // ``tp_size`` on.
-    """
+    """One named part of an opaque state. Units are to it what KV heads are to attention."""
 
     name: Name
     """Name of the part, unique in the group."""
@@ -140,12 +135,12 @@ class GroupSpec(msgspec.Struct, frozen=True):
         KvPart.KEY,
         KvPart.VALUE,
     )
-    """Names of what each layer caches: ``k`` and ``v``, or ``latent`` (MLA), or others; of a state
-    those in ``state``, in that order. None twice. All but a state's have one shape."""
+    """Names of what each layer caches: ``k`` and ``v``, or ``latent`` (MLA), or others, all of one
+    shape; of a state those in ``state``, in that order."""
     window: Count | None = None
     """Tokens of a sliding window; nil for full attention and for a state."""
     state: Annotated[tuple[StatePart, ...], msgspec.Meta(max_length=64)] = ()
-    """The parts of an opaque state, such as a recurrent layer's. Empty for attention."""
+    """The parts of an opaque state; empty for attention."""
     optional: bool = False
     """Whether an engine of the other side may be without this group."""
 
@@ -205,8 +200,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     groups: Annotated[tuple[GroupSpec, ...], msgspec.Meta(min_length=1, max_length=64)]
     """All groups, with names that differ. No layer is in two that are not states."""
     pp_size: Count = 1
-    """Pipeline stages. Rank numbers count through the stages: ``stage * tp_size`` + number within
-    the stage."""
+    """Pipeline stages. Rank numbers count through them: ``stage * tp_size`` + number within."""
 
     @property
     def num_ranks(self) -> int:
