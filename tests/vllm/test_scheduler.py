@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import RequestStatus
 
-from kvbus.integrations.vllm.offers import Growing
+from kvbus.integrations.vllm.offers import Offered
 from tests.agents import Agents, wait_until
 from tests.vllm.clusters import halted
 from tests.vllm.scheduled import (
@@ -158,16 +158,13 @@ def test_at_once_decode_reads_what_prefill_still_computes_and_never_its_answer(
 
 def test_tokens_of_the_prompt_are_ready_when_their_step_is_done_and_those_behind_it_never() -> None:
     """A step may compute more than a prompt, as vLLM with drafts has them."""
-    request: Any = SimpleNamespace(request_id="r", num_computed_tokens=0, num_prompt_tokens=10)
-    growing = Growing()
-    growing.begin(request)
+    request: Any = SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=10)
+    offered = Offered(request, {})
     for step, num_tokens in enumerate((8, 3, 1)):
-        assert growing.schedule(step, {"r": num_tokens, "other": 5})
+        offered.plan(step, num_tokens)
         request.num_computed_tokens += num_tokens
 
-    ready = [list(growing.done(step)) for step in range(3)]
-
-    assert ready == [[("r", 8)], [("r", 10)], []]
+    assert [offered.ready(step) for step in range(3)] == [8, 10, 0]
 
 
 @dataclass(frozen=True)

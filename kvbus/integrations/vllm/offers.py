@@ -8,7 +8,7 @@ All of it is for the scheduler's thread.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -80,72 +80,50 @@ def _needed(group: GroupSpec, ids: Sequence[int], first: int, stop: int) -> list
     return needed
 
 
-class Growing:
-    """The requests that others may read while they are computed.
-
-    Their tokens are ready when vLLM says that the step is done. That holds for those of its prefix
-    cache, too: vLLM counts in them what other requests compute in the same step.
-    """
-
-    def __init__(self) -> None:
-        self._planned: dict[str, tuple[Request, deque[tuple[int, int]]]] = {}
-        """After which steps how many tokens of a prompt are computed."""
-
-    def begin(self, request: "Request") -> None:
-        """Follow a request to its prompt's end: what is behind that is in no offer."""
-        self._planned.setdefault(request.request_id, (request, deque()))
-
-    def end(self, request_id: str) -> None:
-        """It is over, or its blocks are another's."""
-        self._planned.pop(request_id, None)
-
-    def schedule(self, step: int, num_scheduled_tokens: Mapping[str, int]) -> bool:
-        """``step`` computes so many tokens of each request; whether its end is of interest."""
-        for request_id, (request, planned) in self._planned.items():
-            num_tokens = request.num_computed_tokens
-            if request_id in num_scheduled_tokens and num_tokens < request.num_prompt_tokens:
-                num_tokens += num_scheduled_tokens[request_id]
-                planned.append((step, min(num_tokens, request.num_prompt_tokens)))
-        return bool(self._planned)
-
-    def done(self, step: int) -> Iterator[tuple[str, int]]:
-        """The requests of which more is ready after ``step``, and how many tokens in all."""
-        for request_id, (_, planned) in self._planned.items():
-            num_tokens = 0
-            while planned and planned[0][0] <= step:
-                _, num_tokens = planned.popleft()
-            if num_tokens:
-                yield request_id, num_tokens
-
-
 @dataclass(slots=True, eq=False)
 class Offered:
     """A request whose KV is offered: without blocks while it is computed, then published.
 
-    ``told`` are the blocks of each group that the offer has by now, ``held`` those that vLLM keeps
-    for its readers once it is published. It is ``unwanted`` when its reader has given it up, or
-    computes what it names, or it was withdrawn for a newer one. One of an ``answer`` waits for the
-    next turn.
+    ``planned`` says after which steps how many tokens of its prompt are computed, ``told`` how many
+    blocks of each group the offer has by now. ``held`` are those that vLLM keeps for its readers.
+    It is ``unwanted`` when its reader has given it up, or computes what it names, or it was
+    withdrawn for a newer one. That of an ``answer`` waits for the next turn.
     """
 
-    request_id: str
+    request: "Request"
     options: OfferOptions
-    is_answer: bool
+    is_answer: bool = False
+    planned: deque[tuple[int, int]] = field(default_factory=deque)
     offer: Offer = field(init=False)
     told: dict[str, int] = field(init=False)
     held: "list[KVCacheBlock]" = field(default_factory=list)
     is_unwanted: bool = False
 
     @property
-    def is_named(self) -> bool:
-        """Whether it has a name of the router's, so that it is read while it grows."""
-        return self.options.get("transfer_id") is not None
+    def request_id(self) -> str:
+        """As vLLM has it."""
+        return str(self.request.request_id)
 
     def ask(self, link: Link) -> None:
         """Have an agent make the offer, as soon as there is one."""
         self.told = {}
         name = agents_id(self.request_id)
         self.offer = link.offer(name, num_tokens=0, block_ids={}, **self.options)
+
+    # Tokens are ready when vLLM says that their step is done. That holds for those of its prefix
+    # cache, too: vLLM counts in them what other requests compute in the same step.
+    def plan(self, step: int, num_scheduled: int) -> None:
+        """``step`` computes so many tokens; what is behind the prompt is in no offer."""
+        num_tokens, end = self.request.num_computed_tokens, self.request.num_prompt_tokens
+        if num_tokens < end:
+            self.planned.append((step, min(num_tokens + num_scheduled, end)))
+
+    def ready(self, step: int) -> int:
+        """How many tokens are ready in all after ``step``; 0 if no more than before."""
+        num_tokens = 0
+        while self.planned and self.planned[0][0] <= step:
+            _, num_tokens = self.planned.popleft()
+        return num_tokens
 
     def extend(self, num_tokens: int, tables: Tables) -> None:
         """Tell the offer of ``num_tokens``, and of those blocks that it does not have yet."""
@@ -156,7 +134,7 @@ class Offered:
         self.offer.extend(num_tokens, untold, first_blocks=first_blocks)
 
     def withdraw(self) -> None:
-        """It may not be read any more: what it has of blocks comes back at once."""
+        """It may not be read any more: its blocks, if it has any, come back at once."""
         self.is_unwanted = True
         self.offer.withdraw()
 
@@ -179,8 +157,9 @@ class Offers:
         self._engine, self._link, self._pool, self._stats = engine, link, pool, stats
         self._drains, self._last_s = drains, 0.0
         self._reserved: dict[str, Offered] = {}
+        self._growing: dict[str, Offered] = {}
+        """Those of them that are read, by their name, while they are computed."""
         self._published: dict[Offer, Offered] = {}
-        self._growing = Growing()
         self._late: Offer | None = None
 
     def reserve(
@@ -192,62 +171,58 @@ class Offers:
         is_answer: bool = False,
         **options: Unpack[OfferOptions],
     ) -> None:
-        """Ask for the ticket of a request; idempotent.
-
-        The ticket names the first ``num_tokens`` tokens. One that ``grows`` is read, by its name,
-        while it is computed.
-        """
+        """Ask for the ticket of the first ``num_tokens`` tokens of a request; idempotent."""
         request_id = request.request_id
         if request_id in self._reserved:
             return
         options |= {"sealed": False, "prompt_digest": digest_of(request, num_tokens)}
-        reserved = self._reserved[request_id] = Offered(request_id, options, is_answer)
+        reserved = self._reserved[request_id] = Offered(request, options, is_answer)
         reserved.ask(self._link)
+        if grows:
+            self._growing[request_id] = reserved
         if reserved.offer.request_id != request_id:
             logger.info(
                 "kvbus: request %s: agents call it %s, as its id is long",
                 request_id,
                 reserved.offer.request_id,
             )
-        if grows:
-            self._growing.begin(request)
 
     def schedule(self, step: int, num_scheduled_tokens: Mapping[str, int]) -> bool:
         """``step`` computes so many tokens of each request; whether its end is to be told."""
-        return self._growing.schedule(step, num_scheduled_tokens)
+        for request_id, reserved in self._growing.items():
+            if request_id in num_scheduled_tokens:
+                reserved.plan(step, num_scheduled_tokens[request_id])
+        return bool(self._growing)
 
-    def computed(self, step: int) -> Iterator[tuple[str, int]]:
-        """The requests of which more can be read after ``step``: to `grow` to so many tokens."""
-        return self._growing.done(step)
-
-    def grow(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
-        """The first ``num_tokens`` of a request are computed: they may be read."""
-        reserved = self._reserved[request_id]
-        if reserved.is_unwanted or not reserved.is_named:
-            return
-        try:
-            reserved.extend(num_tokens, tables_of(self._engine, block_ids, 0, num_tokens))
-        except KVBusError as error:  # it matters when the request is computed: then it is told
-            logger.info(
-                "kvbus: request %s: its first %s tokens cannot be read yet: %s",
-                request_id,
-                num_tokens,
-                error.message,
-            )
+    def grow(self, step: int, blocks_of: Callable[[str], BlockIds]) -> None:
+        """What was computed by the end of ``step`` may be read."""
+        for request_id, reserved in self._growing.items():
+            num_tokens = reserved.ready(step)
+            if not num_tokens or reserved.is_unwanted:
+                continue
+            try:
+                tables = tables_of(self._engine, blocks_of(request_id), 0, num_tokens)
+                reserved.extend(num_tokens, tables)
+            except KVBusError as error:  # it matters when the request is computed: then it is told
+                logger.info(
+                    "kvbus: request %s: its first %s tokens cannot be read yet: %s",
+                    request_id,
+                    num_tokens,
+                    error.message,
+                )
 
     # What was told of it names blocks that another request writes to from now on, and they stay in
     # the offer's tables. So it cannot be sealed with what is computed again: its reader, who knows
-    # the name, computes it as well. An offer without a name has no blocks yet.
+    # the name, computes it as well. Other offers have no blocks yet.
     def take_back(self, request_id: str) -> None:
         """The request was preempted: nothing of what was told of it may be read."""
-        self._growing.end(request_id)
-        reserved = self._reserved.get(request_id)
-        if reserved is not None and reserved.is_named:
+        reserved = self._growing.pop(request_id, None)
+        if reserved is not None:
             reserved.withdraw()
 
     def abandon(self, request_id: str) -> None:
         """The request has ended without KV to offer."""
-        self._growing.end(request_id)
+        self._growing.pop(request_id, None)
         reserved = self._reserved.pop(request_id, None)
         if reserved is not None:
             reserved.withdraw()
@@ -272,7 +247,7 @@ class Offers:
             self.abandon(request_id)
             return None
         del self._reserved[request_id]
-        self._growing.end(request_id)
+        self._growing.pop(request_id, None)
         reserved.extend(num_tokens, tables)
         offer.seal()
         self._withdraw_other_sequences(request_id)
@@ -350,7 +325,7 @@ class Offers:
         """
         offer = reserved.offer
         error, was_made = offer.error, bool(offer.offer_id)
-        if reserved.is_named:
+        if reserved.options.get("transfer_id") is not None:
             is_cancelled = error is not None and error.code == ErrorCode.CANCELLED
             withdrawn = error is None and offer.outcome is Outcome.WITHDRAWN
             reserved.is_unwanted |= is_cancelled or withdrawn
@@ -358,6 +333,7 @@ class Offers:
             return
         if was_made:
             reserved.options["transfer_id"] = None
+            self._growing.pop(reserved.request_id, None)
         if was_made or self._link.is_open:
             reserved.ask(self._link)
 

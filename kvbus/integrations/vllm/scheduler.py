@@ -198,10 +198,8 @@ class SchedulerSide:
         loaded = self._loads.take_loaded()
         connector_output.finished_recving = {*(connector_output.finished_recving or ()), *loaded}
         if isinstance(done := connector_output.kv_connector_worker_meta, StepDone):
-            for request_id, num_tokens in self._offers.computed(done.step):
-                block_ids = self._manager.get_block_ids(request_id)
-                selected = self._caches.select_transfer_block_ids(block_ids)
-                self._offers.grow(request_id, selected, num_tokens)
+            select, blocks_of = self._caches.select_transfer_block_ids, self._manager.get_block_ids
+            self._offers.grow(done.step, lambda request_id: select(blocks_of(request_id)))
 
     def get_finished_count(self) -> int | None:
         """One worker reports for all, as the agent tells of a handoff once."""
