@@ -14,11 +14,9 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
@@ -40,79 +38,56 @@ except ModuleNotFoundError as error:
     sys.stderr.write(f"error: the proxy needs {error.name}: pip install 'kvbus[proxy]'\n")
     raise SystemExit(1) from None
 
-from kvbus.errors import ConfigError, LocalError, ProtocolError
-from kvbus.options import with_options
+from kvbus.errors import LocalError, ProtocolError
 from kvbus.output import fail
 from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.protocol.trace import known_trace
 
 PARAMS = "kv_transfer_params"
+GENERATING = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_BYTES = 64 << 20
 MAX_CONNECTIONS = 1024
-PASSED_ON = ("authorization", "traceparent")
-PASSED_BACK = ("content-type", "retry-after")
 REST_S = 2.0
 """A server that could not be reached gets no requests for so long."""
 
+T = TypeVar("T")
 log = structlog.get_logger()
 
 
-class IfPrefillFails(StrEnum):
-    """What becomes of a request that no prefill server could prefill."""
+class Failed(LocalError):
+    """What the client is told, in a server's words if there is its ``answer``.
 
-    DECODE = "decode"
-    REFUSE = "refuse"
+    If it ``may_go_on``, the next server may be asked first.
+    """
 
-
-@dataclass(frozen=True, kw_only=True)
-class ProxyOptions:
-    """The settings of one proxy; raises `ConfigError` for a wrong server."""
-
-    prefill: Annotated[
-        list[str], Option(metavar="URL", help="A prefill server, as http://host:8100; repeatable.")
-    ]
-    decode: Annotated[
-        list[str], Option(metavar="URL", help="A decode server, as http://host:8200; repeatable.")
-    ]
-    host: Annotated[str, Option(help="The address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Option(min=0, max=65535, help="The port; 0 for a free one.")] = 8000
-    timeout_s: Annotated[
-        float, Option("--timeout", min=0.1, help="Seconds that a server may send nothing.")
-    ] = 600.0
-    if_prefill_fails: Annotated[
-        IfPrefillFails,
-        Option(help="A decode server computes the prompt itself, or the client gets the error."),
-    ] = IfPrefillFails.DECODE
-    overlap: Annotated[
-        bool,
-        Option(
-            help="Send a request to both servers at once, so that KV moves while it is computed."
-            " Not before a prefill server's first ticket, nor where the site signs tickets."
-        ),
-    ] = False
-
-    def __post_init__(self) -> None:
-        for role in ("prefill", "decode"):
-            for url in getattr(self, role):
-                _check_url(role, url)
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        *,
+        may_go_on: bool = False,
+        answer: httpx.Response | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.may_go_on = status, kind, may_go_on
+        error = {"message": message, "type": kind, "param": None, "code": status}
+        self.body = json.dumps({"error": error}).encode() if answer is None else answer.content
+        json_is: Mapping[str, str] = {"content-type": "application/json"}
+        self.headers = json_is if answer is None else answer.headers
 
 
-def _check_url(role: str, url: str) -> None:
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return
-    raise ConfigError(f"--{role} '{url}' is no address: give it as http://host:port")
-
-
-@dataclass(eq=False)
 class Server:
     """A server; of a prefill server ``ticket``, its latest, names the agent beside it."""
 
-    role: str
-    url: str
-    rests_until_s: float = 0.0
-    ticket: Ticket | None = None
+    def __init__(self, role: str, url: str) -> None:
+        with contextlib.suppress(ValueError):
+            parts = urlsplit(url)
+            if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+                self.role, self.url, self.rests_until_s = role, url.rstrip("/"), 0.0
+                self.ticket: Ticket | None = None
+                return
+        raise typer.BadParameter(f"--{role} '{url}' is no address: give it as http://host:port")
 
     def __str__(self) -> str:
         return f"{self.role} server {self.url}"
@@ -123,38 +98,14 @@ class Server:
         return time.monotonic() < self.rests_until_s
 
 
-class Answered(LocalError):
-    """The proxy answers the client itself, or with a prefill server's 4xx."""
-
-    def __init__(
-        self,
-        status: int,
-        kind: str,
-        message: str,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.headers = headers or {"content-type": "application/json"}
-        error = {"message": message, "type": kind, "param": None, "code": status}
-        self.status, self.body = status, body or json.dumps({"error": error}).encode()
-
-
-class ServerFailed(Answered):
-    """A server did not do its part; ``was_sent`` if it may have had the request."""
-
-    was_sent = True
-
-
-class Exchange:
-    """One request of a client, and what is sent for it."""
+class Call:
+    """One request of a client, and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.http, self.send, self.body = Request(scope, receive), send, dict[str, Any]()
         given = self.http.headers.get("x-request-id", "")
         self.request_id = given if 0 < len(given) <= 200 else uuid.uuid4().hex
-        self.started_s = time.perf_counter()
-        self.is_started = False
+        self.started_s, self.is_started = time.perf_counter(), False
         self.record: dict[str, Any] = {"request_id": self.request_id, "handover": "none"}
         """What is logged at its end; times are seconds."""
 
@@ -164,17 +115,17 @@ class Exchange:
         return round(time.perf_counter() - self.started_s, 6)
 
     async def read(self) -> None:
-        """Read the body; raises `Answered` for one that is no request."""
+        """Read the body; raises `Failed` for one that is no request."""
         text = bytearray()
         async for chunk in self.http.stream():
             text += chunk
             if len(text) > MAX_BODY_BYTES:
-                raise Answered(413, "too_large", f"the body has more than {MAX_BODY_BYTES} bytes")
+                raise Failed(413, "too_large", f"the body has more than {MAX_BODY_BYTES} bytes")
         try:
             self.body = json.loads(bytes(text))
             self.body.pop(PARAMS, None)  # what a client says there is not trusted
         except (ValueError, RecursionError, AttributeError, TypeError) as error:
-            raise Answered(400, "malformed", f"the body is not a JSON object: {error}") from error
+            raise Failed(400, "malformed", f"the body is not a JSON object: {error}") from error
 
     def why_alone(self) -> str | None:
         """Why a decode server computes this prompt itself: a ticket is of one sequence."""
@@ -183,39 +134,44 @@ class Exchange:
             return "several_sequences"
         if self.body.get("use_beam_search"):
             return "beam_search"
-        if sum(_num_prompts(prompt) for prompt in prompts) > 1:
+        if sum(map(_num_prompts, prompts)) > 1:
             return "several_prompts"
         if self.body.get("echo") or self.body.get("prompt_logprobs") is not None:
             return "prompt_asked_back"
         return None
 
-    def for_prefill(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    def for_prefill(self, **params: str) -> Mapping[str, Any]:
         """What has a server compute the prompt, make one token, and end."""
         left_out = ("stream_options", "min_tokens")
         made = {key: value for key, value in self.body.items() if key not in left_out}
         if "max_completion_tokens" in made:
             made["max_completion_tokens"] = 1
-        trace = known_trace(self.http.headers.get("traceparent", ""))
-        traced = {"traceparent": trace} if trace else {}
-        return {**made, "max_tokens": 1, "stream": False, PARAMS: {**params, **traced}}
+        if trace := known_trace(self.http.headers.get("traceparent", "")):
+            params["traceparent"] = trace
+        asked = {"do_remote_decode": True, **params}
+        return {**made, "max_tokens": 1, "stream": False, PARAMS: asked}
 
-    async def start(self, status: int, headers: Mapping[str, str | None]) -> None:
-        """Send the head of the answer."""
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the head of the answer, with what of a server's ``headers`` is for clients."""
         self.is_started, self.record["status"] = True, status
+        passed = {key: headers.get(key, "") for key in ("content-type", "retry-after")}
         ours = {f"x-kvbus-{role}": self.record.get(role) for role in ("prefill", "decode")}
-        raw = {**headers, **ours, "x-request-id": self.request_id}.items()
-        named = [(name.encode(), value.encode("latin-1")) for name, value in raw if value]
-        await self.send({"type": "http.response.start", "status": status, "headers": named})
+        named = {**passed, **ours, "x-request-id": self.request_id}.items()
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in named if value]
+        await self.send({"type": "http.response.start", "status": status, "headers": raw})
 
-    async def send_body(self, chunk: bytes, *, ends: bool = False) -> None:
-        """Send a part of the answer."""
-        await self.send({"type": "http.response.body", "body": chunk, "more_body": not ends})
+    async def go_on(self, chunk: bytes = b"") -> None:
+        """Send a part of the answer; an empty one ends it."""
+        await self.send({"type": "http.response.body", "body": chunk, "more_body": bool(chunk)})
 
-    async def refuse(self, error: Answered) -> None:
-        """Answer with ``error``."""
+    # An answer that has begun gets no end: so HTTP itself says that it is not whole.
+    async def refuse(self, error: Failed) -> None:
+        """Answer with ``error``, if nothing was answered yet."""
         self.record["trouble"] = error.message
-        await self.start(error.status, error.headers)
-        await self.send_body(error.body, ends=True)
+        if not self.is_started:
+            await self.start(error.status, error.headers)
+            await self.go_on(error.body)
+            await self.go_on()
 
 
 def _num_prompts(prompt: object) -> int:
@@ -228,34 +184,30 @@ class Proxy:
     """One proxy: an ASGI application for the paths that generate; ``asgi`` has all paths.
 
     A prefill server that cannot be reached, breaks off, or answers anything but 200 or 4xx has
-    failed, and the next in turn is asked; when all have, ``if_prefill_fails`` decides. A 4xx is the
-    client's mistake, and the client's answer. A decode server that cannot be reached has not seen
-    the ticket, so the next one gets it; any other end is the client's answer. When the client
-    leaves, the connections to its servers are closed: vLLM then aborts.
+    failed, and the next in turn is asked; when all have, ``refuses`` decides. A 4xx is the client's
+    mistake, and the client's answer. A decode server that cannot be reached has not seen the
+    ticket, so the next one gets it; any other end is the client's answer. When the client leaves,
+    the connections to its servers are closed: vLLM then aborts.
     """
 
-    def __init__(self, options: ProxyOptions) -> None:
-        self._options, self._num_in_flight = options, 0
-        self._prefill = [Server("prefill", url.rstrip("/")) for url in options.prefill]
-        self._decode = [Server("decode", url.rstrip("/")) for url in options.decode]
+    def __init__(
+        self,
+        prefill: list[Server],
+        decode: list[Server],
+        *,
+        timeout_s: float,
+        refuses: bool,
+        overlap: bool,
+    ) -> None:
+        self._prefill, self._decode, self._num_in_flight = prefill, decode, 0
+        self._timeout_s, self._refuses, self._overlap = timeout_s, refuses, overlap
         # vLLM closes an idle connection after 5 s; a request sent at that moment would be lost.
         limits = httpx.Limits(max_connections=2 * MAX_CONNECTIONS, keepalive_expiry=2.0)
-        timeout = httpx.Timeout(options.timeout_s, connect=5.0, pool=None)
+        timeout = httpx.Timeout(timeout_s, connect=5.0, pool=None)
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
-        generating = ("/v1/completions", "/v1/chat/completions")
-        self.asgi = Starlette(
-            routes=[
-                *(Route(path, self, methods=["POST"]) for path in generating),
-                Route("/v1/models", self._models),
-                Route("/health", self._health),
-            ],
-            lifespan=self._lifespan,
-        )
-
-    @asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        async with self._client:
-            yield
+        routes = [Route(path, self, methods=["POST"]) for path in GENERATING]
+        routes += [Route("/v1/models", self._models), Route("/health", self._health)]
+        self.asgi = Starlette(routes=routes)
 
     async def _health(self, _: Request) -> Response:
         servers, seen = [*self._prefill, *self._decode], dict[str, str]()
@@ -271,9 +223,9 @@ class Proxy:
         async with anyio.create_task_group() as tasks:
             for server in servers:
                 tasks.start_soon(check, server)
-        well = {server.role for server in servers if seen[server.url] == "healthy"}
-        told = {"ready": len(well) == 2, "in_flight": self._num_in_flight, **seen}
-        return JSONResponse(told, 200 if len(well) == 2 else 503)
+        is_ready = len({one.role for one in servers if seen[one.url] == "healthy"}) == 2
+        told = {"ready": is_ready, "in_flight": self._num_in_flight, **seen}
+        return JSONResponse(told, 200 if is_ready else 503)
 
     async def _models(self, _: Request) -> Response:
         for server in _in_turn(self._decode):
@@ -284,10 +236,10 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, while its client stays."""
-        exchange, outcome = Exchange(scope, receive, send), "stopped"
+        call, outcome = Call(scope, receive, send), "stopped"
         self._num_in_flight += 1
         try:
-            await exchange.read()
+            await call.read()
             async with anyio.create_task_group() as tasks:
 
                 async def watch() -> None:
@@ -296,156 +248,138 @@ class Proxy:
                     tasks.cancel_scope.cancel()
 
                 tasks.start_soon(watch)
-                await self._serve(exchange)
+                await self._serve(call)
                 outcome = "answered"
                 tasks.cancel_scope.cancel()
             if outcome == "stopped":
                 outcome = "client_gone"
         except ClientDisconnect:
             outcome = "client_gone"
-        except Answered as error:
+        except Failed as error:
             outcome = "answered"
-            await exchange.refuse(error)
+            await call.refuse(error)
         finally:
             self._num_in_flight -= 1
-            total_s = exchange.so_far_s
-            log.info("request.ended", outcome=outcome, **exchange.record, total_s=total_s)
+            log.info("request.ended", outcome=outcome, **call.record, total_s=call.so_far_s)
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _serve(self, call: Call) -> None:
         try:
-            if reason := exchange.why_alone():
-                exchange.record["handover"] = reason
-                await self._decoded(exchange, {})
-            elif not (self._options.overlap and await self._served_at_once(exchange)):
-                await self._decoded(exchange, await self._prefilled(exchange))
-        except Answered as error:
-            if not exchange.is_started:
-                await exchange.refuse(error)
-            else:  # no end of the answer: so HTTP itself says that it is not whole
-                exchange.record["trouble"] = error.message
+            if reason := call.why_alone():
+                call.record["handover"] = reason
+                await self._answer(call, {})
+            elif not (self._overlap and await self._serve_at_once(call)):
+                await self._answer(call, await self._prefilled(call))
+        except Failed as error:
+            await call.refuse(error)
 
-    async def _prefilled(self, exchange: Exchange) -> Mapping[str, Any]:
+    async def _prefilled(self, call: Call) -> Mapping[str, Any]:
         """The ticket under its key, or nothing to decode without one."""
-        record = exchange.record
-        record["handover"] = "no_prefill_server"
-        failure = Answered(503, "no_prefill_server", "no prefill server can be reached")
-        for server in _in_turn(self._prefill):
-            try:
-                ticket = await self._ticket(server, exchange)
-            except ServerFailed as error:
-                record["handover"], record["trouble"] = "prefill_failed", error.message
-                failure = error
-            else:
-                record["handover"] = "handed_over" if ticket else "not_offered"
-                return {PARAMS: ticket} if ticket else {}
-        if self._options.if_prefill_fails is IfPrefillFails.REFUSE:
-            raise failure
-        return {}
+        try:
+            ticket = await _first("prefill", self._prefill, partial(self._ticket, call))
+        except Failed as error:
+            has_none = error.kind == "no_prefill_server"
+            failed = error.kind if has_none else "prefill_failed"
+            call.record["handover"] = failed if error.may_go_on else "refused"
+            call.record["trouble"] = error.message
+            if self._refuses or not error.may_go_on:
+                raise
+            return {}
+        call.record["handover"] = "handed_over" if ticket else "not_offered"
+        return {PARAMS: ticket} if ticket else {}
 
-    async def _served_at_once(self, exchange: Exchange) -> bool:
+    async def _serve_at_once(self, call: Call) -> bool:
         """Ask both servers; False if the client has heard nothing: then all begins again."""
         server = next((one for one in self._prefill if not one.rests), None)
-        if server is None or server.ticket is None:
+        if server is None or (at := server.ticket) is None:
             return False
         next(_in_turn(self._prefill))  # which is this server
-        record, at, mistakes = exchange.record, server.ticket, list[Answered]()
-        name = Rendezvous(
-            uuid.uuid4().hex, at.endpoint, at.server_key, request_id=exchange.request_id
-        )
-        record["handover"] = "met"
+        meets = Rendezvous(uuid.uuid4().hex, at.endpoint, at.server_key, request_id=call.request_id)
+        call.record["handover"] = "met"
+        mistakes: list[Failed] = []
         async with anyio.create_task_group() as tasks:
 
             async def prefill() -> None:
                 try:
-                    await self._ticket(server, exchange, transfer_id=name.transfer_id)
-                except Answered as error:
-                    record["trouble"] = error.message
-                    if not exchange.is_started:
-                        mistakes.extend([] if isinstance(error, ServerFailed) else [error])
+                    await self._ticket(call, server, transfer_id=meets.transfer_id)
+                except Failed as error:
+                    call.record["trouble"] = error.message
+                    if not call.is_started:
+                        if not error.may_go_on:
+                            call.record["handover"] = "refused"
+                            mistakes.append(error)
                         tasks.cancel_scope.cancel()
 
             tasks.start_soon(prefill)
             named = {"do_remote_prefill": True, "do_remote_decode": False}
             try:
-                await self._decoded(exchange, {PARAMS: {**named, "rendezvous": name.to_json()}})
-            except Answered as error:
+                await self._answer(call, {PARAMS: {**named, "rendezvous": meets.to_json()}})
+            except Failed as error:
                 mistakes.append(error)
             tasks.cancel_scope.cancel()
         if mistakes:
             raise mistakes[0]
-        return exchange.is_started
+        return call.is_started
 
-    async def _ticket(self, server: Server, exchange: Exchange, **params: str) -> Any:
-        """What ``server`` offers; raises `ServerFailed`, or `Answered` with its 4xx."""
-        exchange.record["prefill"] = server.url
-        body = exchange.for_prefill({"do_remote_decode": True, **params})
-        async with self._asked(server, exchange, body) as answer:
+    async def _ticket(self, call: Call, server: Server, **params: str) -> Any:
+        """What a prefill server offers; raises `Failed`."""
+        async with self._asked(server, call, call.for_prefill(**params)) as answer:
             await answer.aread()
-        exchange.record["prefill_s"] = exchange.so_far_s
-        status, said = answer.status_code, f"{server} answered {answer.status_code}"
-        if answer.is_client_error:
-            exchange.record["handover"] = "refused"
-            raise Answered(status, "refused", said, answer.content, _passed_back(answer))
-        if answer.is_server_error:
-            raise ServerFailed(status, "prefill_failed", said, answer.content)
-        if status != httpx.codes.OK:
-            raise ServerFailed(502, "prefill_failed", said)
+        call.record["prefill_s"] = call.so_far_s
+        said = f"{server} answered {answer.status_code}"
+        if answer.is_error:
+            may_go_on = answer.is_server_error
+            raise Failed(
+                answer.status_code, "prefill_failed", said, may_go_on=may_go_on, answer=answer
+            )
+        failed = Failed(502, "prefill_failed", f"{said} without a completion", may_go_on=True)
+        if answer.status_code != httpx.codes.OK:
+            raise failed
         try:
             ticket = answer.json()[PARAMS]
         except KeyError:
             return None
         except (ValueError, RecursionError, TypeError) as error:
-            said += " with what is no completion"
-            raise ServerFailed(502, "prefill_failed", said) from error
+            raise failed from error
         with contextlib.suppress(ProtocolError, AttributeError):  # not every one is of kvbus
             seen = Ticket.from_json(ticket.get("ticket"))
             server.ticket = None if seen.signature else seen  # the proxy has no key to sign with
         return ticket if isinstance(ticket, dict) else None
 
-    async def _decoded(self, exchange: Exchange, params: Mapping[str, Any]) -> None:
-        """Answer the client with a decode server's answer; raises `Answered`."""
-        failure = Answered(503, "no_decode_server", "no decode server can be reached")
-        for server in _in_turn(self._decode):
-            exchange.record["decode"] = server.url
-            try:
-                async with self._asked(server, exchange, {**exchange.body, **params}) as answer:
-                    await exchange.start(answer.status_code, _passed_back(answer))
-                    async for chunk in answer.aiter_raw():
-                        exchange.record.setdefault("first_token_s", exchange.so_far_s)
-                        await exchange.send_body(chunk)
-                await exchange.send_body(b"", ends=True)
-                return
-            except ServerFailed as error:
-                failure = error
-                if error.was_sent:
-                    break
-        raise failure
+    async def _answer(self, call: Call, params: Mapping[str, Any]) -> None:
+        """Answer the client with a decode server's answer; raises `Failed`."""
 
-    @asynccontextmanager
+        async def answer(server: Server) -> None:
+            async with self._asked(server, call, {**call.body, **params}) as theirs:
+                await call.start(theirs.status_code, theirs.headers)
+                async for chunk in theirs.aiter_raw():
+                    call.record.setdefault("first_token_s", call.so_far_s)
+                    await call.go_on(chunk)
+            await call.go_on()
+
+        await _first("decode", self._decode, answer)
+
+    @contextlib.asynccontextmanager
     async def _asked(
-        self, server: Server, exchange: Exchange, body: Mapping[str, Any]
+        self, server: Server, call: Call, body: Mapping[str, Any]
     ) -> AsyncIterator[httpx.Response]:
-        """The answer of ``server``, its body still to come; raises `ServerFailed`, in the block."""
-        given = exchange.http.headers
-        headers = {name: given[name] for name in PASSED_ON if name in given}
-        headers |= {"x-request-id": exchange.request_id, "accept-encoding": "identity"}
-        url = server.url + exchange.http.url.path
+        """The answer of ``server``, its body still to come; raises `Failed`, in the block."""
+        call.record[server.role] = server.url
+        given = call.http.headers
+        headers = {name: given[name] for name in ("authorization", "traceparent") if name in given}
+        headers |= {"x-request-id": call.request_id, "accept-encoding": "identity"}
+        url = server.url + call.http.url.path
         try:
             async with self._client.stream("POST", url, headers=headers, json=body) as answer:
                 yield answer
         except httpx.RequestError as error:
             why = f"{server} broke off: {str(error) or type(error).__name__}"
             if isinstance(error, httpx.ReadTimeout):
-                why = f"{server} has sent nothing for {self._options.timeout_s:g} s (--timeout)"
-            failed = ServerFailed(502, f"{server.role}_lost", why)
-            if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-                failed.was_sent = False
+                why = f"{server} has sent nothing for {self._timeout_s:g} s (--timeout)"
+            is_unreached = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            if is_unreached:
                 server.rests_until_s = time.monotonic() + REST_S
-            raise failed from error
-
-
-def _passed_back(answer: httpx.Response) -> Mapping[str, str]:
-    return {name: value for name, value in answer.headers.items() if name in PASSED_BACK}
+            may_go_on = is_unreached or server.role == "prefill"
+            raise Failed(502, f"{server.role}_lost", why, may_go_on=may_go_on) from error
 
 
 def _in_turn(pool: list[Server]) -> Iterator[Server]:
@@ -457,31 +391,73 @@ def _in_turn(pool: list[Server]) -> Iterator[Server]:
             yield server
 
 
+async def _first(role: str, pool: list[Server], ask: Callable[[Server], Awaitable[T]]) -> T:
+    """What the first server in turn says that can; raises the last `Failed`."""
+    none = f"no {role} server can be reached"
+    failure = Failed(503, f"no_{role}_server", none, may_go_on=True)
+    for server in _in_turn(pool):
+        try:
+            return await ask(server)
+        except Failed as error:
+            failure = error
+            if not error.may_go_on:
+                break
+    raise failure
+
+
+Urls = list[str]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-@with_options(ProxyOptions)
-def proxy(options: ProxyOptions) -> None:
+def proxy(
+    *,
+    prefill: Annotated[
+        Urls, Option(metavar="URL", help="A prefill server, as http://host:8100; repeatable.")
+    ],
+    decode: Annotated[
+        Urls, Option(metavar="URL", help="A decode server, as http://host:8200; repeatable.")
+    ],
+    host: Annotated[str, Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="The port; 0 for a free one.")] = 8000,
+    timeout_s: Annotated[
+        float, Option("--timeout", min=0.1, help="Seconds that a server may send nothing.")
+    ] = 600.0,
+    if_prefill_fails: Annotated[
+        Literal["decode", "refuse"],
+        Option(help="A decode server computes the prompt itself, or the client gets the error."),
+    ] = "decode",
+    overlap: Annotated[
+        bool,
+        Option(
+            help="Send a request to both servers at once, so that KV moves while it is computed."
+            " Not before a prefill server's first ticket, nor where the site signs tickets."
+        ),
+    ] = False,
+) -> None:
     """Serve the OpenAI API with prefill and decode servers, for trying out disaggregated serving.
 
     Exit status 1: cannot listen on that address; 2: a mistake in an option.
     """
+    made = Proxy(
+        [Server("prefill", url) for url in prefill],
+        [Server("decode", url) for url in decode],
+        timeout_s=timeout_s,
+        refuses=if_prefill_fails == "refuse",
+        overlap=overlap,
+    )
     try:
-        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((options.host, options.port), family=family)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as error:
-        why = f"cannot listen on {options.host} port {options.port}: {error}"
-        fail(why, status=1, cause=error)
+        fail(f"cannot listen on {host} port {port}: {error}", status=1, cause=error)
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
     structlog.configure(
-        processors=[
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.JSONRenderer(),
-        ],
+        processors=[stamp, structlog.processors.JSONRenderer()],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     config = uvicorn.Config(
-        Proxy(options).asgi,
+        made.asgi,
         ws="none",
         log_level="warning",
         limit_concurrency=MAX_CONNECTIONS,

@@ -1,10 +1,9 @@
 """What became of loads and offers, as vLLM logs it and exports it to Prometheus; see `METRICS`."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from vllm.config import VllmConfig
@@ -36,8 +35,7 @@ Reading = float | str | tuple[str, str, float]
 """The labels of a metric, if it has any, and its value; only the label of a counter with one."""
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """``vllm:kvbus_{key}``, with labels of its own; a histogram if it has ``buckets``.
 
     The series of the labels ``known`` are there from the start: a counter that appears with its
@@ -47,37 +45,22 @@ class Metric:
     key: str
     text: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
     known: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
 
+
+ENDS = (Outcome.COMPLETED, Outcome.FAILED, Outcome.CANCELLED)
+STAGES = (REFUSED_AT, *StageTimes.__struct_fields__, "lost", "silent")
+OFFER_ENDS = (Outcome.COMPLETED, Outcome.WITHDRAWN, Outcome.EXPIRED, Outcome.FAILED)
+SPENT = "Seconds that a load was in one stage."
 
 METRICS = (
-    Metric(
-        LOADS,
-        "Loads of KV that have ended.",
-        labels=("outcome",),
-        known=(Outcome.COMPLETED, Outcome.FAILED, Outcome.CANCELLED),
-    ),
-    Metric(
-        LOADS_FAILED,
-        "Loads of KV that failed, by stage.",
-        labels=("stage",),
-        known=(REFUSED_AT, *StageTimes.__struct_fields__, "lost", "silent"),
-    ),
+    Metric(LOADS, "Loads of KV that have ended.", ("outcome",), ENDS),
+    Metric(LOADS_FAILED, "Loads of KV that failed, by stage.", ("stage",), STAGES),
     Metric(LOAD_SECONDS, "Seconds from asking for KV to its completion.", buckets=SECONDS_BUCKETS),
     Metric(LOAD_BYTES, "Bytes of KV that one load moved.", buckets=BYTES_BUCKETS),
-    Metric(
-        LOAD_STAGE_SECONDS,
-        "Seconds that a load was in one stage.",
-        labels=("stage", "outcome"),
-        buckets=SECONDS_BUCKETS,
-    ),
-    Metric(
-        OFFERS,
-        "Offers of KV that were released.",
-        labels=("outcome",),
-        known=(Outcome.COMPLETED, Outcome.WITHDRAWN, Outcome.EXPIRED, Outcome.FAILED),
-    ),
+    Metric(LOAD_STAGE_SECONDS, SPENT, ("stage", "outcome"), buckets=SECONDS_BUCKETS),
+    Metric(OFFERS, "Offers of KV that were released.", ("outcome",), OFFER_ENDS),
     Metric(OFFERED_TOKENS, "Tokens whose KV was offered."),
     Metric(OFFERS_FAILED, "Requests without an offer."),
 )
@@ -164,37 +147,28 @@ class KvbusPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics = {metric.key: self._make(metric) for metric in METRICS}
-        for metric in METRICS:
-            first = [[label] for label in metric.known] if metric.labels else [[]]
-            for labels in first:
+        self._metrics: dict[str, Any] = {}
+        for key, text, labels, known, buckets in METRICS:
+            kind: Any = self._histogram_cls if buckets else self._counter_cls
+            options = {"buckets": buckets} if buckets else {}
+            named = [*self._labelnames, *labels]
+            made = kind(name=f"vllm:kvbus_{key}", documentation=text, labelnames=named, **options)
+            self._metrics[key] = made
+            for first in [[label] for label in known] if labels else [[]]:
                 for engine_idx in per_engine_labelvalues:
-                    self._series(metric, engine_idx, labels)
+                    self._series(key, engine_idx, first)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the readings of one interval."""
-        for metric in METRICS:
-            for reading in transfer_stats_data[metric.key]:
-                self._add(metric, reading, engine_idx)
+        for key, _, labels, _, buckets in METRICS:
+            for reading in transfer_stats_data[key]:
+                if buckets:
+                    *named, value = reading if labels else (reading,)
+                    self._series(key, engine_idx, named).observe(value)
+                elif labels:
+                    self._series(key, engine_idx, [reading]).inc()
+                else:
+                    self._series(key, engine_idx, []).inc(reading)
 
-    def _add(self, metric: Metric, reading: Any, engine_idx: int) -> None:
-        if metric.buckets:
-            *labels, value = reading if metric.labels else (reading,)
-            self._series(metric, engine_idx, labels).observe(value)
-        elif metric.labels:
-            self._series(metric, engine_idx, (reading,)).inc()
-        else:
-            self._series(metric, engine_idx, ()).inc(reading)
-
-    def _series(self, metric: Metric, engine_idx: int, labels: Sequence[str]) -> Any:
-        return self._metrics[metric.key].labels(*self.per_engine_labelvalues[engine_idx], *labels)
-
-    def _make(self, metric: Metric) -> Any:
-        options: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
-        kind: Any = self._histogram_cls if metric.buckets else self._counter_cls
-        return kind(
-            name=f"vllm:kvbus_{metric.key}",
-            documentation=metric.text,
-            labelnames=[*self._labelnames, *metric.labels],
-            **options,
-        )
+    def _series(self, key: str, engine_idx: int, labels: list[str]) -> Any:
+        return self._metrics[key].labels(*self.per_engine_labelvalues[engine_idx], *labels)
