@@ -3,21 +3,20 @@
     test ──{"do": offer, withdraw, fetch, cancel, check}────────▶ python -m tests.engine_program
     test ◀──{"is": up, down, offered, over, fetched, freed, ...}── in lines of JSON
 
-Its sessions are kept, as those of users are. Its bytes are those of `tests.pattern`: it fills what
-it offers, writes over what is released in the callback that says so, compares each byte of a
+Its link outlives its agent, as those of users do. Its bytes are those of `tests.pattern`: it fills
+what it offers, writes over what is released in the callback that says so, compares each byte of a
 completed fetch, and guards each block that is free. What must never happen it tells as a
 ``violation``. It ends with its test, or when nobody says any more whether its blocks are free.
 """
 
 import asyncio
 import faulthandler
-import functools
 import signal
 import sys
 import traceback
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +27,7 @@ import anyio
 import msgspec
 import torch
 
-from kvbus.engine import Fetch, KeptSession, KvCache, MemorySession, Offer
+from kvbus.engine import Fetch, KvCache, Offer, RankMemory
 from kvbus.engine.bounce import (
     HostBuffer,
     HostDecode,
@@ -36,6 +35,7 @@ from kvbus.engine.bounce import (
     HostPrefill,
     LocalCopier,
 )
+from kvbus.engine.connection import Connection
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, KvLayout, num_blocks_for
 from kvbus.lab.engine import device_copy
@@ -44,7 +44,7 @@ from tests.forked import ForkedEngine, end_at_once
 from tests.host_engines import Offered, Offering, private_cache
 from tests.memories import Memory
 from tests.pattern import Blocks, Pool, expected, fill, num_wrong_bytes, views_of
-from tests.strict_sessions import FreeBlocks, OverwritingPrefill, WatchingDecode
+from tests.strict_links import StrictLink
 
 MAX_LINE_BYTES = 1 << 24
 ROOM_WITHIN_S = 2.0
@@ -112,18 +112,17 @@ def main() -> None:
 
 
 class Program:
-    """One engine: its memory, its sessions, and its orders."""
+    """One engine: its memory, its link, and its orders."""
 
     pool: Pool
-    control: KeptSession[Any]
-    """Its latest session takes the orders; in the role ``rank`` it takes none."""
+    link: StrictLink
+    """It takes the orders; in the role ``rank`` there are none."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.spec = config, config.spec
         self.ring: tuple[HostPool, LocalCopier] | None = None
         self.shared: list[KvCache] = []
-        self._buffers: list[HostBuffer] = []
-        self._is_open = False
+        self._is_open, self._opened = False, asyncio.Event()
 
     async def run(self) -> None:
         """Until the test hangs up; what is open then is left to the kernel."""
@@ -151,24 +150,23 @@ class Program:
         """Report what has changed that may not."""
         self.pool.check()
 
-    def session(self) -> Any:
-        """A new control session."""
-        raise NotImplementedError
-
     async def use_ring(self, ring: tuple[HostPool, LocalCopier], stack: AsyncExitStack) -> None:
         """Pass all KV through host blocks."""
         raise NotImplementedError
 
     async def _keep_open(self) -> None:
+        has_control = self.config.role != "rank"
+        self.link = StrictLink(
+            self.config.attach, self.spec, memory=self._open_memory(), control=has_control
+        )
+        # The ring's free blocks are looked after: what else is free the pool does.
+        self.link.caches = (
+            self.shared if self.ring is not None or self.config.role == "prefill" else ()
+        )
+        self.link.when_changed(self._change)
+        self.link.start(asyncio.get_running_loop())
+        await self._opened.wait()
         async with AsyncExitStack() as stack:
-            await self._open_memory(stack)
-            if self.config.role == "rank":
-                self._is_open = True
-                self._change()
-                await anyio.sleep_forever()
-            kept = KeptSession[Any](self.session, begin=_register, on_change=self._change)
-            self.control = await stack.enter_async_context(kept)
-            await self.control.opened()
             if self.ring is not None:
                 await self.use_ring(self.ring, stack)
             self._is_open = True
@@ -176,45 +174,35 @@ class Program:
             await anyio.sleep_forever()
 
     def _change(self) -> None:
-        """There is a control session, or there is none."""
+        """There is an agent, or there is none."""
+        is_up, problem = self.link.is_open, self.link.problem
+        if is_up:
+            self._opened.set()
         if self._is_open:
-            problem, is_up = self.control.problem, self.control.session is not None
             code = getattr(problem, "code", "")
             self.tell("up" if is_up else "down", why=str(problem), code=code)
 
-    async def _open_memory(self, stack: AsyncExitStack) -> None:
-        storages = stack.enter_context(ExitStack())
-        for rank in self.config.ranks or range(self.spec.num_ranks):
-            session = functools.partial(
-                MemorySession, self.config.attach, self.spec, rank, storages=storages
-            )
-            kept = KeptSession(
-                session, begin=self._allocate, on_change=self._change, name=f"rank {rank}"
-            )
-            self.control = await stack.enter_async_context(kept)
-            await self.control.opened()
-        caches = self.shared
-        if self._buffers:
-            plain, num_blocks = Memory(KvLayout.parse(self.config.layout)), self.config.num_blocks
-            caches = [
-                private_cache(self.spec, rank, plain, num_blocks)
-                for rank in range(self.spec.num_ranks)
-            ]
-            copier = LocalCopier(self._buffers, device_copy(caches))
+    def _open_memory(self) -> list[RankMemory]:
+        ranks = self.config.ranks or range(self.spec.num_ranks)
+        layout, num_blocks = KvLayout.parse(self.config.layout), self.config.num_blocks
+        if self.config.memory == "ring":
+            buffers = [HostBuffer(self.spec, rank, self.config.ring_blocks) for rank in ranks]
+            memories = [buffer.memory for buffer in buffers]
+            caches = [private_cache(self.spec, rank, Memory(layout), num_blocks) for rank in ranks]
+            copier = LocalCopier(buffers, device_copy(caches))
             self.ring = HostPool(self.config.ring_blocks), copier
-            self.shared = [KvCache(self.spec, one.rank, one.tensor) for one in self._buffers]
+            self.shared = [KvCache(self.spec, one.rank, one.tensor) for one in buffers]
+        else:
+            direct = self.config.memory == "direct"
+            memories = [
+                RankMemory.allocate(self.spec, rank, layout, num_blocks=num_blocks, direct=direct)
+                for rank in ranks
+            ]
+            caches = [KvCache(self.spec, one.rank, one.tensor) for one in memories]
+            self.shared = caches
         self.views = views_of(self.spec, caches)
         self.pool = Pool(self.views, self.config.num_blocks, self.report, self.config.seed)
-
-    async def _allocate(self, session: MemorySession) -> None:
-        """Once: the later sessions register what this one had."""
-        if self.config.memory == "ring":
-            self._buffers.append(HostBuffer(self.spec, session.rank, self.config.ring_blocks))
-            await session.keep(self._buffers[-1].memory)
-        else:
-            layout, direct = KvLayout.parse(self.config.layout), self.config.memory == "direct"
-            num_blocks = self.config.num_blocks
-            self.shared.append(await session.allocate(layout, num_blocks=num_blocks, direct=direct))
+        return memories
 
     async def _obey(self, order: Order) -> None:
         try:
@@ -245,16 +233,11 @@ class PrefillProgram(Program):
     def num_held(self) -> int:
         return super().num_held - self._num_unknown
 
-    def session(self) -> OverwritingPrefill:
-        session = OverwritingPrefill(self.config.attach, self.spec)
-        session.caches = self.shared
-        return session
-
     async def use_ring(self, ring: tuple[HostPool, LocalCopier], stack: AsyncExitStack) -> None:
-        self._host = HostPrefill(self.control.latest, *ring, piece_bytes=PIECE_BYTES)
+        self._host = HostPrefill(self.link, *ring, piece_bytes=PIECE_BYTES)
 
     async def do_offer(self, order: Order) -> None:
-        """Until it is released, or its session has ended."""
+        """Until it is released, or its agent has ended."""
         key, num_tokens = order["key"], order["steps"][-1]
         sizes = {group.name: group.block_size for group in self.spec.groups}
         wanted = {name: num_blocks_for(num_tokens, size) for name, size in sizes.items()}
@@ -275,10 +258,9 @@ class PrefillProgram(Program):
                 await offer.withdraw()
 
     async def _offer(self, order: Order, blocks: Blocks) -> None:
-        key, steps, session = order["key"], order["steps"], self.control.latest
-        offering = session
+        key, steps, connection = order["key"], order["steps"], self.link.connection
+        offering: Any = self.link
         if self._host is not None:
-            self._host.link = session
             offering = Offering(self._host, steps[-1], wait_s=ROOM_WITHIN_S)
         fill(key, self.views, blocks, 0, steps[0])
         try:
@@ -293,19 +275,19 @@ class PrefillProgram(Program):
         except KVBusError as error:
             self.tell("refused", key=key, code=error.code)
             if not isinstance(error, RequestRefused) and self._host is None:
-                await self._keep_until_the_end(session, blocks)
+                await self._keep_until_the_end(connection, blocks)
             return
         self.tell("offered", key=key, offer_id=offer.offer_id, ticket=offer.ticket)
         with suppress(KVBusError):  # it has ended, or will by its time to live
             await self._grow(offer, order, blocks)
         await self._follow(key, offer)
 
-    async def _keep_until_the_end(self, session: OverwritingPrefill, blocks: Blocks) -> None:
-        """Nobody said whether the offer was made: its blocks are the engine's with the session."""
+    async def _keep_until_the_end(self, connection: Connection, blocks: Blocks) -> None:
+        """Nobody said whether the offer was made: its blocks are free once the agent has ended."""
         number = sum(map(len, blocks.values()))
         self._num_unknown += number
         try:
-            await session.ended()
+            await connection.ended()
         finally:
             self._num_unknown -= number
 
@@ -318,7 +300,7 @@ class PrefillProgram(Program):
             await offer.seal()
 
     async def _follow(self, key: int, offer: Offer | Offered) -> None:
-        """A session ends with its agent; its keeper closes none that something waits for."""
+        """An offer ends with its agent; its link closes none that something waits for."""
         try:
             outcome = str(await offer.ended)
         except KVBusError as error:
@@ -342,25 +324,18 @@ class DecodeProgram(Program):
         super().__init__(config)
         self._fetches: dict[int, Any] = {}
         self._host: HostDecode | None = None
-        self._free: list[FreeBlocks] = []
-
-    def session(self) -> WatchingDecode:
-        """It looks after the ring: what else is free the pool does."""
-        session = WatchingDecode(self.config.attach, self.spec, free_blocks=self._free)
-        session.caches = self.shared if self.ring is not None else []
-        return session
 
     async def use_ring(self, ring: tuple[HostPool, LocalCopier], stack: AsyncExitStack) -> None:
-        host = HostDecode(self.control.latest, *ring, piece_bytes=PIECE_BYTES, wait_s=ROOM_WITHIN_S)
+        host = HostDecode(self.link, *ring, piece_bytes=PIECE_BYTES, wait_s=ROOM_WITHIN_S)
         self._host = await stack.enter_async_context(host)
 
     def look(self) -> None:
         super().look()
         try:
-            self.control.latest.check_free_blocks()
+            self.link.check_free_blocks()
         except AssertionError as error:
             self.report("late_write", f"in the ring: {error}")
-            self._free.clear()
+            self.link.free_blocks.clear()
 
     async def do_cancel(self, order: Order) -> None:
         fetch = self._fetches.get(order["fetch"])
@@ -417,13 +392,12 @@ class DecodeProgram(Program):
         return is_free
 
     def _start(self, order: Order, blocks: Blocks) -> Any:
-        session, ticket = self.control.latest, order["ticket"]
+        ticket = order["ticket"]
         more = {name: order[name] for name in ("num_tokens", "first_token", "fetch_id")}
         more |= {"timeout_s": order.get("timeout_s"), "zero_tail": order.get("zero_tail", False)}
         if self._host is not None:
-            self._host.link = session
             return self._host.fetch(ticket, block_ids=blocks, **more)
-        return session.fetch(
+        return self.link.fetch(
             ticket, block_ids=blocks, chunk_tokens=order.get("piece_tokens", 0), **more
         )
 
@@ -463,11 +437,6 @@ class DecodeProgram(Program):
         if num_wrong:
             of = f"{num_wrong} bytes{when} of fetch {fetch.fetch_id} of offer {order['offer']}"
             self.report("wrong_bytes", of, fetch_id=fetch.fetch_id)
-
-
-async def _register(session: Any) -> None:
-    await session.register()
-    await session.ready()
 
 
 async def _lines() -> AsyncIterator[bytes]:

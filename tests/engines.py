@@ -1,4 +1,4 @@
-"""Engines for the tests of whole handoffs: their sessions, their caches, and what must be in them.
+"""Engines for the tests of whole handoffs: their links, their caches, and what must be in them.
 
 Axes of a view: block, token (of a block), head, dim; all as raw bits. What is compared is every
 byte of every rank's memory.
@@ -6,29 +6,18 @@ byte of every rank's memory.
 
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
-import anyio
 import pytest
 import torch
-from anyio.abc import TaskGroup, TaskStatus
 from torch import Tensor
 
-from kvbus.engine import (
-    AgentRanks,
-    DecodeSession,
-    Fetch,
-    KvCache,
-    MemorySession,
-    Offer,
-    PrefillSession,
-    share_tensor,
-)
+from kvbus.engine import AgentRanks, Fetch, KvCache, Link, Offer, RankMemory, share_tensor
 from kvbus.errors import FetchFailed
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, num_blocks_for
 from kvbus.protocol import Fetched, Outcome
@@ -36,7 +25,7 @@ from tests.agents import AgentProcess, NotInTimeError, until
 from tests.expected import expected_after, num_read_bytes, positions
 from tests.memories import NHD, Memory, all_bytes, rank_of
 from tests.plain_sockets import ask
-from tests.strict_sessions import OverwritingPrefill, WatchingDecode, bits, strict
+from tests.strict_links import StrictLink, bits
 
 FULL = GroupSpec("full", (0, 1), 16, 6, 8, "bfloat16")
 SMALL = GroupSpec("small", (2, 3), 4, 6, 8, "bfloat16")
@@ -56,10 +45,10 @@ Snapshot = dict[int, Tensor]
 
 @dataclass
 class Engine:
-    """One engine of a test; ``control`` is a `PrefillSession` or a `DecodeSession`."""
+    """One engine of a test; ``control`` is the link of its scheduler."""
 
     spec: EngineSpec
-    control: PrefillSession | DecodeSession
+    control: StrictLink
     caches: list[KvCache]
     num_blocks: NumBlocks
     copies_on: ClassVar[bool] = False
@@ -70,13 +59,13 @@ class Engine:
     """Which agent has each rank, where there are several."""
 
     @property
-    def prefill(self) -> PrefillSession:
-        assert isinstance(self.control, PrefillSession)
+    def prefill(self) -> Any:
+        """Takes the calls of a `Link` that offers."""
         return self.control
 
     @property
-    def decode(self) -> DecodeSession:
-        assert isinstance(self.control, DecodeSession)
+    def decode(self) -> Any:
+        """Takes the calls of a `Link` that fetches."""
         return self.control
 
     def views(self) -> Views:
@@ -191,7 +180,6 @@ def make_spec(
 
 @asynccontextmanager
 async def engine(
-    kind: type[PrefillSession] | type[DecodeSession],
     attach: Path,
     spec: EngineSpec | None = None,
     *,
@@ -199,97 +187,80 @@ async def engine(
     memory: Memory | None = None,
     num_blocks: NumBlocks = NUM_BLOCKS,
     seed: int = 0,
+    **options: Any,
 ) -> AsyncIterator[Engine]:
-    """A registered engine, all of its sessions in this process, its cache full of random bits.
+    """A registered engine, all of it in this process, its cache full of random bits.
 
-    ``memory`` says more than ``layout``, and instead of it.
+    ``memory`` says more than ``layout``, and instead of it; ``options`` are the link's.
     """
     spec = spec or make_spec()
-    memory = memory or Memory(layout)
-    async with AsyncExitStack() as stack:
-        control = await stack.enter_async_context(strict(kind)(attach, spec))
-        sessions = [
-            await stack.enter_async_context(MemorySession(attach, spec, rank))
-            for rank in range(spec.num_ranks)
-        ]
-        caches = [await _cache(session, memory, num_blocks, stack) for session in sessions]
-        control.caches = caches
-        await control.register()
-        await control.ready()
-        made = Engine(spec, control, caches, num_blocks)
+    made = [
+        rank_memory(spec, rank, memory or Memory(layout), num_blocks)
+        for rank in range(spec.num_ranks)
+    ]
+    caches = [cache for _, cache in made]
+    memories = [one for one, _ in made]
+    async with StrictLink(attach, spec, memory=memories, caches=caches, **options) as control:
+        engine = Engine(spec, control, caches, num_blocks)
         if seed:
-            made.fill(seed)
-        yield made
-        check_at_end(control)
+            engine.fill(seed)
+        yield engine
+        control.check_at_end()
 
 
-def check_at_end(control: OverwritingPrefill | WatchingDecode) -> None:
-    """What must hold when a test is over; its memory is not touched any more."""
-    if isinstance(control, WatchingDecode):
-        control.check_free_blocks()
-    control.caches = ()
-
-
-async def _cache(
-    session: MemorySession, memory: Memory, num_blocks: NumBlocks, stack: AsyncExitStack
-) -> KvCache:
-    spec = session.engine
+def rank_memory(
+    spec: EngineSpec, rank: int, memory: Memory, num_blocks: NumBlocks
+) -> tuple[RankMemory, KvCache]:
+    """The memory of a rank, as a test wants it, and the views of it."""
     if memory.is_plain:
-        return await session.allocate(
-            memory.layout, num_blocks=num_blocks, device=memory.device, direct=memory.direct
+        made = RankMemory.allocate(
+            spec,
+            rank,
+            memory.layout,
+            num_blocks=num_blocks,
+            device=memory.device,
+            direct=memory.direct,
         )
+        return made, KvCache(spec, made.rank, made.tensor)
     if isinstance(num_blocks, int):
         num_blocks = {group.name: num_blocks for group in spec.groups}
-    rank = rank_of(spec, session.rank, memory, num_blocks)
-    tensor = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8, device=memory.device)
-    storage = share_tensor(tensor)
-    stack.enter_context(storage)
-    await session.register(rank, {"kv": storage}, direct=memory.direct)
-    return KvCache(spec, rank, tensor)
+    described = rank_of(spec, rank, memory, num_blocks)
+    tensor = torch.zeros(described.segments[0].size_bytes, dtype=torch.uint8, device=memory.device)
+    made = RankMemory(described, {"kv": share_tensor(tensor)}, memory.direct)
+    return made, KvCache(spec, described, tensor)
 
 
-@dataclass
-class RankSession:
-    """The memory of one rank, in a task of its own that gives it back; set ``leave`` to end it."""
-
-    agent: AgentProcess
-    spec: EngineSpec
-    rank: int
-    shape: Mapping[str, Any]
-    leave: anyio.Event = field(default_factory=anyio.Event)
-    left: anyio.Event = field(default_factory=anyio.Event)
-
-    async def run(self, *, task_status: TaskStatus[KvCache] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Attach and register, then stay until told to leave; the agent may be gone by then."""
-        async with MemorySession(self.agent.attach, self.spec, self.rank, access=ACCESS) as memory:
-            task_status.started(await memory.allocate(**self.shape))
-            await self.leave.wait()
-        self.left.set()
+def rank_link(
+    attach: Path, spec: EngineSpec, rank: int, *, access: str | None = ACCESS, **shape: Any
+) -> tuple[Link, KvCache]:
+    """The link of a rank that may be at another agent than its scheduler, not entered yet."""
+    memory = RankMemory.allocate(spec, rank, **{"layout": NHD, "num_blocks": NUM_BLOCKS, **shape})
+    link = Link(attach, spec, memory=memory, control=False, access=access)
+    return link, KvCache(spec, memory.rank, memory.tensor)
 
 
 @dataclass
 class SpreadEngine(Engine):
     """An engine whose ranks are at several agents, and can leave, one by one, and come back."""
 
-    sessions: list[RankSession]
-    tasks: TaskGroup
+    agents: Sequence[AgentProcess]
+    links: list[Link]
+    shapes: Sequence[dict[str, Any]]
 
     async def lose(self, rank: int) -> None:
-        """End the session of a rank; its cache is no more, and not part of the engine here."""
-        self.sessions[rank].leave.set()
-        await self.sessions[rank].left.wait()
+        """Close the link of a rank; its cache is no more, and not part of the engine here."""
+        await self.links[rank].aclose()
         del self.caches[rank:]
 
     async def bring_back(self, rank: int) -> None:
         """Attach a lost last rank again, with new memory."""
-        old = self.sessions[rank]
-        self.sessions[rank] = RankSession(old.agent, old.spec, rank, old.shape)
-        self.caches.append(await self.tasks.start(self.sessions[rank].run))
+        link, cache = rank_link(self.agents[rank].attach, self.spec, rank, **self.shapes[rank])
+        self.links[rank] = await link.__aenter__()
+        self.caches.append(cache)
 
 
 @asynccontextmanager
 async def spread_engine(
-    kind: type[PrefillSession] | type[DecodeSession],
     agents: Sequence[AgentProcess],
     spec: EngineSpec | None = None,
     *,
@@ -303,26 +274,31 @@ async def spread_engine(
     The ranks in ``staged`` are unregistered.
     """
     spec = spec or make_spec(tp=len(agents))
-    async with strict(kind)(agents[0].attach, spec) as control, anyio.create_task_group() as tasks:
-        sessions = []
+    shapes: list[dict[str, Any]] = [
+        {"layout": layout, "num_blocks": num_blocks, "direct": rank not in staged}
+        for rank in range(len(agents))
+    ]
+    links, caches = list[Link](), list[KvCache]()
+    try:
         for rank, agent in enumerate(agents):
-            direct = rank not in staged
-            shape = {"layout": layout, "num_blocks": num_blocks, "direct": direct}
-            sessions.append(RankSession(agent, spec, rank, shape))
-        caches = [await tasks.start(session.run) for session in sessions]
-        control.caches = caches
-        await control.register(others=ranks_elsewhere(agents))
-        await control.ready()
-        places = [agent.peer for agent in agents]
-        made = SpreadEngine(spec, control, caches, num_blocks, sessions, tasks, places=places)
-        if seed:
-            made.fill(seed)
-        try:
+            link, cache = rank_link(agent.attach, spec, rank, **shapes[rank])
+            links.append(await link.__aenter__())
+            caches.append(cache)
+        control = StrictLink(
+            agents[0].attach, spec, caches=caches, others=ranks_elsewhere(agents), access=ACCESS
+        )
+        async with control:
+            places = [agent.peer for agent in agents]
+            made = SpreadEngine(
+                spec, control, caches, num_blocks, agents, links, shapes, places=places
+            )
+            if seed:
+                made.fill(seed)
             yield made
-            check_at_end(control)
-        finally:
-            for session in made.sessions:
-                session.leave.set()
+            control.check_at_end()
+    finally:
+        for link in links:
+            await link.aclose()
 
 
 def ranks_elsewhere(agents: Sequence[AgentProcess]) -> list[AgentRanks]:
@@ -344,13 +320,14 @@ async def pair(
     groups: Sequence[GroupSpec] = (FULL,),
     layout: KvLayout = NHD,
     num_blocks: int = NUM_BLOCKS,
+    **options: Any,
 ) -> AsyncIterator[tuple[Engine, Engine]]:
     """A prefill and a decode engine that fit, with different contents."""
     specs = [make_spec(tp=tp, groups=groups) for _ in range(2)]
-    made = partial(engine, layout=layout, num_blocks=num_blocks)
+    made = partial(engine, layout=layout, num_blocks=num_blocks, **options)
     async with (
-        made(PrefillSession, prefill_attach, specs[0], seed=1) as source,
-        made(DecodeSession, decode_attach, specs[1], seed=2) as target,
+        made(prefill_attach, specs[0], seed=1) as source,
+        made(decode_attach, specs[1], seed=2) as target,
     ):
         yield source, target
 
@@ -521,6 +498,6 @@ async def start_long_read(
 
 def story_of(target: Engine, fetch: Fetch) -> list[str]:
     """What happened to a fetch, as its agent tells it."""
-    endpoint = target.decode.agent.peer_endpoint
+    endpoint = target.control.agent.peer_endpoint
     story: list[str] = ask(endpoint, "status", {"fetch_id": fetch.fetch_id})["ok"]["story"]
     return story

@@ -14,15 +14,16 @@ import pytest
 import torch
 
 from kvbus.agent import segments, slots
-from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
+from kvbus.engine import KvCache
+from kvbus.engine.connection import Connection
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
 from kvbus.memory.cuda import CudaMapping, GpuMover
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import PassCuda, Register
-from tests.engines import NUM_BLOCKS, Engine, check_at_end, make_spec
+from tests.engines import NUM_BLOCKS, Engine, make_spec
 from tests.memories import NHD
-from tests.strict_sessions import strict
+from tests.strict_links import StrictLink
 
 GPU = "GPU-stand-in"
 T = TypeVar("T")
@@ -94,12 +95,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 @asynccontextmanager
-async def engine_on(
-    gpu: StandIn, kind: type[PrefillSession] | type[DecodeSession], attach: Any, *, seed: int
-) -> AsyncIterator[Engine]:
+async def engine_on(gpu: StandIn, attach: Any, *, seed: int) -> AsyncIterator[Engine]:
     """An engine of one rank with its KV there, as `tests.engines.engine` makes others."""
     spec = make_spec()
-    async with strict(kind)(attach, spec) as control, MemorySession(attach, spec, 0) as session:
+    async with Connection(attach, spec.engine_id) as connection:
         rank = lay_out_rank(spec, 0, NHD, num_blocks=NUM_BLOCKS)
         segment = rank.segments[0]
         whole = np.zeros(512 + segment.size_bytes, np.uint8)
@@ -113,13 +112,11 @@ async def engine_on(
             size_bytes=segment.size_bytes,
             event=bytes(64),
         )
-        await session._call(passed)
-        await session.request(Register(engine=spec, rank=rank))
-        await control.register()
-        await control.ready()
-        cache = KvCache(spec, rank, torch.from_numpy(whole[512:]))
-        control.caches = [cache]
-        made = Engine(spec, control, [cache], NUM_BLOCKS)
-        made.fill(seed)
-        yield made
-        check_at_end(control)
+        await connection.pass_memory(passed)
+        await connection.request(Register(engine=spec, rank=rank))
+        caches = [KvCache(spec, rank, torch.from_numpy(whole[512:]))]
+        async with StrictLink(attach, spec, caches=caches) as control:
+            made = Engine(spec, control, caches, NUM_BLOCKS)
+            made.fill(seed)
+            yield made
+            control.check_at_end()

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
+from kvbus.engine import AgentRole, KvCache
 from kvbus.engine.bounce import (
     HostBuffer,
     HostDecode,
@@ -26,9 +26,9 @@ from kvbus.errors import KVBusError
 from kvbus.geometry import EngineSpec
 from kvbus.lab.engine import device_copy
 from tests.agents import until
-from tests.engines import Engine, NumBlocks, check_at_end
+from tests.engines import Engine, NumBlocks
 from tests.memories import Memory, rank_of
-from tests.strict_sessions import strict
+from tests.strict_links import StrictLink
 
 PIECE_BYTES = 4096
 
@@ -43,20 +43,20 @@ class HostEngine(Engine):
 
     @property
     def prefill(self) -> Any:
-        """Takes the calls of a `PrefillSession`."""
+        """Takes the calls of a `Link` that offers."""
         assert isinstance(self.host, HostPrefill)
         return Offering(self.host, self.total)
 
     @property
     def decode(self) -> Any:
-        """Takes the calls of a `DecodeSession`."""
+        """Takes the calls of a `Link` that fetches."""
         assert isinstance(self.host, HostDecode)
         return self.host
 
 
 @dataclass
 class Offering:
-    """`PrefillSession.offer` by way of host blocks; an open offer will have ``total`` tokens."""
+    """`Link.offer` by way of host blocks; an open offer will have ``total`` tokens."""
 
     host: HostPrefill
     total: int
@@ -137,7 +137,6 @@ def private_cache(spec: EngineSpec, rank: int, memory: Memory, num_blocks: NumBl
 
 @asynccontextmanager
 async def host_engine(
-    kind: type[PrefillSession] | type[DecodeSession],
     attach: Path,
     spec: EngineSpec,
     *,
@@ -149,7 +148,7 @@ async def host_engine(
     wait_s: float = 20.0,
     wrap_copy: Any = lambda copy: copy,
 ) -> AsyncIterator[HostEngine]:
-    """A registered engine, all of its sessions in this process, its cache full of random bits.
+    """A registered engine, all of it in this process, its cache full of random bits.
 
     ``ring_blocks`` are as many as the cache has when not told otherwise.
     """
@@ -158,19 +157,14 @@ async def host_engine(
             group.name: num_blocks if isinstance(num_blocks, int) else num_blocks[group.name]
             for group in spec.groups
         }
+    buffers = [HostBuffer(spec, rank, ring_blocks) for rank in range(spec.num_ranks)]
+    mapped = [KvCache(spec, buffer.rank, buffer.tensor) for buffer in buffers]
+    link = StrictLink(attach, spec, memory=[one.memory for one in buffers], caches=mapped)
     async with AsyncExitStack() as stack:
-        control = await stack.enter_async_context(strict(kind)(attach, spec))
-        buffers = []
-        for rank in range(spec.num_ranks):
-            session = await stack.enter_async_context(MemorySession(attach, spec, rank))
-            buffers.append(HostBuffer(spec, rank, ring_blocks))
-            await session.keep(buffers[-1].memory)
-        control.caches = [KvCache(spec, buffer.rank, buffer.tensor) for buffer in buffers]
-        await control.register()
-        await control.ready()
+        control = await stack.enter_async_context(link)
         caches = [private_cache(spec, rank, memory, num_blocks) for rank in range(spec.num_ranks)]
         ring, copier = HostPool(ring_blocks), LocalCopier(buffers, wrap_copy(device_copy(caches)))
-        if isinstance(control, PrefillSession):
+        if control.role is AgentRole.PREFILL:
             host: Any = HostPrefill(control, ring, copier, piece_bytes=piece_bytes)
         else:
             host = HostDecode(control, ring, copier, piece_bytes=piece_bytes, wait_s=wait_s)
@@ -180,4 +174,4 @@ async def host_engine(
             made.fill(seed)
         yield made
         await until(lambda: ring.num_held == 0)
-        check_at_end(control)
+        control.check_at_end()

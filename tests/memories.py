@@ -1,4 +1,4 @@
-"""How engines of tests lay out their memory, beyond what `MemorySession.allocate` does.
+"""How engines of tests lay out their memory, beyond what `RankMemory.allocate` does.
 
 Refuses to use the strides of another module: they are computed here, axis by axis.
 """
@@ -42,7 +42,7 @@ class Memory:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `MemorySession.allocate` makes such memory."""
+        """Whether `RankMemory.allocate` makes such memory."""
         return not (self.apart or self.padding)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvbus.engine import KvCache
 from kvbus.geometry import EngineSpec, GroupSpec
 from tests.expected import moved, positions
-from tests.strict_sessions import bits
+from tests.strict_links import bits
 
 CANARY_BYTE = 0xA5
 WORD_BYTES = 8

@@ -19,11 +19,10 @@ from typer.testing import CliRunner
 
 from kvbus.cli import app
 from kvbus.console import Console
-from kvbus.engine import PrefillSession
 from kvbus.output import fail, write_json, write_text
 from kvbus.text import bytes_text, numbers_text, printable, rate_text, time_text
 from tests.agents import AgentProcess
-from tests.engines import make_spec
+from tests.engines import engine, make_spec
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = {
@@ -110,9 +109,7 @@ async def test_an_engine_of_an_evil_name_does_no_harm_to_the_terminal(
 ) -> None:
     name = "".join(HOSTILE.values())
     commands = (["status", prefill.peer], ["status", prefill.settings["http_bind"]])
-    async with PrefillSession(prefill.attach, make_spec(engine_id=name)) as engine:
-        await engine.register()
-
+    async with engine(prefill.attach, make_spec(engine_id=name)):
         shown = [
             await anyio.to_thread.run_sync(CliRunner(env={"COLUMNS": "400"}).invoke, app, command)
             for command in commands

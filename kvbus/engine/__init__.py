@@ -2,19 +2,14 @@
 
 `Link` says how an engine offers and fetches, `describe_tensors` what its memory is. Specs are in
 `kvbus.geometry`, errors in `kvbus.errors`; `kvbus.engine.bounce` is for memory that no agent can
-map. Sessions are what links are made of.
+map.
 """
 
 from kvbus.bus import new_secret
-from kvbus.engine.decode import DecodeSession as DecodeSession
-from kvbus.engine.decode import Fetch
-from kvbus.engine.kept import KeptSession as KeptSession
+from kvbus.engine.fetches import Fetch
 from kvbus.engine.link import Link
-from kvbus.engine.memory import MemorySession as MemorySession
-from kvbus.engine.prefill import Offer, OfferOptions
-from kvbus.engine.prefill import PrefillSession as PrefillSession
+from kvbus.engine.offers import Offer, OfferOptions
 from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
-from kvbus.engine.session import greet as greet
 from kvbus.engine.storage import SharedStorage as SharedStorage
 from kvbus.engine.storage import share_tensor as share_tensor
 from kvbus.engine.storage import share_tensors as share_tensors

@@ -1,55 +1,60 @@
 """An engine's link with its agent: what a scheduler, a rank, or both in one process need of it.
 
-the engine's threads and loops        the link's thread
-offer, extend, fetch … ──calls────▶ event loop ─▶ KeptSession of the scheduler
-Offer, Fetch, ended() ◀──results──────┘         └▶ KeptSession of each rank's memory
+an engine's threads and loops        the link's event loop
+offer, extend, fetch … ──calls────▶ Offers, Fetches ─▶ connection of the scheduler
+Offer, Fetch, ended() ◀──results──────┘                connection of each rank's memory
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 import torch
 
-from kvbus.engine.control import ControlSession, Others
-from kvbus.engine.decode import (
-    REQUESTED,
-    DecodeSession,
-    Fetch,
-    FetchOptions,
-    failed,
-    new_fetch,
-)
-from kvbus.engine.kept import KeptSession
+from kvbus.engine.asking import Asking
+from kvbus.engine.connection import Connection, Events, KeptConnection
+from kvbus.engine.fetches import Fetch, Fetches, FetchOptions
 from kvbus.engine.later import Runner
-from kvbus.engine.memory import MemorySession, OnFetched
-from kvbus.engine.prefill import BlockIds, Offer, OfferOptions, PrefillSession, offer_message
+from kvbus.engine.offers import BlockIds, Offer, OfferOptions, Offers, offer_message
 from kvbus.engine.rank_memory import RankMemory
-from kvbus.engine.session import ATTACH_RETRY_S, SessionOptions, greet
 from kvbus.errors import (
     ClosedError,
     ErrorCode,
+    GeometryError,
     KVBusError,
     LocalError,
-    PeerLost,
-    RequestRefused,
+    RequestTimeout,
 )
 from kvbus.geometry import EngineSpec
-from kvbus.protocol.attach import Welcome
-from kvbus.protocol.engine import AgentRole, Outcome
-from kvbus.protocol.ticket import Rendezvous
+from kvbus.memory.cuda import CudaEvent, CudaStorage
+from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
+from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched, Register
+from kvbus.protocol.envelope import Notice
+from kvbus.protocol.message import from_body
 
-MAX_RELEASES_AT_ONCE = 8
-MAX_RELEASES = 4096
-RELEASE_WITHIN_S = 10.0
+Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
+"""Ranks of an engine that are attached to other agents, by the peer endpoint of each agent."""
+OnFetched = Callable[[Fetched], None]
+
+
+class LinkOptions(TypedDict, total=False):
+    """What a link can be told besides its engine and memory."""
+
+    attach_timeout_s: float
+    """For how long entering waits for an agent that listens; 0 by default."""
+    request_timeout_s: float
+    """For how long an answer is waited for, and an agent without room is asked; 30 by default."""
+    retry_busy: bool
+    """Whether an agent without room is asked again; True by default."""
+    agent_wait_s: float
+    """For how long offers and fetches wait for the next agent; 10 by default."""
 
 
 class Link:
@@ -62,7 +67,8 @@ class Link:
     Whether the scheduler offers or fetches is said by its agent (`role`); with ``role``, an agent
     of the other one is refused. ``others`` are the ranks of this engine at other agents, by the
     peer endpoint of each (`agent` of a link there), or as `AgentRanks`; ``access`` is what all
-    links of these ranks were given, a secret of `new_secret`.
+    links of these ranks were given, a secret of `new_secret`: who asks about a rank that is not at
+    the engine's home shows it. `LinkOptions` says what else can be told.
 
     The link outlives its agent: once one listens at the path again, the memory, which is the
     engine's, and the engine are registered with it. Offers and fetches wait for that for
@@ -94,53 +100,72 @@ class Link:
         access: str | None = None,
         on_fetched: OnFetched | None = None,
         logger: logging.Logger = logging.getLogger("kvbus.engine"),  # noqa: B008 - one for all
-        **options: Unpack[SessionOptions],
+        **options: Unpack[LinkOptions],
     ) -> None:
         self._memory = [memory] if isinstance(memory, RankMemory) else list(memory)
         if not (control or self._memory):
             raise LocalError("a link is of a scheduler, or of memory, or of both")
         self.engine = engine
-        self._attach, self._options = Path(attach_path), options
-        self._role_wanted, self._others, self._access = role, others, access
+        self._attach, self._role = Path(attach_path), role
+        self._others, self._access = tuple(_agent_ranks(others, access)), access
         self._patience_s = options.get("request_timeout_s", 30.0)
+        self._connect = partial(
+            Connection,
+            self._attach,
+            engine.engine_id,
+            role=role,
+            attach_timeout_s=options.get("attach_timeout_s", 0.0),
+            request_timeout_s=self._patience_s,
+        )
         self.runner = Runner()
+        asking = {
+            "retry_busy": options.get("retry_busy", True),
+            "agent_wait_s": options.get("agent_wait_s", 10.0),
+        }
+        self._offers = Offers(**asking)
+        self._fetches = Fetches(
+            self.runner,
+            engine,
+            has_others=bool(self._others),
+            patience_s=self._patience_s,
+            logger=logger,
+            **asking,
+        )
         self._over: dict[Offer | Fetch, None] = {}
-        self._releases = _Releases(self._fetching_session, logger)
+        self._on_change: list[Callable[[], None]] = []
         self._is_open = threading.Event()
         self._first: Future[None] = Future()
-        the = f"the {role}" if role else "the"
-        self._control: KeptSession[ControlSession] | None = None
-        if control:
-            self._control = KeptSession(
-                self._open_control,
-                begin=self._register,
-                name=f"{the} control session",
-                on_change=self._note_change,
-                logger=logger,
-            )
-        self._memories = [
-            KeptSession[MemorySession](
-                partial(self._open_memory, one, on_fetched),
-                begin=partial(_register_memory, one),
-                name=f"{the} memory session of rank {one.rank.rank}",
-                on_change=self._note_change,
-                logger=logger,
-            )
-            for one in self._memory
+        self._ranks = [
+            AttachedRank(engine, one, access=access, on_fetched=on_fetched) for one in self._memory
         ]
-        if self._control is not None:
-            self._control.when_open(lambda _: self._releases.begin())
+        keep = partial(KeptConnection, self._connect, on_change=self._note_change, logger=logger)
+        the = f"the {role}" if role else "the"
+        self._kept = [
+            keep(rank.register, name=f"{the} memory session of rank {rank.number}")
+            for rank in self._ranks
+        ]
+        self._control: KeptConnection | None = None
+        if control:
+            self._control = keep(
+                self._register, name=f"{the} control session", on_open=self._note_open
+            )
+            self._kept.append(self._control)
         self._keeper: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self) -> Self:
-        """Begin to attach, in a thread of its own, without waiting for it; once."""
-        loop = asyncio.new_event_loop()
-        self._begin_in(loop)
-        self._thread = threading.Thread(
-            target=self._run, args=[loop], name="kvbus-link", daemon=True
-        )
-        self._thread.start()
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> Self:
+        """Begin to attach, without waiting for it; once.
+
+        In ``loop``, which is the running one, or in a thread of the link.
+        """
+        runs_in = loop or asyncio.new_event_loop()
+        self.runner.begin(runs_in)
+        self._keeper = runs_in.create_task(self._keep())
+        if loop is None:
+            self._thread = threading.Thread(
+                target=self._run, args=[runs_in], name="kvbus-link", daemon=True
+            )
+            self._thread.start()
         return self
 
     def __enter__(self) -> Self:
@@ -156,7 +181,7 @@ class Link:
         self.close()
 
     async def __aenter__(self) -> Self:
-        self._begin_in(asyncio.get_running_loop())
+        self.start(asyncio.get_running_loop())
         try:
             await asyncio.wrap_future(self._first)
         except BaseException:
@@ -209,26 +234,32 @@ class Link:
 
     @property
     def num_opened(self) -> int:
-        """How often there was a new session with an agent, the first included."""
+        """How often there was a new agent, the first included."""
         return self._kept[-1].num_opened
+
+    @property
+    def connection(self) -> Connection:
+        """The latest connection of the scheduler, or of the last rank: for requests of the protocol
+        that have no call here. It may have ended. Raises why there was none yet.
+        """
+        return self._kept[-1].latest
 
     @property
     def agent(self) -> Welcome:
         """What the latest agent said of itself; raises why there was none yet."""
-        agent: Welcome = self._kept[-1].latest.agent
-        return agent
+        return self.connection.agent
 
     @property
     def role(self) -> AgentRole:
         """Whether the agent takes offers or fetches; raises why there was none yet."""
         return self.agent.role
 
-    def when_open(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called, where the link runs, each time that a session is new from now on.
+    def when_changed(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called, where the link runs, each time that `is_open` changes from now on.
 
-        That of the scheduler, if it is here. What an agent had that is gone can be made again then.
+        Once it is open again, what an agent had that is gone can be made again.
         """
-        self._kept[-1].when_open(lambda _: call())
+        self._on_change.append(call)
 
     def post(self, call: Callable[[], object]) -> None:
         """Have ``call`` called where the link runs, after what this thread posted before."""
@@ -252,9 +283,10 @@ class Link:
         without a table. What the agent refuses, the offer raises: without room, when
         ``request_timeout_s`` has passed.
         """
-        offer = Offer(self.runner, offer_message(request_id, num_tokens, block_ids, **options))
+        message = offer_message(request_id, num_tokens, block_ids, **options)
+        offer = Offer(self.runner, message, time.monotonic() + self._patience_s)
         self._tell(offer)
-        self.runner.post(partial(self._make, offer))
+        self.runner.post(partial(self._ask, self._offers, offer))
         return offer
 
     def fetch(
@@ -279,18 +311,9 @@ class Link:
         fetch fails then with stage ``silent``, after the same time. Raises `GeometryError` for ids
         that are no unsigned 32-bit integers, or of no group.
         """
-        fetch = new_fetch(
-            self.runner,
-            self.engine,
-            ticket,
-            num_tokens=num_tokens,
-            block_ids=block_ids,
-            patience_s=self._patience_s,
-            **options,
-        )
-        fetch.release = partial(self._releases.add, fetch.message.ticket)
+        fetch = self._fetches.new(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
         self._tell(fetch)
-        self.runner.post(partial(self._begin, fetch))
+        self.runner.post(partial(self._ask, self._fetches, fetch))
         return fetch
 
     def release(self, ticket: Mapping[str, Any]) -> None:
@@ -299,7 +322,7 @@ class Link:
         Returns at once, and never fails: it is tried again, with the next agent, too. An offer that
         cannot be released expires by itself. Also right after a fetch that was refused or failed.
         """
-        self.runner.post(partial(self._releases.add, dict(ticket)))
+        self.runner.post(partial(self._fetches.releases.add, dict(ticket)))
 
     def ended(self) -> list[Offer | Fetch]:
         """The offers and fetches that ended since the last call; never waits.
@@ -316,85 +339,45 @@ class Link:
         their blocks: the agent copies after that work. Returns at once. Raises `LocalError` when
         there is no such rank here.
         """
-        if not self._memories:
+        events = [rank.event for rank in self._ranks if rank.event is not None]
+        if not events:
             raise LocalError("record() is for the link of a rank with CUDA memory")
-        for kept in self._memories:
-            kept.latest.record(stream)
+        for event in events:
+            event.record(stream)
 
-    @property
-    def _kept(self) -> list[KeptSession[Any]]:
-        return [*self._memories, *([] if self._control is None else [self._control])]
-
-    @asynccontextmanager
-    async def _open_control(self) -> AsyncIterator[ControlSession]:
-        role = (await self._greet()).role
-        if self._role_wanted not in (None, role):
-            raise LocalError(
-                f"the agent at {self._attach} is for {role} engines, not {self._role_wanted}"
-            )
-        kind = PrefillSession if role is AgentRole.PREFILL else DecodeSession
-        async with kind(self._attach, self.engine, **self._options) as session:
-            session.runner = self.runner
-            yield session
-
-    async def _greet(self) -> Welcome:
-        """The agent, as soon as one listens and is ready; within ``attach_timeout_s``."""
-        deadline = time.monotonic() + self._options.get("attach_timeout_s", 0.0)
+    async def _register(self, connection: Connection) -> None:
+        """As the engine's scheduler; after the first time, however long a rank takes."""
+        role = connection.agent.role
+        await connection.request(Register(engine=self.engine, others=self._others, role=role))
         while True:
             try:
-                return await greet(self._attach)
-            except (PeerLost, RequestRefused):
-                if time.monotonic() >= deadline:
+                await connection.ready()
+                return
+            except RequestTimeout:
+                if self.num_opened == 0:
                     raise
-            await asyncio.sleep(ATTACH_RETRY_S)
 
-    def _open_memory(
-        self, memory: RankMemory, on_fetched: OnFetched | None
-    ) -> AbstractAsyncContextManager[MemorySession]:
-        return MemorySession(
-            self._attach,
-            self.engine,
-            memory.rank.rank,
-            on_fetched=on_fetched,
-            access=self._access,
-            **self._options,
-        )
+    def _note_open(self, connection: Connection) -> None:
+        is_prefill = connection.agent.role is AgentRole.PREFILL
+        asking: Asking[Any] = self._offers if is_prefill else self._fetches
+        asking.opened(connection)
 
-    async def _register(self, session: ControlSession) -> None:
-        await session.register(others=self._others, access=self._access)
-        await session.ready()
-
-    def _make(self, offer: Offer) -> None:
+    def _ask(self, asking: Asking[Any], handle: Offer | Fetch) -> None:
+        """Where it can be asked for; else it ends here."""
         try:
-            session = self._latest()
-            if not isinstance(session, PrefillSession):
-                message = f"a {self.role} agent takes no offers: a prefill agent is needed"
+            if self._control is None:
+                raise LocalError("this is the link of a worker: offer and fetch where control is")
+            role = self._control.latest.agent.role
+            if asking is self._offers and role is not AgentRole.PREFILL:
+                message = f"a {role} agent takes no offers: a prefill agent is needed"
                 raise LocalError(message, code=ErrorCode.INVALID)
-            session.make(offer)
-        except KVBusError as error:
-            offer.end(error)
-
-    def _begin(self, fetch: Fetch) -> None:
-        try:
-            session = self._latest()
-            if not isinstance(session, DecodeSession):
-                message = f"a {self.role} agent fetches nothing: a decode agent is needed"
+            if asking is self._fetches and role is not AgentRole.DECODE:
+                message = f"a {role} agent fetches nothing: a decode agent is needed"
                 raise LocalError(message, code=ErrorCode.INVALID)
-            session.begin(fetch)
         except KVBusError as error:
-            fetch.end(failed(fetch, error, stage=REQUESTED, blocks_free=True))
-
-    def _fetching_session(self) -> DecodeSession | None:
-        session = None if self._control is None else self._control.session
-        return session if isinstance(session, DecodeSession) else None
-
-    def _latest(self) -> ControlSession:
-        """The session that is open, or was; raises why there was none."""
-        if self._control is None:
-            raise LocalError("this is the link of a worker: offer and fetch where control is")
-        if self._control.num_opened == 0 and self._control.problem is not None:
-            raise self._control.problem.with_traceback(None)  # one error, raised often
-        return self._control.latest
+            asking.refused(handle, error)
+        else:
+            asking.ask(handle)
 
     def _tell(self, handle: Offer | Fetch) -> None:
         """Have `ended` tell of it, unless somebody else is told."""
@@ -414,19 +397,18 @@ class Link:
 
     def _note_change(self) -> None:
         problem = self.problem
-        if problem is None:
-            self._is_open.set()
-        else:
-            self._is_open.clear()
+        if self.is_open is not (problem is None):
+            if problem is None:
+                self._is_open.set()
+            else:
+                self._is_open.clear()
+            for call in self._on_change:
+                call()
         if not self._first.done():
             if problem is None:
                 self._first.set_result(None)
             elif any(kept.has_failed for kept in self._kept):
                 self._first.set_exception(problem)
-
-    def _begin_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.runner.begin(loop)
-        self._keeper = loop.create_task(self._keep())
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -444,65 +426,83 @@ class Link:
     async def _keep(self) -> None:
         """The scheduler leaves before the memory does."""
         async with asyncio.TaskGroup() as tasks:
-            for kept in self._memories:
-                tasks.create_task(kept.run())
-            if self._control is not None:
-                await self._control.run()
-
-
-async def _register_memory(memory: RankMemory, session: MemorySession) -> None:
-    await session.register(memory.rank, memory.storages, direct=memory.direct)
-
-
-class _Releases:
-    """The tickets that one decode engine does not need.
-
-    They wait while there is no agent, and for each other, so that fetches find it free.
-    """
-
-    def __init__(self, session: Callable[[], DecodeSession | None], logger: logging.Logger) -> None:
-        self._session, self._logger = session, logger
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_RELEASES)
-        self._num_under_way = 0
-
-    def add(self, ticket: dict[str, Any]) -> None:
-        """Release it, as soon as it is its turn."""
-        self._waiting.append(ticket)
-        self.begin()
-
-    # A fetch of no tokens of a sealed offer takes it, and so completes it. Of one that is never
-    # sealed, or never made, it would wait: that one is cancelled, which withdraws the offer.
-    def begin(self) -> None:
-        """Go on, as there is an agent, or room."""
-        session = self._session()
-        while session is not None and self._waiting and self._num_under_way < MAX_RELEASES_AT_ONCE:
-            ticket = self._waiting.popleft()
-            stop = ticket.get("num_tokens", 0)
+            for kept in self._kept:
+                if kept is not self._control:
+                    tasks.create_task(kept.run())
             try:
-                fetch = session.fetch(ticket, num_tokens=stop, first_token=stop, block_ids={})
-            except KVBusError:  # it has no room for a request, or has ended: later
-                self._waiting.append(ticket)
-                return
-            self._num_under_way += 1
-            fetch.ended.then(partial(self._on_ended, ticket, session, fetch))
-            cancel = partial(fetch.cancel, release_offer=True)
-            if Rendezvous.is_one(ticket):
-                cancel()
-            else:
-                asyncio.get_running_loop().call_later(RELEASE_WITHIN_S, cancel)
+                if self._control is not None:
+                    await self._control.run()
+            finally:
+                self._offers.closed()
+                self._fetches.closed()
 
-    def _on_ended(self, ticket: dict[str, Any], session: DecodeSession, fetch: Fetch) -> None:
-        self._num_under_way -= 1
-        notice = fetch.notice
-        if notice is None or notice.stage == "lost" or notice.code == ErrorCode.DRAINING:
-            self._waiting.append(ticket)  # the agent is gone, or goes: the next one does it
-            if self._session() is session:
-                return
-        elif notice.outcome is Outcome.FAILED:
-            self._logger.info(
-                "kvbus: the offer of request %r, which is not wanted, was not released: %s [%s]",
-                ticket.get("request_id"),
-                notice.message,
-                notice.code,
+
+class AttachedRank(Events):
+    """The memory of one rank, registered with each agent that comes."""
+
+    def __init__(
+        self,
+        engine: EngineSpec,
+        memory: RankMemory,
+        *,
+        access: str | None,
+        on_fetched: OnFetched | None,
+    ) -> None:
+        self.number = memory.rank.rank
+        self._engine, self._memory, self._access = engine, memory, access
+        self._on_fetched = on_fetched
+        self.event: CudaEvent | None = None
+        if {segment.segment_id for segment in memory.rank.segments} != memory.storages.keys():
+            raise GeometryError("storages and the rank's segments have different ids")
+
+    async def register(self, connection: Connection) -> None:
+        """Pass the memory to the agent, and say what it is."""
+        connection.events = self
+        for segment_id, storage in self._memory.storages.items():
+            if isinstance(storage, CudaStorage):
+                await self._pass_cuda(connection, segment_id, storage)
+            else:
+                await connection.pass_memory(
+                    PassSegment(
+                        segment_id=segment_id,
+                        size_bytes=storage.size_bytes,
+                        direct=self._memory.direct,
+                    ),
+                    storage.fd,
+                )
+        await connection.request(
+            Register(
+                engine=self._engine,
+                rank=self._memory.rank,
+                notices=self._on_fetched is not None,
+                access=self._access,
             )
-        self.begin()
+        )
+
+    def on_notice(self, notice: Notice) -> None:
+        """A fetch of the engine has ended."""
+        if self._on_fetched is not None and notice.op == Fetched.op:
+            self._on_fetched(from_body(Fetched, notice.body))
+
+    async def _pass_cuda(
+        self, connection: Connection, segment_id: str, storage: CudaStorage
+    ) -> None:
+        if self.event is None:
+            self.event = CudaEvent(storage.ordinal)
+        message = PassCuda(
+            segment_id=segment_id,
+            device=storage.device,
+            handle=storage.handle,
+            offset_bytes=storage.offset_bytes,
+            size_bytes=storage.size_bytes,
+            event=self.event.handle,
+        )
+        await connection.pass_memory(message)
+
+
+def _agent_ranks(others: Others, access: str | None) -> Iterable[AgentRanks]:
+    if not isinstance(others, Mapping):
+        return others
+    if others and access is None:
+        raise LocalError("ranks at other agents need the access of their links")
+    return (AgentRanks(at, tuple(ranks), access or "") for at, ranks in others.items())

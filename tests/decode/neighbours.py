@@ -15,7 +15,7 @@ import pytest
 from kvbus.agent.config import convert_config
 from kvbus.agent.runtime import Runtime
 from kvbus.bus import new_context
-from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
+from kvbus.engine import Fetch, Offer
 from kvbus.protocol import AgentRole
 from kvbus_decode import legs
 from kvbus_decode.agent import DecodeService
@@ -84,8 +84,8 @@ class Neighbours:
         """Engines that fit, until both agents have given their memory back."""
         theirs, ours = self.prefill.attach, self.decode.config.attach_path
         async with (
-            engine(PrefillSession, theirs, make_spec(tp=tp), seed=1, memory=memory) as source,
-            engine(DecodeSession, ours, make_spec(tp=tp), seed=2) as target,
+            engine(theirs, make_spec(tp=tp), seed=1, memory=memory) as source,
+            engine(ours, make_spec(tp=tp), seed=2) as target,
         ):
             processes = self.processes()
             yield source, target

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
+from kvbus.engine import Fetch, Offer
 from kvbus.errors import ErrorCode
 from kvbus.geometry import GroupSpec, KvPart
 from kvbus.memory import copying
@@ -72,9 +72,9 @@ async def half(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[H
     settings = {"path": "packed", "mapped": False, "copy_threads": 1}
     async with neighbours(folder, decode=settings) as both:
         theirs, ours = both.prefill.attach, both.decode.config.attach_path
-        prefill = engine(PrefillSession, theirs, make_spec(groups=(LATENT,)), seed=1)
+        prefill = engine(theirs, make_spec(groups=(LATENT,)), seed=1)
         async with prefill as source, AsyncExitStack() as leave:
-            target = await leave.enter_async_context(engine(DecodeSession, ours, spec, seed=2))
+            target = await leave.enter_async_context(engine(ours, spec, seed=2))
             processes = both.processes()
             assert await works(source, target)
             before = target.snapshot()

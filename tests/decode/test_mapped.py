@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from kvbus.engine import MemorySession, PrefillSession
+from kvbus.engine import Link, RankMemory
 from kvbus.errors import ErrorCode
 from kvbus.geometry import Segment, lay_out_rank
 from kvbus.memory.libc import map_zeros_over
@@ -122,20 +122,10 @@ async def test_a_rank_of_more_segments_than_a_message_carries_is_mapped_whole(
     rank = replace(rank, segments=(*rank.segments, *extra))
     async with neighbours(folder) as both, both.engines() as (_, target):
         attach = both.prefill.attach
-        async with (
-            PrefillSession(attach, spec) as control,
-            MemorySession(attach, spec, 0) as session,
-            AsyncExitStack() as stack,
-        ):
-            storages = {
-                one.segment_id: stack.enter_context(SharedSegment(one.size_bytes))
-                for one in rank.segments
-            }
-            for number, storage in enumerate(storages.values()):
-                storage.view()[:] = number
-            await session.register(rank, storages)
-            await control.register()
-            await control.ready()
+        storages = {one.segment_id: SharedSegment(one.size_bytes) for one in rank.segments}
+        for number, storage in enumerate(storages.values()):
+            storage.view()[:] = number
+        async with Link(attach, spec, memory=RankMemory(rank, storages)) as control:
             offer = await control.offer("r", num_tokens=16, block_ids={"full": [1]})
             fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
             await fetch.ended

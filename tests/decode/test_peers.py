@@ -13,7 +13,6 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from kvbus.engine import DecodeSession
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.nixl_peers import NixlMemory
 from kvbus_decode.peers import Extent
@@ -70,7 +69,7 @@ async def test_an_agent_that_will_not_be_met_ahead_keeps_the_routes_that_fetches
             async with both.engines() as engines:
                 assert await works(*engines)
                 made = list(both.routes)
-                async with engine(DecodeSession, target.config.attach_path):
+                async with engine(target.config.attach_path):
                     with capture_logs() as lines:
                         await until(lambda: len(refused(lines)) > 3)
 

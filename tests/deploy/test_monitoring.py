@@ -17,7 +17,6 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # no stubs among the dev dependencies
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.engine import DecodeSession, PrefillSession
 from tests.agents import AgentProcess
 from tests.deploy.manifests import FOLDER, ROOT
 from tests.engines import engine, failure_of
@@ -171,8 +170,8 @@ def test_each_alert_has_its_page_and_says_which_pod() -> None:
 async def scraped(prefill: AgentProcess, decode: AgentProcess) -> dict[str, str]:
     """The series of two agents that have had a handoff, and one that failed, as those of a pod."""
     async with (
-        engine(PrefillSession, prefill.attach) as source,
-        engine(DecodeSession, decode.attach) as target,
+        engine(prefill.attach) as source,
+        engine(decode.attach) as target,
     ):
         blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
         for name in ("good", "gone"):

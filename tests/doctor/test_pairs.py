@@ -5,7 +5,6 @@ from functools import partial
 import anyio
 import pytest
 
-from kvbus.engine import DecodeSession
 from kvbus.keys import Role
 from tests.agents import AgentProcess, Agents, until
 from tests.doctor.running import Findings, doctor, severities
@@ -51,7 +50,7 @@ async def test_a_handshake_that_was_refused_is_told_until_one_is_done(fresh: Age
     fresh.start(prefill, decode)
     async with (
         pair(prefill.attach, decode.attach) as (source, target),
-        engine(DecodeSession, decode.attach, make_spec(model="another"), seed=3) as other,
+        engine(decode.attach, make_spec(model="another"), seed=3) as other,
     ):
         offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
         fetch = other.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})

@@ -1,12 +1,18 @@
-"""Sessions that keep what they would send, for tests of what the SDK makes of its arguments.
+"""A connection that keeps what it would send, for tests of what the SDK asks an agent for.
 
-Refuses to connect: what an agent says is given by the test.
+It has no agent: what one says is given by the test.
 """
 
+import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.engine import Fetch, Offer
+from kvbus.engine.connection import Connection
+from kvbus.engine.fetches import Fetches
+from kvbus.engine.later import Runner
+from kvbus.engine.offers import Offers, offer_message
 from kvbus.errors import ErrorCode, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
 from kvbus.protocol import (
@@ -26,18 +32,18 @@ WINDOW = GroupSpec("window", (1,), 4, 2, 8, "float16", window=10)
 STATE = state_group("state", (2,), (StatePart("conv", 4, 6), StatePart("norm", 1, 3)))
 SPEC = EngineSpec("e", "m", 1, (FULL, WINDOW, STATE))
 MADE, ANSWER = OfferMade("offer-1", {}), Empty()
+PATIENCE_S = 30.0
 
 
-class _Recording:
+class Recording(Connection):
     """``reply`` answers each request at once, but a fetch if it is `ANSWER`; None leaves all so."""
 
-    lost: KVBusError | None
-
-    def __init__(self: Any, *args: Any, reply: Message | None = ANSWER, **kwargs: Any) -> None:
-        super().__init__("/nowhere", SPEC, *args, **kwargs)  # type: ignore[call-arg] # a session's
+    def __init__(self, reply: Message | None = ANSWER) -> None:
+        super().__init__("/nowhere", SPEC.engine_id)
         self.reply = reply
         self.sent: list[Any] = []
         self.on_replies: list[Callable[[Any], None]] = []
+        self._unanswered: set[int] = set()
 
     def send(
         self,
@@ -48,34 +54,86 @@ class _Recording:
     ) -> None:
         if self.lost is not None:
             raise self.lost
+        number = len(self.sent)
+
+        def answer(reply: Any) -> None:
+            self._unanswered.discard(number)
+            on_reply(reply)
+
         self.sent.append(message)
-        self.on_replies.append(on_reply)
+        self.on_replies.append(answer)
+        self._unanswered.add(number)
         goes_on = isinstance(message, StartFetch) and self.reply is ANSWER
         if self.reply is not None and not goes_on:
-            on_reply(MADE if message.reply is OfferMade else self.reply)
+            answer(MADE if message.reply is OfferMade else self.reply)
 
-    def lose(self: Any, error: KVBusError) -> None:
-        """The session ends."""
-        self._lose(error)
-
-
-class RecordingPrefill(_Recording, PrefillSession):
-    """A prefill engine's session with nobody."""
-
-
-class RecordingDecode(_Recording, DecodeSession):
-    """A decode engine's session with nobody."""
+    def lose(self, error: KVBusError) -> None:
+        """It ends: what has no answer fails first, as that of a real one does."""
+        self.lost = error
+        for number in sorted(self._unanswered):
+            self.on_replies[number](error)
+        self.events.on_lost(error)
 
     def answer(self, fetched: Fetched) -> None:
         """The agent says how a fetch has ended."""
-        asked = zip(self.sent, self.on_replies, strict=True)
-        for message, on_reply in asked:
+        for message, on_reply in zip(self.sent, self.on_replies, strict=True):
             if isinstance(message, StartFetch) and message.fetch_id == fetched.fetch_id:
                 on_reply(fetched)
 
     def notice(self, message: Message) -> None:
         """The agent says ``message``."""
-        self._on_notice(Notice(message.op, 1, "boot", to_body(message)))
+        self.events.on_notice(Notice(message.op, 1, "boot", to_body(message)))
+
+
+def runner() -> Runner:
+    """The one of the loop that runs, or of none."""
+    made = Runner()
+    try:
+        made.begin(asyncio.get_running_loop())
+    except RuntimeError:
+        return made
+    return made
+
+
+class RecordedFetches(Fetches):
+    """The fetches of an engine with the agent of ``connection``."""
+
+    def __init__(
+        self, connection: Recording | None = None, *, has_others: bool = False, **options: Any
+    ) -> None:
+        super().__init__(
+            runner(),
+            SPEC,
+            has_others=has_others,
+            patience_s=PATIENCE_S,
+            logger=logging.getLogger("kvbus.engine"),
+            **options,
+        )
+        if connection is not None:
+            self.opened(connection)
+
+    def fetch(self, **asked: Any) -> Fetch:
+        """As `Link.fetch` does."""
+        fetch = self.new(**{"ticket": {}, "num_tokens": 0, "block_ids": {}, **asked})
+        self.ask(fetch)
+        return fetch
+
+
+class RecordedOffers(Offers):
+    """The offers of an engine with the agent of ``connection``."""
+
+    def __init__(self, connection: Recording | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        if connection is not None:
+            self.opened(connection)
+
+    def offer(self, num_tokens: int = 0, block_ids: Any = None, **asked: Any) -> Offer:
+        """As `Link.offer` does."""
+        message = offer_message("r", num_tokens, block_ids or {}, **asked)
+        assert message.asked_s is not None
+        offer = Offer(runner(), message, message.asked_s + PATIENCE_S)
+        self.ask(offer)
+        return offer
 
 
 def failed(fetch_id: str, *, blocks_free: bool) -> Fetched:
@@ -85,3 +143,7 @@ def failed(fetch_id: str, *, blocks_free: bool) -> Fetched:
 
 def busy(**detail: float) -> RequestRefused:
     return RequestRefused("full", code=ErrorCode.BUSY, **detail)
+
+
+def draining() -> RequestRefused:
+    return RequestRefused("the agent ends", code=ErrorCode.DRAINING)

@@ -11,7 +11,7 @@ from kvbus.errors import FetchFailed, PeerLost
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.engines import FULL, make_spec
 from tests.memories import NHD
-from tests.strict_sessions import bits
+from tests.strict_links import bits
 
 SIZE = FULL.block_size
 THEIRS, OURS = {"full": [3, 4]}, {"full": [1, 0]}

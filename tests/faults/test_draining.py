@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.engine import Link
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol import CancelFetch, Outcome
 from tests.agents import AgentProcess, until, wait_until
@@ -33,7 +33,7 @@ BUSY_S = 1.5
 
 async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh: Started) -> None:
     prefill, decode = fresh.both()
-    async with pair(prefill.attach, decode.attach) as (source, target):
+    async with pair(prefill.attach, decode.attach, agent_wait_s=0.0) as (source, target):
         before = target.snapshot()
         offer = await source.prefill.offer("r", **NOTHING, sealed=False)
         fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK)
@@ -45,9 +45,8 @@ async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh
         with pytest.raises(RequestRefused) as no_offer:
             await source.prefill.offer("new", **NOTHING)
         no_fetch = await failure_of(target.decode.fetch(offer.ticket, **NOTHING))
-        async with DecodeSession(decode.attach, make_spec()) as newcomer:
-            with pytest.raises(RequestRefused) as no_engine:
-                await newcomer.register()
+        with pytest.raises(RequestRefused) as no_engine:
+            await Link(decode.attach, make_spec()).__aenter__()
         await offer.extend(16, {"full": [1]})
         await offer.seal()
         await fetch.ended
@@ -107,7 +106,7 @@ async def test_an_engine_that_is_busy_hears_that_its_offers_were_withdrawn_by_a_
 ) -> None:
     prefill = fresh.prefill(drain_timeout_s=0.3)
     fresh.start(prefill)
-    async with engine(PrefillSession, prefill.attach) as source:
+    async with engine(prefill.attach) as source:
         offer = await source.prefill.offer("r", **NOTHING)
 
         prefill.signal(signal.SIGINT)
@@ -121,10 +120,10 @@ async def test_of_engines_with_equal_fetch_ids_each_cancels_its_own_and_no_other
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     async with (
-        engine(PrefillSession, prefill.attach, seed=1) as source,
-        engine(DecodeSession, decode.attach, seed=2) as one,
-        engine(DecodeSession, decode.attach, seed=3) as other,
-        engine(DecodeSession, decode.attach, seed=4) as third,
+        engine(prefill.attach, seed=1) as source,
+        engine(decode.attach, seed=2) as one,
+        engine(decode.attach, seed=3) as other,
+        engine(decode.attach, seed=4) as third,
     ):
         offers = [await source.prefill.offer(name, **ONE_BLOCK, sealed=False) for name in "rs"]
         fetches = [
@@ -133,7 +132,9 @@ async def test_of_engines_with_equal_fetch_ids_each_cancels_its_own_and_no_other
         ]
         await until(lambda: decode.status()["counts"]["fetches"] == len(fetches))
         with pytest.raises(RequestRefused) as unknown:
-            await third.decode.request(CancelFetch(fetch_id="fetch-1", release_offer=True))
+            await third.control.connection.request(
+                CancelFetch(fetch_id="fetch-1", release_offer=True)
+            )
         await fetches[0].cancel()
         failure = await failure_of(fetches[0])
         await offers[1].seal()

@@ -9,18 +9,17 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 
 import anyio
 import pytest
 
-from kvbus.engine import KeptSession, PrefillSession
+from kvbus.engine import Link
 from kvbus.errors import PeerLost
 from tests.agents import AgentProcess, until
 from tests.engine_program import Asked, EngineConfig, EngineProcess, Told, fetch_order
-from tests.engines import FULL, NUM_BLOCKS, make_spec
+from tests.engines import FULL, NUM_BLOCKS, make_spec, rank_link
 from tests.faults.conftest import Started
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1800)]
@@ -158,12 +157,9 @@ async def test_no_handoff_fails_while_either_agent_is_started_again(fresh: Start
 async def test_what_waits_for_the_next_agent_fails_if_none_comes_in_time(fresh: Started) -> None:
     fresh.start(prefill := fresh.prefill())
     spec = make_spec()
-    make = partial(PrefillSession, prefill.attach, spec, agent_wait_s=WAIT_S)
-    async with KeptSession(make, begin=PrefillSession.register) as kept:
-        session = await kept.opened()
+    rank, _ = rank_link(prefill.attach, spec, 0)
+    async with rank, Link(prefill.attach, spec, agent_wait_s=WAIT_S) as link:
         prefill.signal(signal.SIGTERM)
         assert await anyio.to_thread.run_sync(prefill.exit_status) == 0
         with pytest.raises(PeerLost, match="is gone"):
-            await session.offer("r", num_tokens=0, block_ids={})
-
-    assert session.lost
+            await link.offer("r", num_tokens=0, block_ids={})

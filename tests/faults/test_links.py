@@ -9,7 +9,6 @@ from typing import Any
 import anyio
 import pytest
 
-from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.geometry import KvLayout
 from tests.agents import AgentProcess
@@ -107,8 +106,8 @@ async def test_a_prefill_agent_begins_no_connection_to_its_reader(
 
     async with (
         pair(prefill.attach, decode.attach, **LONG) as (source, target),
-        engine(DecodeSession, decode.attach, layout=KvLayout.parse("HND"), seed=3) as other,
-        engine(PrefillSession, prefill.attach, seed=4) as same,
+        engine(decode.attach, layout=KvLayout.parse("HND"), seed=3) as other,
+        engine(prefill.attach, seed=4) as same,
     ):
         worked = [await works(source, target, num_tokens=1024), await works(same, other)]
 

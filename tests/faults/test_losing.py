@@ -5,11 +5,12 @@ what is decided then in `tests/sim`. Here are the SDK, and signals at other mome
 """
 
 import signal
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.engine import Link
 from kvbus.engine.bounce import HostPrefill
 from kvbus.errors import AgentHungUp, ErrorCode, KVBusError, PeerLost
 from tests.agents import AgentProcess, until
@@ -20,6 +21,7 @@ from tests.engines import (
     failure_of,
     make_spec,
     pair,
+    rank_link,
     start_long_read,
     works,
 )
@@ -33,7 +35,7 @@ from tests.faults.conftest import (
     Started,
 )
 from tests.host_engines import host_engine
-from tests.memories import NHD, Memory
+from tests.memories import Memory
 from tests.namespaces import HAVE_NAMESPACES
 
 pytestmark = pytest.mark.anyio
@@ -44,7 +46,7 @@ async def test_a_save_after_its_agent_has_gone_says_so_and_frees_the_ring(fresh:
     ring: dict[str, Any] = {"num_blocks": 512, "ring_blocks": {"full": 512}}
     spec = make_spec(groups=(LARGE,))
     async with host_engine(
-        PrefillSession, prefill.attach, spec, memory=Memory(), piece_bytes=1 << 20, **ring
+        prefill.attach, spec, memory=Memory(), piece_bytes=1 << 20, **ring
     ) as source:
         assert isinstance(source.host, HostPrefill)
         offered, begun = [
@@ -98,13 +100,12 @@ async def test_blocks_stay_in_doubt_when_an_agent_hangs_up_on_the_engine_and_liv
         "block_ids": {"full": list(range(NUM_LARGE_BLOCKS))},
     }
     async with (
-        engine(PrefillSession, prefill.attach, theirs, num_blocks=NUM_LARGE_BLOCKS) as source,
-        DecodeSession(decode.attach, ours) as control,
+        engine(prefill.attach, theirs, num_blocks=NUM_LARGE_BLOCKS) as source,
+        AsyncExitStack() as leave,
     ):
-        async with MemorySession(decode.attach, ours, 0) as memory:
-            await memory.allocate(NHD, num_blocks=NUM_LARGE_BLOCKS)
-            await control.register()
-            await control.ready()
+        rank, _ = rank_link(decode.attach, ours, 0, num_blocks=NUM_LARGE_BLOCKS)
+        async with rank:
+            control = await leave.enter_async_context(Link(decode.attach, ours))
             offer = await source.prefill.offer("r", **large)
             fetch = control.fetch(offer.ticket, **large)
             await until(lambda: decode.metric("outstanding_handles") > 0)

@@ -16,7 +16,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
+from kvbus.engine import Fetch, Offer
 from kvbus.errors import ErrorCode
 from kvbus.keys import Role, revoke_trusted
 from kvbus.protocol import CancelPart, FetchPart, to_body
@@ -129,8 +129,8 @@ async def spread(
     await link.open()
     try:
         async with (
-            spread_engine(PrefillSession, prefill, specs[0], seed=1, **shapes) as source,
-            spread_engine(DecodeSession, [home, other], specs[1], seed=2, **shapes) as target,
+            spread_engine(prefill, specs[0], seed=1, **shapes) as source,
+            spread_engine([home, other], specs[1], seed=2, **shapes) as target,
         ):
             other.started["peer"] = other.settings["peer_bind"]  # it is looked at without the link
             yield Spread(source, target, prefill, home, other, link, ring)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from kvbus.agent.config import load_config
-from kvbus.engine import PrefillSession
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, until
@@ -111,10 +110,10 @@ async def test_an_agent_is_ready_while_its_engine_is_there_and_not_while_it_drai
     agent = fresh.prefill(ready_needs_engine=True)
     fresh.start(agent)
     before, alive = agent.page("/readyz"), agent.page("/healthz")
-    async with engine(PrefillSession, agent.attach):
+    async with engine(agent.attach):
         during = agent.page("/readyz")
     await until(lambda: agent.page("/readyz") == before)
-    async with engine(PrefillSession, agent.attach) as source:
+    async with engine(agent.attach) as source:
         offer = await source.prefill.offer("r", **NOTHING)
         agent.signal(signal.SIGTERM)
         await until(lambda: agent.status()["draining"])
@@ -131,7 +130,7 @@ async def test_an_agent_is_ready_while_its_engine_is_there_and_not_while_it_drai
 async def test_the_page_says_what_the_peer_socket_says_of_the_agent_and_of_an_offer(
     prefill: AgentProcess,
 ) -> None:
-    async with engine(PrefillSession, prefill.attach) as source:
+    async with engine(prefill.attach) as source:
         offer = await source.prefill.offer("r", **NOTHING)
         asked = {"offer_id": offer.offer_id}
         pages = ("/status", f"/status?offer={offer.offer_id}", f"/trace?id={offer.offer_id}")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import anyio
 
-from kvbus.engine import PrefillSession
 from tests.engines import LARGE, engine, make_spec
 from tests.memories import Memory
 
@@ -18,7 +17,7 @@ from tests.memories import Memory
 async def main(attach: Path, engine_id: str, num_blocks: int) -> None:
     spec = make_spec(groups=(LARGE,), engine_id=engine_id)
     memory = Memory(device="cuda:0")
-    async with engine(PrefillSession, attach, spec, memory=memory, num_blocks=num_blocks) as mine:
+    async with engine(attach, spec, memory=memory, num_blocks=num_blocks) as mine:
         print(sum(segment.size_bytes for segment in mine.caches[0].rank.segments), flush=True)
         await anyio.sleep_forever()
 

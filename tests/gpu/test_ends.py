@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import kvbus
-from kvbus.engine import MemorySession, share_tensor
+from kvbus.engine import share_tensor
+from kvbus.engine.connection import Connection
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import KvLayout
 from kvbus.memory.cuda import CudaStorage
 from kvbus.protocol import PassCuda
 from tests.agents import Agents, until
-from tests.engines import make_spec
+from tests.engines import make_spec, rank_link
 from tests.gpu.conftest import WITHIN_S
 from tests.process.shapes import ShapedAgents
 
@@ -71,9 +72,9 @@ async def test_the_memory_of_a_killed_engine_is_free_again(shapes: ShapedAgents)
 async def test_an_agent_that_does_not_see_the_gpu_says_how_it_would(fresh: Agents) -> None:
     blind = fresh.prepare("prefill", env={"CUDA_VISIBLE_DEVICES": ""})
     fresh.start(blind)
-    async with MemorySession(blind.attach, make_spec(), 0) as session:
-        with pytest.raises(RequestRefused, match="CUDA_VISIBLE_DEVICES") as refused:
-            await session.allocate(NHD, num_blocks=4, device="cuda:0")
+    link, _ = rank_link(blind.attach, make_spec(), 0, device="cuda:0")
+    with pytest.raises(RequestRefused, match="CUDA_VISIBLE_DEVICES") as refused:
+        await link.__aenter__()
 
     assert refused.value.code is ErrorCode.SEGMENT
 
@@ -100,10 +101,10 @@ async def test_what_cannot_be_opened_is_refused_and_the_agent_goes_on(
         "offset_bytes": storage.offset_bytes,
         "size_bytes": storage.size_bytes,
     }
-    async with MemorySession(shapes.prefill.attach, make_spec(), 0) as session:
+    async with Connection(shapes.prefill.attach, make_spec().engine_id) as connection:
         with pytest.raises(RequestRefused, match=words):
-            await session._call(PassCuda(**fields | change))
-        await session._call(PassCuda(**fields))
+            await connection.pass_memory(PassCuda(**fields | change))
+        await connection.pass_memory(PassCuda(**fields))
 
 
 def test_memory_of_expandable_segments_is_refused_with_what_to_set() -> None:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.engine import KvCache, Link, RankMemory
 from kvbus.geometry import GroupSpec, KvLayout, KvPart
 from tests.engines import make_spec
 from tests.process.shapes import ShapedAgents
-from tests.strict_sessions import bits
+from tests.strict_links import bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
 
@@ -26,30 +26,30 @@ async def test_late_writes_are_sent_and_late_zeros_do_not_overwrite_what_arrives
     specs = [make_spec(groups=(GROUP,)) for _ in range(2)]
     attach = shapes.prefill.attach, shapes.decode["auto"].attach
     streams = [torch.cuda.Stream() for _ in specs]  # type: ignore[no-untyped-call]  # of torch
+    memories = [
+        RankMemory.allocate(spec, 0, NHD, num_blocks=NUM_BLOCKS, device="cuda:0") for spec in specs
+    ]
+    source, target = (
+        KvCache(spec, memory.rank, memory.tensor)
+        for spec, memory in zip(specs, memories, strict=True)
+    )
     async with (
-        MemorySession(attach[0], specs[0], 0) as theirs,
-        MemorySession(attach[1], specs[1], 0) as ours,
-        PrefillSession(attach[0], specs[0]) as prefill,
-        DecodeSession(attach[1], specs[1]) as decode,
+        Link(attach[0], specs[0], memory=memories[0]) as prefill,
+        Link(attach[1], specs[1], memory=memories[1]) as decode,
     ):
-        source = await theirs.allocate(NHD, num_blocks=NUM_BLOCKS, device="cuda:0")
-        target = await ours.allocate(NHD, num_blocks=NUM_BLOCKS, device="cuda:0")
-        for control in (prefill, decode):
-            await control.register()
-            await control.ready()
         with torch.cuda.stream(streams[0]):
             torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]  # of torch
             for layer in GROUP.layers:
                 for part in GROUP.parts:
                     bits(source.view(layer, part)).fill_(1000 + layer + turn)
-            theirs.record()
+            prefill.record()
         offer = await prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=BLOCKS)
         with torch.cuda.stream(streams[1]):
             torch.cuda._sleep(2 * LONG_CYCLES)  # type: ignore[no-untyped-call]  # of torch
             for layer in GROUP.layers:
                 for part in GROUP.parts:
                     bits(target.view(layer, part)).zero_()
-            ours.record(streams[1])
+            decode.record(streams[1])
         still_busy = not streams[0].query() and not streams[1].query()
         fetch = decode.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS)
         await fetch.ended

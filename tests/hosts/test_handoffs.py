@@ -6,7 +6,6 @@ from itertools import product
 import anyio
 import pytest
 
-from kvbus.engine import DecodeSession, PrefillSession
 from tests.engines import hand_over, make_spec, pair, spread_engine
 from tests.hosts.conftest import Network
 from tests.namespaces import BRIDGED
@@ -50,8 +49,8 @@ async def test_an_engine_of_which_the_ranks_are_on_several_hosts(
     theirs, ours = ([network.at[name] for name in names] for names in (prefill, decode))
     spec = make_spec(tp=len(decode))
     async with (
-        spread_engine(PrefillSession, theirs, seed=1) as source,
-        spread_engine(DecodeSession, ours, spec, seed=2) as target,
+        spread_engine(theirs, seed=1) as source,
+        spread_engine(ours, spec, seed=2) as target,
     ):
         before = {name: received(network, name) for name in decode}
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from kvbus.engine import DecodeSession
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.keys import Role
 from tests.agents import AgentProcess
@@ -127,7 +126,7 @@ async def test_a_link_that_drops_large_packets_is_thought_of(network: Network) -
     prefill, decode, host = network.at["p0"], network.at["d0"], network.hosts["p0"]
     async with (
         pair(prefill.attach, decode.attach) as (source, target),
-        engine(DecodeSession, decode.attach, seed=3) as unknown,
+        engine(decode.attach, seed=3) as unknown,
     ):
         assert await works(source, target)
         healthy = look_at(network, "d0", prefill)

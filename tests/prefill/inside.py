@@ -12,7 +12,6 @@ from kvbus.agent.config import convert_config
 from kvbus.agent.engine import EngineProcess, LocalEngine
 from kvbus.agent.runtime import Runtime
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
-from kvbus.engine import PrefillSession
 from kvbus.geometry import EngineSpec
 from kvbus.protocol import AgentRole, R, Request
 from kvbus_prefill.agent import PrefillService
@@ -77,7 +76,7 @@ class PrefillAgent:
     @asynccontextmanager
     async def engine(self, spec: EngineSpec | None = None, **shape: Any) -> AsyncIterator[Engine]:
         """An engine, until the agent has given its memory back."""
-        async with engine(PrefillSession, self.attach, spec, seed=1, **shape) as source:
+        async with engine(self.attach, spec, seed=1, **shape) as source:
             processes = list(self.local(source).processes)
             yield source
         await until(lambda: all(given_back(process) for process in processes))

@@ -12,17 +12,16 @@ import pytest
 import torch
 import xxhash
 
-from kvbus.engine import MemorySession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import BlockTable, Box, KvPart
 from kvbus.planning import chosen_boxes, num_pieces, piece_of
 from kvbus.protocol import Digests
 from tests.agents import until
-from tests.engines import FULL, NUM_BLOCKS, Engine, make_spec
-from tests.memories import NHD, Memory
+from tests.engines import FULL, NUM_BLOCKS, Engine, make_spec, rank_link
+from tests.memories import Memory
 from tests.prefill.inside import SETTINGS, PrefillAgent, given_back, prefill_agent
 from tests.prefill.leases import BOX, IDS, SECRET, Case, leased
-from tests.strict_sessions import bits
+from tests.strict_links import StrictLink, bits
 
 pytestmark = pytest.mark.anyio
 
@@ -203,13 +202,10 @@ async def test_ranks_whose_home_is_elsewhere_are_packed_under_the_lease_of_the_s
     agent: PrefillAgent,
 ) -> None:
     spec = make_spec(tp=2)
-    async with (
-        agent.reader() as reader,
-        MemorySession(agent.attach, spec, 1, access=SECRET) as memory,
-    ):
-        cache = await memory.allocate(NHD, num_blocks=NUM_BLOCKS)
+    rank, cache = rank_link(agent.attach, spec, 1, access=SECRET)
+    async with agent.reader() as reader, rank:
         view = bits(cache.view(1, KvPart.KEY)).random_(-(2**15), 2**15)
-        here = Engine(spec, memory, [cache], NUM_BLOCKS)  # type: ignore[arg-type] # no control
+        here = Engine(spec, StrictLink(agent.attach, spec), [cache], NUM_BLOCKS)
         case = Case(agent, here, reader, "elsewhere", 3)
         processes = list(case.local.processes)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvbus.bus import new_boot_id
-from kvbus.engine import MemorySession, PrefillSession
+from kvbus.engine import RankMemory
 from kvbus.errors import ErrorCode, LocalError, RequestRefused, SegmentError
 from kvbus.memory.attach import AttachClient
 from kvbus.memory.segment import SharedSegment
@@ -105,20 +105,20 @@ async def test_a_rank_has_all_of_its_memory_in_one_place(agent: PrefillAgent) ->
 
 @needs_no_gpu
 async def test_the_sdk_says_what_it_cannot_do_without_cuda_memory(agent: PrefillAgent) -> None:
-    async with agent.engine() as source, MemorySession(agent.attach, source.spec, 0) as session:
+    async with agent.engine() as source:
         for device, words in (("cuda:0", "CUDA"), ("meta", "no agent can open memory of meta")):
             with pytest.raises(SegmentError, match=words):
-                await session.allocate(NHD, num_blocks=4, device=device)
+                RankMemory.allocate(source.spec, 0, NHD, num_blocks=4, device=device)
         with pytest.raises(LocalError, match="CUDA memory"):
-            session.record()
+            source.control.record()
 
 
 async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its_engines(
     agent: PrefillAgent, gpu: StandIn
 ) -> None:
     async with (
-        engine_on(gpu, PrefillSession, agent.attach, seed=1) as source,
-        engine_on(gpu, PrefillSession, agent.attach, seed=2) as neighbour,
+        engine_on(gpu, agent.attach, seed=1) as source,
+        engine_on(gpu, agent.attach, seed=2) as neighbour,
         agent.engine() as on_host,
         agent.reader() as reader,
         leased(agent, source, reader) as case,

@@ -60,10 +60,10 @@ async def engines(agent: PrefillAgent) -> AsyncIterator[dict[str, Engine]]:
 async def answer(source: Engine, message: MakeOffer) -> str:
     """Why there is no such offer; empty when there is."""
     try:
-        made = await source.prefill.request(message)
+        made = await source.control.connection.request(message)
     except RequestRefused as refused:
         return f"{refused.code}: {refused.message}"
-    await source.prefill.request(WithdrawOffer(made.offer_id))
+    await source.control.connection.request(WithdrawOffer(made.offer_id))
     return ""
 
 
@@ -88,7 +88,7 @@ async def test_a_table_holds_what_the_tokens_need_of_its_group(
 async def test_an_open_offer_is_sealed_once_its_window_is_in_its_table(
     engines: dict[str, Engine],
 ) -> None:
-    session, table = engines["window"].prefill, BlockTable.of([5], first_block=3)
+    session, table = engines["window"].control.connection, BlockTable.of([5], first_block=3)
     opened = MakeOffer(request_id="r", num_tokens=10, tables={"window": table}, sealed=False)
     offer_id = (await session.request(opened)).offer_id
     with pytest.raises(RequestRefused, match="starts in block 0, the table in 3") as early:

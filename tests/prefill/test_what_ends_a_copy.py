@@ -8,7 +8,6 @@ import pytest
 
 from kvbus.agent.copiers import Copiers
 from kvbus.agent.engine import LocalEngine
-from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
 from tests.agents import until
 from tests.engines import engine
@@ -89,7 +88,7 @@ async def test_the_memory_of_a_dead_engine_stays_while_a_copy_reads_it(
     refusals: list[RequestRefused] = []
     async with agent.reader() as reader, anyio.create_task_group() as tasks:
         memory = Memory(direct=direct)
-        async with engine(PrefillSession, agent.attach, memory=memory, seed=1) as source:
+        async with engine(agent.attach, memory=memory, seed=1) as source:
             _, case = await lease(agent, source, reader)
             processes = list(case.local.processes)
             tasks.start_soon(note_refusal, case, refusals)
@@ -116,7 +115,7 @@ async def test_memory_of_a_gpu_is_closed_after_the_copy_and_waits_for_no_late_re
         agent.reader() as reader,
         anyio.create_task_group() as tasks,
     ):
-        async with engine_on(gpu, PrefillSession, agent.attach, seed=1) as source:
+        async with engine_on(gpu, agent.attach, seed=1) as source:
             _, case = await lease(agent, source, reader)
             tasks.start_soon(note_refusal, case, refusals)
             await held_up.wait_begun()

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from anyio import Lock
 
-from kvbus.engine import DecodeSession, PrefillSession
 from tests.agents import AgentProcess, Agents, until
 from tests.engines import (
     LARGE,
@@ -24,14 +23,9 @@ from tests.engines import (
 )
 from tests.host_engines import HostEngine, host_engine
 from tests.memories import Memory
-from tests.strict_sessions import WatchingDecode
 
 LEASE_S = 5.0
 """How long a stopped or killed agent is waited for."""
-KINDS: dict[str, type[PrefillSession] | type[DecodeSession]] = {
-    "prefill": PrefillSession,
-    "decode": DecodeSession,
-}
 SLICES = {"slice_bytes": 4096}
 OVER_TCP = {"env": {"UCX_TLS": "tcp"}, **SLICES}
 RING = {"staging_bytes": 4 << 18, "slot_bytes": 1 << 18}
@@ -75,14 +69,13 @@ class Lane:
         async with AsyncExitStack() as stack:
             async with self.turn:
                 made = await stack.enter_async_context(self._open(role))
-            if isinstance(made.control, WatchingDecode):
-                made.control.overwrites = True
+            made.control.overwrites = True
             yield made
 
     def _open(self, role: str) -> AbstractAsyncContextManager[Engine]:
         spec = make_spec(groups=(LARGE,))
         attach = self.side(role)[0].attach
-        return engine(KINDS[role], attach, spec, num_blocks=NUM_LARGE_BLOCKS, seed=len(role))
+        return engine(attach, spec, num_blocks=NUM_LARGE_BLOCKS, seed=len(role))
 
     async def wait_under_way(self) -> None:
         """Return once the agent that things happen to is part of the handoff that has begun."""
@@ -111,9 +104,7 @@ class SpreadLane(Lane):
 
     def _open(self, role: str) -> AbstractAsyncContextManager[Engine]:
         spec = make_spec(tp=2, groups=(LARGE,))
-        return spread_engine(
-            KINDS[role], self.side(role), spec, num_blocks=NUM_LARGE_BLOCKS, seed=len(role)
-        )
+        return spread_engine(self.side(role), spec, num_blocks=NUM_LARGE_BLOCKS, seed=len(role))
 
     async def wait_under_way(self) -> None:
         await until(lambda: self.decode[-1].metric("outstanding_handles"))
@@ -129,7 +120,6 @@ class HostLane(Lane):
 
     def _open(self, role: str) -> AbstractAsyncContextManager[Engine]:
         return host_engine(
-            KINDS[role],
             self.side(role)[0].attach,
             make_spec(groups=(LARGE,)),
             memory=Memory(),

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.geometry import (
     EngineSpec,
     GroupSpec,
@@ -81,7 +80,6 @@ class Side:
 
     def open(
         self,
-        kind: type[PrefillSession] | type[DecodeSession],
         agents: Sequence[AgentProcess],
         spec: EngineSpec,
         *,
@@ -93,9 +91,9 @@ class Side:
         if self.places:
             at = [agents[int(place)] for place in self.places]
             staged = () if self.memory.direct else range(len(at))
-            return spread_engine(kind, at, spec, layout=self.memory.layout, staged=staged, **blocks)
+            return spread_engine(at, spec, layout=self.memory.layout, staged=staged, **blocks)
         opened = host_engine if self.host else engine
-        return opened(kind, agents[0].attach, spec, memory=self.memory, **blocks)
+        return opened(agents[0].attach, spec, memory=self.memory, **blocks)
 
 
 @asynccontextmanager
@@ -112,15 +110,12 @@ async def two_engines(
     theirs, ours = prefill.spec(groups), decode.spec(groups)
     async with (
         prefill.open(
-            PrefillSession,
             agents.of("prefill"),
             theirs,
             num_blocks=_enough(theirs, max_tokens),
             seed=1,
         ) as source,
-        decode.open(
-            DecodeSession, agents.of(path), ours, num_blocks=_enough(ours, max_tokens), seed=2
-        ) as target,
+        decode.open(agents.of(path), ours, num_blocks=_enough(ours, max_tokens), seed=2) as target,
     ):
         yield source, target
 

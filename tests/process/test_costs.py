@@ -9,7 +9,6 @@ import msgpack
 import pytest
 import zmq
 
-from kvbus.engine import DecodeSession
 from kvbus.errors import ErrorCode
 from tests.agents import AgentProcess
 from tests.engines import Engine, engine, hand_over, make_spec, pair
@@ -70,10 +69,10 @@ def ask_of_strangers(decode: AgentProcess, target: Engine) -> None:
 async def test_an_engine_that_is_not_there_or_one_of_several_is_refused(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    async with engine(DecodeSession, decode.attach) as target:
+    async with engine(decode.attach) as target:
         unknown = cost(decode, prefill, target, decode_engine="nobody")
         behind = cost(decode, prefill, target, first_token=65)
-        async with engine(DecodeSession, decode.attach, make_spec()):
+        async with engine(decode.attach, make_spec()):
             several = ask(decode.peer, "cost", {"endpoint": prefill.peer, "num_tokens": 16})
 
     assert unknown["code"] == ErrorCode.ENGINE_UNKNOWN

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvbus.engine import DecodeSession, PrefillSession
 from tests.agents import until
 from tests.decode.neighbours import Neighbours, decode_agent
 from tests.engines import engine, hand_over
@@ -33,8 +32,8 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(
         decode_agent(folders[1], path="packed", digest="full", **SLOTS) as decode,
     ):
         async with (
-            prefill_place(PrefillSession, prefill.attach, seed=1) as source,
-            decode_place(DecodeSession, decode.config.attach_path, seed=2) as target,
+            prefill_place(prefill.attach, seed=1) as source,
+            decode_place(decode.config.attach_path, seed=2) as target,
         ):
             for num_tokens, first_token in ((200, 0), (71, 60), (13, 5)):
                 fetched = await hand_over(source, target, num_tokens, first_token=first_token)

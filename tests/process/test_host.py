@@ -16,7 +16,6 @@ import pytest
 from torch import Tensor
 
 from kvbus.bus import ask_agent
-from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks, HostOffer, HostPrefill
 from kvbus.errors import ClosedError, ErrorCode, GeometryError
 from kvbus.geometry import StatePart, state_group
@@ -63,7 +62,7 @@ async def source_at(prefill: AgentProcess, **more: Any) -> AsyncIterator[HostEng
     """A prefill engine with a state beside its KV; its ring is empty in the end."""
     more |= {"memory": Memory(), "num_blocks": 8}
     spec = make_spec(groups=(FULL, STATE))
-    async with host_engine(PrefillSession, prefill.attach, spec, **more) as source:
+    async with host_engine(prefill.attach, spec, **more) as source:
         yield source
 
 
@@ -76,9 +75,9 @@ async def two(
     async with AsyncExitStack() as stack:
         source, target = [
             await stack.enter_async_context(
-                host_engine(kind, agent.attach, make_spec(), seed=seed, **more)
+                host_engine(agent.attach, make_spec(), seed=seed, **more)
             )
-            for seed, kind, agent in ((1, PrefillSession, prefill), (2, DecodeSession, decode))
+            for seed, agent in ((1, prefill), (2, decode))
         ]
         yield source, target
 
@@ -224,7 +223,7 @@ async def test_nothing_is_copied_into_blocks_that_were_released_between_two_piec
     async with source_at(prefill, wrap_copy=gate.wrap, piece_bytes=1) as source:
         offer = await begun(source, 2 * SIZE)
         ticket = await offer.offer()
-        send = source.control.send
+        send = source.control.connection.send
 
         def send_and_lose(message: Any, on_reply: Any, **more: Any) -> None:
             """The reply is looked at when the offer has ended."""
@@ -239,7 +238,7 @@ async def test_nothing_is_copied_into_blocks_that_were_released_between_two_piec
 
             send(message, reply if isinstance(message, ExtendOffer) else on_reply, **more)
 
-        monkeypatch.setattr(source.control, "send", send_and_lose)
+        monkeypatch.setattr(source.control.connection, "send", send_and_lose)
         with pytest.raises(ClosedError, match="its offer has ended"):
             await offer.save(2 * SIZE, {"full": [3, 4]})
 
@@ -318,7 +317,7 @@ async def test_no_end_is_reported_while_something_is_loaded(
     prefill: AgentProcess, decode: AgentProcess, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """An agent that is slow to say that a fetch is cancelled is waited for."""
-    monkeypatch.setattr("kvbus.engine.bounce.decode.CLOSE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("kvbus.engine.bounce.fetches.CLOSE_TIMEOUT_S", 60.0)
     gate = Gate(Direction.LOAD)
     async with two(prefill, decode, wrap_copy=gate.wrap) as (source, target):
         offer = await begun(source, 3 * SIZE)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.engine import DecodeSession, Fetch, PrefillSession
+from kvbus.engine import Fetch
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol import Outcome, Rendezvous
 from tests.agents import AgentProcess, until
@@ -27,7 +27,7 @@ def rendezvous(agent: AgentProcess, **fields: Any) -> dict[str, Any]:
 
 def begin(target: Engine, meets: dict[str, Any], **more: Any) -> Fetch:
     """A fetch of what the router named."""
-    return target.decode.fetch(
+    return target.control.fetch(
         meets, num_tokens=16, block_ids={"full": [7]}, **{"timeout_s": 30.0, **more}
     )
 
@@ -64,9 +64,9 @@ async def test_either_may_come_first_and_a_name_is_used_once(
 async def test_an_offer_is_waited_for_while_an_engine_is_left_and_no_longer(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    async with engine(DecodeSession, decode.attach) as target:
-        async with engine(PrefillSession, prefill.attach):
-            async with engine(PrefillSession, prefill.attach):
+    async with engine(decode.attach) as target:
+        async with engine(prefill.attach):
+            async with engine(prefill.attach):
                 fetch = begin(target, rendezvous(prefill))
                 await until(lambda: prefill.metric("awaited_offers") == 1)
             await until(lambda: prefill.metric("engines") == 1)

@@ -7,7 +7,6 @@ from typing import Any
 import anyio
 import pytest
 
-from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, FetchFailed
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.engines import Engine, Handoff, begin, engine, failure_of, pair, same, works
@@ -30,7 +29,7 @@ async def two_readers(*agents: AgentProcess) -> AsyncIterator[tuple[Engine, Engi
     prefill, decode, other_decode = agents
     async with (
         pair(prefill.attach, decode.attach) as (source, one),
-        engine(DecodeSession, other_decode.attach, seed=3) as other,
+        engine(other_decode.attach, seed=3) as other,
     ):
         for target in (one, other):
             assert await works(source, target)
@@ -162,8 +161,8 @@ async def test_an_offer_that_ends_between_the_last_byte_and_the_yes_fails(
     questioned: tuple[AgentProcess, AgentProcess, Tap], is_withdrawn: bool, codes: set[ErrorCode]
 ) -> None:
     prefill, decode, tap = questioned
-    async with engine(DecodeSession, decode.attach, seed=2) as target:
-        async with engine(PrefillSession, prefill.attach, seed=1) as source:
+    async with engine(decode.attach, seed=2) as target:
+        async with engine(prefill.attach, seed=1) as source:
             assert await works(source, target)
             tap.keep("take")
             handoff = await begin(source, target, NUM_TOKENS)

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from kvbus.engine import (
-    DecodeSession,
+    AgentRole,
     KvCache,
     Link,
-    MemorySession,
-    PrefillSession,
     RankMemory,
 )
 from kvbus.errors import LocalError
@@ -22,7 +20,6 @@ from tests.agents import AgentProcess, until, wait_until
 from tests.engines import (
     ACCESS,
     NUM_BLOCKS,
-    Engine,
     engine,
     failure_of,
     hand_over,
@@ -32,7 +29,7 @@ from tests.engines import (
 )
 from tests.memories import NHD
 from tests.process.shapes import GROUP, WINDOW, ShapedAgents, Side, two_engines
-from tests.strict_sessions import bits, overwrite_once_released
+from tests.strict_links import bits, overwrite_once_released
 
 pytestmark = pytest.mark.anyio
 
@@ -85,16 +82,17 @@ async def test_a_rank_that_asked_for_it_hears_what_the_control_session_hears(
 ) -> None:
     spec = make_spec(tp=2)
     heard: list[Fetched] = []
+    memories = [
+        RankMemory.allocate(spec, rank, NHD, num_blocks=NUM_BLOCKS) for rank in range(spec.tp_size)
+    ]
+    part = partial(Link, decode.attach, spec)
     async with (
-        engine(PrefillSession, prefill.attach, make_spec(tp=2), seed=1) as source,
-        DecodeSession(decode.attach, spec) as control,
-        MemorySession(decode.attach, spec, 0, on_fetched=heard.append) as listening,
-        MemorySession(decode.attach, spec, 1) as deaf,
+        engine(prefill.attach, make_spec(tp=2), seed=1) as source,
+        part(memory=memories[0], control=False, on_fetched=heard.append),
+        part(memory=memories[1], control=False),
+        part() as control,
     ):
-        caches = [await one.allocate(NHD, num_blocks=NUM_BLOCKS) for one in (listening, deaf)]
-        await control.register()
-        await control.ready()
-        ours = Engine(spec, control, caches, NUM_BLOCKS).some_blocks(4, 40)
+        ours = {"full": [4, 9, 2]}
         offer = await source.prefill.offer("r", num_tokens=40, block_ids=source.some_blocks(3, 40))
 
         completed = await control.fetch(offer.ticket, num_tokens=40, block_ids=ours).ended
@@ -105,11 +103,11 @@ async def test_a_rank_that_asked_for_it_hears_what_the_control_session_hears(
         assert heard == [completed, failed.notice]
 
 
-async def test_a_session_for_the_other_kind_of_agent_is_refused_with_both_named(
+async def test_a_link_for_the_other_kind_of_agent_is_refused_with_both_named(
     decode: AgentProcess,
 ) -> None:
     with pytest.raises(LocalError, match="for decode engines, not prefill"):
-        async with PrefillSession(decode.attach, make_spec()):
+        async with Link(decode.attach, make_spec(), role=AgentRole.PREFILL):
             pass
 
 

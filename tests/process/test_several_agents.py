@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvbus.engine import AgentRanks, DecodeSession, MemorySession, PrefillSession
+from kvbus.engine import AgentRanks, Link
 from kvbus.errors import ErrorCode, RequestRefused
 from tests.agents import until
-from tests.engines import ACCESS, failure_of, hand_over, make_spec, spread_engine, works
-from tests.memories import NHD
+from tests.engines import ACCESS, failure_of, hand_over, make_spec, rank_link, spread_engine, works
 from tests.process.shapes import ShapedAgents
 
 pytestmark = pytest.mark.anyio
@@ -25,8 +24,8 @@ async def test_one_staged_rank_among_others_keeps_the_engine_from_direct_reads(
 ) -> None:
     home, other = shapes.of("packed")
     async with (
-        spread_engine(PrefillSession, shapes.of("prefill"), staged=[1], seed=1) as source,
-        spread_engine(DecodeSession, [other, home], staged=[0], seed=2) as target,
+        spread_engine(shapes.of("prefill"), staged=[1], seed=1) as source,
+        spread_engine([other, home], staged=[0], seed=2) as target,
     ):
         assert (await hand_over(source, target, 71)).path == "packed"
 
@@ -36,8 +35,8 @@ async def test_a_rank_that_left_fails_the_fetch_and_with_one_that_came_back_all_
     shapes: ShapedAgents, role: str
 ) -> None:
     async with (
-        spread_engine(PrefillSession, shapes.of("prefill"), seed=1) as source,
-        spread_engine(DecodeSession, shapes.of("direct"), seed=2) as target,
+        spread_engine(shapes.of("prefill"), seed=1) as source,
+        spread_engine(shapes.of("direct"), seed=2) as target,
     ):
         loser = source if role == "prefill" else target
         assert await works(source, target)
@@ -79,14 +78,10 @@ async def test_ranks_that_cannot_be_elsewhere_are_refused_by_name(
     shapes: ShapedAgents, others: dict[str, list[int]] | list[AgentRanks], reason: str
 ) -> None:
     agent, spec = shapes.prefill, make_spec(tp=2)
-    async with (
-        MemorySession(agent.attach, spec, 0) as rank,
-        PrefillSession(agent.attach, spec) as control,
-    ):
-        await rank.allocate(NHD, num_blocks=4)
-
+    rank, _ = rank_link(agent.attach, spec, 0, num_blocks=4)
+    async with rank:
         with pytest.raises(RequestRefused, match=reason) as refused:
-            await control.register(others=others, access=ACCESS)
+            await Link(agent.attach, spec, others=others, access=ACCESS).__aenter__()
 
     assert refused.value.code is ErrorCode.GEOMETRY
     assert refused.value.detail == {"field": "others"}
@@ -100,16 +95,14 @@ async def test_an_agent_without_the_ranks_is_named_when_hands_are_shaken(
     """And at home a rank that was said to be elsewhere is refused."""
     endpoint = ELSEWHERE if whose == "nobody's" else shapes.siblings["prefill"].peer
     home, spec = shapes.prefill, make_spec(tp=2)
+    rank, elsewhere = (rank_link(home.attach, spec, number, num_blocks=4)[0] for number in range(2))
     async with (
-        PrefillSession(home.attach, spec) as control,
-        MemorySession(home.attach, spec, 0) as rank,
-        MemorySession(home.attach, spec, 1) as elsewhere,
-        spread_engine(DecodeSession, [shapes.decode["direct"]]) as target,
+        rank,
+        Link(home.attach, spec, others={endpoint: [1]}, access=ACCESS) as control,
+        spread_engine([shapes.decode["direct"]]) as target,
     ):
-        await rank.allocate(NHD, num_blocks=4)
-        await control.register(others={endpoint: [1]}, access=ACCESS)
         with pytest.raises(RequestRefused, match=f"rank 1 is at {endpoint}") as refused:
-            await elsewhere.allocate(NHD, num_blocks=4)
+            await elsewhere.__aenter__()
         offer = await control.offer("r", **BLOCK)
 
         failure = await failure_of(target.decode.fetch(offer.ticket, **BLOCK))

@@ -9,11 +9,21 @@ import anyio
 import msgspec
 import pytest
 
-from kvbus.engine import MemorySession
 from kvbus.errors import ErrorCode, FetchFailed, RequestRefused
 from kvbus.geometry import GroupSpec, KvLayout
 from tests.agents import Agents, until
-from tests.engines import Blocks, Engine, begin, failure_of, hand_over, make_spec, pair, same, works
+from tests.engines import (
+    Blocks,
+    Engine,
+    begin,
+    failure_of,
+    hand_over,
+    make_spec,
+    pair,
+    rank_link,
+    same,
+    works,
+)
 from tests.expected import expected_after
 from tests.memories import Memory
 from tests.process.shapes import GROUP, SLOT_BYTES, ShapedAgents, Side, two_engines
@@ -149,9 +159,11 @@ async def test_an_agent_without_slots_refuses_memory_that_needs_them_and_is_name
     prefill, decode = (fresh.prepare(role, staging_bytes=0) for role in ("prefill", "decode"))
     fresh.start(prefill, decode)
     for agent in (prefill, decode):
-        async with MemorySession(agent.attach, make_spec(), 0) as session:
-            with pytest.raises(RequestRefused, match="'staging_bytes'") as refused:
-                await session.allocate(KvLayout.parse("HND"), num_blocks=4, direct=False)
+        link, _ = rank_link(
+            agent.attach, make_spec(), 0, layout=HND.layout, num_blocks=4, direct=False
+        )
+        with pytest.raises(RequestRefused, match="'staging_bytes'") as refused:
+            await link.__aenter__()
         assert refused.value.code is ErrorCode.CONFIG
         assert agent.memory_maps("kvbus-") == 0
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvbus.cli import app
-from kvbus.engine import DecodeSession, Link, RankMemory
+from kvbus.engine import Link, RankMemory
 from kvbus.geometry import BlockTable
 from kvbus.protocol import MakeOffer, Rendezvous, StartFetch
 from tests.agents import AgentProcess, until
@@ -68,7 +68,7 @@ async def handed_off(prefill: AgentProcess, decode: AgentProcess, name: str) -> 
     """One handoff, from its offer to its release, by engines that leave then; its fetch."""
     async with pair(prefill.attach, decode.attach) as (source, target):
         offer = await source.prefill.offer(name, **BLOCK)
-        fetch = target.decode.fetch(offer.ticket, **BLOCK)
+        fetch = target.control.fetch(offer.ticket, **BLOCK)
         await fetch.ended
         await offer.ended
         return fetch.fetch_id
@@ -98,8 +98,8 @@ async def test_fetches_whose_offer_is_not_met_are_not_those_of_each_other(
 ) -> None:
     """Without an id of its request such a fetch has the name of all of them."""
     async with (
-        engine(DecodeSession, decode.attach) as one,
-        engine(DecodeSession, other_decode.attach) as other,
+        engine(decode.attach) as one,
+        engine(other_decode.attach) as other,
     ):
         fetches = [
             target.decode.fetch(
@@ -208,10 +208,10 @@ async def plainly(
     name = uuid.uuid4().hex
     offered, taken = {"full": BlockTable.of([1])}, {"full": BlockTable.of([2])}
     async with pair(prefill.attach, decode.attach) as (source, target):
-        made = await source.prefill.request(
+        made = await source.control.connection.request(
             MakeOffer(name, 16, offered, traceparent=of_offer, **more)
         )
-        await target.decode.request(
+        await target.control.connection.request(
             StartFetch(f"fetch-{name}", made.ticket, 16, taken, traceparent=of_fetch, **more)
         )
         await until(lambda: decode.logged("handoff.completed", request_id=name))

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.keys import Role
 from tests.agents import AgentProcess, Agents, until
 from tests.engines import Engine, begin, engine, make_spec, pair, works
@@ -54,10 +53,10 @@ async def test_an_engine_that_comes_later_and_an_agent_that_comes_back_are_met(
     fresh: Agents,
 ) -> None:
     prefill, decode = warming(fresh)
-    async with engine(DecodeSession, decode.attach) as target:
+    async with engine(decode.attach) as target:
         for _ in range(2):  # the second is another process with the id of the first
             decode.skip_log()
-            async with engine(PrefillSession, prefill.attach, make_spec(engine_id="p")) as source:
+            async with engine(prefill.attach, make_spec(engine_id="p")) as source:
                 await until(lambda: decode.logged("route.warmed"))
 
                 assert await hands_were_shaken(source, target, decode)
@@ -65,7 +64,7 @@ async def test_an_engine_that_comes_later_and_an_agent_that_comes_back_are_met(
         await until(lambda: decode.logged("peer.lost"))
         decode.skip_log()
         prefill.start()
-        async with engine(PrefillSession, prefill.attach) as source:
+        async with engine(prefill.attach) as source:
             await until(lambda: decode.logged("route.warmed"))
 
             assert await hands_were_shaken(source, target, decode)
@@ -83,7 +82,7 @@ async def test_who_cannot_be_met_ahead_is_said_once_and_why_and_met_when_that_ch
         await until(lambda: len(reader.logged("peer.cold")) == len(peers))
         fresh.start(away)
         assert await works(*engines)
-        async with engine(PrefillSession, away.attach):
+        async with engine(away.attach):
             await until(lambda: reader.metric("warm_peers") == 2)
 
     why = {line["peer"]: line["reason"] for line in reader.logged("peer.cold")}
@@ -107,11 +106,11 @@ async def test_with_keys_those_of_decode_agents_may(fresh: Agents, tmp_path: Pat
 async def test_engines_of_another_model_are_asked_once_and_left_alone(fresh: Agents) -> None:
     prefill, decode = warming(fresh)
     async with (
-        engine(DecodeSession, decode.attach, make_spec(model="another")),
+        engine(decode.attach, make_spec(model="another")),
         pair(prefill.attach, decode.attach),
     ):
         await until(lambda: len(decode.logged("route.warmed")) == 1)
-        async with engine(DecodeSession, decode.attach):  # all pairs are looked at again
+        async with engine(decode.attach):  # all pairs are looked at again
             await until(lambda: len(decode.logged("route.warmed")) == 2)
             await warm(decode)
 
@@ -124,10 +123,10 @@ async def test_what_is_listed_is_not_left_for_being_idle(
 ) -> None:
     """One that is not listed is: longer than that is waited for here."""
     listed, decode = warming(fresh, idle_peer_s=0.4)
-    async with engine(DecodeSession, decode.attach) as target:
-        async with engine(PrefillSession, prefill.attach) as other:
+    async with engine(decode.attach) as target:
+        async with engine(prefill.attach) as other:
             assert await works(other, target)
-        async with engine(PrefillSession, listed.attach) as source:
+        async with engine(listed.attach) as source:
             await warm(decode)
             await until(lambda: decode.logged("peer.left"))
 

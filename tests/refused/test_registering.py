@@ -10,12 +10,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvbus.engine import DecodeSession, MemorySession, PrefillSession, share_tensor
+from kvbus.engine import Link, RankMemory, share_tensor
+from kvbus.engine.connection import Connection
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.geometry import GroupSpec, StatePart, lay_out_rank, state_group
-from kvbus.protocol import Register, to_body
+from kvbus.geometry import BlockTable, GroupSpec, StatePart, lay_out_rank, state_group
+from kvbus.protocol import MakeOffer, Register, to_body
 from tests.agents import AgentProcess, until, wait_until
-from tests.engines import FULL, SMALL, engine, failure_of, make_spec, same
+from tests.engines import FULL, SMALL, engine, failure_of, make_spec, rank_link, same
 from tests.memories import NHD
 from tests.plain_sockets import Attached, ask, engine_socket
 
@@ -37,21 +38,17 @@ async def test_an_engine_is_what_its_first_process_said_and_offers_with_all_of_i
     prefill: AgentProcess,
 ) -> None:
     spec = make_spec(tp=2)
-    async with (
-        PrefillSession(prefill.attach, spec) as control,
-        PrefillSession(prefill.attach, spec) as second,
-        MemorySession(prefill.attach, replace(spec, groups=(FULL, SMALL)), 0) as stranger,
-        MemorySession(prefill.attach, spec, 0) as memory,
-        MemorySession(prefill.attach, spec, 0) as again,
-    ):
-        await control.register()
-        await memory.allocate(NHD, num_blocks=4)
+    another = replace(spec, groups=(FULL, SMALL))
+    rank, again = (rank_link(prefill.attach, spec, 0)[0] for _ in range(2))
+    stranger, _ = rank_link(prefill.attach, another, 0)
+    offer = MakeOffer("r", 0, {"full": BlockTable.of([])})
+    async with Connection(prefill.attach, spec.engine_id) as control, rank:
+        await control.request(Register(engine=spec))
         refusals = [
-            await code_of(second.register()),
-            await code_of(stranger.allocate(NHD, num_blocks=4)),
-            await code_of(again.allocate(NHD, num_blocks=4)),
+            await code_of(link.__aenter__())
+            for link in (Link(prefill.attach, spec), stranger, again)
         ]
-        too_early = await code_of(control.offer("r", num_tokens=0, block_ids={"full": []}))
+        too_early = await code_of(control.request(offer))
 
     assert refusals == [ErrorCode.ENGINE_CONFLICT] * 3
     assert too_early is ErrorCode.ENGINE_NOT_READY
@@ -66,8 +63,9 @@ async def test_an_engine_is_what_its_first_process_said_and_offers_with_all_of_i
 async def test_an_engine_that_contradicts_itself_is_refused(
     prefill: AgentProcess, groups: Sequence[GroupSpec]
 ) -> None:
-    async with PrefillSession(prefill.attach, make_spec(groups=groups)) as session:
-        assert await code_of(session.register()) is ErrorCode.GEOMETRY
+    link = Link(prefill.attach, make_spec(groups=groups))
+
+    assert await code_of(link.__aenter__()) is ErrorCode.GEOMETRY
 
 
 @pytest.mark.parametrize(
@@ -90,9 +88,9 @@ async def test_memory_that_contradicts_itself_is_refused(
     memory = torch.zeros(size_bytes - 4096 * (fault == "too small"), dtype=torch.uint8)
 
     with share_tensor(memory) as storage:
-        async with MemorySession(prefill.attach, spec, 0) as session:
-            wrong = session.register(replace(rank, regions=(first, moved)), {"kv": storage})
-            assert await code_of(wrong) is code
+        wrong = RankMemory(replace(rank, regions=(first, moved)), {"kv": storage})
+        link = Link(prefill.attach, spec, memory=wrong, control=False)
+        assert await code_of(link.__aenter__()) is code
 
     assert prefill.says("request.refused", op="register", code=code.value)
 
@@ -111,8 +109,8 @@ async def test_engines_that_do_not_fit_are_told_the_field_and_both_values(
 ) -> None:
     theirs, ours, their_value, our_value = MISFITS[field]
     async with (
-        engine(PrefillSession, prefill.attach, theirs) as source,
-        engine(DecodeSession, decode.attach, ours, seed=2) as target,
+        engine(prefill.attach, theirs) as source,
+        engine(decode.attach, ours, seed=2) as target,
     ):
         before = target.snapshot()
         offer = await source.prefill.offer("r", num_tokens=16, block_ids=source.some_blocks(5, 16))

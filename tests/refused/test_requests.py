@@ -36,7 +36,7 @@ async def engines(prefill: AgentProcess, decode: AgentProcess) -> AsyncIterator[
 
 def fetch_of(target: Engine, ticket: Any, num_tokens: int = 0, blocks: Any = None) -> Fetch:
     """Of no tokens, if not said otherwise."""
-    return target.decode.fetch(ticket, num_tokens=num_tokens, block_ids=blocks or {"full": []})
+    return target.control.fetch(ticket, num_tokens=num_tokens, block_ids=blocks or {"full": []})
 
 
 async def code_of(request: Awaitable[object]) -> ErrorCode:
@@ -108,7 +108,7 @@ async def test_an_extension_that_is_refused_leaves_the_offer_as_it_was(engines: 
     def extended(num_tokens: int, block: int, first_block: int) -> Awaitable[object]:
         """Asked for as other engines may, which go on after an error; the SDK ends the offer."""
         tables = {"full": BlockTable.of([block], first_block=first_block)}
-        return source.prefill.request(ExtendOffer(offer.offer_id, num_tokens, tables))
+        return source.control.connection.request(ExtendOffer(offer.offer_id, num_tokens, tables))
 
     again = await code_of(source.prefill.offer("r", num_tokens=0, block_ids={"full": []}))
     out_of_range = await code_of(extended(32, 64, 1))

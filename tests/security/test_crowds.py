@@ -13,7 +13,6 @@ import msgpack
 import pytest
 import zmq
 
-from kvbus.engine import PrefillSession
 from kvbus.protocol import Rendezvous
 from tests.agents import AgentProcess, Agents, until
 from tests.engines import engine, pair, works
@@ -123,7 +122,7 @@ async def test_a_lease_with_a_thousand_boxes_that_wait_keeps_no_other_from_being
 ) -> None:
     prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode", path="packed")
     fresh.start(prefill, decode)
-    async with engine(PrefillSession, prefill.attach) as own:
+    async with engine(prefill.attach) as own:
         offer = await own.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
         reader = Leased(prefill, own, dict(offer.ticket))
         async with pair(prefill.attach, decode.attach) as (source, target):

@@ -14,7 +14,6 @@ from typing import Any, Self
 import pytest
 
 import kvbus
-from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.engines import LARGE, NUM_LARGE_BLOCKS, engine, failure_of, make_spec, works
@@ -90,9 +89,9 @@ class Hostile:
         assert self.said() == "cut"
 
 
-def large(kind: type[Any], agent: AgentProcess) -> Any:
+def large(agent: AgentProcess) -> Any:
     """An engine whose handoffs take long."""
-    return engine(kind, agent.attach, make_spec(groups=(LARGE,)), num_blocks=NUM_LARGE_BLOCKS)
+    return engine(agent.attach, make_spec(groups=(LARGE,)), num_blocks=NUM_LARGE_BLOCKS)
 
 
 # Over TCP the agent serves the READ itself, and so touches the memory; what is unregistered it
@@ -113,7 +112,7 @@ async def test_a_prefill_engine_that_cuts_its_memory_fails_its_own_readers(
     slow: list[AgentProcess], role: str
 ) -> None:
     prefill, decode = slow
-    async with large(DecodeSession, decode) as target, large(PrefillSession, prefill) as other:
+    async with large(decode) as target, large(prefill) as other:
         assert await works(other, target)
         with Hostile(prefill, role) as hostile:
             blocks = target.some_blocks(6, NUM_TOKENS)
@@ -133,7 +132,7 @@ async def test_a_decode_engine_that_cuts_its_memory_fails_its_own_fetches(
     slow: list[AgentProcess],
 ) -> None:
     prefill, decode = slow
-    async with large(PrefillSession, prefill) as source, large(DecodeSession, decode) as other:
+    async with large(prefill) as source, large(decode) as other:
         assert await works(source, other)
         blocks = source.some_blocks(5, NUM_TOKENS)
         offer = await source.prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=blocks)

@@ -13,7 +13,6 @@ import zmq
 from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
-from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.keys import Role
 from kvbus.protocol import REQUESTS, Socket, Ticket
@@ -145,7 +144,7 @@ async def test_a_lease_is_of_the_key_that_claimed_it_though_another_knows_its_to
     ring: KeyRing, prefill: AgentProcess
 ) -> None:
     owner, other = (ring.curve(name, "prefill") for name in ("any-decode", "decode"))
-    async with engine(PrefillSession, prefill.attach) as source:
+    async with engine(prefill.attach) as source:
         offer = await source.prefill.offer("r", num_tokens=32, block_ids=source.some_blocks(1, 32))
         named = {key: offer.ticket[key] for key in ("agent_boot", "offer_id")}
         claim = {**named, "secret": offer.ticket["secret"], "reader_id": "r", "lease_s": 20.0}
@@ -298,8 +297,8 @@ async def test_ranks_at_other_agents_are_read_and_filled_by_those_whose_keys_are
             ring.prepare(agents, role, f"agent-{number}")
         agents.start(*agents.all)
         async with (
-            spread_engine(PrefillSession, agents.all[:2], seed=1) as source,
-            spread_engine(DecodeSession, agents.all[2:], seed=2) as target,
+            spread_engine(agents.all[:2], seed=1) as source,
+            spread_engine(agents.all[2:], seed=2) as target,
         ):
             assert await works(source, target)
             ring.revoke("agent-3")

@@ -20,7 +20,6 @@ import pytest
 import zmq
 from msgspec import inspect as types
 
-from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.protocol import REQUESTS, Detach, Request, Socket, Ticket
 from tests.agents import AgentProcess
 from tests.engines import Engine, engine, works
@@ -180,8 +179,8 @@ async def test_a_hundred_thousand_lies_have_one_answer_each_and_no_effect(
 ) -> None:
     liars: list[Liar] = []
     async with (
-        engine(PrefillSession, site[0].attach, seed=1) as source,
-        engine(DecodeSession, site[1].attach, seed=2) as target,
+        engine(site[0].attach, seed=1) as source,
+        engine(site[1].attach, seed=2) as target,
     ):
         shape: dict[str, Any] = {"num_tokens": 16, "block_ids": source.some_blocks(9, 16)}
         held, other = [await source.prefill.offer(name, **shape) for name in ("held", "other")]

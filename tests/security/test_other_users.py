@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.engine import MemorySession
+from kvbus.engine import Link
 from kvbus.errors import ConfigError
 from tests.agents import WITHIN_S, AgentProcess, Agents
 from tests.engines import make_spec
@@ -64,9 +64,8 @@ async def test_an_engine_passes_no_memory_to_who_listens_in_the_agents_place(
     shared_folder: Path,
 ) -> None:
     with stranger_listens(shared_folder / "kvbus-0") as stranger:
-        session = MemorySession(stranger.attach, make_spec(), rank=0)
         with pytest.raises(ConfigError, match=f"is of uid {NOBODY}"):
-            await session.__aenter__()
+            await Link(stranger.attach, make_spec()).__aenter__()
         heard = stranger.heard()
 
     assert heard == "0 0"

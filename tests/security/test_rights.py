@@ -10,7 +10,6 @@ import msgpack
 import pytest
 import zmq
 
-from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.protocol import Outcome, Ticket
 from tests.agents import AgentProcess, until
@@ -43,8 +42,8 @@ async def test_an_engine_is_told_to_who_shows_a_ticket_of_it_that_is_good(
     prefill: AgentProcess,
 ) -> None:
     async with (
-        engine(PrefillSession, prefill.attach) as source,
-        engine(PrefillSession, prefill.attach) as other,
+        engine(prefill.attach) as source,
+        engine(prefill.attach) as other,
     ):
         offers = [await one.prefill.offer("r", **NOTHING) for one in (source, other)]
         ticket, others = (dict(offer.ticket) for offer in offers)
@@ -120,8 +119,8 @@ def refusals_of(
 
 async def test_rights_of_others_and_of_other_kinds_open_nothing(prefill: AgentProcess) -> None:
     async with (
-        engine(PrefillSession, prefill.attach) as one,
-        engine(PrefillSession, prefill.attach) as other,
+        engine(prefill.attach) as one,
+        engine(prefill.attach) as other,
     ):
         made = [
             (source, await source.prefill.offer(name, num_tokens=16, block_ids={"full": [1]}))
@@ -196,7 +195,11 @@ async def test_no_event_log_line_status_metric_or_story_has_a_right(
 
     assert decode.says("handoff.story")
     assert "Claim" in texts["stories"]
-    rights = [source.control.boot, target.control.boot, *reader.rights.values()]
+    rights = [
+        source.control.connection.boot,
+        target.control.connection.boot,
+        *reader.rights.values(),
+    ]
     rights += [one.ticket["secret"] for one in (forged, fetched)]
     for right in rights:
         assert [where for where, text in texts.items() if right in text] == []

@@ -8,7 +8,6 @@ import pytest
 import zmq
 
 from kvbus.bus import is_of_same_user
-from kvbus.engine import PrefillSession
 from tests.agents import AgentProcess
 from tests.bus.conftest import Bus, Hold
 from tests.bus.messages import Ask, Echoed
@@ -99,8 +98,8 @@ async def test_request_ids_begin_where_nobody_guesses(bus: Bus) -> None:
 
 
 async def test_another_process_cannot_offer_in_the_name_of_an_engine(prefill: AgentProcess) -> None:
-    async with engine(PrefillSession, prefill.attach) as source:
-        stolen: dict[str, Any] = {"boot": source.prefill.boot, "id": 1}
+    async with engine(prefill.attach) as source:
+        stolen: dict[str, Any] = {"boot": source.control.connection.boot, "id": 1}
         body = {"request_id": "r", "num_tokens": 0, "tables": {}, "sealed": True, "ttl_s": 0.0}
         refusals = [
             ask(engine_socket(prefill.attach), op, body, **stolen)["error"]["code"]

@@ -52,7 +52,7 @@ def listener(host: str = "127.0.0.1") -> Iterator[tuple[str, Callable[[], int]]]
 
 
 def fetch_of(target: Engine, ticket: Ticket, **more: Any) -> Fetch:
-    return target.decode.fetch(ticket.to_json(), **NOTHING, **more)
+    return target.control.fetch(ticket.to_json(), **NOTHING, **more)
 
 
 async def test_an_altered_or_redirected_ticket_is_refused_before_anything_is_connected(

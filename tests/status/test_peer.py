@@ -18,7 +18,6 @@ import zmq
 from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
-from kvbus.engine import PrefillSession
 from kvbus.keys import Role
 from kvbus.spawn import Child, free_port
 from tests.agents import AgentProcess, Agents, until, wait_until
@@ -68,8 +67,8 @@ def listening(folder: Path, endpoint: str, *options: str) -> Iterator[Listener]:
 
 async def one_offer(agent: AgentProcess) -> str:
     """Its id; it is withdrawn."""
-    async with engine(PrefillSession, agent.attach) as source:
-        offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
+    async with engine(agent.attach) as source:
+        offer = await source.control.offer("r", num_tokens=16, block_ids={"full": [1]})
         await offer.withdraw()
         await offer.ended
         return offer.offer_id
@@ -105,7 +104,7 @@ async def test_each_event_is_a_line_with_its_agent_boot_and_number_until_ctrl_c(
 async def test_what_is_not_wanted_is_left_out_and_the_count_ends_it(
     prefill: AgentProcess, tmp_path: Path
 ) -> None:
-    async with engine(PrefillSession, prefill.attach) as source:
+    async with engine(prefill.attach) as source:
         block: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
         first, second = [await source.prefill.offer(name, sealed=False, **block) for name in "rs"]
         wanted = ("--request", second.offer_id, "--only", "offer.released", "--count", "1")

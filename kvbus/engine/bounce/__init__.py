@@ -3,28 +3,32 @@
 The engine's own function copies between its cache and a bounded number of host blocks, which an
 agent serves like any other KV cache.
 
-    sizing          how many host blocks a buffer of so many bytes has
-    host_pool       HostPool: the host blocks of all groups, and who waits for them
-    request_blocks  RequestBlocks: the blocks of one request in both places, and what to copy
-    buffer          HostBuffer: a rank's host blocks; LocalCopier: copies of all ranks, in threads
-    prefill         HostPrefill, HostOffer: save blocks, and offer them
-    decode          HostDecode, HostFetch: fetch into host blocks, and load
-    blocking        the same for engines without an event loop; import it by its name
+    pool     HostPool: the host blocks of all groups, how many, and who waits for them
+    copies   RequestBlocks: the blocks of one request in both places; HostBuffer: a rank's host
+             blocks; LocalCopier: copies of all ranks, in threads
+    offers   HostPrefill, HostOffer: save blocks, and offer them
+    fetches  HostDecode, HostFetch: fetch into host blocks, and load
 """
 
-from kvbus.engine.bounce.buffer import (
+from kvbus.engine.bounce.copies import (
+    BlockCopy,
     Copier,
     CopyBlocks,
     Direction,
     HostBlocks,
     HostBuffer,
     LocalCopier,
+    cut_into_copies,
 )
-from kvbus.engine.bounce.decode import HostDecode, HostFetch
-from kvbus.engine.bounce.host_pool import BlockAllocator, HostPool
-from kvbus.engine.bounce.prefill import HostOffer, HostPrefill
-from kvbus.engine.bounce.request_blocks import BlockCopy, cut_into_copies
-from kvbus.engine.bounce.sizing import HOST_LAYOUT, host_blocks, piece_tokens
+from kvbus.engine.bounce.fetches import HostDecode, HostFetch
+from kvbus.engine.bounce.offers import HostOffer, HostPrefill
+from kvbus.engine.bounce.pool import (
+    HOST_LAYOUT,
+    BlockAllocator,
+    HostPool,
+    host_blocks,
+    piece_tokens,
+)
 
 __all__ = [
     "HOST_LAYOUT",

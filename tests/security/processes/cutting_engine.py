@@ -14,7 +14,6 @@ from pathlib import Path
 
 import anyio
 
-from kvbus.engine import DecodeSession, PrefillSession
 from tests.engines import LARGE, NUM_LARGE_BLOCKS, engine, make_spec
 from tests.memories import Memory
 
@@ -32,11 +31,8 @@ def cut() -> None:
 async def main(
     attach: Path, engine_id: str, memory: Memory, ticket: dict[str, object] | None
 ) -> None:
-    kind = PrefillSession if ticket is None else DecodeSession
     spec = make_spec(groups=(LARGE,), engine_id=engine_id)
-    async with engine(
-        kind, attach, spec, memory=memory, num_blocks=NUM_LARGE_BLOCKS, seed=1
-    ) as mine:
+    async with engine(attach, spec, memory=memory, num_blocks=NUM_LARGE_BLOCKS, seed=1) as mine:
         if ticket is None:
             offer = await mine.prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=BLOCKS)
             print(json.dumps(offer.ticket), flush=True)

@@ -10,13 +10,18 @@ from typing import Any
 
 import anyio
 
-from kvbus.engine.bounce.buffer import Copier, Direction
-from kvbus.engine.bounce.host_pool import HostPool
-from kvbus.engine.bounce.request_blocks import RequestBlocks, block_tables, blocks_of, check_groups
-from kvbus.engine.bounce.sizing import PIECE_BYTES, piece_tokens
+from kvbus.engine.bounce.copies import (
+    Copier,
+    Direction,
+    RequestBlocks,
+    block_tables,
+    blocks_of,
+    check_groups,
+)
+from kvbus.engine.bounce.pool import PIECE_BYTES, HostPool, piece_tokens
 from kvbus.engine.later import Later
 from kvbus.engine.link import Link
-from kvbus.engine.prefill import BlockIds, Offer, PrefillSession
+from kvbus.engine.offers import BlockIds, Offer
 from kvbus.errors import ClosedError, GeometryError, KVBusError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.planning import Spans
@@ -33,7 +38,7 @@ class HostPrefill:
 
     def __init__(
         self,
-        link: Link | PrefillSession,
+        link: Link,
         pool: HostPool,
         copier: Copier,
         *,

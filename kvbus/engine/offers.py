@@ -1,25 +1,22 @@
-"""The control session of a prefill engine: offers, and when their blocks come back.
+"""The offers of a prefill engine, and when their blocks come back.
 
-Blocks are the engine's again when the offer has ended: when its agent says so, or when the session
-is lost, as nobody can complete a read of them then.
+Blocks are the engine's again when the offer has ended: when its agent says so, or when that is
+lost, as nobody can complete a read of them then.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 import numpy.typing as npt
 
-from kvbus.engine.control import BusyPauses, ControlSession
+from kvbus.engine.asking import Asked, Asking
+from kvbus.engine.connection import Connection
 from kvbus.engine.later import Later, Runner
-from kvbus.engine.session import SessionOptions
-from kvbus.errors import ClosedError, GeometryError, KVBusError, PeerLost
-from kvbus.geometry import BlockTable, EngineSpec
+from kvbus.errors import ClosedError, GeometryError, KVBusError
+from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import (
-    AgentRole,
     ExtendOffer,
     MakeOffer,
     OfferMade,
@@ -64,7 +61,7 @@ class OfferOptions(TypedDict, total=False):
     ignored. The ticket carries it."""
 
 
-class Offer:
+class Offer(Asked[MakeOffer]):
     """One offer of a prefill engine.
 
     Its calls return at once, in any thread, and go out in their order. What they return need not be
@@ -76,18 +73,16 @@ class Offer:
     In an event loop, ``await`` it: it is then made, or this raises why not.
     """
 
-    def __init__(self, runner: Runner, message: MakeOffer) -> None:
+    def __init__(self, runner: Runner, message: MakeOffer, ask_until: float) -> None:
+        super().__init__(message, ask_until)
         self.request_id = message.request_id
         self.made: Later[dict[str, Any]] = Later()
         """The ticket, once the agent has made the offer; an error when it did not."""
         self.ended: Later[Outcome] = Later()
         self.error: KVBusError | None = None
-        """Why the agent or the session ended it before its time."""
-        self.message = message
+        """Why the agent or the link ended it before its time."""
         self._runner, self._ends = runner, _ends(message.tables)
-        self.pauses = BusyPauses(0.0)
-        """Set by the session that asks for it."""
-        self._session: PrefillSession | None = None
+        self._connection: Connection | None = None
         self._made = OfferMade("", {})
         self._waiting: list[Callable[[], None]] = []
 
@@ -158,16 +153,16 @@ class Offer:
         blocks = packed_tables(tables, max_blocks=self._made.ticket_blocks)
         return ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else ticket
 
-    def begin(self, session: "PrefillSession", made: OfferMade) -> None:
-        """Called by the session: the agent has made it."""
-        self._session, self._made = session, made
+    def begin(self, connection: Connection | None, made: OfferMade) -> None:
+        """Called by `Offers`: the agent has made it."""
+        self._connection, self._made = connection, made
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()
         self.made.settle(dict(made.ticket))
 
     def end(self, outcome: Outcome | KVBusError) -> None:
-        """Called by the session: the offer ended, or there is none."""
+        """Called by `Offers`: it ended, or there is none."""
         if isinstance(outcome, KVBusError):
             self.error = self.error or outcome
             self.made.settle(outcome)
@@ -182,9 +177,9 @@ class Offer:
         return done
 
     def _ask(self, message: Callable[[str], Request[Empty]], done: Later[None]) -> None:
-        if self._session is not None:
+        if self._connection is not None:
             try:
-                self._session.send(message(self.offer_id), partial(self._on_reply, done))
+                self._connection.send(message(self.offer_id), partial(self._on_reply, done))
             except KVBusError as error:
                 self._on_reply(done, error)
         elif self.ended.done():
@@ -196,83 +191,31 @@ class Offer:
         if not isinstance(reply, KVBusError):
             done.settle(None)
             return
-        session = self._session
-        if session is not None and isinstance(reply, ClosedError | PeerLost):
-            reply = session.lost or reply
         done.settle(reply)
-        if session is not None and self.error is None and not self.ended.done():
+        if self._connection is not None and self.error is None and not self.ended.done():
             self.error = reply
-            if session.lost is None:
+            if self._connection.lost is None:
                 self.withdraw()
 
 
-class PrefillSession(ControlSession):
-    """Registers a prefill engine and offers the KV of its requests."""
+class Offers(Asking[Offer]):
+    """The offers of one engine that its agents have made, or will."""
 
-    serves = AgentRole.PREFILL
-
-    def __init__(
-        self, attach_path: str | Path, engine: EngineSpec, **options: Unpack[SessionOptions]
-    ) -> None:
-        super().__init__(attach_path, engine, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._offers: dict[str, Offer] = {}
-        self._paused: dict[Offer, asyncio.TimerHandle] = {}
-        """Those that the agent had no room for, until they are asked for again."""
 
-    def offer(
-        self,
-        request_id: str,
-        *,
-        num_tokens: int,
-        block_ids: BlockIds,
-        **options: Unpack[OfferOptions],
-    ) -> Offer:
-        """As `Link.offer`; ``await`` the offer for its ticket."""
-        message = offer_message(request_id, num_tokens, block_ids, **options)
-        return self.make(Offer(self.runner, message))
+    def answered(self, one: Offer, reply: OfferMade) -> None:
+        """It is made."""
+        self._offers[reply.offer_id] = one
+        one.begin(self.connection, reply)
 
-    def make(self, offer: Offer) -> Offer:
-        """Have the agent make it, or the one that follows."""
-        offer.pauses = BusyPauses(time.monotonic() + self.request_timeout_s)
-        self._ask(offer)
-        return offer
+    def refused(self, one: Offer, error: KVBusError) -> None:
+        """No agent has it."""
+        one.end(error)
 
-    def _ask(self, offer: Offer) -> None:
-        self._paused.pop(offer, None)
-        try:
-            self.send(offer.message, partial(self._on_answer, offer))
-        except KVBusError as error:
-            self._on_refusal(offer, error)
-
-    def _on_answer(self, offer: Offer, reply: OfferMade | KVBusError) -> None:
-        if isinstance(reply, OfferMade):
-            self._offers[reply.offer_id] = offer
-            offer.begin(self, reply)
-        elif isinstance(reply, ClosedError | PeerLost):
-            self._on_refusal(offer, self.lost or reply)
-        else:
-            self._on_refusal(offer, reply)
-
-    def _on_refusal(self, offer: Offer, error: KVBusError) -> None:
-        """The agent has no such offer."""
-        if self.may_be_asked_next(error):
-            self.when_followed(partial(self._go_on, offer, error))
-            return
-        pause_s = offer.pauses.after(error, time.monotonic()) if self.retry_busy else None
-        if pause_s is None:
-            offer.end(error)
-        else:
-            loop = asyncio.get_running_loop()
-            self._paused[offer] = loop.call_later(pause_s, self._ask, offer)
-
-    @staticmethod
-    def _go_on(offer: Offer, error: KVBusError, session: "PrefillSession | None") -> None:
-        if session is None:
-            offer.end(error)
-        else:
-            session.make(offer)
-
-    def _on_notice(self, notice: Notice) -> None:
+    def on_notice(self, notice: Notice) -> None:
+        """One has ended."""
         if notice.op != Released.op:
             return
         released = from_body(Released, notice.body)
@@ -280,11 +223,9 @@ class PrefillSession(ControlSession):
         if offer is not None:
             offer.end(released.outcome)
 
-    def _on_lost(self, error: KVBusError) -> None:
-        paused, self._paused = self._paused, {}
-        for offer, timer in paused.items():
-            timer.cancel()
-            self._on_refusal(offer, error)
+    def on_lost(self, error: KVBusError) -> None:
+        """Those that the agent had have ended with it."""
+        super().on_lost(error)
         offers, self._offers = self._offers, {}
         for offer in offers.values():
             offer.end(error)

@@ -12,14 +12,12 @@ from typing import Any, Self, Unpack
 import anyio
 from msgspec.structs import replace
 
-from kvbus.engine.bounce.buffer import Copier, Direction
-from kvbus.engine.bounce.host_pool import HostPool, HostTables
-from kvbus.engine.bounce.request_blocks import RequestBlocks
-from kvbus.engine.bounce.sizing import PIECE_BYTES, piece_tokens
-from kvbus.engine.decode import DecodeSession, Fetch, FetchOptions, OnLanded, fetch_tables
+from kvbus.engine.bounce.copies import Copier, Direction, RequestBlocks
+from kvbus.engine.bounce.pool import PIECE_BYTES, HostPool, HostTables, piece_tokens
+from kvbus.engine.fetches import Fetch, FetchOptions, OnLanded, fetch_tables
 from kvbus.engine.later import Later
 from kvbus.engine.link import Link
-from kvbus.engine.prefill import BlockIds
+from kvbus.engine.offers import BlockIds
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.planning import Spans, asked_states, tail_spans
@@ -41,7 +39,7 @@ class HostDecode:
 
     def __init__(
         self,
-        link: Link | DecodeSession,
+        link: Link,
         pool: HostPool,
         copier: Copier,
         *,

@@ -1,0 +1,370 @@
+"""A connection of an engine process with its agent, and who opens it again once it was lost.
+
+A connection does not outlive its agent: when that goes, everything that waits fails with
+`PeerLost`.
+
+    open ─▶ register ─▶ there ─▶ lost ─▶ closed
+     ▲                                     │
+     └───────────────── pause ◀────────────┘
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Self
+
+import anyio
+
+from kvbus.bus import RequestClient, new_boot_id, new_context
+from kvbus.errors import (
+    AgentHungUp,
+    ClosedError,
+    ErrorCode,
+    KVBusError,
+    LocalError,
+    PeerLost,
+    RequestRefused,
+)
+from kvbus.memory.attach import AttachClient
+from kvbus.memory.attach.place import check_folder
+from kvbus.protocol.attach import Hello, Welcome
+from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving
+from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
+from kvbus.protocol.message import R, Request, from_body, to_body
+
+GOODBYE_S = 1.0
+ATTACH_RETRY_S = 0.05
+LOOK_S = 1.0
+ENDS_WITHIN_S = 1.0
+"""A process that ends closes its connections first."""
+IPC = "ipc://"
+RETRY_S = 0.05
+MAX_RETRY_S = 2.0
+MAX_ABSENT_RETRY_S = 0.2
+"""While nobody listens: an attempt costs next to nothing, and an agent that is back is wanted."""
+MAX_PENDING = 1 << 20
+"""Requests without a reply: as many as the largest `max_handoffs` of an agent."""
+
+
+class Events:
+    """What a connection tells of."""
+
+    def on_notice(self, notice: Notice) -> None:
+        """A notice of the agent."""
+
+    def on_silence(self, silent_s: float) -> None:
+        """Told each second for how long the agent has answered nothing; it is asked meanwhile."""
+
+    def on_lost(self, error: KVBusError) -> None:
+        """The connection has ended; what waits must not wait any longer."""
+
+    def ends_within_s(self) -> float:
+        """For how long the end of an agent that hung up is waited for."""
+        return ENDS_WITHIN_S
+
+
+class Connection:
+    """A connection with the agent at ``attach_path``; open within ``async with``.
+
+    Entering raises `PeerLost` when no agent listens there, or none is ready, within
+    ``attach_timeout_s``, `RequestRefused` when it says no, `ConfigError` when it is another user's,
+    or another user could take its place, and `LocalError` when it is not of ``role``. A request is
+    answered within ``request_timeout_s``, or raises `RequestTimeout`. ``lost`` is why the
+    connection ended, None while it lives; ``events`` is told of what comes.
+    """
+
+    def __init__(
+        self,
+        attach_path: str | Path,
+        engine_id: str,
+        *,
+        role: AgentRole | None = None,
+        attach_timeout_s: float = 0.0,
+        request_timeout_s: float = 30.0,
+    ) -> None:
+        self.boot = ""
+        self.events = Events()
+        self.lost: KVBusError | None = None
+        self.is_left = False
+        """Whether the agent has said that it ends: what it did not answer was not begun."""
+        self._path, self._engine_id, self._role = attach_path, engine_id, role
+        self._attach_timeout_s, self._request_timeout_s = attach_timeout_s, request_timeout_s
+        self._attach = AttachClient(attach_path)
+        self._exit = contextlib.AsyncExitStack()
+        self._client: RequestClient | None = None
+        self._welcome: Welcome | None = None
+        self._ended = anyio.Event()
+
+    @property
+    def agent(self) -> Welcome:
+        """What the agent said of itself; raises `ClosedError` before the connection is open."""
+        if self._welcome is None:
+            raise ClosedError("the connection is not open")
+        return self._welcome
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            self._welcome = await self._attach_within_time(stack)
+            context = stack.enter_context(new_context())
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(tasks.cancel_scope.cancel)
+            self._client = RequestClient(
+                context,
+                self._welcome.engine_endpoint,
+                boot=self.boot,
+                on_notice=self._take_notice,
+                max_pending=MAX_PENDING,
+            )
+            tasks.start_soon(self._client.run)
+            tasks.start_soon(self._watch)
+            tasks.start_soon(self._watch_silence, self._client)
+            self._exit = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        with contextlib.suppress(KVBusError), anyio.move_on_after(GOODBYE_S, shield=True):
+            await self.request(Detach(), timeout_s=GOODBYE_S)
+        self._lose(ClosedError("the session was closed"))
+        await self._exit.aclose()
+
+    async def ready(self) -> None:
+        """Return when the engine's home has the control session and every rank.
+
+        Those that the control session said are elsewhere are not waited for. A connection with
+        another agent than the home gets no answer: `RequestTimeout`.
+        """
+        await self.request(AwaitReady())
+
+    async def ended(self) -> KVBusError:
+        """Why the connection ended, once it has: the agent is gone, or it was closed from here."""
+        await self._ended.wait()
+        return self.lost or ClosedError("the session was closed")
+
+    async def pass_memory(self, message: Request[R], *fds: int) -> R:
+        """Ask by the attach socket, which passes descriptors; returns the typed reply."""
+        body = await self._attach.call({"op": message.op, "body": to_body(message)}, fds)
+        reply: R = from_body(message.reply, body)
+        return reply
+
+    async def request(self, message: Request[R], *, timeout_s: float = 0.0) -> R:
+        """Send a request and return its typed reply.
+
+        Raises `RequestRefused`, `RequestTimeout`, and `PeerLost` when the agent goes.
+        """
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+
+        def settle(outcome: R | KVBusError) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, KVBusError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        self.send(message, settle, timeout_s=timeout_s)
+        return await future
+
+    def send(
+        self,
+        message: Request[R],
+        on_reply: Callable[[R | KVBusError], None],
+        *,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """Send a request; ``on_reply`` gets its typed reply, or the error that stands for it.
+
+        With ``timeout_s`` infinite it is waited for while the connection lives. ``on_reply`` is
+        called before any notice that the agent sent after the reply. Raises `ClosedError` before
+        the connection is open, and why it ended after.
+        """
+        if self.lost is not None:
+            raise self.lost
+        if self._client is None:
+            raise ClosedError("the connection is not open")
+
+        def settle(outcome: R | KVBusError) -> None:
+            is_end = isinstance(outcome, ClosedError | PeerLost)
+            on_reply(self.lost if is_end and self.lost is not None else outcome)
+
+        timeout_s = timeout_s or self._request_timeout_s
+        self._client.send(message, timeout_s=timeout_s, on_reply=settle)
+
+    def _take_notice(self, notice: Notice) -> None:
+        if notice.op == Leaving.op:
+            self.is_left = True
+        else:
+            self.events.on_notice(notice)
+
+    async def _attach_within_time(self, stack: contextlib.AsyncExitStack) -> Welcome:
+        """While no agent listens, or it is not ready, try again until the deadline."""
+        deadline = anyio.current_time() + self._attach_timeout_s
+        while True:
+            self.boot, self._attach = new_boot_id(), AttachClient(self._path)
+            try:
+                async with contextlib.AsyncExitStack() as attempt:
+                    await attempt.enter_async_context(self._attach)
+                    welcome = await self._greet()
+                    stack.push_async_callback(attempt.pop_all().aclose)
+                    return welcome
+            except (PeerLost, RequestRefused) as error:
+                is_final = isinstance(error, RequestRefused) and error.code is not ErrorCode.BUSY
+                if is_final or anyio.current_time() >= deadline:
+                    raise
+            await anyio.sleep(ATTACH_RETRY_S)
+
+    async def _greet(self) -> Welcome:
+        hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, self._engine_id, self.boot)
+        welcome = await self.pass_memory(hello)
+        if self._role not in (None, welcome.role):
+            raise LocalError(
+                f"the agent at {self._path} is for {welcome.role} engines, not {self._role}"
+            )
+        if welcome.engine_endpoint.startswith(IPC):
+            check_folder(Path(welcome.engine_endpoint.removeprefix(IPC)).parent)
+        return welcome
+
+    async def _watch(self) -> None:
+        """What is begun while the agent's end is waited for makes it wait longer."""
+        await self._attach.closed.wait()
+        waited_s = 0.0
+        while (more_s := self.events.ends_within_s() - waited_s) > 0:
+            waited_s += more_s
+            if await self._attach.process_ended(more_s):
+                self._lose(PeerLost(f"the agent at {self._path} is gone"))
+                return
+        self._lose(AgentHungUp(f"the agent at {self._path} hung up, and lives on"))
+
+    async def _watch_silence(self, client: RequestClient) -> None:
+        while self.lost is None:
+            await anyio.sleep(LOOK_S)
+            self.events.on_silence(client.silent_s)
+
+    def _lose(self, error: KVBusError) -> None:
+        if self.lost is not None:
+            return
+        if self._client is not None and isinstance(error, PeerLost):
+            self._client.take_last()  # what it said before its end
+        self.lost = error
+        if self._client is not None:
+            self._client.close()
+        self.events.on_lost(error)
+        self._ended.set()
+
+
+class KeptConnection:
+    """Keeps a connection of ``connect`` open and registered; ``name`` names it in logs.
+
+    ``register`` is awaited with each one, which is there after it: ``on_open`` is called then, and
+    ``on_change`` when there is one, and when there is none any more.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        register: Callable[[Connection], Awaitable[None]],
+        *,
+        name: str,
+        on_open: Callable[[Connection], None] = lambda _: None,
+        on_change: Callable[[], None],
+        logger: logging.Logger,
+    ) -> None:
+        self._connect, self._register = connect, register
+        self._name, self._logger = name, logger
+        self._on_open, self._on_change = on_open, on_change
+        self._current: Connection | None = None
+        self._latest: Connection | None = None
+        self._problem: KVBusError = ClosedError(f"{name} is not open yet")
+        self._last_failure = ""
+        self.num_opened = 0
+        """How often there was a new connection, the first included."""
+
+    @property
+    def problem(self) -> KVBusError | None:
+        """Why there is no connection; None while there is one."""
+        return self._problem if self._current is None else self._current.lost
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `problem` is why the last attempt failed, or the last connection was lost."""
+        return self.problem is not None and self._last_failure != ""
+
+    @property
+    def latest(self) -> Connection:
+        """The last connection, lost or not: a call of a lost one raises why it ended.
+
+        Raises `problem` before the first.
+        """
+        if self._latest is None:
+            raise self._problem.with_traceback(None)  # one error, raised often
+        return self._latest
+
+    async def run(self) -> None:
+        """Keep a connection open until this is cancelled."""
+        retry_s = RETRY_S
+        try:
+            while True:
+                num_before = self.num_opened
+                await self._hold()
+                if self.num_opened > num_before:
+                    retry_s = RETRY_S
+                # not all at once: the engines of one agent miss it in the same moment
+                await anyio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
+                retry_s = min(2 * retry_s, self._max_retry_s())
+        finally:
+            self._problem = ClosedError(f"{self._name} was closed")
+
+    async def _hold(self) -> None:
+        """One connection, from its opening to its end."""
+        try:
+            async with self._connect() as connection:
+                await self._register(connection)
+                self._set(connection)
+                try:
+                    self._fail(await connection.ended(), "lost")
+                finally:
+                    self._current = None
+        except KVBusError as error:
+            self._fail(error, "cannot be opened")
+        except Exception as error:  # a fault of ours must not end the keeper: the next one is new
+            self._fail(error, "failed")
+
+    def _set(self, connection: Connection) -> None:
+        self._current = self._latest = connection
+        self.num_opened += 1
+        self._on_open(connection)
+        self._last_failure = ""
+        self._logger.info("kvbus: %s is open", self._name)
+        self._on_change()
+
+    def _fail(self, error: Exception, how: str) -> None:
+        """Logged once for each reason: it is tried again and again."""
+        if isinstance(error, KVBusError):
+            self._problem = error
+        else:
+            self._problem = LocalError(str(error), code=ErrorCode.INTERNAL)
+            self._problem.__cause__ = error
+        failure = f"{how}: {self._problem.message} [{self._problem.code}]"
+        if failure != self._last_failure:
+            message = "kvbus: %s %s; it is tried again"
+            self._logger.warning(message, self._name, failure, exc_info=error is not self._problem)
+        self._last_failure = failure
+        self._on_change()
+
+    def _max_retry_s(self) -> float:
+        is_absent = isinstance(self._problem, PeerLost) and not isinstance(
+            self._problem, AgentHungUp
+        )
+        return MAX_ABSENT_RETRY_S if is_absent else MAX_RETRY_S
+
+
+async def greet(attach: Path) -> Welcome:
+    """Who listens at ``attach``, and where its other sockets are.
+
+    Raises `PeerLost` or `RequestRefused` (``busy``) while it is not ready.
+    """
+    hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, engine_id="greeting", boot=new_boot_id())
+    async with AttachClient(attach) as client:
+        return from_body(Welcome, await client.call({"op": hello.op, "body": to_body(hello)}))

@@ -1,0 +1,444 @@
+"""The fetches of a decode engine, and when their blocks may be used or reused.
+
+KV is valid when the agent says ``completed``, and not before; blocks are free when nothing can
+write into them any more.
+"""
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypedDict
+
+import numpy as np
+from msgspec.structs import replace
+
+from kvbus.engine.asking import Asked, Asking
+from kvbus.engine.connection import Connection
+from kvbus.engine.later import Later, Runner
+from kvbus.engine.offers import BlockIds
+from kvbus.errors import (
+    AgentHungUp,
+    ErrorCode,
+    FetchFailed,
+    GeometryError,
+    KVBusError,
+    LocalError,
+    PeerLost,
+    RequestRefused,
+    RequestTimeout,
+)
+from kvbus.geometry import BlockTable, EngineSpec
+from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetched, Landed, Outcome, StartFetch
+from kvbus.protocol.envelope import Notice
+from kvbus.protocol.message import Empty, from_body
+from kvbus.protocol.ticket import Rendezvous
+from kvbus.protocol.trace import known_trace
+
+REQUESTED = "requested"
+"""The stage of a fetch that the agent did not begin."""
+SILENT_S = 5.0
+DOUBT_S = 8.0
+"""More than an agent waits for transfers when it stops."""
+MAX_RELEASES_AT_ONCE = 8
+MAX_RELEASES = 4096
+RELEASE_WITHIN_S = 10.0
+AGENT_ENDED = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.PEER_LOST)
+
+OnLanded = Callable[[int], None]
+
+
+class FetchOptions(TypedDict, total=False):
+    """What a fetch can be told besides its ticket, tokens and blocks."""
+
+    first_token: int
+    """The first token that is wanted, when those before it are there: 0 by default."""
+    timeout_s: float | None
+    """Seconds until it has ended; None lets the agent choose."""
+    zero_tail: bool
+    """Zero the unused slots of the last block, which else stay as they were."""
+    chunk_tokens: int
+    """Read in chunks that end at multiples of it, and tell ``on_landed`` of each."""
+    on_landed: OnLanded | None
+    """Called with the end of each chunk that is in the blocks, though valid only with the end."""
+    fetch_id: str | None
+    """A name that the engine has never used before; one is made when there is none."""
+    prompt_digest: str
+    """The ticket must be of a prompt with this one, see `prompt_digest`."""
+    priority: int
+    """Of fetches that wait for each other, those of a greater one come first, though never alone:
+    the others go on more slowly."""
+    traceparent: str
+    """The trace that the request belongs to; that of the ticket when there is none."""
+    wanted_s: float | None
+    """For spans: since when, by `time.monotonic`, the engine has had the request, which waited for
+    its turn."""
+    asked_s: float | None
+    """For spans: when the engine asked for this, if that was not now."""
+
+
+class Fetch(Asked[StartFetch]):
+    """One fetch of a decode engine; its calls return at once, in any thread.
+
+    ``ended`` says success: the KV is in the blocks, and valid. It raises `FetchFailed`, also for a
+    refusal by the agent (stage ``requested``) and when the agent ended first (stage ``lost``).
+
+    ``freed`` follows, or comes with it: nothing can write into the blocks any more. It comes, too,
+    when the agent is gone. But if other agents have ranks of this engine, or the agent only hung
+    up, or the link was closed from here, somebody may still write, and nobody will say when that is
+    over: then it raises why the connection ended (`PeerLost`, `AgentHungUp`, `ClosedError`). Do not
+    use the blocks again; close the engine's links and register new memory.
+    """
+
+    def __init__(
+        self,
+        fetches: "Fetches",
+        message: StartFetch,
+        on_landed: OnLanded | None,
+        overdue_s: float,
+    ) -> None:
+        """``overdue_s`` is for how long an agent that answers nothing is waited for."""
+        super().__init__(message, time.monotonic() + overdue_s)
+        self.fetch_id, self.on_landed = message.fetch_id, on_landed
+        self.ended: Later[Fetched] = Later()
+        self.freed: Later[None] = Later()
+        self.connection: Connection | None = None
+        """With the agent that may know of it."""
+        self._fetches = fetches
+        self._notice: Fetched | None = None
+
+    @property
+    def notice(self) -> Fetched | None:
+        """How it ended, None before that.
+
+        Its stage is ``lost`` when its agent ended first, ``silent`` when its agent is stopped.
+        """
+        return self._notice
+
+    @property
+    def are_blocks_free(self) -> bool:
+        """Whether nothing can write into the blocks any more."""
+        return self.freed.done() and self.freed.exception() is None
+
+    def cancel(self, *, release_offer: bool = False) -> Later[None]:
+        """Give up; `ended` raises with code ``cancelled``, unless it had ended before.
+
+        With ``release_offer`` nobody will fetch this ticket any more: the prefill engine gets its
+        blocks back now, and not when the offer expires. Also for a fetch that failed. What is
+        returned need not be waited for.
+        """
+        done: Later[None] = Later()
+        self._fetches.runner.post(partial(self._fetches.cancel, self, release_offer, done))
+        return done
+
+    def renew(self) -> None:
+        """It has less time left than it had when it was asked for first."""
+        if self.message.timeout_s is not None:
+            left_s = max(1e-3, self.ask_until - time.monotonic())
+            self.message = replace(self.message, timeout_s=left_s)
+
+    def end(self, fetched: Fetched) -> None:
+        """Called by `Fetches`: the fetch ended."""
+        if self._notice is None:
+            self._notice = fetched
+            if fetched.blocks_free:
+                self.freed.settle(None)
+            is_good = fetched.outcome is Outcome.COMPLETED
+            self.ended.settle(fetched if is_good else failure_of(fetched))
+
+
+class Fetches(Asking[Fetch]):
+    """The fetches of one engine that its agents may know of, or will.
+
+    ``has_others``: other agents write into blocks of this engine, too.
+    """
+
+    reply_within_s = math.inf
+
+    def __init__(
+        self,
+        runner: Runner,
+        engine: EngineSpec,
+        *,
+        has_others: bool,
+        patience_s: float,
+        logger: logging.Logger,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.runner, self._engine, self._has_others = runner, engine, has_others
+        self._patience_s = patience_s
+        self.releases = _Releases(self, logger)
+        self._fetches: dict[str, Fetch] = {}
+        """Those that an agent may know of, until their blocks are free."""
+        self._was_silent = False
+
+    def new(
+        self,
+        ticket: Mapping[str, Any],
+        *,
+        num_tokens: int | None,
+        block_ids: BlockIds,
+        first_token: int = 0,
+        timeout_s: float | None = None,
+        zero_tail: bool = False,
+        chunk_tokens: int = 0,
+        on_landed: OnLanded | None = None,
+        fetch_id: str | None = None,
+        prompt_digest: str = "",
+        priority: int = 0,
+        traceparent: str = "",
+        asked_s: float | None = None,
+        wanted_s: float | None = None,
+    ) -> Fetch:
+        """A fetch that is not asked for yet; copies the ids.
+
+        Without ``timeout_s``, an agent that answers nothing is waited for ``patience_s``. Raises
+        `GeometryError` as `Link.fetch` does; called in any thread.
+        """
+        at_most = num_tokens is None
+        if num_tokens is None:
+            num_tokens = _most_tokens(self._engine, block_ids, first_token)
+        message = StartFetch(
+            fetch_id=fetch_id or uuid.uuid4().hex,
+            ticket=dict(ticket),
+            num_tokens=num_tokens,
+            tables=fetch_tables(self._engine, block_ids, first_token, num_tokens),
+            first_token=first_token,
+            timeout_s=timeout_s,
+            zero_tail=zero_tail,
+            chunk_tokens=chunk_tokens,
+            prompt_digest=prompt_digest,
+            priority=priority,
+            traceparent=known_trace(traceparent),
+            asked_s=time.monotonic() if asked_s is None else asked_s,
+            wanted_s=wanted_s,
+            at_most=at_most,
+        )
+        return Fetch(self, message, on_landed, timeout_s or self._patience_s)
+
+    def sent(self, one: Fetch, connection: Connection) -> None:
+        """The agent may write into its blocks from now on."""
+        one.connection = connection
+        self._fetches[one.fetch_id] = one
+
+    def answered(self, one: Fetch, reply: Fetched) -> None:
+        """It has ended."""
+        if one.notice is not None:  # given up before: only its blocks count
+            if reply.blocks_free:
+                self._free(one.fetch_id)
+            return
+        if reply.blocks_free:
+            self._fetches.pop(one.fetch_id, None)
+        one.end(reply)
+
+    def on_refusal(self, connection: Connection, one: Fetch, error: KVBusError) -> None:
+        """Without a clear no, the agent may have taken it: its blocks stay in doubt."""
+        if connection.lost is not None:
+            return  # `on_lost` ends it
+        if isinstance(error, RequestRefused):
+            self._fetches.pop(one.fetch_id, None)
+            if one.notice is not None:
+                one.freed.settle(None)
+                return
+        super().on_refusal(connection, one, error)
+
+    def refused(self, one: Fetch, error: KVBusError) -> None:
+        """Its blocks are free, unless an agent may know of it."""
+        blocks_free = one.fetch_id not in self._fetches
+        one.end(failed(one, error, stage=REQUESTED, blocks_free=blocks_free))
+
+    def cancel(self, fetch: Fetch, release_offer: bool, done: Later[None]) -> None:
+        """As `Fetch.cancel`."""
+        if self.forget(fetch):
+            error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
+            ended = failed(fetch, error, stage=REQUESTED, blocks_free=True)
+            fetch.end(replace(ended, outcome=Outcome.CANCELLED))
+        is_refused = fetch.notice is not None and fetch.notice.stage == REQUESTED
+        connection = fetch.connection
+        if (
+            connection is None
+            or connection.lost is not None
+            or (is_refused and fetch.are_blocks_free)
+        ):  # no agent knows of it
+            if release_offer:
+                self.releases.add(dict(fetch.message.ticket))
+            done.settle(None)
+            return
+
+        def answer(reply: Empty | KVBusError) -> None:
+            done.settle(reply if isinstance(reply, KVBusError) else None)
+
+        try:
+            connection.send(CancelFetch(fetch.fetch_id, release_offer), answer)
+        except KVBusError as error:
+            done.settle(error)
+
+    def opened(self, connection: Connection) -> None:
+        """As the others; then what is not wanted is released."""
+        super().opened(connection)
+        self.releases.begin()
+
+    def on_notice(self, notice: Notice) -> None:
+        """Tokens are there, or blocks are free."""
+        if notice.op == Landed.op:
+            landed = from_body(Landed, notice.body)
+            fetch = self._fetches.get(landed.fetch_id)
+            if fetch is not None and fetch.on_landed is not None:
+                fetch.on_landed(landed.num_tokens)
+        elif notice.op == BlocksFreed.op:
+            self._free(from_body(BlocksFreed, notice.body).fetch_id)
+
+    # An agent keeps the deadlines of its fetches itself, unless it is stopped: then nobody does. It
+    # is given up when it was silent twice in a row, so that a process that was held up itself reads
+    # what came meanwhile. Whether such a fetch has completed, and whether something is written yet,
+    # nobody knows: its blocks are free when the agent says so after all, or is gone.
+    def on_silence(self, silent_s: float) -> None:
+        """Give up what is overdue."""
+        was_silent, self._was_silent = self._was_silent, silent_s >= SILENT_S
+        if not (was_silent and self._was_silent):
+            return
+        now = time.monotonic()
+        problem = f"the agent has answered nothing for {silent_s:.0f} s: how it ended is not known"
+        error = RequestTimeout(problem)
+        for fetch in list(self._fetches.values()):
+            if fetch.notice is None and now >= fetch.ask_until:
+                fetch.end(failed(fetch, error, stage="silent", blocks_free=False))
+
+    def ends_within_s(self) -> float:
+        """An agent that stops waits for its transfers; their blocks are free when it is gone."""
+        return DOUBT_S if self._fetches else super().ends_within_s()
+
+    def on_lost(self, error: KVBusError) -> None:
+        """A process that is gone does not write; other agents, or one that only lost us, may."""
+        is_left = self.connection is not None and self.connection.is_left
+        super().on_lost(error)
+        fetches, self._fetches = self._fetches, {}
+        is_gone = isinstance(error, PeerLost) and not isinstance(error, AgentHungUp)
+        blocks_free = is_gone and not self._has_others
+        for fetch in fetches.values():
+            if fetch.notice is None and is_left:
+                self.wait(fetch, error)
+                continue
+            if fetch.notice is None:
+                fetch.end(failed(fetch, error, stage="lost", blocks_free=blocks_free))
+            fetch.freed.settle(None if blocks_free else error)
+
+    def _free(self, fetch_id: str) -> None:
+        fetch = self._fetches.pop(fetch_id, None)
+        if fetch is not None:
+            fetch.freed.settle(None)
+
+
+class _Releases:
+    """The tickets that one decode engine does not need.
+
+    They wait while there is no agent, and for each other, so that fetches find it free.
+    """
+
+    def __init__(self, fetches: Fetches, logger: logging.Logger) -> None:
+        self._fetches, self._logger = fetches, logger
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=MAX_RELEASES)
+        self._num_under_way = 0
+
+    def add(self, ticket: dict[str, Any]) -> None:
+        """Release it, as soon as it is its turn."""
+        self._waiting.append(ticket)
+        self.begin()
+
+    # A fetch of no tokens of a sealed offer takes it, and so completes it. Of one that is never
+    # sealed, or never made, it would wait: that one is cancelled, which withdraws the offer.
+    def begin(self) -> None:
+        """Go on, as there is an agent, or room."""
+        fetches = self._fetches
+        while (
+            fetches.connection is not None
+            and self._waiting
+            and self._num_under_way < MAX_RELEASES_AT_ONCE
+        ):
+            ticket = self._waiting.popleft()
+            stop = ticket.get("num_tokens", 0)
+            fetch = fetches.new(ticket, num_tokens=stop, first_token=stop, block_ids={})
+            self._num_under_way += 1
+            fetch.ended.then(partial(self._on_ended, ticket, fetch))
+            fetches.ask(fetch)
+            cancel = partial(fetch.cancel, release_offer=True)
+            if Rendezvous.is_one(ticket):
+                cancel()
+            else:
+                asyncio.get_running_loop().call_later(RELEASE_WITHIN_S, cancel)
+
+    def _on_ended(self, ticket: dict[str, Any], fetch: Fetch) -> None:
+        self._num_under_way -= 1
+        notice = fetch.notice
+        if notice is None or notice.stage == "lost" or notice.code in AGENT_ENDED:
+            self._waiting.append(ticket)  # the next agent does it
+            if self._fetches.connection is fetch.connection:
+                return
+        elif notice.outcome is Outcome.FAILED:
+            self._logger.info(
+                "kvbus: the offer of request %r, which is not wanted, was not released: %s [%s]",
+                ticket.get("request_id"),
+                notice.message,
+                notice.code,
+            )
+        self.begin()
+
+
+def failed(fetch: Fetch, error: KVBusError, *, stage: str, blocks_free: bool) -> Fetched:
+    """How a fetch ended that no agent has ended."""
+    return Fetched(
+        fetch_id=fetch.fetch_id,
+        request_id="",
+        outcome=Outcome.FAILED,
+        stage=stage,
+        blocks_free=blocks_free,
+        code=error.code.value,
+        message=error.message,
+    )
+
+
+def failure_of(fetched: Fetched) -> FetchFailed:
+    """The error that stands for it; an agent that is newer may have codes of its own."""
+    is_known = fetched.code in ErrorCode._value2member_map_
+    return FetchFailed(
+        fetched.message,
+        code=ErrorCode(fetched.code) if is_known else ErrorCode.INTERNAL,
+        stage=fetched.stage,
+        blocks_free=fetched.blocks_free,
+        fetch_id=fetched.fetch_id,
+    )
+
+
+def _most_tokens(engine: EngineSpec, block_ids: BlockIds, first_token: int) -> int:
+    """As many as there are blocks for, which begin with that of ``first_token``."""
+    stops = [
+        (first_token // group.block_size + np.size(block_ids[group.name])) * group.block_size
+        for group in engine.groups
+        if not group.state and group.name in block_ids
+    ]
+    if not stops:
+        raise GeometryError("without num_tokens, give the blocks of a group", field="num_tokens")
+    return min(stops)
+
+
+def fetch_tables(
+    engine: EngineSpec, block_ids: BlockIds, first_token: int, num_tokens: int
+) -> dict[str, BlockTable]:
+    """The tables of the groups that were given, or need none; raises `GeometryError`.
+
+    What the agent shall refuse is left to it: a group that is needed and has no ids.
+    """
+    if unknown := sorted(block_ids.keys() - {group.name for group in engine.groups}):
+        raise GeometryError(f"the engine has no group {', '.join(unknown)}", field="block_ids")
+    tables = {}
+    for group in engine.groups:
+        start, stop = group.positions(first_token, num_tokens)
+        if group.name in block_ids or start == stop:
+            first = 0 if group.state else start // group.block_size
+            tables[group.name] = BlockTable.of(block_ids.get(group.name, ()), first_block=first)
+    return tables

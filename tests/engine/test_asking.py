@@ -1,0 +1,385 @@
+"""What the SDK asks an agent for: tables, refusals, agents that are busy, end, or are gone."""
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbus.engine import Fetch
+from kvbus.errors import (
+    ClosedError,
+    ErrorCode,
+    GeometryError,
+    KVBusError,
+    PeerLost,
+    RequestRefused,
+    RequestTimeout,
+)
+from kvbus.geometry import BlockTable
+from kvbus.protocol import BlocksFreed, MakeOffer
+from tests.agents import until
+from tests.engine.recording import (
+    FULL,
+    MADE,
+    SPEC,
+    WINDOW,
+    RecordedFetches,
+    RecordedOffers,
+    Recording,
+    busy,
+    draining,
+    failed,
+)
+from tests.engines import failure_of
+
+pytestmark = pytest.mark.anyio
+
+HINT_S = 0.05
+WITHIN_S = 30.0
+GONE, CLOSED = PeerLost("the agent is gone"), ClosedError("the session was closed")
+DRAINS, FREE = False, True
+"""What the home agent says of the blocks of a fetch that failed."""
+
+
+# The tables of a fetch and of an offer
+
+
+def tables_of(
+    block_ids: dict[str, list[int]], *, num_tokens: int, first_token: int = 0
+) -> dict[str, BlockTable]:
+    fetch = RecordedFetches().new(
+        {}, num_tokens=num_tokens, first_token=first_token, block_ids=block_ids
+    )
+    return fetch.message.tables
+
+
+ALL = {"full": [7, 3, 9], "window": [5, 1, 2], "state": [4]}
+
+
+def test_groups_may_be_left_out_and_all_of_them_where_nothing_is_wanted() -> None:
+    some = tables_of({"full": [7, 3, 9], "state": [4]}, num_tokens=40)
+    nothing: list[dict[str, list[int]]] = [{}, {name: [] for name in ALL}]
+    none = [tables_of(ids, num_tokens=40, first_token=40) for ids in nothing]
+
+    assert some == {"full": BlockTable.of([7, 3, 9]), "state": BlockTable.of([4])}
+    assert [list(map(len, tables.values())) for tables in none] == [3 * [0]] * 2
+
+
+@pytest.mark.parametrize(
+    "block_ids", [{"full2": [1]}, *({"full": ids} for ids in ([-1], [2**32], [0.5], [[1, 2]]))]
+)
+def test_groups_and_ids_that_are_none_are_refused_before_anything_is_sent(
+    block_ids: dict[str, Any],
+) -> None:
+    arrays = {name: np.array(ids) for name, ids in block_ids.items()}
+
+    with pytest.raises(GeometryError):
+        RecordedFetches().new({}, num_tokens=16, block_ids=arrays)
+
+
+@given(st.data())
+def test_the_tables_of_any_fetch_cover_exactly_the_positions_of_their_group(
+    data: st.DataObject,
+) -> None:
+    num_tokens = data.draw(st.integers(0, 100))
+    first_token = data.draw(st.integers(0, num_tokens))
+    first = {"full": first_token, "window": max(first_token, num_tokens - (WINDOW.window or 0))}
+    blocks = {
+        group.name: sorted({at // group.block_size for at in range(first[group.name], num_tokens)})
+        for group in (FULL, WINDOW)
+    } | {"state": [0] if num_tokens > first_token else []}
+
+    tables = tables_of(blocks, num_tokens=num_tokens, first_token=first_token)
+
+    for name, numbers in blocks.items():
+        table = tables[name]
+        assert table.array().tolist() == numbers
+        assert [table.first_block + i for i in range(len(table))] == numbers
+    assert set(blocks) == {group.name for group in SPEC.groups}
+
+
+async def test_extensions_continue_each_table_also_one_that_starts_late() -> None:
+    connection = Recording()
+    offer = await RecordedOffers(connection).offer(
+        40, ALL, first_blocks={"window": 7}, sealed=False
+    )
+
+    await offer.extend(52, {"full": [8], "window": [6, 0]})
+    await offer.extend(60, {"window": [3, 4]})
+
+    assert [message.tables for message in connection.sent] == [
+        {
+            "full": BlockTable.of([7, 3, 9]),
+            "window": BlockTable.of([5, 1, 2], first_block=7),
+            "state": BlockTable.of([4]),
+        },
+        {
+            "full": BlockTable.of([8], first_block=3),
+            "window": BlockTable.of([6, 0], first_block=10),
+        },
+        {"window": BlockTable.of([3, 4], first_block=12)},
+    ]
+
+
+async def test_an_offer_that_was_made_after_its_caller_was_cancelled_is_not_forgotten() -> None:
+    connection = Recording(reply=None)
+    offer = RecordedOffers(connection).offer(16, {"full": [7]})
+
+    async def wait() -> None:
+        await offer
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+    connection.on_replies[0](MADE)
+    connection.lose(GONE)
+
+    assert offer.offer_id == "offer-1"
+    with pytest.raises(PeerLost):
+        await offer.ended
+
+
+# An agent that has no room
+
+
+@pytest.mark.parametrize(
+    "hint", [{}, *({"retry_after_s": hint_s} for hint_s in (HINT_S, math.nan, -1.0, 0.0))], ids=str
+)
+async def test_a_fetch_is_asked_again_as_the_same_with_the_time_that_is_left(
+    hint: dict[str, float],
+) -> None:
+    """A hint that is none does not make a pause of no length."""
+    connection, began = Recording(reply=None), time.monotonic()
+    fetch = RecordedFetches(connection).fetch(timeout_s=30.0)
+
+    connection.on_replies[0](busy(**hint))
+    sent_at_once = len(connection.sent)
+    await until(lambda: len(connection.sent) == 2)
+    passed_s = time.monotonic() - began
+
+    first, second = connection.sent
+    least_s = HINT_S if hint.get("retry_after_s") == HINT_S else 0.0
+    assert sent_at_once == 1
+    assert (second.fetch_id, second.asked_s) == (first.fetch_id, first.asked_s)
+    assert passed_s >= least_s
+    assert second.timeout_s <= 30.0 - least_s
+    assert fetch.notice is None
+
+
+@pytest.mark.parametrize(
+    ("error", "retry_busy"),
+    [
+        (busy(retry_after_s=31.0), True),
+        (busy(retry_after_s=math.inf), True),
+        (busy(retry_after_s=HINT_S), False),
+        (RequestRefused("no", code=ErrorCode.INVALID), True),
+        (RequestTimeout("no reply"), True),
+    ],
+    ids=["no time left", "never", "not to be asked again", "another code", "no reply"],
+)
+async def test_what_need_not_be_asked_again_fails_at_once(
+    error: KVBusError, retry_busy: bool
+) -> None:
+    connection = Recording(reply=None)
+    fetch = RecordedFetches(connection, retry_busy=retry_busy).fetch(timeout_s=30.0)
+
+    connection.on_replies[0](error)
+
+    failure = await failure_of(fetch)
+    assert failure.code == error.code
+    assert failure.blocks_free is isinstance(error, RequestRefused), "else it may know of it"
+    assert len(connection.sent) == 1
+
+
+async def test_a_fetch_that_the_engine_cancels_while_it_waits_is_not_asked_again() -> None:
+    connection = Recording(reply=None)
+    fetches = RecordedFetches(connection)
+    fetch = fetches.fetch()
+    connection.on_replies[0](busy(retry_after_s=HINT_S))
+
+    await fetch.cancel()
+    await fetch.cancel()
+    failure = await failure_of(fetch)
+    other = fetches.fetch()
+    connection.on_replies[1](busy(retry_after_s=3 * HINT_S))
+    await until(lambda: len(connection.sent) == 3)
+
+    assert (failure.code, failure.stage) == (ErrorCode.CANCELLED, "requested")
+    assert failure.blocks_free
+    assert {message.fetch_id for message in connection.sent[1:]} == {other.fetch_id}
+
+
+async def offered(*replies: Any, retry_busy: bool = True, lose: bool = False) -> str:
+    """How an offer ends that is answered like this, one answer to each time that it is asked."""
+    connection = Recording(reply=None)
+    offers = RecordedOffers(connection, retry_busy=retry_busy, agent_wait_s=HINT_S)
+    offer = offers.offer()
+
+    def has_asked(times: int) -> bool:
+        return len(connection.on_replies) >= times
+
+    for number, reply in enumerate(replies):
+        await until(partial(has_asked, number + 1))
+        connection.on_replies[number](reply)
+    if lose:
+        connection.lose(GONE)
+    assert all(isinstance(message, MakeOffer) for message in connection.sent)
+    try:
+        return (await offer).offer_id
+    except KVBusError as error:
+        return str(error.code)
+
+
+async def test_an_offer_waits_for_room_unless_it_shall_not_or_its_agent_is_gone() -> None:
+    assert await offered(busy(retry_after_s=HINT_S), MADE) == MADE.offer_id
+    assert await offered(busy(retry_after_s=HINT_S), retry_busy=False) == ErrorCode.BUSY
+    assert await offered(busy(retry_after_s=14.0), lose=True) == ErrorCode.PEER_LOST
+
+
+# An agent that is gone
+
+
+def fetching(has_others: bool) -> tuple[Recording, Fetch]:
+    connection = Recording()
+    return connection, RecordedFetches(connection, has_others=has_others).fetch()
+
+
+@pytest.mark.parametrize(
+    ("has_others", "notices", "error", "stage", "blocks_free"),
+    [
+        (False, [], GONE, "lost", True),
+        (False, [], CLOSED, "lost", False),
+        (True, [], GONE, "lost", False),
+        (True, [], CLOSED, "lost", False),
+        (False, [DRAINS], CLOSED, "reading", False),
+        (True, [DRAINS], GONE, "reading", False),
+        (True, [DRAINS], CLOSED, "reading", False),
+        (True, [FREE], GONE, "reading", True),
+    ],
+)
+async def test_blocks_that_somebody_may_still_write_are_never_said_to_be_free(
+    has_others: bool, notices: list[Any], error: KVBusError, stage: str, blocks_free: bool
+) -> None:
+    connection, fetch = fetching(has_others)
+    for blocks_were_free in notices:
+        connection.answer(failed(fetch.fetch_id, blocks_free=blocks_were_free))
+
+    connection.lose(error)
+
+    failure = await failure_of(fetch)
+    assert (failure.stage, failure.blocks_free) == (stage, blocks_free)
+    if blocks_free:
+        await fetch.freed
+    else:
+        with pytest.raises(type(error)):
+            await fetch.freed
+
+
+async def test_blocks_that_the_home_said_are_free_later_stay_so_after_its_end() -> None:
+    connection, fetch = fetching(True)
+    connection.answer(failed(fetch.fetch_id, blocks_free=False))
+    connection.notice(BlocksFreed(fetch.fetch_id))
+
+    connection.lose(GONE)
+
+    await fetch.freed
+
+
+# The next agent
+
+
+@pytest.mark.parametrize("how", ["draining", "left", "lost"])
+async def test_a_fetch_that_its_agent_did_not_begin_goes_on_with_the_next_one(how: str) -> None:
+    """One that says that it leaves has begun nothing that it did not answer."""
+    old, new = Recording(), Recording()
+    fetches = RecordedFetches(old)
+    if how == "lost":
+        old.lose(GONE)
+    fetch = fetches.fetch()
+    if how == "draining":
+        old.on_replies[0](draining())
+        old.lose(GONE)
+    elif how == "left":
+        old.is_left = True
+        old.lose(GONE)
+    fetches.opened(new)
+    new.answer(failed(fetch.fetch_id, blocks_free=True))
+
+    assert [one.fetch_id for one in new.sent] == [fetch.fetch_id]
+    assert fetch.notice == failed(fetch.fetch_id, blocks_free=True)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "no next agent", "closed"])
+async def test_a_fetch_that_waits_for_the_next_agent_ends_once_with_free_blocks(how: str) -> None:
+    connection = Recording()
+    agent_wait_s = 0.01 if how == "no next agent" else WITHIN_S
+    fetches = RecordedFetches(connection, agent_wait_s=agent_wait_s)
+    fetch = fetches.fetch()
+    connection.on_replies[0](draining())
+    if how == "cancelled":
+        await fetch.cancel()
+    elif how == "closed":
+        connection.lose(CLOSED)
+        fetches.closed()
+    await fetch.freed
+
+    assert fetch.notice is not None
+    assert fetch.notice.blocks_free
+    assert fetch.notice.outcome == ("cancelled" if how == "cancelled" else "failed")
+    assert fetch.notice.code == ("cancelled" if how == "cancelled" else "draining")
+
+
+@pytest.mark.parametrize("how", ["draining", "lost"])
+async def test_an_offer_that_its_agent_did_not_make_is_made_by_the_next_one(how: str) -> None:
+    first, second = Recording(reply=None), Recording()
+    offers = RecordedOffers(first)
+    offer = offers.offer()
+    if how == "draining":
+        first.on_replies[0](draining())
+    first.lose(GONE)
+    offers.opened(second)
+
+    assert (await offer).offer_id == MADE.offer_id
+    assert [one.request_id for one in (*first.sent, *second.sent)] == ["r", "r"]
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["before the first agent", "closed"])
+async def test_without_a_next_agent_what_is_asked_fails_at_once(is_closed: bool) -> None:
+    offers, fetches = RecordedOffers(), RecordedFetches()
+    if is_closed:
+        connections = Recording(), Recording()
+        offers.opened(connections[0])
+        fetches.opened(connections[1])
+        for connection in connections:
+            connection.lose(CLOSED)
+        offers.closed()
+        fetches.closed()
+    offer, fetch = offers.offer(), fetches.fetch()
+
+    assert isinstance(offer.ended.exception(), ClosedError)
+    assert (fetch.notice is not None and fetch.notice.code, fetch.are_blocks_free) == (
+        ErrorCode.CLOSED,
+        True,
+    )
+
+
+async def test_what_is_cancelled_of_an_agent_that_is_gone_is_released_by_the_next_one() -> None:
+    old, new = Recording(), Recording()
+    fetches = RecordedFetches(old)
+    fetch = fetches.fetch(ticket={"request_id": "r", "num_tokens": 3})
+    old.lose(GONE)
+    await fetch.freed
+    await fetch.cancel(release_offer=True)
+    fetches.opened(new)
+
+    assert [(one.ticket, one.first_token, one.num_tokens) for one in new.sent] == [
+        ({"request_id": "r", "num_tokens": 3}, 3, 3)
+    ]
