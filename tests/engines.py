@@ -324,7 +324,7 @@ async def pair(
 ) -> AsyncIterator[tuple[Engine, Engine]]:
     """A prefill and a decode engine that fit, with different contents."""
     specs = [make_spec(tp=tp, groups=groups) for _ in range(2)]
-    made = partial(engine, layout=layout, num_blocks=num_blocks, **options)
+    made = partial[Any](engine, layout=layout, num_blocks=num_blocks, **options)
     async with (
         made(prefill_attach, specs[0], seed=1) as source,
         made(decode_attach, specs[1], seed=2) as target,
