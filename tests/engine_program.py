@@ -27,7 +27,7 @@ import anyio
 import msgspec
 import torch
 
-from kvbus.engine import Fetch, KvCache, Offer, RankMemory
+from kvbus.engine import Connection, Fetch, KvCache, Offer, RankMemory
 from kvbus.engine.bounce import (
     HostBuffer,
     HostDecode,
@@ -35,7 +35,6 @@ from kvbus.engine.bounce import (
     HostPrefill,
     LocalCopier,
 )
-from kvbus.engine.connection import Connection
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, KvLayout, num_blocks_for
 from kvbus.lab.engine import device_copy

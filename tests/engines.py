@@ -8,7 +8,6 @@ import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -324,10 +323,10 @@ async def pair(
 ) -> AsyncIterator[tuple[Engine, Engine]]:
     """A prefill and a decode engine that fit, with different contents."""
     specs = [make_spec(tp=tp, groups=groups) for _ in range(2)]
-    made = partial[Any](engine, layout=layout, num_blocks=num_blocks, **options)
+    shape: dict[str, Any] = {"layout": layout, "num_blocks": num_blocks, **options}
     async with (
-        made(prefill_attach, specs[0], seed=1) as source,
-        made(decode_attach, specs[1], seed=2) as target,
+        engine(prefill_attach, specs[0], seed=1, **shape) as source,
+        engine(decode_attach, specs[1], seed=2, **shape) as target,
     ):
         yield source, target
 

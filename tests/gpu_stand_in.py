@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from kvbus.agent import segments, slots
-from kvbus.engine import KvCache
-from kvbus.engine.connection import Connection
+from kvbus.engine import Connection, KvCache
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
 from kvbus.memory.cuda import CudaMapping, GpuMover

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvbus.engine import AgentRole, KvCache
+from kvbus.engine import AgentRole, KvCache, Later
 from kvbus.engine.bounce import (
     HostBuffer,
     HostDecode,
@@ -21,7 +21,6 @@ from kvbus.engine.bounce import (
     HostPrefill,
     LocalCopier,
 )
-from kvbus.engine.later import Later
 from kvbus.errors import KVBusError
 from kvbus.geometry import EngineSpec
 from kvbus.lab.engine import device_copy

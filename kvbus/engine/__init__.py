@@ -6,7 +6,12 @@ map.
 """
 
 from kvbus.bus import new_secret
+from kvbus.engine.connection import Connection as Connection
+from kvbus.engine.connection import KeptConnection as KeptConnection
+from kvbus.engine.connection import greet as greet
 from kvbus.engine.fetches import Fetch
+from kvbus.engine.later import Later as Later
+from kvbus.engine.later import Runner as Runner
 from kvbus.engine.link import Link
 from kvbus.engine.offers import Offer, OfferOptions
 from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors

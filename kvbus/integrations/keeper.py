@@ -23,7 +23,7 @@ from typing import Any
 
 from anyio.from_thread import start_blocking_portal
 
-from kvbus.engine.connection import greet
+from kvbus.engine import greet
 from kvbus.errors import PeerLost, RequestRefused
 from kvbus.spawn import Child, write_agent_config
 

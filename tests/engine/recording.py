@@ -8,10 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvbus.engine import Fetch, Offer
-from kvbus.engine.connection import Connection
+from kvbus.engine import Connection, Fetch, Offer, Runner
 from kvbus.engine.fetches import Fetches
-from kvbus.engine.later import Runner
 from kvbus.engine.offers import Offers, offer_message
 from kvbus.errors import ErrorCode, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group

@@ -24,7 +24,7 @@ def numbered(*shape: int) -> torch.Tensor:
 
 def whole(memory: RankMemory, segment_id: str) -> torch.Tensor:
     storage: Any = memory.storages[segment_id]
-    return torch.empty(0, dtype=torch.uint8).set_(storage._open())
+    return torch.empty(0, dtype=torch.uint8).set_(storage._check_open())
 
 
 def assert_described(memory: RankMemory, views: dict[tuple[int, str], torch.Tensor]) -> None:

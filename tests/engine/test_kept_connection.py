@@ -8,7 +8,7 @@ from typing import Self
 import anyio
 import pytest
 
-from kvbus.engine.connection import Connection, KeptConnection
+from kvbus.engine import Connection, KeptConnection
 from kvbus.errors import ClosedError, ErrorCode, PeerLost
 from tests.agents import until
 from tests.engine.recording import SPEC

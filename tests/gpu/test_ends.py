@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import kvbus
-from kvbus.engine import share_tensor
-from kvbus.engine.connection import Connection
+from kvbus.engine import Connection, share_tensor
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import KvLayout
 from kvbus.memory.cuda import CudaStorage

@@ -10,8 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from kvbus.engine import Link, RankMemory, share_tensor
-from kvbus.engine.connection import Connection
+from kvbus.engine import Connection, Link, RankMemory, share_tensor
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import BlockTable, GroupSpec, StatePart, lay_out_rank, state_group
 from kvbus.protocol import MakeOffer, Register, to_body

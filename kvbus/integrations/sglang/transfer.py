@@ -28,8 +28,7 @@ from sglang.srt.disaggregation.common.conn import (
     PrefillServerInfo,
 )
 
-from kvbus.engine import Fetch, Link, Offer, Rendezvous, prompt_digest
-from kvbus.engine.connection import greet
+from kvbus.engine import Fetch, Link, Offer, Rendezvous, greet, prompt_digest
 from kvbus.errors import KVBusError, ProtocolError
 from kvbus.integrations.sglang import pools
 from kvbus.integrations.sglang.options import Options
