@@ -109,7 +109,9 @@ def pages() -> dict[Path, str]:
         for name in re.findall(r"<!-- generated: ([\w ]+) -->\n", written):
             before, _, rest = text.partition(f"<!-- generated: {name} -->\n")
             end = rest.index(f"<!-- end of {name} -->")
-            made = "\n".join(["", *sections.pop(name), ""])
+            made = (
+                re.sub(r"\n{3,}", "\n\n", "\n".join(["", *sections.pop(name)])).rstrip("\n") + "\n"
+            )
             text = f"{before}<!-- generated: {name} -->\n{made}\n{rest[end:]}"
         texts[path] = text
     if sections:
@@ -384,7 +386,7 @@ def _range(of: types.StrType | types.BytesType | types.VarTupleType, what: str) 
         return ""
     if what == "items":
         return f"{low} to {high:,} of " if low else f"at most {high:,} of "
-    return f"of {low or 0} to {high:,} {what}"
+    return f"of {high:,} {what}" if low == high else f"of {low or 0} to {high:,} {what}"
 
 
 if __name__ == "__main__":

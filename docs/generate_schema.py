@@ -57,7 +57,6 @@ def _request(kind: type[Request[Any]]) -> dict[str, Any]:
         "body": _ref(kind),
         "ok": _ref(kind.reply),
         "refusals": list(kind.refusals),
-        "repeatable": kind.repeatable,
         "roles": sorted(kind.askers),
     }
 

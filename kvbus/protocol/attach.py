@@ -54,7 +54,6 @@ class Welcome(Message, frozen=True):
 @request(
     "hello",
     Socket.ATTACH,
-    repeatable=False,
     refusals="unsupported_version engine_conflict stale",
 )
 class Hello(Request[Welcome], frozen=True):
@@ -73,7 +72,7 @@ class SegmentPassed(Message, frozen=True):
     """Whether the kernel forbids to shrink the file. If not, an engine that does is sent away."""
 
 
-@request("segment", Socket.ATTACH, repeatable=False, refusals="not_registered segment config")
+@request("segment", Socket.ATTACH, refusals="not_registered segment config")
 class PassSegment(Request[SegmentPassed], frozen=True):
     """Passes one shared memory object, whose file descriptor comes with it. Where the agent has no
     staging slots, ``direct`` must be true (``config``).
@@ -87,7 +86,7 @@ class PassSegment(Request[SegmentPassed], frozen=True):
     KV is copied by agents of this machine, or goes through staging slots."""
 
 
-@request("cuda", Socket.ATTACH, repeatable=False, refusals="not_registered segment config")
+@request("cuda", Socket.ATTACH, refusals="not_registered segment config")
 class PassCuda(Request[Empty], frozen=True):
     """Passes memory of a GPU that this process allocated; see [CUDA memory](#cuda-memory)."""
 

@@ -68,7 +68,6 @@ class AgentRanks(Redacted, frozen=True):
 @request(
     "register",
     Socket.ENGINE,
-    repeatable=False,
     refusals="not_registered engine_conflict geometry segment draining config",
 )
 class Register(Request[Empty], frozen=True):
@@ -125,7 +124,6 @@ class OfferMade(Message, frozen=True):
 @request(
     "offer",
     Socket.PREFILL,
-    repeatable=False,
     refusals="not_registered engine_not_ready geometry offer_exists cancelled draining",
 )
 class MakeOffer(Request[OfferMade], frozen=True):
@@ -163,7 +161,6 @@ class MakeOffer(Request[OfferMade], frozen=True):
 @request(
     "extend",
     Socket.PREFILL,
-    repeatable=False,
     refusals=f"not_registered geometry offer_unknown offer_sealed {OFFER_ENDED}",
 )
 class ExtendOffer(Request[Empty], frozen=True):
@@ -279,7 +276,6 @@ class Fetched(Message, frozen=True):
     "fetch",
     Socket.DECODE,
     at_once=True,
-    repeatable=False,
     refusals="not_registered forbidden offer_completed offer_expired engine_not_ready geometry "
     "unsupported_version fetch_exists peer_unreachable draining",
 )

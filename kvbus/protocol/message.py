@@ -135,13 +135,12 @@ class Request(Message, Generic[R], frozen=True):
     """The body of a request. `Request[Granted]` is answered with a `Granted`, or refused.
 
     One that is answered ``at_once`` never waits, or takes one of the places of its own kind: an
-    agent that is full of what waits takes it. One that is ``repeatable`` is the same when done
-    twice. ``askers`` are the roles of keys that may ask it, on a peer socket.
+    agent that is full of what waits takes it. ``askers`` are the roles of keys that may ask it, on
+    a peer socket; those of that socket are the same when done twice.
     """
 
     reply: ClassVar[type[Any]]
     at_once: ClassVar[bool] = False
-    repeatable: ClassVar[bool] = True
     askers: ClassVar[frozenset[Role]] = frozenset()
     refusals: ClassVar[tuple[ErrorCode, ...]] = ()
 
@@ -167,7 +166,6 @@ def request(
     refusals: str = "",
     askers: Iterable[Role] = (Role.DECODE,),
     at_once: bool = False,
-    repeatable: bool = True,
 ) -> Callable[[type[Q]], type[Q]]:
     """Declare the request ``op`` of ``sockets``; see `Request`.
 
@@ -176,7 +174,7 @@ def request(
     """
 
     def declare(kind: type[Q]) -> type[Q]:
-        kind.op, kind.at_once, kind.repeatable = op, at_once, repeatable
+        kind.op, kind.at_once = op, at_once
         kind.refusals = tuple(map(ErrorCode, refusals.split()))
         for socket in sockets:
             REQUESTS[socket][op] = kind

@@ -63,11 +63,9 @@ def test_a_field_or_a_code_without_a_meaning_is_refused(
         pages()
 
 
-# A client asks all again that has no answer when its connection is made anew.
-def test_what_agents_ask_each_other_is_the_same_when_done_twice_and_for_a_role() -> None:
+def test_a_decode_agent_may_ask_all_that_peers_answer() -> None:
     for socket in (Socket.PREFILL_PEER, Socket.DECODE_PEER):
         for kind in REQUESTS[socket].values():
-            assert kind.repeatable, kind
             assert Role.DECODE in kind.askers, kind
 
 
