@@ -1,6 +1,6 @@
 """Whether versions, memory and limits of this machine are enough for kvbus, and what limits it.
 
-Each finding is a function of what was seen, so that a test can draw every machine.
+Findings are functions of what was seen, so that a test can draw every machine.
 """
 
 import os
@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
+import msgspec
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, Severity
 from kvbus.errors import SegmentError
 from kvbus.memory.room import available_bytes, cgroup_folder
 from kvbus.memory.run_copy import is_compiled
@@ -75,36 +76,52 @@ def installed(name: str) -> str:
         return ""
 
 
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine has of memory and cores, as a new process would have them.
+
+    ``segment_error`` is empty when a sealed segment could be made. The group's limits are those of
+    the control group, None where it has none; ``shmem_enabled`` is the kernel's word for huge pages
+    in memfds, empty where it has none; the folder is `FOLDER`.
+    """
+
+    segment_error: str
+    available_bytes: int
+    total_bytes: int
+    group_limit_bytes: int | None
+    folder_bytes: int
+    folder_free_bytes: int
+    free_huge_bytes: int
+    shmem_enabled: str
+    num_cores: int
+    cpu_quota: float | None
+    compiled: bool
+
+
 def check_memory() -> Iterator[Finding]:
-    """Segments, room, /dev/shm, huge pages, cores, copies: as a new process would have them."""
+    """Segments, room, /dev/shm, huge pages, cores, copies."""
     meminfo = dict(line.split(":", 1) for line in text_of("/proc/meminfo").splitlines())
     fields = {name: int(value.split()[0]) for name, value in meminfo.items()}
     limit, quota = _group_words("memory.max"), _group_words("cpu.max")
     folder = os.statvfs(FOLDER) if Path(FOLDER).is_dir() else None
-    page_bytes = fields.get("Hugepagesize", 0) * 1024
-    yield segment_finding(_segment_error())
-    yield room_finding(
-        available_bytes(),
-        total_bytes=fields["MemTotal"] * 1024,
-        group_limit_bytes=int(limit[0]) if limit else None,
-    )
-    yield folder_finding(
-        folder.f_blocks * folder.f_frsize if folder else 0,
-        folder.f_bavail * folder.f_frsize if folder else 0,
-    )
-    yield huge_page_finding(fields.get("HugePages_Free", 0), page_bytes, shmem_word())
-    yield core_finding(
-        len(os.sched_getaffinity(0)), int(quota[0]) / int(quota[1]) if quota else None
-    )
-    yield kernel_finding(compiled=is_compiled())
-
-
-def _segment_error() -> str:
     try:
         SharedSegment(SEGMENT_BYTES, name="kvbus-doctor").close()
+        segment_error = ""
     except (SegmentError, OSError) as error:
-        return str(error)
-    return ""
+        segment_error = str(error)
+    seen = Memory(
+        segment_error=segment_error,
+        available_bytes=available_bytes(),
+        total_bytes=fields["MemTotal"] * 1024,
+        group_limit_bytes=int(limit[0]) if limit else None,
+        folder_bytes=folder.f_blocks * folder.f_frsize if folder else 0,
+        folder_free_bytes=folder.f_bavail * folder.f_frsize if folder else 0,
+        free_huge_bytes=fields.get("HugePages_Free", 0) * fields.get("Hugepagesize", 0) * 1024,
+        shmem_enabled=shmem_word(),
+        num_cores=len(os.sched_getaffinity(0)),
+        cpu_quota=int(quota[0]) / int(quota[1]) if quota else None,
+        compiled=is_compiled(),
+    )
+    return memory_findings(seen)
 
 
 def _group_words(name: str) -> list[str]:
@@ -113,161 +130,135 @@ def _group_words(name: str) -> list[str]:
     return words if words[:1] != ["max"] else []
 
 
-def segment_finding(error: str) -> Finding:
-    """``error`` is empty when a sealed segment could be made."""
-    return Finding(
-        "memory.segment",
-        ERROR if error else OK,
-        f"no sealed memfd: {error}" if error else "a sealed memfd can be made",
-        {"error": error},
-        why="Engines share their KV cache with their agent in one.",
-        fix="Fix what the message says. The kernel must be Linux with memfd_create, and the "
-        "sandbox or seccomp profile must allow it.",
+def memory_findings(seen: Memory) -> Iterator[Finding]:
+    """Each with its values of what was seen."""
+
+    def finding(subject: str, severity: Severity, found: str, *reasons: str, of: str) -> Finding:
+        values = {name: getattr(seen, name) for name in of.split()}
+        return Finding(f"memory.{subject}", severity, found, values, *reasons)
+
+    yield finding(
+        "segment",
+        ERROR if seen.segment_error else OK,
+        f"no sealed memfd: {seen.segment_error}" if seen.segment_error else "a memfd can be sealed",
+        "Engines share their KV cache with their agent in one.",
+        "Fix what the message says. The kernel must be Linux with memfd_create, and the sandbox or "
+        "seccomp profile must allow it.",
+        of="segment_error",
     )
-
-
-def room_finding(
-    available_bytes: int, *, total_bytes: int, group_limit_bytes: int | None
-) -> Finding:
-    """The limit is that of the control group, None when it has none."""
-    limit = group_limit_bytes
+    limit, quota = seen.group_limit_bytes, seen.cpu_quota
     limited = "" if limit is None else f"; the control group allows {bytes_text(limit)}"
-    return Finding(
-        "memory.room",
-        OK if available_bytes >= GOOD_ROOM_BYTES else WARNING,
-        f"{bytes_text(available_bytes)} available of {bytes_text(total_bytes)}{limited}",
-        {
-            "available_bytes": available_bytes,
-            "total_bytes": total_bytes,
-            "group_limit_bytes": limit,
-        },
-        why="KV caches and staging are reserved when they are made.",
-        fix="Free memory, or raise the limit of the container.",
+    yield finding(
+        "room",
+        OK if seen.available_bytes >= GOOD_ROOM_BYTES else WARNING,
+        f"{bytes_text(seen.available_bytes)} available of {bytes_text(seen.total_bytes)}{limited}",
+        "KV caches and staging are reserved when they are made.",
+        "Free memory, or raise the limit of the container.",
+        of="available_bytes total_bytes group_limit_bytes",
     )
-
-
-def folder_finding(size_bytes: int, free_bytes: int) -> Finding:
-    """Of `FOLDER`, 0 where there is none."""
-    return Finding(
-        "memory.shared_folder",
-        OK if free_bytes >= GOOD_FOLDER_BYTES else NOTE,
-        f"{FOLDER} has {bytes_text(free_bytes)} free of {bytes_text(size_bytes)}",
-        {"size_bytes": size_bytes, "free_bytes": free_bytes},
-        why="Only torch tensors that an engine shares in place (share_tensor) go there; where an "
+    yield finding(
+        "shared_folder",
+        OK if seen.folder_free_bytes >= GOOD_FOLDER_BYTES else NOTE,
+        f"{FOLDER} has {bytes_text(seen.folder_free_bytes)} free of "
+        f"{bytes_text(seen.folder_bytes)}",
+        "Only torch tensors that an engine shares in place (share_tensor) go there; where an "
         "engine does, enlarge it (of a container with --shm-size)",
+        of="folder_bytes folder_free_bytes",
     )
-
-
-def huge_page_finding(num_free: int, page_bytes: int, enabled: str) -> Finding:
-    """``enabled`` is the kernel's word for huge pages in memfds, empty where it has none."""
-    free_bytes = num_free * page_bytes
-    word = f"'{enabled}'" if enabled else "not known to the kernel"
-    return Finding(
-        "memory.huge_pages",
-        OK if free_bytes > 0 or enabled in GIVING_WORDS else NOTE,
-        f"{bytes_text(free_bytes)} reserved and free; shmem_enabled is {word}",
-        {"free_bytes": free_bytes, "page_bytes": page_bytes, "shmem_enabled": enabled},
-        why="Segments lie in small pages; large ones can be read faster.",
-        fix='Let engines that ask for huge pages (huge_pages="advise") have them, or reserve some '
+    word = f"'{seen.shmem_enabled}'" if seen.shmem_enabled else "not known to the kernel"
+    yield finding(
+        "huge_pages",
+        OK if seen.free_huge_bytes > 0 or seen.shmem_enabled in GIVING_WORDS else NOTE,
+        f"{bytes_text(seen.free_huge_bytes)} reserved and free; shmem_enabled is {word}",
+        "Segments lie in small pages; large ones can be read faster.",
+        'Let engines that ask for huge pages (huge_pages="advise") have them, or reserve some '
         "(vm.nr_hugepages) for those that ask for these (huge_pages=True).",
-        command=f"echo advise > {SHMEM_ENABLED}",
+        f"echo advise > {SHMEM_ENABLED}",
+        of="free_huge_bytes shmem_enabled",
     )
-
-
-def core_finding(num_cores: int, quota: float | None) -> Finding:
-    """``quota`` is in cores, None when it is not limited."""
-    usable = num_cores if quota is None else min(num_cores, int(quota))
-    limited = "" if quota is None else f", limited to the time of {quota:g}"
-    return Finding(
-        "memory.cores",
+    usable = seen.num_cores if quota is None else min(seen.num_cores, int(quota))
+    yield finding(
+        "cores",
         OK if usable >= 2 else WARNING,
-        f"{num_cores} cores{limited}",
-        {"num_cores": num_cores, "cpu_quota": quota},
-        why="An agent's event loop and its NIXL thread wait for each other.",
-        fix="Give it two cores or more.",
+        f"{seen.num_cores} cores"
+        + ("" if quota is None else f", limited to the time of {quota:g}"),
+        "An agent's event loop and its NIXL thread wait for each other.",
+        "Give it two cores or more.",
+        of="num_cores cpu_quota",
     )
-
-
-def kernel_finding(*, compiled: bool) -> Finding:
-    """Whether the copy kernel was ``compiled`` when kvbus was installed."""
-    return Finding(
-        "memory.copies",
-        OK if compiled else NOTE,
-        f"mapped memory is copied by {'the kernel in C' if compiled else 'numpy'}",
-        {"compiled": compiled},
-        why="Agents of one machine copy KV, by numpy at two thirds of the speed at most.",
-        fix="Install a C compiler, then kvbus again.",
+    yield finding(
+        "copies",
+        OK if seen.compiled else NOTE,
+        f"mapped memory is copied by {'the kernel in C' if seen.compiled else 'numpy'}",
+        "Agents of one machine copy KV, by numpy at two thirds of the speed at most.",
+        "Install a C compiler, then kvbus again.",
+        of="compiled",
     )
 
 
 def check_limits() -> Iterator[Finding]:
     """Open files, locked memory, sizes of files: the soft limits of an agent started from here."""
-    yield open_files_finding(_soft(resource.RLIMIT_NOFILE))
-    yield locked_memory_finding(
-        _soft(resource.RLIMIT_MEMLOCK), may_lock=_may_lock(), rdma_devices=rdma_devices()
+    status = dict(line.split(":", 1) for line in text_of("/proc/self/status").splitlines())
+    return limit_findings(
+        *(_soft(f"RLIMIT_{name}") for name in ("NOFILE", "MEMLOCK", "FSIZE")),
+        may_lock=bool(int(status["CapEff"], 16) >> _CAP_IPC_LOCK & 1),
+        rdma_devices=rdma_devices(),
     )
-    yield file_size_finding(_soft(resource.RLIMIT_FSIZE))
 
 
-def _soft(limit: int) -> int | None:
+def _soft(limit: str) -> int | None:
     """None is unlimited."""
-    soft, _ = resource.getrlimit(limit)
+    soft, _ = resource.getrlimit(getattr(resource, limit))
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _may_lock() -> bool:
-    """Whether this process has CAP_IPC_LOCK, for which the limit does not count."""
-    lines = dict(line.split(":", 1) for line in text_of("/proc/self/status").splitlines())
-    return bool(int(lines["CapEff"], 16) >> _CAP_IPC_LOCK & 1)
+def limit_findings(
+    files: int | None,
+    locked_bytes: int | None,
+    file_bytes: int | None,
+    *,
+    may_lock: bool,
+    rdma_devices: Sequence[str],
+) -> Iterator[Finding]:
+    """Limits that are None are unlimited; with ``may_lock`` that of locked memory does not count.
 
-
-def open_files_finding(limit: int | None) -> Finding:
-    """From a note to an error, as fewer can be open."""
+    Of locked memory a warning at most: whether NIXL works in spite of it is measured.
+    """
     severity = OK
     for least, worse in ((MANY_FILES, NOTE), (GOOD_FILES, WARNING), (LEAST_FILES, ERROR)):
-        if limit is not None and limit < least:
+        if files is not None and files < least:
             severity = worse
-    return Finding(
+    yield Finding(
         "limits.open_files",
         severity,
-        "unlimited" if limit is None else f"at most {limit:,}",
-        {"open_files": limit},
+        "unlimited" if files is None else f"at most {files:,}",
+        {"open_files": files},
         why="Each peer of an agent costs several, and each segment two.",
         fix="Raise it where the agents are started (systemd: LimitNOFILE=).",
         command="ulimit -n 65536",
     )
-
-
-def locked_memory_finding(
-    limit: int | None, *, may_lock: bool, rdma_devices: Sequence[str]
-) -> Finding:
-    """A warning at most: whether NIXL works in spite of the limit is measured."""
-    severity, found = OK, _at_most(limit)
+    severity, found = OK, _at_most(locked_bytes)
     if not rdma_devices:
         found += "; there is no RDMA device, and nothing else needs it"
-    elif limit is not None and may_lock:
+    elif locked_bytes is not None and may_lock:
         found += ", which CAP_IPC_LOCK overrides"
-    elif limit is not None:
+    elif locked_bytes is not None:
         severity, found = WARNING, f"{found}, with RDMA by {', '.join(rdma_devices)}"
-    return Finding(
+    yield Finding(
         "limits.locked_memory",
         severity,
         found,
-        {"locked_bytes": limit, "may_lock": may_lock, "rdma_devices": rdma_devices},
+        {"locked_bytes": locked_bytes, "may_lock": may_lock, "rdma_devices": rdma_devices},
         why="RDMA pins all memory that is registered: KV caches and staging.",
         fix="Raise it where the agents are started (systemd: LimitMEMLOCK=infinity; "
         "docker: --ulimit memlock=-1).",
         command="ulimit -l unlimited",
     )
-
-
-def file_size_finding(limit: int | None) -> Finding:
-    """None is unlimited."""
-    return Finding(
+    yield Finding(
         "limits.file_size",
-        OK if limit is None or limit >= GOOD_FILE_BYTES else WARNING,
-        _at_most(limit),
-        {"file_bytes": limit},
+        OK if file_bytes is None or file_bytes >= GOOD_FILE_BYTES else WARNING,
+        _at_most(file_bytes),
+        {"file_bytes": file_bytes},
         why="A KV cache in a memfd is a file, and no larger than that.",
         fix="Raise it where the engines are started.",
         command="ulimit -f unlimited",

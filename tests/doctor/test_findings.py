@@ -6,6 +6,7 @@ What this machine is like is no matter here.
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvbus.doctor import data_plane, host
 from kvbus.doctor.data_plane import Read
@@ -20,12 +21,38 @@ OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 Finding = Any
 
 
-def room(available_bytes: int) -> Finding:
-    return host.room_finding(available_bytes, total_bytes=64 * GIB, group_limit_bytes=3 * GIB)
+GOOD = host.Memory(
+    segment_error="",
+    available_bytes=2 * GIB,
+    total_bytes=64 * GIB,
+    group_limit_bytes=3 * GIB,
+    folder_bytes=32 * GIB,
+    folder_free_bytes=32 * GIB,
+    free_huge_bytes=0,
+    shmem_enabled="advise",
+    num_cores=16,
+    cpu_quota=None,
+    compiled=True,
+)
 
 
-def locked(limit: int | None, may_lock: bool, *rdma_devices: str) -> Finding:
-    return host.locked_memory_finding(limit, may_lock=may_lock, rdma_devices=rdma_devices)
+def memory(subject: str, **seen: Any) -> Finding:
+    """Of a machine that is good but for what was seen."""
+    found = host.memory_findings(structs.replace(GOOD, **seen))
+    return next(one for one in found if one.name == f"memory.{subject}")
+
+
+def limit(
+    subject: str,
+    files: int | None = None,
+    locked: int | None = None,
+    size: int | None = None,
+    *,
+    may_lock: bool = False,
+    rdma: tuple[str, ...] = ("mlx5_0",),
+) -> Finding:
+    found = host.limit_findings(files, locked, size, may_lock=may_lock, rdma_devices=rdma)
+    return next(one for one in found if one.name == f"limits.{subject}")
 
 
 def gpus(seen: GpuList, error: str) -> Finding:
@@ -40,22 +67,34 @@ def read(way: str, bytes_per_s: float, wire: str = "", tls: str = "", scope: str
 OVER_BOTH = "52% on tcp/eth0 and 48% on tcp/lo"
 
 ROWS: list[tuple[Finding, str, str, str, str]] = [
-    (host.segment_finding(REFUSED), "memory.segment", ERROR, REFUSED, ""),
-    (room(2 * GIB), "memory.room", OK, "the control group allows 3 GiB", ""),
-    (room(2 * GIB - 1), "memory.room", WARNING, "available of 64 GiB", ""),
-    (host.folder_finding(32 * GIB, 64 * MIB), "memory.shared_folder", NOTE, "64 MiB free", ""),
-    (host.huge_page_finding(0, 2 * MIB, "advise"), "memory.huge_pages", OK, "advise", ""),
-    (host.huge_page_finding(0, 2 * MIB, "never"), "memory.huge_pages", NOTE, "never", "echo adv"),
-    (host.core_finding(16, None), "memory.cores", OK, "16 cores", ""),
-    (host.core_finding(16, 1.5), "memory.cores", WARNING, "limited to the time of 1.5", ""),
-    (host.kernel_finding(compiled=False), "memory.copies", NOTE, "numpy", ""),
-    (host.open_files_finding(1024), "limits.open_files", NOTE, "1,024", "ulimit -n"),
-    (host.open_files_finding(1023), "limits.open_files", WARNING, "1,023", "ulimit -n"),
-    (host.open_files_finding(63), "limits.open_files", ERROR, "63", "ulimit -n"),
-    (locked(8 * MIB, False), "limits.locked_memory", OK, "no RDMA device", ""),
-    (locked(8 * MIB, False, "mlx5_0"), "limits.locked_memory", WARNING, "mlx5_0", "ulimit -l"),
-    (locked(8 * MIB, True, "mlx5_0"), "limits.locked_memory", OK, "CAP_IPC_LOCK overrides", ""),
-    (host.file_size_finding(GIB), "limits.file_size", WARNING, "1 GiB", "ulimit -f"),
+    (memory("segment", segment_error=REFUSED), "memory.segment", ERROR, REFUSED, ""),
+    (memory("room"), "memory.room", OK, "the control group allows 3 GiB", ""),
+    (memory("room", available_bytes=GIB), "memory.room", WARNING, "available of 64 GiB", ""),
+    (
+        memory("shared_folder", folder_free_bytes=MIB),
+        "memory.shared_folder",
+        NOTE,
+        "1 MiB free",
+        "",
+    ),
+    (memory("huge_pages"), "memory.huge_pages", OK, "advise", ""),
+    (memory("huge_pages", shmem_enabled="never"), "memory.huge_pages", NOTE, "never", "echo adv"),
+    (memory("cores"), "memory.cores", OK, "16 cores", ""),
+    (memory("cores", cpu_quota=1.5), "memory.cores", WARNING, "limited to the time of 1.5", ""),
+    (memory("copies", compiled=False), "memory.copies", NOTE, "numpy", ""),
+    (limit("open_files", 1024), "limits.open_files", NOTE, "1,024", "ulimit -n"),
+    (limit("open_files", 1023), "limits.open_files", WARNING, "1,023", "ulimit -n"),
+    (limit("open_files", 63), "limits.open_files", ERROR, "63", "ulimit -n"),
+    (limit("locked_memory", 0, MIB, rdma=()), "limits.locked_memory", OK, "no RDMA device", ""),
+    (limit("locked_memory", 0, MIB), "limits.locked_memory", WARNING, "mlx5_0", "ulimit -l"),
+    (
+        limit("locked_memory", 0, MIB, may_lock=True),
+        "limits.locked_memory",
+        OK,
+        "IPC_LOCK over",
+        "",
+    ),
+    (limit("file_size", 0, 0, GIB), "limits.file_size", WARNING, "1 GiB", "ulimit -f"),
     (gpus(GPU, ""), "cuda.gpus", OK, "H200", ""),
     (gpus(NO_GPU, "torch is built without CUDA"), "cuda.gpus", WARNING, "without CUDA", "python"),
     (data_plane.ipc_finding("invalid context"), "cuda.ipc", WARNING, "invalid context", ""),
