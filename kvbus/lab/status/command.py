@@ -1,17 +1,16 @@
 """The command ``kvbus status``: looks at agents once, or again and again, or follows one."""
 
+import http.client
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
@@ -98,24 +97,21 @@ def status(
     peer = named[0] if len(named) == 1 and named[0].startswith("tcp://") and not watch else ""
     try:
         with suppress(KeyboardInterrupt):
-            if not peer:
-                if events or fetch or offer:
-                    raise ConfigError("--events, --fetch and --offer want one tcp://HOST:PORT")
-                agents = _http_agents(named, token_file)
-                _look(agents, every, timeout, again=watch, as_json=as_one_json)
-            elif events:
+            if peer and events:
                 curve = curve_of(key_file, server_key)
                 anyio.run(follow, peer, curve, topics_of(only or []), request, count)
-            else:
+            elif peer:
                 question = Status(fetch_id=fetch, offer_id=offer)
                 curve = curve_of(key_file, server_key)
                 ask = partial(ask_agent, peer, question, timeout_s=timeout, curve=curve)
                 with waiting_for(f"{peer} to answer"):
                     answer = anyio.run(ask)
-                if as_one_json:
-                    write_json(answer)
-                else:
-                    _tell(peer, answer, asked=fetch or offer)
+                _tell(peer, answer, asked=fetch or offer, as_json=as_one_json)
+            elif events or fetch or offer:
+                raise ConfigError("--events, --fetch and --offer want one tcp://HOST:PORT")
+            else:
+                agents = _http_agents(named, token_file)
+                _look(agents, every, timeout, again=watch, as_json=as_one_json)
     except RequestTimeout as error:
         fail(f"no agent answered at {peer} within {timeout:g} s", status=1, cause=error)
     except ConfigError as error:
@@ -124,16 +120,14 @@ def status(
         fail(f"{peer}: {error.code}: {error.message}", status=1, cause=error)
 
 
-def _tell(peer: str, answer: AgentStatus, *, asked: str) -> None:
+def _tell(peer: str, answer: AgentStatus, *, asked: str, as_json: bool) -> None:
     """What an agent holds, and the story of the fetch or offer that was ``asked`` for."""
+    if as_json:
+        write_json(answer)
+        return
     held = screen({peer: Between(Live(answer, "", 0.0, (), {}, ()))})
     story = [f"story of {asked}:", *answer.story] if answer.story else ["no such entry"]
     write_text(text_of(held, *(["", *story] if asked else ())))
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        """None: the answer is the redirect, an `HTTPError`."""
 
 
 @dataclass(slots=True)
@@ -146,21 +140,25 @@ class HttpAgent:
     was_answered: bool = False
 
     def look(self, timeout_s: float) -> View:
-        """What happened since the last look, or why nothing is known."""
+        """What happened since the last look, or why nothing is known.
+
+        Neither a proxy nor the target of a redirect is shown the token.
+        """
         before, self.last = self.last, None
-        wanted = urllib.request.Request(f"{self.url}/live")  # noqa: S310 - http or https
-        # Neither a proxy nor the target of a redirect is shown the token.
-        direct = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
-        if self.token:
-            wanted.add_header("Authorization", f"Bearer {self.token}")
+        at = urlsplit(self.url)
+        secure = at.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         try:
-            with direct.open(wanted, timeout=timeout_s) as answer:
+            with closing(kind(at.netloc, timeout=timeout_s)) as connection:
+                connection.request("GET", "/live", headers=headers)
+                answer = connection.getresponse()
+                if answer.status != http.client.OK:
+                    said = answer.read(1000).decode(errors="replace").strip()
+                    return f"{answer.status}: {said}"
                 self.last = msgspec.json.decode(answer.read(MAX_BYTES), type=Live)
-        except urllib.error.HTTPError as error:
-            with error:
-                return f"{error.code}: {error.read(1000).decode(errors='replace').strip()}"
-        except (OSError, HTTPException) as error:
-            return f"no answer: {getattr(error, 'reason', error)}"
+        except (OSError, http.client.HTTPException) as error:
+            return f"no answer: {error}"
         except msgspec.MsgspecError as error:
             return f"this is no kvbus agent of this version: {error}"
         self.was_answered = True
@@ -192,10 +190,9 @@ def _look(
                     time.sleep(every_s)
                     shown.update(screen(look()), refresh=True)
         else:
-            while True:
+            time.sleep(every_s)
+            while write_text(text_of(screen(look()))) and again:
                 time.sleep(every_s)
-                if not write_text(text_of(screen(look()))) or not again:
-                    break
     finally:
         if not any(agent.was_answered for agent in agents):
             fail(NO_AGENT, status=1, cause=PeerLost(NO_AGENT))
