@@ -37,7 +37,7 @@ from kvbus.demo.options import DemoOptions, ReadPath
 from kvbus.demo.processes import EngineLine, engine_setup
 from kvbus.demo.prompts import encode
 from kvbus.errors import ConfigError, RequestRefused, RequestTimeout
-from kvbus.memory.attach.place import connect_to_agent
+from kvbus.memory.attach import connect_to_agent
 from kvbus.spawn import Child
 from kvbus.text import printable
 

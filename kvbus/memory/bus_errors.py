@@ -1,6 +1,6 @@
-"""Owns SIGBUS of this process: who touches memory that its owner cut lives, and is told.
+"""SIGBUS of this process: who touches memory that its owner cut lives, and is told.
 
-Refuses to hide any other bus error: that ends the process as it would have.
+Any other bus error ends the process as it would have.
 """
 
 import ctypes

@@ -45,7 +45,7 @@ MAX_PLANS = 256
 
 
 class Mover(Protocol):
-    """What runs copies where the memory is."""
+    """What runs copies of memory that this process has not mapped: that of a GPU."""
 
     def move(self, content: Buffer, runs_at: RunsAt, *, into_slot: bool) -> None:
         """Copy between the rank and ``content``, all bytes of a box in its slot."""
@@ -76,37 +76,50 @@ class PagedMemory:
         own = tuple(region for region in regions if region.group == group.name)
         for region in own:
             _check_extent(region, DTYPE_SIZES_BYTES[group.dtype], buffers)
-        self.group = group
+        self.group, self.mover = group, mover
         self._own = {region.segment_id: buffers[region.segment_id] for region in own}
         self._num_blocks = min((region.size(AxisName.BLOCK) for region in own), default=0)
         engine = EngineSpec("rank", "rank", 1, (group,))
-        addresses = {name: address_of(buffer) for name, buffer in self._own.items()}
-        self.placed = PlacedRank(engine, RankSpec(0, (), own), addresses)
-        """The rank as the planner sees it, without the other groups."""
-        self.mover = mover or _HostMover()
-        self._plan = lru_cache(MAX_PLANS)(partial(SlotPlan, self.placed))
+        addresses = {name: _address_of(buffer) for name, buffer in self._own.items()}
+        self._placed = PlacedRank(engine, RankSpec(0, (), own), addresses)
+        self._plan = lru_cache(MAX_PLANS)(partial(SlotPlan, self._placed))
 
-    def runs(self, table: BlockTable, box: Box, *, into_slot: bool) -> RunsAt:
-        """The runs between the blocks of ``box`` and a slot; raises `GeometryError`."""
+    def move(self, table: BlockTable, box: Box, slot: Buffer, *, into_slot: bool) -> None:
+        """Copy between the blocks of ``box`` and the first bytes of ``slot``."""
         if box.group != self.group.name:
             message = f"box of group '{box.group}', not '{self.group.name}'"
             raise GeometryError(message, field="group")
         self._check_blocks(table, box.start, box.stop)
         shape = msgspec.structs.replace(box, start=0, stop=box.stop - box.start)
         plan = self._plan(shape, into_slot=into_slot)
-        return lambda address: plan.runs(table, box.start, box.stop, slot_at=address)
+        needed, room = slot_bytes(self.group, box), len(slot)
+        if needed > room:
+            raise GeometryError(
+                f"box takes {needed} bytes, its staging slot has {room}",
+                needed_bytes=needed,
+                given_bytes=room,
+            )
 
-    def everything(self, table: BlockTable, start: int, stop: int) -> Runs:
-        """Runs whose targets are all bytes of positions [start, stop)."""
+        def runs_at(address: int) -> Runs:
+            return plan.runs(table, box.start, box.stop, slot_at=address)
+
+        if self.mover is None:
+            copy_runs(runs_at(_address_of(slot)))
+        else:
+            self.mover.move(slot[:needed], runs_at, into_slot=into_slot)
+
+    def zero(self, table: BlockTable, start: int, stop: int) -> None:
+        """Write zeros over all bytes of positions [start, stop)."""
         self._check_blocks(table, start, stop)
         tables = {self.group.name: table}
-        return self._whole.runs(tables, tables, {self.group.name: (start, stop)})
+        runs = self._whole.runs(tables, tables, {self.group.name: (start, stop)})
+        (self.mover.zero if self.mover else zero_runs)(runs)
 
     @cached_property
     def _whole(self) -> RunPlan:
         """Every region onto itself: no two of a rank have bytes in common."""
-        shares = map(Share.whole, self.placed.rank.regions)
-        return RunPlan({0: self.placed}, {0: self.placed}, shares)
+        shares = map(Share.whole, self._placed.rank.regions)
+        return RunPlan({0: self._placed}, {0: self._placed}, shares)
 
     def _check_blocks(self, table: BlockTable, start: int, stop: int) -> None:
         """Raise `GeometryError` unless ``table`` has positions [start, stop), in blocks of here."""
@@ -135,7 +148,7 @@ def gather(memory: PagedMemory, table: BlockTable, box: Box, slot: Buffer) -> No
 
     Raises `GeometryError` when the rank, the table or the slot does not have all of the box.
     """
-    _move(memory, table, box, slot, into_slot=True)
+    memory.move(table, box, slot, into_slot=True)
 
 
 def scatter(memory: PagedMemory, table: BlockTable, box: Box, slot: Buffer) -> None:
@@ -143,7 +156,7 @@ def scatter(memory: PagedMemory, table: BlockTable, box: Box, slot: Buffer) -> N
 
     Errors are as for `gather`.
     """
-    _move(memory, table, box, slot, into_slot=False)
+    memory.move(table, box, slot, into_slot=False)
 
 
 def zero_positions(memory: PagedMemory, table: BlockTable, start: int, stop: int) -> None:
@@ -152,36 +165,11 @@ def zero_positions(memory: PagedMemory, table: BlockTable, start: int, stop: int
     Raises `GeometryError` when the table does not have them.
     """
     if start < stop:
-        memory.mover.zero(memory.everything(table, start, stop))
+        memory.zero(table, start, stop)
 
 
-def address_of(buffer: Buffer) -> int:
-    """Where the first byte is."""
+def _address_of(buffer: Buffer) -> int:
     return buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data_ptr()
-
-
-def _move(
-    memory: PagedMemory, table: BlockTable, box: Box, slot: Buffer, *, into_slot: bool
-) -> None:
-    runs_at = memory.runs(table, box, into_slot=into_slot)
-    needed, room = slot_bytes(memory.group, box), len(slot)
-    if needed > room:
-        raise GeometryError(
-            f"box takes {needed} bytes, its staging slot has {room}",
-            needed_bytes=needed,
-            given_bytes=room,
-        )
-    memory.mover.move(slot[:needed], runs_at, into_slot=into_slot)
-
-
-class _HostMover:
-    """Of memory that this process has mapped; both ways are alike."""
-
-    def move(self, content: Buffer, runs_at: RunsAt, *, into_slot: bool) -> None:
-        copy_runs(runs_at(address_of(content)))
-
-    def zero(self, runs: Runs) -> None:
-        zero_runs(runs)
 
 
 def _check_extent(region: Region, itemsize: int, buffers: Mapping[str, Buffer]) -> None:

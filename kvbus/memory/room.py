@@ -1,7 +1,7 @@
-"""Owns the question whether shared memory of some size fits into this machine.
+"""Whether shared memory of some size fits into this machine, asked before it is tried.
 
-Refuses it before it is tried: the kernel answers a request that does not fit with its
-out-of-memory killer, which may choose any process of the machine.
+The kernel answers a request that does not fit with its out-of-memory killer, which may choose any
+process of the machine.
 """
 
 from pathlib import Path
@@ -45,10 +45,7 @@ def available_bytes() -> int:
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     room_bytes = int(fields["MemAvailable"].split()[0]) * 1024
-    headroom_bytes = _cgroup_headroom_bytes()
-    if headroom_bytes is not None:
-        room_bytes = min(room_bytes, headroom_bytes)
-    return room_bytes * _USABLE_PERCENT // 100
+    return min(room_bytes, _cgroup_room_bytes(room_bytes)) * _USABLE_PERCENT // 100
 
 
 def cgroup_folder() -> Path:
@@ -58,17 +55,17 @@ def cgroup_folder() -> Path:
     return Path("/sys/fs/cgroup") / own
 
 
-def _cgroup_headroom_bytes() -> int | None:
-    """What the control group (version 2) of this process still allows, None when unlimited."""
+def _cgroup_room_bytes(unlimited_bytes: int) -> int:
+    """What the control group (version 2) of this process still allows."""
     try:
         folder = cgroup_folder()
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()
         used_bytes = int((folder / "memory.current").read_text(encoding="ascii"))
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):
-        return None
+        return unlimited_bytes
     if limit == "max":
-        return None
+        return unlimited_bytes
     fields = dict(line.split(" ", 1) for line in lines)
     reclaimable_bytes = int(fields["active_file"]) + int(fields["inactive_file"])
     return max(0, int(limit) - used_bytes + reclaimable_bytes)

@@ -1,6 +1,6 @@
 """Copies runs of bytes within this process: by the kernel in C, or by numpy where it is not built.
 
-Refuses nothing: addresses are the caller's to check (`kvbus.planning.Runs.check_sources`).
+Addresses are the caller's to check (`kvbus.planning.Runs.check_sources`).
 """
 
 import ctypes
@@ -67,16 +67,9 @@ def zero_runs(runs: Runs) -> None:
 
 def copy_by_kernel(kernel: Kernel, lattice: Lattice) -> None:
     """One call into C."""
-    outer, units, inner = map(np.ascontiguousarray, (lattice.outer, lattice.units, lattice.inner))
-    kernel(
-        outer.ctypes.data,
-        outer.shape[1],
-        units.ctypes.data,
-        units.shape[1],
-        inner.ctypes.data,
-        inner.shape[1],
-        lattice.run_bytes,
-    )
+    axes = [*map(np.ascontiguousarray, (lattice.outer, lattice.units, lattice.inner))]
+    arguments = [number for axis in axes for number in (axis.ctypes.data, axis.shape[1])]
+    kernel(*arguments, lattice.run_bytes)
 
 
 def copy_by_numpy(lattice: Lattice) -> None:

@@ -1,4 +1,4 @@
-"""Owns how a read is cut into slices, the largest things that are ever posted at once.
+"""How a read is cut into slices, the largest things that are ever posted at once.
 
 Axes: R rows (descriptors), 3 columns (address, length in bytes, device).
 """
@@ -29,23 +29,6 @@ def check_rows(local: Rows, remote: Rows) -> None:
         raise LocalError("a descriptor is empty", row=int((local[:, 1] == 0).argmax()))
 
 
-def split_long_rows(rows: Rows, max_bytes: int) -> Rows:
-    """Cut every descriptor longer than `max_bytes` into pieces of at most that, in order."""
-    lengths = rows[:, 1]
-    if not len(rows) or int(lengths.max()) <= max_bytes:
-        return rows
-    limit = np.uint64(max_bytes)
-    num_pieces = (lengths - np.uint64(1)) // limit + np.uint64(1)
-    first_piece = np.cumsum(num_pieces) - num_pieces
-    pieces = np.repeat(rows, num_pieces.astype(np.int64), axis=0)
-    index = np.arange(len(pieces), dtype=np.uint64) - np.repeat(
-        first_piece, num_pieces.astype(np.int64)
-    )
-    pieces[:, 0] += index * limit
-    pieces[:, 1] = np.minimum(pieces[:, 1] - index * limit, limit)
-    return pieces
-
-
 class Slices:
     """The slices of one read, cut as they are taken.
 
@@ -55,8 +38,7 @@ class Slices:
     __slots__ = ("_ends", "_local", "_next_row", "_remote", "_slice_bytes", "_slice_rows")
 
     def __init__(self, local: Rows, remote: Rows, *, slice_bytes: int, slice_rows: int) -> None:
-        self._local = split_long_rows(local, slice_bytes)
-        self._remote = split_long_rows(remote, slice_bytes)
+        self._local, self._remote = (_without_long(rows, slice_bytes) for rows in (local, remote))
         self._ends = np.cumsum(self._local[:, 1])
         self._slice_bytes = slice_bytes
         self._slice_rows = slice_rows
@@ -91,3 +73,18 @@ class Slices:
         self._next_row = stop
         num_bytes = int(self._ends[stop - 1]) - before
         return self._local[start:stop], self._remote[start:stop], num_bytes
+
+
+def _without_long(rows: Rows, max_bytes: int) -> Rows:
+    """Every descriptor longer than that cut into pieces of at most that, in order."""
+    lengths = rows[:, 1]
+    if not len(rows) or int(lengths.max()) <= max_bytes:
+        return rows
+    limit = np.uint64(max_bytes)
+    num_pieces = ((lengths - np.uint64(1)) // limit).astype(np.int64) + 1
+    pieces = np.repeat(rows, num_pieces, axis=0)
+    first_piece = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    index = (np.arange(len(pieces)) - first_piece).astype(np.uint64)
+    pieces[:, 0] += index * limit
+    pieces[:, 1] = np.minimum(pieces[:, 1] - index * limit, limit)
+    return pieces

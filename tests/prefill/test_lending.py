@@ -15,12 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.memory.attach import (
-    FrameChannel,
-    close_fds,
-    connect_to_agent,
-    encode_frame,
-)
+from kvbus.memory.attach import FrameChannel, close_fds, connect_to_agent, encode_frame
 from kvbus.protocol import LendMemory, MemoryLent, from_body, to_body
 from tests.agents import until
 from tests.engines import Engine, make_spec

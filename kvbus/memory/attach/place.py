@@ -1,8 +1,6 @@
 """The place of an agent's sockets: its folder, its lock, its file, and who is at the other end.
 
-Nobody but the user of an agent can put another in its place. A folder that others can enter or
-rename is refused, and so are a path that Linux cannot hold, the place of an agent that lives, and
-who listens as another user.
+Nobody but the user of an agent can put another in its place.
 """
 
 import fcntl
@@ -10,11 +8,10 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from kvbus.errors import ConfigError, ErrorCode, PeerLost, RequestRefused
 
@@ -111,30 +108,34 @@ def _in_use(path: Path) -> ConfigError:
 def connect_to_agent(path: Path) -> socket.socket:
     """Connect without waiting, and see who listens, before anything is sent.
 
+    An agent attaches processes of its own user only, so one of another user, root too, is none.
     Raises ``PeerLost`` when nobody listens there, ``RequestRefused`` (busy) when there is a full
     queue and ``ConfigError`` when who listens is of another user.
     """
     check_path_length(path)
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connected.setblocking(False)
-    try:
-        connected.connect(str(path))
-    except BlockingIOError as error:
-        connected.close()
-        raise RequestRefused(f"the agent at {path} is busy", code=ErrorCode.BUSY) from error
-    except OSError as error:
-        connected.close()
-        raise PeerLost(f"no agent at {path}: {error.strerror}") from error
-    try:
-        _check_agent(connected, path)
-    except ConfigError:
-        connected.close()
-        raise
+    with ExitStack() as stack:
+        connected = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connected.setblocking(False)
+        try:
+            connected.connect(str(path))
+        except BlockingIOError as error:
+            raise RequestRefused(f"the agent at {path} is busy", code=ErrorCode.BUSY) from error
+        except OSError as error:
+            raise PeerLost(f"no agent at {path}: {error.strerror}") from error
+        agent = PeerIdentity.of(connected)
+        if agent.uid != os.geteuid():
+            raise ConfigError(
+                f"who listens at {path} is of uid {agent.uid} (pid {agent.pid}), not of ours "
+                f"({os.geteuid()}): no memory is passed; run both as one user, and look who made "
+                "that socket",
+                uid=agent.uid,
+                pid=agent.pid,
+            )
+        stack.pop_all()
     return connected
 
 
-@dataclass(frozen=True, slots=True)
-class PeerIdentity:
+class PeerIdentity(NamedTuple):
     """The process as it was when it connected, or when it began to listen."""
 
     pid: int
@@ -146,23 +147,6 @@ class PeerIdentity:
         """Who is at the other end."""
         credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return cls(*_CREDENTIALS.unpack(credentials))
-
-
-def _check_agent(connected: socket.socket, path: Path) -> None:
-    """Raise ``ConfigError`` unless who listens at ``path`` is of this user.
-
-    Not of root either: an agent attaches processes of its own user only, so one of root that would
-    take this process is none.
-    """
-    agent = PeerIdentity.of(connected)
-    if agent.uid != os.geteuid():
-        raise ConfigError(
-            f"who listens at {path} is of uid {agent.uid} (pid {agent.pid}), not of ours "
-            f"({os.geteuid()}): no memory is passed; run both as one user, and look who made that "
-            "socket",
-            uid=agent.uid,
-            pid=agent.pid,
-        )
 
 
 # A folder is only as safe as those above it: who may write into one of them may rename what is in
@@ -177,24 +161,26 @@ def _check_agent(connected: socket.socket, path: Path) -> None:
 # is followed by hand, so that the folders on its way are looked at too.
 def prepare_folder(folder: Path) -> None:
     """Make the folder with mode 0700, and what is missing above it; as `check_folder`."""
-    try:
-        _walk(folder, make=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the runtime directory {folder}: {error.strerror}"
-        ) from error
+    _walk(folder, make=True)
 
 
 def check_folder(folder: Path) -> None:
     """Raise ``ConfigError`` unless the folder is ours alone, and nobody else can replace it."""
-    try:
-        _walk(folder, make=False)
-    except OSError as error:
-        raise ConfigError(f"cannot see the runtime directory {folder}: {error.strerror}") from error
+    _walk(folder, make=False)
 
 
 def _walk(folder: Path, *, make: bool) -> None:
-    folder = folder.absolute()
+    try:
+        _check_ways(folder.absolute(), make=make)
+        _check_last(folder, folder.lstat())
+    except OSError as error:
+        verb = "make" if make else "see"
+        raise ConfigError(
+            f"cannot {verb} the runtime directory {folder}: {error.strerror}"
+        ) from error
+
+
+def _check_ways(folder: Path, *, make: bool) -> None:
     at, ahead, num_links = Path("/"), list(folder.parts[1:]), 0
     _check_way(at, at.lstat())
     while ahead:
@@ -202,7 +188,9 @@ def _walk(folder: Path, *, make: bool) -> None:
         if name == os.pardir:
             at = at.parent
             continue
-        status = _status(at / name, make=make)
+        if make and not os.path.lexists(at / name):
+            (at / name).mkdir(mode=0o700, exist_ok=True)  # another may be faster: it is looked at
+        status = (at / name).lstat()
         _check_way(at / name, status)
         if not stat.S_ISLNK(status.st_mode):
             at /= name
@@ -210,21 +198,9 @@ def _walk(folder: Path, *, make: bool) -> None:
         num_links += 1
         if num_links > _MOST_LINKS:
             raise ConfigError(f"the runtime directory {folder} has too many links on its way")
-        at, ahead = _followed(at, name, ahead)
-    _check_last(folder, folder.lstat())
-
-
-def _status(path: Path, *, make: bool) -> os.stat_result:
-    if make and not os.path.lexists(path):
-        path.mkdir(mode=0o700, exist_ok=True)  # somebody may be faster: what is there is looked at
-    return path.lstat()
-
-
-def _followed(at: Path, name: str, ahead: Sequence[str]) -> tuple[Path, list[str]]:
-    target = (at / name).readlink()
-    if target.is_absolute():
-        return Path("/"), [*target.parts[1:], *ahead]
-    return at, [*target.parts, *ahead]
+        target = (at / name).readlink()
+        at = Path("/") if target.is_absolute() else at
+        ahead = [*target.parts[target.is_absolute() :], *ahead]
 
 
 def _check_way(path: Path, status: os.stat_result) -> None:
