@@ -1,12 +1,11 @@
 """A small transformer with a paged KV cache, and two engines of it that hand requests off.
 
     command, options      the command line, and the run that it describes (no torch)
-    run, report           one run, what came of it and how it is shown
-    processes, router     the driver: four processes, and the way of each request through them
+    run, report           the driver: four processes, the way of each request, what came of it
+    sides                 one engine at an agent that runs already, for two machines
     messages              what driver and engines tell each other
-    engine                what both engines are: a model, an engine of kvbus.lab with its cache
-    prefill_engine, decode_engine   the two programs
-    model, model_config, weights, paged_cache   the transformer, its cache, its generation
+    engine                the program of both engines
+    model, paged_cache    the transformer, its cache, its generation
 
-Refuses to know more of kvbus than engines do: the SDK, and what a router asks of agents.
+It knows of kvbus what engines know, the SDK, and what a router asks of agents.
 """

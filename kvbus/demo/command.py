@@ -21,6 +21,16 @@ from kvbus.output import write_json
 def demo(options: DemoOptions) -> None:
     """Hand requests from a prefill engine to a decode engine; compare with the model run alone.
 
+    A SPEC is what an engine has of its own, such as `tp=2 layout=HND block=48`, with spaces or
+    commas.
+
+    * `tp`, `pp`: ranks that share the KV heads, stages that share the 4 layers (1)
+    * `layout`: order of the axes within a block, `NHD` or `HND` (NHD); `cross_layer=true` puts
+      all layers into one region
+    * `block`: tokens in a block (16)
+    * `ring`: a cache that no agent can map, copied through a ring of host blocks that holds such
+      a part of it, as `0.5` (none)
+
     Exit status 0: all outputs are equal, tokens and logits, and every block came back.
     """
     if options.keep_logs is not None:

@@ -1,107 +1,226 @@
-"""What both demo engines are: a model, an engine that holds its cache, a line to the driver.
+"""The demo's engines, a process each: a model, an engine with its cache, and what the driver asks.
 
-Two requests are never computed at once, as on one device.
+Blocks are used only when their fetch has completed, and for another request only when nothing can
+write into them or read them any more.
+
+    python -m kvbus.demo.engine SETUP    at the agent of SETUP, whose role is the engine's
 """
 
+import asyncio
 import contextlib
-import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import msgspec
+import torch
 from anyio import CapacityLimiter
+from anyio.abc import TaskGroup
 
-from kvbus.demo.messages import NO_REQUEST, EngineSetup, Line, Ready, Settle, Settled
-from kvbus.demo.model import Transformer
-from kvbus.demo.options import Memory
-from kvbus.demo.paged_cache import PagedKV
-from kvbus.errors import KVBusError, leaves
-from kvbus.geometry import GroupSpec, KvLayout, num_blocks_for
-from kvbus.lab.engine import Engine, Tables
+from kvbus.demo.messages import Computed, EngineSetup, Step
+from kvbus.demo.model import Generation, Transformer, first_seen
+from kvbus.demo.paged_cache import PagedKV, slots
+from kvbus.demo.prompts import encode
+from kvbus.errors import FetchFailed, KVBusError
+from kvbus.geometry import num_blocks_for
+from kvbus.lab.engine import Engine, Tables, Taking
+from kvbus.lab.process import Question, Taken, run_program, serve
 
 PATIENCE_S = 600.0  # the driver gives up earlier, when nothing goes on
 
 T = TypeVar("T")
-Handlers = Mapping[type, Callable[[Any], Coroutine[Any, Any, None]]]
 
 
-@dataclass(slots=True)
+class Pass(NamedTuple):
+    """Of a prefill: the tokens so far, their new blocks by group, the token that follows, when."""
+
+    num_tokens: int
+    block_ids: dict[str, list[int]]
+    step: Step
+    at_s: float
+
+
 class DemoEngine:
-    """One engine, attached and registered."""
+    """One engine; its public coroutines are what the driver can ask for.
 
-    setup: EngineSetup
-    engine: Engine
-    model: Transformer
-    kv: PagedKV
-    line: Line
-    _device: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+    Two requests are never computed at once, as on one device, and take turns there.
+    """
 
-    async def compute(self, step: Callable[[], T]) -> T:
+    def __init__(self, setup: EngineSetup, engine: Engine, tasks: TaskGroup) -> None:
+        self._setup, self._engine, self._tasks = setup, engine, tasks
+        self._model, self._kv = Transformer(setup.spec, setup.seed), PagedKV.of(engine.caches)
+        self._device = CapacityLimiter(1)
+        self._block_size = setup.spec.groups[0].block_size
+        self._computed: dict[str, asyncio.Future[Computed]] = {}
+        self._fetched: dict[str, tuple[Generation, int]] = {}
+        """Requests whose prompt is here, with its number of tokens."""
+        self._flips_left = int(setup.flip_one_byte)
+
+    async def answer(self, question: Question) -> object:
+        """Do what is asked."""
+        return await getattr(self, question.do)(**question.given)
+
+    async def endpoint(self) -> str:
+        """The peer socket of its agent."""
+        return self._engine.link.agent.peer_endpoint
+
+    async def settle(self) -> int:
+        """How many blocks are held when none has come back for a while."""
+        await self._engine.settle()
+        return self._engine.num_held
+
+    async def prefill(self, request_id: str, prompt: str) -> dict[str, Any]:
+        """The ticket of its KV, which a whole prompt has when it is computed. Chunks are offered
+        before that: what is there is read while this computes.
+        """
+        loop = asyncio.get_running_loop()
+        ticket: asyncio.Future[dict[str, Any]] = loop.create_future()
+        computed: asyncio.Future[Computed] = loop.create_future()
+        self._tasks.start_soon(self._prefill, request_id, encode(prompt), ticket, computed)
+        made = await ticket
+        self._computed[request_id] = computed
+        return made
+
+    async def computed(self, request_id: str) -> Computed:
+        """What `prefill` has come to, once all is computed."""
+        return await self._computed.pop(request_id)
+
+    async def _prefill(
+        self,
+        request_id: str,
+        prompt: list[int],
+        ticket: "asyncio.Future[dict[str, Any]]",
+        computed: "asyncio.Future[Computed]",
+    ) -> None:
+        """Until its blocks may be used again."""
+        wanted = range(num_blocks_for(len(prompt), self._block_size))
+        tables = await self._take(dict.fromkeys(self._engine.blocks.num_blocks, wanted))
+        passes = self._passes(prompt, tables)
+        try:
+            if self._setup.prefill_chunk is None:
+                last = await anext(passes)
+                offered = await self._engine.offer(
+                    request_id, num_tokens=last.num_tokens, block_ids=last.block_ids
+                )
+                ticket.set_result(offered.ticket)
+            else:
+                offered = await self._engine.offer(
+                    request_id,
+                    num_tokens=0,
+                    block_ids=dict.fromkeys(tables, ()),
+                    total=len(prompt),
+                )
+                ticket.set_result(offered.ticket)
+                try:
+                    async for last in passes:
+                        await offered.extend(last.num_tokens, last.block_ids)
+                    await offered.seal()
+                except KVBusError:
+                    await offered.withdraw()
+                    raise
+            num_blocks = sum(map(len, tables.values()))
+            computed.set_result(Computed(last.step, num_blocks, last.at_s))
+            await offered.freed()
+        except KVBusError as error:
+            asked = computed if ticket.done() else ticket
+            if not asked.done():
+                asked.set_exception(error)
+        self._engine.blocks.give(tables)
+
+    async def fetch(
+        self, request_id: str, ticket: dict[str, Any], num_tokens: int, num_new: int
+    ) -> Taken:
+        """The KV of ``num_tokens`` tokens, into blocks with room for as many new ones.
+
+        There are no blocks for what a sliding window has left behind.
+        """
+        size, wanted = self._block_size, {}
+        for group in self._setup.spec.groups:
+            first, _ = group.positions(0, num_tokens)
+            wanted[group.name] = range(first // size, num_blocks_for(num_tokens + num_new, size))
+        tables = await self._take(wanted)
+        num_blocks = num_blocks_for(num_tokens, size)  # those behind are for the new tokens
+        block_ids = {
+            group: table.array()[: num_blocks - table.first_block]
+            for group, table in tables.items()
+        }
+        taking = self._engine.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids)
+        try:
+            taken = await taking.taken()
+        except FetchFailed:
+            self._tasks.start_soon(self._give_up, taking, tables)
+            raise
+        self._fetched[request_id] = Generation(self._model, self._kv, tables), num_tokens
+        return taken
+
+    async def generate(self, request_id: str, token: int, num_new: int) -> list[Step]:
+        """The steps behind ``token``, the first of the output, after `fetch`."""
+        generation, num_tokens = self._fetched.pop(request_id)
+        steps = list[Step]()
+        if self._flips_left:
+            self._flips_left -= 1
+            rng = Random(num_tokens)  # noqa: S311 - any place will do
+            flip_one_byte(generation, num_tokens, rng)
+        for position in range(num_tokens, num_tokens + num_new):
+            steps += await self._compute(partial(generation.decode, token, position))
+            token = steps[-1].token
+        self._engine.blocks.give(generation.tables)
+        return steps
+
+    async def _give_up(self, taking: Taking, tables: Tables) -> None:
+        with contextlib.suppress(KVBusError):  # then the offer ends by its time to live
+            await taking.fetch.cancel(release_offer=True)
+        await taking.fetch.freed
+        self._engine.blocks.give(tables)
+
+    async def _passes(self, prompt: list[int], tables: Tables) -> AsyncIterator[Pass]:
+        """Pass by pass, so that the requests take turns on the device."""
+        size, num_before, chunk = self._block_size, 0, self._setup.prefill_chunk
+        passes = Generation(self._model, self._kv, tables).prefill(prompt, chunk)
+        while (computed := await self._compute(partial(next, passes, None))) is not None:
+            num_tokens, step = computed
+            new = slice(num_blocks_for(num_before, size), num_blocks_for(num_tokens, size))
+            ids = {name: table.array()[new].tolist() for name, table in tables.items()}
+            yield Pass(num_tokens, ids, step, time.monotonic())
+            num_before = num_tokens
+
+    async def _compute(self, step: Callable[[], T]) -> T:
         """Run ``step`` in the thread that stands for the device; the event loop goes on."""
         return await anyio.to_thread.run_sync(step, limiter=self._device)
 
-    async def take(self, blocks_of: Callable[[GroupSpec], range]) -> Tables:
-        """The blocks of one request, those of each group by their position."""
-        wanted = {group.name: blocks_of(group) for group in self.engine.spec.groups}
-        return await self.engine.blocks.take(wanted, wait_s=PATIENCE_S)
-
-    async def serve(self, handlers: Handlers) -> None:
-        """Handle each line of work in a task of its own, until the driver closes the line."""
-        await self.line.send(Ready(NO_REQUEST, self.engine.link.agent.peer_endpoint))
-        handlers = {**handlers, Settle: self._settle}
-        async with anyio.create_task_group() as tasks:
-            async for work in self.line:
-                tasks.start_soon(handlers[type(work)], work)
-            tasks.cancel_scope.cancel()
-
-    async def _settle(self, _: Settle) -> None:
-        await self.engine.settle()
-        await self.line.send(Settled(NO_REQUEST, self.engine.num_held))
+    async def _take(self, wanted: Mapping[str, range]) -> Tables:
+        return await self._engine.blocks.take(wanted, wait_s=PATIENCE_S)
 
 
-@contextlib.asynccontextmanager
-async def attached_engine(setup: EngineSetup, line: Line) -> AsyncIterator[DemoEngine]:
-    """The engine, and what it computes with."""
-    shape, config = setup.shape, setup.model
-    per_request = num_blocks_for(setup.max_tokens, shape.block_size)
-    num_blocks = dict.fromkeys(config.groups, setup.concurrency * per_request)
-    ring_blocks = None
-    if shape.memory is Memory.HOST:
-        ring_blocks = {name: max(1, round(setup.ring_share * n)) for name, n in num_blocks.items()}
+def flip_one_byte(generation: Generation, num_tokens: int, rng: Random) -> None:
+    """Change one byte of a fetched K, or latent, somewhere that the next token attends to."""
+    layer, group = rng.choice(sorted(generation.model.groups.items()))
+    view = rng.choice(generation.kv.ranks_of(layer))[group.parts[0]]
+    position = rng.randrange(first_seen(num_tokens, group.window), num_tokens)
+    block, slot = slots(generation.tables[group.name], view, position, position + 1)
+    row = view[int(block), int(slot), rng.randrange(view.shape[2])].view(torch.uint8)
+    row[rng.randrange(len(row))] ^= 0xFF
+
+
+async def main(setup: EngineSetup) -> None:
+    """Serve until the driver closes the line."""
     engine = Engine(
         setup.attach_path,
-        config.spec(setup.engine_id, block_size=shape.block_size, tp=shape.tp, pp=shape.pp),
-        KvLayout.parse(shape.layout, cross_layer=shape.cross_layer),
-        num_blocks=num_blocks,
-        ring_blocks=ring_blocks,
+        setup.spec,
+        setup.layout,
+        num_blocks=setup.num_blocks,
+        ring_blocks=setup.ring_blocks,
         attach_timeout_s=PATIENCE_S,
         wait_s=PATIENCE_S,
     )
-    async with engine:
-        yield DemoEngine(setup, engine, Transformer(config), PagedKV.of(engine.caches), line)
+    async with engine, anyio.create_task_group() as tasks:
+        await serve(DemoEngine(setup, engine, tasks).answer)
+        tasks.cancel_scope.cancel()
 
 
-def run_engine(serve: Callable[[DemoEngine], Awaitable[None]]) -> None:
-    """The engine's process: its setup is the argument, its stdin the line to the driver.
-
-    It serves until the driver closes the line. An error is one line on stderr and exit status 1.
-    """
-    setup = msgspec.json.decode(sys.argv[1], type=EngineSetup)
-    failures: list[KVBusError] = []
-
-    async def run() -> None:
-        line = await Line.over(socket.socket(fileno=sys.stdin.fileno()))
-        with contextlib.closing(line):
-            async with attached_engine(setup, line) as engine:
-                await serve(engine)
-
-    try:
-        anyio.run(run)
-    except* KVBusError as errors:
-        failures = leaves(errors)
-    if failures:
-        sys.stderr.writelines(f"error: {error.code}: {error.message}\n" for error in failures)
-        raise SystemExit(1)
+if __name__ == "__main__":
+    run_program(partial(main, msgspec.json.decode(sys.argv[1], type=EngineSetup)))

@@ -8,6 +8,9 @@ copied in, and whatever the block ids, the strides, the tensor and pipeline para
 are rounded to float32, which hides the order of sums, but, over a few steps, no flipped bit of a
 16-bit cache.
 
+The weights are drawn from a seed, the same on every machine. They are not trained: what counts is
+that every byte of the cache has a say in the output.
+
 Unlike in a real engine, K is cached without its RoPE and rotated when it is read: attention does
 not see the order of its context, so a handoff that swapped two blocks, each with its rotation,
 would change nothing. Rotated by where it was found, a K in the wrong place shows. With MLA the
@@ -17,11 +20,11 @@ Axes
     token         tokens of this step, by position
     context       tokens of the request that this step's attend to, up to its last
     query_head    query heads of the model
-    dim, half     ``head_dim``, and half of it; of the cache ``cache_dim``
+    dim, half     elements of a head, and half of it; of the cache those of a head or of the latent
     hidden, vocab the residual stream, the logits
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -32,11 +35,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvbus.demo.messages import Step
-from kvbus.demo.model_config import MAX_TOKENS, ModelConfig
+from kvbus.demo.options import HEAD_DIM, MAX_TOKENS, MAX_TP
 from kvbus.demo.paged_cache import PagedKV
-from kvbus.demo.weights import COMPUTE_DTYPE, LayerWeights, Weights
-from kvbus.geometry import BlockTable, KvPart, num_blocks_for
+from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, KvPart, num_blocks_for
 from kvbus.lab.engine import Tables
+
+COMPUTE_DTYPE = torch.float64
+VOCAB = 256  # bytes
+ROPE_THETA = 10_000.0
+
+# Random weights of gain one all but ignore the prompt: attention averages it away and the output
+# repeats one token. With these gains each byte of a prompt of 200 changes most tokens after it,
+# while no token's share of the attention is so small that a change of its K or V gets lost.
+QUERY_GAIN = 2.5
+OUTPUT_GAIN = 2.0
+DOWN_GAIN = 4.0
 
 
 def first_seen(start: int, window: int | None) -> int:
@@ -44,16 +57,79 @@ def first_seen(start: int, window: int | None) -> int:
     return 0 if window is None else max(0, start - window + 1)
 
 
-class Transformer:
-    """Prefill and decode are the same computation, over many tokens or over one."""
+@dataclass(frozen=True)
+class LayerWeights:
+    """Projections of one layer, each [in, out]; the norms' gains are one.
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self.weights = Weights(config)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=COMPUTE_DTYPE) / config.head_dim
-        positions = torch.arange(MAX_TOKENS, dtype=COMPUTE_DTYPE)
-        angles = torch.outer(positions, config.rope_theta**-exponents)
+    ``cached`` give what is cached, by part. ``raised``, with MLA, make K and V of the latent:
+    each [query_head, latent, dim].
+    """
+
+    query: Tensor
+    cached: Mapping[str, Tensor]
+    output: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    raised: Mapping[str, Tensor]
+
+
+class Transformer:
+    """The model whose KV an engine of ``spec`` caches, of any shape.
+
+    The default takes 25 MB of weights and milliseconds on one core. Prefill and decode are the same
+    computation, over many tokens or over one. It has a multiple of the KV heads as query heads, and
+    so many that there can be `MAX_TP` ranks.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        seed: int,
+        *,
+        hidden: int = 256,
+        intermediate: int = 512,
+        head_dim: int = HEAD_DIM,
+    ) -> None:
+        self.spec, self._head_dim = spec, head_dim
+        self.groups = {layer: group for group in spec.groups for layer in group.layers}
+        num_kv_heads = spec.groups[0].num_kv_heads
+        self.num_query_heads = -(-MAX_TP // num_kv_heads) * num_kv_heads
+        self._generator = torch.Generator().manual_seed(seed)
+        self.embedding = self._draw(VOCAB, hidden, sqrt(VOCAB))
+        self.layers = [
+            self._layer(group, hidden, intermediate) for _, group in sorted(self.groups.items())
+        ]
+        self.to_logits = self._draw(hidden, VOCAB)
+        exponents = torch.arange(0, head_dim, 2, dtype=COMPUTE_DTYPE) / head_dim
+        angles = torch.outer(torch.arange(MAX_TOKENS, dtype=COMPUTE_DTYPE), ROPE_THETA**-exponents)
         self._turns = torch.polar(torch.ones_like(angles), angles)
+
+    def _layer(self, group: GroupSpec, hidden: int, intermediate: int) -> LayerWeights:
+        query_width = self.num_query_heads * self._head_dim
+        cached_width = group.num_kv_heads * group.head_dim
+        is_latent = KvPart.LATENT in group.parts
+        return LayerWeights(
+            query=self._draw(hidden, query_width, QUERY_GAIN),
+            cached={part: self._draw(hidden, cached_width) for part in group.parts},
+            output=self._draw(query_width, hidden, OUTPUT_GAIN),
+            gate=self._draw(hidden, intermediate),
+            up=self._draw(hidden, intermediate),
+            down=self._draw(intermediate, hidden, DOWN_GAIN),
+            raised={
+                part: self._draw(group.head_dim, query_width)
+                .view(group.head_dim, -1, self._head_dim)
+                .transpose(0, 1)
+                .contiguous()
+                for part in (KvPart.KEY, KvPart.VALUE)
+                if is_latent
+            },
+        )
+
+    def _draw(self, num_in: int, num_out: int, gain: float = 1.0) -> Tensor:
+        """[in, out]; what passes through has its variance times ``gain`` squared."""
+        drawn = torch.randn(num_in, num_out, generator=self._generator, dtype=COMPUTE_DTYPE)
+        return drawn * (gain / sqrt(num_in))
 
     def logits(
         self, tokens: Sequence[int], kv: PagedKV, tables: Tables, *, start: int = 0
@@ -65,31 +141,30 @@ class Transformer:
         float32.
         """
         with one_thread():
-            x = self.weights.embedding[torch.tensor(tokens)]
-            for layer, weights in enumerate(self.weights.layers):
-                table = tables[self.config.group_of(layer)]
-                x = x + self._attention(layer, rms_norm(x), kv, table, start=start)
+            x = self.embedding[torch.tensor(tokens)]
+            for layer, weights in enumerate(self.layers):
+                x = x + self._attention(layer, rms_norm(x), kv, tables, start=start)
                 x = x + feed_forward(rms_norm(x), weights)
-            return (rms_norm(x[-1]) @ self.weights.logits).float()
+            return (rms_norm(x[-1]) @ self.to_logits).float()
 
     def _attention(
-        self, layer: int, x: Tensor, kv: PagedKV, table: BlockTable, *, start: int
+        self, layer: int, x: Tensor, kv: PagedKV, tables: Tables, *, start: int
     ) -> Tensor:
         """[token, hidden] → [token, hidden], through the cache."""
-        config, weights = self.config, self.weights.layers[layer]
-        window = config.window_of(layer)
+        group, weights = self.groups[layer], self.layers[layer]
+        table, first = tables[group.name], first_seen(start, group.window)
         cached = {
-            part: (x @ projection).view(len(x), config.cache_heads, config.cache_dim)
+            part: (x @ projection).view(len(x), group.num_kv_heads, group.head_dim)
             for part, projection in weights.cached.items()
         }
         kv.write(layer, table, start=start, parts=cached)
-        first = first_seen(start, window)
-        k, v = keys_and_values(
-            kv.read(layer, table, start=first, stop=start + len(x), config=config), weights
-        )
-        query = (x @ weights.query).view(len(x), -1, config.head_dim).transpose(0, 1)
+        num_heads = self.num_query_heads, group.num_kv_heads
+        read = kv.read(layer, table, start=first, stop=start + len(x), num_heads=num_heads)
+        k, v = keys_and_values(read, weights)
+        query = (x @ weights.query).view(len(x), -1, self._head_dim).transpose(0, 1)
         query, k = self._rotated(query, start), self._rotated(k, first)
-        return attend(query, k, v, window=window).transpose(0, 1).flatten(1) @ weights.output
+        attended = attend(query, k, v, window=group.window)
+        return attended.transpose(0, 1).flatten(1) @ weights.output
 
     def _rotated(self, x: Tensor, first: int) -> Tensor:
         """RoPE: turns pairs (i, i + half) of [head, token, dim], from position ``first``."""
@@ -144,7 +219,6 @@ def generate_alone(
     prompt: Sequence[int],
     max_new_tokens: int,
     *,
-    block_size: int = 16,
     tokens_per_pass: int | None = None,
 ) -> list[Step]:
     """The reference: one engine does both halves in a cache of its own. At least one token.
@@ -152,15 +226,16 @@ def generate_alone(
     Equal to a handed-off run when ``tokens_per_pass`` is that of its prefill side; with another
     one, sums are taken in another order, which in rare cases changes a digest.
     """
+    block_size = model.spec.groups[0].block_size
     num_blocks = num_blocks_for(len(prompt) + max_new_tokens, block_size)
-    kv = PagedKV.private(model.config, num_blocks=num_blocks, block_size=block_size)
-    tables = dict.fromkeys(model.config.groups, BlockTable.of(range(num_blocks)))
-    alone = Generation(model, kv, tables)
+    table = BlockTable.of(range(num_blocks))
+    tables = {group.name: table for group in model.spec.groups}
+    alone = Generation(model, PagedKV.private(model.spec, num_blocks), tables)
     *_, (_, first) = alone.prefill(prompt, tokens_per_pass)
     return [first, *alone.decode(first.token, len(prompt), max_new_tokens - 1)]
 
 
-def keys_and_values(parts: dict[KvPart, Tensor], weights: LayerWeights) -> tuple[Tensor, Tensor]:
+def keys_and_values(parts: Mapping[str, Tensor], weights: LayerWeights) -> tuple[Tensor, Tensor]:
     """K and V that each query head reads, of what is cached; each [query_head, context, dim]."""
     if not weights.raised:
         return parts[KvPart.KEY].to(COMPUTE_DTYPE), parts[KvPart.VALUE].to(COMPUTE_DTYPE)

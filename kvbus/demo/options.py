@@ -1,4 +1,4 @@
-"""The options of ``kvbus demo``, and the run that they describe. It imports no torch."""
+"""The options of ``kvbus demo``, and the engines that they describe. It imports no torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,34 +7,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from msgspec import Meta, to_builtins
 
-from kvbus.demo.model_config import (
-    MAX_KV_HEADS,
-    MAX_TOKENS,
-    MAX_TP,
-    NUM_LAYERS,
-    Attention,
-    ModelConfig,
-)
 from kvbus.demo.prompts import encode, read_prompts
 from kvbus.errors import ConfigError
+from kvbus.geometry import EngineSpec
+from kvbus.spec_text import EngineWords, ModelWords, read_words
+
+MAX_TP = 8  # the model has at least as many query heads
+MAX_KV_HEADS = 32
+NUM_LAYERS = 4
+HEAD_DIM = 64
+MAX_TOKENS = 4096  # prompt and output together
 
 
-class Layout(StrEnum):
-    """The order of the axes within a block of a cache."""
+class Attention(StrEnum):
+    """What a layer caches: K and V of some heads, or one latent that all heads share."""
 
-    NHD = "NHD"
-    HND = "HND"
-
-
-class Memory(StrEnum):
-    """Where an engine's cache is: in memory that its agent maps, or in memory of its own.
-
-    Of the latter, as on a device, the engine copies blocks through a ring of host blocks.
-    """
-
-    SHARED = "shared"
-    HOST = "host"
+    GQA = "gqa"
+    MLA = "mla"
 
 
 class ReadPath(StrEnum):
@@ -46,25 +37,24 @@ class ReadPath(StrEnum):
     MAPPED = "mapped"
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineShape:
-    """The shape of one engine: ``tp`` ranks in each of ``pp`` stages, and their caches."""
+class SideWords(EngineWords, kw_only=True):
+    """What one engine has of its own.
 
-    tp: int = 1
-    pp: int = 1
-    layout: Layout = Layout.NHD
-    block_size: int = 16
-    cross_layer: bool = False
-    memory: Memory = Memory.SHARED
+    With a ``ring`` its cache is memory that no agent maps, as on a device, and KV passes through
+    host blocks, so large a part of the cache.
+    """
+
+    tp: Annotated[int, Meta(ge=1, le=MAX_TP)] = 1
+    pp: Annotated[int, Meta(ge=1, le=NUM_LAYERS)] = 1
+    block: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 16
+    ring: Annotated[float, Meta(gt=0, le=1)] | None = None
 
     def __str__(self) -> str:
-        blocks = f"{self.layout} {self.block_size}" + " cross-layer" * self.cross_layer
-        host = " host" * (self.memory is Memory.HOST)
-        return f"tp={self.tp} pp={self.pp} {blocks}{host}"
+        words = to_builtins(self)
+        return " ".join(f"{key}={word}" for key, word in words.items() if word not in (None, False))
 
 
-RUN, MODEL = "Run", "Model"
-BOTH, PREFILL, DECODE = "Both engines", "Prefill engine", "Decode engine"
+RUN, ENGINES, MODEL = "Run", "Engines", "Model"
 
 
 def _number(panel: str, low: int, high: int, text: str) -> Any:
@@ -75,15 +65,6 @@ def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> A
     return typer.Option(
         *names, case_sensitive=False, metavar=metavar, help=text, rich_help_panel=panel
     )
-
-
-_TP = "Ranks that share the KV heads."
-_PP = f"Pipeline stages that share the {NUM_LAYERS} layers."
-_CROSS_LAYER = "One region of all layers."
-_MEMORY = "Shared with the agent, or the engine's own, copied through a ring of host blocks."
-_LAYOUT, _BLOCK_SIZE = "Instead of --layout.", "Instead of --block-size."
-_SIZES = 1, MAX_TOKENS
-_RING = "Size of a ring of host blocks, as a part of the engine's cache; half, or a request."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,36 +90,14 @@ class DemoOptions:
         bool, _option(RUN, "Print one JSON object, as the last line of stdout.", "--json")
     ] = False
 
-    layout: Annotated[Layout, _option(BOTH, "Order of the axes within a block.")] = Layout.NHD
-    block_size: Annotated[int, _number(BOTH, *_SIZES, "Tokens in a block of the KV caches.")] = 16
-    cross_layer: Annotated[bool, _option(BOTH, _CROSS_LAYER, "--cross-layer/--per-layer")] = False
-    ring_share: Annotated[
-        float | None, typer.Option(min=0.01, max=1.0, help=_RING, rich_help_panel=BOTH)
-    ] = None
-
-    prefill_tp: Annotated[int, _number(PREFILL, 1, MAX_TP, _TP)] = 1
-    prefill_pp: Annotated[int, _number(PREFILL, 1, NUM_LAYERS, _PP)] = 1
-    prefill_layout: Annotated[Layout | None, _option(PREFILL, _LAYOUT)] = None
-    prefill_block_size: Annotated[int | None, _number(PREFILL, *_SIZES, _BLOCK_SIZE)] = None
-    prefill_cross_layer: Annotated[
-        bool, _option(PREFILL, _CROSS_LAYER, "--prefill-cross-layer")
-    ] = False
-    prefill_memory: Annotated[Memory, _option(PREFILL, _MEMORY)] = Memory.SHARED
+    prefill: Annotated[str, _option(ENGINES, "The prefill engine.", metavar="SPEC")] = ""
+    decode: Annotated[str, _option(ENGINES, "The decode engine.", metavar="SPEC")] = ""
     prefill_chunk: Annotated[
         int | None,
-        _number(PREFILL, *_SIZES, "Compute N tokens at a time; what is done is read meanwhile."),
+        _number(ENGINES, 1, MAX_TOKENS, "Compute N tokens at a time; meanwhile they are read."),
     ] = None
-
-    decode_tp: Annotated[int, _number(DECODE, 1, MAX_TP, _TP)] = 1
-    decode_pp: Annotated[int, _number(DECODE, 1, NUM_LAYERS, _PP)] = 1
-    decode_layout: Annotated[Layout | None, _option(DECODE, _LAYOUT)] = None
-    decode_block_size: Annotated[int | None, _number(DECODE, *_SIZES, _BLOCK_SIZE)] = None
-    decode_cross_layer: Annotated[bool, _option(DECODE, _CROSS_LAYER, "--decode-cross-layer")] = (
-        False
-    )
-    decode_memory: Annotated[Memory, _option(DECODE, _MEMORY)] = Memory.SHARED
     path: Annotated[
-        ReadPath, _option(DECODE, "How the agent reads; auto: by its rule.", "--path")
+        ReadPath, _option(ENGINES, "How the decode agent reads; auto: by its rule.", "--path")
     ] = ReadPath.AUTO
 
     attention: Annotated[
@@ -167,12 +126,20 @@ class DemoOptions:
                 f"a prompt of {self.max_prompt_tokens} tokens and {self.max_new_tokens} new ones"
                 f" are more than the {MAX_TOKENS} tokens that the model can take"
             )
-        has_ring = Memory.HOST in (self.prefill_memory, self.decode_memory)
-        if has_ring and self.share_in_ring * self.concurrency < 1:
-            raise ConfigError(
-                f"a ring of {self.ring_share:g} of a cache for {self.concurrency} requests does not"
-                " hold the longest of them: raise --ring-share or --concurrency"
-            )
+        for role, words in self.sides.items():
+            if words.ring is not None and words.ring * self.concurrency < 1:
+                raise ConfigError(
+                    f"--{role}: a ring of {words.ring:g} of a cache for {self.concurrency} requests"
+                    " does not hold the longest of them: raise ring or --concurrency"
+                )
+
+    @cached_property
+    def sides(self) -> dict[str, SideWords]:
+        """The words of both engines."""
+        return {
+            role: read_words(f"--{role}", getattr(self, role), SideWords)
+            for role in ("prefill", "decode")
+        }
 
     @cached_property
     def prompts(self) -> tuple[str, ...]:
@@ -184,25 +151,18 @@ class DemoOptions:
         """Tokens of the longest prompt."""
         return max(len(encode(prompt)) for prompt in self.prompts)
 
-    @property
-    def share_in_ring(self) -> float:
-        """The part of an engine's cache that its ring of host blocks holds, if it has one."""
-        return self.ring_share or max(0.5, 1 / self.concurrency)
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model of both engines."""
-        return ModelConfig(
-            seed=self.seed,
-            attention=self.attention,
-            kv_heads=self.kv_heads or ModelConfig.kv_heads,
+    def spec(self, engine_id: str, words: EngineWords | None = None) -> EngineSpec:
+        """An engine of this model."""
+        words = words or EngineWords()
+        whole = ModelWords(
+            layers=NUM_LAYERS,
+            head=HEAD_DIM,
+            kv_heads=0 if self.attention is Attention.MLA else self.kv_heads or 4,
+            attention=self.attention.value,
             window=self.window,
+            model=f"kvbus-demo@seed-{self.seed}",
+            tp=words.tp,
+            pp=words.pp,
+            block=words.block,
         )
-
-    def shape(self, role: str) -> EngineShape:
-        """The engine's own options, or else those of both."""
-        either = ("layout", "block_size", "cross_layer")
-        return EngineShape(
-            **{name: getattr(self, f"{role}_{name}") for name in ("tp", "pp", "memory")},
-            **{name: getattr(self, f"{role}_{name}") or getattr(self, name) for name in either},
-        )
+        return whole.engine(engine_id)

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbus.demo.model_config import ModelConfig
 from kvbus.engine import KvCache
 from kvbus.errors import GeometryError, LocalError
-from kvbus.geometry import BlockTable, KvLayout, KvPart, held_heads
+from kvbus.geometry import BlockTable, EngineSpec, KvLayout, held_heads
 from kvbus.lab.engine import private_cache
 
-LayerViews = Mapping[KvPart, Tensor]
+LayerViews = Mapping[str, Tensor]
 """The parts of one layer on one rank, each [block, slot, head, dim] with any strides."""
 
 
@@ -42,7 +41,7 @@ class PagedKV:
         return cls(
             [
                 {
-                    layer: {KvPart(part): cache.view(layer, part) for part in region.parts}
+                    layer: {part: cache.view(layer, part) for part in region.parts}
                     for region in cache.rank.regions
                     for layer in region.layers
                 }
@@ -51,14 +50,9 @@ class PagedKV:
         )
 
     @classmethod
-    def private(
-        cls, config: ModelConfig, *, num_blocks: int, block_size: int, tp: int = 1, pp: int = 1
-    ) -> "PagedKV":
+    def private(cls, spec: EngineSpec, num_blocks: int) -> "PagedKV":
         """A cache in memory of this process alone."""
-        spec, layout = (
-            config.spec("alone", block_size=block_size, tp=tp, pp=pp),
-            KvLayout.parse("NHD"),
-        )
+        layout = KvLayout.parse("NHD")
         ranks = range(spec.num_ranks)
         return cls.of([private_cache(spec, rank, layout, num_blocks) for rank in ranks])
 
@@ -70,24 +64,27 @@ class PagedKV:
         """Gives each rank its heads of ``parts``, each [token, head, dim] of all heads."""
         ranks = self.ranks_of(layer)
         for rank, views in enumerate(ranks):
-            held = {}
             for part, values in parts.items():
                 heads = held_heads(rank, len(ranks), values.shape[1])
-                held[part] = values[:, heads.start : heads.stop]
-            write(views, table, start=start, parts=held)
+                at = slots(table, views[part], start, start + len(values))
+                views[part][at] = values[:, heads.start : heads.stop].to(views[part].dtype)
 
     def read(
-        self, layer: int, table: BlockTable, *, start: int, stop: int, config: ModelConfig
-    ) -> dict[KvPart, Tensor]:
+        self, layer: int, table: BlockTable, *, start: int, stop: int, num_heads: tuple[int, int]
+    ) -> dict[str, Tensor]:
         """What each query head reads, each part contiguous [query_head, token, dim].
 
-        The same shapes for any tensor parallelism: what follows computes the same bits.
+        ``num_heads`` are the model's query heads and KV heads. The same shapes for any tensor
+        parallelism: what follows computes the same bits.
         """
-        ranks = [gather(one, table, start=start, stop=stop) for one in self.ranks_of(layer)]
-        readers = held_by_query_head(config.num_query_heads, config.cache_heads, len(ranks))
+        ranks = [
+            {part: view[slots(table, view, start, stop)] for part, view in views.items()}
+            for views in self.ranks_of(layer)
+        ]
+        readers = held_by_query_head(*num_heads, len(ranks))
         return {
             part: torch.stack([ranks[rank][part][:, head] for rank, head in readers])
-            for part in config.parts
+            for part in ranks[0]
         }
 
 
@@ -104,18 +101,6 @@ def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list
             copies[head].append((rank, number))
     sharing = num_query_heads // num_kv_heads
     return [held[i * len(held) // sharing] for held in copies for i in range(sharing)]
-
-
-def write(views: LayerViews, table: BlockTable, *, start: int, parts: LayerViews) -> None:
-    """Stores ``parts``, each [token, head, dim] of the rank's heads, from position ``start``."""
-    for part, values in parts.items():
-        at = slots(table, views[part], start, start + len(values))
-        views[part][at] = values.to(views[part].dtype)
-
-
-def gather(views: LayerViews, table: BlockTable, *, start: int, stop: int) -> LayerViews:
-    """Copies of all parts, each [token, head, dim], of positions ``start`` to ``stop``."""
-    return {part: view[slots(table, view, start, stop)] for part, view in views.items()}
 
 
 def slots(table: BlockTable, view: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,12 @@
 """What came of the demo's requests: figures for ``--json``, tables for a terminal of 80 columns.
 
-Refuses to judge by tokens alone: an output matches when tokens and digests of all logits do.
+An output matches when its tokens and the digests of all logits do.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
 
@@ -16,48 +16,52 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbus.console import Console
-from kvbus.demo.messages import Decoded, Prefilled, Step
+from kvbus.demo.messages import Computed, Step
 from kvbus.demo.options import DemoOptions
 from kvbus.demo.prompts import encode
 from kvbus.errors import RequestRefused
+from kvbus.lab.process import Taken
 
 # What a fetch came to, by headings of two lines each, so that a row fits into 80 columns.
-COLUMNS: Mapping[str, Callable[[Decoded], str]] = {
-    "KiB": lambda one: f"{one.num_bytes / 1024:.0f}",
-    "resol-\nving": lambda one: _ms(one.stages_s.resolving),
-    "claim-\ning": lambda one: _ms(one.stages_s.claiming),
-    "wait-\ning": lambda one: _ms(one.stages_s.waiting),
-    "read-\ning": lambda one: _ms(one.stages_s.reading),
-    "taking": lambda one: _ms(one.stages_s.taking),
-    "total": lambda one: _ms(one.handoff_s),
+COLUMNS: Mapping[str, Callable[[Taken], str]] = {
+    "KiB": lambda one: f"{one.fetched.num_bytes / 1024:.0f}",
+    "resol-\nving": lambda one: _ms(one.fetched.stages_s.resolving),
+    "claim-\ning": lambda one: _ms(one.fetched.stages_s.claiming),
+    "wait-\ning": lambda one: _ms(one.fetched.stages_s.waiting),
+    "read-\ning": lambda one: _ms(one.fetched.stages_s.reading),
+    "taking": lambda one: _ms(one.fetched.stages_s.taking),
+    "total": lambda one: _ms(one.seconds),
 }
 DONE, FAILED = "green", "bold red"
-
-VARIED = ("seed", "attention", "kv_heads", "window")
+VARIED = ("seed", "attention", "kv_heads", "window", "path", "prefill_chunk")
 
 
 @dataclass(slots=True)
 class Served:
-    """One request: what the engines answered so far; ``failed`` is the last of it."""
+    """One request: what the engines answered so far; ``failed`` is the last of it.
+
+    ``steps`` are those of the decode engine.
+    """
 
     request_id: str
     prompt: str
-    prefilled: Prefilled | None = None
-    decoded: Decoded | None = None
+    computed: Computed | None = None
+    taken: Taken | None = None
+    steps: list[Step] | None = None
     failed: RequestRefused | None = None
 
     @property
     def output(self) -> list[Step]:
         """The steps of both halves."""
-        first = [self.prefilled.step] if self.prefilled else []
-        return first + (self.decoded.steps if self.decoded else [])
+        first = [self.computed.step] if self.computed else []
+        return first + (self.steps or [])
 
     @property
     def after_prefill_s(self) -> float | None:
         """From the end of the prefill to the completion of the fetch; None before that."""
-        if self.prefilled is None or self.decoded is None:
+        if self.computed is None or self.taken is None:
             return None
-        return self.decoded.fetched_at_s - self.prefilled.computed_at_s
+        return self.taken.at_s - self.computed.at_s
 
 
 @dataclass(slots=True)
@@ -78,7 +82,7 @@ class DemoReport:
 
     def matches(self, served: Served) -> bool:
         """Whether this output equals that of the model run alone."""
-        return served.decoded is not None and served.output == self.alone.get(served.prompt)
+        return served.steps is not None and served.output == self.alone.get(served.prompt)
 
     @property
     def num_matched(self) -> int:
@@ -88,13 +92,18 @@ class DemoReport:
     @property
     def not_compared(self) -> set[str]:
         """Prompts with an output that the model run alone is needed for."""
-        completed = {one.prompt for one in self.served if one.decoded is not None}
+        completed = {one.prompt for one in self.served if one.steps is not None}
         return completed - self.alone.keys()
 
     @property
-    def handoffs(self) -> list[Decoded]:
-        """The requests whose fetch completed."""
-        return [served.decoded for served in self.served if served.decoded is not None]
+    def taken(self) -> list[Taken]:
+        """The fetches that completed."""
+        return [served.taken for served in self.served if served.taken is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        """What they have moved."""
+        return sum(taken.fetched.num_bytes for taken in self.taken)
 
     @property
     def failures(self) -> Counter[str]:
@@ -105,7 +114,8 @@ class DemoReport:
     @property
     def num_unfinished(self) -> int:
         """How many requests have neither an output nor failed."""
-        return self.options.requests - len(self.handoffs) - self.failures.total()
+        num_done = sum(one.steps is not None for one in self.served)
+        return self.options.requests - num_done - self.failures.total()
 
     @property
     def num_leaked(self) -> int | None:
@@ -120,7 +130,7 @@ class DemoReport:
 
     def summary(self) -> dict[str, Any]:
         """The figures for ``--json``; ``leaked_blocks`` is null in a run that ended early."""
-        options, handoffs = self.options, self.handoffs
+        options, taken = self.options, self.taken
         after_prefill = (served.after_prefill_s for served in self.served)
         return {
             "requests": options.requests,
@@ -129,17 +139,13 @@ class DemoReport:
             "failures": self.failures,
             "unfinished": self.num_unfinished,
             "trouble": self.trouble,
-            "bytes": sum(handoff.num_bytes for handoff in handoffs),
-            "handoff_ms": _quantiles_ms([one.handoff_s for one in handoffs]),
+            "bytes": self.num_bytes,
+            "handoff_ms": _quantiles_ms([one.seconds for one in taken]),
             "after_prefill_ms": _quantiles_ms([s for s in after_prefill if s is not None]),
-            "paths": Counter(handoff.path for handoff in handoffs),
+            "paths": Counter(one.fetched.path for one in taken),
             "leaked_blocks": self.num_leaked,
-            "prefill": asdict(options.shape("prefill")),
-            "decode": asdict(options.shape("decode")),
-            "model": {name: getattr(options.model, name) for name in VARIED},
-            "path": options.path,
-            "prefill_chunk": options.prefill_chunk,
-            "ring_share": options.share_in_ring,
+            **{role: str(words) for role, words in options.sides.items()},
+            **{name: getattr(options, name) for name in VARIED},
         }
 
 
@@ -170,13 +176,13 @@ def _request_table(report: DemoReport) -> Table:
     table.add_column("path")
     table.add_column("same")
     for number, served in enumerate(report.served, start=1):
-        decoded = served.decoded
+        taken = served.taken
         table.add_row(
             str(number),
             f"{len(encode(served.prompt))}+{len(served.output)}",
-            str(served.prefilled.num_blocks) if served.prefilled else "",
-            *(cell(decoded) if decoded else "" for cell in COLUMNS.values()),
-            decoded.path if decoded else "",
+            str(served.computed.num_blocks) if served.computed else "",
+            *(cell(taken) if taken else "" for cell in COLUMNS.values()),
+            taken.fetched.path if taken else "",
             _verdict(report, served),
         )
     return table
@@ -186,13 +192,13 @@ def _summary_lines(report: DemoReport) -> Iterator[Text]:
     """What the run comes to, what is not as it has to be, or that all came back."""
     summary, options = report.summary(), report.options
     num_requests, num_matched = summary["requests"], summary["matched"]
-    yield Text(f"prefill {options.shape('prefill')} → decode {options.shape('decode')}")
+    yield Text(" → ".join(f"{role} {words}" for role, words in options.sides.items()))
     yield Text(
         f"{num_matched} of {num_requests} outputs equal those of the model run alone,"
         " tokens and logits",
         style=DONE if num_matched == num_requests else FAILED,
     )
-    if report.handoffs:
+    if report.taken:
         took = _quantiles(summary["handoff_ms"])
         yield Text(f"moved {summary['bytes'] / 1e6:.1f} MB; a handoff took {took}")
         if options.prefill_chunk:
@@ -222,6 +228,6 @@ def _ms(seconds: float) -> str:
 def _verdict(report: DemoReport, served: Served) -> Text:
     if served.failed is not None:
         return Text("failed", style=FAILED)
-    if served.decoded is None or served.prompt not in report.alone:
+    if served.steps is None or served.prompt not in report.alone:
         return Text("?", style=FAILED)  # it did not finish, or is not compared
     return Text("yes", style=DONE) if report.matches(served) else Text("NO", style=FAILED)

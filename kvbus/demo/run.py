@@ -1,29 +1,50 @@
 """One run of the demo: processes up, requests served, leaks counted, outputs compared.
 
-Refuses to lose what it has: whatever ends a run, its report says what came of it until then. A
-signal ends the run, but never the clean-up after it.
+Whatever ends a run, its report says what came of it until then. A signal ends the run, but never
+the clean-up after it. A run waits as long as anything goes on: on a busy machine all takes longer.
 """
 
+import asyncio
 import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import anyio
+import msgspec
 
-from kvbus.demo.messages import Step
-from kvbus.demo.options import DemoOptions
-from kvbus.demo.processes import running_processes
+from kvbus.bus import ask_agent
+from kvbus.demo.keys import DemoKeys
+from kvbus.demo.messages import Computed, EngineSetup, Step
+from kvbus.demo.options import DemoOptions, ReadPath
 from kvbus.demo.prompts import encode
-from kvbus.demo.report import DemoReport
-from kvbus.demo.router import Router
-from kvbus.errors import KVBusError, leaves
+from kvbus.demo.report import DemoReport, Served
+from kvbus.errors import KVBusError, RequestRefused, RequestTimeout, leaves
+from kvbus.geometry import num_blocks_for
+from kvbus.lab.process import EngineProcess, Settings, Taken, agent_process, engine_process
+from kvbus.protocol.status import Status
+from kvbus.spawn import Child
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_FOLDER_BYTES = 80  # of the 107 that Linux allows; the rest is for the agents' sockets
 PREFIX = "kvbus-demo-"
+# The deadlines of the agents; on a busy machine the defaults are too short.
+AGENT_SETTINGS: dict[str, Settings] = {
+    "prefill": {"drain_timeout_s": 2.0, "offer_ttl_s": 600.0},
+    "decode": {
+        "drain_timeout_s": 2.0,
+        "fetch_timeout_s": 600.0,
+        "request_timeout_s": 60.0,
+        "lease_s": 30.0,
+    },
+}
+ASK_TIMEOUT_S = 60.0
+STALL_S = 60.0
+STALL_CPU_S = 3.0  # four processes that only wait use a third of it in that time
 
 OnProgress = Callable[[str, int, int], None]
 """Is told what is done now, how much of it is done, and how much there is."""
@@ -40,39 +61,192 @@ async def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoReport:
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(end_on_signal)
-            with _noted(report):
-                await _serve(report, folder, on_progress)
-            await _compare(report, on_progress)
+            try:
+                await _Run(report, folder, on_progress).serve()
+            except* KVBusError as errors:
+                report.trouble += dict.fromkeys(error.message for error in leaves(errors))
+            await compare(report, on_progress)
             tasks.cancel_scope.cancel()
     return report
 
 
-async def _serve(report: DemoReport, folder: Path, on_progress: OnProgress) -> None:
-    """All requests; the outputs are compared while the processes end."""
-    num_requests = report.options.requests
-    on_progress("starting two agents and two engines", 0, 0)
-    async with running_processes(report.options, folder) as processes:
-        async with processes.watched():
-            router = Router(report, processes)
-            await router.wait_ready()
-            on_progress("handing off", 0, num_requests)
-            await router.serve_all(lambda ended: on_progress("handing off", ended, num_requests))
-            await router.count_leaks()
+class _Run:
+    """Two agents, two engines, and the router's part: it takes tickets from one to the other."""
+
+    def __init__(self, report: DemoReport, folder: Path, on_progress: OnProgress) -> None:
+        self._report, self._options, self._folder = report, report.options, folder
+        self._on_progress = on_progress
+        self._keys = DemoKeys(folder) if report.options.keys else None
+        self._agents: dict[str, Child] = {}
+        self._engines: dict[str, EngineProcess] = {}
+
+    async def serve(self) -> None:
+        """All requests, and count what is held after the last one."""
+        self._on_progress("starting two agents and two engines", 0, 0)
+        async with AsyncExitStack() as stack:
+            for role in self._options.sides:
+                self._agents[role] = await stack.enter_async_context(self._agent(role))
+            for role in self._options.sides:
+                attach = self._folder / role / "attach.sock"
+                engine = engine_at(role, attach, self._options, log=self._log(f"{role}-engine"))
+                self._engines[role] = await stack.enter_async_context(engine)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._watch_progress)
+                endpoints = {
+                    role: await engine.ask(str, "endpoint")
+                    for role, engine in self._engines.items()
+                }
+                await self._serve_all()
+                await self._count_leaks(endpoints)
+                tasks.cancel_scope.cancel()
+
+    def _agent(self, role: str) -> AbstractAsyncContextManager[Child]:
+        settings = {"agent_id": f"{role}-demo", **AGENT_SETTINGS[role]}
+        if role == "decode" and self._options.path is not ReadPath.AUTO:
+            settings["path"] = self._options.path.value
+        if self._keys:
+            settings |= self._keys.settings(role)
+        log = self._log(f"{role}-agent")
+        return agent_process(role, self._folder, log=log, settings=settings)
+
+    def _log(self, name: str) -> Path:
+        log = (self._options.keep_logs or self._folder) / f"{name}.log"
+        log.unlink(missing_ok=True)
+        return log
+
+    async def _serve_all(self) -> None:
+        """Some requests in flight at a time."""
+        num_requests, prompts = self._options.requests, self._options.prompts
+        numbers, num_ended = iter(range(num_requests)), count(1)
+        self._on_progress("handing off", 0, num_requests)
+
+        async def serve_in_turn() -> None:
+            for number in numbers:
+                served = Served(f"request-{number}", prompts[number % len(prompts)])
+                self._report.served.append(served)
+                try:
+                    await self._hand_off(served)
+                except RequestRefused as error:
+                    served.failed = error
+                self._on_progress("handing off", next(num_ended), num_requests)
+
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_compare, report, on_progress)
-            with _noted(report):
-                await processes.finish()
+            for _ in range(self._options.concurrency):
+                tasks.start_soon(serve_in_turn)
+
+    async def _hand_off(self, served: Served) -> None:
+        """The ticket goes to decode at once, the first token when prefill is done."""
+        prefill, decode = self._engines.values()
+        ticket = await prefill.ask(
+            dict[str, Any], "prefill", request_id=served.request_id, prompt=served.prompt
+        )
+        halves = await asyncio.gather(
+            compute(prefill, served),
+            fetch(decode, served, ticket, self._options),
+            return_exceptions=True,
+        )
+        for failure in halves:
+            if failure is not None:
+                raise failure
+        await generate(decode, served, self._options)
+
+    async def _count_leaks(self, endpoints: dict[str, str]) -> None:
+        """What engines and agents hold after the last request."""
+        leaks, counts = dict[str, int](), dict[str, int]()
+        for role, engine in self._engines.items():
+            leaks[f"blocks of the {role} engine"] = await engine.ask(int, "settle")
+        for role, endpoint in endpoints.items():
+            curve = self._keys.of(role) if self._keys else None
+            status = await ask_agent(endpoint, Status(), timeout_s=ASK_TIMEOUT_S, curve=curve)
+            counts |= status.counts
+        self._report.leaks = leaks | {what: counts[what] for what in ("offers", "fetches")}
+
+    async def _watch_progress(self) -> None:
+        """Raise `RequestTimeout` when no engine answers for a while, and little is computed."""
+        num_answers, cpu_s = self._progress()
+        while True:
+            before, cpu_before_s = num_answers, cpu_s
+            await anyio.sleep(STALL_S)
+            num_answers, cpu_s = self._progress()
+            if num_answers == before and cpu_s - cpu_before_s < STALL_CPU_S:
+                raise RequestTimeout(f"nothing has gone on for {STALL_S:g} s")
+
+    def _progress(self) -> tuple[int, float]:
+        engines = self._engines.values()
+        children = [*self._agents.values(), *(engine.child for engine in engines)]
+        num_answers = sum(engine.num_answers for engine in engines)
+        return num_answers, sum(child.cpu_s() for child in children)
 
 
-async def _compare(report: DemoReport, on_progress: OnProgress) -> None:
-    """What the model generates without a handoff, in this process."""
+def engine_at(
+    role: str, attach: Path, options: DemoOptions, *, log: Path, engine_id: str | None = None
+) -> AbstractAsyncContextManager[EngineProcess]:
+    """The engine of ``role`` in its process, at the agent there.
+
+    Its cache is as large as ``concurrency`` requests need, so that all blocks are reused.
+    """
+    words = options.sides[role]
+    spec = options.spec(engine_id or f"{role}-engine", words)
+    num_new = options.max_new_tokens if role == "decode" else 0
+    per_request = num_blocks_for(options.max_prompt_tokens + num_new, words.block)
+    num_blocks = {group.name: options.concurrency * per_request for group in spec.groups}
+    ring_blocks = None
+    if words.ring is not None:
+        ring_blocks = {name: max(1, round(words.ring * n)) for name, n in num_blocks.items()}
+    setup = EngineSetup(
+        attach_path=str(attach),
+        spec=spec,
+        layout=words.parse(),
+        num_blocks=num_blocks,
+        ring_blocks=ring_blocks,
+        seed=options.seed,
+        prefill_chunk=options.prefill_chunk,
+        flip_one_byte=options.flip_one_byte and role == "decode",
+    )
+    text = msgspec.json.encode(setup).decode()
+    return engine_process(f"{role} engine", "kvbus.demo.engine", text, log=log)
+
+
+async def compute(prefill: EngineProcess, served: Served) -> None:
+    """Wait until the KV of a request is there; raises `RequestRefused`."""
+    served.computed = await prefill.ask(Computed, "computed", request_id=served.request_id)
+
+
+async def fetch(
+    decode: EngineProcess, served: Served, ticket: dict[str, Any], options: DemoOptions
+) -> None:
+    """Have the KV of a request fetched; raises `RequestRefused`."""
+    served.taken = await decode.ask(
+        Taken,
+        "fetch",
+        request_id=served.request_id,
+        ticket=ticket,
+        num_tokens=len(encode(served.prompt)),
+        num_new=options.max_new_tokens - 1,
+    )
+
+
+async def generate(decode: EngineProcess, served: Served, options: DemoOptions) -> None:
+    """Have it go on from the first token, with what was fetched."""
+    if served.computed is not None:
+        served.steps = await decode.ask(
+            list[Step],
+            "generate",
+            request_id=served.request_id,
+            token=served.computed.step.token,
+            num_new=options.max_new_tokens - 1,
+        )
+
+
+async def compare(report: DemoReport, on_progress: OnProgress = lambda *_: None) -> None:
+    """Run the model alone, in this process, on each prompt that has an output."""
     prompts = sorted(report.not_compared)
     if not prompts:
         return
     on_progress("running the model alone", 0, len(prompts))
-    generate = await anyio.to_thread.run_sync(_load_model, report.options)
+    alone = await anyio.to_thread.run_sync(_load_model, report.options)
     for number, prompt in enumerate(prompts, start=1):
-        report.alone[prompt] = await anyio.to_thread.run_sync(generate, prompt)
+        report.alone[prompt] = await anyio.to_thread.run_sync(alone, prompt)
         on_progress("running the model alone", number, len(prompts))
 
 
@@ -80,19 +254,10 @@ def _load_model(options: DemoOptions) -> Callable[[str], list[Step]]:
     """The reference. Loading torch takes a second, which would delay the start of the processes."""
     from kvbus.demo.model import Transformer, generate_alone  # noqa: PLC0415 - see above
 
-    model = Transformer(options.model)
+    model = Transformer(options.spec("alone"), options.seed)
     return lambda prompt: generate_alone(
         model, encode(prompt), options.max_new_tokens, tokens_per_pass=options.prefill_chunk
     )
-
-
-@contextmanager
-def _noted(report: DemoReport) -> Iterator[None]:
-    """What goes wrong in the block is the report's trouble."""
-    try:
-        yield
-    except* KVBusError as errors:
-        report.trouble += [error.message for error in leaves(errors)]
 
 
 @contextmanager

@@ -3,45 +3,36 @@
     kvbus demo-prefill --attach A | kvbus demo-decode --attach B
 
 What goes between the two is a router by hand: a line of JSON for each request, its ticket in it.
-Refuses to judge by what the other side says: the decode side runs the model alone, by its options.
+The decode side does not trust what the other one says of outputs: it runs the model alone itself.
 """
 
-import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import anyio
 import msgspec
 import typer
 
-from kvbus.demo.messages import (
-    NO_REQUEST,
-    Decode,
-    Decoded,
-    FirstToken,
-    Offered,
-    Prefill,
-    Prefilled,
-    Ready,
-    Settle,
-    Settled,
-    Step,
-)
+from kvbus.demo.messages import Computed
 from kvbus.demo.options import DemoOptions, ReadPath
-from kvbus.demo.processes import EngineLine, engine_setup
-from kvbus.demo.prompts import encode
-from kvbus.errors import ConfigError, RequestRefused, RequestTimeout
+from kvbus.demo.report import DemoReport, Served
+from kvbus.demo.run import compare, engine_at, fetch, generate
+from kvbus.errors import ConfigError, KVBusError, RequestRefused, RequestTimeout, leaves
+from kvbus.lab.process import EngineProcess
 from kvbus.memory.attach import connect_to_agent
-from kvbus.spawn import Child
+from kvbus.options import with_options
 from kvbus.text import printable
 
 NUM_WAITS = 3  # of twenty seconds each without a block that comes back
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,104 +54,99 @@ class Handed(msgspec.Struct, frozen=True):
     request_id: str
     prompt: str
     ticket: dict[str, Any]
-    first: Step
+    computed: Computed
 
 
-@dataclass(frozen=True)
-class Generated:
-    """One request on the decode side; ``failed`` says why it has no output."""
+@with_options(SideOptions)
+def demo_prefill(options: SideOptions) -> None:
+    """Offer requests at this machine's prefill agent; print their tickets, for demo-decode.
 
-    handed: Handed
-    decoded: Decoded | None
-    failed: str = ""
-
-    @property
-    def steps(self) -> list[Step]:
-        """The steps of both sides."""
-        return [self.handed.first, *(self.decoded.steps if self.decoded else [])]
+    Ends with status 0 once all of them have been read. `kvbus demo --help` explains a SPEC.
+    """
+    _run(_prefill, options)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of one request, and whether it is what the model generates alone."""
+@with_options(SideOptions)
+def demo_decode(options: SideOptions) -> None:
+    """Fetch what demo-prefill offered, by the lines on stdin; compare with the model run alone.
 
-    generated: Generated
-    matches: bool
+    Exit status 0: there were as many lines as requests, and all outputs are equal. Tell it all
+    options of the model as demo-prefill. `kvbus demo --help` explains a SPEC.
+    """
+    report = _run(_decode, options)
+    num_lines, num_equal = len(report.served), report.num_matched
+    paths = Counter(taken.fetched.path for taken in report.taken)
+    read = ", ".join(f"{number} {path}" for path, number in paths.items()) or "no path"
+    typer.echo(
+        f"{num_lines} requests, {num_equal} outputs equal to the model run alone, tokens and"
+        f" logits; {report.num_bytes / 1024:.0f} KiB read ({read})"
+    )
+    if num_lines != options.requests:
+        sys.stderr.write(
+            f"error: {num_lines} lines came from kvbus demo-prefill, expected"
+            f" {options.requests}: give both commands the same --requests, or look at its error\n"
+        )
+    if num_equal != options.requests or num_lines != options.requests:
+        raise typer.Exit(1)
+
+
+def _run(side: Callable[[SideOptions], Coroutine[Any, Any, T]], options: SideOptions) -> T:
+    """An error is one line on stderr and exit status 1, 2 for what was given wrongly."""
+    errors: list[KVBusError] = []
+    try:
+        return anyio.run(side, options)
+    except* KVBusError as group:
+        errors = leaves(group)
+    messages = dict.fromkeys(error.message for error in errors)
+    sys.stderr.writelines(f"error: {printable(message)}\n" for message in messages)
+    raise typer.Exit(2 if any(isinstance(error, ConfigError) for error in errors) else 1)
 
 
 @asynccontextmanager
-async def engine_at(role: str, options: SideOptions) -> AsyncIterator[EngineLine]:
-    """The line to a ready engine of ``role``; raises `PeerLost` without an agent, or when it ends.
+async def _engine(role: str, options: SideOptions) -> AsyncIterator[EngineProcess]:
+    """A ready engine of ``role``; raises `PeerLost` without an agent, or when it ends.
 
     The engine itself waits for its agent, as those of `kvbus demo` start with theirs.
     """
     connect_to_agent(options.attach).close()
     engine_id = f"{role}-{uuid.uuid4().hex[:12]}"
     with tempfile.TemporaryDirectory(prefix="kvbus-demo-") as folder:
-        setup = msgspec.structs.replace(
-            engine_setup(role, options, Path(folder)),
-            engine_id=engine_id,
-            attach_path=str(options.attach),
-        )
-        ours, theirs = socket.socketpair()
-        with theirs:
-            line = await EngineLine.over(ours)
-            command = sys.executable, "-m", f"kvbus.demo.{role}_engine"
-            engine = Child.start(
-                f"{role} engine",
-                [*command, msgspec.json.encode(setup).decode()],
-                log=Path(folder) / "log",
-                stdin=theirs.fileno(),
-            )
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_watch, engine)
-                tasks.start_soon(line.listen)
-                await line.answer(NO_REQUEST, Ready)
-                yield line
-                tasks.cancel_scope.cancel()
-        finally:
-            line.close()
-            await engine.end_async()
+        log = Path(folder) / "log"
+        async with engine_at(role, options.attach, options, log=log, engine_id=engine_id) as engine:
+            await engine.ask(str, "endpoint")
+            yield engine
 
 
-async def _watch(engine: Child) -> None:
-    await engine.ended()
-    raise engine.lost()
-
-
-async def prefill_side(options: SideOptions) -> None:
+async def _prefill(options: SideOptions) -> None:
     """Compute and offer all requests, a line on stdout each; return once all have been read.
 
     Raises `RequestTimeout` when nobody reads them.
     """
     numbers = iter(range(options.requests))
-    async with engine_at("prefill", options) as line:
+    async with _engine("prefill", options) as engine:
 
         async def serve_in_turn() -> None:
             for number in numbers:
                 prompt = options.prompts[number % len(options.prompts)]
-                handed = await _prefilled(line, f"{uuid.uuid4().hex[:12]}-{number}", prompt)
+                handed = await _handed(engine, f"{uuid.uuid4().hex[:12]}-{number}", prompt)
                 print(msgspec.json.encode(handed).decode(), flush=True)
 
         async with anyio.create_task_group() as servers:
             for _ in range(options.concurrency):
                 servers.start_soon(serve_in_turn)
         sys.stdout.close()  # the other side need not wait for us, who wait for it
-        await _all_read(line)
+        await _all_read(engine)
 
 
-async def _prefilled(line: EngineLine, request_id: str, prompt: str) -> Handed:
-    await line.send(Prefill(request_id, prompt))
-    ticket = (await line.answer(request_id, Offered)).ticket
-    first = (await line.answer(request_id, Prefilled)).step
-    return Handed(request_id, prompt, ticket, first)
+async def _handed(engine: EngineProcess, request_id: str, prompt: str) -> Handed:
+    ticket = await engine.ask(dict[str, Any], "prefill", request_id=request_id, prompt=prompt)
+    computed = await engine.ask(Computed, "computed", request_id=request_id)
+    return Handed(request_id, prompt, ticket, computed)
 
 
-async def _all_read(line: EngineLine) -> None:
+async def _all_read(engine: EngineProcess) -> None:
     for _ in range(NUM_WAITS):
-        await line.send(Settle(NO_REQUEST))
-        held = (await line.answer(NO_REQUEST, Settled)).num_blocks_held
+        held = await engine.ask(int, "settle")
         if not held:
             return
     raise RequestTimeout(
@@ -169,29 +155,34 @@ async def _all_read(line: EngineLine) -> None:
     )
 
 
-async def decode_side(options: SideOptions) -> list[Outcome]:
+async def _decode(options: SideOptions) -> DemoReport:
     """Fetch and go on with what each line of stdin hands over, until its end; then compare.
 
     Raises `ConfigError` at a terminal, which cuts long lines.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("stdin is no pipe: run kvbus demo-prefill ... | kvbus demo-decode ...")
-    generated: list[Generated] = []
-    places = anyio.Semaphore(options.concurrency)
-    async with engine_at("decode", options) as line:
+    report, places = DemoReport(options), anyio.Semaphore(options.concurrency)
+    async with _engine("decode", options) as engine:
 
         async def serve(handed: Handed) -> None:
-            one = await _generated(line, handed, options.max_new_tokens - 1)
+            served = Served(handed.request_id, handed.prompt, computed=handed.computed)
+            report.served.append(served)
+            try:
+                await fetch(engine, served, handed.ticket, options)
+                await generate(engine, served, options)
+            except RequestRefused as error:
+                served.failed = error
+                told = f"error: {served.request_id} failed: {error.code}: {error.message}\n"
+                sys.stderr.write(printable(told))
             places.release()
-            generated.append(one)
-            if one.failed:
-                sys.stderr.write(printable(f"error: {handed.request_id} failed: {one.failed}\n"))
 
         async with anyio.create_task_group() as tasks:
             async for text in anyio.wrap_file(sys.stdin):
                 await places.acquire()
                 tasks.start_soon(serve, _parsed(text))
-    return await anyio.to_thread.run_sync(_compared, generated, options)
+    await compare(report)
+    return report
 
 
 def _parsed(text: str) -> Handed:
@@ -201,33 +192,3 @@ def _parsed(text: str) -> Handed:
         raise ConfigError(
             f"stdin: {text[:80]!r} is no line of kvbus demo-prefill: {error}"
         ) from error
-
-
-async def _generated(line: EngineLine, handed: Handed, num_steps: int) -> Generated:
-    request_id = handed.request_id
-    await line.send(Decode(request_id, handed.ticket, len(encode(handed.prompt)), num_steps))
-    await line.send(FirstToken(request_id, handed.first.token))
-    try:
-        return Generated(handed, await line.answer(request_id, Decoded))
-    except RequestRefused as error:
-        return Generated(handed, None, f"{error.code}: {error.message}")
-
-
-def _compared(generated: list[Generated], options: SideOptions) -> list[Outcome]:
-    """Each with what the model generates without a handoff; the import of torch takes a second."""
-    from kvbus.demo.model import Transformer, generate_alone  # noqa: PLC0415 - see above
-
-    model = Transformer(options.model)
-    alone = {
-        prompt: generate_alone(
-            model,
-            encode(prompt),
-            options.max_new_tokens,
-            tokens_per_pass=options.prefill_chunk,
-        )
-        for prompt in {one.handed.prompt for one in generated if one.decoded is not None}
-    }
-    return [
-        Outcome(one, matches=one.decoded is not None and one.steps == alone[one.handed.prompt])
-        for one in generated
-    ]

@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -33,7 +32,8 @@ from kvbus.engine.bounce import (
 )
 from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable, EngineSpec, KvLayout, lay_out_rank
-from kvbus.protocol.engine import AgentRole, Fetched
+from kvbus.lab.process import Taken
+from kvbus.protocol.engine import AgentRole
 
 BlockIds = Mapping[str, npt.ArrayLike]
 Tables = Mapping[str, BlockTable]
@@ -243,15 +243,6 @@ class Offered:
 async def _save(offer: HostOffer, num_tokens: int, block_ids: BlockIds) -> None:
     await offer.save(num_tokens, block_ids)
     await offer.seal()
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What was fetched, in how many seconds from the call, and when, by `time.monotonic`."""
-
-    fetched: Fetched
-    seconds: float
-    at_s: float
 
 
 class Taking:

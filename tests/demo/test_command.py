@@ -18,12 +18,14 @@ def kvbus(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--layout", "ABC"], "'hnd'"),
+        (["--prefill", "layout=ABC"], "--prefill: layout 'abc'"),
+        (["--prefill", "layers=3"], "--prefill: Object contains unknown field `layers`"),
+        (["--path", "fast"], "'packed'"),
         (["--prompt-file", "/nowhere/at/all"], "cannot read /nowhere/at/all"),
         (["--keep-logs", "/dev/null/logs"], "/dev/null/logs"),
-        (["--decode-pp", "5"], "--decode-pp"),
+        (["--decode", "pp=5"], "--decode: Expected `int` <= 4"),
         (["--attention", "mla", "--kv-heads", "4"], "--kv-heads is for --attention gqa"),
-        (["--decode-memory", "host", "--ring-share", "0.2"], "raise --ring-share or --concurrency"),
+        (["--decode", "ring=0.2"], "--decode: a ring of 0.2 of a cache for 4 requests does not"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(arguments: list[str], told: str) -> None:

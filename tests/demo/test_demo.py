@@ -13,37 +13,34 @@ from tests.demo.conftest import Demo
 pytestmark = pytest.mark.timeout(300)  # four processes start, which takes long on a busy machine
 
 
-def options(text: str, prefix: str = "") -> list[str]:
-    """``tp=2 cross-layer`` as options of one side."""
-    return [f"--{prefix}{option}" for option in text.split()]
-
-
 SMALL = ("--requests", "5", "--max-new-tokens", "8")
 PACKED = {"packed"}
 ANY = {"mapped", "direct", *PACKED}
-CI_SHAPE = ("tp=3 chunk=32", "tp=2 pp=3 block-size=5", "window=50 path=packed", PACKED)
-HOST_SHAPE = ("tp=2 memory=host chunk=32", "tp=3 memory=host layout=HND", "attention=mla")
+CI_SHAPE = ("tp=3", "tp=2 pp=3 block=5", "window=50 path=packed prefill-chunk=32", PACKED)
+HOST_SHAPE = ("tp=2 ring=0.5", "tp=3,ring=0.5,layout=HND", "attention=mla prefill-chunk=32")
 """A run takes ten seconds of CPU time: these mix what is in the others, too."""
 SHAPES = [
-    ("tp=1 layout=HND block-size=64", "tp=2 block-size=16", "path=direct", {"direct"}),
-    ("tp=2 block-size=16", "tp=1 layout=HND", "path=mapped", {"mapped"}),
-    ("tp=8 pp=4 chunk=50", "tp=1 layout=HND", "kv-heads=2 path=packed", PACKED),
+    ("layout=HND block=64", "tp=2", "path=direct", {"direct"}),
+    ("tp=2", "layout=HND", "path=mapped", {"mapped"}),
+    ("tp=8 pp=4", "layout=HND", "kv-heads=2 path=packed prefill-chunk=50", PACKED),
     (*HOST_SHAPE, ANY),
-    ("tp=4 pp=2", "tp=6 pp=1 cross-layer", "kv-heads=6 path=packed", PACKED),
-    ("tp=2 block-size=16", "tp=3 block-size=48", "attention=mla window=40", ANY),
-    ("memory=host", "memory=host", "ring-share=0.1 concurrency=10 requests=20", ANY),
+    ("tp=4 pp=2", "tp=6 cross_layer=true", "kv-heads=6 path=packed", PACKED),
+    ("tp=2", "tp=3 block=48", "attention=mla window=40", ANY),
+    ("ring=0.1", "ring=0.1", "concurrency=10 requests=20", ANY),
 ]
 ENDLESS = ("--requests", "50000", "--max-new-tokens", "4")
 
 
 def sides(prefill: str, decode: str, both: str) -> list[str]:
-    return [*options(prefill, "prefill-"), *options(decode, "decode-"), *options(both)]
+    """``path=packed`` of ``both`` as an option."""
+    options = [f"--{option}" for option in both.split()]
+    return ["--prefill", prefill, "--decode", decode, *options]
 
 
 def test_every_output_equals_that_of_the_model_run_alone_and_is_told_with_what_was_run(
     demo: Demo,
 ) -> None:
-    status, figures, _ = demo.run(*SMALL, "--keys", "--seed", "3", "--decode-tp", "2")
+    status, figures, _ = demo.run(*SMALL, "--keys", "--seed", "3", "--decode", "tp=2")
 
     assert (status, figures["requests"], figures["matched"]) == (0, 5, 5)
     assert figures["bytes"] > 1_000_000
@@ -51,9 +48,11 @@ def test_every_output_equals_that_of_the_model_run_alone_and_is_told_with_what_w
     for times in figures["handoff_ms"], figures["after_prefill_ms"]:
         assert 0 < times["p50"] <= times["p99"]
     assert figures["leaked_blocks"] == 0
-    shape = {"pp": 1, "layout": "NHD", "block_size": 16, "cross_layer": False, "memory": "shared"}
-    assert (figures["prefill"], figures["decode"]) == ({"tp": 1, **shape}, {"tp": 2, **shape})
-    assert figures["model"] == {"seed": 3, "attention": "gqa", "kv_heads": 4, "window": None}
+    words = "layout=NHD {} pp=1 block=16"
+    shapes = words.format("tp=1"), words.format("tp=2")
+    assert (figures["prefill"], figures["decode"]) == shapes
+    model = {name: figures[name] for name in ("seed", "attention", "kv_heads", "window")}
+    assert model == {"seed": 3, "attention": "gqa", "kv_heads": None, "window": None}
     assert (figures["path"], figures["prefill_chunk"]) == ("auto", None)
     for role in ("prefill", "decode"):
         log = (demo.running[0].logs / f"{role}-agent.log").read_text()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,37 +11,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.demo.model import Generation, Transformer, generate_alone
-from kvbus.demo.model_config import Attention, ModelConfig
+from kvbus.demo.options import DemoOptions
 from kvbus.demo.paged_cache import PagedKV, slots
-from kvbus.geometry import BlockTable
+from kvbus.geometry import BlockTable, EngineSpec
+from kvbus.spec_text import ModelWords, read_words
 from tests.examples import num_examples
 
-SMALL = ModelConfig(head_dim=16, latent_dim=24, hidden=64, intermediate=96)
-KINDS: dict[str, dict[str, Any]] = {
-    "gqa": {},
-    "mla": {"attention": Attention.MLA},
-    "window": {"window": 20},
-    "mla-window": {"attention": Attention.MLA, "window": 20},
+KINDS = {
+    "gqa": "kv_heads=4 head=16",
+    "mla": "attention=mla head=24",
+    "window": "kv_heads=4 head=16 window=20",
+    "mla-window": "attention=mla head=24 window=20",
 }
 PROMPT = list(b"Every byte of this prompt has a say in what comes after it, in every layer.")
 NUM_STEPS, NUM_FLIPS = 4, 24
 
 
+def spec_of(kind: str, *words: str) -> EngineSpec:
+    """A model is named by its kind."""
+    text = " ".join((KINDS[kind], "layers=4", f"model={kind}", *words))
+    return read_words("model", text, ModelWords).engine("alone")
+
+
+def small(kind: str, *words: str, seed: int = 0) -> Transformer:
+    return Transformer(spec_of(kind, *words), seed, hidden=64, intermediate=96, head_dim=16)
+
+
 class Request:
     """A cache full of NaN, so that a read of a slot never written shows, and its blocks there."""
 
-    def __init__(
-        self, model: Transformer, block_ids: Sequence[int], block_size: int = 16, **shape: int
-    ) -> None:
-        num_blocks = max(block_ids) + 1
-        self.model, self.block_size = model, block_size
-        self.kv = PagedKV.private(
-            model.config, num_blocks=num_blocks, block_size=block_size, **shape
-        )
+    def __init__(self, model: Transformer, block_ids: Sequence[int], *words: str) -> None:
+        spec = spec_of(model.spec.model, *words)
+        self.model, self.num_slots = model, len(block_ids) * spec.groups[0].block_size
+        self.kv = PagedKV.private(spec, max(block_ids) + 1)
         for parts in (parts for rank in self.kv.views for parts in rank.values()):
             for view in parts.values():
                 view.fill_(math.nan)
-        self.tables = dict.fromkeys(model.config.groups, BlockTable.of(list(block_ids)))
+        self.tables = {one.name: BlockTable.of(list(block_ids)) for one in spec.groups}
         self.generation = Generation(model, self.kv, self.tables)
 
     def prefill(self, prompt: list[int] = PROMPT, tokens_per_pass: int | None = None) -> Any:
@@ -55,9 +60,9 @@ class Request:
         return [first, *self.generation.decode(first.token, len(PROMPT), NUM_STEPS)]
 
 
-@pytest.fixture(scope="module", params=KINDS.values(), ids=[*KINDS])
+@pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(replace(SMALL, **request.param))
+    return small(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +86,9 @@ def test_output_depends_on_every_byte_of_the_prompt_and_their_order(
 
 
 def test_output_does_not_repeat_one_token_and_is_that_of_the_seed() -> None:
-    tokens = [step.token for step in generate_alone(Transformer(ModelConfig()), PROMPT, 24)]
-    first, same, other = (
-        generate_alone(Transformer(replace(SMALL, seed=seed)), PROMPT, 2) for seed in (7, 7, 8)
-    )
+    of_the_demo = Transformer(DemoOptions().spec("alone"), 0)
+    tokens = [step.token for step in generate_alone(of_the_demo, PROMPT, 24)]
+    first, same, other = (generate_alone(small("gqa", seed=seed), PROMPT, 2) for seed in (7, 7, 8))
 
     assert len(set(tokens)) > 12
     assert first == same
@@ -103,7 +107,7 @@ def test_output_is_bitwise_the_same_whatever_the_blocks_and_the_parallelism(
     needed = -(-(len(PROMPT) + NUM_STEPS) // block_size)
     block_ids = random.sample(range(needed + 5), needed)
 
-    request = Request(model, block_ids, block_size, tp=ranks[0], pp=ranks[1])
+    request = Request(model, block_ids, f"block={block_size} tp={ranks[0]} pp={ranks[1]}")
 
     assert request.decode(request.prefill()) == alone
 
@@ -131,18 +135,18 @@ def test_one_flipped_bit_of_any_used_slot_changes_the_digests(
     model: Transformer, kv_dtype: str, tp: int, byte: str
 ) -> None:
     """On 8 ranks each of the 4 KV heads is held twice, a latent 8 times: each replica counts."""
-    config = replace(model.config, kv_dtype=kv_dtype)
-    engine, random = Request(Transformer(config), [4, 2, 5, 0, 3], tp=tp), Random(3)
+    block_ids = [4, 2, 5, 0, 3]
+    engine, random = Request(model, block_ids, f"tp={tp} dtype={kv_dtype}"), Random(3)
     first = engine.prefill()
     expected = engine.decode(first)
 
     unnoticed = []
     for _ in range(NUM_FLIPS):
-        rank, layer = random.randrange(tp), random.randrange(config.num_layers)
-        view = engine.kv.views[rank][layer][random.choice(config.parts)]
-        window = config.window_of(layer) or len(PROMPT)
+        rank, (layer, group) = random.randrange(tp), random.choice([*model.groups.items()])
+        view = engine.kv.views[rank][layer][random.choice(group.parts)]
+        window = group.window or len(PROMPT)
         position = random.randrange(len(PROMPT) - window + 1, len(PROMPT))
-        table = engine.tables[config.group_of(layer)]
+        table = engine.tables[group.name]
         block, slot = slots(table, view, position, position + 1)
         head, element = random.randrange(view.shape[2]), random.randrange(view.shape[3])
         where = (int(block), int(slot), head, 2 * element + (byte == "highest"))
@@ -160,12 +164,13 @@ def test_what_is_behind_the_last_token_or_was_left_behind_by_a_window_changes_no
     """A request's own decode reads no position that its fetch did not ask for."""
     engine = Request(model, [4, 2, 5, 0, 3])
     first = engine.prefill()
-    last = (len(PROMPT) + NUM_STEPS, 5 * engine.block_size)
+    last = (len(PROMPT) + NUM_STEPS, engine.num_slots)
 
     for layer, parts in engine.kv.views[0].items():
-        window = model.config.window_of(layer) or len(PROMPT) + 1
+        group = model.groups[layer]
+        window = group.window or len(PROMPT) + 1
         for span in (last, (0, max(0, len(PROMPT) - window + 1))):
             for view in parts.values():
-                view[slots(engine.tables[model.config.group_of(layer)], view, *span)] = math.nan
+                view[slots(engine.tables[group.name], view, *span)] = math.nan
 
     assert engine.decode(first) == alone

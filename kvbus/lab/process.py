@@ -1,0 +1,215 @@
+"""Processes of a tool: agents, and engines that it asks over a line.
+
+    tool ──{"id": 7, "engine": "a", "do": "offer", "with": {…}}──▶ process of engines
+    tool ◀──{"id": 7, "reply": …} or {"id": 7, "code": …, "error": …}──
+
+One question, one answer, which may be late. Lines of JSON over a Unix socket, the stdin of the
+process; it ends when the tool closes it.
+"""
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+
+from kvbus.errors import ErrorCode, KVBusError, ProtocolError, RequestRefused, leaves
+from kvbus.protocol.engine import Fetched
+from kvbus.spawn import Child, write_agent_config
+
+MAX_LINE_BYTES = 1 << 24
+END_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
+M = TypeVar("M", bound=msgspec.Struct)
+Settings = Mapping[str, str | float | list[str]]
+
+
+class Question(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What ``engine`` shall do, and with what."""
+
+    id: int
+    do: str
+    given: dict[str, Any] = msgspec.field(name="with", default_factory=dict)
+    engine: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What it replies; with an ``error`` why it did not do it."""
+
+    id: int
+    reply: msgspec.Raw = msgspec.Raw(b"null")
+    code: ErrorCode = ErrorCode.INTERNAL
+    error: str | None = None
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """What was fetched, in how many seconds from the call, and when, by `time.monotonic`."""
+
+    fetched: Fetched
+    seconds: float
+    at_s: float
+
+
+class EngineProcess:
+    """A process that answers; see `engine_process`."""
+
+    def __init__(
+        self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.child, self.num_answers = child, 0
+        self._reader, self._writer = reader, writer
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._num_asked = 0
+
+    async def ask(self, kind: type[T], do: str, *, engine: str = "", **given: Any) -> T:
+        """The reply, a ``kind``.
+
+        Raises `RequestRefused` with the code and message of what was raised there. When the process
+        ends, the block of `engine_process` does.
+        """
+        self._num_asked += 1
+        question = Question(self._num_asked, do, given, engine)
+        answered = self._asked[question.id] = asyncio.get_running_loop().create_future()
+        try:
+            await _send(self._writer, question)
+            answer = await answered
+        finally:
+            del self._asked[question.id]
+        if answer.error is not None:
+            raise RequestRefused(answer.error, code=answer.code)
+        return msgspec.json.decode(answer.reply, type=kind)
+
+    async def listen(self) -> None:
+        """Take answers until the process ends, which raises `PeerLost`."""
+        async for answer in _lines(self._reader, Answer):
+            self.num_answers += 1
+            asked = self._asked.get(answer.id)
+            if asked is not None and not asked.done():
+                asked.set_result(answer)
+        await self.child.ended()
+        raise self.child.lost()
+
+    def close(self) -> None:
+        """Have it end; idempotent."""
+        self._writer.close()
+
+
+@asynccontextmanager
+async def engine_process(
+    name: str, module: str, *arguments: str, log: Path
+) -> AsyncIterator[EngineProcess]:
+    """Run ``python -m module``, which calls `serve`, until the block ends.
+
+    Raises `PeerLost` in the block when it ends before that, and after it when it does not end well.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", module, *arguments]
+        child = Child.start(name, command, log=log, stdin=theirs.fileno(), own_session=True)
+    process = EngineProcess(
+        child, *await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
+    )
+    async with _running(child, process.listen, process.close):
+        yield process
+
+
+@asynccontextmanager
+async def agent_process(
+    role: str,
+    folder: Path,
+    *,
+    name: str = "",
+    log: Path | None = None,
+    settings: Settings = MappingProxyType({}),
+) -> AsyncIterator[Child]:
+    """An agent of this machine alone until the block ends; its runtime dir is ``folder / name``.
+
+    Its name is its role where there is no other. Raises as `engine_process` does.
+    """
+    name = name or role
+    config = write_agent_config(name, folder, **settings)
+    command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
+    log = log or folder / f"{name}.log"
+    child = Child.start(f"{role} agent", command, log=log, own_session=True)
+
+    async def watch() -> None:
+        await child.ended()
+        raise child.lost()
+
+    async with _running(child, watch, child.ask_to_end):
+        yield child
+
+
+@asynccontextmanager
+async def _running(
+    child: Child, watch: Callable[[], Coroutine[Any, Any, None]], ask_to_end: Callable[[], None]
+) -> AsyncIterator[None]:
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            yield
+            tasks.cancel_scope.cancel()
+        ask_to_end()
+        with anyio.move_on_after(END_TIMEOUT_S):
+            await child.ended()
+        if child.process.poll() != 0:
+            raise child.lost(f"did not end within {END_TIMEOUT_S:g} s")
+    finally:
+        ask_to_end()
+        await child.end_async()
+
+
+async def serve(handle: Callable[[Question], Awaitable[object]]) -> None:
+    """Do what the tool asks, each in a task of its own, until it closes the line."""
+    stdin = socket.socket(fileno=sys.stdin.fileno())
+    reader, writer = await asyncio.open_unix_connection(sock=stdin, limit=MAX_LINE_BYTES)
+
+    async def answer(question: Question) -> None:
+        try:
+            reply = msgspec.Raw(msgspec.json.encode(await handle(question)))
+            await _send(writer, Answer(question.id, reply))
+        except* KVBusError as errors:
+            first = leaves(errors)[0]
+            await _send(writer, Answer(question.id, code=first.code, error=first.message))
+
+    async with anyio.create_task_group() as tasks:
+        async for question in _lines(reader, Question):
+            tasks.start_soon(answer, question)
+        tasks.cancel_scope.cancel()
+    writer.close()
+
+
+def run_program(main: Callable[[], Awaitable[None]]) -> None:
+    """A `KVBusError` is one line on stderr and exit status 1."""
+    failures: list[KVBusError] = []
+    try:
+        anyio.run(main)
+    except* KVBusError as errors:
+        failures = leaves(errors)
+    if failures:
+        sys.stderr.writelines(f"error: {error.code}: {error.message}\n" for error in failures)
+        raise SystemExit(1)
+
+
+async def _send(writer: asyncio.StreamWriter, message: Question | Answer) -> None:
+    """What the other end does not hear any more is dropped."""
+    with suppress(OSError):
+        writer.write(msgspec.json.encode(message) + b"\n")
+        await writer.drain()
+
+
+async def _lines(reader: asyncio.StreamReader, kind: type[M]) -> AsyncIterator[M]:
+    """Until the end; raises `ProtocolError` for one that is something else."""
+    with suppress(OSError):
+        while line := await reader.readline():
+            try:
+                yield msgspec.json.decode(line, type=kind)
+            except msgspec.DecodeError as error:
+                raise ProtocolError(f"{line[:200]!r} is no message: {error}") from error
