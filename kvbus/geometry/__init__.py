@@ -2,7 +2,6 @@
 
 from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS, BlockTable, num_blocks_for
 from kvbus.geometry.layouts import (
-    Box,
     KvLayout,
     held_heads,
     held_layers,
@@ -14,6 +13,7 @@ from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
     Axis,
     AxisName,
+    Box,
     EngineSpec,
     GroupSpec,
     KvPart,

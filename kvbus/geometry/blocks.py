@@ -4,7 +4,8 @@ Refuses ids outside the cache and ids named twice, because a table like that put
 one slot.
 """
 
-from struct import unpack
+import struct
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
@@ -39,6 +40,9 @@ class BlockTable(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, block_ids: npt.ArrayLike, *, first_block: int = 0) -> "BlockTable":
         """The table of ``block_ids`` (any integers that fit uint32; raises `GeometryError`)."""
+        if isinstance(block_ids, list | tuple | range) and len(block_ids) <= FEW_IDS:
+            with suppress(struct.error):  # what this does not take is looked at below
+                return cls(struct.pack(f"<{len(block_ids)}I", *block_ids), first_block)
         try:
             ids = np.asarray(block_ids)
         except ValueError as error:  # rows of different lengths
@@ -50,7 +54,8 @@ class BlockTable(msgspec.Struct, frozen=True):
 
     def array(self) -> BlockIds:
         """The ids, shape (len(self),); raises `GeometryError` when the bytes are not whole ids."""
-        self._num_ids()
+        if len(self.ids) % 4:
+            raise GeometryError(f"block table of {len(self.ids)} bytes is not whole uint32 ids")
         return np.frombuffer(self.ids, dtype="<u4")
 
     def __len__(self) -> int:
@@ -83,26 +88,35 @@ class BlockTable(msgspec.Struct, frozen=True):
 
     def largest(self) -> int:
         """The largest id; 0 when there is none."""
-        return _largest(self._ids())
+        ids = self._ids()
+        return max(ids, default=0) if isinstance(ids, tuple) else int(ids.max())
 
     def check_ids(self, num_blocks: int) -> None:
         """Raise `GeometryError` unless every id is below ``num_blocks`` and named once."""
         ids = self._ids()
-        largest = _largest(ids)
-        if len(ids) and largest >= num_blocks:
+        largest = max(ids, default=-1) if isinstance(ids, tuple) else int(ids.max())
+        if largest >= num_blocks:
             raise GeometryError(
                 f"block id {largest} is out of range, the cache has {num_blocks} blocks",
                 block_id=largest,
                 num_blocks=num_blocks,
             )
-        if _num_distinct(ids, largest) != len(ids):
+        if isinstance(ids, tuple):
+            num_distinct = len(set(ids))
+        elif largest >= DENSE * len(ids):
+            num_distinct = len(np.unique(ids))
+        else:
+            seen = np.zeros(largest + 1, dtype=np.bool_)  # a million ids are sorted in 50 ms
+            seen[ids] = True
+            num_distinct = int(np.count_nonzero(seen))
+        if num_distinct != len(ids):
             raise GeometryError("block table names a block twice")
 
     def check_covers(self, start: int, stop: int, block_size: int) -> None:
         """Raise `GeometryError` unless the table is exactly the blocks of tokens [start, stop)."""
         first = start // block_size
-        needed = num_blocks_for(stop, block_size) - first if stop > start else 0
-        if self._num_ids() != needed or (needed and self.first_block != first):
+        needed = -(-stop // block_size) - first if stop > start else 0
+        if len(self.ids) != 4 * needed or (needed and self.first_block != first):
             raise GeometryError(
                 f"tokens {start} to {stop} in blocks of {block_size} need {needed} blocks from "
                 f"block {first} on, the table has {len(self)} from block {self.first_block} on",
@@ -110,29 +124,12 @@ class BlockTable(msgspec.Struct, frozen=True):
                 given=len(self),
             )
 
-    def _num_ids(self) -> int:
-        if len(self.ids) % 4:
-            raise GeometryError(f"block table of {len(self.ids)} bytes is not whole uint32 ids")
-        return len(self.ids) // 4
-
     def _ids(self) -> tuple[int, ...] | BlockIds:
         """As integers where an array is slower."""
-        num_ids = self._num_ids()
-        return unpack(f"<{num_ids}I", self.ids) if num_ids <= FEW_IDS else self.array()
-
-
-def _largest(ids: tuple[int, ...] | BlockIds) -> int:
-    return max(ids, default=0) if isinstance(ids, tuple) else int(ids.max())
-
-
-def _num_distinct(ids: tuple[int, ...] | BlockIds, largest: int) -> int:
-    if isinstance(ids, tuple):
-        return len(set(ids))
-    if largest >= DENSE * ids.size:
-        return int(np.unique(ids).size)
-    seen = np.zeros(largest + 1, dtype=np.bool_)  # a million ids are sorted in 50 ms
-    seen[ids] = True
-    return int(np.count_nonzero(seen))
+        num_ids, rest = divmod(len(self.ids), 4)
+        if rest or num_ids > FEW_IDS:
+            return self.array()
+        return struct.unpack(f"<{num_ids}I", self.ids)
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

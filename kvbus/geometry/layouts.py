@@ -5,26 +5,23 @@ packed transfer carries: a region at offset 0 of one block, without gaps, in the
 ``[layer, kv, token, head, dim]``.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
-
-import msgspec
+from itertools import product
 
 from kvbus.errors import GeometryError
 from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
     Axis,
     AxisName,
-    Count,
+    Box,
     EngineSpec,
     GroupSpec,
-    Index,
-    Name,
     RankSpec,
     Region,
     Segment,
 )
+from kvbus.geometry.validation import check_held
 
 ALIGNMENT_BYTES = 4096
 
@@ -97,24 +94,25 @@ def lay_out_rank(
     Raises `GeometryError` for a stage without a layer.
     """
     regions: list[Region] = []
-    end = 0
-    for group, layers, parts in _tensors(engine, rank, layout):
-        num_heads = group.part_shape(parts[0]).num_heads
-        heads = held_heads(rank % engine.tp_size, engine.tp_size, num_heads)
-        region = packed_region(
-            group,
-            layout.axes,
-            layers,
-            parts,
-            heads,
-            num_blocks=num_blocks if isinstance(num_blocks, int) else num_blocks[group.name],
-            block_size=group.block_size,
-            segment_id=segment_id,
-            offset_bytes=end,
-        )
-        regions.append(region)
-        size_bytes = region.axes[0].stride_bytes * region.axes[0].size
-        end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    end, stage = 0, held_layers(engine, rank)
+    for group in engine.groups:
+        held = tuple(layer for layer in group.layers if layer in stage)
+        layers = [held] if layout.cross_layer and held else [(layer,) for layer in held]
+        parts = [(part,) for part in group.parts] if group.state else [group.parts]
+        for these, some in product(layers, parts):
+            num_heads = group.part_shape(some[0]).num_heads
+            heads = held_heads(rank % engine.tp_size, engine.tp_size, num_heads)
+            region = _packed_region(
+                group,
+                Box(group.name, these, some, heads.start, len(heads), 0, group.block_size),
+                layout.axes,
+                num_blocks=num_blocks if isinstance(num_blocks, int) else num_blocks[group.name],
+                segment_id=segment_id,
+                offset_bytes=end,
+            )
+            regions.append(region)
+            size_bytes = region.axes[0].stride_bytes * region.axes[0].size
+            end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if not regions:
         raise GeometryError(
             f"rank {rank} holds no layer: {engine.pp_size} stages are more than there are layers",
@@ -137,26 +135,40 @@ def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
     return frozenset(layers[first:stop])
 
 
-def packed_region(
+def slot_region(group: GroupSpec, box: Box) -> Region:
+    """Where each element of ``box`` lies in its slot: all of its positions are in block 0.
+
+    ``group`` is either side's. Raises `GeometryError` for a box that is none of the group.
+    """
+    check_held(group, box, "box")
+    if box.stop <= box.start:
+        raise GeometryError(f"box has no positions: {box.start} to {box.stop}", field="stop")
+    return _packed_region(group, box, CANONICAL_AXES)
+
+
+def slot_bytes(group: GroupSpec, box: Box) -> int:
+    """Bytes of the slot that `slot_region` describes."""
+    heads = len(box.layers) * len(box.parts) * box.num_heads
+    return (box.stop - box.start) * heads * group.head_bytes(box.parts[0])
+
+
+def _packed_region(
     group: GroupSpec,
+    block: Box,
     order: tuple[AxisName, ...],
-    layers: tuple[int, ...],
-    parts: tuple[str, ...],
-    heads: range,
     *,
-    num_blocks: int,
-    block_size: int,
-    segment_id: str,
+    num_blocks: int = 1,
+    segment_id: str = "slot",
     offset_bytes: int = 0,
 ) -> Region:
-    """A region without gaps, its axes in this order, outermost first."""
+    """A region of blocks such as this one without gaps, its axes in this order, outermost first."""
     sizes = {
         AxisName.BLOCK: num_blocks,
-        AxisName.LAYER: len(layers),
-        AxisName.KV: len(parts),
-        AxisName.TOKEN: block_size,
-        AxisName.HEAD: len(heads),
-        AxisName.DIM: group.part_shape(parts[0]).head_dim,
+        AxisName.LAYER: len(block.layers),
+        AxisName.KV: len(block.parts),
+        AxisName.TOKEN: block.stop - block.start,
+        AxisName.HEAD: block.num_heads,
+        AxisName.DIM: group.part_shape(block.parts[0]).head_dim,
     }
     axes: list[Axis] = []
     stride_bytes = DTYPE_SIZES_BYTES[group.dtype]
@@ -167,94 +179,9 @@ def packed_region(
         segment_id=segment_id,
         offset_bytes=offset_bytes,
         group=group.name,
-        layers=layers,
-        parts=parts,
-        first_head=heads.start,
-        num_heads=len(heads),
+        layers=block.layers,
+        parts=block.parts,
+        first_head=block.first_head,
+        num_heads=block.num_heads,
         axes=tuple(reversed(axes)),
     )
-
-
-def _tensors(
-    engine: EngineSpec, rank: int, layout: KvLayout
-) -> Iterator[tuple[GroupSpec, tuple[int, ...], tuple[str, ...]]]:
-    """Layers and parts of each region; those of a state have one each, as their shapes differ."""
-    held = held_layers(engine, rank)
-    for group in engine.groups:
-        layers = tuple(layer for layer in group.layers if layer in held)
-        parts = [(part,) for part in group.parts] if group.state else [group.parts]
-        if not layers:
-            continue
-        for together in [layers] if layout.cross_layer else [(layer,) for layer in layers]:
-            yield from ((group, together, one) for one in parts)
-
-
-class Box(msgspec.Struct, frozen=True):
-    """Layers x parts x positions [``start``, ``stop``) x heads of one group; see
-    [Packed reads](#packed-reads). Positions are those of the group's block table; for all but a
-    state these are tokens.
-    """
-
-    group: Name
-    """The group."""
-    layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
-    """Layers of the group, none twice; the order is that along the layer axis."""
-    parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)]
-    """Parts of the group with heads of one size, none twice; the order is that along the kv
-    axis."""
-    first_head: Index
-    """First global KV head, or unit."""
-    num_heads: Count
-    """Number of heads, or units."""
-    start: Index
-    """First position of the block table."""
-    stop: Index
-    """One past the last position; over ``start``."""
-
-
-def slot_region(group: GroupSpec, box: Box) -> Region:
-    """Where each element of ``box`` lies in its slot: all of its positions are in block 0.
-
-    ``group`` is either side's. Raises `GeometryError` for a box that is none of the group.
-    """
-    _check_box(group, box)
-    return packed_region(
-        group,
-        CANONICAL_AXES,
-        box.layers,
-        box.parts,
-        range(box.first_head, box.first_head + box.num_heads),
-        num_blocks=1,
-        block_size=box.stop - box.start,
-        segment_id="slot",
-    )
-
-
-def slot_bytes(group: GroupSpec, box: Box) -> int:
-    """Bytes of the slot that `slot_region` describes."""
-    heads = len(box.layers) * len(box.parts) * box.num_heads
-    return (box.stop - box.start) * heads * group.head_bytes(box.parts[0])
-
-
-def _check_box(group: GroupSpec, box: Box) -> None:
-    lacking = {*box.layers, *box.parts} - {*group.layers, *group.parts}
-    if lacking:
-        names = ", ".join(sorted(map(str, lacking)))
-        raise GeometryError(
-            f"box has layers or parts that group '{group.name}' has not: {names}", field="layers"
-        )
-    if len(set(box.layers)) != len(box.layers) or len(set(box.parts)) != len(box.parts):
-        raise GeometryError("box names a layer or a part twice", field="layers")
-    shapes = [group.part_shape(part) for part in box.parts]
-    if len({shape.head_dim for shape in shapes}) != 1:
-        raise GeometryError(
-            "parts whose heads differ in size need boxes of their own", field="parts"
-        )
-    num_heads = min(shape.num_heads for shape in shapes)
-    if box.first_head + box.num_heads > num_heads:
-        raise GeometryError(
-            f"box has heads {box.first_head} to {box.first_head + box.num_heads} of {num_heads}",
-            field="num_heads",
-        )
-    if box.stop <= box.start:
-        raise GeometryError(f"box has no positions: {box.start} to {box.stop}", field="stop")

@@ -224,3 +224,26 @@ class RankSpec(msgspec.Struct, frozen=True):
     """Its shared memory, with ids that differ."""
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=16384)]
     """Its tensors. Together they hold each part of each layer of its stage once."""
+
+
+class Box(msgspec.Struct, frozen=True):
+    """Layers x parts x positions [``start``, ``stop``) x heads of one group; see
+    [Packed reads](#packed-reads). Positions are those of the group's block table; for all but a
+    state these are tokens.
+    """
+
+    group: Name
+    """The group."""
+    layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    """Layers of the group, none twice; the order is that along the layer axis."""
+    parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)]
+    """Parts of the group with heads of one size, none twice; the order is that along the kv
+    axis."""
+    first_head: Index
+    """First global KV head, or unit."""
+    num_heads: Count
+    """Number of heads, or units."""
+    start: Index
+    """First position of the block table."""
+    stop: Index
+    """One past the last position; over ``start``."""

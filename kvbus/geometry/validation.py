@@ -15,6 +15,7 @@ from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
     Axis,
     AxisName,
+    Box,
     EngineSpec,
     GroupSpec,
     RankSpec,
@@ -28,36 +29,24 @@ MAX_COMPARED_SPANS = 1 << 13
 
 def validate_engine(spec: EngineSpec) -> None:
     """Raise `GeometryError` unless the groups of ``spec`` are consistent."""
-    names = Counter(group.name for group in spec.groups)
-    layers = Counter(layer for group in spec.groups if not group.state for layer in group.layers)
-    _require(max(names.values()) == 1, "groups", "two groups have one name")
-    _require(max(layers.values(), default=1) == 1, "layers", "a layer is in two groups")
+    layers = [layer for group in spec.groups if not group.state for layer in group.layers]
+    _require(_differ(group.name for group in spec.groups), "groups", "two groups have one name")
+    _require(_differ(layers), "layers", "a layer is in two groups")
     for group in spec.groups:
-        _require(
-            len(set(group.layers)) == len(group.layers),
-            "layers",
-            f"group '{group.name}' names a layer twice",
-        )
+        _require(_differ(group.layers), "layers", f"group '{group.name}' names a layer twice")
+        _require(_differ(group.parts), "parts", f"group '{group.name}' names a part twice")
         _require(
             group.dtype in DTYPE_SIZES_BYTES,
             "dtype",
             f"dtype '{group.dtype}' of group '{group.name}' is not one of "
             + ", ".join(DTYPE_SIZES_BYTES),
         )
+        as_state = state_group(group.name, group.layers, group.state, optional=group.optional)
         _require(
-            len(set(group.parts)) == len(group.parts),
-            "parts",
-            f"group '{group.name}' names a part twice",
-        )
-        _require(
-            not group.state or group == _as_state(group),
+            not group.state or group == as_state,
             "state",
             f"group '{group.name}' is a state: make it with state_group",
         )
-
-
-def _as_state(group: GroupSpec) -> GroupSpec:
-    return state_group(group.name, group.layers, group.state, optional=group.optional)
 
 
 def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
@@ -70,8 +59,16 @@ def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
     _require(rank.rank < spec.num_ranks, "rank", f"rank {rank.rank} of {spec.num_ranks} ranks")
     sizes = {segment.segment_id: segment.size_bytes for segment in rank.segments}
     _require(len(sizes) == len(rank.segments), "segments", "two segments have one id")
+    groups = {group.name: group for group in spec.groups}
     for number, region in enumerate(rank.regions):
-        _validate_region(spec, region, sizes, where=f"region {number}")
+        where, group = f"region {number}", groups.get(region.group)
+        if group is None:
+            raise GeometryError(f"{where}: no group '{region.group}'", field="group")
+        size_bytes = sizes.get(region.segment_id)
+        if size_bytes is None:
+            raise GeometryError(f"{where}: no segment '{region.segment_id}'", field="segment_id")
+        _validate_axes(group, region, where)
+        _validate_extent(group, region, size_bytes, where)
     for group in spec.groups:
         _validate_coverage(group, rank, whole=spec.pp_size == 1)
     _refuse_overlaps(spec, rank)
@@ -106,27 +103,29 @@ def validate_ranks(spec: EngineSpec, ranks: Iterable[RankSpec]) -> None:
                 )
 
 
-def _validate_region(spec: EngineSpec, region: Region, sizes: dict[str, int], where: str) -> None:
-    group = next((group for group in spec.groups if group.name == region.group), None)
-    if group is None:
-        raise GeometryError(f"{where}: no group '{region.group}'", field="group")
-    if region.segment_id not in sizes:
-        raise GeometryError(f"{where}: no segment '{region.segment_id}'", field="segment_id")
-    _validate_axes(group, region, where)
-    _validate_extent(group, region, sizes[region.segment_id], where)
+def check_held(group: GroupSpec, held: Region | Box, where: str) -> None:
+    """Raise `GeometryError` unless ``group`` has these layers, parts and heads."""
+    for field, named, known in (
+        ("layers", held.layers, group.layers),
+        ("parts", held.parts, group.parts),
+    ):
+        others = ", ".join(sorted(map(str, set(named).difference(known))))
+        _require(not others, field, f"{where}: group '{group.name}' has no {field} {others}")
+        _require(_differ(named), field, f"{where}: one of the {field} is named twice")
+    shapes = [group.part_shape(part) for part in held.parts]
+    sizes = {shape.head_dim for shape in shapes}
+    _require(len(sizes) == 1, "parts", f"{where}: describe parts whose heads differ in size apart")
+    first, end = held.first_head, held.first_head + held.num_heads
+    num_heads = min(shape.num_heads for shape in shapes)
+    _require(end <= num_heads, "num_heads", f"{where}: heads {first} to {end} of {num_heads}")
 
 
 def _validate_axes(group: GroupSpec, region: Region, where: str) -> None:
     names = [axis.name for axis in region.axes]
-    _require(len(set(names)) == len(names), "axes", f"{where}: an axis is named twice")
-    _require(set(region.layers) <= set(group.layers), "layers", f"{where}: layer not in its group")
-    _require(set(region.parts) <= set(group.parts), "parts", f"{where}: part not in its group")
-    shape = group.part_shape(region.parts[0])
-    _require(
-        all(group.part_shape(part) == shape for part in region.parts),
-        "parts",
-        f"{where}: parts of different shapes need regions of their own",
-    )
+    _require(_differ(names), "axes", f"{where}: an axis is named twice")
+    check_held(group, region, where)
+    shape, *others = {group.part_shape(part) for part in region.parts}
+    _require(not others, "parts", f"{where}: parts of different shapes need regions of their own")
     expected = {
         AxisName.LAYER: len(region.layers),
         AxisName.KV: len(region.parts),
@@ -140,17 +139,10 @@ def _validate_axes(group: GroupSpec, region: Region, where: str) -> None:
             f"axes.{name}",
             f"{where}: axis '{name}' has size {region.size(name)}, the spec says {size}",
         )
-    _require(
-        region.first_head + region.num_heads <= shape.num_heads,
-        "num_heads",
-        f"{where}: heads {region.first_head} to {region.first_head + region.num_heads} "
-        f"of {shape.num_heads}",
-    )
 
 
 def _validate_extent(group: GroupSpec, region: Region, size_bytes: int, where: str) -> None:
-    itemsize = DTYPE_SIZES_BYTES[group.dtype]
-    extent = itemsize
+    extent = DTYPE_SIZES_BYTES[group.dtype]
     for axis in _inner_first(region):
         _require(
             axis.size == 1 or axis.stride_bytes >= extent,
@@ -183,9 +175,8 @@ def _validate_coverage(group: GroupSpec, rank: RankSpec, *, whole: bool) -> None
     heads = {
         (part, region.first_head, region.num_heads) for region in regions for part in region.parts
     }
-    parts = {part for part, _, _ in heads}
     _require(
-        len(heads) == len(parts),
+        _differ(part for part, *_ in heads),
         "first_head",
         f"regions of group '{group.name}' differ in heads",
     )
@@ -203,6 +194,17 @@ class _Span(NamedTuple):
     stop: int
     axes: tuple[Axis, ...]
     region: Region
+
+    @property
+    def step(self) -> int:
+        """Bytes from index to index of the outermost axis."""
+        return self.axes[0].stride_bytes if self.axes else 0
+
+    def first(self, num: int) -> list["_Span"]:
+        """What it has of each of the first ``num`` indices of the outermost axis."""
+        stop, axes, region = self.stop - _reach(self.axes[0]), self.axes[1:], self.region
+        starts = (index * self.step for index in range(num))
+        return [_Span(self.start + by, stop + by, axes, region) for by in starts]
 
 
 def _span(spec: EngineSpec, region: Region) -> _Span:
@@ -226,11 +228,9 @@ def _refuse_overlaps(spec: EngineSpec, rank: RankSpec) -> None:
     spans = [_span(spec, region) for region in rank.regions]
     for in_segment in _by("region.segment_id", spans):
         for cluster in _touching(in_segment):
-            if _share_a_cell(cluster):
-                for of_group in _by("region.group", cluster):
-                    _refuse_interleaved(of_group)
-            else:
-                _refuse_interleaved(cluster)
+            apart = _by("region.group", cluster) if _share_a_cell(cluster) else [cluster]
+            for together in apart:
+                _refuse_interleaved(together)
 
 
 def _share_a_cell(spans: list[_Span]) -> bool:
@@ -272,14 +272,12 @@ def _refuse_interleaved(spans: list[_Span]) -> None:
         for cluster in _touching(pending.pop()):
             if len(cluster) == 1:
                 continue
-            segment = cluster[0].region.segment_id
-            steps = {span.axes[0].stride_bytes if span.axes else 0 for span in cluster}
-            step = max(steps)
+            segment, step = cluster[0].region.segment_id, max(span.step for span in cluster)
             _require(step > 0, "regions", f"two regions in segment '{segment}' overlap")
-            sizes = [_size(span, step) for span in cluster]
-            if len(steps) == 1:
+            sizes = [span.axes[0].size if span.step == step else 1 for span in cluster]
+            if all(span.step == step for span in cluster):
                 start = min(span.start for span in cluster)
-                stop = max(_at(span, step, 0).stop for span in cluster)
+                stop = max(span.stop - _reach(span.axes[0]) for span in cluster)
                 sizes = [min(size, (stop - start - 1) // step + 1) for size in sizes]
             num_compared += sum(sizes)
             _require(
@@ -288,23 +286,16 @@ def _refuse_interleaved(spans: list[_Span]) -> None:
                 f"regions in segment '{segment}' interleave in more than {MAX_COMPARED_SPANS} "
                 "spans: describe them as one region",
             )
-            pairs = zip(cluster, sizes, strict=True)
-            pending.append([_at(span, step, n) for span, size in pairs for n in range(size)])
+            parts: list[_Span] = []
+            for span, size in zip(cluster, sizes, strict=True):
+                parts += span.first(size) if span.step == step else [span]
+            pending.append(parts)
 
 
-def _size(span: _Span, step: int) -> int:
-    """The size of its outermost axis, if that has this stride, else 1."""
-    return span.axes[0].size if span.axes and span.axes[0].stride_bytes == step else 1
-
-
-def _at(span: _Span, step: int, index: int) -> _Span:
-    """What the span has of one index of its outermost axis, if that has this stride, else all."""
-    size = _size(span, step)
-    if size == 1:
-        return span
-    by = index * step
-    stop = span.stop - (size - 1) * step + by
-    return span._replace(start=span.start + by, stop=stop, axes=span.axes[1:])
+def _differ(names: Iterable[object]) -> bool:
+    """Whether none is there twice."""
+    names = tuple(names)
+    return len(set(names)) == len(names)
 
 
 def _require(condition: bool, field: str, message: str) -> None:

@@ -19,6 +19,7 @@ from kvbus.planning.mapping import (
     bytes_by_group,
     check_compatible,
     position_bytes,
+    span_bytes,
 )
 from kvbus.planning.run_plan import PlacedRank, RunPlan, SlotPlan
 from kvbus.planning.runs import Lattice, Reads, Run, Runs
@@ -51,6 +52,7 @@ __all__ = [
     "num_pieces",
     "piece_of",
     "position_bytes",
+    "span_bytes",
     "tail_spans",
     "usual_box_bytes",
 ]

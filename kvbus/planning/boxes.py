@@ -49,8 +49,7 @@ def cut_into_boxes(
             needed_bytes=layer_bytes,
             given_bytes=box_bytes,
         )
-    ways = _ways(share, group, span, held=box_bytes // layer_bytes)
-    best = min(ways, key=lambda way: _cost(way, layer_bytes))
+    best = min(_ways(share, group, span, layer_bytes=layer_bytes, box_bytes=box_bytes))
     first_block, end_block = start // best.alignment, num_blocks_for(stop, best.alignment)
     return tuple(
         share.box(
@@ -64,33 +63,37 @@ def cut_into_boxes(
 
 
 class _Way(NamedTuple):
-    """A way to cut: layers and span into so many parts each, between multiples of a number."""
+    """A way to cut: layers and span into so many parts each, between multiples of ``alignment``.
 
-    layers_together: int
+    The least is the best: fewest boxes first, then long blocks, of short ones the longest, of long
+    ones those of few layers, as each layer may be a copy of its own.
+    """
+
+    num_boxes: int
+    is_short: bool
+    order: int
     num_layer_cuts: int
     alignment: int
     num_span_cuts: int
 
 
-def _ways(share: Share, group: GroupSpec, span: tuple[int, int], *, held: int) -> Iterator[_Way]:
-    """One for each number of layers together, when a box has room for ``held`` positions of one."""
+def _ways(
+    share: Share, group: GroupSpec, span: tuple[int, int], *, layer_bytes: int, box_bytes: int
+) -> Iterator[_Way]:
+    """One for each number of layers together of which a box has room for one position."""
     start, stop = span
-    for together in range(1, min(len(share.layers), held) + 1):
-        most = held // together
+    for together in range(1, min(len(share.layers), box_bytes // layer_bytes) + 1):
+        most = box_bytes // (layer_bytes * together)
         alignment = group.block_size if group.block_size <= most else 1
-        num_span_cuts = 1
+        num_layer_cuts, num_span_cuts = -(-len(share.layers) // together), 1
         if stop - start > most:
             num_touched = num_blocks_for(stop, alignment) - start // alignment
             num_span_cuts = -(-num_touched // (most // alignment))
-        yield _Way(together, -(-len(share.layers) // together), alignment, num_span_cuts)
-
-
-def _cost(way: _Way, layer_bytes: int) -> tuple[int, bool, int]:
-    """Fewest boxes first, then long blocks, then few layers, as each may be a copy of its own."""
-    num_boxes = way.num_layer_cuts * way.num_span_cuts
-    block_bytes = way.layers_together * way.alignment * layer_bytes
-    is_short = block_bytes < LONG_BLOCK_BYTES
-    return num_boxes, is_short, -block_bytes if is_short else block_bytes
+        block_bytes = together * alignment * layer_bytes
+        is_short = block_bytes < LONG_BLOCK_BYTES
+        order = -block_bytes if is_short else block_bytes
+        num_boxes = num_layer_cuts * num_span_cuts
+        yield _Way(num_boxes, is_short, order, num_layer_cuts, alignment, num_span_cuts)
 
 
 def _even(start: int, stop: int, num: int) -> Iterator[tuple[int, int]]:

@@ -49,9 +49,12 @@ def choose_path(
     raise LocalError("the fetch can take none of the paths")
 
 
-def usual_box_bytes(num_bytes: int, *, slot_bytes: int) -> int:
-    """How large the boxes of a fetch are to be: two at least, as their stages overlap."""
-    return min(slot_bytes, max(LEAST_BOX_BYTES, num_bytes // 2))
+def usual_box_bytes(num_bytes: int, *, least: int, slot_bytes: int) -> int:
+    """How large the boxes of a fetch are to be: two at least, as their stages overlap.
+
+    None can be under ``least``, see `least_box_bytes`.
+    """
+    return min(slot_bytes, max(LEAST_BOX_BYTES, num_bytes // 2, least))
 
 
 def least_box_bytes(shares: Iterable[Share], engine: EngineSpec) -> int:

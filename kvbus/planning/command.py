@@ -28,24 +28,25 @@ from kvbus.geometry import (
 )
 from kvbus.options import with_options
 from kvbus.output import fail, write_json
-from kvbus.planning.boxes import cut_into_boxes
-from kvbus.planning.choose import (
-    LONG_RUN_BYTES,
+from kvbus.planning import (
     Learned,
     Path,
-    choose_path,
-    least_box_bytes,
-    usual_box_bytes,
-)
-from kvbus.planning.mapping import (
+    PlacedRank,
     ReadMap,
+    RunPlan,
     Share,
+    SpanMap,
+    Spans,
     bytes_by_group,
     check_compatible,
+    choose_path,
+    cut_into_boxes,
+    least_box_bytes,
     position_bytes,
+    span_bytes,
+    usual_box_bytes,
 )
-from kvbus.planning.run_plan import PlacedRank, RunPlan
-from kvbus.planning.spans import SpanMap, Spans
+from kvbus.planning.choose import LONG_RUN_BYTES
 from kvbus.spec_text import MAX_SPAN, read_engine
 from kvbus.text import bytes_text, numbers_text, time_text
 
@@ -202,10 +203,7 @@ def make_plan(options: PlanOptions) -> Plan:
     shares, joined = read_map.shares(), read_map.joined()
     reads = tuple(_reads(decode.engine, shares, spans))
     num_bytes = sum(one.num_bytes for one in reads)
-    joined_bytes = sum(
-        size * (spans[name][1] - spans[name][0])
-        for name, size in bytes_by_group(joined, decode.engine).items()
-    )
+    joined_bytes = span_bytes(bytes_by_group(joined, decode.engine), spans)
     repeated_bytes, group = num_bytes - joined_bytes, decode.engine.group
     runs = RunPlan(holder.ranks, reader.ranks, shares)
     num_runs = runs.num_runs(spans)
@@ -217,7 +215,7 @@ def make_plan(options: PlanOptions) -> Plan:
     paths[Path.DIRECT] = whole
     least = least_box_bytes(joined, decode.engine)
     if num_bytes and least <= options.slot_bytes:
-        box_bytes = max(least, usual_box_bytes(num_bytes, slot_bytes=options.slot_bytes))
+        box_bytes = usual_box_bytes(num_bytes, least=least, slot_bytes=options.slot_bytes)
         num_boxes = sum(
             len(cut_into_boxes(one, group(one.group), spans[one.group], box_bytes=box_bytes))
             for one in joined

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvbus.errors import ErrorCode, GeometryError
 from kvbus.geometry import AxisName, Box, EngineSpec, GroupSpec, RankSpec, Region
+from kvbus.planning.spans import Spans
 
 MAX_CHOICES = 64
 COMPARED_FIELDS = ("layers", "dtype", "num_kv_heads", "head_dim", "parts", "window", "state")
@@ -103,6 +104,15 @@ def bytes_by_group(held: Iterable[Region | Share], engine: EngineSpec) -> Counte
     found = Counter[str]()
     for one in held:
         found[one.group] += position_bytes(one, engine.group(one.group))
+    return found
+
+
+def span_bytes(position_bytes: Mapping[str, int], spans: Spans) -> int:
+    """Bytes of all positions in ``spans``, each of so many bytes, by group."""
+    found = 0
+    for group, num_bytes in position_bytes.items():
+        start, stop = spans[group]
+        found += num_bytes * (stop - start)
     return found
 
 

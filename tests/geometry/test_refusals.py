@@ -108,11 +108,14 @@ CASES: dict[tuple[str, str], list[Refused]] = {
     ("a region of a group that is not there", "group"): [region_of(group="none")],
     ("a region in a segment that is not there", "segment_id"): [region_of(segment_id="none")],
     ("an axis named twice", "axes"): [region_of(axes=RANK.regions[0].axes[:1] * 2)],
-    ("a region with a layer that is not its group's", "layers"): [region_of(layers=(7,))],
+    ("a region with a layer that is not its group's, or twice", "layers"): [
+        region_of(layers=(7,)),
+        region_of(layers=(0, 0)),
+    ],
     (
-        "a region with a part that is not its group's, or with parts of different shapes",
+        "a region with a part that is not its group's, or twice, or parts of different shapes",
         "parts",
-    ): [region_of(parts=("k", "w")), mixed_region],
+    ): [region_of(parts=("k", "w")), region_of(parts=("k", "k")), mixed_region],
     ("an axis whose size is not what the spec says", "axes.token"): [axes_of(token=(5, 32))],
     ("heads beyond those of the group", "num_heads"): [
         region_of(first_head=1),
@@ -145,13 +148,14 @@ CASES: dict[tuple[str, str], list[Refused]] = {
     ("different parts", "full.parts"): [other(parts=("latent",))],
     ("different windows", "full.window"): [other(window=8)],
     ("different states", "full.state"): [other(state=STATE.state)],
-    ("layers or parts that are not the group's", "layers"): [
+    ("a layer that is not the group's, or twice", "layers"): [
         box_of(layers=(5,)),
-        box_of(parts=("w",)),
+        box_of(layers=(0, 0)),
     ],
-    ("a layer or a part twice", "layers"): [box_of(layers=(0, 0)), box_of(parts=("k", "k"))],
-    ("parts whose heads, or units, differ in size", "parts"): [
-        box_of(STATE, layers=(2,), parts=("conv", "norm"), stop=1)
+    ("a part that is not the group's, or twice, or parts whose heads differ in size", "parts"): [
+        box_of(parts=("w",)),
+        box_of(parts=("k", "k")),
+        box_of(STATE, layers=(2,), parts=("conv", "norm"), stop=1),
     ],
     ("no positions", "stop"): [box_of(start=4), box_of(start=5)],
     ("a slot that is too small for one token of one layer", "slot_bytes"): [small_slot],

@@ -61,7 +61,7 @@ RANK_REFUSALS: dict[str, tuple[str, RankSpec]] = {
     "segment_too_small": ("offset_bytes", replace(RANK, segments=(Segment("kv", 511),))),
     "zero_stride": ("axes.kv", first_axis(AxisName.KV, stride_bytes=0)),
     "axis_into_inner_axes": ("axes.token", first_axis(AxisName.TOKEN, stride_bytes=14)),
-    "part_twice": ("regions", first_region(parts=(KvPart.KEY, KvPart.KEY))),
+    "part_twice": ("parts", first_region(parts=(KvPart.KEY, KvPart.KEY))),
     "regions_the_same": ("regions", first_region(offset_bytes=256)),
     "layer_twice": (
         "regions",

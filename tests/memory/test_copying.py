@@ -120,9 +120,9 @@ def boxed(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (boxed(layers=(0, 9)), "'full' has not: 9"),
+        (boxed(layers=(0, 9)), "no layers 9"),
         (boxed(layers=(0, 3)), "heads 0 to 0 of full/3/k"),
-        (boxed(parts=("latent",)), "latent"),
+        (boxed(parts=("latent",)), "no parts latent"),
         (boxed(first_head=1), "heads 0 to 1 of full/0/k"),
         (boxed(first_head=2), "heads 2 to 3 of 2"),
         (boxed(group="other"), "'other'"),

@@ -12,6 +12,7 @@ from kvbus.planning import (
     choose_path,
     cut_into_boxes,
     least_box_bytes,
+    span_bytes,
     usual_box_bytes,
 )
 from tests.planning.handoffs import Case, cases, copied_by_loops, some
@@ -29,7 +30,7 @@ def test_bytes_runs_and_least_boxes_are_those_that_a_plan_moves(case: Case) -> N
     held, read = bytes_by_group(regions, engine), bytes_by_group(joined, engine)
     least = least_box_bytes(joined, engine)
 
-    num_bytes = sum(num * (spans[name][1] - spans[name][0]) for name, num in held.items())
+    num_bytes = span_bytes(held, spans)
 
     assert num_bytes == sum(copied_by_loops(case)[1]) == case.runs().num_bytes
     assert held == bytes_by_group(reads.shares(case.replica_index), engine)
@@ -79,5 +80,6 @@ def test_which_path_is_chosen(
     ("num_bytes", "box_bytes"), [(4 * KIB, MIB), (3 * MIB, 3 * MIB // 2), (64 * MIB, SLOT_BYTES)]
 )
 def test_boxes_are_two_at_least_unless_these_were_small(num_bytes: int, box_bytes: int) -> None:
-    assert usual_box_bytes(num_bytes, slot_bytes=SLOT_BYTES) == box_bytes
-    assert usual_box_bytes(num_bytes, slot_bytes=KIB) == KIB
+    assert usual_box_bytes(num_bytes, least=1, slot_bytes=SLOT_BYTES) == box_bytes
+    assert usual_box_bytes(num_bytes, least=1, slot_bytes=KIB) == KIB
+    assert usual_box_bytes(num_bytes, least=5 * MIB, slot_bytes=SLOT_BYTES) >= 5 * MIB

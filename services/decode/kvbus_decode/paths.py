@@ -13,6 +13,7 @@ from kvbus.planning import (
     Spans,
     bytes_by_group,
     choose_path,
+    span_bytes,
     usual_box_bytes,
 )
 from kvbus.protocol.engine import Fetched
@@ -93,8 +94,8 @@ class PathChooser:
         )
         if path in WITHOUT_BOXES:
             return PathChoice(path)
-        usual = usual_box_bytes(num_bytes, slot_bytes=slot_bytes)
-        return PathChoice(path, min(slot_bytes, max(usual, least)))
+        box_bytes = usual_box_bytes(num_bytes, least=least, slot_bytes=slot_bytes)
+        return PathChoice(path, box_bytes)
 
     def _open_paths(self, route: Route) -> tuple[Path, ...]:
         """Mapped memory may close; the others stay open, or closed, as long as the route is used.
@@ -249,5 +250,4 @@ def _num_bytes(engine: LocalEngine, first_token: int, num_tokens: int) -> int:
     """Of these tokens, for the ranks of the engine that are here."""
     spans = SpanMap(engine.spec.groups, engine.spec.groups).whole(first_token, num_tokens)
     held = (region for rank in engine.ranks.values() for region in rank.rank.regions)
-    sizes = bytes_by_group(held, engine.spec)
-    return sum(size * (spans[group][1] - spans[group][0]) for group, size in sizes.items())
+    return span_bytes(bytes_by_group(held, engine.spec), spans)

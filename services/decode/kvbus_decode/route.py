@@ -30,6 +30,7 @@ from kvbus.planning import (
     Spans,
     bytes_by_group,
     least_box_bytes,
+    span_bytes,
 )
 from kvbus.protocol.peer import CheckMemory, EngineMemory
 from kvbus_decode.mapped import MappedMemory
@@ -204,17 +205,11 @@ class Route:
 
     def num_bytes(self, spans: Spans) -> int:
         """Bytes of these positions, for all ranks that are here."""
-        return sum(
-            position_bytes * (spans[group][1] - spans[group][0])
-            for group, position_bytes in self._position_bytes.items()
-        )
+        return span_bytes(self._position_bytes, spans)
 
     def repeated_bytes(self, spans: Spans) -> int:
         """Bytes that joined shares read once, and the others again for each further rank."""
-        return sum(
-            repeated * (spans[group][1] - spans[group][0])
-            for group, repeated in self._repeated_bytes.items()
-        )
+        return span_bytes(self._repeated_bytes, spans)
 
     def _make_plans(self, replica_index: int) -> list[SourcePlan]:
         joined = self._by_source(self._map.joined(replica_index))
