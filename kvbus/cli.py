@@ -7,6 +7,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kvbus.errors import ConfigError, KVBusError
+from kvbus.output import fail
+
 COMMANDS = {
     "demo": (
         "kvbus.demo.command",
@@ -62,12 +65,19 @@ LOOKS: dict[str, Any] = {"rich_markup_mode": "markdown", "pretty_exceptions_enab
 
 
 class Commands(TyperGroup):
-    """Knows a line of help of each command, and imports the one that is called."""
+    """Knows a line of help of each command, and imports and runs the one that is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The command that the first argument names, and the arguments behind it."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and _imported(str(name)), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; what it raises is one line, with exit status 2 for a mistake in a call."""
+        try:
+            return super().invoke(ctx)
+        except KVBusError as error:
+            fail(error.message, status=2 if isinstance(error, ConfigError) else 1, cause=error)
 
 
 def _imported(name: str) -> Any:

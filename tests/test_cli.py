@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kvbus.cli import COMMANDS, app
 
-HEAVY = ("zmq", "nixl", "numpy", "torch", "msgspec", "anyio")
+HEAVY = ("zmq", "nixl", "numpy", "torch", "anyio")
 
 
 def test_the_list_of_commands_is_shown_without_what_they_need() -> None:

@@ -16,7 +16,7 @@ from kvbus.conform.rules import Outcome, Verdict
 from kvbus.conform.scenes import PATIENCE_S, START_S, play, scenes_of
 from kvbus.console import Console
 from kvbus.errors import ConfigError
-from kvbus.output import fail, write_json, write_text
+from kvbus.output import write_json, write_text
 from kvbus.protocol.engine import AgentRole
 
 Role = Annotated[AgentRole, typer.Option(help="What the engine is.")]
@@ -64,21 +64,17 @@ def conform(
     wanted = scene or []
     known = scenes_of(role)
     if unknown := [name for name in wanted if name not in known]:
-        problem = f"--scene: no scene {', '.join(unknown)}; there are {', '.join(known)}"
-        fail(problem, status=2, cause=ValueError(problem))
+        raise ConfigError(f"--scene: no scene {', '.join(unknown)}; there are {', '.join(known)}")
     with Console(stderr=True).status("starting") as line:
-        try:
-            outcomes = play(
-                role,
-                command,
-                log=log,
-                patience_s=patience,
-                start_s=start,
-                only=wanted,
-                on_scene=lambda name: line.update(f"playing {name}"),
-            )
-        except ConfigError as error:
-            fail(error.message, status=2, cause=error)
+        outcomes = play(
+            role,
+            command,
+            log=log,
+            patience_s=patience,
+            start_s=start,
+            only=wanted,
+            on_scene=lambda name: line.update(f"playing {name}"),
+        )
     if as_one_json:
         told = {
             "kvbus": version("kvbus"),

@@ -17,7 +17,7 @@ from kvbus.doctor.peers import Peer, check_peer
 from kvbus.doctor.probe import Budget
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
-from kvbus.output import fail, write_json, write_text
+from kvbus.output import write_json, write_text
 from kvbus.protocol.message import Endpoint
 
 FAMILIES = ("versions", "memory", "limits", "nixl", "cuda", "agents", "peer")
@@ -100,7 +100,7 @@ def doctor(
     try:
         agents = wanted_agents(config or [])
     except ConfigError as error:
-        fail(f"--config: {error.message}", status=2, cause=error)
+        raise ConfigError(f"--config: {error.message}") from error
     elsewhere = _peer("--peer", peer, key_file, server_key)
     of_this_side = _peer("--from", reader, key_file if from_server_key else None, from_server_key)
     budget = Budget(timeout, EACH_SHARE * timeout)
@@ -143,19 +143,18 @@ def _checked(family: str, check: Check) -> Iterable[Finding]:
 
 
 def _refuse_wrong(only: Iterable[str], peer: str, reader: str, from_server_key: str) -> None:
-    """Raise `typer.BadParameter` for options that do not go together."""
+    """Raise `ConfigError` for options that do not go together."""
     for family in only:
         if family not in FAMILIES:
-            wrong = f"{family!r} is none of {', '.join(FAMILIES)}"
-            raise typer.BadParameter(wrong, param_hint="'--only'")
+            raise ConfigError(f"--only: {family!r} is none of {', '.join(FAMILIES)}")
     if set(only) == {"peer"} and not peer:
-        raise typer.BadParameter("--only peer needs --peer ENDPOINT as well")
+        raise ConfigError("--only peer needs --peer ENDPOINT as well")
     if reader and not peer:
-        raise typer.BadParameter("--from needs --peer ENDPOINT as well")
+        raise ConfigError("--from needs --peer ENDPOINT as well")
     if reader and reader == peer:
-        raise typer.BadParameter("--from and --peer are the same agent: name the two of a pair")
+        raise ConfigError("--from and --peer are the same agent: name the two of a pair")
     if from_server_key and not reader:
-        raise typer.BadParameter("--from-server-key needs --from ENDPOINT as well")
+        raise ConfigError("--from-server-key needs --from ENDPOINT as well")
 
 
 def _peer(option: str, endpoint: str, key_file: Path | None, server_key: str) -> Peer | None:
@@ -165,6 +164,6 @@ def _peer(option: str, endpoint: str, key_file: Path | None, server_key: str) ->
         convert(endpoint, Endpoint)
         return Peer(endpoint, curve_of(key_file, server_key))
     except ValidationError as error:
-        fail(f"{option}: {endpoint!r} is not tcp://HOST:PORT", status=2, cause=error)
+        raise ConfigError(f"{option}: {endpoint!r} is not tcp://HOST:PORT") from error
     except ConfigError as error:
-        fail(f"{option}: {error.message}", status=2, cause=error)
+        raise ConfigError(f"{option}: {error.message}") from error

@@ -1,12 +1,10 @@
 """The commands ``kvbus keys``: make a key, show keys, trust one, revoke one.
 
-No secret key is printed. A mistake is one line and exit status 2.
+No secret key is printed.
 """
 
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -17,7 +15,7 @@ from kvbus.console import Console
 from kvbus.errors import ConfigError
 from kvbus.keys.files import read, read_public, write_secret
 from kvbus.keys.trusted import MAX_BYTES, TrustedKey, TrustedKeys, revoke_trusted, write_trusted
-from kvbus.output import fail, write_json, write_text
+from kvbus.output import write_json, write_text
 from kvbus.protocol.message import Role
 
 DASH_FIRST = {"ignore_unknown_options": True}
@@ -33,19 +31,7 @@ _Trusted = Annotated[
 ]
 
 
-def _told(command: Callable[..., None]) -> Callable[..., None]:
-    @wraps(command)
-    def run(**given: Any) -> None:
-        try:
-            command(**given)
-        except ConfigError as error:
-            fail(error.message, status=2, cause=error)
-
-    return run
-
-
 @keys.command()
-@_told
 def new(
     path: Annotated[
         Path, typer.Argument(metavar="FILE", help="Where the secret key goes; key_file names it.")
@@ -58,7 +44,6 @@ def new(
 
 
 @keys.command()
-@_told
 def show(
     path: Annotated[
         Path, typer.Argument(metavar="FILE", help="A key file, or a file of trusted keys.")
@@ -93,7 +78,6 @@ def show(
 
 
 @keys.command(context_settings=DASH_FIRST)
-@_told
 def trust(
     file: _Trusted,
     key: Annotated[
@@ -113,7 +97,6 @@ def trust(
 
 
 @keys.command(context_settings=DASH_FIRST)
-@_told
 def revoke(
     file: _Trusted,
     key: Annotated[

@@ -18,7 +18,7 @@ from kvbus.clocks import ClockOffset, Exchange
 from kvbus.console import Console
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.asker import KeyFile, ServerKeys, curves_of
-from kvbus.output import fail, waiting_for, write_json
+from kvbus.output import waiting_for, write_json
 from kvbus.protocol.ticket import UNKNOWN
 from kvbus.protocol.trace import OtherAgent, Span, Trace
 from kvbus.text import printable
@@ -122,22 +122,19 @@ def trace(
     as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show one request over all agents, on one clock, and where its time went."""
-    try:
-        keys, server_keys = curves_of(key_file, server_key or [], len(peer))
-        agents = [OtherAgent(at, key) for at, key in zip(peer, server_keys, strict=True)]
-        asked = Questions(request_id, keys, timeout)
-        with waiting_for(f"{' and '.join(peer)} to answer"):
-            anyio.run(asked.ask, agents)
-    except ConfigError as error:
-        raise typer.BadParameter(error.message) from error
+    keys, server_keys = curves_of(key_file, server_key or [], len(peer))
+    agents = [OtherAgent(at, key) for at, key in zip(peer, server_keys, strict=True)]
+    asked = Questions(request_id, keys, timeout)
+    with waiting_for(f"{' and '.join(peer)} to answer"):
+        anyio.run(asked.ask, agents)
     for endpoint, problem in asked.problems.items():
         if isinstance(problem, ConfigError):
-            raise typer.BadParameter(problem.message) from problem
+            raise problem
         warning = f"warning: {endpoint}: {problem.code}: {problem.message}"
         typer.echo(printable(warning), err=True)
     timeline = Timeline.of(asked.told, now_s=time.monotonic())
     if not timeline.agents:
-        fail(_unknown(asked), status=1, cause=KVBusError("no agent knows it"))
+        raise KVBusError(_unknown(asked))
     if as_one_json:
         write_json(_as_map(timeline, asked))
         return

@@ -90,7 +90,7 @@ def test_a_bad_config_is_one_line_and_status_2(tmp_path: Path, text: str | None,
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("--only everything", "Invalid value for '--only'"),
+        ("--only everything", "--only: 'everything' is none of versions"),
         ("--only peer", "--only peer needs --peer"),
         ("--peer 127.0.0.1:7701", "is not tcp://HOST:PORT"),
         ("--peer tcp://127.0.0.1:7701 --server-key x", "--key-file"),

@@ -114,8 +114,8 @@ def status(
                 _look(agents, every, timeout, again=watch, as_json=as_one_json)
     except RequestTimeout as error:
         fail(f"no agent answered at {peer} within {timeout:g} s", status=1, cause=error)
-    except ConfigError as error:
-        raise typer.BadParameter(error.message) from error
+    except ConfigError:
+        raise
     except KVBusError as error:
         fail(f"{peer}: {error.code}: {error.message}", status=1, cause=error)
 
