@@ -1,6 +1,6 @@
 """All fetches of one decode agent: admission, deadlines, and the dispatch of events (sans-IO)."""
 
-from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.peer import Claim, Granted
 from kvbus.table import Context, FairPool, Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
@@ -35,26 +35,22 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     # given agent by agent in turn, so one that has stopped has few of them, and not for long; more
     # urgent fetches come first, but not in each turn.
     def _handle(self, event: ev.Event, now: float) -> Commands:
-        commands = self._handle_one(event, now)
-        return commands + self._take_turns(now) if self._places else commands
-
-    def _handle_one(self, event: ev.Event, now: float) -> Commands:
         if isinstance(event, ev.FetchEvent):
             fetch = self.find(event.fetch_id)
-            return _answer_forgotten(event) if fetch is None else self._apply(fetch, event, now)
-        if isinstance(event, ev.Requested):
-            try:
-                return self._request(event, now)
-            except KVBusError as error:
-                return [Refuse(event.reply_to, error)]
-        self.draining |= isinstance(event, DrainStarted | Stopped)
-        hit = [
-            fetch
-            for fetch in self.live.values()
-            if isinstance(event, Stopped)
-            or (isinstance(event, EngineLost) and fetch.requested.engine_id == event.engine_id)
-        ]
-        return self._apply_all(hit, event, now)
+            commands = _answer_forgotten(event) if fetch is None else self._apply(fetch, event, now)
+        elif isinstance(event, ev.Requested):
+            error = self._refusal(event)
+            commands = (
+                self._request(event, now) if error is None else [Refuse(event.reply_to, error)]
+            )
+        else:
+            self.draining |= isinstance(event, DrainStarted | Stopped)
+            commands = self._apply_all(self._ended_by(event), event, now)
+        while self._places and (granted := self._places.acquire()) is not None:
+            fetch = self.live[granted[0]]
+            fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
+            commands += self._apply(fetch, ev.TurnCame(fetch.key), now)
+        return commands
 
     def num_in(self, state: FetchState) -> int:
         """Fetches in ``state`` now."""
@@ -77,55 +73,52 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             names |= {meets.transfer_id, meets.request_id}
         return tuple(names - {""})
 
+    def _refusal(self, event: ev.Requested) -> LocalError | None:
+        """Why a fetch is not admitted."""
+        num_live, name = len(self.live), event.asked.fetch_id
+        if self.draining:
+            return LocalError("the agent is draining", code=ErrorCode.DRAINING)
+        if self.find(event.fetch_id) is not None:
+            message, code = f"fetch '{name}' exists already", ErrorCode.FETCH_EXISTS
+            return LocalError(message, code=code, fetch_id=name)
+        if num_live >= self.limits.max_fetches:
+            message = f"{num_live} fetches are live, which is the limit"
+            return LocalError(message, code=ErrorCode.BUSY, max_fetches=self.limits.max_fetches)
+        return None
+
     def _request(self, event: ev.Requested, now: float) -> Commands:
-        """Admit a fetch; raises `LocalError`."""
-        self._check_room(event)
+        """A new fetch: it meets its offer, has its peer found, or begins if there is a place."""
+        if (error := self._refusal(event)) is not None:
+            return [Refuse(event.reply_to, error)]
         deadline, at = now + event.timeout_s, Context(now, self.limits)
         fetch = FetchEntry(
             requested=event,
             deadline=deadline,
             answer_until=deadline + self.limits.take_grace_s,
-            state=_first_state(event),
+            state=FetchState.QUEUED,
             entered_at=now,
         )
-        if fetch.state is FetchState.MEETING:
-            commands: Commands = [ev.HoldPeer(event), ask(fetch, at)]
-        elif fetch.state is FetchState.RESOLVING:
-            commands = [resolve(fetch, at)]
+        commands: Commands = [ev.HoldPeer(event)]
+        if not event.has_met:
+            fetch.state = FetchState.MEETING
+            commands.append(ask(fetch, at))
+        elif event.route is None:
+            fetch.state, commands = FetchState.RESOLVING, [resolve(fetch, at)]
+        elif (place := self._places.acquire_at_once(fetch.turn.owner)) is None:
+            self._places.add(fetch.turn, fetch.key)
         else:
-            commands = [ev.HoldPeer(event)]
-            if (place := self._places.acquire_at_once(fetch.turn.owner)) is None:
-                self._places.add(fetch.turn, fetch.key)
-            else:
-                fetch.place, fetch.place_until = place, now + self.limits.patience_s
-                commands += start(fetch, event, at)
-                self._release_place(fetch, now)
+            fetch.place, fetch.place_until = place, now + self.limits.patience_s
+            commands += start(fetch, event, at)
+            self._release_place(fetch, now)
         self._add(fetch, event, now, commands)
         return commands
 
-    def _check_room(self, event: ev.Requested) -> None:
-        if self.draining:
-            raise LocalError("the agent is draining", code=ErrorCode.DRAINING)
-        if self.find(event.fetch_id) is not None:
-            name = event.asked.fetch_id
-            raise LocalError(
-                f"fetch '{name}' exists already", code=ErrorCode.FETCH_EXISTS, fetch_id=name
-            )
-        if len(self.live) >= self.limits.max_fetches:
-            raise LocalError(
-                f"{len(self.live)} fetches are live, which is the limit",
-                code=ErrorCode.BUSY,
-                max_fetches=self.limits.max_fetches,
-            )
-
-    def _take_turns(self, now: float) -> Commands:
-        """Places that came free go to fetches that wait for one."""
-        commands: Commands = []
-        while self._places and (granted := self._places.acquire()) is not None:
-            fetch = self.live[granted[0]]
-            fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
-            commands += self._apply(fetch, ev.TurnCame(fetch.key), now)
-        return commands
+    def _ended_by(self, event: object) -> list[FetchEntry]:
+        """The fetches that end with the agent, or with their engine."""
+        live = self.live.values()
+        if isinstance(event, EngineLost):
+            return [one for one in live if one.requested.engine_id == event.engine_id]
+        return list(live) if isinstance(event, Stopped) else []
 
     def _apply(self, entry: FetchEntry, event: object, now: float) -> Commands:
         """As every table; then the fetch waits for a place, or does not, or gives its own back."""
@@ -147,12 +140,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         self._places.release(fetch.place)
         fetch.place = None
         return True
-
-
-def _first_state(requested: ev.Requested) -> FetchState:
-    if not requested.has_met:
-        return FetchState.MEETING
-    return FetchState.RESOLVING if requested.route is None else FetchState.QUEUED
 
 
 def _answer_forgotten(event: ev.FetchEvent) -> Commands:
