@@ -142,7 +142,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def attach_path(self) -> Path:
-        """The socket that engines are told."""
         return self.runtime_path / "attach.sock"
 
 

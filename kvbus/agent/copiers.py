@@ -83,7 +83,6 @@ class Copiers:
 
     @property
     def num_running(self) -> int:
-        """Works that have not ended."""
         return sum(map(len, self._running.values()))
 
     def start(

@@ -110,7 +110,6 @@ class LocalEngine:
 
     @property
     def registrations(self) -> list[Registration]:
-        """All memory of the engine, as NIXL knows it."""
         return [reg for rank in self.ranks.values() for reg in rank.registrations]
 
     def memory(self) -> EngineMemory:

@@ -86,7 +86,6 @@ class LineWriter:
         self._lock = threading.Lock()
 
     def info(self, line: str) -> None:
-        """Write a line soon."""
         self._waiting.append(line)
         if self._is_due:
             return
@@ -98,7 +97,6 @@ class LineWriter:
             self._is_due = True
 
     def warning(self, line: str) -> None:
-        """Write a line at once."""
         self._waiting.append(line)
         self.flush()
 
@@ -106,7 +104,6 @@ class LineWriter:
     error = critical = exception = warning
 
     def flush(self) -> None:
-        """Write what waits."""
         self._is_due = False
         with self._lock, contextlib.suppress(OSError, ValueError):
             text = "".join(self._waiting.popleft() + "\n" for _ in range(len(self._waiting)))
@@ -194,7 +191,6 @@ class AgentMetrics:
         self.refusals = self.tally("kvbus_refusals", "Requests that were refused, by code.", "code")
 
     def tally(self, name: str, meaning: str, *labels: str) -> Tally:
-        """A new counter, which is shown."""
         made = Tally(name, meaning, labels)
         self.registry.register(made)
         return made
@@ -202,7 +198,6 @@ class AgentMetrics:
     def times(
         self, name: str, meaning: str, *, label: str = "", of: Iterable[str] = ("",)
     ) -> Times:
-        """A new histogram, which is shown."""
         made = Times(name, meaning, label, of)
         self.registry.register(made)
         return made
@@ -260,11 +255,9 @@ class Refusals:
         self._metrics, self._lines = metrics, LimitedLog()
 
     def of_call(self, error: KVBusError, call: Call) -> None:
-        """A call was refused."""
         self._note(call.op, call.session.boot[:8], error)
 
     def of_attach(self, connection: AttachConnection, op: str, error: KVBusError) -> None:
-        """A process was refused at a Unix socket."""
         self._note(op, f"pid {connection.peer.pid}", error)
 
     def _note(self, op: str, peer: str, error: KVBusError) -> None:

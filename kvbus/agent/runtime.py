@@ -283,7 +283,6 @@ class Runtime(Agent):
         return f"tcp://{host}:{_port(endpoint)}" if host else endpoint
 
     def _own_ports(self) -> set[int]:
-        """The ports that are not UCX's."""
         ports = {_port(self.peer_socket.endpoint), _port(self.publisher.endpoint)}
         return ports | {self.http.server_address[1]} if self.http else ports
 

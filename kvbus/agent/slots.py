@@ -94,7 +94,6 @@ class StagingDevices:
 
     @property
     def packs(self) -> bool:
-        """Whether there are slots at all."""
         return self.num_slots > 0
 
     def check_packs(self) -> None:

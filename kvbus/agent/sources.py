@@ -55,7 +55,6 @@ def gather(
 
 
 def variable(key: str) -> str:
-    """The variable of a key."""
     return PREFIX + key.upper()
 
 
@@ -126,7 +125,6 @@ def _words_of(hint: Any) -> str:
 
 
 def _bare(hint: Any) -> Any:
-    """The type without its bounds."""
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 

@@ -34,11 +34,9 @@ class Stories(Generic[N]):
         self._newest = table.newest
 
     def lines(self, asked: Status) -> list[str]:
-        """What happened to what is asked for."""
         raise NotImplementedError
 
     def remembered(self, asked: Trace) -> Remembered:
-        """The spans of what is asked for."""
         raise NotImplementedError
 
     def later(self, entry: N) -> Callable[[], list[Span]]:

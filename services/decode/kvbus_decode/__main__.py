@@ -7,7 +7,6 @@ from kvbus_decode.config import DecodeConfig
 
 
 def main() -> None:
-    """Run it."""
     run_command(AgentRole.DECODE, DecodeConfig, DecodeService)
 
 

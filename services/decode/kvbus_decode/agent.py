@@ -92,7 +92,6 @@ class DecodeService(TableService):
         self._warm.start()
 
     def engine_handlers(self) -> Handlers:
-        """A fetch, or its cancellation."""
         return {StartFetch: self._start_fetch, CancelFetch: self._cancel_fetch}
 
     def peer_handlers(self) -> Handlers:
@@ -104,7 +103,6 @@ class DecodeService(TableService):
         }
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
-        """Listed agents may be met for it."""
         self._warm.see_engine()
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
@@ -114,13 +112,11 @@ class DecodeService(TableService):
         self.routes.forget_engine(engine)
 
     def stop(self) -> None:
-        """Fail what is left."""
         self._dispatch(Stopped())
         self._driver.stop()
         self._reader.stop()
 
     def counts(self) -> dict[str, int]:
-        """What the table holds."""
         draining = self._table.num_in(FetchState.DRAINING)
         return {
             "fetches": len(self._table.live),

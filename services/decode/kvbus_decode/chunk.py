@@ -97,7 +97,6 @@ class Chunk:
 
     @property
     def plans(self) -> tuple[SourcePlan, ...]:
-        """What is read from each source."""
         return self.route.plans(self.fetch.replica_index)
 
     def blocks_of(self, box: Box) -> BlockTable:

@@ -47,7 +47,6 @@ class CompareLeg(ChunkLeg):
             )
 
     def begin(self, _: Begin) -> None:
-        """Ask the holder, and digest what has landed meanwhile."""
         chunk, box = self.chunk, self.box
         message = wire.Digest(
             **self.source.named,
@@ -65,7 +64,6 @@ class CompareLeg(ChunkLeg):
             start_digest(self.means.agent.copiers, wanted, on_end, engine=engine, rank=rank)
 
     def _wanted(self) -> Wanted:
-        """What is digested here."""
         chunk, box = self.chunk, self.box
         table, offer_id = chunk.asked.tables[box.group], chunk.ticket.offer_id
         return Wanted(box, table, offer_id, chunk.one_in, chunk.turn)

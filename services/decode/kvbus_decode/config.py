@@ -71,7 +71,6 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def fetch_limits(self) -> FetchLimits:
-        """The bounds of the fetch table."""
         return FetchLimits(
             max_fetches=self.max_handoffs,
             num_places=self.fetches_at_once,
@@ -87,7 +86,6 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
         return {"off": 0, "sampled": SAMPLED_ONE_IN, "full": 1}[self.digest]
 
     def read_limits(self, *, num_slots: int) -> ReadLimits:
-        """The bounds of the read table."""
         return ReadLimits(
             legs_in_flight=BOXES_IN_FLIGHT,
             num_slots=num_slots,

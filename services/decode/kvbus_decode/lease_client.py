@@ -138,7 +138,6 @@ class LeaseClient(PeerWatcher):
             self._agent.tasks.start_soon(self._drain, fetch, fetch.route)
 
     def end(self, fetch_id: str) -> None:
-        """Nothing more will be asked for this fetch."""
         fetch = self._active.pop(fetch_id, None)
         if fetch is not None:
             self._forget_offer(fetch)
@@ -153,7 +152,6 @@ class LeaseClient(PeerWatcher):
             self._dispatch(ev.OfferAdvanced(fetch_id))
 
     def on_gap(self, boot: str) -> None:
-        """All fetches of this process ask."""
         for fetch_id, fetch in list(self._active.items()):
             if fetch.requested.ticket.agent_boot == boot:
                 self._dispatch(ev.OfferAdvanced(fetch_id))
@@ -207,13 +205,11 @@ class LeaseClient(PeerWatcher):
             del self._by_offer[offer_id]
 
     def _hold_route(self, fetch: ActiveFetch, route: Route) -> None:
-        """Hold every peer of the route."""
         for source in route.others:
             fetch.peers.append(self._peers.acquire(source.peer.address))
         fetch.route, fetch.replica_index = route, route.next_replica_index()
 
     def _is_active(self, fetch: ActiveFetch) -> bool:
-        """Whether it did not end meanwhile."""
         return self._active.get(fetch.key) is fetch
 
     async def _resolve(self, fetch: ActiveFetch, timeout_s: float) -> None:

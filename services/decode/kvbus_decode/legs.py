@@ -84,7 +84,6 @@ class ChunkLeg(Leg):
 
     @property
     def time_left_s(self) -> float:
-        """Until the end of the fetch."""
         return max(1e-3, self.chunk.fetch.deadline - self.means.agent.loop.time())
 
     def read_rows(self, rows: Rows) -> None:
@@ -148,7 +147,6 @@ class DirectLeg(ChunkLeg):
     plan: SourcePlan
 
     def begin(self, _: Begin) -> None:
-        """READ it."""
         direct = self.plan.direct
         if direct is not None and direct.num_runs(self.chunk.spans) > MAX_INLINE_DESCRIPTORS:
             self.means.agent.tasks.start_soon(self._plan_aside)
@@ -229,7 +227,6 @@ class MappedLeg(ChunkLeg):
         return runs
 
     def copy(self, runs: Runs) -> None:
-        """One of the jobs."""
         if self._loss() is None:
             copy_runs(runs)
             self.copied_bytes.append(runs.num_bytes)
@@ -350,7 +347,6 @@ class ZeroLeg(ChunkLeg):
     span: tuple[int, int]
 
     def begin(self, _: Begin) -> None:
-        """Zero them."""
         table = self.chunk.asked.tables[self.group.name]
         self.copy_in_threads(
             lambda memory: copying.zero_positions(memory, table, *self.span),

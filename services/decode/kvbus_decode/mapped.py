@@ -80,7 +80,6 @@ class MappedMemory:
 
     @property
     def num_bytes(self) -> int:
-        """How much is mapped."""
         return sum(end - first for first, end in self.extents)
 
     def cut(self) -> None:
@@ -122,7 +121,6 @@ class MemoryBorrower:
 
     @property
     def num_bytes(self) -> int:
-        """How much is mapped here now."""
         return sum(memory.num_bytes for memory in self._known.values())
 
     def machine(self, engine: LocalEngine) -> str:
@@ -130,7 +128,6 @@ class MemoryBorrower:
         return machine_id() if not self._closed and engine.devices == {HOST} else ""
 
     def sharing(self) -> Sharing:
-        """What the status says of it."""
         return sharing(closed=self._closed, engines=self.states)
 
     async def borrow(
@@ -161,7 +158,6 @@ class MemoryBorrower:
         return closed
 
     def _reason_not_to(self, done: HandshakeDone, engine: LocalEngine) -> str:
-        """Why it is not even tried; empty when it is."""
         if self._closed:
             return self._closed
         if engine.devices != {HOST}:

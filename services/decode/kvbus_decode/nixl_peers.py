@@ -34,7 +34,6 @@ class NixlMemory:
 
     @classmethod
     def of(cls, done: HandshakeDone) -> "NixlMemory":
-        """What a handshake brought."""
         memory = done.memory
         extents = frozenset(
             (addresses[segment.segment_id], addresses[segment.segment_id] + segment.size_bytes)
@@ -67,7 +66,6 @@ class _Known:
     is_broken: bool = False
 
     def takes(self, new: NixlMemory) -> bool:
-        """Whether ``new`` can be added to it."""
         is_full = len(self.extents) >= MAX_EXTENTS
         return not (self.is_broken or is_full or new.misfits(self.extents))
 

@@ -85,7 +85,6 @@ class DecodeMetrics:
         )
 
     def observe(self, report: ev.ReportFetched) -> None:
-        """Count a fetch that has ended."""
         fetched = report.fetched
         self._handoffs.values[fetched.outcome.value, fetched.code] += 1
         if report.undecided:
@@ -96,7 +95,6 @@ class DecodeMetrics:
 
 
 def log_fetched(report: ev.ReportFetched) -> None:
-    """Write the canonical line of a handoff."""
     fetched = report.fetched
     failure: dict[str, str | bool] = {}
     if fetched.code:
@@ -142,7 +140,6 @@ class FetchStories(Stories[FetchEntry]):
         self._table, self._reads = table, reads
 
     def lines(self, asked: Status) -> list[str]:
-        """What happened to a fetch, or to a part of one that is another agent's, and its reads."""
         found = self._table.called(asked.fetch_id)
         lines = [line for fetch in found for line in fetch.story.lines()]
         reads = [self._reads(fetch.key) for fetch in found]

@@ -61,11 +61,9 @@ class _Asked:
         return isinstance(error, RequestRefused) and error.code not in OF_THE_CONNECTION
 
     def note_sent(self) -> None:
-        """The connection has taken it."""
         self.is_sent = True
 
     def settle(self, answer: Answer) -> None:
-        """The other agent has answered, or does not."""
         self.answer = answer
         self.wakes.set()
 
@@ -115,7 +113,6 @@ class PartClient:
         self._asked: dict[str, list[_Asked]] = {}
 
     def ask(self, command: ev.AskOthers) -> None:
-        """Have each other agent fetch its part."""
         fetch = self._active[command.fetch_id]
         parts = self._asked[fetch.key] = [
             _Asked(
@@ -127,7 +124,6 @@ class PartClient:
         self._agent.tasks.start_soon(self._fetch, fetch, parts)
 
     def stop(self, command: ev.StopReads) -> None:
-        """Have them end."""
         for one in self._asked.get(command.fetch_id, ()):
             one.is_stopped = True
             one.wakes.set()
@@ -237,7 +233,6 @@ class Part:
     answer: Answer | None = None
 
     def reply(self, fetched: Fetched) -> None:
-        """The fetch has ended."""
         if fetched.code:
             self.answer = LocalError(fetched.message, code=ErrorCode(fetched.code))
         else:
@@ -246,12 +241,10 @@ class Part:
             self.end()
 
     def refuse(self, error: KVBusError) -> None:
-        """The fetch did not begin."""
         self.answer = error
         self.end()
 
     def end(self) -> None:
-        """Nothing of it is in flight any more."""
         self.on_end(self)
 
 

@@ -122,7 +122,6 @@ class PathChooser:
         raise ConfigError(f"the KV can take no path: {reasons}", key="staging_bytes")
 
     def _slot_bytes(self, route: Route) -> int:
-        """The smallest slot on the way."""
         slots = [source.slot_bytes for source in route.sources]
         return min([*slots, self._staging.slot_bytes] if self._staging.packs else slots)
 

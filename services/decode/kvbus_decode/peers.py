@@ -56,7 +56,6 @@ class PeerAddress(NamedTuple):
 
     @classmethod
     def of(cls, ticket: Ticket) -> "PeerAddress":
-        """The prefill agent that a ticket names."""
         return cls(ticket.endpoint, ticket.server_key)
 
 
@@ -88,7 +87,6 @@ class Peer:
 
     @property
     def endpoint(self) -> str:
-        """Where it is, for messages."""
         return self.address.endpoint
 
     @property
@@ -171,16 +169,13 @@ class PeerDirectory(EventListener):
         return peer
 
     def release(self, peer: Peer) -> None:
-        """One user less."""
         peer.num_users -= 1
         peer.used_at = self._agent.loop.time()
 
     def find(self, address: PeerAddress) -> Peer | None:
-        """The peer at ``address``, if it is known."""
         return self._peers.get(address)
 
     def has(self, peer: Peer) -> bool:
-        """Whether it was not dropped since."""
         return self._peers.get(peer.address) is peer
 
     def silent(self) -> dict[str, float]:
@@ -249,7 +244,6 @@ class PeerDirectory(EventListener):
             peer.client.note_alive(boot)
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
-        """For the watchers."""
         for watcher in self.watchers:
             watcher.on_gap(boot)
 
@@ -276,7 +270,6 @@ class PeerDirectory(EventListener):
             await peer.client.run()
 
     async def _drop_unused(self) -> None:
-        """Leave peers that no fetch reads from: some answer nothing and may have moved."""
         idle_s = self._config.idle_peer_s
         while True:
             await anyio.sleep(min(FORGET_PEER_S, idle_s) / 4)

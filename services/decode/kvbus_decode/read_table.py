@@ -202,7 +202,6 @@ class ReadEntry:
 
     @property
     def state(self) -> str:
-        """For its story."""
         return "over" if self.is_over else "reading" if self.error is None else "draining"
 
     @property

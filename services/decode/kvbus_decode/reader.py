@@ -79,11 +79,9 @@ class Reader:
 
     @property
     def num_slots_in_use(self) -> int:
-        """Staging slots in use."""
         return self._table.num_slots_in_use
 
     def story_of(self, key: str) -> Story | None:
-        """The story of the reads of a fetch, if there is one."""
         read = self._table.find(key)
         return None if read is None else read.story
 
@@ -108,12 +106,10 @@ class Reader:
         self._dispatch(ev.ChunkWanted(key, engine, rounds, choice.path.value, priority))
 
     def stop(self) -> None:
-        """The agent ends, and every read with it."""
         self._dispatch(Stopped())
         self._driver.stop()
 
     def lose_engine(self, engine: LocalEngine) -> None:
-        """Stop the chunks of an engine that is gone."""
         self._dispatch(ev.EngineGone(engine, engine_lost()))
 
     async def reads_done(self, engine: LocalEngine) -> None:

@@ -173,7 +173,6 @@ class Route:
         return self._next_replica_index
 
     def plans(self, replica_index: int) -> tuple[SourcePlan, ...]:
-        """What is read from each source, for one choice among replicas."""
         return self._plans[replica_index % self._map.num_choices]
 
     def check_tables(self, tables: Mapping[str, BlockTable], spans: Spans) -> None:

@@ -102,7 +102,6 @@ class RouteBook(PeerWatcher):
         return found[0] if len(found) == 1 else None
 
     def num_from(self, endpoint: str) -> int:
-        """Routes from engines of the agent there."""
         return sum(key.endpoint == endpoint for key in self._routes)
 
     async def route(
@@ -148,7 +147,6 @@ class RouteBook(PeerWatcher):
         self._keep_only(is_wanted)
 
     def forget_engine(self, engine: LocalEngine) -> None:
-        """Drop the routes into an engine that is gone."""
         self._keep_only(lambda key, _: key.memory_id != engine.memory_id)
 
     def on_dropped(self, peer: Peer) -> None:
@@ -173,7 +171,6 @@ class RouteBook(PeerWatcher):
         self._routes = {key: route for key, route in self._routes.items() if wanted(key, route)}
 
     def _nixl_memory(self) -> Iterator[NixlMemory]:
-        """What routes read with NIXL."""
         for route in self._routes.values():
             yield from (source.nixl for source in route.sources if source.nixl is not None)
 

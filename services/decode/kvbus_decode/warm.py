@@ -57,7 +57,6 @@ class WarmPeers(PeerWatcher):
 
     @property
     def num_listed(self) -> int:
-        """Agents that are listed."""
         return len(self._listed)
 
     @property
@@ -73,12 +72,10 @@ class WarmPeers(PeerWatcher):
         return PeerView()
 
     def start(self) -> None:
-        """Meet them."""
         for one in self._listed:
             self._agent.tasks.start_soon(self._keep_warm, one)
 
     def see_engine(self) -> None:
-        """A local engine is ready."""
         for one in self._listed:
             one.news.set()
 

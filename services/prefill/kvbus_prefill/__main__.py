@@ -7,7 +7,6 @@ from kvbus_prefill.config import PrefillConfig
 
 
 def main() -> None:
-    """Run it."""
     run_command(AgentRole.PREFILL, PrefillConfig, PrefillService)
 
 

@@ -77,7 +77,6 @@ class PrefillService(TableService):
         await self.lender.open()
 
     def engine_handlers(self) -> Handlers:
-        """An offer, or what becomes of one."""
         return {
             MakeOffer: self._open,
             **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change),
@@ -94,7 +93,6 @@ class PrefillService(TableService):
         }
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
-        """Its offers are waited for."""
         self._driver.dispatch(ev.EngineReady())
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
@@ -111,13 +109,11 @@ class PrefillService(TableService):
         await anyio.sleep(self._config.late_read_s)
 
     def stop(self) -> None:
-        """Withdraw what is left."""
         self._packing.stop()
         self._driver.dispatch(Stopped())
         self._driver.stop()
 
     def counts(self) -> dict[str, int]:
-        """What the tables hold."""
         boxes = self._packing.slots
         return {
             "offers": self._table.num_offers,
@@ -130,7 +126,6 @@ class PrefillService(TableService):
         return self.lender.sharing()
 
     def _forward(self, message: Message, call: Call) -> None:
-        """The table answers."""
         key = call.session.key
         fresh = new_secret() if isinstance(message, Claim | Meet | Forgo) else ""
         self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))

@@ -40,7 +40,6 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def offer_limits(self) -> OfferLimits:
-        """The bounds of the offer table."""
         return OfferLimits(
             max_offers=self.max_handoffs,
             max_lease_s=self.max_lease_s,

@@ -86,7 +86,6 @@ class Packing:
         self._driven_until = 0.0
 
     def handlers(self) -> Handlers:
-        """What readers ask about boxes, and about the memory that they read."""
         return {
             Pack: Shared(self._pack, MAX_PACKS),
             Unpack: self._unpack,
@@ -108,7 +107,6 @@ class Packing:
         self._driver.dispatch(EngineLost(engine.engine_id))
 
     def stop(self) -> None:
-        """Refuse what waits."""
         self._driver.dispatch(Stopped())
         self._driver.stop()
 
@@ -206,7 +204,6 @@ class Packing:
         )
 
     def _gather(self, asked: slots.SlotWanted, slot: int, paged: copying.PagedMemory) -> None:
-        """Copy, in a thread."""
         started_at = time.perf_counter()
         copying.gather(paged, asked.pack.table, asked.pack.box, asked.slots.view(slot))
         self._metrics.gather_s.observe(time.perf_counter() - started_at)

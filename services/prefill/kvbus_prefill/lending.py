@@ -80,7 +80,6 @@ class MemoryLender:
         return MemorySocket(path=path, machine=machine_id(), closed=closed)
 
     def sharing(self) -> Sharing:
-        """What the status says of it."""
         return sharing(path="" if self._closed else str(self._server.path), closed=self._closed)
 
     def end_engine(self, engine: LocalEngine) -> None:

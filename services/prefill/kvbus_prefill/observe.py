@@ -76,7 +76,6 @@ class OfferStories(Stories[OfferEntry]):
         self._offers, self._boxes = offers, slots.named
 
     def lines(self, asked: Status) -> list[str]:
-        """What happened to an offer."""
         offer = self._offers.find(asked.offer_id)
         return [] if offer is None else list(offer.story.lines())
 

@@ -249,7 +249,6 @@ def free(box: SlotEntry, _event: Event, at: Context) -> Commands:
 
 
 def end_wipe(box: SlotEntry, _event: WipeEnded, _: Context) -> Commands:
-    """Nothing is left in the slot."""
     box.state = OVER
     return []
 
@@ -315,7 +314,6 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
 
     @property
     def num_waiting(self) -> int:
-        """Boxes without a slot."""
         return sum(map(len, self._pools.values()))
 
     @property
@@ -357,7 +355,6 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
                 return list(self.live.values())
 
     def _ask(self, asked: SlotWanted, now: float) -> Commands:
-        """Have a box wait."""
         if self.stopped:
             return [Refuse(asked.reply_to, LocalError("the agent stops", code=ErrorCode.CLOSED))]
         slot_lease_s = min(asked.pack.slot_lease_s, self.limits.max_slot_lease_s)

@@ -131,12 +131,10 @@ class FetchEntry:
 
     @property
     def turn(self) -> Key:
-        """What it waits for a place under."""
         return Key(self.requested.ticket.agent_boot, self.requested.asked.priority)
 
     @property
     def read_to(self) -> int:
-        """Tokens up to here are in the engine's blocks."""
         return self.requested.asked.first_token + self.num_read
 
     @property
@@ -151,7 +149,6 @@ class FetchEntry:
 
     @property
     def is_claiming(self) -> bool:
-        """Whether it was asked for a lease, and no answer has come."""
         return isinstance(self.question, Claim)
 
     # A yes ends the offer, and its reply takes a while. Who gives up at the deadline while it is on

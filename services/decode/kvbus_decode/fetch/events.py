@@ -89,7 +89,6 @@ class Requested(Value, frozen=True):
 
     @property
     def has_met(self) -> bool:
-        """Whether there is a ticket."""
         return self.ticket.offer_id != UNKNOWN
 
 

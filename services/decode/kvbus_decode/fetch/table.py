@@ -53,7 +53,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return commands
 
     def num_in(self, state: FetchState) -> int:
-        """Fetches in ``state`` now."""
         return sum(fetch.state is state for fetch in self.live.values())
 
     def num_quarantined_blocks(self) -> int:
@@ -74,7 +73,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return tuple(names - {""})
 
     def _refusal(self, event: ev.Requested) -> LocalError | None:
-        """Why a fetch is not admitted."""
         num_live, name = len(self.live), event.asked.fetch_id
         if self.draining:
             return LocalError("the agent is draining", code=ErrorCode.DRAINING)
@@ -114,7 +112,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return commands
 
     def _ended_by(self, event: object) -> list[FetchEntry]:
-        """The fetches that end with the agent, or with their engine."""
         live = self.live.values()
         if isinstance(event, EngineLost):
             return [one for one in live if one.requested.engine_id == event.engine_id]

@@ -160,7 +160,6 @@ def take_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
 
 
 def resolve(fetch: FetchEntry, at: Context) -> ev.HoldPeer:
-    """Have its peer found."""
     left_s = REASON_SHARE * (fetch.deadline - at.now)
     return ev.HoldPeer(fetch.requested, max(1e-3, min(at.limits.request_timeout_s, left_s)))
 
@@ -308,14 +307,12 @@ def free(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
 
 
 def give_back(fetch: FetchEntry) -> Commands:
-    """Release the lease of a fetch that has failed."""
     if fetch.held is None or fetch.error is None:
         return []
     return [release(fetch.requested.ticket, fetch.held.epoch, fetch.held.token, fetch.error.code)]
 
 
 def release(ticket: Ticket, epoch: int, token: str, code: ErrorCode) -> ev.Tell:
-    """Give a lease back."""
     offer = {"agent_boot": ticket.agent_boot, "offer_id": ticket.offer_id}
     return ev.Tell(ticket, Release(**offer, epoch=epoch, token=token, code=code.value))
 

@@ -166,11 +166,9 @@ class OfferEntry:
         self.tables, self.ticket, self.waiting = {}, None, {}
 
     def wait_until(self, when: float) -> None:
-        """Do not expire before ``when``."""
         self.expires_at = max(self.expires_at, when)
 
     def tables_with(self, more: Mapping[str, BlockTable]) -> dict[str, BlockTable]:
-        """Its tables once ``more`` blocks are added."""
         known = self.tables
         return known | {
             group: known[group].extended(added) if group in known else added

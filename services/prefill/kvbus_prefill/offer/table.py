@@ -46,17 +46,14 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
 
     @property
     def num_offers(self) -> int:
-        """Those that are made and not released."""
         return len(self._requests)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for an offer."""
         return sum(len(offer.waiting) for offer in self._named.values())
 
     @property
     def num_leases(self) -> int:
-        """Leases that are live now."""
         return sum(len(offer.live_leases) for offer in self.live.values())
 
     # Questions: nothing changes.

@@ -35,7 +35,6 @@ SEALED, RELEASED = OfferState.SEALED, OfferState.RELEASED
 
 
 def done(event: ev.Asked[Any]) -> SendReply:
-    """The answer that says no more than ok."""
     return SendReply(event.reply_to, Empty())
 
 
@@ -78,7 +77,6 @@ def end_waits(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Command
 
 
 def leave(offer: OfferEntry, event: ev.Abandoned, _: Context) -> Commands:
-    """One waits no longer."""
     _leave(offer, event.reply_to)
     return []
 
@@ -117,7 +115,6 @@ def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
 
 
 def tell(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
-    """It was made before its reader asked."""
     return [] if offer.ticket is None else [SendReply(event.reply_to, Met(offer.ticket.to_json()))]
 
 
