@@ -16,7 +16,6 @@ from kvbus.agent.slots import SlotMemory
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box, GroupSpec, slot_bytes
 from kvbus.memory import copying
-from kvbus.memory.copying import PagedMemory
 from kvbus.memory.run_copy import copy_runs
 from kvbus.planning import Reads, RunPlan, Runs, Share
 from kvbus.protocol.message import Empty
@@ -63,7 +62,7 @@ class ChunkLeg(Leg):
     chunk: Chunk
     means: Means
     transfer: Read | None = None
-    copying: Work | None = None
+    work: Work | None = None
     aborted: bool = False
 
     def begin(self, command: Begin) -> None:
@@ -75,8 +74,8 @@ class ChunkLeg(Leg):
         self.aborted = True
         if self.transfer is not None:
             self.transfer.abort()
-        if self.copying is not None:
-            self.copying.stop(LocalError("the copy was aborted", code=ErrorCode.CANCELLED))
+        if self.work is not None:
+            self.work.stop(LocalError("the copy was aborted", code=ErrorCode.CANCELLED))
 
     def end_stage(self, num_bytes: int = 0, error: KVBusError | None = None) -> None:
         """The stage has ended: nothing of it is in flight."""
@@ -104,12 +103,12 @@ class ChunkLeg(Leg):
 
     def copy_in_threads(
         self,
-        copy: Callable[[PagedMemory], None],
+        copy: Callable[[copying.PagedMemory], None],
         ranks: tuple[RankMemory, ...],
         group: GroupSpec,
     ) -> None:
         """Have ``copy`` called for one group of each of the ranks, which ends the stage."""
-        self.copying = self.means.agent.copiers.start(
+        self.work = self.means.agent.copiers.start(
             self.chunk.turn,
             lambda: (copy,),
             self._on_copied,
@@ -126,7 +125,7 @@ class ChunkLeg(Leg):
         self.end_stage(outcome.num_bytes, error)
 
     def _on_copied(self, error: KVBusError | None) -> None:
-        self.copying = None
+        self.work = None
         self.end_stage(error=error)
 
 
@@ -200,7 +199,7 @@ class MappedLeg(ChunkLeg):
         def jobs() -> list[Job]:
             return [partial(self.copy, job) for job in self.runs().cut(job_bytes)]
 
-        self.copying = agent.copiers.start_jobs(
+        self.work = agent.copiers.start_jobs(
             self.chunk.turn,
             jobs,
             partial(self.count, self.end_stage),
@@ -238,7 +237,7 @@ class MappedLeg(ChunkLeg):
 
         Else its agent is asked, which may know what has become of it.
         """
-        self.copying = None
+        self.work = None
         loss, num_bytes = self._loss(), sum(self.copied_bytes)
         if error is not None or loss is None:
             end(num_bytes, error)
