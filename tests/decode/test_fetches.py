@@ -627,7 +627,7 @@ def test_the_report_adds_up_the_chunks_and_the_time_of_each_stage() -> None:
     for first, flags in ((ALONE, (True, False)), (BESIDE, (True, True)), (known(), (False, True))):
         granted = [] if first is ALONE else [grant()]
         end = commands_of(ev.ReportFetched, first, *granted, READ, last=YES)
-        assert (end.ahead, end.leased) == flags
+        assert (end.requested.ahead is not None, end.leased) == flags
 
 
 def test_a_retired_fetch_keeps_no_route_and_no_tables_alive() -> None:

@@ -221,21 +221,20 @@ class DecodeService(TableService):
 
     def _report_fetched(self, report: ev.ReportFetched) -> None:
         """The engine first: it waits, while the log and the counters do not."""
-        fetch_id, fetch = report.fetch_id, self._active.get(report.fetch_id)
-        fills = fetch is not None and fetch.fills_blocks
-        fetched = structs.replace(report.fetched, whole_blocks=fills)
-        is_part = fetch is not None and bool(fetch.requested.access)
-        if is_part or fetch is None or not fetch.engine.lost:  # else its sessions end unheard
-            report.reply_to.reply(fetched)
-        if fetch is not None and not is_part:
+        fetch, requested = self._active[report.fetch_id], report.requested
+        fetched = structs.replace(report.fetched, whole_blocks=fetch.fills_blocks)
+        is_part = bool(requested.access)
+        if is_part or not fetch.engine.lost:  # else its sessions end unheard
+            requested.reply_to.reply(fetched)
+        if not is_part:
             fetch.engine.notify_ranks(fetched)
-        if fetch is not None and not fetched.code:
-            self._tickets.complete(fetch.requested.ticket)
-            self._costs.observe(fetched, fetch.requested.ticket.endpoint)
+        if not fetched.code:
+            self._tickets.complete(requested.ticket)
+            self._costs.observe(fetched, requested.ticket.endpoint)
         if fetched.blocks_free:
-            self._end(fetch_id)
+            self._end(report.fetch_id)
         else:
-            self._leases.drain(fetch_id)
+            self._leases.drain(report.fetch_id)
         self._metrics.observe(report)
         log_fetched(structs.replace(report, fetched=fetched))
         if fetched.code and self._config.log_level == "debug":
@@ -248,15 +247,14 @@ class DecodeService(TableService):
 
     def _notify(self, command: ev.Notify) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
-        fetch_id, notice = command.fetch_id, command.message
-        part, fetch = self._parts.find(fetch_id), self._active.get(fetch_id)
-        if part is None and fetch is not None:
-            fetch.engine.notify(notice)
+        notice, part = command.message, self._parts.find(command.fetch_id)
+        if part is None:
+            self._active[command.fetch_id].engine.notify(notice)
         if isinstance(notice, BlocksFreed):
             log.info("blocks.freed", fetch_id=notice.fetch_id)
             if part is not None:
                 part.end()
-            self._end(fetch_id)
+            self._end(command.fetch_id)
 
     def _end(self, fetch_id: str) -> None:
         """It holds nothing any more; its spans go to the collector, if there is one."""

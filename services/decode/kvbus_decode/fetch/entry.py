@@ -302,15 +302,7 @@ class FetchEntry:
             stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
             num_tokens=requested.asked.num_tokens,
         )
-        return ev.ReportFetched(
-            fetch_id=self.key,
-            engine_id=requested.engine_id,
-            fetched=fetched,
-            reply_to=requested.reply_to,
-            ahead=requested.ahead is not None,
-            leased=self.held is not None,
-            undecided=undecided,
-        )
+        return ev.ReportFetched(self.key, requested, fetched, self.held is not None, undecided)
 
 
 def _other_blocks() -> RemoteError:

@@ -76,7 +76,7 @@ class Requested(Value, frozen=True):
     asked: StartFetch
     ticket: Ticket
     timeout_s: float
-    reply_to: object
+    reply_to: Any
     has_state: bool = False
     take_token: str = ""
     meets: Rendezvous | None = None
@@ -249,15 +249,13 @@ class Notify(Value, frozen=True):
 class ReportFetched(Value, frozen=True):
     """A fetch has ended: ``fetched`` is the answer to its engine, and the record for all others.
 
-    ``ahead`` when it was read before the lease, ``leased`` when it got one. ``undecided`` when the
-    prefill agent was asked for its yes and did not answer: the offer may be completed.
+    ``leased`` when it got a lease. ``undecided`` when the prefill agent was asked for its yes and
+    did not answer: the offer may be completed.
     """
 
     fetch_id: str
-    engine_id: str
+    requested: Requested
     fetched: Fetched
-    reply_to: Any
-    ahead: bool = False
     leased: bool = False
     undecided: bool = False
 
