@@ -12,19 +12,16 @@ from kvbus.agent.copiers import Job, Work
 from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
-from kvbus.agent.slots import SlotMemory
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
-from kvbus.geometry import Box, GroupSpec, slot_bytes
+from kvbus.geometry import GroupSpec
 from kvbus.memory import copying
 from kvbus.memory.run_copy import copy_runs
-from kvbus.planning import Reads, RunPlan, Runs, Share
+from kvbus.planning import Reads, RunPlan, Runs
 from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import Pack, Packed, Unpack
 from kvbus.transport import MemoryKind, Read, ReadOutcome, ReadStatus
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.read_table import (
     COPYING,
-    PACKING,
     READING,
     Begin,
     Event,
@@ -32,14 +29,13 @@ from kvbus_decode.read_table import (
     LegState,
     StageEnded,
 )
-from kvbus_decode.route import Source, SourcePlan
+from kvbus_decode.route import SourcePlan
 
 Rows = tuple[Reads, MemoryKind, MemoryKind]
 """READs, and the kinds of memory: ours and theirs."""
 
 MAX_INLINE_DESCRIPTORS = 16_384
 LOSS_KNOWN_WITHIN_S = 2.0
-UNPACK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,95 +256,3 @@ class MappedLeg(ChunkLeg):
             return None
         message = f"the memory that was copied from is gone: {memory.closed}"
         return RemoteError(message, code=ErrorCode.TRANSFER_FAILED)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class BoxLeg(ChunkLeg):
-    """One box, from a rank of a source into ours; ``packed`` is where it lies there.
-
-    ``slots`` are those here that it is scattered from.
-    """
-
-    stages: tuple[LegState, ...] = (PACKING, READING, COPYING)
-    share: Share
-    group: GroupSpec
-    box: Box
-    slots: SlotMemory
-    packed: Packed | None = None
-
-    def begin(self, command: Begin) -> None:
-        """Have it packed, read it into a slot here, or scatter that into the blocks."""
-        slot, packed = self.slot, self.packed
-        if command.stage is PACKING:
-            self._pack(command.done)
-        elif slot is None or packed is None:
-            self.end_stage(error=LocalError("the box is not packed", code=ErrorCode.INTERNAL))
-        elif command.stage is READING:
-            whole = Runs(few=((self.slots.address(slot), packed.address, packed.num_bytes),))
-            rows = whole.reads(local_device=self.slots.device, remote_device=packed.device)
-            try:
-                self.read_rows((rows, self.slots.memory, packed.memory))
-            except KVBusError as error:
-                self.end_stage(error=error)
-        else:
-            ranks = self.chunk.route.engine.ranks
-            table = self.chunk.asked.tables[self.box.group]
-            self.copy_in_threads(
-                lambda memory: copying.scatter(memory, table, self.box, self.slots.view(slot)),
-                tuple(ranks[number] for number in self.share.readers),
-                self.group,
-            )
-
-    def _pack(self, done: tuple[int, ...]) -> None:
-        chunk = self.chunk
-        message = Pack(
-            **self.source.named,
-            offer_id=chunk.ticket.offer_id,
-            epoch=chunk.wanted.epoch,
-            rank=self.share.holder,
-            box=self.box,
-            table=chunk.blocks_of(self.box),
-            slot_lease_s=self.means.lease_s,
-            token=chunk.wanted.token,
-            done=done,
-            priority=chunk.asked.priority,
-        )
-        self.source.peer.ask(message, self.time_left_s, self._on_packed)
-
-    def _on_packed(self, packed: Packed | KVBusError) -> None:
-        if isinstance(packed, KVBusError):
-            self.end_stage(error=packed)
-            return
-        num_bytes = slot_bytes(self.group, self.box)
-        if packed.num_bytes != num_bytes:
-            release_slots(self.source, (packed.slot_id,))
-            message = f"the prefill agent packed {packed.num_bytes} bytes, the box has {num_bytes}"
-            self.end_stage(error=GeometryError(message))
-            return
-        self.packed = packed
-        lease = packed.slot_id, packed.slot_lease_s
-        self.means.dispatch(StageEnded(self, 0, None, *lease))
-
-
-def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:
-    """Give slots back; when that fails they come back by themselves, with their lease."""
-    message = Unpack(agent_boot=source.agent_boot, slot_ids=slot_ids)
-    source.peer.ask(message, UNPACK_TIMEOUT_S, lambda _: None)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class ZeroLeg(ChunkLeg):
-    """Positions of one group that are zeroed on one rank."""
-
-    stages: tuple[LegState, ...] = (COPYING,)
-    rank: RankMemory
-    group: GroupSpec
-    span: tuple[int, int]
-
-    def begin(self, _: Begin) -> None:
-        table = self.chunk.asked.tables[self.group.name]
-        self.copy_in_threads(
-            lambda memory: copying.zero_positions(memory, table, *self.span),
-            (self.rank,),
-            self.group,
-        )

@@ -216,6 +216,10 @@ class ReadEntry:
         times = [leg.slot_expires_at for leg in self.live if leg.slot_expires_at is not None]
         return min(times, default=None)
 
+    def turn_of(self, leg: Leg) -> Key:
+        """What one of its legs waits for a slot here under."""
+        return Key(leg.source, self.wanted.priority)
+
     def next_leg(self, most_packed: int) -> Leg | None:
         """The leg to start now, taken from those that wait; ``most_packed`` are live at a time."""
         while not self.waiting and not self.live and self.rounds and self.error is None:
@@ -407,13 +411,12 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         if read is None:
             return []
         commands: Commands = TRANSITIONS[before, type(event)].handler(read, leg, event, now)
-        state, pool = leg.state, self._pools[leg.device]
+        state = leg.state
         read.story.note(now, event, state, commands, f"leg {leg.number}")
-        turn = Key(leg.source, read.wanted.priority)
         if state is PACKED:
-            pool.add(turn, leg)
+            self._pools[leg.device].add(read.turn_of(leg), leg)
         elif before is PACKED and leg.slot is None:
-            pool.discard(turn, leg)
+            self._pools[leg.device].discard(read.turn_of(leg), leg)
         if leg.slot_id is not None and state in (COPYING, OVER):
             read.read_slots.setdefault(leg.source, []).append(leg.slot_id)
             leg.slot_id = leg.slot_expires_at = None
@@ -421,7 +424,7 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
             del read.live[leg]
             leg.read = None
             if leg.slot is not None:
-                pool.release(leg.slot)
+                self._pools[leg.device].release(leg.slot)
                 leg.slot = None
         return commands
 

@@ -23,11 +23,11 @@ from kvbus.planning import Path, Share, cut_for_digests, cut_into_boxes
 from kvbus.table import Driver, Story
 from kvbus.table.events import Stopped
 from kvbus_decode import read_table as ev
+from kvbus_decode.box_legs import BoxLeg, CompareLeg, ZeroLeg, release_slots
 from kvbus_decode.chunk import ActiveFetch, Chunk, make_chunk
-from kvbus_decode.compare import CompareLeg
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded
-from kvbus_decode.legs import BoxLeg, DirectLeg, MappedLeg, Means, ZeroLeg, release_slots
+from kvbus_decode.legs import DirectLeg, MappedLeg, Means
 from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.paths import PathChoice, PathChooser
 from kvbus_decode.route import Source
