@@ -99,6 +99,8 @@ class RequestClient(Connecting):
         self._max_bytes = max_request_bytes(endpoint)
         self._pending: dict[int, _Pending] = {}
         self._unsent: dict[int, None] = {}
+        self.closed_by: KVBusError | None = None
+        """What fails the requests that wait when this is closed; None for a `ClosedError`."""
         self._secret = new_secret()
         self._last_id = secrets.randbelow(2**52)  # an integer for peers that have only floats
         self._was_connected = False
@@ -305,7 +307,8 @@ class RequestClient(Connecting):
 
     def _close(self) -> None:
         self._on_writable()  # the last requests of this turn of the loop may still wait
-        self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
+        error = self.closed_by or ClosedError("client was closed", endpoint=self.endpoint)
+        self._fail_all(error)
         super()._close()
 
 

@@ -8,7 +8,6 @@ A connection does not outlive its agent: when that goes, everything that waits f
      └───────────────── pause ◀────────────┘
 """
 
-import asyncio
 import contextlib
 import logging
 import random
@@ -154,18 +153,8 @@ class Connection:
 
         Raises `RequestRefused`, `RequestTimeout`, and `PeerLost` when the agent goes.
         """
-        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-
-        def settle(outcome: R | KVBusError) -> None:
-            if future.done():
-                return
-            if isinstance(outcome, KVBusError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
-        self.send(message, settle, timeout_s=timeout_s)
-        return await future
+        timeout_s = timeout_s or self._request_timeout_s
+        return await self._open_client().ask(message, timeout_s=timeout_s)
 
     def send(
         self,
@@ -180,17 +169,15 @@ class Connection:
         called before any notice that the agent sent after the reply. Raises `ClosedError` before
         the connection is open, and why it ended after.
         """
+        timeout_s = timeout_s or self._request_timeout_s
+        self._open_client().send(message, timeout_s=timeout_s, on_reply=on_reply)
+
+    def _open_client(self) -> RequestClient:
         if self.lost is not None:
             raise self.lost
         if self._client is None:
             raise ClosedError("the connection is not open")
-
-        def settle(outcome: R | KVBusError) -> None:
-            is_end = isinstance(outcome, ClosedError | PeerLost)
-            on_reply(self.lost if is_end and self.lost is not None else outcome)
-
-        timeout_s = timeout_s or self._request_timeout_s
-        self._client.send(message, timeout_s=timeout_s, on_reply=settle)
+        return self._client
 
     def _take_notice(self, notice: Notice) -> None:
         if notice.op == Leaving.op:
@@ -249,6 +236,7 @@ class Connection:
             self._client.take_last()  # what it said before its end
         self.lost = error
         if self._client is not None:
+            self._client.closed_by = error
             self._client.close()
         self.events.on_lost(error)
         self._ended.set()

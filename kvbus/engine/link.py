@@ -364,6 +364,9 @@ class Link:
 
     def _ask(self, asking: Asking[Any], handle: Offer | Fetch) -> None:
         """Where it can be asked for; else it ends here."""
+        if asking.connection is not None:
+            asking.ask(handle)
+            return
         try:
             if self._control is None:
                 raise LocalError("this is the link of a worker: offer and fetch where control is")
