@@ -47,7 +47,7 @@ OfferSecret = Secret
 LeaseToken = Secret
 """The right to the lease, from the reply to ``claim``."""
 ReaderId = Id
-"""Who asks: one for each fetch of each agent."""
+"""The reader: one for each fetch of each agent."""
 ReaderAgent = Text
 """Id of the agent that asks. It ends a lease of the same agent, and key, with another
 ``reader_boot``."""
