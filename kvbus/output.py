@@ -5,7 +5,7 @@ Refuses to fail because nobody reads: a closed stdout loses the text and not the
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
 from typing import NoReturn
@@ -46,15 +46,25 @@ def write_text(text: str) -> bool:
 
 
 @contextmanager
-def waiting_for(what: str, *, after_s: float = 3.0) -> Iterator[None]:
-    """Say on stderr what a command waits for, if that takes longer than ``after_s``."""
-    timer = Timer(after_s, sys.stderr.write, [f"waiting for {printable(what)}\n"])
-    timer.daemon = True
-    timer.start()
+def waiting_for(what: str, *, after_s: float = 3.0) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what a command waits for, if that takes longer than ``after_s``.
+
+    What is yielded tells what it waits for next.
+    """
+    timers: list[Timer] = []
+
+    def wait_for(what: str) -> None:
+        for timer in timers:
+            timer.cancel()
+        timers[:] = [Timer(after_s, sys.stderr.write, [f"waiting for {printable(what)}\n"])]
+        timers[0].daemon = True
+        timers[0].start()
+
+    wait_for(what)
     try:
-        yield
+        yield wait_for
     finally:
-        timer.cancel()
+        timers[0].cancel()
 
 
 def fail(message: str, *, status: int, cause: Exception) -> NoReturn:

@@ -126,14 +126,6 @@ class Child:
         """CPU seconds that it has used, all threads; 0 once it has ended."""
         return cpu_s(self.pid)
 
-    def run_first(self) -> None:
-        """Have it run before all ordinary processes, once it has just started.
-
-        Its threads to come inherit that. A niceness would not do: it counts among the processes of
-        one session only. Raises `PermissionError` for a user who may not.
-        """
-        os.sched_setscheduler(self.pid, os.SCHED_RR, os.sched_param(1))
-
     def lost(self, if_alive: str = "does not answer") -> PeerLost:
         """The error that says how it ended, or what is wrong ``if_alive``, with its last lines."""
         ending = if_alive if self.is_alive else _how_ended(self.process.returncode)

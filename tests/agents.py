@@ -122,7 +122,7 @@ class AgentProcess:
             self.process = Child(name, process, self.log_path, start_bytes)
         if self.runs_first:
             with suppress(PermissionError):  # then it shares the cores, and tests take longer
-                self._running.run_first()
+                os.sched_setscheduler(self._running.pid, os.SCHED_RR, os.sched_param(1))
 
     def wait_started(self) -> None:
         """Return once it serves."""

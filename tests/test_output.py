@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from kvbus.cli import app
 from kvbus.console import Console
-from kvbus.output import fail, write_json, write_text
+from kvbus.output import fail, waiting_for, write_json, write_text
 from kvbus.text import bytes_text, numbers_text, printable, rate_text, time_text
 from tests.agents import AgentProcess
 from tests.engines import engine, make_spec
@@ -151,3 +151,16 @@ def test_a_full_disk_is_told_in_a_line(
         write_text("a line\n")
 
     assert capfd.readouterr().err == "error: cannot write to stdout: No space left on device\n"
+
+
+def test_what_is_waited_for_longer_than_a_while_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with waiting_for("the first", after_s=60) as wait_for:
+        wait_for("the second")
+    with waiting_for("the third", after_s=0.01):
+        said = ""
+        while not said:
+            said = capsys.readouterr().err
+
+    assert said == "waiting for the third\n"

@@ -5,6 +5,7 @@ Refuses to measure. What the variants are is the table `CONNECTORS`.
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Itera
             )
             try:
                 for started in agents if connector == "kvbus" else ():
-                    started.child.run_first()
+                    os.sched_setscheduler(started.child.pid, os.SCHED_RR, os.sched_param(1))
             except PermissionError:
                 raise SystemExit(
                     "error: only root, or who has CAP_SYS_NICE, can let the agents run first; "

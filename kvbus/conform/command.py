@@ -16,7 +16,7 @@ from kvbus.conform.rules import Outcome, Verdict
 from kvbus.conform.scenes import PATIENCE_S, START_S, play, scenes_of
 from kvbus.console import Console
 from kvbus.errors import ConfigError
-from kvbus.output import write_json, write_text
+from kvbus.output import waiting_for, write_json, write_text
 from kvbus.protocol.engine import AgentRole
 
 Role = Annotated[AgentRole, typer.Option(help="What the engine is.")]
@@ -65,7 +65,7 @@ def conform(
     known = scenes_of(role)
     if unknown := [name for name in wanted if name not in known]:
         raise ConfigError(f"--scene: no scene {', '.join(unknown)}; there are {', '.join(known)}")
-    with Console(stderr=True).status("starting") as line:
+    with waiting_for("the engine to start") as wait_for:
         outcomes = play(
             role,
             command,
@@ -73,7 +73,7 @@ def conform(
             patience_s=patience,
             start_s=start,
             only=wanted,
-            on_scene=lambda name: line.update(f"playing {name}"),
+            on_scene=lambda name: wait_for(f"the scene {name}"),
         )
     if as_one_json:
         told = {
