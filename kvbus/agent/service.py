@@ -1,10 +1,9 @@
 """What a service adds to the runtime that both agents share, and what it is given: an `Agent`."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -20,8 +19,7 @@ from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
-from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
-from kvbus.protocol.trace import Remembered, Span, Trace
+from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing
 from kvbus.table import Driver, Table
 from kvbus.table.events import DrainStarted
 from kvbus.transport import Transport
@@ -54,36 +52,62 @@ class Agent:
     sender: "SpanSender | None" = None
 
 
-class Service(EngineUser, Protocol):
+class Service(EngineUser):
     """The part of an agent that is its own: offers and leases, or fetches and peers.
 
-    Handlers may raise a `KVBusError`, which refuses the request. What a service knows of other
-    agents is nothing, unless it asks some.
+    Its handoffs are the entries of ``table``, which ``driver`` feeds. Handlers may raise a
+    `KVBusError`, which refuses the request. What a service knows of other agents is nothing, unless
+    it asks some.
     """
+
+    def __init__(
+        self,
+        agent: Agent,
+        table: Table[Any, Any, Any, Any],
+        driver: Driver[Any],
+        stories: Stories[Any],
+    ) -> None:
+        self._agent, self._driver, self._live = agent, driver, table.live
+        self._idle = anyio.Event()
+        self.stories = stories
+        """What happened to them."""
 
     async def start(self) -> None:
         """Open what is its own; awaited before anybody can ask for anything."""
+        raise NotImplementedError
 
     def engine_handlers(self) -> Handlers:
         """For requests of a local engine, other than registration."""
+        raise NotImplementedError
 
     def peer_handlers(self) -> Handlers:
         """For requests on the peer socket."""
+        raise NotImplementedError
 
     def start_draining(self) -> None:
-        """Refuse new work from now on."""
-
-    def stop(self) -> None:
-        """Fail what still runs."""
+        """Refuse new work from now on; what is live goes on."""
+        self._driver.on_settled = self._check_idle
+        self._driver.dispatch(DrainStarted())
 
     async def drained(self) -> None:
         """Return when nothing runs any more; only awaited once draining has started."""
+        await self._idle.wait()
+
+    def _check_idle(self) -> None:
+        if not self._live:
+            self._idle.set()
+
+    def stop(self) -> None:
+        """Fail what still runs."""
+        raise NotImplementedError
 
     def counts(self) -> dict[str, int]:
         """What the agent holds, for `Status` and for metrics."""
+        raise NotImplementedError
 
     def sharing(self) -> Sharing:
         """What memory it lends to others of this machine, or maps of theirs."""
+        raise NotImplementedError
 
     def silent_peers(self) -> dict[str, float]:
         """Agents that do not answer, and for how many seconds nothing has come from each."""
@@ -100,49 +124,3 @@ class Service(EngineUser, Protocol):
     def cost(self, asked: Cost) -> Predicted:
         """What a fetch would take now; raises `LocalError`."""
         raise LocalError("only decode agents know what a handoff costs", code=ErrorCode.INVALID)
-
-    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
-        """What makes the spans of each of the newest offers or fetches, in any thread.
-
-        The newest first, live ones before others.
-        """
-
-    def spans(self, asked: Trace) -> Remembered:
-        """What is remembered of the request, fetch or offer that is asked for."""
-
-    def story(self, asked: Status) -> list[str]:
-        """What happened to the fetch or offer that is asked for, a line for each event."""
-
-
-class TableService(Service):
-    """One whose handoffs are the entries of ``table``; ``driver`` feeds it."""
-
-    def __init__(
-        self,
-        agent: Agent,
-        table: Table[Any, Any, Any, Any],
-        driver: Driver[Any],
-        stories: Stories[Any],
-    ) -> None:
-        self._agent, self._driver, self._live = agent, driver, table.live
-        self._stories, self._idle = stories, anyio.Event()
-
-    def start_draining(self) -> None:
-        self._driver.on_settled = self._check_idle
-        self._driver.dispatch(DrainStarted())
-
-    async def drained(self) -> None:
-        await self._idle.wait()
-
-    def _check_idle(self) -> None:
-        if not self._live:
-            self._idle.set()
-
-    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
-        return self._stories.recent(number)
-
-    def spans(self, asked: Trace) -> Remembered:
-        return self._stories.remembered(asked)
-
-    def story(self, asked: Status) -> list[str]:
-        return self._stories.lines(asked)

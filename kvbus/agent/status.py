@@ -79,7 +79,7 @@ class SelfReport:
             draining=self.is_draining,
             counts=service.counts(),
             data_endpoints=agent.data_plane.endpoints,
-            story=tuple(service.story(asked)),
+            story=tuple(service.stories.lines(asked)),
             sharing=service.sharing(),
             silent_peers=service.silent_peers(),
             engine_instances={n: engine.instance for n, engine in agent.engines.engines.items()},
@@ -91,7 +91,7 @@ class SelfReport:
 
     def trace(self, asked: Trace) -> Traced:
         """What it remembers of a request, as spans."""
-        identity, remembered = self.agent.identity, self.service.spans(asked)
+        identity, remembered = self.agent.identity, self.service.stories.remembered(asked)
         spans, cut = remembered.newest()
         return Traced(
             agent_id=identity.agent_id,
@@ -129,7 +129,7 @@ class SelfReport:
 
         What is returned makes the rest of it in any thread.
         """
-        families, recent = list(registry.collect()), self.service.recent(MOST_RECENT)
+        families, recent = list(registry.collect()), self.service.stories.recent(MOST_RECENT)
         status, key_file = without_place(self.status(Status())), self.config.key_file
         server_key, key_of = self.agent.identity.server_key, self.service.key_of
         key_options_of = {at: key_options(key_file, key_of(at)) for at in status.silent_peers}

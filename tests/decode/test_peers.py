@@ -26,19 +26,25 @@ from tests.prefill.inside import prefill_agent
 class Broken:
     """A directory that has no agents."""
 
+    def __init__(self) -> None:
+        self.asked_at: list[float] = []
+
     def acquire(self, _: object) -> None:
+        self.asked_at.append(asyncio.get_running_loop().time())
         raise ZeroDivisionError
 
 
 @asynccontextmanager
-async def listing(*peers: str, **keys: Any) -> AsyncIterator[WarmPeers]:
+async def listing(
+    *peers: str, broken: Broken | None = None, **keys: Any
+) -> AsyncIterator[WarmPeers]:
     """These agents; none of them can be met."""
     bind = "tcp://127.0.0.1:0"
     keys |= {"agent_id": "decode-0", "peer_bind": bind, "events_bind": bind}
     config = DecodeConfig(peers=peers, **keys)
     async with anyio.create_task_group() as tasks:
         agent: Any = SimpleNamespace(tasks=tasks, loop=asyncio.get_running_loop())
-        directory: Any = Broken()
+        directory: Any = broken or Broken()
         nothing: Any = None
         warm = WarmPeers(agent, config, directory, nothing)
         warm.start()
@@ -53,6 +59,19 @@ async def test_a_defect_of_warming_keeps_the_agent_that_it_is_about_cold_and_not
 
     assert "ZeroDivisionError" in peers.view("tcp://10.0.0.1:1").problem
     assert peers.num_warm == 0
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_cannot_be_met_is_asked_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbus_decode.warm.RETRY_S", 0.02)
+    broken = Broken()
+    async with listing("tcp://10.0.0.1:1", broken=broken):
+        await until(lambda: len(broken.asked_at) == 5)
+
+    first, *_, last = broken.asked_at
+    assert last - first >= 0.02 + 0.04 + 0.08 + 0.16
 
 
 @pytest.mark.anyio

@@ -201,7 +201,7 @@ class Cluster:
                 asked = Status(offer_id=handoff.offer_id, fetch_id=handoff.name)
                 lines += [
                     f"{agent.name} since {agent.started_at:.3f} s:",
-                    *agent.service.story(asked),
+                    *agent.service.stories.lines(asked),
                 ]
         return "\n".join(lines)
 

@@ -8,7 +8,7 @@ from msgspec import convert, structs
 
 from kvbus.agent.access import load_ticket_keys
 from kvbus.agent.engine import LocalEngine
-from kvbus.agent.service import Agent, TableService
+from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import asked_states
@@ -38,7 +38,7 @@ from kvbus_decode.warm import WarmPeers
 log = structlog.get_logger()
 
 
-class DecodeService(TableService):
+class DecodeService(Service):
     """Everything of a decode agent that is not shared with the prefill agent."""
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
@@ -238,7 +238,7 @@ class DecodeService(TableService):
         self._metrics.observe(report)
         log_fetched(structs.replace(report, fetched=fetched))
         if fetched.code and self._config.log_level == "debug":
-            story = self.story(Status(fetch_id=fetched.fetch_id))
+            story = self.stories.lines(Status(fetch_id=fetched.fetch_id))
             log.debug("handoff.story", fetch_id=fetched.fetch_id, story=story)
         event = FetchEvent(
             fetch_id=fetched.fetch_id, request_id=fetched.request_id, code=fetched.code
@@ -266,7 +266,7 @@ class DecodeService(TableService):
             # it may never have met an offer
             trace_name = ticket.offer_id if requested.has_met else asked.fetch_id
             traces = asked.traceparent, ticket.traceparent
-            sender.put(self._stories.later(fetch), trace_name, *traces)
+            sender.put(self.stories.later(fetch), trace_name, *traces)
 
     def _readings(self) -> dict[str, float]:
         stats = self._agent.transport.stats()

@@ -100,9 +100,9 @@ class WarmPeers(PeerWatcher):
             one.news = anyio.Event()
             async with self._turns:
                 await guarded(partial(self._meet, one), partial(self._note_cold, one))
-            pause_s = min(2 * pause_s, MAX_RETRY_S) if one.problem else RETRY_S
             with anyio.move_on_after(pause_s):
                 await one.news.wait()
+            pause_s = min(2 * pause_s, MAX_RETRY_S) if one.problem else RETRY_S
 
     async def _meet(self, one: _Listed) -> None:
         """Shake hands for each pair of engines; raises `KVBusError`."""

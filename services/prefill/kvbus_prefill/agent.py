@@ -12,7 +12,7 @@ from kvbus.agent.access import load_ticket_keys
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import check_protocol
 from kvbus.agent.loop import guarded
-from kvbus.agent.service import Agent, TableService
+from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, Shared, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, GroupSpec, num_blocks_for
@@ -49,7 +49,7 @@ from kvbus_prefill.offer.table import OfferTable
 log = structlog.get_logger()
 
 
-class PrefillService(TableService):
+class PrefillService(Service):
     """Everything of a prefill agent that is not shared with the decode agent."""
 
     def __init__(self, agent: Agent, config: PrefillConfig) -> None:
@@ -57,9 +57,9 @@ class PrefillService(TableService):
         self._table = OfferTable(limits=config.offer_limits)
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, self._table)
-        self._stories = OfferStories(self._table, self._packing.slots)
+        stories = OfferStories(self._table, self._packing.slots)
         driver: Driver[ev.Event] = Driver(self._table, agent.loop)
-        super().__init__(agent, self._table, driver, self._stories)
+        super().__init__(agent, self._table, driver, stories)
         self._driver.commands |= {
             ev.BeginLease: self._begin_lease,
             ev.EndLease: self._end_lease,
@@ -298,7 +298,7 @@ class PrefillService(TableService):
         self._agent.publisher.publish("offer.released", event)
         sender = self._agent.sender
         if sender is not None and (offer := self._table.find(released.offer_id)) is not None:
-            sender.put(self._stories.later(offer), offer.offer_id, offer.traceparent)
+            sender.put(self.stories.later(offer), offer.offer_id, offer.traceparent)
         lived_s = self._agent.loop.time() - report.opened_at
         self._metrics.offers.values[released.outcome.value,] += 1
         self._metrics.offer_life_s.add({"": lived_s})
