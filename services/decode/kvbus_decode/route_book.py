@@ -5,12 +5,11 @@ An engine whose KV ours cannot use is refused; both sides log the field and both
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import anyio
 import structlog
-from msgspec import structs
 
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.loop import in_thread
@@ -210,13 +209,15 @@ class RouteBook(PeerWatcher):
         self, peer: Peer, ticket: Ticket, shaken: _Round
     ) -> tuple[HandshakeDone, tuple[Source, ...]]:
         """The home's handshake, and all sources."""
-        handshake = structs.replace(
-            self._handshake(shaken, ticket.engine_id),
+        done = await self._ask(
+            peer,
+            shaken,
+            boot=ticket.agent_boot,
+            engine_id=ticket.engine_id,
             engine_instance=ticket.engine_instance,
             offer_id=ticket.offer_id,
             secret=ticket.secret or None,
         )
-        done = await self._ask(peer, handshake, shaken, boot=ticket.agent_boot)
         check_compatible(done.memory.engine, shaken.engine.spec)
         home = await self._source(peer, ticket.agent_boot, done, shaken)
         self._peers.listen(peer, done.events_endpoint)
@@ -227,10 +228,9 @@ class RouteBook(PeerWatcher):
         engine_id = home.memory.engine.engine_id
         peer = self._peers.acquire(PeerAddress(other.endpoint, other.server_key))
         try:
-            handshake = structs.replace(
-                self._handshake(shaken, engine_id), ranks=other.ranks, access=other.access
+            done = await self._ask(
+                peer, shaken, engine_id=engine_id, ranks=other.ranks, access=other.access
             )
-            done = await self._ask(peer, handshake, shaken)
             if done.memory.engine != home.memory.engine:
                 raise GeometryError(
                     f"the agents of engine '{engine_id}' disagree about it",
@@ -244,25 +244,23 @@ class RouteBook(PeerWatcher):
         finally:
             self._peers.release(peer)
 
-    def _handshake(self, shaken: _Round, engine_id: str) -> Handshake:
-        """But for the right to it."""
-        ours = shaken.engine.memory()
-        return Handshake(
-            min_protocol=PROTOCOL_VERSION,
-            max_protocol=PROTOCOL_VERSION,
-            agent_id=self._agent.identity.agent_id,
-            engine_id=engine_id,
-            reader=EngineMemory(engine=ours.engine, ranks=ours.ranks),
-            machine=shaken.machine,
-        )
-
     async def _ask(
-        self, peer: Peer, handshake: Handshake, shaken: _Round, *, boot: str | None = None
+        self, peer: Peer, shaken: _Round, *, boot: str | None = None, **wanted: Any
     ) -> HandshakeDone:
         """The reply of the process ``boot``, or of whatever process answers.
 
-        Raises `KVBusError`: ``peer_unreachable``, ``stale``, or a refusal.
+        What is ``wanted`` are the engine, and the right to it. Raises `KVBusError`:
+        ``peer_unreachable``, ``stale``, or a refusal.
         """
+        ours = shaken.engine.memory()
+        handshake = Handshake(
+            min_protocol=PROTOCOL_VERSION,
+            max_protocol=PROTOCOL_VERSION,
+            agent_id=self._agent.identity.agent_id,
+            reader=EngineMemory(engine=ours.engine, ranks=ours.ranks),
+            machine=shaken.machine,
+            **wanted,
+        )
         client, loop = peer.client, self._agent.loop
 
         async def ask() -> HandshakeDone:
