@@ -30,6 +30,7 @@ _UCX_ERROR = re.compile(r"UCX\s+ERROR\s+(.+)")
 _NIXL_ERROR = re.compile(r"^E\d{4} \S+\s+\d+ \S+?:\d+\] (.+)", re.MULTILINE)
 _LentMemory = tuple[str, bytes, int, int]
 """Memory of a GPU that another process can open: its device, handle, offset and size."""
+_NUM_SHARED, _MARK = 1 << 20, 42
 
 T = TypeVar("T")
 
@@ -177,20 +178,22 @@ def _probe_nixl(role: str) -> None:
 
 
 def _probe_cuda(role: str) -> None:
-    from kvbus.memory.cuda import survey  # noqa: PLC0415 - torch
+    from kvbus.memory import cuda  # noqa: PLC0415 - torch
 
     if role == "list":
-        gpus = tuple(Gpu(*gpu) for gpu in survey.seen_gpus())
-        _print(GpuList(survey.cuda_version(), gpus))
+        version, gpus = cuda.seen_gpus()
+        _print(GpuList(version, tuple(Gpu(*gpu) for gpu in gpus)))
     elif role == "target":
-        memory = survey.lent_memory()
+        memory = cuda.allocate_cuda(_NUM_SHARED, "cuda:0")
+        memory.tensor.fill_(_MARK)[0].item()  # waits for the GPU
         _print((memory.device, memory.handle, memory.offset_bytes, memory.size_bytes))
         sys.stdin.read()
     else:
         line = sys.stdin.readline() or sys.exit(1)
         device, handle, first, size = msgspec.json.decode(line, type=_LentMemory)
-        if not survey.is_lent(device, handle, offset_bytes=first, size_bytes=size):
-            sys.exit("it read other bytes than the target has")
+        with cuda.CudaMapping(device, handle, offset_bytes=first, size_bytes=size) as mapping:
+            if not (mapping.view()[:_NUM_SHARED] == _MARK).all():
+                sys.exit("it read other bytes than the target has")
 
 
 def _print(answer: object) -> None:

@@ -2,9 +2,8 @@
 
 Only ``cuda`` imports torch, which costs seconds: it is imported by name.
 
+    mapping   MappedFile, and SegmentMapping: what another process passed
     segment   SharedSegment: the engine's memory, sealed and reserved
-    pages     what is mapped, and how it ends
-    mapping   SegmentMapping: what an agent was passed, by an engine or by an agent
     room      whether that much memory is there
     bus_errors  what happens when memory is cut that somebody has mapped
     copying   PagedMemory: one group's regions on one rank; gather and scatter between those and

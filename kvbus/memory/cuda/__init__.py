@@ -1,34 +1,21 @@
 """Memory of GPUs, shared by CUDA IPC; imported by name only, as torch costs seconds.
 
 driver   GPUs by UUID, and the driver's calls
-share    the engine's side: CudaStorage, CudaEvent
-open     the agent's side: CudaMapping, CopyStream, GpuSlots, GpuMover
-survey   what torch can do with the GPUs of this machine
+share    the engine's side
+open     the agent's side
 """
 
-from kvbus.memory.cuda.driver import check_cuda, gpu_of, gpu_ordinal, on_gpu
-from kvbus.memory.cuda.open import CopyStream, CudaMapping, GpuMover, GpuSlots, wait_for
-from kvbus.memory.cuda.share import (
-    CudaEvent,
-    CudaStorage,
-    TorchStorage,
-    allocate_cuda,
-    share_cuda_tensor,
-)
-
-__all__ = [
-    "CopyStream",
-    "CudaEvent",
-    "CudaMapping",
-    "CudaStorage",
-    "GpuMover",
-    "GpuSlots",
-    "TorchStorage",
-    "allocate_cuda",
-    "check_cuda",
-    "gpu_of",
-    "gpu_ordinal",
-    "on_gpu",
-    "share_cuda_tensor",
-    "wait_for",
-]
+from kvbus.memory.cuda.driver import check_cuda as check_cuda
+from kvbus.memory.cuda.driver import gpu_of as gpu_of
+from kvbus.memory.cuda.driver import gpu_ordinal as gpu_ordinal
+from kvbus.memory.cuda.driver import seen_gpus as seen_gpus
+from kvbus.memory.cuda.open import CopyStream as CopyStream
+from kvbus.memory.cuda.open import CudaMapping as CudaMapping
+from kvbus.memory.cuda.open import GpuMover as GpuMover
+from kvbus.memory.cuda.open import GpuSlots as GpuSlots
+from kvbus.memory.cuda.open import wait_for as wait_for
+from kvbus.memory.cuda.share import CudaEvent as CudaEvent
+from kvbus.memory.cuda.share import CudaStorage as CudaStorage
+from kvbus.memory.cuda.share import TorchStorage as TorchStorage
+from kvbus.memory.cuda.share import allocate_cuda as allocate_cuda
+from kvbus.memory.cuda.share import share_cuda_tensor as share_cuda_tensor

@@ -53,9 +53,8 @@ def allocation_of(address: int) -> tuple[int, int] | None:
 
     It may not of memory that another process allocated.
     """
-    base, size = ctypes.c_uint64(), ctypes.c_size_t()
-    arguments = ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
-    code = _driver().cuMemGetAddressRange_v2(*arguments)
+    base, size, at = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(address)
+    code = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at)
     if code in _NO_SUCH_MEMORY:
         return None
     _check(code, "cuMemGetAddressRange")
@@ -71,11 +70,9 @@ def export_memory(base: int) -> bytes:
 
 def open_memory(handle: bytes) -> int:
     """Map an allocation of another process; returns where it begins here."""
-    address = ctypes.c_uint64()
+    address, flags = ctypes.c_uint64(), ctypes.c_uint(_LAZY_PEER_ACCESS)
     by_value = _Handle.from_buffer_copy(handle)
-    _call(
-        "cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, ctypes.c_uint(_LAZY_PEER_ACCESS)
-    )
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, flags)
     return address.value
 
 
@@ -128,6 +125,18 @@ def gpu_ordinal(uuid: str) -> int:
             device=uuid,
         )
     return visible.index(uuid)
+
+
+def seen_gpus() -> tuple[str, list[tuple[str, str, int]]]:
+    """The CUDA of torch; UUID, name and bytes of each GPU that it sees. `RuntimeError` of none."""
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} is built without CUDA")
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no type; says why it cannot
+    found = [torch.cuda.get_device_properties(num) for num in range(torch.cuda.device_count())]
+    if not found:
+        raise RuntimeError("no GPU is visible: look at CUDA_VISIBLE_DEVICES")
+    gpus = [(gpu_uuid(number), one.name, one.total_memory) for number, one in enumerate(found)]
+    return torch.version.cuda, gpus
 
 
 def gpu_of(device: torch.device) -> int:

@@ -7,7 +7,7 @@ Unlike host memory it cannot be replaced by zeros: who copies has to have ended 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import gcd
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +55,9 @@ class CudaMapping(OwnedMemory):
         self.closed = False
         try:
             self._check_extent(self._base, offset_bytes)
-            self._tensor = _bytes_at(self._base + offset_bytes, size_bytes, self.ordinal)
+            self._tensor = torch.as_tensor(
+                _Extent(self._base + offset_bytes, size_bytes), device=f"cuda:{self.ordinal}"
+            )
         except RuntimeError as error:
             self.close()
             raise SegmentError(
@@ -118,10 +120,6 @@ class _Extent:
         }
 
 
-def _bytes_at(address: int, size_bytes: int, ordinal: int) -> torch.Tensor:
-    return torch.as_tensor(_Extent(address, size_bytes), device=f"cuda:{ordinal}")
-
-
 class GpuSlots:
     """So many bytes, zeroed; ``pinned`` in host memory, else on the GPU. Raises `SegmentError`."""
 
@@ -157,14 +155,6 @@ class GpuSlots:
         self._tensor = None
 
 
-class Event(Protocol):
-    """What is asked of an event."""
-
-    def query(self) -> bool:
-        """Whether all that was recorded is done."""
-        ...
-
-
 # No stream of ours waits for another process: one that dies would leave it waiting. The thread that
 # copies waits for the engine's events instead, for as long as the engine lives.
 class CopyStream:
@@ -175,10 +165,9 @@ class CopyStream:
 
     def __init__(self, ordinal: int, events: Iterable[bytes]) -> None:
         device = torch.device("cuda", ordinal)
-        open_event: Callable[[torch.device, bytes], Event] = torch.cuda.Event.from_ipc_handle
         try:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-            self._events = [open_event(device, handle) for handle in events]
+            self._events = [torch.cuda.Event.from_ipc_handle(device, one) for one in events]  # type: ignore[no-untyped-call]  # torch's
         except RuntimeError as error:
             raise SegmentError(f"the engine's CUDA event cannot be opened: {error}") from error
 
@@ -195,9 +184,7 @@ class CopyStream:
                 self._stream.synchronize()
 
 
-def wait_for(
-    events: Iterable[Event], *, gone: Callable[[], bool], timeout_s: float = WAIT_S
-) -> None:
+def wait_for(events: Iterable[Any], *, gone: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     """Return once every event has come; raises `LocalError` (``engine_lost`` or ``timeout``)."""
     deadline = time.monotonic() + timeout_s
     for event in events:
@@ -239,7 +226,10 @@ class GpuMover:
         at_once = is_beside or not there.is_pinned()  # else the copy stream is waited for
         if not (into_slot or is_beside):
             near.copy_(there, non_blocking=not at_once)
-        _copy(runs_at(near.data_ptr()), [*self._tensors, near])
+        for addresses, run_bytes in runs_at(near.data_ptr()).by_length():
+            found = _by_tensor(addresses, run_bytes, [*self._tensors, near])
+            for (source, target), (origin, goal) in found:
+                target.index_copy_(0, goal, source.index_select(0, origin))
         if into_slot and not is_beside:
             there.copy_(near, non_blocking=not at_once)
 
@@ -248,12 +238,6 @@ class GpuMover:
         for addresses, run_bytes in runs.by_length():
             for (rows,), (numbers,) in _by_tensor(addresses[1:], run_bytes, self._tensors):
                 rows.index_fill_(0, numbers, 0)
-
-
-def _copy(runs: Runs, tensors: Sequence[torch.Tensor]) -> None:
-    for addresses, run_bytes in runs.by_length():
-        for (source, target), (origin, goal) in _by_tensor(addresses, run_bytes, tensors):
-            target.index_copy_(0, goal, source.index_select(0, origin))
 
 
 def _by_tensor(

@@ -97,9 +97,9 @@ def share_cuda_tensor(tensor: torch.Tensor) -> CudaStorage:
     return CudaStorage(storage, handle=handle, offset_bytes=storage.data_ptr() - allocation[0])
 
 
-def allocate_cuda(size_bytes: int, device: torch.device) -> CudaStorage:
+def allocate_cuda(size_bytes: int, device: torch.device | str) -> CudaStorage:
     """Zeroed memory of a GPU, to be passed; raises `SegmentError`."""
-    ordinal = gpu_of(device)
+    ordinal = gpu_of(torch.device(device))
     try:
         tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
         torch.cuda.synchronize(ordinal)  # zero before anybody else may write
