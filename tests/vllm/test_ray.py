@@ -174,15 +174,15 @@ def test_a_configuration_that_both_sides_share_is_of_neither_and_stays_as_it_was
 ) -> None:
     from ray.serve.llm import LLMConfig
 
-    from kvbus.integrations.ray import builder
+    from kvbus.integrations import ray
 
-    monkeypatch.setattr(builder, "ray_build_pd_openai_app", lambda args: args)
+    monkeypatch.setattr(ray, "ray_build_pd_openai_app", lambda args: args)
     sides = ("prefill_config", "decode_config")
     model = {"model_id": "m", "model_source": "/m"}
     shared: dict[str, Any] = {"kv_transfer_config": {"kv_connector_extra_config": {}}}
     configs = {side: LLMConfig(model_loading_config=model, engine_kwargs=shared) for side in sides}
 
-    built = builder.build_pd_openai_app(configs)
+    built = ray.build_pd_openai_app(configs)
 
     roles = [built[side].engine_kwargs["kv_transfer_config"]["kv_role"] for side in sides]
     assert roles == ["kv_producer", "kv_consumer"]

@@ -1,11 +1,19 @@
-"""What Ray Serve asks a connector: to get ready beside a replica, and to shape both requests.
+"""Ray Serve's P/D serving with kvbus: an agent beside each replica, and both legs at once.
+
+    from kvbus.integrations.ray import build_pd_openai_app
+
+    app = build_pd_openai_app({"prefill_config": LLMConfig(...), "decode_config": LLMConfig(...)})
+    serve.run(app)
 
 decode replica ── chooses a prefill replica ──▶ its metadata: where its agent is
                ── names the offer (rendezvous) and sends both requests at once
+
+Needs ``ray[serve]``, and a vLLM that Ray's LLM library takes; it cannot be imported without.
 """
 
 import secrets
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -13,14 +21,21 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
     BaseConnectorBackend,
     DefaultPDProtocolMixin,
 )
+from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
+from ray.serve.llm import LLMConfig
+from ray.serve.llm import build_pd_openai_app as ray_build_pd_openai_app
 
 from kvbus.errors import ConfigError
 from kvbus.integrations.keeper import KeptAgent
 from kvbus.protocol.ticket import MAX_REQUEST_ID, Rendezvous
 
+__all__ = ["KvbusConnectorBackend", "build_pd_openai_app", "register"]
+
+CONNECTOR = "KvbusConnector"
 MAX_NAMES = 1024
 """Names that were given to one side of a request and not yet to the other."""
-ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+AGENTS = {"kv_producer": "prefill", "kv_consumer": "decode"}
+SIDES = {"prefill_config": "kv_producer", "decode_config": "kv_consumer"}
 
 
 class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
@@ -42,7 +57,7 @@ class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
     def setup(self) -> None:
         """Start the agent beside this replica, and tell vLLM's connector where it is."""
         config = self.kv_transfer_config
-        role = ROLES.get(config.get("kv_role"))
+        role = AGENTS.get(config.get("kv_role"))
         if role is None:
             raise ConfigError(
                 f"kv_role is {config.get('kv_role')!r}; with Ray it is kv_producer for prefill, "
@@ -92,3 +107,35 @@ class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
                 "rendezvous": name.to_json(),
             }
         return shaped
+
+
+def register() -> None:
+    """Make the connector known to all processes of the Ray cluster; done by the builder."""
+    if not KVConnectorBackendFactory.is_registered(CONNECTOR):
+        KVConnectorBackendFactory.register_backend(CONNECTOR, KvbusConnectorBackend)
+
+
+def build_pd_openai_app(
+    pd_serving_args: Mapping[str, Any], *, agent: Mapping[str, Any] | None = None
+) -> Any:
+    """As Ray's, which gets ``pd_serving_args``; ``agent`` are keys of the agents' configuration.
+
+    A side that has a ``kv_transfer_config`` keeps it, and its keys of ``agent`` are over these.
+    Raises `ConfigError`.
+    """
+    args = dict(pd_serving_args)
+    for side, role in SIDES.items():
+        config = LLMConfig.model_validate(args.get(side)).model_copy(deep=True)
+        transfer = config.engine_kwargs.setdefault("kv_transfer_config", {})
+        if transfer.setdefault("kv_connector", CONNECTOR) != CONNECTOR:
+            raise ConfigError(
+                f"{side}: kv_transfer_config has the connector '{transfer['kv_connector']}'; leave "
+                "kv_transfer_config out"
+            )
+        transfer.setdefault("kv_connector_module_path", "kvbus.integrations.vllm")
+        transfer.setdefault("kv_role", role)
+        extra = transfer.setdefault("kv_connector_extra_config", {})
+        extra["agent"] = {**(agent or {}), **extra.get("agent", {})}
+        args[side] = config
+    register()
+    return ray_build_pd_openai_app(args)
