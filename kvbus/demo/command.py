@@ -1,20 +1,17 @@
-"""The command ``kvbus demo``: its progress bar, its output, its exit status."""
+"""The command ``kvbus demo``: what it waits for, its output, its exit status."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import anyio
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from kvbus.console import Console
 from kvbus.demo.options import DemoOptions
 from kvbus.demo.report import print_report
-from kvbus.demo.run import OnProgress, run_demo
+from kvbus.demo.run import run_demo
 from kvbus.errors import ConfigError
 from kvbus.options import with_options
-from kvbus.output import write_json
+from kvbus.output import waiting_for, write_json
 
 
 @with_options(DemoOptions)
@@ -40,7 +37,11 @@ def demo(options: DemoOptions) -> None:
             raise ConfigError(
                 f"cannot make the folder {options.keep_logs}: {error.strerror}"
             ) from error
-    with _progress_bar() as on_progress:
+    with waiting_for("the demo") as wait_for:
+
+        def on_progress(what: str, num_done: int, num_in_all: int) -> None:
+            wait_for(f"the demo: {what}" + (f" ({num_done}/{num_in_all})" if num_in_all else ""))
+
         report = anyio.run(run_demo, options, on_progress)
     print_report(report, Console())
     sys.stderr.writelines(f"error: {message}\n" for message in report.trouble)
@@ -52,23 +53,3 @@ def demo(options: DemoOptions) -> None:
         raise typer.Exit(128 + report.ended_by)
     if not report.ok:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[OnProgress]:
-    """A bar on stderr while it is a terminal."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        bar = progress.add_task("starting", total=None)
-
-        def on_progress(what: str, num_done: int, num_in_all: int) -> None:
-            if num_in_all:
-                what = f"{what} ({num_done}/{num_in_all})"
-            if not num_done:
-                progress.reset(bar)
-            progress.update(bar, description=what, completed=num_done, total=num_in_all or None)
-
-        yield on_progress
