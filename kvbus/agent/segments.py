@@ -16,7 +16,7 @@ import anyio
 from kvbus.agent.loop import in_thread
 from kvbus.agent.slots import HOST, StagingDevices, cuda
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError, SegmentError
-from kvbus.geometry import AxisName, EngineSpec, GroupSpec, RankSpec
+from kvbus.geometry import EngineSpec, GroupSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.copying import PagedMemory
 from kvbus.memory.mapping import SegmentMapping
@@ -50,10 +50,7 @@ class RankMemory:
     _paged: dict[str, PagedMemory] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.num_blocks = {}
-        for region in self.rank.regions:
-            size = region.size(AxisName.BLOCK)
-            self.num_blocks[region.group] = min(size, self.num_blocks.get(region.group, size))
+        self.num_blocks = self.rank.num_blocks
 
     @property
     def direct(self) -> bool:

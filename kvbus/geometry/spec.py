@@ -225,6 +225,11 @@ class RankSpec(msgspec.Struct, frozen=True):
     regions: Annotated[tuple[Region, ...], msgspec.Meta(min_length=1, max_length=16384)]
     """Its tensors. Together they hold each part of each layer of its stage once."""
 
+    @property
+    def num_blocks(self) -> dict[str, int]:
+        """Blocks of its cache, by group; of one group all regions have as many."""
+        return {region.group: region.size(AxisName.BLOCK) for region in self.regions}
+
 
 class Box(msgspec.Struct, frozen=True):
     """Layers x parts x positions [``start``, ``stop``) x heads of one group; see

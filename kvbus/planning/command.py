@@ -137,11 +137,6 @@ class PlannedEngine(msgspec.Struct, frozen=True):
     axes: tuple[AxisName, ...]
 
 
-def _read_engine(option: str, text: str) -> PlannedEngine:
-    engine, layout = read_engine(option, text)
-    return PlannedEngine(engine, layout.axes)
-
-
 class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
     """What one rank reads from another; intervals are half open."""
 
@@ -192,10 +187,19 @@ def make_plan(options: PlanOptions) -> Plan:
     first, stop = options.first_token, options.tokens
     if first > stop:
         raise ConfigError(f"--first-token: {first} is more than --tokens {stop}")
-    prefill = _read_engine("--from", options.prefill)
-    decode = _read_engine("--to", options.decode)
+    specs = options.prefill, options.decode
+    prefill, decode = (
+        PlannedEngine(engine, layout.axes)
+        for engine, layout in map(read_engine, ("--from", "--to"), specs)
+    )
     check_compatible(prefill.engine, decode.engine)
-    _refuse_large(prefill.engine, decode.engine)
+    num_layers = sum(len(group.layers) for group in decode.engine.groups)
+    num_pairs = prefill.engine.tp_size * decode.engine.tp_size * num_layers
+    if num_pairs > MAX_PAIRED_LAYERS:
+        raise ConfigError(
+            f"--from, --to: these are {num_pairs} pairs of rank, rank and layer: at most "
+            f"{MAX_PAIRED_LAYERS} can be planned"
+        )
     spans = SpanMap(decode.engine.groups, prefill.engine.groups).whole(first, stop)
     holder = _Placed(prefill, spans, step=0 if options.contiguous else PREFILL_STEP)
     reader = _Placed(decode, spans, step=0 if options.contiguous else DECODE_STEP)
@@ -252,16 +256,6 @@ def make_plan(options: PlanOptions) -> Plan:
         seconds=Learned().predict_s(joined_bytes if chosen is Path.PACKED else num_bytes),
         slot_bytes=options.slot_bytes,
     )
-
-
-def _refuse_large(prefill: EngineSpec, decode: EngineSpec) -> None:
-    num_layers = sum(len(group.layers) for group in decode.groups)
-    num_pairs = prefill.tp_size * decode.tp_size * num_layers
-    if num_pairs > MAX_PAIRED_LAYERS:
-        raise ConfigError(
-            f"--from, --to: these are {num_pairs} pairs of rank, rank and layer: at most "
-            f"{MAX_PAIRED_LAYERS} can be planned"
-        )
 
 
 class _Placed:

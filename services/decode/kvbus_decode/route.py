@@ -12,10 +12,8 @@ import msgspec
 from kvbus.agent.engine import LocalEngine
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
-    AxisName,
     BlockTable,
     EngineSpec,
-    RankSpec,
     validate_engine,
     validate_rank,
     validate_ranks,
@@ -148,7 +146,10 @@ class Route:
         )
         self.spans = SpanMap(self.groups, prefill.groups)
         """What fetches move, by group."""
-        self._num_blocks = _num_blocks(ranks)
+        self._num_blocks: dict[str, int] = {}
+        """Blocks that every rank has, by group."""
+        for name, num_blocks in (item for rank in ranks for item in rank.num_blocks.items()):
+            self._num_blocks[name] = min(num_blocks, self._num_blocks.get(name, num_blocks))
         self._position_bytes = bytes_by_group(self._map.shares(), prefill)
         self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
         joined = self._map.joined()
@@ -248,15 +249,6 @@ def _without_others(placed: PlacedRank, groups: Container[str]) -> PlacedRank:
     if len(regions) == len(placed.rank.regions):
         return placed
     return replace(placed, rank=msgspec.structs.replace(placed.rank, regions=regions))
-
-
-def _num_blocks(ranks: list[RankSpec]) -> dict[str, int]:
-    """Blocks that every rank has, by group."""
-    num_blocks: dict[str, int] = {}
-    for region in (region for rank in ranks for region in rank.regions):
-        size = region.size(AxisName.BLOCK)
-        num_blocks[region.group] = min(size, num_blocks.get(region.group, size))
-    return num_blocks
 
 
 def placed_ranks(memory: EngineMemory) -> dict[int, PlacedRank]:
