@@ -39,11 +39,6 @@ class Session:
         self._socket.setblocking(False)
         self._read, self._fds = bytearray(), list[int]()
 
-    @property
-    def is_control(self) -> bool:
-        """Whether this is the session that offers and fetches."""
-        return self.registered is not None and self.registered.rank is None
-
     def fileno(self) -> int:
         """For a poller."""
         return self._socket.fileno()

@@ -5,7 +5,7 @@ offsets have the shape (2, n): row 0 is the source, row 1 the target.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -141,10 +141,15 @@ class Runs:
 
     def reads(self, *, local_device: int = 0, remote_device: int = 0) -> Reads:
         """As READs into the targets, neighbours merged, in ascending local address."""
-        every = [np.empty((3, 0), dtype=np.int64)]
-        for (sources, targets), run_bytes in self.by_length():
-            every.append(np.stack((targets, sources, np.full_like(targets, run_bytes))))
-        targets, sources, sizes = _merged(np.concatenate(every, axis=1))
+        if self.lattices:
+            every = [
+                np.stack((targets, sources, np.full_like(targets, run_bytes)))
+                for (sources, targets), run_bytes in self.by_length()
+            ]
+            targets, sources, sizes = _merged(np.concatenate(every, axis=1))
+        else:
+            few = np.array(_merged_few(self.few), dtype=np.int64)
+            targets, sources, sizes = few.reshape(-1, 3).T
         return Reads(_rows(targets, sizes, local_device), _rows(sources, sizes, remote_device))
 
     def cut(self, job_bytes: int) -> list["Runs"]:
@@ -166,10 +171,21 @@ def _outside() -> GeometryError:
     return GeometryError("a copy would read outside of the memory that is mapped")
 
 
+def _merged_few(runs: Iterable[Run]) -> list[Run]:
+    """By target; runs that continue the one before on both sides become one with it."""
+    merged: list[Run] = []
+    for target, source, num_bytes in sorted(runs):
+        if merged:
+            before, from_before, bytes_before = merged[-1]
+            if before + bytes_before == target and from_before + bytes_before == source:
+                merged[-1] = before, from_before, bytes_before + num_bytes
+                continue
+        merged.append((target, source, num_bytes))
+    return merged
+
+
 def _merged(runs: Offsets) -> Offsets:
-    """Targets, sources and bytes, by target; runs that continue the one before on both sides become
-    one with it.
-    """
+    """The same of many: rows of targets, sources and bytes."""
     if not (runs[0, 1:] > runs[0, :-1]).all():  # a lattice that nests ascends
         runs = runs.take(np.argsort(runs[0], kind="stable"), axis=1)
     ends = runs[:2] + runs[2]
@@ -184,7 +200,8 @@ def _merged(runs: Offsets) -> Offsets:
 
 
 def _rows(addresses: Offsets, num_bytes: Offsets, device: int) -> Rows:
-    rows = np.stack((addresses, num_bytes, np.full_like(addresses, device)), axis=1)
+    rows = np.empty((addresses.size, 3), dtype=np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, num_bytes, device
     return rows.view(np.uint64)
 
 
