@@ -8,13 +8,14 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from kvbus.conform.rules import Outcome, Verdict
 from kvbus.conform.scenes import PATIENCE_S, START_S, play, scenes_of
-from kvbus.console import Console
+from kvbus.console import text_of
 from kvbus.errors import ConfigError
 from kvbus.output import waiting_for, write_json, write_text
 from kvbus.protocol.engine import AgentRole
@@ -108,29 +109,23 @@ def exit_status_of(outcomes: Sequence[Outcome]) -> int:
 
 def report_of(outcomes: Sequence[Outcome]) -> str:
     """All rules, then what was seen of those that failed, then the sentence."""
-    console = Console()
     table = _grid(7, 24)
+    parts: list[RenderableType] = [table]
     for one in outcomes:
         text = one.rule if one.verdict is not Verdict.UNTRIED else f"{one.rule} {one.seen[0]}."
-        table.add_row(Text(one.verdict, STYLES[one.verdict]), Text(one.name), Text(text))
-    with console.capture() as printed:
-        console.print(table)
-        for one in outcomes:
-            if one.verdict is Verdict.FAILED:
-                head = Text.assemble(("failed ", STYLES[Verdict.FAILED]), one.name)
-                console.print("", head, Padding(_details(one), (0, 0, 0, 2)), sep="\n")
-        console.print("", Text(sentence_of(outcomes)), sep="\n")
-    return "".join(f"{line.rstrip()}\n" for line in printed.get().splitlines())
-
-
-def _details(one: Outcome) -> Table:
-    table = _grid(6)
-    table.add_row("rule", Text(one.rule))
-    table.add_row("page", Text(one.page))
-    for seen in one.seen:
-        table.add_row("seen", Text(seen))
-    table.add_row("times", Text(f"{one.num_wrong} of {one.num_looks} looks"))
-    return table
+        table.add_row(Text(one.verdict, STYLES[one.verdict]), one.name, text)
+        if one.verdict is Verdict.FAILED:
+            head = Text.assemble(("failed ", STYLES[Verdict.FAILED]), one.name)
+            details = _grid(6)
+            for name, told in (
+                ("rule", one.rule),
+                ("page", one.page),
+                *(("seen", seen) for seen in one.seen),
+                ("times", f"{one.num_wrong} of {one.num_looks} looks"),
+            ):
+                details.add_row(name, told)
+            parts += ["", head, Padding(details, (0, 0, 0, 2))]
+    return text_of(*parts, "", sentence_of(outcomes))
 
 
 def _grid(*widths: int) -> Table:
