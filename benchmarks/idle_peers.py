@@ -12,11 +12,19 @@ from pathlib import Path
 
 import anyio
 
-from kvbus.bench.engine import DecodeEngine, PrefillEngine
-from kvbus.bench.processes import agent
+from kvbus.bench.engine import BenchEngine
+from kvbus.bench.processes import BenchAgent, agent
 from kvbus.bench.shapes import SMALL, contiguous
+from kvbus.engine import AgentRole
 
-PATIENCE_S, CALM_S = 300.0, 3.0
+ATTACH_TIMEOUT_S, CALM_S = 300.0, 3.0
+
+
+def engine(agent: BenchAgent, name: str, role: AgentRole) -> BenchEngine:
+    """One of few blocks, which waits long for its agent."""
+    return BenchEngine(
+        agent.attach_path, name, SMALL, 2, role=role, attach_timeout_s=ATTACH_TIMEOUT_S
+    )
 
 
 async def measure(num_peers: int, seconds: float, folder: Path) -> None:
@@ -28,19 +36,14 @@ async def measure(num_peers: int, seconds: float, folder: Path) -> None:
             for number in range(num_peers)
         ]
         async with AsyncExitStack() as engines:
-            reader = DecodeEngine(
-                decode.attach_path, "reader", SMALL, 2, attach_timeout_s=PATIENCE_S
-            )
-            await engines.enter_async_context(reader)
+            reader = await engines.enter_async_context(engine(decode, "reader", AgentRole.DECODE))
             block = contiguous(1)
             for number, peer in enumerate(prefill):
-                source = PrefillEngine(
-                    peer.attach_path, f"source-{number}", SMALL, 2, attach_timeout_s=PATIENCE_S
-                )
+                source = engine(peer, f"source-{number}", AgentRole.PREFILL)
                 await engines.enter_async_context(source)
                 request = f"request-{number}", block.num_tokens, block.prefill.tolist()
-                (ticket,) = await source.run(source.offer([request]))
-                await reader.fetch(ticket, block)
+                (ticket,) = await source.run(source.offer_all([request]))
+                await reader.run(reader.take(ticket, block))
             await anyio.sleep(CALM_S)
             everybody = {"decode agent": decode, "a prefill agent": prefill[0]}
             before = {name: one.child.cpu_s() for name, one in everybody.items()}

@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from kvbus.bench.engine import TimedFetch, block_copy, device_blocks
+from kvbus.bench.engine import block_copy, device_blocks
 from kvbus.bench.figures import (
     Figure,
     Scale,
@@ -40,6 +40,7 @@ from kvbus.bench.shapes import (
     scattered_tokens,
 )
 from kvbus.engine.bounce import Direction, HostBlocks
+from kvbus.lab.engine import Taken
 
 MIB = 1 << 20
 NUM_BYTES = 64 * MIB
@@ -137,7 +138,7 @@ async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
     ]
 
 
-def _stage_figures(fetches: Sequence[TimedFetch]) -> list[Figure]:
+def _stage_figures(fetches: Sequence[Taken]) -> list[Figure]:
     """Medians of the agent's stages; what no stage has is between engine and agent."""
     stages = [[getattr(one.fetched.stages_s, stage) for stage in STAGES] for one in fetches]
     outside = [one.seconds - sum(times) for one, times in zip(fetches, stages, strict=True)]
@@ -240,9 +241,9 @@ async def _computed_s(pair: Pair, tables: PairedBlocks, num_chunks: int) -> floa
     Both processes are on one machine, whose monotonic clock they share.
     """
     ticket = await pair.source.compute(tables, num_chunks, CHUNK_S * NUM_CHUNKS / num_chunks)
-    fetch = await pair.reader.fetch(ticket, tables)
+    fetch = await pair.fetch(ticket, tables)
     ((ready_at, _),) = await pair.source.ended()
-    return fetch.ended_at - ready_at
+    return fetch.at_s - ready_at
 
 
 async def measure_host(bench: Bench, scale: Scale) -> list[Figure]:
@@ -278,10 +279,10 @@ async def measure_host(bench: Bench, scale: Scale) -> list[Figure]:
 
 async def _published_s(pair: Pair, tables: PairedBlocks) -> float:
     """From the request to offer until the fetch is complete."""
-    began = time.perf_counter()
+    began = time.monotonic()
     fetch = await pair.hand_off(tables)
     await pair.source.ended()
-    return fetch.ended_at - began
+    return fetch.at_s - began
 
 
 async def _pass_s(tables: PairedBlocks, direction: Direction) -> float:

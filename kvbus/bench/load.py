@@ -100,7 +100,7 @@ class Flood:
         (ticket,) = await pair.source.offer(tables)
         task_status.started()
         while True:
-            await pair.reader.fetch(ticket, tables)
+            await pair.fetch(ticket, tables)
             self.num_bytes += len(tables.decode) * pair.reader.shape.block_bytes
             if stop.is_set():
                 return
@@ -122,7 +122,7 @@ async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
         await large.verify(parts[0])
         await small.verify(contiguous(1))
         (ticket,) = await small.source.offer(contiguous(1))
-        await small.reader.fetch(ticket, contiguous(1))
+        await small.fetch(ticket, contiguous(1))
         endpoints = ticket["endpoint"], small.reader.link.agent.peer_endpoint
         flood, stop = Flood(), anyio.Event()
         heard = [
@@ -306,7 +306,7 @@ class Rate:
     async def _work(self, receive: MemoryObjectReceiveStream[Offered]) -> None:
         async with receive:
             async for ticket, tables in receive:
-                handoff = await self.pair.reader.fetch(ticket, tables)
+                handoff = await self.pair.reader.take(ticket, tables)
                 if self.counts_from <= time.perf_counter() and not self.is_over:
                     self.latencies_s.append(handoff.seconds)
                     self.any_counted.set()

@@ -12,10 +12,12 @@ from typing import Any
 import anyio
 import msgspec
 
-from kvbus.bench.engine import DecodeEngine, Ticket, TimedFetch
+from kvbus.bench.engine import BenchEngine, Ticket
 from kvbus.bench.processes import BenchAgent, agent, answering, ask
 from kvbus.bench.shapes import PairedBlocks, Shape
+from kvbus.engine import AgentRole
 from kvbus.errors import KVBusError
+from kvbus.lab.engine import Taken
 from kvbus.spawn import Child
 
 UNMAPPED = "unmapped"
@@ -46,7 +48,7 @@ class Source:
 
     async def offer(self, *tables: PairedBlocks) -> list[Ticket]:
         """Offer each of ``tables`` as a request; answers once all are offered."""
-        tickets: list[Ticket] = await self.do("offer", [self._request(one) for one in tables])
+        tickets: list[Ticket] = await self.do("offer_all", [self._request(one) for one in tables])
         return tickets
 
     async def compute(self, tables: PairedBlocks, num_chunks: int, chunk_s: float) -> Ticket:
@@ -70,16 +72,20 @@ class Pair:
     """A prefill engine, and a decode engine that reads it."""
 
     source: Source
-    reader: DecodeEngine
-    fetches: list[TimedFetch] = field(default_factory=list)
+    reader: BenchEngine
+    fetches: list[Taken] = field(default_factory=list)
     """Those that `timed` has done."""
     released_s: list[float] = field(default_factory=list)
     """From offer to release, of the same."""
 
-    async def hand_off(self, tables: PairedBlocks, priority: int = 0) -> TimedFetch:
+    async def hand_off(self, tables: PairedBlocks, priority: int = 0) -> Taken:
         """Offer and fetch; only the fetch is timed."""
         (ticket,) = await self.source.offer(tables)
-        return await self.reader.fetch(ticket, tables, priority)
+        return await self.fetch(ticket, tables, priority)
+
+    async def fetch(self, ticket: Ticket, tables: PairedBlocks, priority: int = 0) -> Taken:
+        """Fetch what was offered, and time it; raises `FetchFailed`."""
+        return await self.reader.run(self.reader.take(ticket, tables, priority))
 
     async def timed(self, tables: PairedBlocks) -> float:
         """Seconds of a handoff's fetch; the next one starts after the offer's release."""
@@ -142,7 +148,8 @@ class Bench:
         """A decode engine beside ``agent``, or the default one, that reads ``source``."""
         path = (agent or self.agents["decode agent"]).attach_path
         name = f"decode-{next(self.numbers)}"
-        async with DecodeEngine(path, name, shape, num_blocks) as reader:
+        engine = BenchEngine(path, name, shape, num_blocks, role=AgentRole.DECODE)
+        async with engine as reader:
             yield Pair(source, reader)
 
     def cpu_s(self) -> dict[str, float]:

@@ -25,7 +25,7 @@ from kvbus.geometry import KvLayout
 from kvbus.text import bytes_text, rate_text, time_text
 
 if TYPE_CHECKING:
-    from kvbus.bench.engine import TimedFetch
+    from kvbus.lab.engine import Taken
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -106,8 +106,8 @@ class Measured:
     """The handoffs of one case; the ``first`` one, in which the engines meet, is not counted."""
 
     case: PairCase
-    first: "TimedFetch"
-    fetches: list["TimedFetch"] = field(default_factory=list)
+    first: "Taken"
+    fetches: list["Taken"] = field(default_factory=list)
 
     def by_path(self) -> "Iterator[PathTimes]":
         """Those of each path that the agent took."""
@@ -119,7 +119,7 @@ class Measured:
 class PathTimes:
     """The handoffs of one case that went by one path: one or more."""
 
-    def __init__(self, case: PairCase, path: str, fetches: Sequence["TimedFetch"]) -> None:
+    def __init__(self, case: PairCase, path: str, fetches: Sequence["Taken"]) -> None:
         self.case, self.path, self.num_handoffs = case, path, len(fetches)
         self.num_bytes: int = fetches[0].fetched.num_bytes
         self.run_bytes = case.run_bytes or self.num_bytes

@@ -18,12 +18,13 @@ import anyio
 import msgspec
 from rich.status import Status
 
-from kvbus.bench.engine import DecodeEngine, PrefillEngine, TimedFetch
+from kvbus.bench.engine import BenchEngine
 from kvbus.bench.figures import MAX_MIB
 from kvbus.bench.report import CASES, Measured, PairCase
 from kvbus.bench.shapes import GROUP, PairedBlocks
-from kvbus.engine import Outcome
+from kvbus.engine import AgentRole, Outcome
 from kvbus.errors import ConfigError, FetchFailed, KVBusError, PeerLost, RequestTimeout
+from kvbus.lab.engine import Taken
 from kvbus.output import write_text
 
 MAX_LINE_BYTES = 1 << 20
@@ -60,8 +61,13 @@ async def prefill_side(attach_path: Path, num_mib: int, rounds: int) -> None:
             tables = case.tables(num_mib)
             name = f"bench-prefill-{uuid.uuid4().hex[:12]}"
             num_blocks, _ = tables.capacities
-            async with PrefillEngine(
-                attach_path, name, case.source, num_blocks, attach_timeout_s=0.0
+            async with BenchEngine(
+                attach_path,
+                name,
+                case.source,
+                num_blocks,
+                role=AgentRole.PREFILL,
+                attach_timeout_s=0.0,
             ) as engine:
                 for _ in range(case.num_handoffs(rounds)):
                     left -= 1
@@ -70,19 +76,19 @@ async def prefill_side(attach_path: Path, num_mib: int, rounds: int) -> None:
 
 
 async def _hand_over(
-    engine: PrefillEngine, case: PairCase, tables: PairedBlocks, num_mib: int, left: int
+    engine: BenchEngine, case: PairCase, tables: PairedBlocks, num_mib: int, left: int
 ) -> None:
     """Offer, print the ticket, and wait until it has been read."""
-    offer = await engine.link.offer(
+    offered = await engine.offer(
         uuid.uuid4().hex,
         num_tokens=tables.num_tokens,
         block_ids={GROUP: tables.prefill},
         ttl_s=READ_WITHIN_S,
     )
-    handed = Handed(case.name, num_mib, left, offer.ticket)
+    handed = Handed(case.name, num_mib, left, offered.ticket)
     if not write_text(msgspec.json.encode(handed).decode() + "\n"):
         raise _reader_gone()
-    outcome = await offer.ended
+    outcome = await offered.offer.ended
     if outcome is Outcome.EXPIRED:
         raise RequestTimeout(
             f"nobody has read a handoff of '{case.name}' for {READ_WITHIN_S:g} s: {PIPE_IT}, which"
@@ -114,19 +120,19 @@ async def decode_side(attach_path: Path, measured: list[Measured], status: Statu
         target: Target | None = None
         async for handed in handed_over():
             if target is not None and target.takes(handed):
-                measured[-1].fetches.append(await target.take(handed))
+                measured[-1].fetches.append(await target.read(handed))
                 continue
             await stack.aclose()
             status.update(f"measuring {handed.case}")
             target = await stack.enter_async_context(Target(attach_path, handed))
             target.wipe()
-            first = await target.take(handed)
+            first = await target.read(handed)
             if not target.has(target.tables, target.case.source):
                 raise KVBusError(f"a handoff of '{handed.case}' brought wrong bytes")
             measured.append(Measured(target.case, first))
 
 
-class Target(DecodeEngine):
+class Target(BenchEngine):
     """The decode engine of one case."""
 
     def __init__(self, attach_path: Path, handed: Handed) -> None:
@@ -138,16 +144,23 @@ class Target(DecodeEngine):
         self.case, self.num_mib = CASES[handed.case], handed.mib
         self.tables = self.case.tables(handed.mib)
         name, (_, num_blocks) = f"bench-decode-{uuid.uuid4().hex[:12]}", self.tables.capacities
-        super().__init__(attach_path, name, self.case.target, num_blocks, attach_timeout_s=0.0)
+        super().__init__(
+            attach_path,
+            name,
+            self.case.target,
+            num_blocks,
+            role=AgentRole.DECODE,
+            attach_timeout_s=0.0,
+        )
 
     def takes(self, handed: Handed) -> bool:
         """Whether a handoff is of this case."""
         return (self.case.name, self.num_mib) == (handed.case, handed.mib)
 
-    async def take(self, handed: Handed) -> TimedFetch:
+    async def read(self, handed: Handed) -> Taken:
         """Fetch one handoff; raises `KVBusError`."""
         try:
-            return await self.fetch(handed.ticket, self.tables)
+            return await self.run(self.take(handed.ticket, self.tables))
         except FetchFailed as error:
             raise KVBusError(
                 f"a handoff of '{self.case.name}' failed with {error.code}: {error.message}"

@@ -69,7 +69,8 @@ class Engine:
 
     ``num_blocks`` are those of the caches, by group. With ``ring_blocks`` the caches are memory of
     this process alone, and the agent maps so many host blocks of each group; ``copy_of`` makes the
-    function that copies between the two. Who asks for room in the ring waits for ``wait_s``.
+    function that copies between the two. Who asks for room in the ring waits for ``wait_s``. With
+    ``role``, an agent of the other one is refused.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Engine:
         num_blocks: Mapping[str, int],
         ring_blocks: Mapping[str, int] | None = None,
         copy_of: "Callable[[Sequence[KvCache]], CopyBlocks] | None" = None,
+        role: AgentRole | None = None,
         attach_timeout_s: float = 30.0,
         wait_s: float = 30.0,
     ) -> None:
@@ -99,7 +101,9 @@ class Engine:
             memory = [one.memory for one in buffers]
             self.caches = [private_cache(spec, rank, layout, num_blocks) for rank in ranks]
             self._copier = LocalCopier(buffers, (copy_of or device_copy)(self.caches))
-        self.link = Link(attach_path, spec, memory=memory, attach_timeout_s=attach_timeout_s)
+        self.link = Link(
+            attach_path, spec, memory=memory, role=role, attach_timeout_s=attach_timeout_s
+        )
         self._offering: Link | HostPrefill = self.link
         self._fetching: Link | HostDecode = self.link
         self._offers: dict[Offered, None] = {}
@@ -151,14 +155,18 @@ class Engine:
         else:
             size = num_tokens if total is None else total
             begun = await self._offering.begin(request_id, num_tokens=size, wait_s=self._wait_s)
+            saved = None
+            if total is None:
+                saved = asyncio.create_task(_save(begun, num_tokens, block_ids))
             try:
                 offered = Offered(begun, await begun.offer(ttl_s=ttl_s), ready_s)
             except KVBusError:
+                if saved is not None:
+                    saved.cancel()
                 await begun.abort()
                 raise
-            if total is None:
-                offered.saved = asyncio.create_task(_save(begun, num_tokens, block_ids))
-            elif num_tokens:
+            offered.saved = saved
+            if total is not None and num_tokens:
                 await begun.save(num_tokens, block_ids)
         self._offers[offered] = None
         offered.offer.ended.add_callback(partial(self._on_ended, offered))
