@@ -10,8 +10,8 @@ import http.client
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
@@ -50,20 +50,20 @@ def swallow(port: int) -> None:
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
-@contextmanager
-def deployments(folder: Path) -> Iterator[dict[str, Bench]]:
+@asynccontextmanager
+async def deployments(folder: Path) -> AsyncIterator[dict[str, Bench]]:
     """One of each kind, and the collector."""
     port = free_port()
     collector = get_context("spawn").Process(target=swallow, args=(port,), daemon=True)
     collector.start()
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         stack.callback(collector.terminate)
         collected = {"otlp_endpoint": f"http://127.0.0.1:{port}"}
         benches = {}
         for name, label, settings in ((OFF, "off", {}), (ON, "on", collected)):
             (folder / label).mkdir(mode=0o700)
             bench = running(folder / label, {"prefill": settings, "decode": settings})
-            benches[name] = stack.enter_context(bench)
+            benches[name] = await stack.enter_async_context(bench)
         yield benches
 
 
@@ -133,7 +133,7 @@ def spans_s(port: int, fetch_id: str) -> dict[str, float]:
 
 async def measure(rounds: int, seconds: float, folder: Path, only_rate: bool) -> None:
     """All of it."""
-    with deployments(folder) as benches:
+    async with deployments(folder) as benches:
         await compare_rates(benches, rounds, seconds / 10.0)
         for num_mib in () if only_rate else SIZES_MIB:
             await compare_times(benches, 10 * rounds, num_mib)

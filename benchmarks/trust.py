@@ -9,7 +9,7 @@ import argparse
 import base64
 import secrets
 import tempfile
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,12 +65,12 @@ async def measure(
 
 async def main(rounds: int, folder: Path) -> None:
     """Print a line for each size, and one for the rate."""
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         sites = {}
         for way in WAYS:
             (folder / way).mkdir(mode=0o700)
             bench = running(folder / way, settings(way, folder / way))
-            sites[way] = stack.enter_context(bench)
+            sites[way] = await stack.enter_async_context(bench)
         for name, (shape, num_blocks, times) in SIZES.items():
             seconds = await measure(sites, shape, scattered(num_blocks, shape), rounds * times)
             tell(name, {way: 1e3 * median(seconds[way]) for way in WAYS}, "ms")

@@ -84,7 +84,7 @@ def run_cases(names: Sequence[CaseName], scale: Scale, show: Show) -> None:
 
 
 async def _run(names: Sequence[CaseName], scale: Scale, show: Show, folder: Path) -> None:
-    with running(folder) as bench:
+    async with running(folder) as bench:
         try:
             for name in names:
                 sys.stderr.write(f"measuring {name}\n")

@@ -4,9 +4,7 @@ What is timed runs in the thread of the engine's link (`BenchEngine.run`), so th
 way from another thread in it. The planner is not trusted: what is compared are views and block ids
 alone.
 
-    python -m kvbus.bench.engine ATTACH_SOCKET    prefill engines, which do what lines ask for
-
-A line of JSON is ``[op, engine_id, arguments]``, the answer ``{"reply": …}`` or ``{"error": …}``.
+    python -m kvbus.bench.engine ATTACH_SOCKET    prefill engines, which do what the line asks for
 
 Axes
     block, slot, head   of the rank's cache; heads have their numbers in the model
@@ -18,24 +16,26 @@ import sys
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import msgspec
 import numpy as np
 import torch
-from anyio.from_thread import start_blocking_portal
 from torch import Tensor
 
 from kvbus.bench.shapes import GROUP, KV, SHAPES, PairedBlocks, Shape
 from kvbus.engine import AgentRole, KvCache
 from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks
-from kvbus.errors import FetchFailed, GeometryError, KVBusError, RequestRefused, leaves
-from kvbus.lab.engine import Engine, Taken
+from kvbus.errors import FetchFailed, GeometryError, KVBusError, RequestRefused
+from kvbus.lab.engine import Engine
+from kvbus.lab.process import Question, Taken, run_program, serve
 
 Ticket = Mapping[str, Any]
+Request = tuple[str, int, list[int]]
+"""A request id that was never used, its number of tokens, and its blocks."""
 T = TypeVar("T")
 
 WORD_BYTES = 8
@@ -101,7 +101,7 @@ class BenchEngine(Engine):
         ended_s = time.monotonic()
         return Taken(fetched, ended_s - began_s, ended_s)
 
-    async def offer_all(self, requests: Sequence[tuple[str, int, list[int]]]) -> list[Ticket]:
+    async def offer_all(self, requests: Sequence[Request]) -> list[Ticket]:
         """Several offers at once, as after one step of an engine."""
         offered = await asyncio.gather(
             *(
@@ -111,10 +111,9 @@ class BenchEngine(Engine):
         )
         return [one.ticket for one in offered]
 
-    async def compute(
-        self, request_id: str, num_tokens: int, blocks: list[int], num_chunks: int, chunk_s: float
-    ) -> Ticket:
+    async def compute(self, request: Request, num_chunks: int, chunk_s: float) -> Ticket:
         """An open offer of no tokens yet; a chunk of them is ready every ``chunk_s``."""
+        request_id, num_tokens, blocks = request
         offered = await self.offer(
             request_id, num_tokens=0, block_ids={GROUP: blocks}, total=num_tokens
         )
@@ -201,33 +200,26 @@ def block_copy(device: Tensor) -> CopyBlocks:
     return copy
 
 
-def serve(attach_path: str) -> None:
-    """Do what the lines of stdin say, until it ends."""
-    engines: dict[str, tuple[BenchEngine, ExitStack]] = {}
-    with start_blocking_portal() as portal, ExitStack() as all_engines:
-        for line in sys.stdin.buffer:
-            op, engine_id, arguments = msgspec.json.decode(line)
-            answer: dict[str, Any] = {"reply": None}
-            try:
-                if op == "open":
-                    shape, num_blocks = SHAPES[arguments[0]], arguments[1]
-                    engine = BenchEngine(
-                        attach_path, engine_id, shape, num_blocks, role=AgentRole.PREFILL
-                    )
-                    stack = all_engines.enter_context(ExitStack())
-                    stack.enter_context(portal.wrap_async_context_manager(engine))
-                    engines[engine_id] = engine, stack
-                elif op == "close":
-                    _, stack = engines.pop(engine_id)
-                    stack.close()
-                else:
-                    engine, _ = engines[engine_id]
-                    answer["reply"] = engine.start(getattr(engine, op)(*arguments)).result()
-            except* KVBusError as errors:
-                answer = {"error": str(leaves(errors)[0])}
-            sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-            sys.stdout.buffer.flush()
+async def prefill_engines(attach_path: str) -> None:
+    """Be all that is opened, and do what each is asked for in the thread of its link."""
+    engines: dict[str, BenchEngine] = {}
+
+    async def answer(question: Question) -> object:
+        name, given = question.engine, question.given
+        if question.do == "open":
+            shape, num_blocks = SHAPES[given["shape"]], given["num_blocks"]
+            engine = BenchEngine(attach_path, name, shape, num_blocks, role=AgentRole.PREFILL)
+            engines[name] = await engine.__aenter__()
+            return None
+        if question.do == "close":
+            await engines.pop(name).__aexit__()
+            return None
+        return await engines[name].run(getattr(engines[name], question.do)(**given))
+
+    await serve(answer)
+    for engine in engines.values():
+        await engine.__aexit__()
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    run_program(partial(prefill_engines, sys.argv[1]))

@@ -40,7 +40,7 @@ from kvbus.bench.shapes import (
     scattered_tokens,
 )
 from kvbus.engine.bounce import Direction, HostBlocks
-from kvbus.lab.engine import Taken
+from kvbus.lab.process import Taken
 
 MIB = 1 << 20
 NUM_BYTES = 64 * MIB

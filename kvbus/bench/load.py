@@ -3,10 +3,12 @@
 And what they cost when there are none.
 """
 
+import asyncio
 import math
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -16,7 +18,6 @@ from statistics import median
 import anyio
 import numpy as np
 from anyio.abc import TaskStatus
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from kvbus.bench.engine import Ticket
 from kvbus.bench.figures import Figure, Scale, Target, milliseconds, quantile, speed
@@ -242,30 +243,35 @@ def _shuffled(first_block: int, num_blocks: int) -> PairedBlocks:
 async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
     """One-block handoffs, 64 at a time, and what each costs in CPU; `floor` before.
 
-    Warm up, then count both over the same stretch, in the thread of the decode engine's link.
+    Warm up, then count both over the same stretch.
     """
     async with floor(bench.folder) as bare:
         bare_rate, bare_s = await bare.rate(CONCURRENCY, scale.seconds(WARM_UP_S))
     async with bench.pair(SMALL, 8 * CONCURRENCY) as pair:
         await pair.verify(contiguous(1))
         rate = Rate(pair)
-        elapsed_s, cpu_s = await pair.reader.run(rate.run(bench, scale))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pair.reader.run, rate.work())
+            tasks.start_soon(rate.offer)
+            await anyio.sleep(scale.seconds(WARM_UP_S))
+            before, rate.counts_from = bench.cpu_s(), time.monotonic()
+            await anyio.sleep(scale.seconds(RATE_S))
+            await asyncio.wrap_future(rate.any_counted)
+            rate.is_over = True
+            after, elapsed_s = bench.cpu_s(), time.monotonic() - rate.counts_from
         await pair.source.ended()
-    num = len(rate.latencies_s)
+    num, cpu_s = len(rate.seconds), {name: after[name] - before[name] for name in after}
     agents_s = sum(cpu_s[name] for name in bench.agents) / num
     return [
         Figure("handoffs", num / elapsed_s, "1/s", A_SECOND),
-        milliseconds("handoff p50", quantile(rate.latencies_s, 0.5)),
-        milliseconds("handoff p99", quantile(rate.latencies_s, 0.99)),
+        milliseconds("handoff p50", quantile(rate.seconds, 0.5)),
+        milliseconds("handoff p99", quantile(rate.seconds, 0.99)),
         *(Figure(f"{name} CPU", s / num * 1e6, "µs a handoff") for name, s in cpu_s.items()),
         Figure("both agents CPU", agents_s * 1e6, "µs a handoff", AGENTS_US),
         Figure("floor handoffs", bare_rate, "1/s"),
         Figure("floor agents CPU", bare_s * 1e6, "µs a handoff"),
         Figure("of the floor, CPU of both agents", agents_s / bare_s),
     ]
-
-
-Offered = tuple[Ticket, PairedBlocks]
 
 
 @dataclass(slots=True)
@@ -275,41 +281,38 @@ class Rate:
     pair: Pair
     counts_from: float = math.inf
     is_over: bool = False
-    latencies_s: list[float] = field(default_factory=list)
-    any_counted: anyio.Event = field(default_factory=anyio.Event)
+    seconds: list[float] = field(default_factory=list)
+    any_counted: "Future[None]" = field(default_factory=Future)
+    _offered: "asyncio.Queue[tuple[Ticket, PairedBlocks] | None]" = field(
+        default_factory=lambda: asyncio.Queue(2 * OFFERS_AT_ONCE)
+    )
 
-    async def run(self, bench: Bench, scale: Scale) -> tuple[float, dict[str, float]]:
-        """The seconds in which handoffs were counted, and the CPU seconds of each process."""
-        send, receive = anyio.create_memory_object_stream[Offered](2 * OFFERS_AT_ONCE)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._offer, send)
-            for _ in range(CONCURRENCY):
-                tasks.start_soon(self._work, receive.clone())
-            receive.close()
-            await anyio.sleep(scale.seconds(WARM_UP_S))
-            before, self.counts_from = bench.cpu_s(), time.perf_counter()
-            await anyio.sleep(scale.seconds(RATE_S))
-            await self.any_counted.wait()
-            self.is_over = True
-            after, elapsed_s = bench.cpu_s(), time.perf_counter() - self.counts_from
-        return elapsed_s, {name: after[name] - before[name] for name in before}
-
-    async def _offer(self, send: MemoryObjectSendStream[Offered]) -> None:
+    async def offer(self) -> None:
+        """Offer blocks, many at once, as fast as they are fetched."""
         blocks = cycle(scattered(4 * CONCURRENCY).prefill)
-        async with send:
-            while not self.is_over:
-                batch = [_one_block(next(blocks)) for _ in range(OFFERS_AT_ONCE)]
-                tickets = await self.pair.source.offer(*batch)
-                for offered in zip(tickets, batch, strict=True):
-                    await send.send(offered)
+        while not self.is_over:
+            batch = [_one_block(next(blocks)) for _ in range(OFFERS_AT_ONCE)]
+            tickets = await self.pair.source.offer(*batch)
+            await self.pair.reader.run(self._put([*zip(tickets, batch, strict=True)]))
+        await self.pair.reader.run(self._put([None] * CONCURRENCY))
 
-    async def _work(self, receive: MemoryObjectReceiveStream[Offered]) -> None:
-        async with receive:
-            async for ticket, tables in receive:
-                handoff = await self.pair.reader.take(ticket, tables)
-                if self.counts_from <= time.perf_counter() and not self.is_over:
-                    self.latencies_s.append(handoff.seconds)
-                    self.any_counted.set()
+    async def _put(self, offered: Sequence[tuple[Ticket, PairedBlocks] | None]) -> None:
+        for one in offered:
+            await self._offered.put(one)
+
+    async def work(self) -> None:
+        """Fetch what is offered; in the thread of the decode engine's link, as `_put`."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(CONCURRENCY):
+                tasks.create_task(self._work())
+
+    async def _work(self) -> None:
+        while (offered := await self._offered.get()) is not None:
+            taken = await self.pair.reader.take(*offered)
+            if self.counts_from <= taken.at_s and not self.is_over:
+                self.seconds.append(taken.seconds)
+                if not self.any_counted.done():
+                    self.any_counted.set_result(None)
 
 
 def _one_block(block: int) -> PairedBlocks:

@@ -1,24 +1,22 @@
 """What runs for the cases: two agents, decode engines here, prefill engines in their process."""
 
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-import anyio
-import msgspec
-
-from kvbus.bench.engine import BenchEngine, Ticket
-from kvbus.bench.processes import BenchAgent, agent, answering, ask
+from kvbus.bench.engine import BenchEngine, Request, Ticket
+from kvbus.bench.processes import BenchAgent, agent
 from kvbus.bench.shapes import PairedBlocks, Shape
 from kvbus.engine import AgentRole
 from kvbus.errors import KVBusError
-from kvbus.lab.engine import Taken
-from kvbus.spawn import Child
+from kvbus.lab.process import EngineProcess, Taken, engine_process
+
+T = TypeVar("T")
 
 UNMAPPED = "unmapped"
 """A decode agent that reads as one on another machine would, but over shared memory."""
@@ -31,38 +29,31 @@ READERS: Mapping[str, Mapping[str, str | bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A prefill engine with a cache full of the pattern; its process does one thing at a time."""
+    """A prefill engine with a cache full of the pattern, in the process of all of them."""
 
     engine_id: str
     shape: Shape
     bench: "Bench"
 
-    async def do(self, op: str, *arguments: Any) -> Any:
-        """Have the engine do something; raises `KVBusError` when it cannot."""
-        line = msgspec.json.encode([op, self.engine_id, arguments])
-        async with self.bench.lock:
-            answer = msgspec.json.decode(await ask(self.bench.engines, line))
-        if "error" in answer:
-            raise KVBusError(answer["error"])
-        return answer["reply"]
+    async def do(self, kind: type[T], what: str, **given: Any) -> T:
+        """Have the engine do something, and reply; raises `KVBusError` when it cannot."""
+        return await self.bench.engines.ask(kind, what, engine=self.engine_id, **given)
 
     async def offer(self, *tables: PairedBlocks) -> list[Ticket]:
         """Offer each of ``tables`` as a request; answers once all are offered."""
-        tickets: list[Ticket] = await self.do("offer_all", [self._request(one) for one in tables])
-        return tickets
+        requests = [self._request(one) for one in tables]
+        return [*await self.do(list[dict[str, Any]], "offer_all", requests=requests)]
 
     async def compute(self, tables: PairedBlocks, num_chunks: int, chunk_s: float) -> Ticket:
         """Start a prefill in chunks, offered while it goes on."""
-        ticket: Ticket = await self.do("compute", *self._request(tables), num_chunks, chunk_s)
-        return ticket
+        request, chunks = self._request(tables), {"num_chunks": num_chunks, "chunk_s": chunk_s}
+        return await self.do(dict[str, Any], "compute", request=request, **chunks)
 
     async def ended(self) -> list[tuple[float, float]]:
         """Wait until no offer is live; when those that ended were ready, and when released."""
-        ended: list[tuple[float, float]] = await self.do("settle")
-        return ended
+        return await self.do(list[tuple[float, float]], "settle")
 
-    def _request(self, tables: PairedBlocks) -> tuple[str, int, list[int]]:
-        """A request id that was never used, its tokens and blocks."""
+    def _request(self, tables: PairedBlocks) -> Request:
         number = next(self.bench.numbers)
         return f"request-{number}", tables.num_tokens, tables.prefill.tolist()
 
@@ -109,12 +100,11 @@ class Bench:
     """Everything that runs: two agents by their names in figures, the prefill engines' process."""
 
     agents: Mapping[str, BenchAgent]
-    engines: Child
+    engines: EngineProcess
     folder: Path
     stack: ExitStack
     others: dict[str, BenchAgent] = field(default_factory=dict)
     """Decode agents of `READERS`, since a case wanted them first."""
-    lock: anyio.Lock = field(default_factory=anyio.Lock)
     numbers: "count[int]" = field(default_factory=count)
 
     def other_agent(self, label: str) -> BenchAgent:
@@ -137,9 +127,9 @@ class Bench:
     async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[Source]:
         """A prefill engine."""
         source = Source(f"{shape.name}-{next(self.numbers)}", shape, self)
-        await source.do("open", shape.name, num_blocks)
+        await source.do(type(None), "open", shape=shape.name, num_blocks=num_blocks)
         yield source
-        await source.do("close")
+        await source.do(type(None), "close")
 
     @asynccontextmanager
     async def reader(
@@ -156,16 +146,15 @@ class Bench:
         """CPU seconds so far of each process, this one as the decode engine."""
         return {
             **{name: agent.child.cpu_s() for name, agent in self.agents.items()},
-            "prefill engine": self.engines.cpu_s(),
+            "prefill engine": self.engines.child.cpu_s(),
             "decode engine": time.process_time(),
         }
 
 
-@contextmanager
-def running(
-    folder: Path,
-    settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> Iterator[Bench]:
+@asynccontextmanager
+async def running(
+    folder: Path, settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> AsyncIterator[Bench]:
     """Agents below ``folder`` and the prefill engines' process.
 
     ``settings`` are those of agents that do not have the default ones, by role.
@@ -175,6 +164,7 @@ def running(
         for role in ("prefill", "decode"):
             started = agent(role, folder, settings=settings.get(role, {}))
             agents[f"{role} agent"] = stack.enter_context(started)
-        attach_path = str(agents["prefill agent"].attach_path)
-        engines = answering("prefill engine", "kvbus.bench.engine", attach_path, folder=folder)
-        yield Bench(agents, stack.enter_context(engines), folder, stack)
+        path, log = str(agents["prefill agent"].attach_path), folder / "prefill-engines.log"
+        process = engine_process("prefill engine", "kvbus.bench.engine", path, log=log)
+        async with process as engines:
+            yield Bench(agents, engines, folder, stack)

@@ -23,7 +23,7 @@ from kvbus.spawn import Child, free_port, write_agent_config
 
 BARE_PAIR = "kvbus.lab.bare_pair"
 LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
-ANSWER_TIMEOUT_S = 120.0
+READ_WITHIN_S = 120.0
 
 
 def answering(name: str, module: str, *arguments: str, folder: Path) -> Child:
@@ -36,14 +36,6 @@ def answering(name: str, module: str, *arguments: str, folder: Path) -> Child:
         stdout=subprocess.PIPE,
         own_session=True,
     )
-
-
-async def ask(child: Child, line: bytes) -> bytes:
-    """The line with which a child answers this one; raises `PeerLost` and `RequestTimeout`."""
-    tell(child, line + b"\n")
-    with anyio.move_on_after(ANSWER_TIMEOUT_S):
-        return await anyio.to_thread.run_sync(hear, child, abandon_on_cancel=True)
-    raise RequestTimeout(f"no answer from the {child.name} within {ANSWER_TIMEOUT_S:g} s")
 
 
 def tell(child: Child, what: bytes) -> None:
@@ -117,9 +109,13 @@ class BarePair:
         """Seconds of one READ; of ``verify`` too, which fails for wrong bytes."""
         tell(self.target, b"d")
         try:
-            return float(await ask(self.reader, command))
+            tell(self.reader, command + b"\n")
+            with anyio.move_on_after(READ_WITHIN_S):
+                heard = await anyio.to_thread.run_sync(hear, self.reader, abandon_on_cancel=True)
+                return float(heard)
         finally:
             tell(self.target, b"r")
+        raise RequestTimeout(f"no bare READ within {READ_WITHIN_S:g} s")
 
 
 @contextlib.contextmanager

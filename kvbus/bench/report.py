@@ -25,7 +25,7 @@ from kvbus.geometry import KvLayout
 from kvbus.text import bytes_text, rate_text, time_text
 
 if TYPE_CHECKING:
-    from kvbus.lab.engine import Taken
+    from kvbus.lab.process import Taken
 
 KIB, MIB = 1 << 10, 1 << 20
 

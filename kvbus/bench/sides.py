@@ -24,7 +24,7 @@ from kvbus.bench.report import CASES, Measured, PairCase
 from kvbus.bench.shapes import GROUP, PairedBlocks
 from kvbus.engine import AgentRole, Outcome
 from kvbus.errors import ConfigError, FetchFailed, KVBusError, PeerLost, RequestTimeout
-from kvbus.lab.engine import Taken
+from kvbus.lab.process import Taken
 from kvbus.output import write_text
 
 MAX_LINE_BYTES = 1 << 20
