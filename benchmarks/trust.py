@@ -20,7 +20,7 @@ from kvbus.bench.figures import Scale, in_turn
 from kvbus.bench.load import measure_rate
 from kvbus.bench.pairs import Bench, Pair, running
 from kvbus.bench.shapes import BIG, SMALL, PairedBlocks, Shape, scattered
-from kvbus.demo.keys import DemoKeys
+from kvbus.lab.process import ToolKeys
 
 WAYS = ("plain", "keys", "signed", "staging")
 RATE_ROUNDS = 5
@@ -38,7 +38,7 @@ def settings(way: str, folder: Path) -> dict[str, dict[str, Any]]:
     if way == "staging":
         more["prefill"]["exposure"] = "staging"
     if way in ("keys", "signed"):
-        keys = DemoKeys(folder)
+        keys = ToolKeys(folder)
         more = {role: dict(keys.settings(role)) for role in more}
     if way == "signed":
         (folder / "ticket.key").touch(mode=0o600)

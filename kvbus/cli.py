@@ -12,7 +12,7 @@ from kvbus.output import fail
 
 COMMANDS = {
     "demo": (
-        "kvbus.demo.command",
+        "kvbus.demo.run",
         "Hand requests from a prefill engine to a decode engine; compare with the model run alone.",
     ),
     "demo-prefill": (

@@ -1,6 +1,6 @@
 """A small transformer with a paged KV cache, and two engines of it that hand requests off.
 
-    command, options      the command line, and the run that it describes (no torch)
+    options               the command line, and the engines that it describes (no torch)
     run, report           the driver: four processes, the way of each request, what came of it
     sides                 one engine at an agent that runs already, for two machines
     messages              what driver and engines tell each other

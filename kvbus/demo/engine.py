@@ -6,7 +6,6 @@ write into them or read them any more.
     python -m kvbus.demo.engine SETUP    at the agent of SETUP, whose role is the engine's
 """
 
-import asyncio
 import contextlib
 import sys
 import time
@@ -27,7 +26,7 @@ from kvbus.demo.paged_cache import PagedKV, slots
 from kvbus.demo.prompts import encode
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import num_blocks_for
-from kvbus.lab.engine import Engine, Tables, Taking
+from kvbus.lab.engine import Engine, Offered, Tables, Taking
 from kvbus.lab.process import Question, Taken, run_program, serve
 
 PATIENCE_S = 600.0  # the driver gives up earlier, when nothing goes on
@@ -55,7 +54,8 @@ class DemoEngine:
         self._model, self._kv = Transformer(setup.spec, setup.seed), PagedKV.of(engine.caches)
         self._device = CapacityLimiter(1)
         self._block_size = setup.spec.groups[0].block_size
-        self._computed: dict[str, asyncio.Future[Computed]] = {}
+        self._prefills: dict[str, tuple[Offered, Tables, AsyncIterator[Pass], list[Pass]]] = {}
+        """Requests that are offered: their blocks, and the passes that are to come or done."""
         self._fetched: dict[str, tuple[Generation, int]] = {}
         """Requests whose prompt is here, with its number of tokens."""
         self._flips_left = int(setup.flip_one_byte)
@@ -74,61 +74,46 @@ class DemoEngine:
         return self._engine.num_held
 
     async def prefill(self, request_id: str, prompt: str) -> dict[str, Any]:
-        """The ticket of its KV, which a whole prompt has when it is computed. Chunks are offered
-        before that: what is there is read while this computes.
+        """The ticket of its KV. A whole prompt is computed before it is offered; chunks are offered
+        before they are computed, so that what is there is read meanwhile.
         """
-        loop = asyncio.get_running_loop()
-        ticket: asyncio.Future[dict[str, Any]] = loop.create_future()
-        computed: asyncio.Future[Computed] = loop.create_future()
-        self._tasks.start_soon(self._prefill, request_id, encode(prompt), ticket, computed)
-        made = await ticket
-        self._computed[request_id] = computed
-        return made
-
-    async def computed(self, request_id: str) -> Computed:
-        """What `prefill` has come to, once all is computed."""
-        return await self._computed.pop(request_id)
-
-    async def _prefill(
-        self,
-        request_id: str,
-        prompt: list[int],
-        ticket: "asyncio.Future[dict[str, Any]]",
-        computed: "asyncio.Future[Computed]",
-    ) -> None:
-        """Until its blocks may be used again."""
-        wanted = range(num_blocks_for(len(prompt), self._block_size))
+        tokens, chunk = encode(prompt), self._setup.prefill_chunk
+        wanted = range(num_blocks_for(len(tokens), self._block_size))
         tables = await self._take(dict.fromkeys(self._engine.blocks.num_blocks, wanted))
-        passes = self._passes(prompt, tables)
+        passes = self._passes(tokens, tables)
         try:
-            if self._setup.prefill_chunk is None:
-                last = await anext(passes)
-                offered = await self._engine.offer(
-                    request_id, num_tokens=last.num_tokens, block_ids=last.block_ids
-                )
-                ticket.set_result(offered.ticket)
-            else:
-                offered = await self._engine.offer(
-                    request_id,
-                    num_tokens=0,
-                    block_ids=dict.fromkeys(tables, ()),
-                    total=len(prompt),
-                )
-                ticket.set_result(offered.ticket)
-                try:
-                    async for last in passes:
-                        await offered.extend(last.num_tokens, last.block_ids)
-                    await offered.seal()
-                except KVBusError:
-                    await offered.withdraw()
-                    raise
-            num_blocks = sum(map(len, tables.values()))
-            computed.set_result(Computed(last.step, num_blocks, last.at_s))
+            done = [] if chunk else [await anext(passes)]
+            offered = await self._engine.offer(
+                request_id,
+                num_tokens=done[0].num_tokens if done else 0,
+                block_ids=done[0].block_ids if done else dict.fromkeys(tables, ()),
+                total=None if done else len(tokens),
+            )
+        except KVBusError:
+            self._engine.blocks.give(tables)
+            raise
+        self._prefills[request_id] = offered, tables, passes, done
+        return offered.ticket
+
+    async def compute(self, request_id: str) -> Computed:
+        """What `prefill` has not computed of a prompt."""
+        offered, tables, passes, done = self._prefills.pop(request_id)
+        try:
+            if not done:
+                async for one in passes:
+                    await offered.extend(one.num_tokens, one.block_ids)
+                    done.append(one)
+                await offered.seal()
+        except KVBusError:
+            await offered.withdraw()
+            self._engine.blocks.give(tables)
+            raise
+        self._tasks.start_soon(self._give_when_free, offered, tables)
+        return Computed(done[-1].step, sum(map(len, tables.values())), done[-1].at_s)
+
+    async def _give_when_free(self, offered: Offered, tables: Tables) -> None:
+        with contextlib.suppress(KVBusError):  # the agent is gone, and its readers with it
             await offered.freed()
-        except KVBusError as error:
-            asked = computed if ticket.done() else ticket
-            if not asked.done():
-                asked.set_exception(error)
         self._engine.blocks.give(tables)
 
     async def fetch(
@@ -166,7 +151,7 @@ class DemoEngine:
             rng = Random(num_tokens)  # noqa: S311 - any place will do
             flip_one_byte(generation, num_tokens, rng)
         for position in range(num_tokens, num_tokens + num_new):
-            steps += await self._compute(partial(generation.decode, token, position))
+            steps += await self._on_device(partial(generation.decode, token, position))
             token = steps[-1].token
         self._engine.blocks.give(generation.tables)
         return steps
@@ -181,14 +166,14 @@ class DemoEngine:
         """Pass by pass, so that the requests take turns on the device."""
         size, num_before, chunk = self._block_size, 0, self._setup.prefill_chunk
         passes = Generation(self._model, self._kv, tables).prefill(prompt, chunk)
-        while (computed := await self._compute(partial(next, passes, None))) is not None:
+        while (computed := await self._on_device(partial(next, passes, None))) is not None:
             num_tokens, step = computed
             new = slice(num_blocks_for(num_before, size), num_blocks_for(num_tokens, size))
             ids = {name: table.array()[new].tolist() for name, table in tables.items()}
             yield Pass(num_tokens, ids, step, time.monotonic())
             num_before = num_tokens
 
-    async def _compute(self, step: Callable[[], T]) -> T:
+    async def _on_device(self, step: Callable[[], T]) -> T:
         """Run ``step`` in the thread that stands for the device; the event loop goes on."""
         return await anyio.to_thread.run_sync(step, limiter=self._device)
 

@@ -1,10 +1,9 @@
 """The options of ``kvbus demo``, and the engines that they describe. It imports no torch."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Literal
 
 import typer
 from msgspec import Meta, to_builtins
@@ -12,6 +11,7 @@ from msgspec import Meta, to_builtins
 from kvbus.demo.prompts import encode, read_prompts
 from kvbus.errors import ConfigError
 from kvbus.geometry import EngineSpec
+from kvbus.planning.choose import Path
 from kvbus.spec_text import EngineWords, ModelWords, read_words
 
 MAX_TP = 8  # the model has at least as many query heads
@@ -19,22 +19,6 @@ MAX_KV_HEADS = 32
 NUM_LAYERS = 4
 HEAD_DIM = 64
 MAX_TOKENS = 4096  # prompt and output together
-
-
-class Attention(StrEnum):
-    """What a layer caches: K and V of some heads, or one latent that all heads share."""
-
-    GQA = "gqa"
-    MLA = "mla"
-
-
-class ReadPath(StrEnum):
-    """How bytes are moved: as the agent thinks best, or always in one way."""
-
-    AUTO = "auto"
-    DIRECT = "direct"
-    PACKED = "packed"
-    MAPPED = "mapped"
 
 
 class SideWords(EngineWords, kw_only=True):
@@ -77,11 +61,11 @@ class DemoOptions:
         int, _number(RUN, 1, MAX_TOKENS - 1, "Tokens to generate for each request.")
     ] = 24
     prompt_file: Annotated[
-        Path | None,
+        FilePath | None,
         _option(RUN, "Prompts, one a line, instead of the built-in ones.", metavar="FILE"),
     ] = None
     keep_logs: Annotated[
-        Path | None, _option(RUN, "Keep the logs of the four processes there.", metavar="DIR")
+        FilePath | None, _option(RUN, "Keep the logs of the four processes there.", metavar="DIR")
     ] = None
     keys: Annotated[
         bool, _option(RUN, "Give the agents CURVE keys: encrypted, and by role.", "--keys")
@@ -97,13 +81,13 @@ class DemoOptions:
         _number(ENGINES, 1, MAX_TOKENS, "Compute N tokens at a time; meanwhile they are read."),
     ] = None
     path: Annotated[
-        ReadPath, _option(ENGINES, "How the decode agent reads; auto: by its rule.", "--path")
-    ] = ReadPath.AUTO
+        Path | None, _option(ENGINES, "Have all read in this way; else the agent's rule says how.")
+    ] = None
 
     attention: Annotated[
-        Attention,
+        Literal["gqa", "mla"],
         _option(MODEL, "Cache K and V of some heads, or one latent that all ranks have."),
-    ] = Attention.GQA
+    ] = "gqa"
     kv_heads: Annotated[
         int | None,
         _number(MODEL, 1, MAX_KV_HEADS, "KV heads of each layer, 4 unless told otherwise."),
@@ -117,7 +101,7 @@ class DemoOptions:
     """A negative control."""
 
     def __post_init__(self) -> None:
-        if self.attention is Attention.MLA and self.kv_heads is not None:
+        if self.attention == "mla" and self.kv_heads is not None:
             raise ConfigError(
                 "--kv-heads is for --attention gqa: with mla, all heads share one latent"
             )
@@ -157,8 +141,8 @@ class DemoOptions:
         whole = ModelWords(
             layers=NUM_LAYERS,
             head=HEAD_DIM,
-            kv_heads=0 if self.attention is Attention.MLA else self.kv_heads or 4,
-            attention=self.attention.value,
+            kv_heads=0 if self.attention == "mla" else self.kv_heads or 4,
+            attention=self.attention,
             window=self.window,
             model=f"kvbus-demo@seed-{self.seed}",
             tp=words.tp,

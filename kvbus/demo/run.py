@@ -1,12 +1,13 @@
-"""One run of the demo: processes up, requests served, leaks counted, outputs compared.
+"""The command ``kvbus demo``: processes up, requests served, leaks counted, outputs compared.
 
 Whatever ends a run, its report says what came of it until then. A signal ends the run, but never
-the clean-up after it. A run waits as long as anything goes on: on a busy machine all takes longer.
+the clean-up after it.
 """
 
 import asyncio
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
@@ -16,18 +17,27 @@ from typing import Any
 
 import anyio
 import msgspec
+import typer
 
 from kvbus.bus import ask_agent
-from kvbus.demo.keys import DemoKeys
+from kvbus.console import Console
 from kvbus.demo.messages import Computed, EngineSetup, Step
-from kvbus.demo.options import DemoOptions, ReadPath
+from kvbus.demo.options import DemoOptions
 from kvbus.demo.prompts import encode
-from kvbus.demo.report import DemoReport, Served
-from kvbus.errors import KVBusError, RequestRefused, RequestTimeout, leaves
+from kvbus.demo.report import DemoReport, Served, print_report
+from kvbus.errors import ConfigError, KVBusError, RequestRefused, leaves
 from kvbus.geometry import num_blocks_for
-from kvbus.lab.process import EngineProcess, Settings, Taken, agent_process, engine_process
+from kvbus.lab.process import (
+    EngineProcess,
+    Settings,
+    Taken,
+    ToolKeys,
+    agent_process,
+    engine_process,
+)
+from kvbus.options import with_options
+from kvbus.output import waiting_for, write_json
 from kvbus.protocol.status import Status
-from kvbus.spawn import Child
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_FOLDER_BYTES = 80  # of the 107 that Linux allows; the rest is for the agents' sockets
@@ -43,11 +53,46 @@ AGENT_SETTINGS: dict[str, Settings] = {
     },
 }
 ASK_TIMEOUT_S = 60.0
-STALL_S = 60.0
-STALL_CPU_S = 3.0  # four processes that only wait use a third of it in that time
 
-OnProgress = Callable[[str, int, int], None]
-"""Is told what is done now, how much of it is done, and how much there is."""
+OnProgress = Callable[[str], None]
+"""Is told what the run does now."""
+
+
+@with_options(DemoOptions)
+def demo(options: DemoOptions) -> None:
+    """Hand requests from a prefill engine to a decode engine; compare with the model run alone.
+
+    A SPEC is what an engine has of its own, such as `tp=2 layout=HND block=48`, with spaces or
+    commas.
+
+    * `tp`, `pp`: ranks that share the KV heads, stages that share the 4 layers (1)
+    * `layout`: order of the axes within a block, `NHD` or `HND` (NHD); `cross_layer=true` puts
+      all layers into one region
+    * `block`: tokens in a block (16)
+    * `ring`: a cache that no agent can map, copied through a ring of host blocks that holds such
+      a part of it, as `0.5` (none)
+
+    Exit status 0: all outputs are equal, tokens and logits, and every block came back.
+    """
+    if options.keep_logs is not None:
+        try:
+            options.keep_logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the folder {options.keep_logs}: {error.strerror}"
+            ) from error
+    with waiting_for("the demo") as wait_for:
+        report = anyio.run(run_demo, options, wait_for)
+    print_report(report, Console())
+    sys.stderr.writelines(f"error: {message}\n" for message in report.trouble)
+    if report.ended_by is not None:
+        sys.stderr.write(f"ended by {report.ended_by.name}; all processes have ended, too\n")
+    if options.as_one_json:
+        write_json(report.summary())
+    if report.ended_by is not None:
+        raise typer.Exit(128 + report.ended_by)
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 async def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoReport:
@@ -76,33 +121,28 @@ class _Run:
     def __init__(self, report: DemoReport, folder: Path, on_progress: OnProgress) -> None:
         self._report, self._options, self._folder = report, report.options, folder
         self._on_progress = on_progress
-        self._keys = DemoKeys(folder) if report.options.keys else None
-        self._agents: dict[str, Child] = {}
+        self._keys = ToolKeys(folder) if report.options.keys else None
         self._engines: dict[str, EngineProcess] = {}
 
     async def serve(self) -> None:
         """All requests, and count what is held after the last one."""
-        self._on_progress("starting two agents and two engines", 0, 0)
+        self._on_progress("the demo: starting two agents and two engines")
         async with AsyncExitStack() as stack:
             for role in self._options.sides:
-                self._agents[role] = await stack.enter_async_context(self._agent(role))
+                await stack.enter_async_context(self._agent(role))
             for role in self._options.sides:
                 attach = self._folder / role / "attach.sock"
                 engine = engine_at(role, attach, self._options, log=self._log(f"{role}-engine"))
                 self._engines[role] = await stack.enter_async_context(engine)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._watch_progress)
-                endpoints = {
-                    role: await engine.ask(str, "endpoint")
-                    for role, engine in self._engines.items()
-                }
-                await self._serve_all()
-                await self._count_leaks(endpoints)
-                tasks.cancel_scope.cancel()
+            endpoints = {
+                role: await engine.ask(str, "endpoint") for role, engine in self._engines.items()
+            }
+            await self._serve_all()
+            await self._count_leaks(endpoints)
 
-    def _agent(self, role: str) -> AbstractAsyncContextManager[Child]:
+    def _agent(self, role: str) -> AbstractAsyncContextManager[object]:
         settings = {"agent_id": f"{role}-demo", **AGENT_SETTINGS[role]}
-        if role == "decode" and self._options.path is not ReadPath.AUTO:
+        if role == "decode" and self._options.path is not None:
             settings["path"] = self._options.path.value
         if self._keys:
             settings |= self._keys.settings(role)
@@ -118,7 +158,6 @@ class _Run:
         """Some requests in flight at a time."""
         num_requests, prompts = self._options.requests, self._options.prompts
         numbers, num_ended = iter(range(num_requests)), count(1)
-        self._on_progress("handing off", 0, num_requests)
 
         async def serve_in_turn() -> None:
             for number in numbers:
@@ -128,7 +167,7 @@ class _Run:
                     await self._hand_off(served)
                 except RequestRefused as error:
                     served.failed = error
-                self._on_progress("handing off", next(num_ended), num_requests)
+                self._on_progress(f"the demo: handing off ({next(num_ended)}/{num_requests})")
 
         async with anyio.create_task_group() as tasks:
             for _ in range(self._options.concurrency):
@@ -160,22 +199,6 @@ class _Run:
             status = await ask_agent(endpoint, Status(), timeout_s=ASK_TIMEOUT_S, curve=curve)
             counts |= status.counts
         self._report.leaks = leaks | {what: counts[what] for what in ("offers", "fetches")}
-
-    async def _watch_progress(self) -> None:
-        """Raise `RequestTimeout` when no engine answers for a while, and little is computed."""
-        num_answers, cpu_s = self._progress()
-        while True:
-            before, cpu_before_s = num_answers, cpu_s
-            await anyio.sleep(STALL_S)
-            num_answers, cpu_s = self._progress()
-            if num_answers == before and cpu_s - cpu_before_s < STALL_CPU_S:
-                raise RequestTimeout(f"nothing has gone on for {STALL_S:g} s")
-
-    def _progress(self) -> tuple[int, float]:
-        engines = self._engines.values()
-        children = [*self._agents.values(), *(engine.child for engine in engines)]
-        num_answers = sum(engine.num_answers for engine in engines)
-        return num_answers, sum(child.cpu_s() for child in children)
 
 
 def engine_at(
@@ -209,7 +232,7 @@ def engine_at(
 
 async def compute(prefill: EngineProcess, served: Served) -> None:
     """Wait until the KV of a request is there; raises `RequestRefused`."""
-    served.computed = await prefill.ask(Computed, "computed", request_id=served.request_id)
+    served.computed = await prefill.ask(Computed, "compute", request_id=served.request_id)
 
 
 async def fetch(
@@ -238,16 +261,15 @@ async def generate(decode: EngineProcess, served: Served, options: DemoOptions) 
         )
 
 
-async def compare(report: DemoReport, on_progress: OnProgress = lambda *_: None) -> None:
+async def compare(report: DemoReport, on_progress: OnProgress = lambda _: None) -> None:
     """Run the model alone, in this process, on each prompt that has an output."""
     prompts = sorted(report.not_compared)
     if not prompts:
         return
-    on_progress("running the model alone", 0, len(prompts))
+    on_progress("the demo: running the model alone")
     alone = await anyio.to_thread.run_sync(_load_model, report.options)
-    for number, prompt in enumerate(prompts, start=1):
+    for prompt in prompts:
         report.alone[prompt] = await anyio.to_thread.run_sync(alone, prompt)
-        on_progress("running the model alone", number, len(prompts))
 
 
 def _load_model(options: DemoOptions) -> Callable[[str], list[Step]]:

@@ -21,7 +21,7 @@ import msgspec
 import typer
 
 from kvbus.demo.messages import Computed
-from kvbus.demo.options import DemoOptions, ReadPath
+from kvbus.demo.options import DemoOptions
 from kvbus.demo.report import DemoReport, Served
 from kvbus.demo.run import compare, engine_at, fetch, generate
 from kvbus.errors import ConfigError, KVBusError, RequestRefused, RequestTimeout, leaves
@@ -45,7 +45,7 @@ class SideOptions(DemoOptions):
     keep_logs: Path | None = None
     keys: bool = False
     as_one_json: bool = False
-    path: ReadPath = ReadPath.AUTO
+    path: None = None
 
 
 class Handed(msgspec.Struct, frozen=True):
@@ -140,7 +140,7 @@ async def _prefill(options: SideOptions) -> None:
 
 async def _handed(engine: EngineProcess, request_id: str, prompt: str) -> Handed:
     ticket = await engine.ask(dict[str, Any], "prefill", request_id=request_id, prompt=prompt)
-    computed = await engine.ask(Computed, "computed", request_id=request_id)
+    computed = await engine.ask(Computed, "compute", request_id=request_id)
     return Handed(request_id, prompt, ticket, computed)
 
 

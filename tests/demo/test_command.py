@@ -68,6 +68,6 @@ def test_the_help_shows_every_option_whole_on_80_columns() -> None:
 
 
 def test_the_commands_start_without_torch() -> None:
-    code = "import kvbus.demo.command, sys; sys.exit('torch' in sys.modules)"
+    code = "import kvbus.demo.run, sys; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -53,7 +53,7 @@ def test_every_output_equals_that_of_the_model_run_alone_and_is_told_with_what_w
     assert (figures["prefill"], figures["decode"]) == shapes
     model = {name: figures[name] for name in ("seed", "attention", "kv_heads", "window")}
     assert model == {"seed": 3, "attention": "gqa", "kv_heads": None, "window": None}
-    assert (figures["path"], figures["prefill_chunk"]) == ("auto", None)
+    assert (figures["path"], figures["prefill_chunk"]) == (None, None)
     for role in ("prefill", "decode"):
         log = (demo.running[0].logs / f"{role}-agent.log").read_text()
         (started,) = [line for line in map(json.loads, log.splitlines()) if "server_key" in line]
