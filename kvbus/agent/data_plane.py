@@ -22,7 +22,7 @@ import structlog
 
 from kvbus.agent.config import AgentConfig, bind_host
 from kvbus.agent.loop import in_thread
-from kvbus.errors import ConfigError, KVBusError, TransferFailed
+from kvbus.errors import ConfigError, TransferFailed
 from kvbus.transport import Transport
 
 UCX_INTERFACES = "UCX_NET_DEVICES"
@@ -38,10 +38,6 @@ log = structlog.get_logger()
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 LOOK_AGAIN_S = 10.0
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
-
-
-class DataPlaneExposed(KVBusError):
-    """The process listens where the config does not let it."""
 
 
 @dataclass(slots=True)
@@ -98,22 +94,15 @@ class DataPlane:
         """
         return len(without_link(self.interfaces)) == len(self.interfaces)
 
-    async def check(self) -> None:
-        """Raise `DataPlaneExposed` when UCX listens outside of the interfaces."""
+    async def end_if_exposed(self) -> None:
+        """End the process if UCX listens outside of the interfaces: it must serve no request."""
         await self.look()
         if self.outside:
-            raise DataPlaneExposed(
+            reason = (
                 f"UCX listens at {self.outside}, which data_interfaces = {list(self.interfaces)} "
-                "does not allow; look at the UCX_ settings of the environment",
-                outside=self.outside,
+                "does not allow; look at the UCX_ settings of the environment"
             )
-
-    async def end_if_exposed(self) -> None:
-        """End the process, as `check` fails: it must not serve another request."""
-        try:
-            await self.check()
-        except DataPlaneExposed as error:
-            log.critical("data_plane.exposed", reason=error.message)
+            log.critical("data_plane.exposed", reason=reason)
             os._exit(1)
 
 

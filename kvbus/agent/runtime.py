@@ -204,7 +204,7 @@ class Runtime(Agent):
         self.tasks.start_soon(self.metrics.watch_loop_lag)
         self.metrics.add_readings(partial(self._bus_readings, attach), BUS_READINGS)
         self.access.on_change.append(self._end_sessions)
-        await self.data_plane.check()
+        await self.data_plane.end_if_exposed()
         self.tasks.start_soon(self.data_plane.watch)
         self.report.is_started = True
         log.info(
