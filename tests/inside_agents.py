@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from kvbus.agent.config import AgentConfig
-from kvbus.agent.data_plane import UCX_INTERFACES
+from kvbus.agent.data_plane import UCX_INTERFACES, DataPlane
 from kvbus.agent.runtime import Runtime, ServiceFactory
 from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
@@ -38,7 +38,7 @@ async def inside_agent(
                     transport=transport,
                     tasks=tasks,
                     staging=staging,
-                    interfaces=(INTERFACE,),
+                    data_plane=DataPlane((INTERFACE,), transport),
                 )
                 await runtime.start(context, make_service)
                 yield runtime

@@ -59,10 +59,19 @@ class DataPlane:
         if self.transport.is_open:
             return
         try:
-            await open_ucx(self.transport, self.interfaces)
+            await asyncio.wrap_future(self.transport.open())
         except TransferFailed as error:
-            log.error("data_plane.closed", reason=error.message)
-            raise
+            names = (name for name in sorted(os.environ) if name.startswith("UCX_"))
+            told = "".join(f", {name}={os.environ[name]}" for name in names if name not in SET_HERE)
+            down = without_link(self.interfaces)
+            why = f"no link: {', '.join(down)}" if down else "UCX_LOG_LEVEL=info makes UCX say why"
+            closed = TransferFailed(
+                f"UCX does not start on data_interfaces = {list(self.interfaces)}{told}: {why} "
+                f"({error.message})",
+                interfaces=",".join(self.interfaces),
+            )
+            log.error("data_plane.closed", reason=closed.message)
+            raise closed from error
         await self.end_if_exposed()
         log.info("data_plane.opened", data=list(self.endpoints))
 
@@ -112,22 +121,6 @@ def _find(ours: Collection[int], interfaces: Iterable[str]) -> tuple[tuple[str, 
     allowed = _addresses(interfaces)
     outside = [f"{host}:{port}" for host, port in ends if host not in allowed]
     return tuple(f"{host}:{port}" for host, port in ends), ", ".join(outside)
-
-
-async def open_ucx(transport: Transport, interfaces: tuple[str, ...]) -> None:
-    """Open the transport, or raise `TransferFailed` that says what UCX lacks."""
-    names = (name for name in sorted(os.environ) if name.startswith("UCX_"))
-    told = "".join(f", {name}={os.environ[name]}" for name in names if name not in SET_HERE)
-    try:
-        await asyncio.wrap_future(transport.open())
-    except TransferFailed as error:
-        down = without_link(interfaces)
-        why = f"no link: {', '.join(down)}" if down else "UCX_LOG_LEVEL=info makes UCX say why"
-        raise TransferFailed(
-            f"UCX does not start on data_interfaces = {list(interfaces)}{told}: {why} "
-            f"({error.message})",
-            interfaces=",".join(interfaces),
-        ) from error
 
 
 def is_on_loopback(config: AgentConfig) -> bool:

@@ -22,7 +22,6 @@ from kvbus.agent.data_plane import (
     choose_interfaces,
     has_rdma,
     is_one_machine,
-    open_ucx,
     restrict_ucx,
 )
 from kvbus.agent.engines import EngineDirectory
@@ -81,8 +80,9 @@ async def run_agent(
         nic_writes=has_rdma(interfaces),
     )
     await asyncio.wrap_future(transport.start(opens=False))
+    data_plane = DataPlane(interfaces, transport)
     if not is_one_machine(config):
-        await open_ucx(transport, interfaces)
+        await data_plane.open()
     try:
         with (
             anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
@@ -97,7 +97,7 @@ async def run_agent(
                     transport=transport,
                     tasks=tasks,
                     staging=staging,
-                    interfaces=interfaces,
+                    data_plane=data_plane,
                     access=access,
                 )
                 runtime.bus_errors.install()  # until the process ends; UCX has its handler by now
@@ -149,7 +149,6 @@ class Runtime(Agent):
     role: AgentRole
     config: AgentConfig
     boot: str
-    interfaces: tuple[str, ...]
     access: Access = field(default_factory=Access)
     bus_errors: BusErrors = field(default_factory=BusErrors)
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
@@ -162,7 +161,6 @@ class Runtime(Agent):
     engine_socket: RequestServer = field(init=False)
     peer_socket: RequestServer = field(init=False)
     publisher: EventPublisher = field(init=False)
-    data_plane: DataPlane = field(init=False)
     service: Service = field(init=False)
     report: SelfReport = field(init=False)
     http: HttpServer | None = None
@@ -189,7 +187,7 @@ class Runtime(Agent):
         )
         await self.tasks.start(attach.serve)
         self._bind()
-        self.data_plane = DataPlane(self.interfaces, self.transport, self._own_ports)
+        self.data_plane.other_ports = self._own_ports
         self.sender = self._start_sender()
         self.service = make_service(self)
         self.report = SelfReport(self.config, self, self.service)

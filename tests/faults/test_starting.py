@@ -64,6 +64,7 @@ CANNOT_START: dict[str, tuple[dict[str, Any], dict[str, str], int, str]] = {
 def test_an_agent_that_cannot_start_says_why_and_exits(fresh: Started, why: str) -> None:
     changes, env, wanted, told = CANNOT_START[why]
     agent = fresh.prepare("decode", env=env, **changes)
+    agent.expected_trouble.add("data_plane.closed")
 
     status, said = ended(agent)
 
