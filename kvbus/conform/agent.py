@@ -270,23 +270,15 @@ class PlayedAgent:
             session.close()
 
     def _attach_answer(self, session: Session, packed: bytes, fds: list[int]) -> dict[str, Any]:
-        try:
+        with self.book.reading("attach.framing"):
             if len(packed) > MAX_BODY_BYTES:
                 raise ProtocolError("a message of over 65,536 bytes", code=ErrorCode.TOO_LARGE)
             fields = unpack_map(packed)
-        except ProtocolError as error:
-            self.book.expect("attach.framing", False, _in_full(error))
-            raise
-        self.book.expect("attach.framing", True)
-        try:
+        with self.book.reading("attach.messages"):
             op = fields.get("op")
             if op not in REQUESTS[Socket.ATTACH] or not isinstance(fields.get("body"), dict):
                 raise ProtocolError(f"no such attach message: {op!r}", code=ErrorCode.UNKNOWN_OP)
             message = from_body(REQUESTS[Socket.ATTACH][op], fields["body"])
-        except ProtocolError as error:
-            self.book.expect("attach.messages", False, error.message)
-            raise
-        self.book.expect("attach.messages", True)
         if isinstance(message, Hello):
             return self._on_hello(session, message)
         if not self.book.expect("attach.hello", bool(session.boot), f"{op!r} before hello"):
@@ -370,23 +362,17 @@ class PlayedAgent:
 
     def _read_envelope(self, frame: bytes) -> RequestFrame | None:
         try:
-            fields = unpack_map(frame)
-        except ProtocolError as error:
-            self.book.expect("frames.maps", False, _in_full(error))
+            with self.book.reading("frames.maps"):
+                fields = unpack_map(frame)
+            with self.book.reading("frames.envelope"):
+                envelope = decode(frame)
+                if not isinstance(envelope, RequestFrame):
+                    missing = {"v", "op", "id", "boot", "body"} - fields.keys()
+                    lacks = ", ".join(sorted(missing))
+                    raise ProtocolError(f"`{fields.get('op')}` is no request: it lacks {lacks}")
+        except ProtocolError:
             return None
-        self.book.expect("frames.maps", True)
-        wrong, envelope = "", None
-        try:
-            envelope = decode(frame)
-        except ProtocolError as error:
-            wrong = f"`{fields.get('op')}`: {error.message}"
-        if isinstance(envelope, RequestFrame):
-            self.book.expect("frames.envelope", True)
-            return envelope
-        missing = {"v", "op", "id", "boot", "body"} - fields.keys()
-        lacks = f"not a request: it lacks {', '.join(sorted(missing))}"
-        self.book.expect("frames.envelope", False, wrong or lacks)
-        return None
+        return envelope
 
     def _on_request(self, identity: bytes, request: RequestFrame) -> None:
         body = self._read_body(request)
@@ -412,14 +398,12 @@ class PlayedAgent:
     def _read_body(self, request: RequestFrame) -> Message | None:
         kinds = REQUESTS[Socket.ENGINE] | REQUESTS[Socket(self.role)]
         try:
-            if request.op not in kinds:
-                raise ProtocolError(f"a {self.role} agent knows no `{request.op}`")
-            body: Message = from_body(kinds[request.op], request.body)
-        except ProtocolError as error:
-            self.book.expect("frames.body", False, error.message)
+            with self.book.reading("frames.body"):
+                if request.op not in kinds:
+                    raise ProtocolError(f"a {self.role} agent knows no `{request.op}`")
+                return from_body(kinds[request.op], request.body)
+        except ProtocolError:
             return None
-        self.book.expect("frames.body", True)
-        return body
 
     def _look_at_secret(self, session: Session, secret: str) -> None:
         if session.secret is None:
@@ -469,7 +453,3 @@ def _wrong_memory(body: Register, session: Session) -> str:
         if mapped is not None and len(mapped) != segment.size_bytes:
             return f"segment {segment.segment_id!r} has {len(mapped):,} bytes"
     return ""
-
-
-def _in_full(error: ProtocolError) -> str:
-    return f"{error.message}: {error.__cause__}" if error.__cause__ else error.message

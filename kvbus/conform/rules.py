@@ -4,11 +4,14 @@ Names of rules stay the same.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
+
+from kvbus.errors import ProtocolError
 
 MAX_SEEN = 3
 PAGE = "docs/protocol-engine.md"
@@ -133,6 +136,18 @@ class Book:
         if not holds:
             self._wrong[name].append(seen)
         return holds
+
+    @contextmanager
+    def reading(self, rule: str) -> Iterator[None]:
+        """One look, at what the block reads: it holds unless that raises `ProtocolError`."""
+        try:
+            yield
+        except ProtocolError as error:
+            cause = str(error.__cause__ or "")
+            told = error.message if cause in error.message else f"{error.message}: {cause}"
+            self.expect(rule, False, told)
+            raise
+        self.expect(rule, True)
 
     def untried(self, rule: str, why: str) -> None:
         """Say why a rule could not be tried."""
