@@ -34,6 +34,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -171,7 +172,10 @@ class Scheduled:
 
     def step(self) -> None:
         """One step of vLLM: schedule, compute, hear of it."""
-        output = self.scheduler.schedule()
+        self.compute(self.scheduler.schedule())
+
+    def compute(self, output: SchedulerOutput) -> None:
+        """A step that was scheduled, maybe with others after it."""
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
         results = self.worker.get_transfer_results(set())
         ids = list(output.num_scheduled_tokens)

@@ -108,6 +108,29 @@ def test_the_prompt_of_a_wrong_ticket_is_computed_and_the_right_one_is_good_afte
     assert wrong.tokens == right.tokens == what_follows(PROMPT, 3)
 
 
+def test_a_load_that_fails_is_not_taken_for_a_good_one_where_steps_are_scheduled_ahead(
+    engines: Pair,
+) -> None:
+    """Its failure is told in its own step, and vLLM hears of the step before it meanwhile."""
+    other_prompt = prompt_of(LENGTH, 1)
+    params, others = engines.params(), engines.params(other_prompt)
+    decode = engines.decode
+    with halted([engines.agents.all[0].pid]):
+        other = decode.ask(other_prompt, 3, others)
+        steps = [decode.scheduler.schedule()]
+        answer = decode.ask(PROMPT, 3, WRONG["without ticket"](params), cache_salt="wrong")
+        for _ in range(2):
+            steps.append(decode.scheduler.schedule())
+            decode.compute(steps.pop(0))
+        decode.compute(steps.pop(0))
+
+    decode.until_ended(answer, other)
+    decode.answer(PROMPT, 1, params)
+
+    assert answer.tokens == what_follows(PROMPT, 3)
+    assert (answer.num_computed, other.num_computed) == (LENGTH, 1)
+
+
 @pytest.mark.parametrize("kind", DO_NOT_FIT)
 def test_a_ticket_that_does_not_fit_its_prompt_makes_no_wrong_token(
     engines: Pair, kind: str

@@ -44,13 +44,6 @@ class Endpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: AttachSocket
 
 
-class AgentEndpoint(NamedTuple):
-    """The attach socket of an agent, and the role that it must have, None for either."""
-
-    path: Path
-    role: AgentRole | None
-
-
 class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The keys of ``kv_connector_extra_config``; docs/vllm.md describes them."""
 
@@ -65,13 +58,16 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_recompute_threshold: Annotated[int, msgspec.Meta(ge=0)] = 64
 
     @property
-    def agents(self) -> tuple[AgentEndpoint, ...]:
-        """The only agent, or the one that offers and then the one that loads."""
+    def agents(self) -> tuple[tuple[Path, AgentRole | None], ...]:
+        """The attach socket of the only agent, or of the one that offers and the one that loads.
+
+        And the role that each must have, None for either.
+        """
         if isinstance(self.endpoint, str):
-            return (AgentEndpoint(_path(self.endpoint), None),)
+            return ((_path(self.endpoint), None),)
         return (
-            AgentEndpoint(_path(self.endpoint.prefill), AgentRole.PREFILL),
-            AgentEndpoint(_path(self.endpoint.decode), AgentRole.DECODE),
+            (_path(self.endpoint.prefill), AgentRole.PREFILL),
+            (_path(self.endpoint.decode), AgentRole.DECODE),
         )
 
 
@@ -85,7 +81,7 @@ def read_options(extra_config: Mapping[str, Any], kv_role: str = "kv_both") -> C
             "attach socket, or one for 'prefill' and one for 'decode', and knows "
             + ", ".join(ConnectorOptions.__struct_fields__)
         ) from error
-    paths = [agent.path for agent in options.agents]
+    paths = [path for path, _ in options.agents]
     if len(paths) == 1:
         _require(
             not options.bidirectional_kv_xfer,

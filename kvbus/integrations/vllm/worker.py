@@ -8,7 +8,7 @@ Shapes: cache [block, ...] as vLLM gives it; rows [token, head, dim].
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,6 +21,8 @@ NUM_BLOCKS = 3
 MAX_SCRATCH_BYTES = 1 << 30
 
 Rows = Mapping[str, torch.Tensor]
+Layout = tuple[int, list[int]]
+"""Where one part lies in a cache: elements from its first one, and of a step of each axis."""
 
 
 def share_rank(
@@ -67,13 +69,6 @@ def _check_blocks(name: str, layer: Any, cache: torch.Tensor, *, num_blocks: int
     )
 
 
-class _Layout(NamedTuple):
-    """Where one part lies in a cache: elements from its first one, and of a step of each axis."""
-
-    offset: int
-    strides: list[int]
-
-
 class LayerProbe:
     """One layer, and scratch blocks for it to write into, like those of its ``cache``.
 
@@ -106,7 +101,7 @@ class LayerProbe:
         self._check(layouts)
         return {part: self._view(self._cache, part, one) for part, one in layouts.items()}
 
-    def _measure(self, part: str) -> _Layout:
+    def _measure(self, part: str) -> Layout:
         """Where the first number of ``part`` goes, and how far the next of each axis is."""
         start = self._locate(part, (0, 0, 0, 0))
         strides = [
@@ -115,9 +110,9 @@ class LayerProbe:
         ]
         if min(strides) < 0:
             raise self._refusal(f"'{part}' runs backwards in memory")
-        return _Layout(start, strides)
+        return start, strides
 
-    def _check(self, layouts: Mapping[str, _Layout]) -> None:
+    def _check(self, layouts: Mapping[str, Layout]) -> None:
         """Raise `GeometryError` unless all rows of all blocks are where ``layouts`` say, alone."""
         rows = {part: self._random_rows(seed) for seed, part in enumerate(layouts)}
         num_slots = NUM_BLOCKS * self._group.block_size
@@ -186,11 +181,11 @@ class LayerProbe:
         flat = torch.zeros(num_elements, dtype=cache.dtype, device=cache.device)
         return flat.as_strided(shape, cache.stride())
 
-    def _view(self, cache: torch.Tensor, part: str, layout: _Layout) -> torch.Tensor:
+    def _view(self, cache: torch.Tensor, part: str, layout: Layout) -> torch.Tensor:
         """[block, token, head, dim] of ``cache``, as ``layout`` has it."""
-        shape = (cache.shape[0], *self._sizes)
+        shape, (offset, strides) = (cache.shape[0], *self._sizes), layout
         try:
-            return cache.as_strided(shape, layout.strides, cache.storage_offset() + layout.offset)
+            return cache.as_strided(shape, strides, cache.storage_offset() + offset)
         except RuntimeError as error:
             raise self._refusal(f"the strides of '{part}' leave the cache") from error
 
