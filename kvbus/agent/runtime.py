@@ -108,9 +108,9 @@ async def run_agent(
     finally:
         closing = transport.close(timeout_s=CLOSES_WITHIN_S)
         with anyio.CancelScope(shield=True):
-            report = await asyncio.wrap_future(closing)
-        if report.num_handles:
-            log.warning("transport.handles_left", num_handles=report.num_handles)
+            num_handles = await asyncio.wrap_future(closing)
+        if num_handles:
+            log.warning("transport.handles_left", num_handles=num_handles)
         log.info("agent.stopped")
 
 

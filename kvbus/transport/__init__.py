@@ -4,7 +4,6 @@ from kvbus.transport.metadata import PeerMetadata
 from kvbus.transport.slicing import Slices, check_rows
 from kvbus.transport.transport import ProgressToken, Read, Transport
 from kvbus.transport.types import (
-    CloseReport,
     MemoryKind,
     ReadOutcome,
     ReadStatus,
@@ -14,7 +13,6 @@ from kvbus.transport.types import (
 )
 
 __all__ = [
-    "CloseReport",
     "MemoryKind",
     "PeerMetadata",
     "ProgressToken",

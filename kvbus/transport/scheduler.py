@@ -122,6 +122,11 @@ class ReadScheduler:
         posted = sum(lane.posted_bytes for lane in self._lanes.copy().values())
         return posted + sum(item.num_bytes for item in self._forgotten)
 
+    def _live(self) -> list[Slice]:
+        """What may still land."""
+        posted = [item for lane in self._lanes.values() for item in lane.posted]
+        return posted + self._forgotten
+
     def add(self, job: ReadJob) -> None:
         """Take a read; one of nothing ends at once."""
         self._jobs[job] = None
@@ -132,8 +137,6 @@ class ReadScheduler:
 
     def abort(self, job: ReadJob) -> None:
         """Post nothing more of a read; it ends when what was posted is terminal."""
-        if job.ended:
-            return
         job.aborted = True
         self._end_if_terminal(job)
 
@@ -165,23 +168,20 @@ class ReadScheduler:
 
     def destroy_agent(self) -> None:
         """End NIXL's agent, and with it all that is posted; nothing may be called any more."""
-        slices = [s for lane in self._lanes.values() for s in lane.posted]
-        for item in (*slices, *self._forgotten, *self._unreleased):
+        for item in (*self._live(), *self._unreleased):
             item.handle = None  # each of them keeps the agent
         self.agent.destroy()
 
     def in_flight_to(self, peer: str) -> bool:
         """Whether a handle to the peer is not terminal."""
-        lane = self._lanes.get(peer)
-        return bool(lane and lane.posted) or any(s.job.peer == peer for s in self._forgotten)
+        return any(item.job.peer == peer for item in self._live())
 
     def targets(self, address: int, size_bytes: int) -> bool:
         """Whether a handle that is not terminal, or was not released, writes into the memory."""
         end = address + size_bytes
-        live = [s for lane in self._lanes.values() for s in lane.posted]
         return any(
             bool(((s.local[:, 0] < end) & (s.local[:, 0] + s.local[:, 1] > address)).any())
-            for s in (*live, *self._forgotten, *self._unreleased)
+            for s in (*self._live(), *self._unreleased)
         )
 
     def step(self) -> bool:

@@ -19,7 +19,6 @@ from kvbus.transport.nixl_agent import NixlAgent, load_backend
 from kvbus.transport.scheduler import OnEnd, ReadJob, ReadScheduler
 from kvbus.transport.slicing import Rows, Slices, check_rows
 from kvbus.transport.types import (
-    CloseReport,
     MemoryKind,
     ReadStatus,
     Registration,
@@ -116,10 +115,11 @@ class Transport:
         """Done when the thread comes to it; fails with `ClosedError` when that has ended."""
         return self._worker.call(lambda: None, urgent=True)
 
-    def close(self, *, timeout_s: float) -> Future[CloseReport]:
+    def close(self, *, timeout_s: float) -> Future[int]:
         """Abort all reads, wait for posted handles at most `timeout_s`, give all memory back.
 
-        Handles that are not terminal by then are kept, with the memory that they write into.
+        Handles that are not terminal by then are kept, with the memory that they write into: gives
+        their number.
         """
         self._worker.post(self._abort_all, urgent=True)
         return self._worker.stop(self._give_back, within_s=timeout_s)
@@ -362,12 +362,12 @@ class Transport:
         if self._worker.scheduler is not None:
             self._worker.scheduler.abort_all()
 
-    def _give_back(self) -> CloseReport:
+    def _give_back(self) -> int:
         scheduler = self._worker.scheduler
         num_handles = scheduler.num_handles if scheduler else 0
         for registration in list(self._registrations):
-            with contextlib.suppress(LocalError):  # busy: counted below, and kept
+            with contextlib.suppress(LocalError):  # busy, and kept
                 self._deregister(registration)
         if not num_handles:
             scheduler = self._worker.scheduler = None  # NIXL ends here, on its own thread
-        return CloseReport(num_handles=num_handles, num_registrations=len(self._registrations))
+        return num_handles

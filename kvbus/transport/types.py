@@ -73,14 +73,6 @@ class ReadOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloseReport:
-    """What a transport left behind: handles that were not terminal, and memory under them."""
-
-    num_handles: int
-    num_registrations: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TransportStats:
     """Counts for metrics, read without a lock: each is right, together they may be a step apart."""
 

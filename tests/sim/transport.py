@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from kvbus.errors import ErrorCode, LocalError, PeerLost, RemoteError, TransferFailed
 from kvbus.transport import (
-    CloseReport,
     PeerMetadata,
     ProgressToken,
     Read,
@@ -83,8 +82,8 @@ class SimTransport:
     def ping(self) -> Future[None]:
         return _done(None)
 
-    def close(self, *, timeout_s: float) -> Future[CloseReport]:
-        return _done(CloseReport(num_handles=0, num_registrations=0))
+    def close(self, *, timeout_s: float) -> Future[int]:
+        return _done(0)
 
     def register(
         self, address: int, size_bytes: int, *, device: int = 0, memory: Any = "DRAM"

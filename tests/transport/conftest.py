@@ -168,7 +168,7 @@ def make_reader() -> Iterator[MakeReader]:
         peer.end()
     for reader in readers:
         with suppress(ClosedError, AttributeError):  # it was closed, or taken, by the test
-            if reader.transport.close(timeout_s=2).result(WITHIN_S).num_handles == 0:
+            if reader.transport.close(timeout_s=2).result(WITHIN_S) == 0:
                 continue
         KEPT.append(reader)
 
