@@ -10,7 +10,7 @@ import http.client
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,8 +21,8 @@ from statistics import median
 import anyio
 
 from kvbus.agent.spans import ASKED
-from kvbus.bench.figures import Scale, in_turn, median_ratio
-from kvbus.bench.load import measure_rate
+from kvbus.bench.cases import measure_rate
+from kvbus.bench.figures import Scale, in_turn
 from kvbus.bench.pairs import Bench, Pair, running
 from kvbus.bench.shapes import BIG, scattered
 from kvbus.spawn import free_port
@@ -116,6 +116,12 @@ async def compare_times(benches: dict[str, Bench], rounds: int, num_mib: int) ->
             shares = sorted(s / one.seconds for s, one in zip(sums, fetches, strict=True))
             told = f"{median(shares):.1%} ({shares[0]:.1%} to {shares[-1]:.1%})"
             print(f"  spans{what} cover {told} of what the engine measures", flush=True)
+
+
+def median_ratio(baseline_s: Sequence[float], ours_s: Sequence[float]) -> float:
+    """Our speed beside the baseline's, the median over rounds: what hits both cancels out."""
+    pairs = zip(baseline_s, ours_s, strict=True)
+    return median(baseline / ours for baseline, ours in pairs)
 
 
 def spans_s(port: int, fetch_id: str) -> dict[str, float]:

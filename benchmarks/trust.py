@@ -16,8 +16,8 @@ from typing import Any
 
 import anyio
 
+from kvbus.bench.cases import measure_rate
 from kvbus.bench.figures import Scale, in_turn
-from kvbus.bench.load import measure_rate
 from kvbus.bench.pairs import Bench, Pair, running
 from kvbus.bench.shapes import BIG, SMALL, PairedBlocks, Shape, scattered
 from kvbus.lab.process import ToolKeys

@@ -1,10 +1,9 @@
-"""The cases, their figures and targets, as lines for people and rows for JSON; samples and medians.
+"""The cases, their figures and targets, as lines for people and rows for JSON; samples.
 
 The command line needs all of this; to import a case would cost it seconds.
 """
 
 import math
-import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -147,9 +146,3 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
     """The smallest sample that at least ``fraction`` of all samples do not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
-
-
-def median_ratio(baseline_s: Sequence[float], ours_s: Sequence[float]) -> float:
-    """Our speed beside the baseline's, the median over rounds: what hits both cancels out."""
-    pairs = zip(baseline_s, ours_s, strict=True)
-    return statistics.median(baseline / ours for baseline, ours in pairs)

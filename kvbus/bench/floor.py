@@ -1,8 +1,8 @@
 """The floor of a small handoff: four bare processes that exchange the same messages, and no more.
 
-    floor prefill-agent FOLDER             prints where decode agents find it
-    floor decode-agent FOLDER ENDPOINT     prints that it is there
-    floor prefill-engine FOLDER            the same; it is told of each take
+    floor prefill_agent FOLDER             prints where decode agents find it
+    floor decode_agent FOLDER ENDPOINT     prints that it is there
+    floor prefill_engine FOLDER            the same; it is told of each take
 
     decode engine ─fetch─▶ decode agent ─take─▶ prefill agent ─released─▶ prefill engine
                   ◀fetched─             ◀taken─
@@ -48,6 +48,7 @@ STAGES = ("resolving", "queued", "claiming", "waiting", "reading", "taking")
 FETCHED = {"fetch_id": "f" * 32, "outcome": "completed", "stages_s": dict.fromkeys(STAGES, 0.1)}
 
 encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
+OnFrames = Callable[[list[bytes]], None]
 
 
 def frame(op: str, number: int, body: dict[str, Any]) -> bytes:
@@ -55,90 +56,80 @@ def frame(op: str, number: int, body: dict[str, Any]) -> bytes:
     return encode({"v": 1, "op": op, "id": number, "boot": "b" * 32, "body": body})
 
 
-def _end(error: Exception) -> None:
-    sys.exit(str(error))
-
-
 class Ends:
-    """The sockets of one bare process, in the running event loop."""
+    """The sockets of one bare process, in the running event loop; closed when the block ends."""
 
     def __init__(self, folder: Path) -> None:
         self._context, self._folder = new_context(), folder
-        self._loop = asyncio.get_running_loop()
 
-    def router(self, name: str, on_frames: Callable[[list[bytes]], None]) -> tuple[Pump, str]:
+    def __enter__(self) -> "Ends":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    def router(self, name: str, on_frames: OnFrames) -> tuple[Pump, str]:
         """One that binds, and where; over TCP without a name."""
         endpoint = f"ipc://{self._folder / name}.floor" if name else ANY_PORT
         socket = open_router(self._context, endpoint, SocketOptions())
-        return self._started(socket, on_frames), bound_endpoint(socket)
+        return _pumped(socket, on_frames), bound_endpoint(socket)
 
-    def dealer(self, endpoint: str, on_frames: Callable[[list[bytes]], None]) -> Pump:
+    def dealer(self, endpoint: str, on_frames: OnFrames) -> Pump:
         """One that connects, to the process of that name or to an endpoint."""
         if "://" not in endpoint:
             endpoint = f"ipc://{self._folder / endpoint}.floor"
         socket = open_dealer(self._context, endpoint, SocketOptions())
         connect(socket, endpoint)
-        return self._started(socket, on_frames)
+        return _pumped(socket, on_frames)
 
-    def close(self) -> None:
-        """Close all sockets."""
-        self._context.destroy(linger=0)
+    def be_prefill_agent(self) -> str:
+        """Every take is answered, and the engine is told."""
+        engines = list[bytes]()
 
-    def _started(self, socket: Any, on_frames: Callable[[list[bytes]], None]) -> Pump:
-        pump = Pump(socket, on_frames=on_frames, on_failure=_end)
-        pump.start(self._loop)
-        return pump
+        def take(frames: list[bytes]) -> None:
+            number = decode(frames[-1])["id"]
+            peer.send(frames[0], frame("taken", number, {}))
+            for engine in engines:
+                to_engine.send(engine, frame("released", number, RELEASED))
 
+        to_engine, _ = self.router("prefill-agent", lambda frames: engines.append(frames[0]))
+        peer, endpoint = self.router("", take)
+        return endpoint
 
-def run_prefill_agent(ends: Ends) -> str:
-    """Every take is answered, and the engine is told."""
-    engines = list[bytes]()
+    def be_decode_agent(self, peer_endpoint: str) -> str:
+        """Every fetch becomes a take, and its answer the fetch's."""
+        engine_of = dict[int, bytes]()
 
-    def take(frames: list[bytes]) -> None:
-        number = decode(frames[-1])["id"]
-        peer.send(frames[0], frame("taken", number, {}))
-        for engine in engines:
-            to_engine.send(engine, frame("released", number, RELEASED))
+        def fetch(frames: list[bytes]) -> None:
+            number = decode(frames[-1])["id"]
+            engine_of[number] = frames[0]
+            peer.send(frame("take", number, TAKE))
 
-    to_engine, _ = ends.router("prefill-agent", lambda frames: engines.append(frames[0]))
-    peer, endpoint = ends.router("", take)
-    return endpoint
+        def taken(frames: list[bytes]) -> None:
+            number = decode(frames[-1])["id"]
+            to_engine.send(engine_of.pop(number), frame("fetched", number, FETCHED))
 
+        to_engine, endpoint = self.router("decode-agent", fetch)
+        peer = self.dealer(peer_endpoint, taken)
+        return endpoint
 
-def run_decode_agent(ends: Ends, peer_endpoint: str) -> str:
-    """Every fetch becomes a take, and its answer the fetch's."""
-    engine_of = dict[int, bytes]()
-
-    def fetch(frames: list[bytes]) -> None:
-        number = decode(frames[-1])["id"]
-        engine_of[number] = frames[0]
-        peer.send(frame("take", number, TAKE))
-
-    def taken(frames: list[bytes]) -> None:
-        number = decode(frames[-1])["id"]
-        to_engine.send(engine_of.pop(number), frame("fetched", number, FETCHED))
-
-    to_engine, endpoint = ends.router("decode-agent", fetch)
-    peer = ends.dealer(peer_endpoint, taken)
-    return endpoint
+    def be_prefill_engine(self) -> str:
+        """It hears of every take."""
+        agent = self.dealer("prefill-agent", lambda frames: decode(frames[-1]))
+        agent.send(frame("hello", 0, {}))
+        return "hears"
 
 
-def run_prefill_engine(ends: Ends) -> str:
-    """It hears of every take."""
-    agent = ends.dealer("prefill-agent", lambda frames: decode(frames[-1]))
-    agent.send(frame("hello", 0, {}))
-    return "hears"
+def _pumped(socket: Any, on_frames: OnFrames) -> Pump:
+    pump = Pump(socket, on_frames=on_frames, on_failure=lambda error: sys.exit(str(error)))
+    pump.start(asyncio.get_running_loop())
+    return pump
 
 
-async def run(role: str, folder: Path, arguments: list[str]) -> None:
+async def be(*arguments: str) -> None:
     """Be one of the processes until stdin ends."""
-    ends = Ends(folder)
-    start = {
-        "prefill-agent": run_prefill_agent,
-        "decode-agent": run_decode_agent,
-        "prefill-engine": run_prefill_engine,
-    }[role]
-    print(start(ends, *arguments), flush=True)  # type: ignore[operator]
+    role, folder, *rest = arguments
+    print(getattr(Ends(Path(folder)), f"be_{role}")(*rest), flush=True)
     await anyio.wait_readable(sys.stdin.fileno())
 
 
@@ -188,17 +179,14 @@ async def floor(folder: Path) -> AsyncIterator[Floor]:
     with contextlib.ExitStack() as stack:
 
         async def start(role: str, *arguments: str) -> tuple[Child, str]:
-            arguments = role, str(folder), *arguments
-            child = answering(f"floor {role}", MODULE, *arguments, folder=folder)
+            child = answering(f"floor {role}", MODULE, role, str(folder), *arguments, folder=folder)
             stack.enter_context(child)
             return child, (await anyio.to_thread.run_sync(hear, child)).decode().strip()
 
-        prefill, endpoint = await start("prefill-agent")
-        decode_agent, _ = await start("decode-agent", endpoint)
-        await start("prefill-engine")
-        bare = Floor([prefill, decode_agent])
-        ends = Ends(folder)
-        stack.callback(ends.close)
+        prefill, endpoint = await start("prefill_agent")
+        decode_agent, _ = await start("decode_agent", endpoint)
+        await start("prefill_engine")
+        bare, ends = Floor([prefill, decode_agent]), stack.enter_context(Ends(folder))
         bare.pump = ends.dealer("decode-agent", bare.answer)
         stack.callback(bare.pump.close)
         with anyio.move_on_after(ANSWER_WITHIN_S) as waiting:
@@ -209,4 +197,4 @@ async def floor(folder: Path) -> AsyncIterator[Floor]:
 
 
 if __name__ == "__main__":
-    anyio.run(run, sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    anyio.run(be, *sys.argv[1:])

@@ -18,7 +18,6 @@ from kvbus.bench.figures import (
     Scale,
     Target,
     in_turn,
-    median_ratio,
     milliseconds,
     quantile,
     speed,
@@ -96,14 +95,11 @@ async def measure_transfer(
             times = await in_turn(scale.rounds, ways)
     seconds = {name: median(some) for name, some in times.items()}
     of_medians = {name: seconds["raw"] / some for name, some in seconds.items()}
-    by_round = {name: median_ratio(times["raw"], some) for name, some in times.items()}
     copy_s = _copy_s(rows.num_bytes, scale.rounds)
     targets = Target(of_raw, at_least=True), Target(unmapped, at_least=True)
     return [
         Figure("of raw speed, medians", of_medians["kvbus"], target=targets[0]),
-        Figure("of raw speed, by round", by_round["kvbus"]),
         Figure("unmapped, of raw speed, medians", of_medians[UNMAPPED], target=targets[1]),
-        Figure("unmapped, of raw speed, by round", by_round[UNMAPPED]),
         *(speed(name, rows.num_bytes, some) for name, some in seconds.items()),
         speed("memcpy", rows.num_bytes, copy_s),
         Figure("kvbus of memcpy", copy_s / seconds["kvbus"]),

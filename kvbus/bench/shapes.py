@@ -12,7 +12,6 @@ from kvbus.geometry import (
     GroupSpec,
     KvLayout,
     KvPart,
-    RankSpec,
     lay_out_rank,
     num_blocks_for,
 )
@@ -60,14 +59,6 @@ class Shape:
         )
         model = f"bench-{self.num_layers}x{self.num_kv_heads}x{self.head_dim}"
         return EngineSpec(engine_id, model, self.tp_size, (group,))
-
-    def ranks(self, num_blocks: int) -> list[RankSpec]:
-        """The memory of a cache of so many blocks."""
-        spec = self.spec("any")
-        return [
-            lay_out_rank(spec, rank, self.layout, num_blocks=num_blocks)
-            for rank in range(self.tp_size)
-        ]
 
 
 BIG = Shape("big", 4, 8, KvLayout.parse("NHD", cross_layer=True))
@@ -155,7 +146,8 @@ def direct_descriptors(source: Shape, target: Shape, tables: PairedBlocks) -> tu
 def _placed_ranks(shape: Shape, num_blocks: int) -> tuple[dict[int, PlacedRank], int]:
     """All ranks one behind the other in a single memory, and its size in bytes."""
     spec, placed, end = shape.spec("any"), {}, 0
-    for rank in shape.ranks(num_blocks):
-        placed[rank.rank] = PlacedRank(spec, rank, {rank.segments[0].segment_id: end})
+    for number in range(shape.tp_size):
+        rank = lay_out_rank(spec, number, shape.layout, num_blocks=num_blocks)
+        placed[number] = PlacedRank(spec, rank, {rank.segments[0].segment_id: end})
         end += rank.segments[0].size_bytes
     return placed, end
