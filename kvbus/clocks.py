@@ -5,7 +5,7 @@
     theirs         ──────────▶ now ◀─────────
 
 The agent read its clock somewhere between the two. In the middle of them is the best guess, which
-is wrong by half of the time between them at most, whatever the two ways took. Refuses wall clocks.
+is wrong by half of the time between them at most, whatever the two ways took.
 """
 
 from collections.abc import Iterable

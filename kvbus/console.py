@@ -1,6 +1,6 @@
 """What commands print tables and lines with: rich's console, for text that others have chosen.
 
-Refuses to read markup or emoji names in it, and to pass on what is not printable.
+No markup or emoji name is read in it, and what is not printable is escaped.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Every exception that kvbus raises, and the code that names it on the wire.
 
-Refuses to know sockets, tensors or NIXL: a foreign exception is translated into one of these
-where it is caught, with ``from`` kept.
+A foreign exception, as of a socket, torch or NIXL, is translated into one of these where it is
+caught, with ``from`` kept.
 
     KVBusError                  anything that kvbus raises on purpose
     ├── LocalError              this process was used wrongly, or is not able to

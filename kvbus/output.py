@@ -1,6 +1,6 @@
 """What a command writes to stdout and stderr, and how it ends with an error.
 
-Refuses to fail because nobody reads: a closed stdout loses the text and not the exit status.
+A closed stdout loses the text and not the exit status.
 """
 
 import os

@@ -152,9 +152,9 @@ class Child:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # as a driver holds it
-                self.process.wait(END_TIMEOUT_S)
-            return -signal.SIGKILL
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(END_TIMEOUT_S)
+            return -signal.SIGKILL  # a driver holds it
         finally:
             if self.process.stdout is not None:
                 self.process.stdout.close()

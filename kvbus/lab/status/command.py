@@ -21,7 +21,7 @@ from kvbus.agent.config import AgentConfig
 from kvbus.agent.sources import gather
 from kvbus.bus import ask_agent
 from kvbus.console import Console, text_of
-from kvbus.errors import ConfigError, KVBusError, PeerLost, RequestTimeout
+from kvbus.errors import ConfigError, PeerLost, RemoteError, RequestTimeout
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.lab.status.events import follow, topics_of
 from kvbus.lab.status.screen import Between, View, screen
@@ -114,9 +114,7 @@ def status(
                 _look(agents, every, timeout, again=watch, as_json=as_one_json)
     except RequestTimeout as error:
         fail(f"no agent answered at {peer} within {timeout:g} s", status=1, cause=error)
-    except ConfigError:
-        raise
-    except KVBusError as error:
+    except RemoteError as error:
         fail(f"{peer}: {error.code}: {error.message}", status=1, cause=error)
 
 
