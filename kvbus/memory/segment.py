@@ -1,7 +1,7 @@
-"""Owns the memory that an engine creates for its KV cache so that an agent can map it.
+"""The memory that an engine creates for its KV cache so that an agent can map it.
 
-Refuses memory that is not there: every page is reserved at creation, so that a later write cannot
-end in SIGBUS, and the file is sealed, so that neither side can cut it under the other.
+Every page is reserved at creation, so that a later write cannot end in SIGBUS, and the file is
+sealed, so that neither side can cut it under the other.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Owns the one import of nixl: a thin adapter with our words, our errors and quiet logs."""
+"""The one import of nixl: a thin adapter with the words and errors of kvbus, and quiet logs."""
 
 import contextlib
 import logging

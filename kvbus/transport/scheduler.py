@@ -1,4 +1,4 @@
-"""Owns the reads in progress: whose slice is posted next, and which handles are terminal.
+"""The reads in progress: whose slice is posted next, and which handles are terminal.
 
 Only the transport's thread calls it. A handle is released, and its memory let go, only when it is
 terminal; what never becomes so is held here for ever.

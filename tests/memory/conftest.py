@@ -42,6 +42,18 @@ def null_fd() -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def library_without_avx(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", f"{os.environ.get('CC') or 'cc'} -DHAS_AVX=0")
+        return compiled(tmp_path_factory)
+
+
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel for this machine."""
     if not HAS_COMPILER:
         pytest.skip("there is no C compiler here")
     library = tmp_path_factory.mktemp("kernel") / "copy_runs.so"

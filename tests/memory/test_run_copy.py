@@ -30,10 +30,10 @@ def copy_lattices(copy_one: Callable[[Lattice], None], runs: Runs) -> None:
     run_copy.copy_runs(Runs(few=runs.few))
 
 
-@pytest.fixture(scope="module", params=["kernel", "numpy", "one by one"])
+@pytest.fixture(scope="module", params=["library", "library_without_avx", "numpy", "one by one"])
 def copy(request: pytest.FixtureRequest) -> Copy:
-    if request.param == "kernel":
-        kernel = run_copy.load_kernel(request.getfixturevalue("library"))
+    if request.param.startswith("library"):
+        kernel = run_copy.load_kernel(request.getfixturevalue(request.param))
         assert kernel is not None
         return partial(copy_lattices, partial(run_copy.copy_by_kernel, kernel))
     if request.param == "numpy":
