@@ -1,0 +1,48 @@
+"""The line between a tool and a process of engines."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbus.errors import ErrorCode, PeerLost, RequestRefused
+from kvbus.lab.process import engine_process
+from tests.lab.answering import LAST_WORDS
+
+pytestmark = pytest.mark.anyio
+
+
+def answering(folder: Path) -> Any:
+    return engine_process("engine", "tests.lab.answering", log=folder / "log")
+
+
+async def test_each_question_gets_its_own_answer_also_a_late_one(tmp_path: Path) -> None:
+    async with answering(tmp_path) as process:
+        late = asyncio.create_task(process.ask(list[Any], "echo", engine="a", after_s=0.5))
+        soon = await process.ask(list[Any], "echo", engine="b", number=7)
+        was_late = not late.done()
+        answers = [await late, soon]
+
+    assert answers == [["a", {"after_s": 0.5}], ["b", {"number": 7}]]
+    assert was_late
+
+
+async def test_what_is_raised_there_is_a_refusal_here_and_of_one_question_alone(
+    tmp_path: Path,
+) -> None:
+    async with answering(tmp_path) as process:
+        with pytest.raises(RequestRefused, match="no room") as refused:
+            await process.ask(int, "refuse")
+        after = await process.ask(list[Any], "echo")
+
+    assert refused.value.code is ErrorCode.BUSY
+    assert after == ["", {}]
+
+
+async def test_a_process_that_ends_ends_the_block_and_its_last_words_are_told(
+    tmp_path: Path,
+) -> None:
+    with pytest.RaisesGroup(pytest.RaisesExc(PeerLost, match=LAST_WORDS), flatten_subgroups=True):
+        async with answering(tmp_path) as process:
+            await process.ask(int, "end")
