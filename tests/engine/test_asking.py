@@ -38,7 +38,7 @@ from tests.engine.recording import (
 )
 from tests.engines import failure_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(40)]
 
 HINT_S = 0.05
 WITHIN_S = 30.0

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvbus.errors import ErrorCode
-from tests.agents import AgentProcess
+from tests.agents import AgentProcess, Agents
 from tests.engines import Engine, engine, hand_over, make_spec, pair
 from tests.plain_sockets import ask
 
@@ -26,9 +26,9 @@ def cost(decode: AgentProcess, prefill: AgentProcess, target: Engine, **asked: A
     return answer["ok"] if "ok" in answer else answer["error"]
 
 
-async def test_it_is_guessed_before_engines_have_met_and_learned_after(
-    prefill: AgentProcess, decode: AgentProcess
-) -> None:
+async def test_it_is_guessed_before_engines_have_met_and_learned_after(fresh: Agents) -> None:
+    prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode", mapped=False)
+    fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach) as (source, target):
         guessed = cost(decode, prefill, target, num_tokens=100, first_token=20)
         stages = [(await hand_over(source, target, 64)).stages_s for _ in range(10)]
