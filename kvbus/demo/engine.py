@@ -127,13 +127,19 @@ class DemoEngine:
         for group in self._setup.spec.groups:
             first, _ = group.positions(0, num_tokens)
             wanted[group.name] = range(first // size, num_blocks_for(num_tokens + num_new, size))
-        tables = await self._take(wanted)
         num_blocks = num_blocks_for(num_tokens, size)  # those behind are for the new tokens
-        block_ids = {
-            group: table.array()[: num_blocks - table.first_block]
-            for group, table in tables.items()
-        }
-        taking = self._engine.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids)
+        tables: Tables = {}
+        try:
+            tables = await self._take(wanted)
+            block_ids = {
+                group: table.array()[: num_blocks - table.first_block]
+                for group, table in tables.items()
+            }
+            taking = self._engine.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids)
+        except KVBusError:  # the prompt is longer than those that this engine has room for
+            self._engine.blocks.give(tables)
+            self._engine.link.release(ticket)
+            raise
         try:
             taken = await taking.taken()
         except FetchFailed:
