@@ -13,7 +13,6 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import anyio
@@ -125,21 +124,14 @@ async def engine_process(
 
 @asynccontextmanager
 async def agent_process(
-    role: str,
-    folder: Path,
-    *,
-    name: str = "",
-    log: Path | None = None,
-    settings: Settings = MappingProxyType({}),
+    role: str, folder: Path, *, log: Path, settings: Settings
 ) -> AsyncIterator[Child]:
-    """An agent of this machine alone until the block ends; its runtime dir is ``folder / name``.
+    """An agent of this machine alone until the block ends; its runtime dir is ``folder / role``.
 
-    Its name is its role where there is no other. Raises as `engine_process` does.
+    Raises as `engine_process` does.
     """
-    name = name or role
-    config = write_agent_config(name, folder, **settings)
+    config = write_agent_config(role, folder, **settings)
     command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
-    log = log or folder / f"{name}.log"
     child = Child.start(f"{role} agent", command, log=log, own_session=True)
 
     async def watch() -> None:
