@@ -287,6 +287,28 @@ async def test_events_go_on_where_an_agent_has_come_back_with_another_key(tmp_pa
             await handoff.completed()
 
 
+async def test_a_reader_that_the_next_process_does_not_trust_is_told_so_not_that_its_ticket_is_old(
+    tmp_path: Path,
+) -> None:
+    ring = KeyRing(tmp_path)
+    with agents_ended(Agents) as agents:
+        prefill = ring.prepare(agents, Role.PREFILL, "prefill")
+        decode = ring.prepare(agents, Role.DECODE, "decode")
+        agents.start(prefill, decode)
+        await hand_over(prefill, decode)
+        prefill.kill()
+        ring.revoke("decode")
+        prefill.start()
+        async with pair(prefill.attach, decode.attach) as (source, target):
+            refused = await begin(source, target)
+            failure = await failure_of(refused.fetch)
+            await refused.offer.withdraw()
+            await refused.offer.ended
+
+    assert failure.code is ErrorCode.FORBIDDEN
+    assert "refused our key" in failure.message
+
+
 async def test_ranks_at_other_agents_are_read_and_filled_by_those_whose_keys_are_trusted(
     tmp_path: Path,
 ) -> None:

@@ -277,7 +277,7 @@ class RouteBook(PeerWatcher):
         except RequestTimeout as error:
             raise _unreachable(client) from error
         except KVBusError as error:
-            if boot is None or client.peer_boot in (None, boot):
+            if boot is None or client.peer_boot in (None, boot) or client.refusal:
                 raise
             raise _stale(client) from error
         if boot not in (None, client.peer_boot):
