@@ -38,10 +38,11 @@ Attach = Annotated[
 
 def bench(
     rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds of a raw and a kvbus transfer.")
+        int, typer.Option(min=1, metavar="N", help="Rounds of a raw and a kvbus transfer.")
     ] = Scale().rounds,
     only: Annotated[
-        list[CaseName] | None, typer.Option(help="Measure this case only; may be repeated.")
+        list[CaseName] | None,
+        typer.Option(metavar="CASE", help=f"Measure {', '.join(CaseName)} only; may be repeated."),
     ] = None,
     as_one_json: AsOneJson = False,
     scale: Annotated[float, typer.Option(min=1e-4, max=1.0, hidden=True)] = 1.0,
@@ -86,11 +87,18 @@ def bench_prefill(
         typer.Option(
             min=1,
             max=MAX_MIB,
+            metavar="N",
             help="MiB of a handoff. Each side takes some three times that, and 300 MiB.",
         ),
     ] = 64,
     rounds: Annotated[
-        int, typer.Option(min=1, max=MAX_ROUNDS, help="Handoffs of each case; ten of one block.")
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_ROUNDS,
+            metavar="N",
+            help="Handoffs of each case; ten times as many of one block.",
+        ),
     ] = 30,
 ) -> None:
     """Offer blocks at this machine's prefill agent; print their tickets, for bench-decode.

@@ -140,7 +140,7 @@ def _ports(
             f"{address} cannot be bound{by}: {errors[-1]}",
             {"address": address, "error": errors[-1], "held_by": holder},
             why=f"The agent does not start without it ({source}).",
-            fix="End what holds it, or choose another address.",
+            fix="End what holds it, this agent itself if it runs, or choose another address.",
             command=f"ss -ltnp 'sport = :{port}'",
         )
     if not taken:

@@ -24,6 +24,7 @@ DASH_FIRST = {"ignore_unknown_options": True}
 keys = typer.Typer(
     help="Make, show, trust and revoke the CURVE keys of agents, routers and tools.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 _Trusted = Annotated[
@@ -70,7 +71,8 @@ def show(
         for one in trusted:
             table.add_row(one.name, ", ".join(sorted(one.roles)), one.key)
         console = Console()
-        console.print(table)
+        if table.row_count or not trusted.problems:
+            console.print(table)
         for problem in trusted.problems:
             console.print(problem, soft_wrap=True)
     if trusted.problems:

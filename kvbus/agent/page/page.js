@@ -100,7 +100,7 @@ function drawFlows(recent, now) {
   const rows = [...flows.values()].map((flow) => {
     const row = document.createElement("tr");
     row.append(...flow.key.map((text) => make("td", text)));
-    const numbers = [flow.number, size(flow.bytes), flow.seconds ? `${size(flow.bytes / flow.seconds)}/s` : "–", flow.failed];
+    const numbers = [flow.number, flow.bytes ? size(flow.bytes) : "–", flow.bytes && flow.seconds ? `${size(flow.bytes / flow.seconds)}/s` : "–", flow.failed];
     row.append(...numbers.map((value) => make("td", String(value), "number")));
     return row;
   });

@@ -96,7 +96,7 @@ def status(
     named = addresses or []
     peer = named[0] if len(named) == 1 and named[0].startswith("tcp://") and not watch else ""
     try:
-        with suppress(KeyboardInterrupt):
+        with suppress(*([KeyboardInterrupt] if events or watch else [])):
             if peer and events:
                 curve = curve_of(key_file, server_key)
                 anyio.run(follow, peer, curve, topics_of(only or []), request, count)
