@@ -120,13 +120,19 @@ def test_one_byte_that_differs_is_found_out(page: Page) -> None:
     assert "12 requests, 11 outputs equal" in failed.value.stdout
 
 
-def test_the_doctor_finds_nothing_wrong_with_the_pair_as_the_page_says(page: Page) -> None:
-    (block,) = page.blocks("sh")
+def test_the_doctor_and_what_goes_on_are_told_to_a_trusted_key_as_the_page_says(page: Page) -> None:
+    doctor, (where, ask) = page.blocks("sh")
+    page.run(*page.blocks("bash")[4])
+    log = (page.folder / "decode" / "log").read_text("utf-8")
+    (first,) = re.findall(r'"request_id":"(\w+-0)".*"handoff.completed"', log)
 
-    said = page.run(*block)
+    said = page.run(*doctor)
+    shown = page.run(where, ask.replace("REQUEST_ID", first))
 
     assert "kvbus works on this machine" in said
     assert "each agent trusts the key of the other" in said
+    assert "prefill-0" in shown
+    assert "READ" in shown
 
 
 def test_handoffs_are_measured_between_two_hosts_as_the_page_says(page: Page) -> None:
