@@ -20,7 +20,7 @@ enum {
 
 /* Engine socket, of all agents: what is asked, and what the answer has */
 
-/* engine, [rank], [others], [notices], [access], [role] -> nothing */
+/* engine, [rank], [others], [access], [role] -> nothing */
 #define KVBUS_OP_REGISTER "register"
 /* nothing -> nothing */
 #define KVBUS_OP_READY "ready"
@@ -57,9 +57,6 @@ enum {
 #define KVBUS_NOTICE_RELEASED "released"
 /* fetch_id, num_tokens */
 #define KVBUS_NOTICE_LANDED "landed"
-/* fetch_id, request_id, outcome, stage, blocks_free, [code], [message], [num_bytes], [path], [stages_s],
-   [whole_blocks], [num_tokens] */
-#define KVBUS_NOTICE_FETCHED "fetched"
 /* fetch_id */
 #define KVBUS_NOTICE_BLOCKS_FREED "blocks_freed"
 /* nothing */

@@ -16,7 +16,7 @@ from kvbus.bus import Call, Session, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
-from kvbus.protocol.engine import AgentRanks, Fetched
+from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.message import Message, check_right
 from kvbus.protocol.peer import EngineMemory
 from kvbus.transport import Registration
@@ -36,7 +36,6 @@ class EngineProcess:
     segments: Segments
     session: Session | None = None
     engine: LocalEngine | None = None
-    wants_fetched: bool = False
     detaching: bool = False
     gone: bool = False
 
@@ -129,12 +128,6 @@ class LocalEngine:
         """Tell the control process, unless the engine is lost."""
         if not self.lost and self.control is not None:
             self.control.notify(notice)
-
-    def notify_ranks(self, fetched: Fetched) -> None:
-        """Tell the processes of ranks that want to know how fetches end."""
-        for process in self.processes:
-            if process.wants_fetched:
-                process.notify(fetched)
 
     def take_control(self, process: EngineProcess, others: tuple[AgentRanks, ...]) -> None:
         """This is the engine's home from now on; every time that is another instance.

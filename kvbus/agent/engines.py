@@ -186,7 +186,6 @@ class EngineDirectory:
         """Answer once the memory is registered with NIXL."""
         process = self.process_of(call)
         engine = self._join(process, wanted)
-        process.wants_fetched = wanted.notices
         if wanted.rank is None:
             engine.take_control(process, wanted.others)
             self._add(engine, process, call)

@@ -32,7 +32,7 @@ from kvbus.errors import (
 )
 from kvbus.geometry import EngineSpec, validate_engine, validate_rank
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment
-from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Fetched, Ping, Register
+from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Ping, Register
 from kvbus.protocol.envelope import (
     PROTOCOL_VERSION,
     RequestFrame,
@@ -199,13 +199,9 @@ class PlayedAgent:
         self._reply(asked.session.identity, asked.request_id, {**later, **answer})
 
     def notify(self, op: str, body: Message | Mapping[str, Any]) -> None:
-        """Send a notice to the control session and to those of ranks that want notices.
-
-        How a fetch has ended is an answer to the control session, and a notice to the others.
-        """
+        """Send a notice to the control session."""
         for session in self.sessions:
-            registered = session.registered
-            if registered and (registered.notices if registered.rank else op != Fetched.op):
+            if session.registered and session.registered.rank is None:
                 session.last_seq += 1
                 self._post(session.identity, encode_notice(op, session.last_seq, self.boot, body))
 

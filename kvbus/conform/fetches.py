@@ -91,7 +91,6 @@ class FetchStage(Stage):
             message="as kvbus conform has it" if code else "",
         )
         self.agent.reply(job.asked, {"ok": to_body(fetched)})
-        self.agent.notify(fetched.op, fetched)
 
     def free(self, job: Job) -> None:
         """Nothing writes into the blocks any more; until now nothing else did."""

@@ -19,7 +19,7 @@ from typing import Any, Self, TypedDict, Unpack
 import torch
 
 from kvbus.engine.asking import Asking
-from kvbus.engine.connection import Connection, Events, KeptConnection
+from kvbus.engine.connection import Connection, KeptConnection
 from kvbus.engine.fetches import Fetch, Fetches, FetchOptions
 from kvbus.engine.later import Runner
 from kvbus.engine.offers import BlockIds, Offer, OfferOptions, Offers, offer_message
@@ -35,13 +35,10 @@ from kvbus.errors import (
 from kvbus.geometry import EngineSpec
 from kvbus.memory.cuda import CudaEvent, CudaStorage
 from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
-from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched, Register
-from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import from_body
+from kvbus.protocol.engine import AgentRanks, AgentRole, Register
 
 Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 """Ranks of an engine that are attached to other agents, by the peer endpoint of each agent."""
-OnFetched = Callable[[Fetched], None]
 
 
 class LinkOptions(TypedDict, total=False):
@@ -82,10 +79,6 @@ class Link:
     waits there. Ends are heard in one of four ways: ``offer.ended.wait()`` in a thread, ``await
     offer.ended`` in a loop, ``add_callback``, which is called where the link runs, or `ended`, for
     step loops, which tells of all others.
-
-    ``on_fetched`` is called, where the link runs, for each fetch of the engine that ended: for
-    workers that tell their engine before its scheduler could. It needs a rank that is attached to
-    the agent of the scheduler.
     """
 
     def __init__(
@@ -98,7 +91,6 @@ class Link:
         role: AgentRole | None = None,
         others: Others = (),
         access: str | None = None,
-        on_fetched: OnFetched | None = None,
         logger: logging.Logger = logging.getLogger("kvbus.engine"),  # noqa: B008 - one for all
         **options: Unpack[LinkOptions],
     ) -> None:
@@ -135,9 +127,7 @@ class Link:
         self._on_change: list[Callable[[], None]] = []
         self._is_open = threading.Event()
         self._first: Future[None] = Future()
-        self._ranks = [
-            AttachedRank(engine, one, access=access, on_fetched=on_fetched) for one in self._memory
-        ]
+        self._ranks = [AttachedRank(engine, one, access) for one in self._memory]
         keep = partial(KeptConnection, self._connect, on_change=self._note_change, logger=logger)
         the = f"the {role}" if role else "the"
         self._kept = [
@@ -440,27 +430,18 @@ class Link:
                 self._fetches.closed()
 
 
-class AttachedRank(Events):
+class AttachedRank:
     """The memory of one rank, registered with each agent that comes."""
 
-    def __init__(
-        self,
-        engine: EngineSpec,
-        memory: RankMemory,
-        *,
-        access: str | None,
-        on_fetched: OnFetched | None,
-    ) -> None:
+    def __init__(self, engine: EngineSpec, memory: RankMemory, access: str | None) -> None:
         self.number = memory.rank.rank
         self._engine, self._memory, self._access = engine, memory, access
-        self._on_fetched = on_fetched
         self.event: CudaEvent | None = None
         if {segment.segment_id for segment in memory.rank.segments} != memory.storages.keys():
             raise GeometryError("storages and the rank's segments have different ids")
 
     async def register(self, connection: Connection) -> None:
         """Pass the memory to the agent, and say what it is."""
-        connection.events = self
         for segment_id, storage in self._memory.storages.items():
             if isinstance(storage, CudaStorage):
                 await self._pass_cuda(connection, segment_id, storage)
@@ -474,18 +455,8 @@ class AttachedRank(Events):
                     storage.fd,
                 )
         await connection.request(
-            Register(
-                engine=self._engine,
-                rank=self._memory.rank,
-                notices=self._on_fetched is not None,
-                access=self._access,
-            )
+            Register(engine=self._engine, rank=self._memory.rank, access=self._access)
         )
-
-    def on_notice(self, notice: Notice) -> None:
-        """A fetch of the engine has ended."""
-        if self._on_fetched is not None and notice.op == Fetched.op:
-            self._on_fetched(from_body(Fetched, notice.body))
 
     async def _pass_cuda(
         self, connection: Connection, segment_id: str, storage: CudaStorage

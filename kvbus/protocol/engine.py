@@ -82,9 +82,6 @@ class Register(Request[Empty], frozen=True):
     others: Annotated[tuple[AgentRanks, ...], msgspec.Meta(max_length=1024)] = ()
     """Of a control session: the other agents that have ranks of this engine. At least one rank is
     attached here."""
-    notices: bool = False
-    """Of a session with ``rank``: it gets the notices of the control session at the same agent, and
-    ``fetched``."""
     access: Secret | None = None
     """Of a session with ``rank`` that is not at the engine's home: the right to ask this agent
     about the rank, 128 random bits. All sessions of the engine with one agent say the same."""
@@ -238,11 +235,8 @@ class Landed(Message, frozen=True):
     """Tokens ``first_token`` to this one, exclusive, are in the blocks."""
 
 
-@notice("fetched")
 class Fetched(Message, frozen=True):
-    """The fetch has ended: the answer to ``fetch``, and a notice to sessions of ranks with
-    ``notices``. The KV is valid only after ``completed``.
-    """
+    """The fetch has ended. The KV is valid only after ``completed``."""
 
     fetch_id: FetchId
     request_id: Text

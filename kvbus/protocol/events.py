@@ -53,7 +53,7 @@ class FetchEvent(Message, frozen=True):
     request_id: Text
     """The request id in the ticket."""
     code: Text = ""
-    """As in ``fetched``; empty when it completed."""
+    """As in the reply to ``fetch``; empty when it completed."""
 
 
 @event("engine.ready", "engine.lost")

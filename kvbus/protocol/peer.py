@@ -390,7 +390,7 @@ class PartFetched(Message, frozen=True):
     num_bytes: Size
     """Bytes that were read into the remote ranks."""
     path: Text
-    """How, as in ``fetched``."""
+    """How, as in the reply to ``fetch``."""
 
 
 @request(

@@ -15,13 +15,10 @@ from kvbus.engine import (
 )
 from kvbus.errors import LocalError
 from kvbus.geometry import KvPart
-from kvbus.protocol import Fetched, Outcome
-from tests.agents import AgentProcess, until, wait_until
+from kvbus.protocol import Outcome
+from tests.agents import AgentProcess, wait_until
 from tests.engines import (
     ACCESS,
-    NUM_BLOCKS,
-    engine,
-    failure_of,
     hand_over,
     make_spec,
     pair,
@@ -75,32 +72,6 @@ def test_an_engine_without_an_event_loop_polls_for_what_ended(
         assert set(ended) == {fetch, offer}
         assert (fetch.ended.wait(0).outcome, offer.outcome) == (Outcome.COMPLETED,) * 2
         assert [*target.ended(), *source.ended()] == []
-
-
-async def test_a_rank_that_asked_for_it_hears_what_the_control_session_hears(
-    prefill: AgentProcess, decode: AgentProcess
-) -> None:
-    spec = make_spec(tp=2)
-    heard: list[Fetched] = []
-    memories = [
-        RankMemory.allocate(spec, rank, NHD, num_blocks=NUM_BLOCKS) for rank in range(spec.tp_size)
-    ]
-    part = partial(Link, decode.attach, spec)
-    async with (
-        engine(prefill.attach, make_spec(tp=2), seed=1) as source,
-        part(memory=memories[0], control=False, on_fetched=heard.append),
-        part(memory=memories[1], control=False),
-        part() as control,
-    ):
-        ours = {"full": [4, 9, 2]}
-        offer = await source.prefill.offer("r", num_tokens=40, block_ids=source.some_blocks(3, 40))
-
-        completed = await control.fetch(offer.ticket, num_tokens=40, block_ids=ours).ended
-        failed = control.fetch(offer.ticket, num_tokens=40, block_ids=ours)
-        await failure_of(failed)
-        await until(lambda: len(heard) == 2)
-
-        assert heard == [completed, failed.notice]
 
 
 async def test_a_link_for_the_other_kind_of_agent_is_refused_with_both_named(

@@ -223,11 +223,8 @@ class DecodeService(Service):
         """The engine first: it waits, while the log and the counters do not."""
         fetch, requested = self._active[report.fetch_id], report.requested
         fetched = structs.replace(report.fetched, whole_blocks=fetch.fills_blocks)
-        is_part = bool(requested.access)
-        if is_part or not fetch.engine.lost:  # else its sessions end unheard
+        if requested.access or not fetch.engine.lost:  # else its sessions end unheard
             requested.reply_to.reply(fetched)
-        if not is_part:
-            fetch.engine.notify_ranks(fetched)
         if not fetched.code:
             self._tickets.complete(requested.ticket)
             self._costs.observe(fetched, requested.ticket.endpoint)
