@@ -24,12 +24,17 @@ NOT_BEGUN = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.STALE)
 M = TypeVar("M", bound=Request[Any])
 
 
+def _ignore(_: object) -> None: ...
+
+
 class Asked(Generic[M]):
     """What an agent is asked; one that is busy is asked again until ``ask_until``."""
 
     def __init__(self, message: M, ask_until: float) -> None:
         self.message, self.ask_until = message, ask_until
         self.own_pause_s = FIRST_S
+        self.on_end: Callable[[Any], None] = _ignore
+        """Called with this when it has ended, and once more if its blocks are free only later."""
 
     def renew(self) -> None:
         """It is asked again: it may say that time has passed."""

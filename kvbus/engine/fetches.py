@@ -149,6 +149,14 @@ class Fetch(Asked[StartFetch]):
                 self.freed.settle(None)
             is_good = fetched.outcome is Outcome.COMPLETED
             self.ended.settle(fetched if is_good else failure_of(fetched))
+            self.on_end(self)
+
+    def free(self, doubt: KVBusError | None = None) -> None:
+        """Called by `Fetches`: its blocks are free, or nobody will say so, because of ``doubt``."""
+        if not self.freed.done():
+            self.freed.settle(doubt)
+            if self._notice is not None:
+                self.on_end(self)
 
 
 class Fetches(Asking[Fetch]):
@@ -243,7 +251,7 @@ class Fetches(Asking[Fetch]):
         if isinstance(error, RequestRefused):
             self._fetches.pop(one.fetch_id, None)
             if one.notice is not None:
-                one.freed.settle(None)
+                one.free()
                 return
         super().on_refusal(connection, one, error)
 
@@ -326,12 +334,12 @@ class Fetches(Asking[Fetch]):
                 continue
             if fetch.notice is None:
                 fetch.end(failed(fetch, error, stage="lost", blocks_free=blocks_free))
-            fetch.freed.settle(None if blocks_free else error)
+            fetch.free(None if blocks_free else error)
 
     def _free(self, fetch_id: str) -> None:
         fetch = self._fetches.pop(fetch_id, None)
         if fetch is not None:
-            fetch.freed.settle(None)
+            fetch.free()
 
 
 class _Releases:

@@ -25,7 +25,7 @@ class Later(Future[T]):
         self.set_running_or_notify_cancel()  # it cannot be cancelled
         self.is_observed = False
         """Whether somebody has asked for it here: then `Link.ended` does not tell of it."""
-        self.on_observed: Callable[[], None] = lambda: None
+        self.on_observed: Callable[[], object] | None = None
 
     def wait(self, timeout_s: float | None = None) -> T:
         """The result; raises the error, and `TimeoutError` after ``timeout_s``.
@@ -67,7 +67,9 @@ class Later(Future[T]):
 
     def _observe(self) -> None:
         self.is_observed = True
-        self.on_observed()
+        call, self.on_observed = self.on_observed, None
+        if call is not None:
+            call()
 
 
 def _wake(loop: asyncio.AbstractEventLoop, woken: "asyncio.Future[None]", _: object) -> None:

@@ -275,7 +275,7 @@ class Link:
         """
         message = offer_message(request_id, num_tokens, block_ids, **options)
         offer = Offer(self.runner, message, time.monotonic() + self._patience_s)
-        self._tell(offer)
+        offer.on_end = self._note_end
         self.runner.post(partial(self._ask, self._offers, offer))
         return offer
 
@@ -302,7 +302,7 @@ class Link:
         that are no unsigned 32-bit integers, or of no group.
         """
         fetch = self._fetches.new(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
-        self._tell(fetch)
+        fetch.on_end = self._note_end
         self.runner.post(partial(self._ask, self._fetches, fetch))
         return fetch
 
@@ -320,7 +320,10 @@ class Link:
         A fetch whose blocks were not free by then comes once more when they are. Those that
         somebody waits for, or has a call made for, are left out.
         """
-        return [one for one in list(self._over) if self._over.pop(one, self) is None]
+        told = [one for one in list(self._over) if self._over.pop(one, self) is None]
+        for one in told:
+            one.ended.on_observed = None
+        return told
 
     def record(self, stream: "torch.cuda.Stream | None" = None) -> None:
         """Mark what ``stream``, or the current one of this thread, was given so far.
@@ -372,21 +375,11 @@ class Link:
         else:
             asking.ask(handle)
 
-    def _tell(self, handle: Offer | Fetch) -> None:
+    def _note_end(self, handle: Offer | Fetch) -> None:
         """Have `ended` tell of it, unless somebody else is told."""
-
-        def note() -> None:
-            if not handle.ended.is_observed:
-                self._over[handle] = None
-
-        def note_freed() -> None:
-            if isinstance(handle, Fetch) and handle.notice and not handle.notice.blocks_free:
-                note()
-
-        handle.ended.then(note)
-        handle.ended.on_observed = lambda: self._over.pop(handle, None)
-        if isinstance(handle, Fetch):
-            handle.freed.then(note_freed)
+        if not handle.ended.is_observed:
+            self._over[handle] = None
+            handle.ended.on_observed = partial(self._over.pop, handle, None)
 
     def _note_change(self) -> None:
         problem = self.problem

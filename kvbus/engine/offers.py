@@ -166,7 +166,9 @@ class Offer(Asked[MakeOffer]):
         if isinstance(outcome, KVBusError):
             self.error = self.error or outcome
             self.made.settle(outcome)
-        self.ended.settle(outcome)
+        if not self.ended.done():
+            self.ended.settle(outcome)
+            self.on_end(self)
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()

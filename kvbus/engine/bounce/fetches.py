@@ -123,7 +123,6 @@ class HostDecode:
         fetch = HostFetch(self, start, loaded, tables)
         self._fetches[fetch] = None
         fetch.ended.then(partial(self._note, fetch))
-        fetch.ended.on_observed = lambda: self._over.pop(fetch, None)
         self.link.runner.start(fetch.run)
         return fetch
 
@@ -131,6 +130,7 @@ class HostDecode:
         del self._fetches[fetch]
         if not fetch.ended.is_observed:
             self._over[fetch] = None
+            fetch.ended.on_observed = partial(self._over.pop, fetch, None)
 
 
 class HostFetch:
