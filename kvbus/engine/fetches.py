@@ -267,13 +267,14 @@ class Fetches(Asking[Fetch]):
             ended = failed(fetch, error, stage=REQUESTED, blocks_free=True)
             fetch.end(replace(ended, outcome=Outcome.CANCELLED))
         is_refused = fetch.notice is not None and fetch.notice.stage == REQUESTED
+        is_taken = fetch.notice is not None and fetch.notice.outcome is Outcome.COMPLETED
         connection = fetch.connection
         if (
             connection is None
             or connection.lost is not None
             or (is_refused and fetch.are_blocks_free)
         ):  # no agent knows of it
-            if release_offer:
+            if release_offer and not is_taken:
                 self.releases.add(dict(fetch.message.ticket))
             done.settle(None)
             return
@@ -374,11 +375,14 @@ class _Releases:
             self._num_under_way += 1
             fetch.ended.then(partial(self._on_ended, ticket, fetch))
             fetches.ask(fetch)
-            cancel = partial(fetch.cancel, release_offer=True)
             if Rendezvous.is_one(ticket):
-                cancel()
+                self._give_up(fetch)
             else:
-                asyncio.get_running_loop().call_later(RELEASE_WITHIN_S, cancel)
+                asyncio.get_running_loop().call_later(RELEASE_WITHIN_S, self._give_up, fetch)
+
+    def _give_up(self, fetch: Fetch) -> None:
+        if fetch.notice is None:  # else it has been released, or stands in line again
+            self._fetches.cancel(fetch, True, Later())
 
     def _on_ended(self, ticket: dict[str, Any], fetch: Fetch) -> None:
         self._num_under_way -= 1

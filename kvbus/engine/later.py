@@ -95,8 +95,8 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 class Runner:
     """Runs calls in one event loop, from any thread, and those of one thread in their order."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._lock, self._is_closed = threading.Lock(), False
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
+import anyio
 import torch
 
 from kvbus.engine.asking import Asking
@@ -98,12 +99,11 @@ class Link:
         if not (control or self._memory):
             raise LocalError("a link is of a scheduler, or of memory, or of both")
         self.engine = engine
-        self._attach, self._role = Path(attach_path), role
-        self._others, self._access = tuple(_agent_ranks(others, access)), access
+        self._others = tuple(_agent_ranks(others, access))
         self._patience_s = options.get("request_timeout_s", 30.0)
         self._connect = partial(
             Connection,
-            self._attach,
+            attach_path,
             engine.engine_id,
             role=role,
             attach_timeout_s=options.get("attach_timeout_s", 0.0),
@@ -202,8 +202,9 @@ class Link:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
-            await self.runner.aclose()
+            with anyio.CancelScope(shield=True):  # an agent that answers nothing is left soon
+                await asyncio.gather(keeper, return_exceptions=True)
+                await self.runner.aclose()
         for memory in self._memory:
             memory.close()
 

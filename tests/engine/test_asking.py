@@ -22,7 +22,7 @@ from kvbus.errors import (
     RequestTimeout,
 )
 from kvbus.geometry import BlockTable
-from kvbus.protocol import BlocksFreed, MakeOffer
+from kvbus.protocol import BlocksFreed, Fetched, MakeOffer, Outcome
 from tests.agents import until
 from tests.engine.recording import (
     FULL,
@@ -383,3 +383,15 @@ async def test_what_is_cancelled_of_an_agent_that_is_gone_is_released_by_the_nex
     assert [(one.ticket, one.first_token, one.num_tokens) for one in new.sent] == [
         ({"request_id": "r", "num_tokens": 3}, 3, 3)
     ]
+
+
+async def test_a_completed_fetch_releases_nothing_when_its_agent_is_gone() -> None:
+    old, new = Recording(), Recording()
+    fetches = RecordedFetches(old)
+    fetch = fetches.fetch(ticket={"request_id": "r", "num_tokens": 3})
+    old.answer(Fetched(fetch.fetch_id, "r", Outcome.COMPLETED, "completed", True))
+    old.lose(GONE)
+    await fetch.cancel(release_offer=True)
+    fetches.opened(new)
+
+    assert not new.sent

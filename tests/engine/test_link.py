@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from kvbus.engine import Link, RankMemory
@@ -42,6 +43,19 @@ async def test_in_an_event_loop_it_has_no_thread_and_takes_calls_of_others(nowhe
 
     with pytest.raises(ClosedError):
         await asyncio.to_thread(link.offer, "r", **ONE)
+
+
+@pytest.mark.anyio
+async def test_a_link_that_is_left_by_a_cancellation_is_closed(nowhere: Path) -> None:
+    before = asyncio.all_tasks()
+    link = Link(nowhere, SPEC).start(asyncio.get_running_loop())
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await link.aclose()
+
+    assert asyncio.all_tasks() == before
+    with pytest.raises(ClosedError):
+        link.offer("r", **ONE)
 
 
 def test_without_an_agent_offers_and_fetches_end_at_once_and_are_told_once(
