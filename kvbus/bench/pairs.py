@@ -14,7 +14,7 @@ from kvbus.bench.processes import BenchAgent, agent
 from kvbus.bench.shapes import PairedBlocks, Shape
 from kvbus.engine import AgentRole
 from kvbus.errors import KVBusError
-from kvbus.lab.process import EngineProcess, Taken, engine_process
+from kvbus.lab.process import EngineChild, Taken, engine_process
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class Bench:
     """Everything that runs: two agents by their names in figures, the prefill engines' process."""
 
     agents: Mapping[str, BenchAgent]
-    engines: EngineProcess
+    engines: EngineChild
     folder: Path
     stack: ExitStack
     others: dict[str, BenchAgent] = field(default_factory=dict)

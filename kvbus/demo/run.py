@@ -28,7 +28,7 @@ from kvbus.demo.report import DemoReport, Served, print_report
 from kvbus.errors import ConfigError, KVBusError, RequestRefused, leaves
 from kvbus.geometry import num_blocks_for
 from kvbus.lab.process import (
-    EngineProcess,
+    EngineChild,
     Settings,
     Taken,
     ToolKeys,
@@ -122,7 +122,7 @@ class _Run:
         self._report, self._options, self._folder = report, report.options, folder
         self._on_progress = on_progress
         self._keys = ToolKeys(folder) if report.options.keys else None
-        self._engines: dict[str, EngineProcess] = {}
+        self._engines: dict[str, EngineChild] = {}
 
     async def serve(self) -> None:
         """All requests, and count what is held after the last one."""
@@ -203,7 +203,7 @@ class _Run:
 
 def engine_at(
     role: str, attach: Path, options: DemoOptions, *, log: Path, engine_id: str | None = None
-) -> AbstractAsyncContextManager[EngineProcess]:
+) -> AbstractAsyncContextManager[EngineChild]:
     """The engine of ``role`` in its process, at the agent there.
 
     Its cache is as large as ``concurrency`` requests need, so that all blocks are reused.
@@ -230,13 +230,13 @@ def engine_at(
     return engine_process(f"{role} engine", "kvbus.demo.engine", text, log=log)
 
 
-async def compute(prefill: EngineProcess, served: Served) -> None:
+async def compute(prefill: EngineChild, served: Served) -> None:
     """Wait until the KV of a request is there; raises `RequestRefused`."""
     served.computed = await prefill.ask(Computed, "compute", request_id=served.request_id)
 
 
 async def fetch(
-    decode: EngineProcess, served: Served, ticket: dict[str, Any], options: DemoOptions
+    decode: EngineChild, served: Served, ticket: dict[str, Any], options: DemoOptions
 ) -> None:
     """Have the KV of a request fetched; raises `RequestRefused`."""
     served.taken = await decode.ask(
@@ -249,7 +249,7 @@ async def fetch(
     )
 
 
-async def generate(decode: EngineProcess, served: Served, options: DemoOptions) -> None:
+async def generate(decode: EngineChild, served: Served, options: DemoOptions) -> None:
     """Have it go on from the first token, with what was fetched."""
     if served.computed is not None:
         served.steps = await decode.ask(

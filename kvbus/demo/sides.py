@@ -25,7 +25,7 @@ from kvbus.demo.options import DemoOptions
 from kvbus.demo.report import DemoReport, Served
 from kvbus.demo.run import compare, engine_at, fetch, generate
 from kvbus.errors import ConfigError, KVBusError, RequestRefused, RequestTimeout, leaves
-from kvbus.lab.process import EngineProcess
+from kvbus.lab.process import EngineChild
 from kvbus.memory.attach import connect_to_agent
 from kvbus.options import with_options
 from kvbus.text import printable
@@ -103,7 +103,7 @@ def _run(side: Callable[[SideOptions], Coroutine[Any, Any, T]], options: SideOpt
 
 
 @asynccontextmanager
-async def _engine(role: str, options: SideOptions) -> AsyncIterator[EngineProcess]:
+async def _engine(role: str, options: SideOptions) -> AsyncIterator[EngineChild]:
     """A ready engine of ``role``; raises `PeerLost` without an agent, or when it ends.
 
     The engine itself waits for its agent, as those of `kvbus demo` start with theirs.
@@ -138,13 +138,13 @@ async def _prefill(options: SideOptions) -> None:
         await _all_read(engine)
 
 
-async def _handed(engine: EngineProcess, request_id: str, prompt: str) -> Handed:
+async def _handed(engine: EngineChild, request_id: str, prompt: str) -> Handed:
     ticket = await engine.ask(dict[str, Any], "prefill", request_id=request_id, prompt=prompt)
     computed = await engine.ask(Computed, "compute", request_id=request_id)
     return Handed(request_id, prompt, ticket, computed)
 
 
-async def _all_read(engine: EngineProcess) -> None:
+async def _all_read(engine: EngineChild) -> None:
     for _ in range(NUM_WAITS):
         held = await engine.ask(int, "settle")
         if not held:

@@ -27,7 +27,7 @@ M = TypeVar("M", bound=Request[Any])
 def _ignore(_: object) -> None: ...
 
 
-class Asked(Generic[M]):
+class Pending(Generic[M]):
     """What an agent is asked; one that is busy is asked again until ``ask_until``."""
 
     def __init__(self, message: M, ask_until: float) -> None:
@@ -54,7 +54,7 @@ class Asked(Generic[M]):
         return pause_s if now + pause_s < self.ask_until else None
 
 
-A = TypeVar("A", bound=Asked[Any])
+A = TypeVar("A", bound=Pending[Any])
 
 
 class Asking(Events, Generic[A]):

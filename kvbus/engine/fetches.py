@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 import numpy as np
 from msgspec.structs import replace
 
-from kvbus.engine.asking import Asked, Asking
+from kvbus.engine.asking import Asking, Pending
 from kvbus.engine.connection import Connection
 from kvbus.engine.later import Later, Runner
 from kvbus.engine.offers import BlockIds
@@ -81,7 +81,7 @@ class FetchOptions(TypedDict, total=False):
     """For spans: when the engine asked for this, if that was not now."""
 
 
-class Fetch(Asked[StartFetch]):
+class Fetch(Pending[StartFetch]):
     """One fetch of a decode engine; its calls return at once, in any thread.
 
     ``ended`` says success: the KV is in the blocks, and valid. It raises `FetchFailed`, also for a

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import numpy.typing as npt
 
-from kvbus.engine.asking import Asked, Asking
+from kvbus.engine.asking import Asking, Pending
 from kvbus.engine.connection import Connection
 from kvbus.engine.later import Later, Runner
 from kvbus.errors import ClosedError, GeometryError, KVBusError
@@ -61,7 +61,7 @@ class OfferOptions(TypedDict, total=False):
     ignored. The ticket carries it."""
 
 
-class Offer(Asked[MakeOffer]):
+class Offer(Pending[MakeOffer]):
     """One offer of a prefill engine.
 
     Its calls return at once, in any thread, and go out in their order. What they return need not be

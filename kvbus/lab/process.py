@@ -60,7 +60,7 @@ class Taken(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class EngineProcess:
+class EngineChild:
     """A process that answers; see `engine_process`."""
 
     def __init__(
@@ -106,7 +106,7 @@ class EngineProcess:
 @asynccontextmanager
 async def engine_process(
     name: str, module: str, *arguments: str, log: Path
-) -> AsyncIterator[EngineProcess]:
+) -> AsyncIterator[EngineChild]:
     """Run ``python -m module``, which calls `serve`, until the block ends.
 
     Raises `PeerLost` in the block when it ends before that, and after it when it does not end well.
@@ -115,7 +115,7 @@ async def engine_process(
     with theirs:
         command = [sys.executable, "-m", module, *arguments]
         child = Child.start(name, command, log=log, stdin=theirs.fileno(), own_session=True)
-    process = EngineProcess(
+    process = EngineChild(
         child, *await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
     )
     async with _running(child, process.listen, process.close):
