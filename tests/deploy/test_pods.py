@@ -45,7 +45,6 @@ kubectl() {
 """
 """What `kubectl` does here: it prints what it would create."""
 ALL_EQUAL = "12 requests, 12 outputs equal to the model run alone, tokens and logits"
-ALERTS = (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8")
 ENDS_WITHIN_S = 250.0
 LOOK_BY_LOOPBACK = """
 from urllib.request import urlopen
@@ -193,7 +192,8 @@ def test_the_pods_hand_over_and_drain_and_have_the_probes_and_the_token_of_the_m
     before = ready(prefill)
     waiting = run_engine(prefill, "demo-prefill", stdout=received)
     wait_until(lambda: ready(prefill) == 200, "prefill is ready", ENDS_WITHIN_S)
-    status = within(prefill, ["sh", "-c", re.findall(r"-- sh -c '(.*)'", ALERTS)[0]])
+    (of_peer,) = re.findall(r"-- sh -c '(kvbus status tcp:[^']*)'", PAGE.read_text("utf-8"))
+    status = within(prefill, ["sh", "-c", of_peer])
     itself = within(prefill, ["kvbus", "doctor", "--only", "agents"])
     at_work = within(prefill, ["kvbus", "status"])
     by_loopback = within(prefill, [sys.executable, "-c", LOOK_BY_LOOPBACK])
