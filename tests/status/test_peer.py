@@ -236,6 +236,31 @@ def test_what_an_agent_holds_is_a_table_or_json(prefill: AgentProcess) -> None:
     assert json.loads(as_json.stdout)["counts"] == dict.fromkeys(prefill.status()["counts"], 0)
 
 
+@pytest.mark.parametrize("kind", ["fetch", "offer"])
+def test_a_story_that_there_is_not_is_an_error(prefill: AgentProcess, kind: str) -> None:
+    result = status(prefill.peer, f"--{kind}", "nosuch")
+
+    assert (result.exit_code, "serving" in result.stdout) == (1, True)
+    assert result.stderr == (
+        f"error: {prefill.peer}: {kind}_unknown: no {kind} 'nosuch' is known there, or no longer\n"
+    )
+
+
+def test_where_no_default_answers_it_says_what_was_asked_and_how_to_name_an_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("KVBUS_HTTP_BIND", at)
+
+    result = status("--every", "0.1")
+
+    assert (result.exit_code, f"http://{at}: no answer" in result.stdout) == (1, True)
+    assert result.stderr == (
+        f"error: no agent answered at http://{at}; name one: kvbus status HOST:PORT, its "
+        "http_bind, or tcp://HOST:PORT, its peer address\n"
+    )
+
+
 def test_no_answer_is_one_line_and_status_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"

@@ -21,7 +21,7 @@ from kvbus.agent.config import AgentConfig
 from kvbus.agent.sources import gather
 from kvbus.bus import ask_agent
 from kvbus.console import Console, text_of
-from kvbus.errors import ConfigError, PeerLost, RemoteError, RequestTimeout
+from kvbus.errors import ConfigError, ErrorCode, PeerLost, RemoteError, RequestTimeout
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.lab.status.events import follow, topics_of
 from kvbus.lab.status.screen import Between, View, screen
@@ -30,9 +30,7 @@ from kvbus.protocol.status import AgentStatus, Live, Status
 
 DEFAULTS = ("127.0.0.1:7703", "127.0.0.1:7713")
 """The http_bind of the printed configurations."""
-NO_AGENT = (
-    "no agent answers; is http_bind set, and is it this address? A peer address is tcp://HOST:PORT"
-)
+NAME_ONE = "name one: kvbus status HOST:PORT, its http_bind, or tcp://HOST:PORT, its peer address"
 ADDRESS = re.compile(r"(https?://)?((?:\[[\da-fA-F:.%]+\]|[^\s/:\[\]]+):\d{1,5})/?")
 MAX_BYTES = 16 << 20
 
@@ -101,12 +99,12 @@ def status(
                 curve = curve_of(key_file, server_key)
                 anyio.run(follow, peer, curve, topics_of(only or []), request, count)
             elif peer:
-                question = Status(fetch_id=fetch, offer_id=offer)
+                asked = Status(fetch_id=fetch, offer_id=offer)
                 curve = curve_of(key_file, server_key)
-                ask = partial(ask_agent, peer, question, timeout_s=timeout, curve=curve)
+                ask = partial(ask_agent, peer, asked, timeout_s=timeout, curve=curve)
                 with waiting_for(f"{peer} to answer"):
                     answer = anyio.run(ask)
-                _tell(peer, answer, asked=fetch or offer, as_json=as_one_json)
+                _tell(peer, answer, asked, as_json=as_one_json)
             elif events or fetch or offer:
                 raise ConfigError("--events, --fetch and --offer want one tcp://HOST:PORT")
             else:
@@ -118,14 +116,23 @@ def status(
         fail(f"{peer}: {error.code}: {error.message}", status=1, cause=error)
 
 
-def _tell(peer: str, answer: AgentStatus, *, asked: str, as_json: bool) -> None:
-    """What an agent holds, and the story of the fetch or offer that was ``asked`` for."""
+def _tell(peer: str, answer: AgentStatus, asked: Status, *, as_json: bool) -> None:
+    """What an agent holds, and the story of the fetch or offer that was asked for.
+
+    Raises `RemoteError` when there is no such one.
+    """
+    name = asked.fetch_id or asked.offer_id
     if as_json:
         write_json(answer)
-        return
-    held = screen({peer: Between(Live(answer, "", 0.0, (), {}, ()))})
-    story = [f"story of {asked}:", *answer.story] if answer.story else ["no such entry"]
-    write_text(text_of(held, *(["", *story] if asked else ())))
+    else:
+        held = screen({peer: Between(Live(answer, "", 0.0, (), {}, ()))})
+        story = ["", f"story of {name}:", *answer.story] if answer.story else ()
+        write_text(text_of(held, *story))
+    if name and not answer.story:
+        kind = "fetch" if asked.fetch_id else "offer"
+        raise RemoteError(
+            f"no {kind} '{name}' is known there, or no longer", code=ErrorCode(f"{kind}_unknown")
+        )
 
 
 @dataclass(slots=True)
@@ -193,7 +200,8 @@ def _look(
                 time.sleep(every_s)
     finally:
         if not any(agent.was_answered for agent in agents):
-            fail(NO_AGENT, status=1, cause=PeerLost(NO_AGENT))
+            lost = f"no agent answered at {' and '.join(agent.url for agent in agents)}; {NAME_ONE}"
+            fail(lost, status=1, cause=PeerLost(lost))
 
 
 def _http_agents(addresses: Sequence[str], token_file: Path | None) -> list[HttpAgent]:
