@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvbus.errors import ConfigError, KVBusError
+from kvbus.interrupt import raise_at_ctrl_c
 from kvbus.output import fail
 
 COMMANDS = {
@@ -70,7 +71,9 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The command that the first argument names, and the arguments behind it."""
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and _imported(str(name)), rest
+        found = command and _imported(str(name))
+        raise_at_ctrl_c()
+        return name, found, rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; what it raises is one line, with exit status 2 for a mistake in a call."""

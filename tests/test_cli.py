@@ -1,7 +1,10 @@
 """``kvbus``: each command is imported when it is called, and the list has the line of its help."""
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -41,3 +44,28 @@ def test_a_command_that_there_is_not_is_told_with_one_that_is_like_it() -> None:
 
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert "Did you mean 'doctor'?" in ended.stderr
+
+
+@pytest.mark.parametrize("program", ["kvbus doctor", "kvbus_prefill x.toml", "kvbus_decode x.toml"])
+@pytest.mark.parametrize("importing", ["msgspec", "zmq"])
+def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(
+    tmp_path: Path, program: str, importing: str
+) -> None:
+    """A package that interrupts the process in the middle of its own import."""
+    (tmp_path / f"{importing}.py").write_text(
+        "import os, signal\n"
+        "print('in the middle', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "raise SystemExit('an import that goes on')\n"
+    )
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    ended = subprocess.run(
+        [sys.executable, "-m", *program.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+    assert (ended.stdout, ended.stderr) == ("in the middle\n", "")
+    assert ended.returncode == 128 + signal.SIGINT

@@ -22,6 +22,7 @@ ROOMS = {
     "kvbus/text": (),
     "kvbus/histograms": (),
     "kvbus/clocks": (),
+    "kvbus/interrupt": (),
     "kvbus/output": ("text",),
     "kvbus/console": ("text",),
     "kvbus/options": ("errors", "output"),
@@ -60,8 +61,8 @@ ROOMS = {
         "spawn",
         "console",
     ),
-    "services/prefill/kvbus_prefill": (*PLUMBING, "agent", "keys"),
-    "services/decode/kvbus_decode": (*PLUMBING, "agent", "keys"),
+    "services/prefill/kvbus_prefill": (*PLUMBING, "agent", "keys", "interrupt"),
+    "services/decode/kvbus_decode": (*PLUMBING, "agent", "keys", "interrupt"),
 }
 
 PURE_FOLDERS = (

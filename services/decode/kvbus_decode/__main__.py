@@ -1,12 +1,15 @@
 """The command ``kvbus-decode``: runs a decode agent until it is told to stop."""
 
-from kvbus.agent.command import run_command
-from kvbus.protocol.engine import AgentRole
-from kvbus_decode.agent import DecodeService
-from kvbus_decode.config import DecodeConfig
+from kvbus.interrupt import end_at_ctrl_c
 
 
 def main() -> None:
+    end_at_ctrl_c()
+    from kvbus.agent.command import run_command  # noqa: PLC0415 - Ctrl-C comes before their end
+    from kvbus.protocol.engine import AgentRole  # noqa: PLC0415
+    from kvbus_decode.agent import DecodeService  # noqa: PLC0415
+    from kvbus_decode.config import DecodeConfig  # noqa: PLC0415
+
     run_command(AgentRole.DECODE, DecodeConfig, DecodeService)
 
 

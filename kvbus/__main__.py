@@ -1,0 +1,15 @@
+"""The program ``kvbus``."""
+
+from kvbus.interrupt import end_at_ctrl_c
+
+
+def main() -> None:
+    """Run the command that the arguments name."""
+    end_at_ctrl_c()
+    from kvbus.cli import app  # noqa: PLC0415 - Ctrl-C comes before the end of this import
+
+    app()
+
+
+if __name__ == "__main__":
+    main()
