@@ -2,8 +2,9 @@
 
     client ──▶ prefill server: one token, and a ticket ──▶ decode server with the ticket ──▶ client
 
-With ``--overlap`` both get a request at once, and a name for the offer. Servers take turns, and
-their load is not known: docs/routers.md names routers for production.
+With ``--overlap`` both get a request at once, and a name for the offer. With ``--first-token
+prefill`` a stream begins with the token of the prefill server, and decode goes on behind it.
+Servers take turns, and their load is not known: docs/routers.md names routers for production.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
+import msgspec
 import structlog
 import typer
 from typer import Option
@@ -44,11 +46,20 @@ from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.protocol.trace import known_trace
 
 PARAMS = "kv_transfer_params"
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+COMPLETIONS = "/v1/completions"
+GENERATING = (COMPLETIONS, "/v1/chat/completions")
 MAX_BODY_BYTES = 64 << 20
 MAX_CONNECTIONS = 1024
 REST_S = 2.0
 """A server that could not be reached gets no requests for so long."""
+
+SIMPLE = {
+    *("model", "prompt", "stream", "max_tokens", "ignore_eos", "user", "priority", "cache_salt"),
+    *("temperature", "top_p", "top_k", "min_p"),
+}
+"""Keys of a request whose second token is the same, whichever server has made the first."""
+USUAL_MAX_TOKENS = 16
+"""Of the completions API."""
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -106,6 +117,9 @@ class Call:
         given = self.http.headers.get("x-request-id", "")
         self.request_id = given if 0 < len(given) <= 200 else uuid.uuid4().hex
         self.started_s, self.is_started = time.perf_counter(), False
+        self.wants_first = False
+        """Whether the answer is to begin with what prefill makes."""
+        self.first: First | None = None
         self.record: dict[str, Any] = {"request_id": self.request_id, "handover": "none"}
         """What is logged at its end; times are seconds."""
 
@@ -140,6 +154,17 @@ class Call:
             return "prompt_asked_back"
         return None
 
+    def may_go_on_behind_first(self) -> bool:
+        """Whether a stream can begin with the token of one server, and go on with another's.
+
+        Decode gets that token as the last one of its prompt. What counts the tokens of an answer,
+        or looks at all of them, would miss it there.
+        """
+        given = {key: value for key, value in self.body.items() if value not in (None, False)}
+        is_stream = self.http.url.path == COMPLETIONS and given.get("stream") is True
+        has_more = isinstance(most := given.get("max_tokens", USUAL_MAX_TOKENS), int) and most > 1
+        return is_stream and has_more and given.keys() <= SIMPLE
+
     def for_prefill(self, **params: str) -> Mapping[str, Any]:
         """What has a server compute the prompt, make one token, and end."""
         left_out = ("stream_options", "min_tokens")
@@ -148,6 +173,8 @@ class Call:
             made["max_completion_tokens"] = 1
         if trace := known_trace(self.http.headers.get("traceparent", "")):
             params["traceparent"] = trace
+        if self.wants_first:
+            made["return_token_ids"] = True
         asked = {"do_remote_decode": True, **params}
         return {**made, "max_tokens": 1, "stream": False, PARAMS: asked}
 
@@ -174,6 +201,33 @@ class Call:
             await self.go_on()
 
 
+class First(msgspec.Struct, frozen=True):
+    """The token that prefill has made of a prompt, as the first event of a stream."""
+
+    event: bytes
+    prompt_and_token: list[int]
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> "First | None":
+        """None where decode has to make that token itself.
+
+        With a sliding window prefill leaves the last token of the prompt out, so that its token is
+        not the first of an answer. A token may also be a part of a character.
+        """
+        try:
+            (choice,) = answer["choices"]
+            prompt, (token,), text = choice["prompt_token_ids"], choice["token_ids"], choice["text"]
+            is_of_all = answer[PARAMS]["remote_num_tokens"] == len(prompt)
+            head = {key: answer[key] for key in ("id", "created", "model")}
+            if not is_of_all or choice["finish_reason"] != "length" or text[-1:] in ("", "\ufffd"):
+                return None
+            said = {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+        except (KeyError, TypeError, ValueError):
+            return None
+        event = {**head, "object": "text_completion", "choices": [said]}
+        return cls(b"data: %b\n\n" % json.dumps(event).encode(), [*prompt, token])
+
+
 def _num_prompts(prompt: object) -> int:
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         return len(prompt)
@@ -198,9 +252,11 @@ class Proxy:
         timeout_s: float,
         refuses: bool,
         overlap: bool,
+        first_of_prefill: bool,
     ) -> None:
         self._prefill, self._decode, self._num_in_flight = prefill, decode, 0
         self._timeout_s, self._refuses, self._overlap = timeout_s, refuses, overlap
+        self._first_of_prefill = first_of_prefill
         # vLLM closes an idle connection after 5 s; a request sent at that moment would be lost.
         limits = httpx.Limits(max_connections=2 * MAX_CONNECTIONS, keepalive_expiry=2.0)
         timeout = httpx.Timeout(timeout_s, connect=5.0, pool=None)
@@ -267,6 +323,8 @@ class Proxy:
             if reason := call.why_alone():
                 call.record["handover"] = reason
                 await self._answer(call, {})
+            elif self._first_of_prefill and call.may_go_on_behind_first():
+                await self._serve_first(call)
             elif not (self._overlap and await self._serve_at_once(call)):
                 await self._answer(call, await self._prefilled(call))
         except Failed as error:
@@ -286,6 +344,20 @@ class Proxy:
             return {}
         call.record["handover"] = "handed_over" if ticket else "not_offered"
         return {PARAMS: ticket} if ticket else {}
+
+    async def _serve_first(self, call: Call) -> None:
+        """Pass on the token that prefill has made, and then what decode makes behind it."""
+        call.wants_first = True
+        params = await self._prefilled(call)
+        if (first := call.first) is None:
+            await self._answer(call, params)
+            return
+        await call.start(200, {"content-type": "text/event-stream; charset=utf-8"})
+        call.record["first_token_s"] = call.so_far_s
+        await call.go_on(first.event)
+        num_left = (call.body.get("max_tokens") or USUAL_MAX_TOKENS) - 1
+        left = {"prompt": first.prompt_and_token, "max_tokens": num_left}
+        await self._answer(call, {**params, **left})
 
     async def _serve_at_once(self, call: Call) -> bool:
         """Ask both servers; False if the client has heard nothing: then all begins again."""
@@ -335,7 +407,7 @@ class Proxy:
         if answer.status_code != httpx.codes.OK:
             raise failed
         try:
-            ticket = answer.json()[PARAMS]
+            ticket = (told := answer.json())[PARAMS]
         except KeyError:
             return None
         except (ValueError, RecursionError, TypeError) as error:
@@ -343,6 +415,8 @@ class Proxy:
         with contextlib.suppress(ProtocolError, AttributeError):  # not every one is of kvbus
             seen = Ticket.from_json(ticket.get("ticket"))
             server.ticket = None if seen.signature else seen  # the proxy has no key to sign with
+        if call.wants_first:
+            call.first = First.of(told)
         return ticket if isinstance(ticket, dict) else None
 
     async def _answer(self, call: Call, params: Mapping[str, Any]) -> None:
@@ -350,7 +424,10 @@ class Proxy:
 
         async def answer(server: Server) -> None:
             async with self._asked(server, call, {**call.body, **params}) as theirs:
-                await call.start(theirs.status_code, theirs.headers)
+                if not call.is_started:
+                    await call.start(theirs.status_code, theirs.headers)
+                elif theirs.is_error:
+                    raise Failed(502, "decode_failed", f"{server} answered {theirs.status_code}")
                 async for chunk in theirs.aiter_raw():
                     call.record.setdefault("first_token_s", call.so_far_s)
                     await call.go_on(chunk)
@@ -427,6 +504,14 @@ def proxy(
         Literal["decode", "refuse"],
         Option(help="A decode server computes the prompt itself, or the client gets the error."),
     ] = "decode",
+    first_token: Annotated[
+        Literal["decode", "prefill"],
+        Option(
+            help="Which server's token a stream of completions begins with. From prefill it comes"
+            " before the KV has moved; a request with other keys than the plain ones of sampling"
+            " begins with decode's all the same."
+        ),
+    ] = "decode",
     overlap: Annotated[
         bool,
         Option(
@@ -445,6 +530,7 @@ def proxy(
         timeout_s=timeout_s,
         refuses=if_prefill_fails == "refuse",
         overlap=overlap,
+        first_of_prefill=first_token == "prefill",
     )
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

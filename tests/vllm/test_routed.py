@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from tests.agents import wait_until
-from tests.vllm.calls import Call, RefusedError, ask, ask_in_words, chat
+from tests.vllm.calls import Call, RefusedError, ask, ask_in_words, chat, stream_words
 from tests.vllm.clusters import (
     ALL_THE_SAME,
     CHUNK_TOKENS,
@@ -100,6 +100,27 @@ def test_a_client_that_hangs_up_leaves_nothing_whenever_it_does_so(
     next(call.stream())
     call.abort()
     pair.check()
+
+
+def test_a_stream_begins_with_the_token_of_prefill_while_the_kv_still_moves(pair: Cluster) -> None:
+    """All but that token comes from decode, which computes no step of the prompt."""
+    port, prompts = pair.router("eager"), [prompt_of(n, seed=4000 + n) for n in (1, 31, 64, 900)]
+    said = ["".join(stream_words(port, each, NUM_TOKENS).words()) for each in prompts]
+    before = pair.decode.from_elsewhere()
+    late = prompt_of(300, seed=4999)
+    with halted([pair.decode_agent.pid]):
+        words = stream_words(port, late, NUM_TOKENS).words()
+        first = next(words)
+
+    said.append(first + "".join(words))
+
+    prompts.append(late)
+    texts = [
+        "".join(stream_words(pair.decode.port, each, NUM_TOKENS, cache_salt="own").words())
+        for each in prompts
+    ]
+    assert said == texts
+    assert pair.decode.from_elsewhere() - before == len(late)
 
 
 def test_the_trace_of_a_client_of_the_proxy_is_known_to_both_agents(pair: Cluster) -> None:
