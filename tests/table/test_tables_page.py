@@ -1,4 +1,4 @@
-"""Diagrams are read from the tables, and the page in docs is not older than they are."""
+"""The page of state machines is read from the tables, and is not older than they are."""
 
 import runpy
 from enum import StrEnum
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from docs.diagrams import state_diagram, state_sentences
+from docs.generate_tables import state_lines, state_sentences
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -41,7 +41,7 @@ def refuse_broken() -> None: ...
 def ignore() -> None: ...
 
 
-def test_a_diagram_shows_each_change_of_state_sorted_and_nothing_else() -> None:
+def test_a_state_has_what_follows_it_in_the_order_of_states_and_refusals_change_nothing() -> None:
     steps: Any = {
         (Lamp.OFF, Pressed): SimpleNamespace(handler=switch, to=[Lamp.OFF]),
         (Lamp.OFF, Dropped): SimpleNamespace(handler=switch, to=[Lamp.OFF, Lamp.BROKEN]),
@@ -49,14 +49,11 @@ def test_a_diagram_shows_each_change_of_state_sorted_and_nothing_else() -> None:
         (Lamp.BROKEN, Dropped): SimpleNamespace(handler=ignore, to=[Lamp.OFF]),
     }
 
-    diagram = state_diagram(steps, {Lamp.OFF: "Bought"})
+    lines = state_lines(steps, state_sentences(Lamp), {Lamp.OFF: "Bought"})
 
-    assert diagram == state_diagram(dict(reversed(steps.items())), {Lamp.OFF: "Bought"})
-    assert diagram.splitlines() == [
-        "stateDiagram-v2",
-        "    [*] --> off: Bought",
-        "    off --> broken",
-        "    broken --> [*]",
+    assert lines == [
+        "- **off** (first: Bought) → broken: It is dark, and cold.",
+        "- **broken**: It never shines again.",
     ]
 
 
@@ -72,6 +69,6 @@ def test_each_state_is_described_by_the_docstring_under_it_or_it_is_an_error() -
 def test_the_page_of_state_machines_is_up_to_date() -> None:
     written = (DOCS / "internals" / "tables.md").read_text()
 
-    generated = runpy.run_path(str(DOCS / "diagrams.py"))["page"]()
+    generated = runpy.run_path(str(DOCS / "generate_tables.py"))["page"]()
 
-    assert written == generated, "docs/internals/tables.md is stale: run python docs/diagrams.py"
+    assert written == generated, "stale: run python docs/generate_tables.py"

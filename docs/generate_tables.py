@@ -1,6 +1,6 @@
-"""Writes docs/internals/tables.md from the transition tables: ``python docs/diagrams.py``.
+"""Writes docs/internals/tables.md from the transition tables: ``python docs/generate_tables.py``.
 
-A refusal is not drawn: a handler whose name starts with ``refuse`` or ``ignore``.
+A refusal is not a change of state: a handler whose name starts with ``refuse`` or ``ignore``.
 """
 
 import ast
@@ -23,22 +23,22 @@ from kvbus_prefill.offer.entry import OfferState
 PAGE = Path(__file__).with_name("internals") / "tables.md"
 S = TypeVar("S", bound=StrEnum)
 Transitions = Mapping[tuple[S, type[Any]], Transition[S]]
-UNDRAWN = ("refuse", "ignore")
+NO_CHANGE = ("refuse", "ignore")
 
 HEAD = """\
 # State machines
 
-<!-- Written by `python docs/diagrams.py` from the transition tables. Do not edit. -->
+<!-- Written by `python docs/generate_tables.py` from the transition tables. Do not edit. -->
 
-An edge is a change of state. `TRANSITIONS` beside each table has the event and the handler of each.
+Behind each state are those that follow it. `TRANSITIONS` beside each table has the event and the
+handler of each change.
 """
 
 
 def section(title: str, states: type[S], table: Transitions[S], starts: Mapping[S, str]) -> str:
-    """One machine: its diagram, and a sentence for each state."""
-    sentences = [f"- **{state}**: {what}" for state, what in state_sentences(states).items()]
-    diagram = f"```mermaid\n{state_diagram(table, starts)}\n```"
-    return "\n".join([f"\n## {title}\n", diagram, "", *sentences, ""])
+    """One machine: of each state how it begins, what it means, and what follows it."""
+    lines = state_lines(table, state_sentences(states), starts)
+    return "\n".join([f"\n## {title}\n", *lines, ""])
 
 
 def page() -> str:
@@ -70,13 +70,18 @@ def page() -> str:
     return HEAD + offer + box + fetch + leg
 
 
-def state_diagram(table: Transitions[S], starts: Mapping[S, str]) -> str:
-    """The table as a Mermaid ``stateDiagram-v2``; ``starts`` are the first states, with labels."""
+def state_lines(
+    table: Transitions[S], sentences: Mapping[S, str], starts: Mapping[S, str]
+) -> list[str]:
+    """A line for each state; ``starts`` are the first ones, with what they begin with."""
     edges = _edges(table)
-    lines = [f"    [*] --> {state}: {label}" for state, label in sorted(starts.items())]
-    lines += [f"    {source} --> {target}" for source, target in sorted(edges)]
-    ends = {target for _, target in edges} - {source for source, _ in edges}
-    return "\n".join(["stateDiagram-v2", *lines, *(f"    {end} --> [*]" for end in sorted(ends))])
+    lines = []
+    for state, meaning in sentences.items():
+        begins = f" (first: {starts[state]})" if state in starts else ""
+        following = [str(target) for target in sentences if (state, target) in edges]
+        after = f" → {', '.join(following)}" if following else ""
+        lines.append(f"- **{state}**{begins}{after}: {meaning}")
+    return lines
 
 
 def state_sentences(states: type[S]) -> dict[S, str]:
@@ -100,7 +105,7 @@ def _edges(table: Transitions[S]) -> set[tuple[S, S]]:
         (source, target)
         for (source, _), transition in table.items()
         for target in transition.to
-        if target != source and not transition.handler.__name__.startswith(UNDRAWN)
+        if target != source and not transition.handler.__name__.startswith(NO_CHANGE)
     }
 
 
