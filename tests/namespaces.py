@@ -72,6 +72,13 @@ class Host:
         num_bytes, num_packets = map(int, line.partition(":")[2].split()[:2])
         return num_bytes - HEADER_BYTES * num_packets
 
+    def num_connects(self) -> int:
+        """How many TCP connections its processes have begun so far, the failed ones included."""
+        command = [*self.command, "cat", "/proc/net/snmp"]
+        page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WITHIN_S)
+        names, values = (line.split() for line in page.stdout.splitlines() if line[:4] == "Tcp:")
+        return int(values[names.index("ActiveOpens")])
+
     def set_cable(self, state: str) -> None:
         """Pull the cable out of the bridge, ``down``, or plug it in again, ``up``."""
         _ip("link", "set", self.port, state)

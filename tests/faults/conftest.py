@@ -1,12 +1,16 @@
 """Agents that give up soon: shared ones for faults that they survive, fresh ones for the others."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from kvbus.engine import Offer
+from kvbus.errors import ErrorCode, FetchFailed, RequestRefused
 from tests.agents import AgentProcess, Agents, agents_ended
-from tests.engines import LARGE, NUM_LARGE_BLOCKS
+from tests.engines import LARGE, NUM_LARGE_BLOCKS, Engine, begin
 
 PREFILL: dict[str, Any] = {"late_read_s": 1.0, "drain_timeout_s": 20.0}
 DECODE: dict[str, Any] = {"lease_s": 3.0, "request_timeout_s": 5.0, "drain_timeout_s": 20.0}
@@ -19,6 +23,14 @@ LONG_TOKENS = NUM_LARGE_BLOCKS * LARGE.block_size
 NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
 ONE_BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
 NO_SETTINGS: Mapping[str, Any] = {}
+WORKS_WITHIN_S = 60.0
+"""After a fault; a second or two where cores are free."""
+ENDS_OF_CUT = (
+    ErrorCode.TIMEOUT,
+    ErrorCode.LEASE_EXPIRED,
+    ErrorCode.TRANSFER_FAILED,
+    ErrorCode.PEER_UNREACHABLE,
+)
 
 
 class Started(Agents):
@@ -60,3 +72,35 @@ def fresh() -> Iterator[Started]:
     with agents_ended(Started) as agents:
         yield agents
         agents.check()
+
+
+async def completes(
+    source: Engine, target: Engine, ends: Collection[ErrorCode] = ENDS_OF_CUT
+) -> bool:
+    """Whether one handoff did, with every bit right; one that failed by these changed no more."""
+    handoff = await begin(source, target, timeout_s=10.0)
+    try:
+        await handoff.completed()
+    except FetchFailed as failure:
+        if failure.code not in ends:
+            raise
+        await handoff.fetch.freed
+        await end_offer(handoff.offer)
+        return False
+    return True
+
+
+async def end_offer(offer: Offer) -> None:
+    """Withdraw it, unless it has ended."""
+    with suppress(RequestRefused):
+        await offer.withdraw()
+    await offer.ended
+
+
+async def works_again(
+    source: Engine, target: Engine, ends: Collection[ErrorCode] = ENDS_OF_CUT
+) -> None:
+    """A handoff completes soon; the first tries may find out about what has happened."""
+    deadline = time.monotonic() + WORKS_WITHIN_S
+    while not await completes(source, target, ends):
+        assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""An agent is dead, stopped, or in another place than it seems: who waits for it is told.
+"""An agent is dead or stopped: who waits for it is told.
 
 What ends a handoff in its middle, by each way of its bytes, is in `tests/process/test_ends.py`, and
 what is decided then in `tests/sim`. Here are the SDK, and signals at other moments.
@@ -13,7 +13,7 @@ import pytest
 from kvbus.engine import Link
 from kvbus.engine.bounce import HostPrefill
 from kvbus.errors import AgentHungUp, ErrorCode, KVBusError, PeerLost
-from tests.agents import AgentProcess, until
+from tests.agents import until
 from tests.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
@@ -36,7 +36,6 @@ from tests.faults.conftest import (
 )
 from tests.host_engines import host_engine
 from tests.memories import Memory
-from tests.namespaces import HAVE_NAMESPACES
 
 pytestmark = pytest.mark.anyio
 
@@ -160,47 +159,3 @@ async def test_a_reader_that_comes_back_when_nobody_drives_its_read_any_more_har
 
         assert failure.code in (ErrorCode.LEASE_EXPIRED, ErrorCode.STALE)
         assert await works(source, target)
-
-
-# Memory of the same machine that cannot be mapped
-
-
-def in_own_mounts(agent: AgentProcess, *mount: object) -> None:
-    """Have the agent start in a mount namespace of its own, where this was mounted."""
-    line = " ".join(["mount", *map(str, mount), "&&", 'exec "$@"'])
-    agent.runner = ("unshare", "--mount", "sh", "-c", line, "sh")
-
-
-ONE_USER = pytest.mark.skipif(not HAVE_NAMESPACES, reason="only root makes mount namespaces")
-
-
-@pytest.mark.parametrize(
-    ("place", "reason"),
-    [
-        ("no socket file", "no agent at"),
-        pytest.param("another mount namespace", "no agent at", marks=ONE_USER),
-        pytest.param("another agent there", "another process of the agent", marks=ONE_USER),
-    ],
-)
-async def test_without_a_way_to_the_memory_it_is_read_with_nixl_and_the_log_says_why_once(
-    fresh: Started, place: str, reason: str
-) -> None:
-    prefill, other, decode = fresh.prefill(), fresh.prefill(), fresh.decode(mapped=True)
-    folder = prefill.settings["runtime_dir"]
-    fresh.start(prefill, other)
-    match place:
-        case "no socket file":
-            (prefill.attach.parent / prefill.status()["sharing"]["path"]).unlink()
-        case "another mount namespace":
-            in_own_mounts(decode, "-t", "tmpfs", "-o", "mode=0700", "none", folder)
-        case _:
-            in_own_mounts(decode, "--bind", other.settings["runtime_dir"], folder)
-    fresh.start(decode)
-    async with pair(prefill.attach, decode.attach) as (source, target):
-        for _ in range(3):
-            assert await works(source, target)
-
-        (closed,) = decode.logged("mapped.closed")
-        assert reason in closed["reason"]
-        assert list(decode.status()["sharing"]["engines"].values()) == [closed["reason"]]
-        assert other.metric("memory_readers") == 0

@@ -1,70 +1,31 @@
 """Cables pulled and loose, interfaces off: all ends in time, and works once they are back."""
 
-import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from itertools import product
 
 import anyio
 import pytest
 
-from kvbus.engine import Offer
-from kvbus.errors import ErrorCode, FetchFailed, RequestRefused
 from kvbus_decode.reader import AGAIN_S
 from tests.agents import AgentProcess, until
 from tests.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
     Engine,
-    begin,
     failure_of,
     pair,
     same,
     start_long_read,
     works,
 )
+from tests.faults.conftest import ENDS_OF_CUT, completes, end_offer, works_again
 from tests.hosts.conftest import DECODE_HOSTS, PREFILL_HOSTS, Network
 from tests.namespaces import Host
 
 pytestmark = pytest.mark.anyio
 
-WORKS_WITHIN_S = 60.0
-"""After a fault; a second or two where cores are free."""
 NUM_FLAPS = 12
-ENDS_OF_CUT = (
-    ErrorCode.TIMEOUT,
-    ErrorCode.LEASE_EXPIRED,
-    ErrorCode.TRANSFER_FAILED,
-    ErrorCode.PEER_UNREACHABLE,
-)
-
-
-async def completes(source: Engine, target: Engine) -> bool:
-    """Whether one handoff did, with every bit right; a fetch that failed changed no more."""
-    handoff = await begin(source, target, timeout_s=10.0)
-    try:
-        await handoff.completed()
-    except FetchFailed as failure:
-        if failure.code not in ENDS_OF_CUT:
-            raise
-        await handoff.fetch.freed
-        await end_offer(handoff.offer)
-        return False
-    return True
-
-
-async def end_offer(offer: Offer) -> None:
-    """Withdraw it, unless it has ended."""
-    with suppress(RequestRefused):
-        await offer.withdraw()
-    await offer.ended
-
-
-async def works_again(source: Engine, target: Engine) -> None:
-    """A handoff completes soon; the first tries may find out about the fault."""
-    deadline = time.monotonic() + WORKS_WITHIN_S
-    while not await completes(source, target):
-        assert time.monotonic() < deadline
 
 
 def nothing_held_back(agent: AgentProcess) -> bool:

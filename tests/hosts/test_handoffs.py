@@ -6,7 +6,8 @@ from itertools import product
 import anyio
 import pytest
 
-from tests.engines import hand_over, make_spec, pair, spread_engine
+from kvbus.geometry import KvLayout
+from tests.engines import engine, hand_over, make_spec, pair, spread_engine
 from tests.hosts.conftest import Network
 from tests.namespaces import BRIDGED
 
@@ -32,6 +33,24 @@ async def test_all_pairs_of_hosts_hand_over_at_once(network: Network) -> None:
         now = [agent.metric("read_bytes_total") for agent in network.decode]
         read = {there - at for there, at in zip(now, before, strict=True)}
         assert read == {40 * TOKEN_BYTES * len(network.prefill)}
+
+
+async def test_a_prefill_agent_begins_no_connection_to_its_reader(network: Network) -> None:
+    """What docs/security.md says of the ways that have to be open, of KV in blocks and in boxes."""
+    prefill, decode, host = network.at["p0"], network.at["d0"], network.hosts["p0"]
+    before = host.num_connects()
+    async with (
+        pair(prefill.attach, decode.attach) as (source, target),
+        engine(decode.attach, layout=KvLayout.parse("HND"), seed=3) as other,
+    ):
+        paths = [(await hand_over(source, one, NUM_TOKENS)).path for one in (target, other)]
+    after = host.num_connects()
+    open_at_home = host.ports_open_at(host.address, [7701])
+
+    assert paths == ["direct", "packed"]
+    assert after == before
+    assert open_at_home
+    assert host.num_connects() > after, "connections are counted"
 
 
 @pytest.mark.long
