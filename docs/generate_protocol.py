@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ TOOLS = frozenset((Role.ROUTER, Role.OBSERVER))
 FOR_SPANS = ("traceparent", "asked_s", "wanted_s")
 """Fields that say nothing but what goes into spans: one paragraph is about all of them."""
 IN_COMMON = 2
-"""Fields that so many requests of one section have alike are told once."""
+"""Fields that so many messages of one page have alike are told once."""
+Kinds = list[type[msgspec.Struct]]
 OF_OFFER = tuple(map(ErrorCode, peer.OF_OFFER.split()))
 """Codes of what is about an offer, which are listed once."""
 NAMED = {
@@ -140,49 +142,64 @@ def _linked(text: str, anchors: dict[str, Path]) -> str:
 
 
 def _sections() -> Iterator[tuple[str, list[str]]]:
-    for name, sockets in SECTIONS.items():
-        kinds = list(dict.fromkeys(kind for one in sockets for kind in REQUESTS[one].values()))
-        if name == "peer":
-            kinds = [kind for kind in kinds if kind is not engine.Ping]
-            tools = [kind for kind in kinds if kind.askers & TOOLS]
-            yield "tools", [line for kind in tools for line in _request(kind, {})]
-            kinds = [kind for kind in kinds if kind not in tools]
-            common = _common(kinds)
-            codes = ", ".join(f"`{one}`" for one in OF_OFFER)
-            yield "common", [*common.values(), "", f"Refusals of an offer: {codes}."]
-            yield name, [line for kind in kinds for line in _request(kind, common)]
-        else:
-            told = common if name == "memory" else {}
-            yield name, [line for kind in kinds for line in _request(kind, told)]
-    yield "notices", [line for op, kind in NOTICES.items() for line in _struct(f"`{op}`", kind)]
+    asked = {name: _asked(*sockets) for name, sockets in SECTIONS.items()}
+    asked["peer"] = [kind for kind in asked["peer"] if kind is not engine.Ping]
+    asked["tools"] = [kind for kind in asked["peer"] if kind.askers & TOOLS]
+    asked["peer"] = [kind for kind in asked["peer"] if kind not in asked["tools"]]
     events = {kind: [op for op in EVENTS if EVENTS[op] is kind] for kind in EVENTS.values()}
+    pages: dict[str, tuple[tuple[str, ...], Kinds]] = {
+        "engines": (
+            ("attach", "engine", "prefill", "decode"),
+            [*NOTICES.values(), *SHARED["memory types"], Ticket],
+        ),
+        "agents": (("peer", "memory"), [*SHARED["agent types"]]),
+        "tools": (("tools",), [*events, *SHARED["tool types"], Rendezvous]),
+    }
+    everywhere: dict[str, str] = {}
+    common: dict[str, dict[str, str]] = {}
+    for page, (names, others) in pages.items():
+        kinds = [kind for name in names for kind in asked[name]]
+        here = _common([*kinds, *(kind.reply for kind in kinds), *others])
+        common[page] = everywhere | here
+        everywhere = everywhere or here
+        told = [line for name, line in here.items() if page == "engines" or name not in everywhere]
+        yield f"common of {page}", told
+        for name in names:
+            yield name, [line for kind in asked[name] for line in _request(kind, common[page])]
+    named = [(f"`{op}`", kind) for op, kind in NOTICES.items()]
+    yield "notices", [line for op, kind in named for line in _struct(op, kind, common["engines"])]
     headings = {kind: ", ".join(f"`{op}`" for op in ops) for kind, ops in events.items()}
-    yield "events", [line for kind, ops in headings.items() for line in _struct(ops, kind)]
-    for name, shared in SHARED.items():
-        yield name, [line for kind in shared for line in _struct(kind.__name__, kind)]
-    yield "ticket", list(_fields(Ticket))
-    yield "rendezvous", list(_fields(Rendezvous))
+    tools = common["tools"]
+    yield "events", [line for kind, ops in headings.items() for line in _struct(ops, kind, tools)]
+    for (name, shared), page in zip(SHARED.items(), pages, strict=True):
+        lines = [_struct(kind.__name__, kind, common[page]) for kind in shared]
+        yield name, [line for each in lines for line in each]
+    yield "ticket", list(_fields(Ticket, common["engines"]))
+    yield "rendezvous", list(_fields(Rendezvous, tools))
     yield "error", list(_fields(ErrorBody))
     yield "codes", list(_codes())
     yield "named", [f"- `{name}`: {what}" for name, what in NAMED.items()]
     yield "spans", [f"- `{name}`: {text}" for name, text in _for_spans().items()]
 
 
+def _asked(*sockets: Socket) -> list[type[Request[Any]]]:
+    """The requests of these sockets, each once."""
+    return list(dict.fromkeys(kind for one in sockets for kind in REQUESTS[one].values()))
+
+
 def _request(kind: type[Request[Any]], common: dict[str, str]) -> Iterator[str]:
     yield from _struct(f"`{kind.op}`", kind, common)
-    if kind.reply in NOTICES.values():
-        yield from (f"Reply: [`{kind.reply.op}`](#{kind.reply.op}).", "")
-    elif kind.reply is Empty:
+    if kind.reply is Empty:
         pass
     elif (first := _first_with(kind.reply)) is not kind:
         yield from (f"Reply: as of [`{first.op}`](#{first.op}).", "")
     else:
         yield from (f"Reply, `{kind.reply.__name__}`:", "")
-        yield from _fields(kind.reply)
+        yield from _fields(kind.reply, common)
     codes = [f"`{one}`" for one in kind.refusals if one is not ErrorCode.NOT_REGISTERED]
     if set(OF_OFFER) <= set(kind.refusals):
         rest = [f"`{one}`" for one in kind.refusals if one not in OF_OFFER]
-        codes = ["those [of an offer](#fields-of-several-requests)", *rest]
+        codes = ["those [of an offer](#fields-of-several-messages)", *rest]
     if codes:
         yield f"Refusals: {', '.join(codes)}."
     if kind.askers & TOOLS:
@@ -197,10 +214,11 @@ def _first_with(reply: type[Any]) -> type[Request[Any]]:
     return next(kind for kind in kinds if kind.reply is reply)
 
 
-def _common(kinds: list[type[Request[Any]]]) -> dict[str, str]:
-    """By its name, the line of each field that many of these requests have alike."""
-    lines = Counter(line for kind in kinds for line in _lines(kind).items())
-    return {name: line for (name, line), num in lines.items() if num >= IN_COMMON}
+def _common(kinds: Kinds) -> dict[str, str]:
+    """By its name, the line of each field that many of these have alike, but those for spans."""
+    lines = Counter(line for kind in dict.fromkeys(kinds) for line in _lines(kind).items())
+    often = {name: line for (name, line), num in lines.items() if num >= IN_COMMON}
+    return {name: line for name, line in often.items() if name not in FOR_SPANS}
 
 
 def _for_spans() -> dict[str, str]:
@@ -216,15 +234,19 @@ def _struct(
 
 
 def _fields(kind: type[msgspec.Struct], common: dict[str, str] | None = None) -> Iterator[str]:
+    """The fields in their order, those that are told elsewhere by their names alone."""
+    told = dict(common or {})
+
+    def is_known(field: tuple[str, str]) -> bool:
+        name, line = field
+        return told.get(name) == line or (name in FOR_SPANS and kind is not Ticket)
+
     lines = _lines(kind)
-    shared = [f"`{name}`" for name, line in lines.items() if (common or {}).get(name) == line]
-    for_spans = [f"`{name}`" for name in lines if name in FOR_SPANS and kind is not Ticket]
-    if shared:
-        yield f"- {', '.join(shared)}: [as everywhere](#fields-of-several-requests)."
-    apart = {*shared, *for_spans}
-    yield from (line for name, line in lines.items() if f"`{name}`" not in apart)
-    if for_spans:
-        yield f"- {', '.join(for_spans)}: [for spans](#fields-for-spans) alone."
+    for known, fields in groupby(lines.items(), is_known):
+        if known:
+            yield "- " + ", ".join(f"`{name}`" for name, _ in fields)
+        else:
+            yield from (line for _, line in fields)
     yield from ([""] if lines else [])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from docs import generate_protocol
 from docs.generate_header import HEADER, header
-from docs.generate_protocol import PAGES, Undocumented, pages
+from docs.generate_protocol import PAGES, SHARED, Undocumented, pages
 from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable
 from kvbus.protocol import REQUESTS, Message, Role, Socket
@@ -48,7 +48,7 @@ TOLD = dict.fromkeys(ErrorCode, "When. Do: then.")
 @pytest.mark.parametrize(
     ("name", "value", "missing"),
     [
-        ("SHARED", {"memory types": (Unsaid,)}, "Unsaid: nothing says what unsaid means"),
+        ("SHARED", SHARED | {"memory types": (Unsaid,)}, "Unsaid: nothing says what unsaid means"),
         ("code_texts", lambda: TOLD | {ErrorCode.STALE: "It is old."}, "stale"),
     ],
 )
