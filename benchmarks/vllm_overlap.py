@@ -1,9 +1,10 @@
 """Measures vLLM's handover with kvbus when decode reads along, beside one after the prefill.
 
 Run it from the repository's root, in an environment that has vLLM: ``python
-benchmarks/vllm_overlap.py``. Prompts are computed in chunks; requests of both kinds take turns on
-one pair of servers. A handover is from the prefill response to the first token of decode. With
-``--nixl`` another pair with vLLM's own connector hands over after the prefill, as it must.
+benchmarks/vllm_overlap.py``. Prompts are computed in chunks; requests of all kinds take turns on
+one pair of servers. A handover is from the prefill response to the first token of decode. The
+second token of an answer is measured, too: decode has made both, or goes on behind that of prefill.
+With ``--nixl`` another pair with vLLM's own connector hands over after the prefill, as it must.
 """
 
 import argparse
@@ -22,14 +23,24 @@ from handover.servers import Recipe
 
 TARGET, TARGET_OF_NIXL = 0.30, 0.20
 NUM_TOKENS, CHECKED, WARM_UP, KV_SPACE_GIB = 4, 4, 3, 2
+BOTH = "to the second token, with both of decode, after"
+BEHIND = "to the second token, behind that of prefill, after"
 Series = dict[str, list[float]]
 
 
-def after(prefill: Client, decode: Client, prompt: str) -> float:
-    """Prefill, then decode: seconds of the handover."""
+def after(prefill: Client, decode: Client, prompt: str) -> list[float]:
+    """Prefill, then decode: seconds until each token."""
     prefilled = prefill.prefill(prompt, offer=True)
     streamed = decode.stream(prompt, NUM_TOKENS, params=prefilled.kv_transfer_params)
-    return streamed.at_s[0] - prefilled.received_s
+    return [at_s - prefilled.received_s for at_s in streamed.at_s]
+
+
+def behind(prefill: Client, decode: Client, prompt: str) -> tuple[float, list[int]]:
+    """Decode goes on behind the token of prefill: seconds until the second one; all tokens, too."""
+    prefilled = prefill.prefill(prompt, offer=True)
+    more, params = f"{prompt[:-1]},{prefilled.token}]", prefilled.kv_transfer_params
+    streamed = decode.stream(more, NUM_TOKENS - 1, params=params, with_tokens=True)
+    return streamed.at_s[0] - prefilled.received_s, [prefilled.token, *streamed.all_tokens]
 
 
 def beside(
@@ -49,15 +60,17 @@ def beside(
 def check(prefill: Client, decode: Client, prompts: list[str], ticket: dict[str, Any]) -> None:
     """Tokens are those of the server that computed the prompt, one token longer than blocks."""
     for prompt in prompts:
-        _, got = beside(prefill, decode, prompt, ticket)
         expected = prefill.stream(prompt, NUM_TOKENS, with_tokens=True).all_tokens
+        got = beside(prefill, decode, prompt, ticket)[1]
+        if got == expected:
+            got = behind(prefill, decode, prompt)[1]
         if got != expected:
             raise SystemExit(f"error: decode said {got}, the server that prefilled it {expected}")
 
 
 def measure(servers: Pair, prompts: Prompts, num_requests: int, num_tokens: int) -> Series:
-    """Milliseconds of handovers of both kinds, in turns."""
-    series: Series = {"after": [], "beside": []}
+    """Milliseconds of handovers of both kinds, and until second tokens, in turns."""
+    series: Series = {"after": [], "beside": [], BOTH: [], BEHIND: []}
     with (
         closing(servers.prefill.client()) as prefill,
         closing(servers.decode.client()) as decode,
@@ -66,10 +79,13 @@ def measure(servers: Pair, prompts: Prompts, num_requests: int, num_tokens: int)
         ticket = (prefill.prefill(first, offer=True).kv_transfer_params or {})["ticket"]
         check(prefill, decode, prompts.several(CHECKED, num_tokens + 1), ticket)
         for number in range(num_requests + WARM_UP):
-            one, other = prompts.several(2, num_tokens)
+            one, other, third = prompts.several(3, num_tokens)
+            first_s, second_s, *_ = after(prefill, decode, one)
             took_s = {
-                "after": after(prefill, decode, one),
+                "after": first_s,
                 "beside": beside(prefill, decode, other, ticket)[0],
+                BOTH: second_s,
+                BEHIND: behind(prefill, decode, third)[0],
             }
             for kind, each in series.items() if number >= WARM_UP else ():
                 each.append(took_s[kind] * 1e3)
@@ -85,7 +101,7 @@ def measure_nixl(recipe: Recipe, prompts: Prompts, num_requests: int, num_tokens
         closing(servers.decode.client()) as decode,
     ):
         for prompt in prompts.several(num_requests + WARM_UP, num_tokens):
-            took_ms.append(after(prefill, decode, prompt) * 1e3)
+            took_ms.append(after(prefill, decode, prompt)[0] * 1e3)
     return {"by NixlConnector after": took_ms[WARM_UP:]}
 
 
@@ -119,7 +135,9 @@ def main() -> None:
     size_mb = shape.token_bytes * options.tokens / 1e6
     print(f"{size_mb:.0f} MB a request in {options.chunks} chunks, {options.requests} of each kind")
     for kind, each in series.items():
-        print(f"handover {kind} the prefill: p50 {median(each):.1f} ms, longest {max(each):.1f}")
+        print(f"{kind} the prefill: p50 {median(each):.1f} ms, longest {max(each):.1f}")
+    ratio = median(series[BEHIND]) / median(series[BOTH])
+    print(f"second token behind that of prefill, of one behind decode's: {ratio:.2f}")
     for other, target in (("after", TARGET), ("by NixlConnector after", TARGET_OF_NIXL)):
         if other in series:
             show_ratio(series, other, target)

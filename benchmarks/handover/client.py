@@ -25,6 +25,7 @@ class Prefilled:
     sent_s: float
     received_s: float
     kv_transfer_params: dict[str, Any] | None
+    token: int
 
 
 @dataclass(slots=True)
@@ -64,12 +65,14 @@ class Client:
         """
         params = OFFER if transfer_id is None else OFFER | {"transfer_id": transfer_id}
         extra: dict[str, Any] = {"kv_transfer_params": params} if offer else {}
-        body = self._body(prompt, extra | {"max_tokens": 1})
+        body = self._body(prompt, extra | {"max_tokens": 1, "return_token_ids": True})
         sent_s = time.perf_counter()
         self._post(body)
         answer = self._answer().read()
         received_s = time.perf_counter()
-        return Prefilled(sent_s, received_s, json.loads(answer).get("kv_transfer_params"))
+        told = json.loads(answer)
+        (token,) = told["choices"][0]["token_ids"]
+        return Prefilled(sent_s, received_s, told.get("kv_transfer_params"), token)
 
     def stream(
         self,
