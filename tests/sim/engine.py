@@ -450,6 +450,7 @@ class DecodeEngine(SimEngine):
 
     def _answered(self, handoff: Handoff, reply: Any) -> None:
         if isinstance(reply, Fetched):
+            handoff.num_bytes = reply.num_bytes
             if reply.outcome is Outcome.COMPLETED:
                 self._check(handoff)
             self.ledger.end(handoff, reply.outcome.value, reply.code)

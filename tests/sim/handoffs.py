@@ -73,6 +73,8 @@ class Handoff:
     """Whether the decode engine has its blocks back."""
     ended_as: str = ""
     code: str = ""
+    num_bytes: int = 0
+    """Of what was read, as the decode engine was told."""
     asked_at: float = 0.0
 
     @property

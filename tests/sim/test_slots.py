@@ -26,6 +26,14 @@ def test_many_fetches_from_a_frozen_prefill_agent_leave_slots_for_others() -> No
         assert {world.end_of(one) for one in stuck} <= {"failed lease_expired", "failed timeout"}
 
 
+def test_what_several_ranks_of_one_agent_hold_is_read_once() -> None:
+    with cluster_of(quick(decode=HND, decode_config={"path": "packed"})) as world:
+        handoff = world.give(LONG)
+
+        assert world.end_of(handoff) == "completed"
+        assert handoff.num_bytes == handoff.content.nbytes
+
+
 @pytest.mark.parametrize("without", [P, D])
 @pytest.mark.parametrize(("path", "ends"), [("auto", "completed"), ("packed", "failed config")])
 def test_where_an_agent_has_no_staging_kv_is_read_directly_or_not_at_all(

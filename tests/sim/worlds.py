@@ -18,7 +18,8 @@ DECODE = {
     "request_timeout_s": 2.0,
     "quarantine_timeout_s": QUARANTINE_S,
 }
-HND = Shape(tp=2, block_size=6, layout="block,kv,head,token,dim")
+HND = Shape(tp=4, block_size=6, layout="block,kv,head,token,dim")
+"""Of fewer heads than ranks: what is read once is copied to two of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
