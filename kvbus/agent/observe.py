@@ -1,8 +1,9 @@
 """What an agent lets others see of it: log lines, metrics, and the requests that it refused."""
 
 import asyncio
-import contextlib
 import logging
+import math
+import os
 import sys
 import threading
 import time
@@ -10,7 +11,6 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from typing import BinaryIO
 
 import msgspec
 import structlog
@@ -35,7 +35,7 @@ def configure_logs(*, level: str, style: str = "auto", **context: str) -> Callab
     a terminal, JSON otherwise. Lines go to stderr, so that stdout stays for results.
     """
     pretty = style == "console" or (style == "auto" and sys.stderr.isatty())
-    writer = LineWriter(sys.stderr.buffer)
+    writer = LineWriter(sys.stderr.fileno())
     structlog.configure(
         processors=[
             _Common(context),
@@ -72,6 +72,21 @@ class _Common:
         return event
 
 
+class LostLines(Collector):
+    """How many log lines could not be written, and when the last one, by `time.monotonic`."""
+
+    def __init__(self) -> None:
+        self.number, self.last_at_s = 0, -math.inf
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        meaning = "Log lines that could not be written, as to a disk that is full."
+        yield CounterMetricFamily("kvbus_lost_log_lines", meaning, value=self.number)
+
+
+LOST_LINES = LostLines()
+"""Of the process, as its stderr is."""
+
+
 class LineWriter:
     """Writes rendered lines; a disk that is full, or a reader that is gone, loses lines only.
 
@@ -79,8 +94,8 @@ class LineWriter:
     lines of other threads, are written at once, with all before them.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         self._waiting: deque[str] = deque()
         self._is_due = False
         self._lock = threading.Lock()
@@ -105,10 +120,17 @@ class LineWriter:
 
     def flush(self) -> None:
         self._is_due = False
-        with self._lock, contextlib.suppress(OSError, ValueError):
-            text = "".join(self._waiting.popleft() + "\n" for _ in range(len(self._waiting)))
-            self._stream.write(text.encode(errors="replace"))
-            self._stream.flush()
+        with self._lock:
+            lines = [self._waiting.popleft() + "\n" for _ in range(len(self._waiting))]
+            text, done = "".join(lines).encode(errors="replace"), 0
+            try:
+                while done < len(text):
+                    done += os.write(self._fd, text[done:])
+            except OSError:
+                LOST_LINES.number += text.count(b"\n", done)
+                LOST_LINES.last_at_s = time.monotonic()
+                if done and not text[:done].endswith(b"\n"):
+                    self._waiting.appendleft("")  # ends the line that was cut
 
 
 def _render_json(_logger: object, _method: str, event: EventDict) -> str:
@@ -182,6 +204,7 @@ class AgentMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
+        self.registry.register(LOST_LINES)
         self.loop_lag_s = Histogram(
             "kvbus_event_loop_lag_seconds",
             "How much later than asked for the event loop ran a timer.",

@@ -82,6 +82,29 @@ flush()
 """
 
 
+FULL_DISK = """
+import json, os, sys
+import structlog
+from kvbus.agent.observe import AgentMetrics, configure_logs
+reading, writing = os.pipe()
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+configure_logs(level="info", style="json", agent="name")
+log = structlog.get_logger()
+log.info("first")
+log.warning("second")
+os.dup2(writing, 2)
+log.info("third")
+print(AgentMetrics().registry.get_sample_value("kvbus_lost_log_lines_total"))
+print(json.loads(os.read(reading, 1000))["event"])
+"""
+
+
+def test_lines_that_a_full_disk_loses_are_counted_and_the_next_one_is_whole() -> None:
+    ended = subprocess.run([sys.executable, "-c", FULL_DISK], capture_output=True, check=True)
+
+    assert ended.stdout.decode().split() == ["2", "third"]
+
+
 def test_lines_of_an_event_loop_and_of_threads_come_in_their_order_and_none_is_lost() -> None:
     ended = subprocess.run([sys.executable, "-c", IN_A_LOOP], capture_output=True, check=True)
 
