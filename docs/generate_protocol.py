@@ -57,7 +57,7 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         attach.MemorySocket,
         attach.LentSegment,
     ),
-    "tool types": (status.Sharing, status.PeerView, trace.Span, trace.OtherAgent),
+    "tool types": (status.Sharing, status.PeerView, status.Fault, trace.Span, trace.OtherAgent),
 }
 SECTIONS: dict[str, tuple[Socket, ...]] = {
     "attach": (Socket.ATTACH,),

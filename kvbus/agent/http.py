@@ -181,7 +181,7 @@ class AgentPages:
     def _tell_live(self, wanted: str) -> Answer:
         number = int(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) < 9 else 0
         if self._live is None or time.monotonic() >= self._live[0] + LIVE_S:
-            finish = ask_loop(self._loop, lambda: self._report.live(self._registry))
+            finish = ask_loop(self._loop, self._report.live)
             self._live = time.monotonic(), finish()
         live = self._live[1]
         return _json(msgspec.structs.replace(live, recent=live.recent[:number]))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import structlog
+from msgspec import structs
 
 from kvbus.agent.access import EVENTS, PEER, Access, load_http_token
 from kvbus.agent.config import CLOSES_WITHIN_S, AgentConfig, named
@@ -26,6 +27,7 @@ from kvbus.agent.data_plane import (
 )
 from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.http import AgentPages, HttpServer
+from kvbus.agent.loop import in_thread
 from kvbus.agent.observe import AgentMetrics, Refusals
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
@@ -37,7 +39,7 @@ from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.status import Status
+from kvbus.protocol.status import AgentStatus, Status
 from kvbus.protocol.trace import Trace
 from kvbus.transport import Transport, TransportLimits
 
@@ -315,16 +317,25 @@ class Runtime(Agent):
             self.http = HttpServer(self.config.http_bind, pages, token)
 
     def _take_requests(self) -> None:
-        def tell_peer(asked: Status, call: Call) -> None:
+        def tell(asked: Status, call: Call) -> None:
             told = self.report.status(asked)
-            call.reply(told if self.peer_socket.knows(call) else without_place(told))
+            if asked.faults:
+                self.tasks.start_soon(self._tell_faults, told, call)
+            else:
+                call.reply(told)
+
+        def tell_peer(asked: Status, call: Call) -> None:
+            if self.peer_socket.knows(call):
+                tell(asked, call)
+            else:
+                call.reply(without_place(self.report.status(asked)))
 
         self.engine_socket.on(
             {
                 Register: self._register,
                 AwaitReady: self.engines.await_ready,
                 Detach: self.engines.detach,
-                Status: lambda asked, call: call.reply(self.report.status(asked)),
+                Status: tell,
                 **self.service.engine_handlers(),
             }
         )
@@ -335,6 +346,10 @@ class Runtime(Agent):
                 **self.service.peer_handlers(),
             }
         )
+
+    async def _tell_faults(self, told: AgentStatus, call: Call) -> None:
+        live = await in_thread(self.report.live())
+        call.reply(structs.replace(told, faults=live.status.faults))
 
     def _end_sessions(self, lost: frozenset[str]) -> None:
         """Of keys that are trusted no more; whoever hears events connects again."""

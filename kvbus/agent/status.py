@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from shlex import quote
 
 from msgspec import structs
-from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from kvbus.agent.config import AgentConfig
+from kvbus.agent.observe import LOST_LINES
 from kvbus.agent.service import Agent, Service
 from kvbus.keys.files import key_options
 from kvbus.protocol.engine import AgentRole
@@ -42,13 +42,14 @@ OLD_S = 600.0
 """What was last wrong before that is no fault of now."""
 
 
+MAX_ERROR_CHARS = 1000
 MOST_RECENT = 100
 """Handoffs that one look has: each takes some 0.02 ms, of the loop only while it is under way."""
 
 
 def without_place(status: AgentStatus) -> AgentStatus:
     """What anybody may hear: not where NIXL listens, nor the user, namespaces and paths."""
-    return structs.replace(status, data_endpoints=(), sharing=None)
+    return structs.replace(status, data_endpoints=(), sharing=None, faults=())
 
 
 @dataclass(slots=True)
@@ -124,19 +125,18 @@ class SelfReport:
             faults.append(Fault("no engine is attached", do))
         return faults
 
-    def live(self, registry: CollectorRegistry) -> Callable[[], Live]:
+    def live(self) -> Callable[[], Live]:
         """Everything of now, and its newest offers or fetches, `MOST_RECENT` at most.
 
         What is returned makes the rest of it in any thread.
         """
-        families, recent = list(registry.collect()), self.service.stories.recent(MOST_RECENT)
+        families = list(self.agent.metrics.registry.collect())
+        recent = self.service.stories.recent(MOST_RECENT)
         status, key_file = without_place(self.status(Status())), self.config.key_file
         server_key, key_of = self.agent.identity.server_key, self.service.key_of
         key_options_of = {at: key_options(key_file, key_of(at)) for at in status.silent_peers}
-        reasons, is_linked = (
-            [*self.unready(), *self._key_faults()],
-            not self.agent.data_plane.is_down(),
-        )
+        faults = [*self.unready(), *self._key_faults(), *_log_faults()]
+        is_linked = not self.agent.data_plane.is_down()
         now_s, wall_s = self.agent.loop.time(), time.time()
 
         def finish() -> Live:
@@ -144,15 +144,15 @@ class SelfReport:
                 status=status,
                 boot=self.agent.identity.agent_boot,
                 now_s=now_s,
-                faults=(),
                 metrics=dict(_samples(families)),
                 recent=tuple(tuple(make_spans()) for make_spans in recent),
                 key_options=key_options(key_file, server_key),
             )
-            faults = current_faults(
+            found = current_faults(
                 live, wall_s=wall_s, is_linked=is_linked, key_options=key_options_of
             )
-            return structs.replace(live, faults=(*reasons, *faults))
+            told = structs.replace(status, faults=(*faults, *found))
+            return structs.replace(live, status=told)
 
         return finish
 
@@ -165,6 +165,15 @@ class SelfReport:
                 "Trust it there, or where the file is made: kvbus keys trust FILE "
                 f"'{identity.server_key}' --name {identity.agent_id} --role prefill",
             )
+
+
+def _log_faults() -> Iterator[Fault]:
+    ago_s = time.monotonic() - LOST_LINES.last_at_s
+    if ago_s < OLD_S:
+        yield Fault(
+            f"{LOST_LINES.number} lines of the log could not be written, last {_age(ago_s)} ago",
+            "See whether the disk is full that stderr of the agent goes to.",
+        )
 
 
 def current_faults(
@@ -224,7 +233,7 @@ def _failures(handoffs: Sequence[Span], now_s: float) -> Iterator[Fault]:
         if code not in NOBODYS and ago_s < OLD_S:
             yield Fault(
                 f"{len(failed)} of the last {len(handoffs)} handoffs failed, "
-                f"last {_age(ago_s)} ago, with {error}",
+                f"last {_age(ago_s)} ago, with {error[:MAX_ERROR_CHARS]}",
                 ADVICE.get(code, OTHERWISE),
             )
 

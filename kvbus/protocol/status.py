@@ -66,6 +66,15 @@ class Sharing(msgspec.Struct, frozen=True):
     """Of each engine that a decode agent has met ``open``, or why its memory is not mapped."""
 
 
+class Fault(msgspec.Struct, frozen=True):
+    """One thing that is wrong at an agent."""
+
+    what: Text
+    """What is wrong, for people."""
+    do: Text
+    """What to do about it."""
+
+
 class AgentStatus(Message, frozen=True):
     agent_id: AgentId
     role: AgentRole
@@ -93,6 +102,8 @@ class AgentStatus(Message, frozen=True):
     echo: Echo = ""
     view: PeerView | None = None
     """What the agent knows of the ``peer`` that it was asked about."""
+    faults: tuple[Fault, ...] = ()
+    """What is wrong now, if that was asked for. Only for the senders that are told ``sharing``."""
 
 
 @request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)
@@ -108,6 +119,8 @@ class Status(Request[AgentStatus], frozen=True):
     """Endpoint of another agent whose ``view`` is wanted; or only its ``key``."""
     key: Text = ""
     """CURVE key of that agent, in Z85."""
+    faults: bool = False
+    """Whether the ``faults`` are wanted."""
 
 
 class Predicted(Message, frozen=True):
@@ -143,13 +156,6 @@ class Cost(Request[Predicted], frozen=True):
     """May be empty where this agent has one."""
 
 
-class Fault(msgspec.Struct, frozen=True):
-    """One thing that is wrong, and what to do about it."""
-
-    what: str
-    do: str
-
-
 class Live(msgspec.Struct, frozen=True):
     """The process ``boot`` of an agent at the time ``now_s`` of its clock, that of the spans.
 
@@ -161,7 +167,6 @@ class Live(msgspec.Struct, frozen=True):
     status: AgentStatus
     boot: str
     now_s: float
-    faults: tuple[Fault, ...]
     metrics: dict[str, float]
     recent: tuple[tuple[Span, ...], ...]
     key_options: str = ""

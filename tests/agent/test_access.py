@@ -9,7 +9,7 @@ from tests.keyring import KeyRing
 
 
 def misses_its_key(agent: AgentProcess) -> bool:
-    faults = json.loads(agent.page("/live")[1])["faults"]
+    faults = json.loads(agent.page("/live")[1])["status"]["faults"]
     return any("our own key is not among" in fault["what"] for fault in faults)
 
 

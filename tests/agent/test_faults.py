@@ -32,7 +32,6 @@ def faults(
         status=status,
         boot="b",
         now_s=NOW_S,
-        faults=(),
         metrics=metrics,
         recent=tuple(map(tuple, recent)),
     )

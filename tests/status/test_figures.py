@@ -14,7 +14,7 @@ STATUS = AgentStatus(
 
 
 def look(now_s: float, metrics: dict[str, float] | None = None, boot: str = "one") -> Live:
-    return Live(STATUS, boot, now_s, (), metrics or {}, ())
+    return Live(STATUS, boot, now_s, metrics or {}, ())
 
 
 def histogram(values: list[float], stage: str = "") -> dict[str, float]:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from kvbus.cli import app
 from kvbus.keys import Role
 from kvbus.spawn import Child, free_port
-from tests.agents import AgentProcess, Agents, until, wait_until
+from tests.agents import AgentProcess, Agents, until, wait_until, write_config
 from tests.doctor.played_agents import BOOT, told_by
 from tests.doctor.played_agents import agent as played_agent
 from tests.engines import begin, engine, pair
@@ -259,6 +259,34 @@ def test_where_no_default_answers_it_says_what_was_asked_and_how_to_name_an_agen
         f"error: no agent answered at http://{at}; name one: kvbus status HOST:PORT, its "
         "http_bind, or tcp://HOST:PORT, its peer address\n"
     )
+
+
+def test_what_is_wrong_at_an_agent_is_told_with_what_to_do(fresh: Agents) -> None:
+    agent = fresh.prepare("prefill", ready_needs_engine=True)
+    fresh.start(agent)
+
+    shown = status(agent.peer)
+
+    assert "no engine is attached" in shown.stdout
+    assert "Start one; the agent's log says who was refused." in shown.stdout
+
+
+def test_lines_of_the_log_that_a_full_disk_loses_are_told(folder: Path) -> None:
+    at = f"tcp://127.0.0.1:{free_port()}"
+    wanted = {"agent_id": "p", "peer_bind": at, "events_bind": "tcp://127.0.0.1:0"}
+    write_config(folder / "p.toml", {**wanted, "runtime_dir": str(folder / "run")})
+    command = [sys.executable, "-m", "kvbus_prefill", str(folder / "p.toml")]
+    with (
+        Path("/dev/full").open("wb") as full,
+        subprocess.Popen(command, stderr=full) as agent,
+    ):
+        try:
+            wait_until(lambda: status(at).exit_code == 0, "the agent answers")
+            shown = status(at)
+        finally:
+            agent.terminate()
+
+    assert "lines of the log could not be written" in shown.stdout
 
 
 def test_no_answer_is_one_line_and_status_1() -> None:

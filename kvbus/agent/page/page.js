@@ -194,7 +194,7 @@ async function look() {
     endpoint = status.peer_endpoint;
     keyOptions = live.key_options;
     at("flows-part").hidden = !isDecode;
-    drawFaults(live.faults);
+    drawFaults(live.status.faults);
     drawFigures(live);
     if (isDecode) drawFlows(recent, live.now_s);
     drawHandoffs(recent, live.now_s);

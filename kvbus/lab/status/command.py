@@ -99,7 +99,7 @@ def status(
                 curve = curve_of(key_file, server_key)
                 anyio.run(follow, peer, curve, topics_of(only or []), request, count)
             elif peer:
-                asked = Status(fetch_id=fetch, offer_id=offer)
+                asked = Status(fetch_id=fetch, offer_id=offer, faults=True)
                 curve = curve_of(key_file, server_key)
                 ask = partial(ask_agent, peer, asked, timeout_s=timeout, curve=curve)
                 with waiting_for(f"{peer} to answer"):
@@ -125,7 +125,7 @@ def _tell(peer: str, answer: AgentStatus, asked: Status, *, as_json: bool) -> No
     if as_json:
         write_json(answer)
     else:
-        held = screen({peer: Between(Live(answer, "", 0.0, (), {}, ()))})
+        held = screen({peer: Between(Live(answer, "", 0.0, {}, ()))})
         story = ["", f"story of {name}:", *answer.story] if answer.story else ()
         write_text(text_of(held, *story))
     if name and not answer.story:

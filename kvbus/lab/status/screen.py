@@ -74,7 +74,7 @@ def screen(views: Mapping[str, View]) -> RenderableType:
         if isinstance(view, str):
             parts.append(Text(f"\n{at}: {view}", "red", overflow="fold"))
             continue
-        for fault in view.now.faults:
+        for fault in view.now.status.faults:
             parts.append(Text(f"\n{view.now.status.agent_id}: {fault.what}", "red"))
             parts.append(Text(f"  {fault.do}"))
     return Group(*parts)
