@@ -268,12 +268,11 @@ def _lines(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _codes() -> Iterator[str]:
-    yield from ("| code | when | what to do |", "| --- | --- | --- |")
     for code, text in code_texts().items():
         when, _, then = text.partition(" Do: ")
         if not then:
             raise Undocumented(f"nothing says when '{code}' comes, and what to do then")
-        yield f"| `{code.value}` | {when} | {then[:1].upper()}{then[1:]} |"
+        yield f"- `{code.value}`: {when} → {then[:1].upper()}{then[1:]}"
 
 
 def text_of(kind: type) -> str:

@@ -46,13 +46,12 @@ class ErrorCode(StrEnum):
     DRAINING = "draining"
     """The side is about to stop and takes nothing new. Do: use another agent."""
     STALE = "stale"
-    """The message names a boot id, an engine or a lease epoch that is not the current one, or is
-    older than the replies that are kept. Do: drop what the message was about. Shake hands or
-    register again."""
+    """The message names a boot id, an engine or a lease epoch that is not the current one. Do: drop
+    what the message was about. Shake hands or register again."""
     FORBIDDEN = "forbidden"
     """The right to it was not shown: the ticket's secret, the lease's token, the access to the
-    memory, or a key of the right role. Do: ask with a ticket as the prefill engine gave it, and
-    have the keys trusted on both sides."""
+    memory, or a key of the right role. Do: leave tickets as the prefill engine gave them, and have
+    the keys trusted on both sides."""
     TIMEOUT = "timeout"
     """It was not done in time. Do: try again, or compute the prompt."""
     CANCELLED = "cancelled"
@@ -64,8 +63,8 @@ class ErrorCode(StrEnum):
     CONFIG = "config"
     """A process is configured wrongly, or not for what was asked. Do: correct the configuration."""
     GEOMETRY = "geometry"
-    """A description of memory, a block table or a box is impossible, or too large for a staging
-    slot. Do: correct the description; the detail names the field."""
+    """A description of memory, a block table or a box is impossible. Do: correct the description;
+    the detail names the field."""
     INCOMPATIBLE = "incompatible"
     """KV of one engine cannot be used by the other; the detail has ``field``, ``prefill`` and
     ``decode``. Do: do not pair these two engines."""
@@ -90,22 +89,21 @@ class ErrorCode(StrEnum):
     OFFER_EXISTS = "offer_exists"
     """The request has a live offer. Do: withdraw that offer first; the detail names it."""
     OFFER_OPEN = "offer_open"
-    """The offer is not sealed, so it cannot be taken, and has no states yet. Do: renew until the
-    offer is sealed."""
+    """The offer is not sealed, so it cannot be taken, and has no states yet. Do: renew until it is.
+    """
     OFFER_SEALED = "offer_sealed"
     """The offer is sealed, so it cannot change. Do: make a new offer."""
     OFFER_WITHDRAWN = "offer_withdrawn"
-    """The offer was withdrawn. Do: nothing; the request was given up."""
+    """The offer was withdrawn. Do: nothing."""
     OFFER_EXPIRED = "offer_expired"
-    """The offer was not read in time. Do: compute the prompt; raise ``ttl_s``
-    if this is common."""
+    """The offer was not read in time. Do: compute the prompt; raise ``ttl_s`` if this is common."""
     OFFER_COMPLETED = "offer_completed"
-    """The offer was read and taken. Do: nothing; it was handed over."""
+    """The offer was read and taken. Do: nothing."""
     LEASE_EXPIRED = "lease_expired"
     """The lease, or that of a staging slot, ended before the bytes had been read. Do: try again,
     with a longer lease."""
     FETCH_UNKNOWN = "fetch_unknown"
-    """No such fetch, or it ended so long ago that it is forgotten. Do: nothing; it is over."""
+    """No such fetch, or it ended so long ago that it is forgotten. Do: nothing."""
     FETCH_EXISTS = "fetch_exists"
     """The fetch id was used already. Do: use a new id."""
     PEER_UNREACHABLE = "peer_unreachable"
@@ -117,8 +115,7 @@ class ErrorCode(StrEnum):
     """NIXL ended a transfer with an error. Do: try again, or compute the prompt."""
     DIGEST_MISMATCH = "digest_mismatch"
     """What was read has other bytes than the prefill engine: a layer, a head and tokens are named.
-    Do: do not use the KV. Try again, once; then compute the prompt, and have
-    the machines looked at."""
+    Do: try again, once; then compute the prompt, and have the machines looked at."""
 
 
 class KVBusError(Exception):

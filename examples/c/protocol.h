@@ -78,8 +78,7 @@ enum {
 #define KVBUS_CODE_BUSY "busy"
 /* The side is about to stop and takes nothing new. */
 #define KVBUS_CODE_DRAINING "draining"
-/* The message names a boot id, an engine or a lease epoch that is not the current one, or is older than the
-   replies that are kept. */
+/* The message names a boot id, an engine or a lease epoch that is not the current one. */
 #define KVBUS_CODE_STALE "stale"
 /* The right to it was not shown: the ticket's secret, the lease's token, the access to the memory, or a key
    of the right role. */
@@ -94,7 +93,7 @@ enum {
 #define KVBUS_CODE_INTERNAL "internal"
 /* A process is configured wrongly, or not for what was asked. */
 #define KVBUS_CODE_CONFIG "config"
-/* A description of memory, a block table or a box is impossible, or too large for a staging slot. */
+/* A description of memory, a block table or a box is impossible. */
 #define KVBUS_CODE_GEOMETRY "geometry"
 /* KV of one engine cannot be used by the other; the detail has `field`, `prefill` and `decode`. */
 #define KVBUS_CODE_INCOMPATIBLE "incompatible"

@@ -135,8 +135,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
         KvPart.KEY,
         KvPart.VALUE,
     )
-    """Names of what each layer caches: ``k`` and ``v``, or ``latent`` (MLA), or others, all of one
-    shape; of a state those in ``state``, in that order."""
+    """What each layer caches: ``k`` and ``v``, or ``latent`` (MLA), or others, all of one shape; of
+    a state the names in ``state``, in that order."""
     window: Count | None = None
     """Tokens of a sliding window; nil for full attention and for a state."""
     state: Annotated[tuple[StatePart, ...], msgspec.Meta(max_length=64)] = ()

@@ -69,7 +69,7 @@ class Hello(Request[Welcome], frozen=True):
 
 class SegmentPassed(Message, frozen=True):
     sealed: bool
-    """Whether the kernel forbids to shrink the file. If not, an engine that does is sent away."""
+    """Whether the kernel forbids to shrink the file."""
 
 
 @request("segment", Socket.ATTACH, refusals="not_registered segment config")
@@ -100,7 +100,7 @@ class PassCuda(Request[Empty], frozen=True):
     size_bytes: SegmentBytes
     """Bytes of the segment."""
     event: CudaHandle | None = None
-    """The ``CUipcEventHandle`` of an event that the engine records. Nil when it waits for its GPU.
+    """The ``CUipcEventHandle`` of an event that the engine records; nil when it waits for its GPU.
     """
 
 
@@ -129,7 +129,7 @@ class MemoryLent(Message, frozen=True):
     agent_boot: Id
     """Boot id of the agent. Take nothing from another, which may be at the path."""
     segments: Annotated[tuple[LentSegment, ...], msgspec.Meta(max_length=MAX_LENT_AT_ONCE)]
-    """Up to 64, none behind the last one; the message's descriptors are theirs, in this order."""
+    """None behind the last one; the message's descriptors are theirs, in this order."""
 
 
 @request("lend", Socket.MEMORY, refusals="forbidden stale engine_unknown engine_lost config")

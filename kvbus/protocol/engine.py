@@ -105,7 +105,7 @@ class Detach(Request[Empty], frozen=True):
 
 @request("ping", Socket.ENGINE)
 class Ping(Request[Empty], frozen=True):
-    """Asks for a sign of life. The answer's ``boot`` tells whether it is still the same process."""
+    """Asks for a sign of life."""
 
 
 class OfferMade(Message, frozen=True):
@@ -183,7 +183,7 @@ class SealOffer(Request[Empty], frozen=True):
 
 @request("withdraw", Socket.PREFILL, refusals="not_registered offer_unknown")
 class WithdrawOffer(Request[Empty], frozen=True):
-    """Ends an offer now: its readers fail. Ok, and without effect, for one that has ended."""
+    """Ends an offer now: its readers fail. Without effect for one that has ended."""
 
     offer_id: OfferId
 
@@ -196,7 +196,7 @@ class Released(Message, frozen=True):
     request_id: Id
     """As in ``offer``."""
     outcome: Outcome
-    """``completed``, ``withdrawn`` (by the engine, a router or the agent's end) or ``expired``."""
+    """``completed``, ``withdrawn`` or ``expired``."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):
@@ -213,9 +213,9 @@ class StageTimes(msgspec.Struct, frozen=True):
     taking: float = 0.0
     """Asking whether what was read is good."""
     queued: float = 0.0
-    """Waiting for its turn, while as many fetches as may be are under way."""
+    """Waiting for its turn."""
     meeting: float = 0.0
-    """Waiting for the ticket of an offer that was not made yet."""
+    """Waiting for the ticket."""
 
     @property
     def total(self) -> float:
@@ -247,8 +247,7 @@ class Fetched(Message, frozen=True):
     """Where it ended: ``meeting``, ``resolving``, ``queued``, ``claiming``, ``waiting``,
     ``reading``, ``taking`` or ``completed``."""
     blocks_free: bool
-    """Whether the blocks may be used again. When false, a transfer can still write into them, until
-    ``blocks_freed``."""
+    """Whether the blocks may be used again. When false, not before ``blocks_freed``."""
     code: Text = ""
     """The [error code](errors.md) of a fetch that did not complete."""
     message: Text = ""
@@ -260,8 +259,8 @@ class Fetched(Message, frozen=True):
     stages_s: StageTimes = StageTimes()
     """Where the time went."""
     whole_blocks: bool = False
-    """When false, the first block of a window may have a gap, and must not be cached as a whole
-    block; see [Block tables](#block-tables)."""
+    """When false, the first block of a window may have a [gap](#block-tables), and must not be
+    cached."""
     num_tokens: Size = 0
     """One past the last token that was wanted: what ``fetch`` said, or less with ``at_most``."""
 
@@ -286,8 +285,8 @@ class StartFetch(Request[Fetched], frozen=True):
     num_tokens: Tokens
     """One past the last token position that is wanted."""
     tables: Tables
-    """For each group exactly the blocks of the [positions](#block-tables) that these tokens need,
-    also when there are none."""
+    """For each group exactly the blocks of the [positions](#block-tables) that these tokens need.
+    """
     first_token: Tokens = 0
     """First position that is wanted. Tokens before it stay as they are."""
     timeout_s: Seconds | None = None
@@ -314,11 +313,11 @@ class StartFetch(Request[Fetched], frozen=True):
 
 @request("cancel", Socket.DECODE, refusals="not_registered fetch_unknown")
 class CancelFetch(Request[Empty], frozen=True):
-    """Gives a fetch up; its answer still comes. Ok, and without effect, for one that has ended."""
+    """Gives a fetch up; its answer still comes. Without effect for one that has ended."""
 
     fetch_id: FetchId
     release_offer: bool = False
-    """Whether the offer is withdrawn, too, unless the fetch completed: nobody else will read it."""
+    """Whether the offer is withdrawn, too, unless the fetch completed."""
 
 
 @notice("blocks_freed")

@@ -37,8 +37,8 @@ class OfferEvent(Message, frozen=True):
 
 @event("lease.granted", "lease.revoked", "lease.expired", "lease.ended")
 class LeaseEvent(Message, frozen=True):
-    """A lease was granted; revoked, as its offer was withdrawn or its reader claimed again;
-    expired; or ended by its reader.
+    """A lease was granted; revoked by a withdrawal or a new claim; expired; or was ended by its
+    reader.
     """
 
     offer_id: OfferId
@@ -62,4 +62,4 @@ class EngineEvent(Message, frozen=True):
 
     engine_id: EngineId
     engine_instance: Text = ""
-    """Its instance: a new one each time that a control session registers."""
+    """As in tickets."""

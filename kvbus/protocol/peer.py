@@ -80,7 +80,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
     """Its ranks at this agent, in order of their number."""
     addresses: tuple[dict[str, Address], ...] = ()
     """For each of ``ranks`` the address of each segment in the agent's process, by ``segment_id``.
-    A rank whose map is empty is *unregistered*. No maps on the side that only describes itself."""
+    A rank whose map is empty is *unregistered*. None of a reader."""
 
 
 class HandshakeDone(Message, frozen=True):
@@ -106,11 +106,9 @@ class HandshakeDone(Message, frozen=True):
     slot_bytes: Size = 0
     """Bytes of a staging slot, and so of the largest box; 0 when the agent packs nothing."""
     others: tuple[AgentRanks, ...] = ()
-    """Of the engine's home: the other agents that have ranks of it, each to be shaken hands with.
-    """
+    """Of the engine's home: the other agents that have ranks of it."""
     memory_socket: MemorySocket | None = None
-    """Where an agent of the same machine and user gets this memory; see [Memory
-    socket](#memory-socket)."""
+    """Where an agent of the same machine and user gets this memory."""
     digests: bool = False
     """Whether the agent answers ``digest``."""
 
@@ -124,8 +122,7 @@ class HandshakeDone(Message, frozen=True):
 class Handshake(Request[HandshakeDone], frozen=True):
     """A decode agent introduces one of its engines to one prefill engine, at each agent that has
     ranks of that, and again whenever one of these is a new process. Without ``offer_id`` and
-    ``secret`` it is *ahead* of the first ticket: for keys of the role ``decode``, or for anybody
-    where ``shake_hands_ahead`` says so.
+    ``secret`` it is *ahead* of the first ticket, for those that ``shake_hands_ahead`` allows.
     """
 
     min_protocol: MinProtocol
@@ -147,8 +144,7 @@ class Handshake(Request[HandshakeDone], frozen=True):
     access: Secret | None = None
     """With ``ranks``: what the home says is shown there."""
     machine: Text = ""
-    """Boot id of the decode agent's kernel, if it can map the memory of an engine; empty when it
-    cannot, or could not."""
+    """Boot id of the decode agent's kernel; empty when it cannot map memory."""
 
 
 class Granted(Message, frozen=True):
@@ -166,7 +162,7 @@ class Granted(Message, frozen=True):
     tables: Tables
     """By group, the blocks behind those that the reader knows."""
     token: Secret
-    """The right to the lease: all that is asked under it shows this."""
+    """The right to the lease."""
 
 
 @request("claim", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} busy")
@@ -268,9 +264,9 @@ class Met(Message, frozen=True):
     "offer_completed draining",
 )
 class Meet(Request[Met], frozen=True):
-    """Asks for the ticket of an offer by the name that a router gave it; see
-    [Rendezvous](#rendezvous). Answered as soon as there is one; ``busy`` when there is none after
-    ``wait_s``; ``engine_not_ready`` when no engine has been ready for 2 s.
+    """Asks for the ticket of a [rendezvous](#rendezvous). Answered as soon as there is one;
+    ``busy`` when there is none after ``wait_s``; ``engine_not_ready`` when no engine has been ready
+    for 2 s.
     """
 
     transfer_id: TransferId

@@ -44,7 +44,7 @@ class PeerView(msgspec.Struct, frozen=True):
     num_routes: Size = 0
     """Routes from engines of ``peer``, made by handshakes."""
     problem: Text = ""
-    """Why the last handshake came to nothing, or why it is not warm, for people."""
+    """Why it is not warm, or why the last handshake failed, for people."""
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -83,16 +83,16 @@ class AgentStatus(Message, frozen=True):
     draining: bool
     """Whether it takes no new offers or fetches."""
     counts: dict[str, int]
-    """How many offers, leases, fetches and the like it holds; names may be added."""
+    """How many offers, leases, fetches and the like it holds."""
     data_endpoints: tuple[Text, ...] = ()
     """HOST:PORT of each TCP socket at which the agent's NIXL listens. Only for senders with a key,
     or of the same user (or root) on this machine, as ``sharing``."""
     story: tuple[Text, ...] = ()
-    """The last events of the fetch or offer that was asked for, a line each, for people."""
+    """The last events of the fetch or offer that was asked for, for people."""
     sharing: Sharing | None = None
     """Whether memory is shared with agents of the same machine."""
     silent_peers: dict[str, float] = msgspec.field(default_factory=dict)
-    """Agents that do not answer, by endpoint, and for how many seconds nothing came."""
+    """Agents that do not answer, by endpoint: for how many seconds nothing came."""
     engine_instances: dict[str, str] = msgspec.field(default_factory=dict)
     """Of each engine, its ``engine_instance`` in tickets."""
     peer_endpoint: Text = ""

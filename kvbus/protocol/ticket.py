@@ -44,9 +44,9 @@ _Base64 = Annotated[str, msgspec.Meta(max_length=131_072)]
 Audience = Text
 """The decode engine or agent that alone may use it, where tickets are signed; empty for any."""
 IssuedAt = Size
-"""When it was signed, in seconds since 1970; 0 when it is not signed."""
+"""When it was signed, in seconds since 1970; 0 without a signature."""
 ExpiresAt = Size
-"""Until when it is good; 0 when it is not signed."""
+"""Until when it is good; 0 without a signature."""
 Version = int
 """Version of the ticket, or rendezvous: 1."""
 Signature = Text
@@ -100,7 +100,7 @@ class Ticket(Carried, frozen=True):
     num_tokens: Tokens
     """Tokens ready when the ticket was made; more may follow."""
     secret: Secret
-    """The right to claim the offer, or withdraw it: 128 random bits."""
+    """The right to claim the offer, or withdraw it."""
     server_key: ServerKey = ""
     audience: Audience = ""
     prompt_digest: Text = ""

@@ -31,10 +31,9 @@ class Span(Redacted, frozen=True):
     """A time in which something went on, by the agent's own clock."""
 
     name: Id
-    """What went on: ``offer`` or ``fetch``, a state of one, or a step of a read. Names may be
-    added."""
+    """What went on: ``offer`` or ``fetch``, a state of one, or a step of a read."""
     start_s: float
-    """When it began, by the agent's clock."""
+    """When it began."""
     end_s: float | None = None
     """When it ended; nil while it goes on."""
     depth: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
@@ -44,7 +43,7 @@ class Span(Redacted, frozen=True):
     error: Text = ""
     """The error that ended it; empty for none."""
     attributes: dict[str, Scalar] = msgspec.field(default_factory=dict)
-    """Plain values that say more. Names may be added."""
+    """Plain values that say more."""
 
 
 class OtherAgent(Redacted, frozen=True):
@@ -64,7 +63,7 @@ class Traced(Message, frozen=True):
     wall_s: float
     """Seconds since 1970 then, as its machine believes."""
     spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
-    """What it remembers, the oldest first; parents before what is in them."""
+    """What it remembers, the oldest first."""
     cut: bool = False
     """Whether it remembers more than fits: the oldest entries are left out."""
     others: Annotated[tuple[OtherAgent, ...], msgspec.Meta(max_length=MAX_OTHERS)] = ()
