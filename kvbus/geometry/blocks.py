@@ -26,10 +26,8 @@ BlockIds = npt.NDArray[np.uint32]
 
 
 class BlockTable(msgspec.Struct, frozen=True):
-    """The blocks of one group: entry i of ``ids`` is block ``first_block`` + i of the request, and
-    block j holds token positions from j * ``block_size`` on; see [Block tables](#block-tables). A
-    table that starts late describes a request whose earlier blocks are not offered, or not asked
-    for.
+    """The blocks of one group, from block ``first_block`` of the request on; see [Block
+    tables](#block-tables).
     """
 
     ids: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BLOCKS)]

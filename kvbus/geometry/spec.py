@@ -123,24 +123,23 @@ class GroupSpec(msgspec.Struct, frozen=True):
     layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
     """Numbers of the layers, in the model's counting. A state that is of no layer has layer 0."""
     block_size: Count
-    """Tokens in a block. 1 for a state."""
+    """Tokens in a block."""
     num_kv_heads: Count
-    """KV heads of the whole model, over all ranks. 1 for a latent and for a state."""
+    """KV heads of the whole model, over all ranks. 1 for a latent."""
     head_dim: Count
-    """Elements of one head, or of the latent. 1 for a state."""
+    """Elements of one head, or of the latent."""
     dtype: Name
     """``float32``, ``float16``, ``bfloat16``, ``float8_e4m3fn``, ``float8_e5m2``, ``int8`` or
-    ``uint8``. ``uint8`` for a state."""
+    ``uint8``."""
     parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)] = (
         KvPart.KEY,
         KvPart.VALUE,
     )
-    """What each layer caches: ``k`` and ``v``, or ``latent`` (MLA), or others, all of one shape; of
-    a state the names in ``state``, in that order."""
+    """What each layer caches: ``k`` and ``v``, or ``latent`` (MLA), or others, all of one shape."""
     window: Count | None = None
-    """Tokens of a sliding window; nil for full attention and for a state."""
+    """Tokens of a sliding window; nil for full attention."""
     state: Annotated[tuple[StatePart, ...], msgspec.Meta(max_length=64)] = ()
-    """The parts of an opaque state; empty for attention."""
+    """The parts of an [opaque state](#memory), for which most of the above is fixed."""
     optional: bool = False
     """Whether an engine of the other side may be without this group."""
 
