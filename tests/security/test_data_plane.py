@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import anyio
 import psutil
@@ -14,7 +15,8 @@ from kvbus.errors import KVBusError
 from kvbus.spawn import free_port
 from kvbus.transport import Transport
 from tests.agents import AgentProcess, Agents, until
-from tests.keyring import hand_over
+from tests.keyring import KeyRing, hand_over
+from tests.namespaces import HAVE_NAMESPACES, hosts, link
 
 pytestmark = pytest.mark.anyio
 
@@ -118,6 +120,32 @@ async def test_settings_that_ucx_does_not_take_are_named_when_it_is_needed(fresh
         await hand_over(prefill, without)
 
     assert prefill.says("data_plane.closed")
+
+
+@pytest.mark.skipif(not HAVE_NAMESPACES, reason="needs root and iproute2")
+def test_a_network_of_the_agents_keeps_strangers_from_the_data_plane(
+    fresh: Agents, tmp_path: Path
+) -> None:
+    with hosts("server", "client", "agent") as made:
+        server, client, other_agent = made["server"], made["client"], made["agent"]
+        link("front0", one=(server, "10.211.1.1/24"), other=(client, "10.211.1.2/24"))
+        link("kv0", one=(server, "10.211.2.1/24"), other=(other_agent, "10.211.2.2/24"))
+        agent = fresh.prepare(
+            "prefill",
+            peer_bind="tcp://0.0.0.0:7701",
+            events_bind="tcp://0.0.0.0:7702",
+            advertise_host="10.211.1.1",
+            data_interfaces=["kv0"],
+            env={"UCX_NET_DEVICES": "front0"},  # the config goes first
+            **KeyRing(tmp_path).settings("server"),
+        )
+        agent.runner = server.command
+        fresh.start(agent)
+        (data,) = [int(at.rpartition(":")[2]) for at in agent.started["data"]]
+
+        assert other_agent.ports_open_at("10.211.2.1", [data]) == [data]
+        assert client.ports_open_at("10.211.1.1", [7701, 7702, data]) == [7701, 7702]
+        fresh.end()
 
 
 def listening_ports(agent: AgentProcess) -> set[int]:

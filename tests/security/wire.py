@@ -3,13 +3,10 @@
 Refuses to wait for ZeroMQ: bytes go out as they are made, whatever its own library would not send.
 """
 
-import os
 import socket
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.agents import WITHIN_S, AgentProcess
@@ -20,7 +17,6 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + byte
 MORE, LONG, COMMAND = 1, 2, 4
 STUCK_S = 3.0
 """Nobody reads a connection any more that takes nothing for so long."""
-PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
@@ -75,44 +71,16 @@ def _receive(wire: socket.socket, num_bytes: int) -> bytes:
     return received
 
 
-def send_until_cut(wire: socket.socket, pieces: Iterable[bytes], *, most_bytes: int) -> int:
-    """Send until nobody takes it any more; returns how many bytes went out."""
-    num_sent = 0
-    with wire, suppress(OSError):
-        for piece in pieces:
-            wire.sendall(piece)
-            num_sent += len(piece)
-            if num_sent >= most_bytes:
-                break
-    return num_sent
-
-
-@dataclass
-class Watched:
-    """What a process used while it was watched."""
-
-    pid: int
-    grown_bytes: int = 0
-    """How much more resident memory it had at the worst moment."""
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def run(self) -> None:
-        before = self.resident_bytes()
-        while not self.ended.wait(0.01):
-            self.grown_bytes = max(self.grown_bytes, self.resident_bytes() - before)
-
-    def resident_bytes(self) -> int:
-        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * PAGE_BYTES
-
-
 @contextmanager
-def watched(agent: AgentProcess) -> Iterator[Watched]:
-    """Look at an agent every ten milliseconds."""
-    seen = Watched(agent.pid)
-    thread = threading.Thread(target=seen.run)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        seen.ended.set()
-        thread.join()
+def bounded_growth(agent: AgentProcess, *, most_bytes: int) -> Iterator[None]:
+    """Fail if the agent ever had so much more resident memory meanwhile."""
+    status, limit = Path(f"/proc/{agent.pid}/status"), Path(f"/proc/{agent.pid}/clear_refs")
+
+    def resident_bytes(name: str) -> int:
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith(name)]
+        return int(line.split()[1]) * 1024
+
+    limit.write_text("5")  # the kernel notes the most from now on
+    before = resident_bytes("VmRSS")
+    yield
+    assert resident_bytes("VmHWM") - before < most_bytes
