@@ -4,6 +4,7 @@ Which values a key may have is shown in `tests/agent/test_config_sources.py`.
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,58 +19,106 @@ from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, until
 from tests.engines import engine
 from tests.faults.conftest import NOTHING, Started
+from tests.keyring import KeyRing
 
 KINDS: dict[str, type[Any]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 ADDRESSES = ("peer_bind", "events_bind", "http_bind")
 WELL = (200, "ok\n")
 
 
+Refused = tuple[str, dict[str, Any], str]
+EXPOSED = {"peer_bind": "tcp://0.0.0.0:0", "advertise_host": "host"}
+"""Whoever reaches this machine may connect."""
+USAGE = {"no number", "no port", "no address for others"}
+"""What ends with status 2."""
+
+
+def refused(folder: Path) -> dict[str, Refused]:
+    """By what is wrong: the role, the settings that differ, and what is said of it."""
+    ring = KeyRing(folder)
+    keys, readable = ring.settings("p"), ring.settings("readable")
+    ring.secret_path("readable").chmod(0o644)
+    files = {"short": b"short", "long": b"x" * 5000, "shared": b"k" * 32}
+    for name, key in files.items():
+        (folder / name).write_bytes(key + b"\n")
+        (folder / name).chmod(0o640 if name == "shared" else 0o600)
+
+    def tickets(name: str, said: str, role: str = "prefill") -> Refused:
+        return role, {"ticket_keys": [str(folder / name)]}, f"'ticket_keys'.*{said}"
+
+    def alone(key: str) -> dict[str, Any]:
+        return {key: keys[key]}
+
+    def env(**variables: str) -> dict[str, Any]:
+        return {"env": variables, "mapped": False}
+
+    long_path = f"/dev/shm/{120 * 'x'}"  # noqa: S108 - nothing is made there
+    insecure = {**EXPOSED, "insecure": True}
+    return {
+        "no number": ("decode", {"max_handoffs": "many"}, "max_handoffs"),
+        "no port": ("decode", {"peer_bind": "tcp://127.0.0.1:99999"}, "peer_bind"),
+        "no address for others": ("decode", {"peer_bind": "tcp://0.0.0.0:0"}, "advertise_host"),
+        "a long path": ("decode", {"runtime_dir": long_path}, "107"),
+        "no room": (
+            "decode",
+            {"staging_bytes": 1 << 40},
+            "error: key 'staging_bytes': a segment of 1099511627776 bytes does not fit",
+        ),
+        "no UCX": (
+            "decode",
+            env(UCX_TLS="bogus"),
+            r"error: UCX does not start on data_interfaces = \['lo'\], UCX_TLS=bogus: ",
+        ),
+        "no interface": (
+            "decode",
+            env(UCX_NET_DEVICES="bogus0"),
+            "error: UCX_NET_DEVICES: this machine has no bogus0",
+        ),
+        "peers without keys": ("prefill", EXPOSED, "insecure = true"),
+        "events without keys": (
+            "decode",
+            {"events_bind": "tcp://0.0.0.0:0", "advertise_host": "host"},
+            "insecure = true",
+        ),
+        "a key and nobody trusted": ("prefill", alone("key_file"), "'authorized_keys': needed"),
+        "trust without a key": ("prefill", alone("authorized_keys"), "'key_file': needed"),
+        "a key that others read": ("prefill", readable, "others can read the secret in it"),
+        "ticket keys that others read": tickets("shared", "others can read the secret in it"),
+        "a ticket key that is short": tickets("short", "has a key of 5 bytes; 32 at least"),
+        "a ticket key that is long": tickets("long", "larger than 4096 bytes"),
+        "no ticket key to sign": tickets("none", "cannot read"),
+        "no ticket key to check": tickets("none", "cannot read", "decode"),
+        "any interface for KV": ("prefill", insecure, "'data_interfaces': needed"),
+        "any interface, with keys": ("decode", {**EXPOSED, **keys}, "'data_interfaces': needed"),
+        "an interface that is not there": (
+            "prefill",
+            {"data_interfaces": ["lo", "eth99", "ib_7:1"]},
+            "has no eth99, ib_7:1; it has .*lo",
+        ),
+    }
+
+
+def test_what_cannot_be_or_is_not_safe_is_refused_at_the_start_by_its_key(
+    fresh: Started, tmp_path: Path
+) -> None:
+    """Side by side, as a start takes a second."""
+    wrong = refused(tmp_path)
+    launched = {why: fresh.prepare(role, **settings) for why, (role, settings, _) in wrong.items()}
+    for agent in launched.values():
+        agent.expected_trouble |= {"not json", "data_plane.closed"}
+        agent.launch()
+
+    for why, (_, _, told) in wrong.items():
+        status, said = ended(launched[why])
+        assert status == (2 if why in USAGE else 1), (why, said)
+        assert re.search(told, said), (why, said)
+
+
 def ended(agent: AgentProcess) -> tuple[int, str]:
     """How an agent that cannot start ended, and what it said."""
-    agent.expected_trouble.add("not json")
-    agent.launch()
     status, said = agent.exit_status(), "\n".join(agent.lines())
     assert "Traceback" not in said
     return status, said
-
-
-CANNOT_START: dict[str, tuple[dict[str, Any], dict[str, str], int, str]] = {
-    "no number": ({"max_handoffs": "many"}, {}, 2, "max_handoffs"),
-    "no port": ({"peer_bind": "tcp://127.0.0.1:99999"}, {}, 2, "peer_bind"),
-    "no address for others": ({"peer_bind": "tcp://0.0.0.0:0"}, {}, 2, "advertise_host"),
-    "a long path": ({"runtime_dir": f"/dev/shm/{120 * 'x'}"}, {}, 1, "107"),  # noqa: S108
-    "no room": (
-        {"staging_bytes": 1 << 40},
-        {},
-        1,
-        "error: key 'staging_bytes': a segment of 1099511627776 bytes does not fit",
-    ),
-    "no UCX": (
-        {"mapped": False},
-        {"UCX_TLS": "bogus"},
-        1,
-        "error: UCX does not start on data_interfaces = ['lo'], UCX_TLS=bogus: ",
-    ),
-    "no interface": (
-        {},
-        {"UCX_NET_DEVICES": "bogus0"},
-        1,
-        "error: UCX_NET_DEVICES: this machine has no bogus0",
-    ),
-}
-"""Settings, environment, exit status and what is said."""
-
-
-@pytest.mark.parametrize("why", CANNOT_START)
-def test_an_agent_that_cannot_start_says_why_and_exits(fresh: Started, why: str) -> None:
-    changes, env, wanted, told = CANNOT_START[why]
-    agent = fresh.prepare("decode", env=env, **changes)
-    agent.expected_trouble.add("data_plane.closed")
-
-    status, said = ended(agent)
-
-    assert status == wanted
-    assert told in said
 
 
 @pytest.mark.parametrize("taken", [*ADDRESSES, "runtime_dir"])
@@ -78,7 +127,10 @@ def test_what_another_agent_uses_is_named_and_the_other_one_lives_on(
 ) -> None:
     in_use = str(prefill.settings[taken])
 
-    status, said = ended(fresh.prefill(**{taken: in_use}))
+    second = fresh.prefill(**{taken: in_use})
+    second.expected_trouble.add("not json")
+    second.launch()
+    status, said = ended(second)
 
     assert status == 1
     assert said.count(in_use.removeprefix("tcp://")) == 1
