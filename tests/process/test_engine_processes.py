@@ -1,19 +1,16 @@
-"""Processes of an engine are killed, or stopped: all of it is freed at once, or its KV moves on.
+"""A process of an engine is killed: all of it is freed at once.
 
 Whatever would free it later, a lease, a deadline, or the time for late reads, is far away.
 """
 
-import signal
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio
 import pytest
 
 from kvbus.errors import ErrorCode
-from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, Agents, until
 from tests.engine_program import EngineConfig, EngineProcess, fetch_order
 from tests.engines import LARGE, NUM_LARGE_BLOCKS, make_spec, pair, works
@@ -106,28 +103,3 @@ async def test_an_engine_is_freed_at_once_whichever_process_of_it_is_killed(
             assert decode.says("handoff.failed", engine_id=engine_id, code="engine_lost")
             await until(lambda: not prefill.status()["counts"]["leases"])
         assert await works(*others)
-
-
-@pytest.mark.parametrize("path", ["packed"])
-async def test_kv_moves_between_engines_that_are_stopped_and_they_hear_so_when_they_go_on(
-    agents: Agents,
-) -> None:
-    prefill, decode = agents.all
-    async with (
-        in_processes(prefill, *WHOLE) as (source,),
-        in_processes(decode, *WHOLE) as (target,),
-    ):
-        offered = source.ask(1, {"do": "offer", "steps": [ALL]})
-        fetched = target.ask(2, fetch_order(1, SPEC, (await offered.made)["ticket"], ALL))
-        await until(lambda: decode.status()["counts"]["fetches"])
-        for stopped in (source, target):
-            stopped.signal(signal.SIGSTOP)
-        await until(decode.idle)
-        async with pair(prefill.attach, decode.attach) as others:
-            assert await works(*others)
-        for stopped in (source, target):
-            stopped.signal(signal.SIGCONT)
-
-        with anyio.fail_after(60):
-            ends = [(await one.ended)["outcome"] for one in (offered, fetched)]
-        assert ends == [Outcome.COMPLETED] * 2

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -9,40 +10,55 @@ import torch
 from kvbus.engine import Link, Rendezvous, describe_tensors
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
 from kvbus.protocol import Outcome
-from tests.agents import AgentProcess, started, wait_until
+from tests.agents import AgentProcess, Agents, started, wait_until
 
 FULL = GroupSpec("full", (0, 1), 16, 2, 8, "float32")
 ROW = state_group("row", (), (StatePart("row", 1, 64),), optional=True)
-NUM_TOKENS = 40
+AXES = {"full": "layer kv block token head dim", "row": "block dim"}
+OFFERED: dict[str, Any] = {"num_tokens": 40, "block_ids": {"full": [7, 3, 4]}}
+FETCHED: dict[str, Any] = {"num_tokens": 40, "block_ids": {"full": [0, 1, 2]}}
 WITHIN_S = 60.0
 
 
 class Engine:
-    """An engine of one rank, its numbers drawn anew; ``rows`` is [block, byte]."""
+    """A linked engine of one rank, its numbers drawn anew; ``rows`` is [block, byte]."""
 
-    def __init__(self, engine_id: str, *groups: GroupSpec) -> None:
-        self.spec = EngineSpec(engine_id, "m", 1, groups)
-        self.cache = torch.randn(2, 2, 8, 16, 2, 8)
-        self.rows = torch.randint(256, (4, 64), dtype=torch.uint8)
+    def __init__(self, link: Link, cache: torch.Tensor, rows: torch.Tensor) -> None:
+        self.link, self.cache, self.rows = link, cache, rows
 
-    @contextmanager
-    def linked(self, agent: AgentProcess) -> Iterator[Link]:
-        tensors = {"full": self.cache} | ({"row": self.rows} if len(self.spec.groups) > 1 else {})
-        axes = {"full": "layer kv block token head dim", "row": "block dim"}
-        memory = describe_tensors(tensors, axes, engine=self.spec)
-        with Link(agent.attach, self.spec, memory=memory) as link:
-            yield link
+    def tokens(self, block_ids: list[int]) -> torch.Tensor:
+        """[layer, part, token, head, dim]"""
+        return self.cache[:, :, block_ids].flatten(2, 3)
 
 
-def test_a_state_of_no_layer_is_fetched_alone(prefill: AgentProcess, decode: AgentProcess) -> None:
-    source, target = Engine("states-p", FULL, ROW), Engine("states-d", FULL, ROW)
-    with source.linked(prefill) as offering, target.linked(decode) as fetching:
+@contextmanager
+def linked(agent: AgentProcess, *groups: GroupSpec) -> Iterator[Engine]:
+    spec = EngineSpec(f"states-{agent.role}", "m", 1, groups)
+    tensors = {
+        "full": torch.randn(2, 2, 8, 16, 2, 8),
+        "row": torch.randint(256, (4, 64), dtype=torch.uint8),
+    }
+    has = {group.name: tensors[group.name] for group in groups}
+    memory = describe_tensors(has, AXES, engine=spec)
+    with Link(agent.attach, spec, memory=memory) as link:
+        yield Engine(link, tensors["full"], tensors["row"])
+
+
+@contextmanager
+def both(
+    agents: Agents, theirs: tuple[GroupSpec, ...] = (FULL,), ours: tuple[GroupSpec, ...] = (FULL,)
+) -> Iterator[tuple[Engine, Engine]]:
+    with linked(agents.all[0], *theirs) as source, linked(agents.all[1], *ours) as target:
+        yield source, target
+
+
+def test_a_state_of_no_layer_is_fetched_alone(agents: Agents) -> None:
+    with both(agents, (FULL, ROW), (FULL, ROW)) as (source, target):
         before = target.cache.clone()
-        offer = offering.offer(
-            "r", num_tokens=NUM_TOKENS, block_ids={"full": [7, 3, 4], "row": [2]}
-        )
-        fetch = fetching.fetch(
-            offer.ticket, num_tokens=NUM_TOKENS, first_token=NUM_TOKENS, block_ids={"row": [1]}
+        tables = {**OFFERED["block_ids"], "row": [2]}
+        offer = source.link.offer("r", num_tokens=40, block_ids=tables)
+        fetch = target.link.fetch(
+            offer.ticket, num_tokens=40, first_token=40, block_ids={"row": [1]}
         )
         fetch.ended.wait(WITHIN_S)
 
@@ -51,70 +67,47 @@ def test_a_state_of_no_layer_is_fetched_alone(prefill: AgentProcess, decode: Age
         assert torch.equal(target.cache, before)
 
 
-def test_readers_may_be_without_a_group_that_is_optional(
-    prefill: AgentProcess, decode: AgentProcess
-) -> None:
-    source, target = Engine("states-p", FULL, ROW), Engine("states-d", FULL)
-    with source.linked(prefill) as offering, target.linked(decode) as fetching:
-        offer = offering.offer(
-            "r", num_tokens=NUM_TOKENS, block_ids={"full": [7, 3, 4], "row": [2]}
-        )
-        fetch = fetching.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids={"full": [0, 1, 2]})
-        fetch.ended.wait(WITHIN_S)
+def test_readers_and_offers_may_be_without_a_group_that_is_optional(agents: Agents) -> None:
+    with both(agents, (FULL, ROW), (FULL,)) as (source, target):
+        tables = {**OFFERED["block_ids"], "row": [2]}
+        offer = source.link.offer("r", num_tokens=40, block_ids=tables)
+        target.link.fetch(offer.ticket, **FETCHED).ended.wait(WITHIN_S)
 
-        got, sent = target.cache[:, :, [0, 1]], source.cache[:, :, [7, 3]]
-        assert torch.equal(got, sent)
-
-
-def test_offers_may_be_without_a_group_that_is_optional(
-    prefill: AgentProcess, decode: AgentProcess
-) -> None:
-    source, target = Engine("states-p", FULL), Engine("states-d", FULL, ROW)
-    with source.linked(prefill) as offering, target.linked(decode) as fetching:
+        assert torch.equal(target.tokens([0, 1]), source.tokens([7, 3]))
+    with both(agents, (FULL,), (FULL, ROW)) as (source, target):
         rows = target.rows.clone()
-        offer = offering.offer("r", num_tokens=NUM_TOKENS, block_ids={"full": [7, 3, 4]})
-        tables = {"full": [0, 1, 2], "row": [1]}
-        refused = fetching.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids=tables)
-        failure = refused.ended.exception(WITHIN_S)
-        again = offering.offer("again", num_tokens=NUM_TOKENS, block_ids={"full": [7, 3, 4]})
-        fetch = fetching.fetch(
-            again.ticket, num_tokens=NUM_TOKENS, block_ids={"full": [0, 1, 2], "row": []}
-        )
-        fetch.ended.wait(WITHIN_S)
+        failures, offers = [], [source.link.offer(name, **OFFERED) for name in "rs"]
+        for offer, row in zip(offers, ([1], []), strict=True):
+            tables = {**FETCHED["block_ids"], "row": row}
+            fetch = target.link.fetch(offer.ticket, num_tokens=40, block_ids=tables)
+            failures.append(str(fetch.ended.exception(WITHIN_S)))
 
-        assert "has no group row" in str(failure)
-        got, sent = target.cache[:, :, [0, 1]], source.cache[:, :, [7, 3]]
-        assert torch.equal(got, sent)
+        assert "has no group row" in failures[0]
+        assert failures[1] == "None"
+        assert torch.equal(target.tokens([0, 1]), source.tokens([7, 3]))
         assert torch.equal(target.rows, rows)
 
 
-def test_what_is_not_wanted_is_released_also_after_a_fetch_that_was_refused(
-    prefill: AgentProcess, decode: AgentProcess
-) -> None:
-    source, target = Engine("states-p", FULL), Engine("states-d", FULL)
-    with source.linked(prefill) as offering, target.linked(decode) as fetching:
-        sealed = offering.offer("sealed", num_tokens=16, block_ids={"full": [1]})
-        refused = fetching.fetch(sealed.ticket, num_tokens=16, block_ids={"full": [1, 2]})
+def test_what_is_not_wanted_is_released_also_after_a_fetch_that_was_refused(agents: Agents) -> None:
+    with both(agents) as (source, target):
+        sealed = source.link.offer("sealed", num_tokens=16, block_ids={"full": [1]})
+        refused = target.link.fetch(sealed.ticket, num_tokens=16, block_ids={"full": [1, 2]})
         failure = refused.ended.exception(WITHIN_S)
-        fetching.release(sealed.ticket)
+        target.link.release(sealed.ticket)
 
         assert getattr(failure, "stage", "") == "requested"
         assert sealed.ended.wait(WITHIN_S) is Outcome.COMPLETED
 
 
 def test_a_fetch_that_is_cancelled_while_its_agent_is_busy_releases_its_offer() -> None:
-    source, target = Engine("states-p", FULL), Engine("states-d", FULL)
-    with (
-        started("prefill", "decode", max_handoffs=1) as agents,
-        source.linked(agents.all[0]) as offering,
-        target.linked(agents.all[1]) as fetching,
-    ):
-        name = Rendezvous(transfer_id="of-nobody-" * 4, endpoint=agents.all[0].peer).to_json()
-        first = fetching.fetch(name, num_tokens=16, block_ids={"full": [1]})
-        wait_until(lambda: agents.all[1].status()["counts"]["fetches"], "the agent is full")
-        offer = offering.offer("r", num_tokens=16, block_ids={"full": [7]})
-        second = fetching.fetch(offer.ticket, num_tokens=16, block_ids={"full": [2]})
-        agents.all[1].says("request.refused")
+    with started("prefill", "decode", max_handoffs=1) as full, both(full) as (source, target):
+        prefill, decode = full.all
+        name = Rendezvous(transfer_id="of-nobody-" * 4, endpoint=prefill.peer).to_json()
+        first = target.link.fetch(name, num_tokens=16, block_ids={"full": [1]})
+        wait_until(lambda: decode.status()["counts"]["fetches"], "the agent is full")
+        offer = source.link.offer("r", num_tokens=16, block_ids={"full": [7]})
+        second = target.link.fetch(offer.ticket, num_tokens=16, block_ids={"full": [2]})
+        decode.says("request.refused")
 
         second.cancel(release_offer=True).wait(WITHIN_S)
         first.cancel()
@@ -125,40 +118,17 @@ def test_a_fetch_that_is_cancelled_while_its_agent_is_busy_releases_its_offer() 
 
 @pytest.mark.parametrize("num_tokens", [0, 5, 40, 48])
 def test_without_a_number_of_tokens_a_fetch_is_of_what_the_offer_has_when_sealed(
-    prefill: AgentProcess, decode: AgentProcess, num_tokens: int
+    agents: Agents, num_tokens: int
 ) -> None:
-    source, target = Engine("states-p", FULL), Engine("states-d", FULL)
-    with source.linked(prefill) as offering, target.linked(decode) as fetching:
-        before = target.cache.clone()
-        offer = offering.offer("r", num_tokens=0, block_ids={"full": [7, 3, 4]}, sealed=False)
-        fetch = fetching.fetch(offer.ticket, block_ids={"full": [0, 1, 2]})
+    with both(agents) as (source, target):
+        before = target.tokens([0, 1, 2])
+        offer = source.link.offer("r", **{**OFFERED, "num_tokens": 0}, sealed=False)
+        fetch = target.link.fetch(offer.ticket, block_ids=FETCHED["block_ids"])
         offer.extend(num_tokens // 2)
         offer.extend(num_tokens)
         offer.seal()
 
         assert fetch.ended.wait(WITHIN_S).num_tokens == num_tokens
-        got, sent = target.cache[:, :, [0, 1, 2]].flatten(2, 3), source.cache[:, :, [7, 3, 4]]
-        assert torch.equal(got[:, :, :num_tokens], sent.flatten(2, 3)[:, :, :num_tokens])
-        kept = before[:, :, [0, 1, 2]].flatten(2, 3)[:, :, num_tokens:]
-        assert torch.equal(got[:, :, num_tokens:], kept)
-
-
-@pytest.mark.anyio
-async def test_in_an_event_loop_the_same_calls_are_awaited(
-    prefill: AgentProcess, decode: AgentProcess
-) -> None:
-    source, target = Engine("states-p", FULL), Engine("states-d", FULL)
-    memories = [
-        describe_tensors({"full": one.cache}, "layer kv block token head dim", engine=one.spec)
-        for one in (source, target)
-    ]
-    async with (
-        Link(prefill.attach, source.spec, memory=memories[0]) as offering,
-        Link(decode.attach, target.spec, memory=memories[1]) as fetching,
-    ):
-        offer = await offering.offer("r", num_tokens=16, block_ids={"full": [7]})
-        fetch = fetching.fetch(offer.ticket, num_tokens=16, block_ids={"full": [0]})
-        await fetch.ended
-
-        assert await offer.ended is Outcome.COMPLETED
-        assert torch.equal(target.cache[:, :, 0], source.cache[:, :, 7])
+        wanted = source.tokens([7, 3, 4])
+        wanted[:, :, num_tokens:] = before[:, :, num_tokens:]
+        assert torch.equal(target.tokens([0, 1, 2]), wanted)
