@@ -37,9 +37,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     lease_s: Duration = 10.0
     """Lease that is asked for; renewed after a third of it."""
     request_timeout_s: Duration = 5.0
-    """A prefill agent that does not answer a handshake or a claim for so long is not there. All
-    else may take as long as its fetch.
-    """
+    """A prefill agent that does not answer a handshake or a claim for so long is not there."""
     allowed_peers: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
     """Addresses that agents are connected to, as `10.0.0.7`, `10.1.0.0/16:7501` or
     `[fd00::/8]:7000-7999`, compared after names are resolved. Empty: any that a ticket or another
@@ -53,7 +51,6 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Most prefill agents at a time; idle ones make room."""
     idle_peer_s: Duration = 600.0
     """A prefill agent that nothing was read from for so long is left, with all that is held for it.
-    The next fetch from it shakes hands again.
     """
     quarantine_timeout_s: Duration = 60.0
     """How long READs of an ended fetch are waited for when their prefill agent is stopped or cut

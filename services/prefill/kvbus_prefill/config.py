@@ -34,8 +34,8 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     """
     shake_hands_ahead: Literal["keys", "anybody", "nobody"] = "keys"
     """Which decode agents may shake hands before they have a ticket: `keys` those whose key is
-    trusted as `decode`, `anybody` all that reach the peer socket, or `nobody`. It tells them where
-    the engines' memory is, which is all that NIXL asks for to read it.
+    trusted as `decode`, `anybody` all that reach the peer socket, or `nobody`. Who has shaken hands
+    can read the engines' memory by NIXL.
     """
 
     @property
