@@ -1,27 +1,37 @@
-"""Every way in which a description of memory can be impossible is refused by the field's name."""
+"""Descriptions of engines, ranks and boxes that cannot be are refused, by their field.
 
-import msgspec
+Pairs of engines that do not fit: see `tests/planning/test_compatibility.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 
-from kvbus.errors import GeometryError
+from kvbus.errors import ErrorCode, GeometryError
 from kvbus.geometry import (
     Axis,
     AxisName,
+    Box,
     EngineSpec,
     GroupSpec,
+    KvLayout,
     KvPart,
     RankSpec,
     Region,
     Segment,
     StatePart,
     held_layers,
+    lay_out_rank,
+    slot_region,
     state_group,
     validate_engine,
     validate_rank,
 )
 
-replace = msgspec.structs.replace
-PARTS = (KvPart.KEY, KvPart.VALUE)
+FULL = GroupSpec("full", (0, 1), 2, 2, 4, "float16")
+SPEC = EngineSpec("e", "m", 1, (FULL,))
 AXES = (
     Axis(AxisName.BLOCK, 4, 64),
     Axis(AxisName.KV, 2, 32),
@@ -29,77 +39,164 @@ AXES = (
     Axis(AxisName.HEAD, 2, 8),
     Axis(AxisName.DIM, 4, 2),
 )
-ENGINE = EngineSpec("e", "m", 1, (GroupSpec("full", (0, 1), 2, 2, 4, "float16", PARTS),))
+NUM_BYTES = 512
 RANK = RankSpec(
     rank=0,
-    segments=(Segment("kv", 512),),
+    segments=(Segment("kv", NUM_BYTES),),
     regions=tuple(
-        Region("kv", 256 * layer, "full", (layer,), PARTS, 0, 2, AXES) for layer in (0, 1)
+        Region("kv", 256 * layer, "full", (layer,), FULL.parts, 0, 2, AXES) for layer in (0, 1)
     ),
 )
 """Two layers of K and V in one tensor each."""
+STATE = state_group("state", (2,), (StatePart("conv", 4, 6), StatePart("norm", 1, 3)))
+MIXED = EngineSpec("e", "m", 1, (FULL, STATE))
+
+Refused = Callable[[], object]
 
 
-def first_region(**changes: object) -> RankSpec:
-    """`RANK` with its first region changed."""
-    return replace(RANK, regions=(replace(RANK.regions[0], **changes), *RANK.regions[1:]))
+def engine_of(*groups: GroupSpec, **changes: Any) -> Refused:
+    return lambda: validate_engine(replace(SPEC, groups=groups or SPEC.groups, **changes))
 
 
-def first_axis(name: AxisName, **changes: int) -> RankSpec:
-    """`RANK` with one axis of its first region changed."""
-    return first_region(
-        axes=tuple(replace(axis, **changes) if axis.name is name else axis for axis in AXES)
+def rank_of(**changes: Any) -> Refused:
+    return lambda: validate_rank(SPEC, replace(RANK, **changes))
+
+
+def region_of(**changes: Any) -> Refused:
+    return rank_of(regions=(replace(RANK.regions[0], **changes), *RANK.regions[1:]))
+
+
+def axes_of(**changes: tuple[int, int]) -> Refused:
+    axes = tuple(
+        Axis(axis.name, *changes.get(axis.name.value, (axis.size, axis.stride_bytes)))
+        for axis in RANK.regions[0].axes
     )
+    return region_of(axes=axes)
 
 
-RANK_REFUSALS: dict[str, tuple[str, RankSpec]] = {
-    "wrong_heads": ("axes.head", first_axis(AxisName.HEAD, size=1)),
-    "wrong_dim": ("axes.dim", first_axis(AxisName.DIM, size=3)),
-    "wrong_layers": ("axes.layer", first_region(layers=(0, 1))),
-    "absent_axis": ("axes.dim", first_region(axes=AXES[:-1])),
-    "part_of_no_group": ("parts", first_region(parts=(KvPart.LATENT, KvPart.VALUE))),
-    "segment_too_small": ("offset_bytes", replace(RANK, segments=(Segment("kv", 511),))),
-    "zero_stride": ("axes.kv", first_axis(AxisName.KV, stride_bytes=0)),
-    "axis_into_inner_axes": ("axes.token", first_axis(AxisName.TOKEN, stride_bytes=14)),
-    "part_twice": ("parts", first_region(parts=(KvPart.KEY, KvPart.KEY))),
-    "regions_the_same": ("regions", first_region(offset_bytes=256)),
-    "layer_twice": (
+def state_with(**changes: Any) -> Refused:
+    return engine_of(FULL, replace(STATE, **changes))
+
+
+def mixed_region() -> None:
+    rank = lay_out_rank(MIXED, 0, KvLayout.parse("NHD"), num_blocks=2)
+    together = replace(rank.regions[-1], parts=("conv", "norm"))
+    validate_rank(MIXED, replace(rank, regions=(*rank.regions[:-2], together)))
+
+
+def box_of(group: GroupSpec = FULL, **changes: Any) -> Refused:
+    box = replace(Box("full", (0,), ("k",), 0, 1, 0, 4), **changes)
+    return lambda: slot_region(group, box)
+
+
+HEADLESS = tuple(axis for axis in RANK.regions[1].axes if axis.name is not AxisName.HEAD)
+OTHER_HEAD = replace(RANK.regions[1], first_head=1, num_heads=1, axes=HEADLESS)
+CASES: dict[tuple[str, str], list[Refused]] = {
+    ("two groups of one name", "groups"): [engine_of(FULL, replace(FULL, layers=(2,)))],
+    ("a layer in two groups, or twice in one", "layers"): [
+        engine_of(FULL, replace(FULL, name="b")),
+        engine_of(replace(FULL, layers=(0, 0))),
+    ],
+    ("an unknown dtype", "dtype"): [engine_of(replace(FULL, dtype="int3"))],
+    ("a part named twice in a group", "parts"): [engine_of(replace(FULL, parts=("k", "k")))],
+    (
+        "a state with a window, blocks of several tokens, or other parts than it describes",
+        "state",
+    ): [
+        state_with(window=3),
+        state_with(block_size=2),
+        state_with(dtype="float16"),
+        *(state_with(parts=parts) for parts in (("conv",), ("norm", "conv"), ("conv", "other"))),
+    ],
+    ("a rank number from `tp_size * pp_size` on", "rank"): [rank_of(rank=1)],
+    ("two segments of one id", "segments"): [rank_of(segments=RANK.segments * 2)],
+    ("a region of a group that is not there", "group"): [region_of(group="none")],
+    ("a region in a segment that is not there", "segment_id"): [region_of(segment_id="none")],
+    ("an axis named twice", "axes"): [region_of(axes=RANK.regions[0].axes[:1] * 2)],
+    ("a region with a layer that is not its group's, or twice", "layers"): [
+        region_of(layers=(7,)),
+        region_of(layers=(0, 0)),
+    ],
+    (
+        "a region with a part that is not its group's, or twice, or parts of different shapes",
+        "parts",
+    ): [region_of(parts=("k", "w")), region_of(parts=("k", "k")), mixed_region],
+    ("an axis whose size is not what the spec says", "axes.token"): [axes_of(token=(5, 32))],
+    ("other heads than the region has", "axes.head"): [axes_of(head=(1, 16))],
+    ("another head size than the group has", "axes.dim"): [
+        axes_of(dim=(7, 2)),
+        region_of(axes=RANK.regions[0].axes[:-1]),
+    ],
+    ("several layers without an axis", "axes.layer"): [region_of(layers=(0, 1))],
+    ("a stride of no bytes", "axes.block"): [axes_of(block=(4, 0))],
+    ("heads beyond those of the group", "num_heads"): [
+        region_of(first_head=1),
+        box_of(first_head=1, num_heads=2),
+        box_of(STATE, layers=(2,), parts=("norm",), num_heads=2, stop=1),
+    ],
+    ("a stride that steps into the axes within it", "axes.token"): [axes_of(token=(4, 24))],
+    ("a region that leaves its segment", "offset_bytes"): [
+        region_of(offset_bytes=1 << 20),
+        rank_of(segments=(Segment("kv", NUM_BYTES - 1),)),
+    ],
+    (
+        "a layer or part that is missing or held twice, or two regions that overlap",
         "regions",
-        replace(
-            RANK,
-            segments=(Segment("kv", 768),),
-            regions=(*RANK.regions, replace(RANK.regions[0], offset_bytes=512)),
+    ): [
+        rank_of(regions=RANK.regions[:1]),
+        rank_of(regions=(*RANK.regions, RANK.regions[0])),
+        rank_of(
+            segments=(Segment("kv", 2 * NUM_BYTES),),
+            regions=(*RANK.regions, replace(RANK.regions[0], offset_bytes=NUM_BYTES)),
         ),
-    ),
+        region_of(offset_bytes=RANK.regions[1].offset_bytes),
+    ],
+    ("regions of a part that differ in heads", "first_head"): [
+        rank_of(regions=(RANK.regions[0], OTHER_HEAD))
+    ],
+    ("regions of a group that differ in blocks", "axes.block"): [
+        axes_of(block=(3, RANK.regions[0].stride_bytes(AxisName.BLOCK)))
+    ],
+    ("a layer that is not the group's, or twice", "layers"): [
+        box_of(layers=(5,)),
+        box_of(layers=(0, 0)),
+    ],
+    ("a part that is not the group's, or twice, or parts whose heads differ in size", "parts"): [
+        box_of(parts=("w",)),
+        box_of(parts=("k", "k")),
+        box_of(STATE, layers=(2,), parts=("conv", "norm"), stop=1),
+    ],
+    ("no positions", "stop"): [box_of(start=4), box_of(start=5)],
 }
 
 
-@pytest.mark.parametrize("case", RANK_REFUSALS)
-def test_an_impossible_rank_is_refused_by_the_field_that_is_wrong(case: str) -> None:
-    field, rank = RANK_REFUSALS[case]
+@pytest.mark.parametrize(("what", "field"), CASES, ids=lambda text: text[:60])
+def test_what_cannot_be_is_refused_by_its_field(what: str, field: str) -> None:
+    for refused in CASES[what, field]:
+        with pytest.raises(GeometryError) as error:
+            refused()
 
-    with pytest.raises(GeometryError) as refused:
-        validate_rank(ENGINE, rank)
-
-    assert refused.value.detail["field"] == field
+        assert (error.value.code, error.value.detail["field"]) == (ErrorCode.GEOMETRY, field)
 
 
-def test_a_possible_engine_and_rank_pass_though_an_axis_of_one_index_has_any_stride() -> None:
-    validate_engine(ENGINE)
-    validate_rank(ENGINE, RANK)
-    validate_rank(ENGINE, first_region(axes=(*AXES, Axis(AxisName.LAYER, 1, 3))))
+def test_what_the_cases_start_from_is_not_refused_and_one_index_may_have_any_stride() -> None:
+    validate_engine(SPEC)
+    validate_engine(MIXED)
+    validate_rank(SPEC, RANK)
+    region_of(axes=(*AXES, Axis(AxisName.LAYER, 1, 3)))()
+    box_of()()
 
 
 def test_a_state_may_be_optional_and_of_a_layer_that_another_group_has() -> None:
     row = state_group("row", (), (StatePart("row", 1, 4),), optional=True)
-    engine = replace(ENGINE, groups=(*ENGINE.groups, row), pp_size=2)
+    engine = replace(SPEC, groups=(*SPEC.groups, row), pp_size=2)
 
     validate_engine(engine)
     assert [held_layers(engine, rank) for rank in (0, 1)] == [{0}, {1}]
 
 
 def k_and_v_in_one_tensor(num_blocks: int, *, v_offset: int = 32, v_step: int = 64) -> RankSpec:
-    """One layer of `ENGINE` whose K and V are regions of 32 bytes a block."""
+    """One layer of `SPEC` whose K and V are regions of 32 bytes a block."""
     inner = (Axis(AxisName.TOKEN, 2, 16), Axis(AxisName.HEAD, 2, 8), Axis(AxisName.DIM, 4, 2))
     regions = tuple(
         Region(
@@ -111,12 +208,7 @@ def k_and_v_in_one_tensor(num_blocks: int, *, v_offset: int = 32, v_step: int = 
 
 
 MOST_BLOCKS = 2**31 - 1
-ONE_LAYER = replace(ENGINE, groups=(replace(ENGINE.groups[0], layers=(0,)),))
-
-
-@pytest.mark.parametrize("v_offset", [32, 64 + 32, 1000 * 64 + 32])
-def test_regions_of_one_tensor_are_compared_however_many_blocks_there_are(v_offset: int) -> None:
-    validate_rank(ONE_LAYER, k_and_v_in_one_tensor(MOST_BLOCKS, v_offset=v_offset))
+ONE_LAYER = replace(SPEC, groups=(replace(SPEC.groups[0], layers=(0,)),))
 
 
 @pytest.mark.parametrize("by_block", [True, False], ids=["[block, layer, 2]", "[layer, block, 2]"])
@@ -125,7 +217,7 @@ def test_a_large_cache_whose_regions_interleave_is_compared_by_one_of_its_blocks
 ) -> None:
     """More spans than a few for each region are refused, so this is the bound on the work."""
     num_blocks, num_layers = 1_000_000, 100
-    engine = replace(ENGINE, groups=(replace(ENGINE.groups[0], layers=tuple(range(num_layers))),))
+    engine = replace(SPEC, groups=(replace(SPEC.groups[0], layers=tuple(range(num_layers))),))
     step, further = (64 * num_layers, 64) if by_block else (64, 64 * num_blocks)
     one_layer = k_and_v_in_one_tensor(num_blocks).regions
     axes = (replace(one_layer[0].axes[0], stride_bytes=step), *one_layer[0].axes[1:])
@@ -142,14 +234,16 @@ def test_a_large_cache_whose_regions_interleave_is_compared_by_one_of_its_blocks
         validate_rank(engine, RankSpec(0, segments, tuple(regions)))
 
 
-@pytest.mark.parametrize("v_offset", [31, 33, 64 + 31, 1000 * 64 + 33])
+@pytest.mark.parametrize("v_offset", [32, 64 + 32, 1000 * 64 + 32])
 def test_one_byte_that_two_regions_share_is_found_however_many_blocks_there_are(
     v_offset: int,
 ) -> None:
-    with pytest.raises(GeometryError, match="two regions in segment 'kv' overlap") as refused:
-        validate_rank(ONE_LAYER, k_and_v_in_one_tensor(MOST_BLOCKS, v_offset=v_offset))
+    validate_rank(ONE_LAYER, k_and_v_in_one_tensor(MOST_BLOCKS, v_offset=v_offset))
+    for by in (-1, 1):
+        with pytest.raises(GeometryError, match="two regions in segment 'kv' overlap") as refused:
+            validate_rank(ONE_LAYER, k_and_v_in_one_tensor(MOST_BLOCKS, v_offset=v_offset + by))
 
-    assert refused.value.detail["field"] == "regions"
+        assert refused.value.detail["field"] == "regions"
 
 
 def test_regions_that_interleave_in_too_many_ways_are_refused_before_any_is_made() -> None:
@@ -168,8 +262,8 @@ def over_each_other(**changes: object) -> RankSpec:
 
 
 def test_groups_share_bytes_where_block_b_of_one_only_meets_block_b_of_the_other() -> None:
-    groups = [replace(ENGINE.groups[0], name=f"g{at}", layers=(at,)) for at in (0, 1)]
-    engine = replace(ENGINE, groups=tuple(groups))
+    groups = [replace(SPEC.groups[0], name=f"g{at}", layers=(at,)) for at in (0, 1)]
+    engine = replace(SPEC, groups=tuple(groups))
     further = tuple(replace(one, stride_bytes=72) if one is AXES[0] else one for one in AXES)
 
     validate_rank(engine, over_each_other())
