@@ -1,44 +1,89 @@
-"""What a decode agent does not map: then it reads with NIXL, byte for byte, and says why once."""
+"""What a decode agent does not map of what a lender says, and why it does not, which is said once.
 
+That it reads with NIXL then, byte for byte, the last test shows; see `tests/process/test_ways.py`.
+"""
+
+import asyncio
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from kvbus.agent.identity import machine_id
+from kvbus.agent.slots import HOST
 from kvbus.errors import LocalError
+from kvbus.geometry import lay_out_rank
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer, encode_frame
-from kvbus.protocol import LentSegment, MemoryLent, MemorySocket, to_body
-from tests.agents import until
-from tests.decode.neighbours import Neighbours, neighbours
-from tests.engines import works
+from kvbus.memory.bus_errors import BusErrors
+from kvbus.protocol import (
+    EngineMemory,
+    HandshakeDone,
+    LentSegment,
+    MemoryLent,
+    MemorySocket,
+    to_body,
+)
+from kvbus_decode.config import DecodeConfig
+from kvbus_decode.mapped import MappedMemory, MemoryBorrower
+from tests.agents import WITHIN_S, until
+from tests.decode.neighbours import neighbours
+from tests.engines import make_spec, works
 from tests.examples import num_examples
+from tests.inside_agents import BINDS
+from tests.memories import NHD
+from tests.vectors.golden import example
 
 pytestmark = pytest.mark.anyio
 NOBODY = 65534
 PAGE = 4096
+BOOT = "boot"
+SPEC = make_spec()
+RANK = lay_out_rank(SPEC, 0, NHD, num_blocks=4)
+SIZE_BYTES = RANK.segments[0].size_bytes
+SHAKEN = replace(example(HandshakeDone), memory=EngineMemory(SPEC, (RANK,)))
+
+
+@dataclass
+class Borrowing:
+    """A decode agent as far as it borrows memory, and a folder for lenders of it."""
+
+    borrower: MemoryBorrower
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "memory.sock"
+
+    async def borrow(self, told: MemorySocket | None) -> MappedMemory | str:
+        """What a handshake comes to that says so of the memory socket."""
+        done, engine = replace(SHAKEN, memory_socket=told), SimpleNamespace(devices={HOST})
+        taker: Any = engine
+        return await self.borrower.borrow(BOOT, done, taker, within_s=WITHIN_S)
+
+    async def borrow_here(self) -> MappedMemory | str:
+        return await self.borrow(MemorySocket(str(self.path), machine_id()))
 
 
 @pytest.fixture
-async def both(folder: Path) -> AsyncIterator[Neighbours]:
-    (folder / "h").mkdir(mode=0o700)
-    async with neighbours(folder) as started:
-        yield started
-
-
-def tell(both: Neighbours, socket: MemorySocket | None) -> None:
-    """Have the prefill agent's handshakes name another socket, or none as an older agent."""
-    both.lender.socket_for = lambda _: socket  # type: ignore[method-assign,assignment,return-value]  # hostile
+async def here(folder: Path) -> AsyncIterator[Borrowing]:
+    config = DecodeConfig(agent_id="decode", **BINDS)
+    async with anyio.create_task_group() as tasks:
+        loop = asyncio.get_running_loop()
+        agent: Any = SimpleNamespace(tasks=tasks, loop=loop, bus_errors=BusErrors())
+        yield Borrowing(MemoryBorrower(agent, config), folder)
+        tasks.cancel_scope.cancel()
 
 
 def file_of(size_bytes: int | None) -> int:
@@ -57,12 +102,11 @@ def held() -> tuple[int, int]:
 
 
 @asynccontextmanager
-async def lender(both: Neighbours, folder: Path, answer: Any) -> AsyncIterator[None]:
-    """A memory socket that answers what it likes, and that the handshake names."""
-    server = AttachServer(folder / "h" / "memory.sock", answer, lambda _: None)
+async def lender(here: Borrowing, answer: Callable[..., Awaitable[Any]]) -> AsyncIterator[None]:
+    """A memory socket that answers what it likes."""
+    server = AttachServer(here.path, answer, lambda _: None)
     async with anyio.create_task_group() as tasks:
         await tasks.start(server.serve)
-        tell(both, MemorySocket(str(server.path), machine_id()))
         yield
         tasks.cancel_scope.cancel()
 
@@ -72,20 +116,19 @@ class Lie:
     """Segments by rank, name and bytes more than the handshake says; and files, as large or not."""
 
     reason: str
-    boot: str = ""
+    boot: str = BOOT
     segments: tuple[tuple[int, str, int], ...] = ((0, "kv", 0),)
     files: tuple[int | None, ...] = (0,)
 
-    def answer(self, boot: str, size_bytes: int) -> PassingAnswer:
-        sizes = [None if more is None else size_bytes + more for more in self.files]
-        lent = [LentSegment(rank, name, size_bytes + more) for rank, name, more in self.segments]
+    def answer(self) -> PassingAnswer:
+        sizes = [None if more is None else SIZE_BYTES + more for more in self.files]
+        lent = [LentSegment(rank, name, SIZE_BYTES + more) for rank, name, more in self.segments]
         return PassingAnswer(
-            to_body(MemoryLent(self.boot or boot, tuple(lent))),
-            [file_of(size) for size in sizes],
+            to_body(MemoryLent(self.boot, tuple(lent))), [file_of(size) for size in sizes]
         )
 
 
-def refuse(*_: Any) -> PassingAnswer:
+def refuse() -> PassingAnswer:
     raise LocalError("not for you")
 
 
@@ -101,28 +144,26 @@ LIES: dict[str, Lie | tuple[Any, str]] = {
     "another rank": Lie("of rank 1", segments=((1, "kv", 0),)),
     "twice": Lie("lent twice", segments=((0, "kv", 0), (0, "kv", 0)), files=(0, 0)),
     "refused": (refuse, "not for you"),
-    "no answer": (lambda *_: PassingAnswer({"x": 1}, []), "agent_boot"),
+    "no answer": (lambda: PassingAnswer({"x": 1}, []), "agent_boot"),
 }
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 async def test_what_is_not_as_the_handshake_said_is_not_mapped(
-    both: Neighbours, folder: Path, lie: Lie | tuple[Any, str]
+    here: Borrowing, lie: Lie | tuple[Any, str]
 ) -> None:
     say, reason = (lie.answer, lie.reason) if isinstance(lie, Lie) else lie
-    async with both.engines() as (source, target):
-        (segment,) = source.caches[0].rank.segments
+    before = held()
 
-        async def answer(*_: Any) -> PassingAnswer:
-            passing: PassingAnswer = say(both.prefill.boot, segment.size_bytes)
-            return passing
+    async def answer(*_: Any) -> PassingAnswer:
+        passing: PassingAnswer = say()
+        return passing
 
-        async with lender(both, folder, answer):
-            assert await works(source, target)
-            is_mapped = held()[0]
+    async with lender(here, answer):
+        closed = await here.borrow_here()
 
-        assert (both.mapped, is_mapped) == ([None], 0)
-        assert reason in both.state
+    assert reason in str(closed)
+    await until(lambda: held() == before)
 
 
 class RawLender:
@@ -174,45 +215,35 @@ CHUNKS = (
 FILES = st.lists(st.sampled_from([0, PAGE, None]), max_size=3)
 
 
-async def test_no_bytes_whatever_of_a_lender_do_more_than_to_be_refused(
-    both: Neighbours, folder: Path
-) -> None:
+async def test_no_bytes_whatever_of_a_lender_do_more_than_to_be_refused(here: Borrowing) -> None:
     scripts: list[Script] = []
 
-    @settings(max_examples=num_examples(40), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=num_examples(1000), suppress_health_check=list(HealthCheck))
     @given(st.lists(st.tuples(CHUNKS, FILES), max_size=3))
     def draw(script: Script) -> None:
         scripts.append(script)
 
     draw()
-    path = folder / "h" / "memory.sock"
-    async with both.engines() as (source, target):
-        tell(both, None)
-        assert await works(source, target)
-        both.forget_routes()
-        before = held()
-        raw = RawLender(path, scripts)
-        tell(both, MemorySocket(str(path), machine_id()))
-        for script in scripts:
-            assert await works(source, target), script
-            assert both.mapped == [None], script
-            both.forget_routes()
-        raw.close()
+    before = held()
+    raw = RawLender(here.path, scripts)
+    for script in scripts:
+        assert isinstance(await here.borrow_here(), str), script
+    raw.close()
 
-        await until(lambda: held() == before)
+    await until(lambda: held() == before)
 
 
 HERE = "this machine"
 FOLLOWED_NOWHERE: dict[str, tuple[MemorySocket | None, str]] = {
     "a folder that is not there": (MemorySocket("{}/none/memory.sock", HERE), "cannot see"),
-    "a folder without one": (MemorySocket("{}/p/memory.sock", HERE), "no agent at"),
-    "another socket": (MemorySocket("{}/p/run/attach.sock", HERE), "not the path of a memory"),
+    "a folder without one": (MemorySocket("{}/memory.sock", HERE), "no agent at"),
+    "another socket": (MemorySocket("{}/attach.sock", HERE), "not the path of a memory"),
     "a path with a null": (MemorySocket("{}/\0/memory.sock", HERE), "null"),
     "a folder of others": (MemorySocket("/proc/self/../../memory.sock", HERE), "must not enter"),
     "a long path": (MemorySocket("/" + "x" * 200 + "/memory.sock", HERE), "x"),
     "no path": (MemorySocket("", HERE), "not the path of a memory socket"),
-    "another machine": (MemorySocket("{}/p/run/memory.sock", "another"), "on another machine"),
-    "a machine that is not told": (MemorySocket("{}/p/run/memory.sock"), "on another machine"),
+    "another machine": (MemorySocket("{}/memory.sock", "another"), "on another machine"),
+    "a machine that is not told": (MemorySocket("{}/memory.sock"), "on another machine"),
     "a version that knows none": (None, "version"),
     "what is closed": (MemorySocket(closed="no"), "no"),
 }
@@ -220,69 +251,38 @@ FOLLOWED_NOWHERE: dict[str, tuple[MemorySocket | None, str]] = {
 
 @pytest.mark.parametrize(("told", "reason"), FOLLOWED_NOWHERE.values(), ids=FOLLOWED_NOWHERE)
 async def test_a_path_that_leads_to_no_agent_is_not_followed_and_why_is_said_once(
-    both: Neighbours, folder: Path, told: MemorySocket | None, reason: str
+    here: Borrowing, told: MemorySocket | None, reason: str
 ) -> None:
-    is_here = told is not None and told.machine == HERE
     if told is not None:
-        machine = machine_id() if is_here else told.machine
-        told = MemorySocket(told.path.replace("{}", str(folder)), machine, told.closed)
-    tell(both, told)
-    async with both.engines() as (source, target):
-        with capture_logs() as logs:
-            for _ in range(2):
-                assert await works(source, target)
-                mapped, state = both.mapped, both.state
-                both.forget_routes()
+        machine = machine_id() if told.machine == HERE else told.machine
+        told = MemorySocket(told.path.replace("{}", str(here.folder)), machine, told.closed)
+    with capture_logs() as logs:
+        closed = [await here.borrow(told) for _ in range(2)]
 
-        assert mapped == [None]
-        assert reason in state
+    assert reason in str(closed[0])
     said = [line["reason"] for line in logs if line["event"] == "mapped.closed"]
-    assert said == [state]
-    assert sum(line["event"] == "handshake.done" for line in logs) >= 4
-
-
-async def test_an_agent_that_cannot_have_its_memory_socket_lends_nothing_and_works(
-    folder: Path,
-) -> None:
-    (folder / "r" / "memory.sock").mkdir(parents=True)
-    (folder / "r").chmod(0o700)
-    async with (
-        neighbours(folder, prefill={"runtime_dir": f"{folder}/r"}) as both,
-        both.engines() as (source, target),
-    ):
-        assert await works(source, target)
-
-        assert both.mapped == [None]
-        assert "not a socket" in both.state
+    assert said == closed[:1] == closed[1:] == [*here.borrower.states.values()]
 
 
 async def test_who_hangs_up_or_never_answers_is_not_waited_for_long(
-    both: Neighbours, folder: Path, monkeypatch: pytest.MonkeyPatch
+    here: Borrowing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvbus_decode.mapped.MAP_WITHIN_S", 0.2)
 
-    async def never(*_: Any) -> PassingAnswer:
-        await anyio.sleep_forever()
-        raise AssertionError
-
-    async with both.engines() as (source, target), lender(both, folder, never):
-        assert await works(source, target)
-        assert "in time" in both.state
+    async with lender(here, lambda *_: anyio.sleep_forever()):
+        assert "in time" in str(await here.borrow_here())
 
 
-async def test_who_speaks_unasked_is_as_good_as_gone(both: Neighbours, folder: Path) -> None:
+async def test_who_speaks_unasked_is_as_good_as_gone(here: Borrowing) -> None:
     readers: list[AttachConnection] = []
 
     async def answer(reader: AttachConnection, *_: Any) -> PassingAnswer:
         readers.append(reader)
-        content = source.memories()[0].numpy().tobytes()
-        passing = Lie("").answer(both.prefill.boot, len(content))
-        os.pwrite(passing.fds[0], content, 0)
-        return passing
+        return Lie("").answer()
 
-    async with both.engines() as (source, target), lender(both, folder, answer):
-        assert await works(source, target)
-        memory = both.the_memory()
+    async with lender(here, answer):
+        memory = await here.borrow_here()
+        assert isinstance(memory, MappedMemory)
         assert not memory.closed
 
         await readers[0].send(encode_frame({"ok": {}}))
@@ -299,31 +299,35 @@ def as_user(uid: int) -> Iterator[None]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-async def test_who_listens_as_another_user_is_told_nothing(both: Neighbours, folder: Path) -> None:
-    path = folder / "h" / "memory.sock"
+async def test_who_listens_as_another_user_is_told_nothing(here: Borrowing) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.setblocking(False)
-        listener.bind(str(path))
+        listener.bind(str(here.path))
         with as_user(NOBODY):
             listener.listen()  # the kernel remembers who does this
-        tell(both, MemorySocket(str(path), machine_id()))
-        async with both.engines() as (source, target):
-            assert await works(source, target)
-            assert f"of uid {NOBODY}" in both.state
 
-            accepted, _ = listener.accept()
-            with accepted:
-                assert accepted.recv(1) == b""
+        assert f"of uid {NOBODY}" in str(await here.borrow_here())
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.recv(1) == b""
 
 
-async def test_a_folder_that_others_may_enter_is_no_agents(both: Neighbours) -> None:
-    path = both.prefill.memory_socket
-    async with both.engines() as (source, target):
-        path.parent.chmod(0o755)
-        try:
-            assert await works(source, target)
-        finally:
-            path.parent.chmod(0o700)
+async def test_a_folder_that_others_may_enter_is_no_agents(here: Borrowing) -> None:
+    here.folder.chmod(0o755)
+
+    assert "others must not enter" in str(await here.borrow_here())
+
+
+async def test_an_agent_that_cannot_have_its_memory_socket_lends_nothing_and_works(
+    folder: Path,
+) -> None:
+    (folder / "r" / "memory.sock").mkdir(parents=True)
+    (folder / "r").chmod(0o700)
+    async with (
+        neighbours(folder, prefill={"runtime_dir": f"{folder}/r"}) as both,
+        both.engines() as (source, target),
+    ):
+        assert await works(source, target)
 
         assert both.mapped == [None]
-        assert "others must not enter" in both.state
+        assert "not a socket" in both.state
