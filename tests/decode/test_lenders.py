@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from kvbus.agent.config import convert_config
 from kvbus.agent.identity import machine_id
 from kvbus.agent.slots import HOST
 from kvbus.errors import LocalError
@@ -78,7 +79,7 @@ class Borrowing:
 
 @pytest.fixture
 async def here(folder: Path) -> AsyncIterator[Borrowing]:
-    config = DecodeConfig(agent_id="decode", **BINDS)
+    config = convert_config(DecodeConfig, {"agent_id": "decode", **BINDS}, source="the test")
     async with anyio.create_task_group() as tasks:
         loop = asyncio.get_running_loop()
         agent: Any = SimpleNamespace(tasks=tasks, loop=loop, bus_errors=BusErrors())

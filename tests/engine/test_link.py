@@ -66,7 +66,10 @@ def test_without_an_agent_offers_and_fetches_end_at_once_and_are_told_once(
         assert not link.wait_open(0.5)
         assert isinstance(link.problem, PeerLost)
         offer, fetch = link.offer("r", **ONE), link.fetch({}, **ONE)
+        waited = link.offer("waited for", **ONE)
         link.release({})
+        with pytest.raises(PeerLost):
+            waited.ended.wait(WITHIN_S)
         with pytest.raises(PeerLost):
             offer.made.wait(WITHIN_S)
         while not fetch.freed.done():
