@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from kvbus.agent.config import AgentConfig, load_config
-from kvbus.agent.sources import variable
 from kvbus.errors import ConfigError
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig
@@ -138,6 +137,10 @@ def test_variables_of_commands_and_engines_are_left_alone(
         environment.setenv(name, "tcp://10.0.0.1:80")
 
     assert load_config(DecodeConfig, None).agent_id == "d"
+
+
+def variable(key: str) -> str:
+    return f"KVBUS_{key.upper()}"
 
 
 def keys_of(kind: type[AgentConfig]) -> set[str]:
