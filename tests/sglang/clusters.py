@@ -51,6 +51,8 @@ _RADIX = ("--disaggregation-decode-enable-radix-cache",)
 CLUSTERS: Mapping[str, Shape] = {
     # Small pages to large ones, prompts cut into chunks and cached on both sides, memory mapped.
     "pages": Shape(Side(16), Side(64, flags=_RADIX, settings={"mapped": True})),
+    # Small pages to large ones, and layers with a window, for a model that has such layers.
+    "windows": Shape(Side(16), Side(64, flags=_RADIX), model="mellum"),
     # Two ranks to one, pages of one token to some, by NIXL.
     "ranks": Shape(Side(1, tp=2), Side(16)),
 }

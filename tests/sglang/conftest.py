@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.clusters import NUM_TOKENS, Cluster, cluster
+from tests.sglang.clusters import CLUSTERS, NUM_TOKENS, Cluster, cluster
 from tests.sglang.servers import SglangServer
-from tests.vllm.models import written
+from tests.vllm.models import FOR_SGLANG, written
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 600
 """For one test with the start of its servers."""
 Alone = Callable[[Sequence[int]], list[int]]
+ServerAlone = Callable[[str], SglangServer]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,32 +33,49 @@ def _sglang() -> None:
 @pytest.fixture(scope="session")
 def models(_sglang: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the models, one folder each."""
-    return written(tmp_path_factory.mktemp("models"))
+    return written(tmp_path_factory.mktemp("models"), FOR_SGLANG)
 
 
 @pytest.fixture(scope="session")
-def one_server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
-    """SGLang without a handoff, which is asked what is right."""
-    server = SglangServer(models / "gqa", tmp_path_factory.mktemp("alone"), ("--page-size", "16"))
+def server_alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerAlone]:
+    """SGLang without a handoff, which is asked what is right: launched, one model at a time."""
+    running: dict[str, SglangServer] = {}
+
+    def of(model: str) -> SglangServer:
+        if model not in running:
+            while running:
+                running.popitem()[1].stop()
+            folder = tmp_path_factory.mktemp("alone")
+            running[model] = SglangServer(models / model, folder, ("--page-size", "16"))
+            running[model].launch()
+        return running[model]
+
     try:
-        server.launch()
-        yield server
+        yield of
     finally:
-        server.stop()
+        for server in running.values():
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest) -> str:
+    """The name of the model of this module's servers."""
+    return CLUSTERS[request.module.CLUSTER].model if hasattr(request.module, "CLUSTER") else "gqa"
 
 
 @pytest.fixture(scope="module")
 def _running(
     models: Path,
-    one_server: SglangServer,
+    model: str,
+    server_alone: ServerAlone,
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Cluster]:
     """The module's `CLUSTER`; it starts while the server of `alone` does."""
+    server_alone(model)
     folder = tmp_path_factory.mktemp("cluster")
     has_agents = getattr(request.module, "HAS_AGENTS", True)
     with cluster(request.module.CLUSTER, models, folder, has_agents=has_agents) as running:
-        one_server.wait_started()
         yield running
 
 
@@ -69,6 +87,8 @@ def pair(_running: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def alone(one_server: SglangServer) -> Alone:
+def alone(model: str, server_alone: ServerAlone) -> Alone:
     """The tokens that SGLang says without a handoff."""
-    return lambda prompt: one_server.generate(prompt, NUM_TOKENS)
+    server = server_alone(model)
+    server.wait_started()
+    return lambda prompt: server.generate(prompt, NUM_TOKENS)

@@ -18,10 +18,12 @@ USED = {
     "disaggregation/prefill.py": [
         *("PrefillBootstrapQueue", "_init_kv_manager", "add", "transfer_backend", "scheduler"),
         *("token_to_kv_pool", "metadata_buffers", "draft_token_to_kv_pool", "num_kv_tokens"),
+        *("kv_manager", "_swa_payload", "translate_swa_indices_for_transfer"),
     ],
     "disaggregation/decode.py": [
         *("DecodePreallocQueue", "_init_kv_manager", "add", "transfer_backend", "scheduler"),
         *("token_to_kv_pool", "metadata_buffers", "draft_token_to_kv_pool", "decode_prefix_len"),
+        *("kv_manager", "_swa_payload", "translate_swa_indices_for_transfer"),
     ],
     "disaggregation/common/conn.py": [
         *("CommonKVManager", "CommonKVSender", "CommonKVReceiver", "CommonKVBootstrapServer"),
@@ -37,12 +39,19 @@ USED = {
         *("model_layer_ids", "start_layer", "layer_num", "store_dtype", "page_size", "data_ptrs"),
         *("_kv_buffer_descs", "_build_kv_buffer_descs", "_init_data_ptrs_and_strides"),
     ],
+    "mem_cache/swa_memory_pool.py": [
+        *("SWAKVPool", "full_kv_pool", "swa_kv_pool", "full_layer_nums", "page_size"),
+    ],
+    "managers/scheduler.py": ["sliding_window_size", "server_args", "model_config"],
+    "configs/model_config.py": ["get_total_num_kv_heads", "get_swa_num_kv_heads"],
+    "mem_cache/common.py": ["skip_radix_cache_insert"],
+    "arg_groups/fields/disagg.py": ["disaggregation_decode_host_receive_threshold"],
     "runtime_context.py": [
         *("get_parallel", "attn_tp_size", "attn_tp_rank", "pp_size", "dp_size", "attn_cp_size"),
     ],
     "managers/schedule_batch.py": [
         *("origin_input_ids", "bootstrap_room", "lora_id", "sampling_params", "return_logprob"),
-        *("logprob", "top_logprobs_num", "return_sampling_mask"),
+        *("logprob", "top_logprobs_num", "return_sampling_mask", "skip_radix_cache_insert"),
     ],
     "sampling/sampling_params.py": ["custom_params"],
 }

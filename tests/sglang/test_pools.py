@@ -27,6 +27,17 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return place
 
 
+def scheduler_of(**different: Any) -> Any:
+    """A scheduler of SGLang, with other options than the defaults."""
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: 4, get_swa_num_kv_heads=lambda tp_size: 2 // tp_size
+    )
+    options = {"nnodes": 1, "disaggregation_decode_host_receive_threshold": 1, **different}
+    return SimpleNamespace(
+        model_config=model, server_args=SimpleNamespace(**options), sliding_window_size=95
+    )
+
+
 def queue_of(pool: Any, **different: Any) -> Any:
     """What a queue of SGLang's scheduler has."""
     rows = SimpleNamespace(
@@ -34,12 +45,10 @@ def queue_of(pool: Any, **different: Any) -> Any:
         bootstrap_room=torch.zeros((4, 8), dtype=torch.uint64),
         no_rows=None,
     )
-    model = SimpleNamespace(get_total_num_kv_heads=lambda: 4)
-    scheduler = SimpleNamespace(model_config=model, server_args=SimpleNamespace(nnodes=1))
     queue = {
         "token_to_kv_pool": pool,
         "metadata_buffers": rows,
-        "scheduler": scheduler,
+        "scheduler": scheduler_of(),
         "draft_token_to_kv_pool": None,
     }
     return SimpleNamespace(**{**queue, **different})
@@ -58,6 +67,45 @@ def latent_pool() -> Any:
         device="cpu",
         enable_memory_saver=False,
     )
+
+
+def pool_of_windows(full_layers: list[int], window_layers: list[int]) -> Any:
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    return SWAKVPool(
+        size=64,
+        size_swa=32,
+        page_size=16,
+        dtype=torch.float32,
+        head_num=4,
+        head_dim=8,
+        swa_head_num=2,
+        swa_attention_layer_ids=window_layers,
+        full_attention_layer_ids=full_layers,
+        device="cpu",
+    )
+
+
+def test_layers_with_a_window_are_a_group_of_their_own(one_rank: dict[str, int]) -> None:
+    from kvbus.integrations.sglang.pools import FULL, METADATA, WINDOW, pools_of
+
+    pool = pool_of_windows([1, 3, 5], [0, 2, 4])
+    pool.swa_kv_pool.k_buffer[1][17, 0, :3] = torch.tensor([1.0, 2.0, 3.0])
+
+    found = pools_of(queue_of(pool))
+    engine = found.engine("engine", "model")
+    memory = found.share(engine)
+
+    validate_rank(engine, memory.rank)
+    full, window, metadata = engine.groups
+    assert (full.name, full.layers, full.num_kv_heads, full.window) == (FULL, (1, 3, 5), 4, None)
+    assert (window.name, window.layers, window.num_kv_heads) == (WINDOW, (0, 2, 4), 2)
+    assert (window.window, window.block_size, metadata.name) == (95, 16, METADATA)
+    assert memory.rank.num_blocks == {FULL: 5, WINDOW: 3, METADATA: 4}
+    assert pool.swa_kv_pool.k_buffer[1][17, 0, :3].tolist() == [1.0, 2.0, 3.0]
+    for part in (pool.full_kv_pool, pool.swa_kv_pool):
+        assert part.k_data_ptrs.tolist() == [buffer.data_ptr() for buffer in part.k_buffer]
+    memory.close()
 
 
 def test_a_latent_is_one_head_that_every_rank_holds(one_rank: dict[str, int]) -> None:
@@ -90,6 +138,12 @@ def test_a_latent_is_one_head_that_every_rank_holds(one_rank: dict[str, int]) ->
         ({"attn_cp_size": 2}, {}, "context parallelism"),
         ({}, {"draft_token_to_kv_pool": object()}, "a draft model"),
         ({}, {"token_to_kv_pool": object()}, "a pool of the kind object"),
+        ({}, {"scheduler": scheduler_of(nnodes=2)}, "a server on several machines"),
+        (
+            {},
+            {"scheduler": scheduler_of(disaggregation_decode_host_receive_threshold=0.5)},
+            "the host memory of decode",
+        ),
     ],
 )
 def test_what_is_not_handed_over_is_refused_by_name(
@@ -101,6 +155,20 @@ def test_what_is_not_handed_over_is_refused_by_name(
 
     with pytest.raises(ConfigError, match=named):
         pools_of(queue_of(latent_pool(), **different))
+
+
+def test_windows_alone_and_pools_of_windows_of_another_kind_are_refused(
+    one_rank: dict[str, int],
+) -> None:
+    from kvbus.integrations.sglang.pools import pools_of
+
+    strange = pool_of_windows([1], [0])
+    strange.swa_kv_pool = latent_pool()
+
+    with pytest.raises(ConfigError, match="all have a sliding window"):
+        pools_of(queue_of(pool_of_windows([], [0, 1])))
+    with pytest.raises(ConfigError, match="a pool of the kind MLATokenToKVPool"):
+        pools_of(queue_of(strange))
 
 
 def test_a_server_without_an_agent_is_told_what_to_set() -> None:

@@ -1,4 +1,4 @@
-"""Small models with random weights, written once a test session for vLLM to load.
+"""Small models with random weights, written once a test session for vLLM or SGLang to load.
 
 Refuses to be imported for them: `written` runs this file in a process of its own, as the libraries
 that write models take seconds to import and warn of each other.
@@ -6,7 +6,7 @@ that write models take seconds to import and warn of each other.
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,24 @@ def mla() -> Any:
     )
 
 
-CONFIGS: dict[str, Callable[[], Any]] = {"gqa": gqa, "hybrid": hybrid, "mla": mla}
+def mellum() -> Any:
+    """Layers of both kinds, for SGLang: a Gemma's windows have no pool of their own there."""
+    from transformers import MellumConfig
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    dense = ["dense"] * NUM_LAYERS
+    return MellumConfig(
+        **COMMON, **GROUPED, sliding_window=WINDOW, layer_types=kinds, mlp_layer_types=dense
+    )
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "gqa": gqa,
+    "hybrid": hybrid,
+    "mla": mla,
+    "mellum": mellum,
+}
+FOR_VLLM, FOR_SGLANG = ("gqa", "hybrid", "mla"), ("gqa", "mellum")
 
 
 def tokenizer() -> Any:
@@ -90,11 +107,10 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=splits, chat_template=template, **special)
 
 
-def written(folder: Path) -> Path:
-    """Write all models into ``folder``, each in a folder with its name in `CONFIGS`."""
-    subprocess.run(
-        [sys.executable, str(Path(__file__)), str(folder)], check=True, timeout=WRITTEN_WITHIN_S
-    )
+def written(folder: Path, names: Sequence[str] = FOR_VLLM) -> Path:
+    """Write models into ``folder``, each in a folder with its name in `CONFIGS`."""
+    command = [sys.executable, str(Path(__file__)), str(folder), *names]
+    subprocess.run(command, check=True, timeout=WRITTEN_WITHIN_S)
     return folder
 
 
@@ -110,5 +126,5 @@ def write(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    for each in CONFIGS:
+    for each in sys.argv[2:]:
         write(each, Path(sys.argv[1]))

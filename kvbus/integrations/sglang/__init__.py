@@ -53,5 +53,5 @@ def _note_request(original: Any, queue: Any, request: Any, *rest: Any, **named: 
     from kvbus.integrations.sglang import transfer
 
     if queue.transfer_backend.value == BACKEND:
-        transfer.note_request(request)
+        transfer.note_request(queue.kv_manager, request)
     return original(queue, request, *rest, **named)

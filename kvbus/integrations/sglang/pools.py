@@ -1,7 +1,8 @@
 """The memory of one SGLang rank: its pool, moved to shared memory in place, as agents know it.
 
-    pool of layers   ──▶ group "full"
-    rows of metadata ──▶ group "metadata", a state of no layer: the first token, and more of it
+    pool of layers     ──▶ group "full"
+    pool of windows    ──▶ group "window", of a model that has both kinds of layers
+    rows of metadata   ──▶ group "metadata", a state of no layer: the first token, and more of it
 
 Whatever else a pool may be is refused by name, before a request comes.
 """
@@ -12,14 +13,15 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from kvbus.engine import RankMemory, describe_tensors
 from kvbus.errors import ConfigError
 from kvbus.geometry import EngineSpec, GroupSpec, KvPart, StatePart, state_group
 
-FULL, METADATA = "full", "metadata"
-AXES = {FULL: "block token head dim", METADATA: "block dim"}
+FULL, WINDOW, METADATA = "full", "window", "metadata"
+AXES = {FULL: "block token head dim", WINDOW: "block token head dim", METADATA: "block dim"}
 KINDS = (MHATokenToKVPool, MLATokenToKVPool)
 """Pools whose buffers are [slot, head, dim]. Of their subclasses that is not known."""
 
@@ -28,11 +30,11 @@ Tensors = Mapping[tuple[int | str, str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Pools:
-    """What one process of SGLang shares: the tensors of its pool, and of its metadata."""
+    """What one process of SGLang shares: the tensors of its pools, and of its metadata."""
 
     groups: tuple[GroupSpec, ...]
     tensors: Tensors
-    pool: Any
+    pools: Mapping[str, Any]
 
     def engine(self, engine_id: str, model: str) -> EngineSpec:
         """The engine that this process is a rank of."""
@@ -42,7 +44,8 @@ class Pools:
         """Move the tensors to shared memory; raises the errors of `describe_tensors`."""
         rank = get_parallel().attn_tp_rank
         memory = describe_tensors(self.tensors, AXES, engine=engine, rank=rank)
-        _read_addresses_again(self.pool)
+        for pool in self.pools.values():
+            _read_addresses_again(pool)
         return memory
 
 
@@ -51,50 +54,76 @@ def pools_of(queue: Any) -> Pools:
 
     Raises `ConfigError` that names what kvbus does not hand over.
     """
-    _refuse(queue)
-    pool = queue.token_to_kv_pool
-    buffers = _buffers_of(pool)
-    is_latent = isinstance(pool, MLATokenToKVPool)
-    model = queue.scheduler.model_config
-    full = GroupSpec(
-        name=FULL,
-        layers=tuple(dict.fromkeys(layer for layer, _ in buffers)),
-        block_size=pool.page_size,
-        num_kv_heads=1 if is_latent else model.get_total_num_kv_heads(),
-        head_dim=next(iter(buffers.values())).shape[2],
-        dtype=str(pool.store_dtype).removeprefix("torch."),
-        parts=tuple(dict.fromkeys(part for _, part in buffers)),
-    )
+    pools = _pools_by_group(queue.token_to_kv_pool)
+    _refuse(queue, pools)
+    groups: list[GroupSpec] = []
+    tensors: dict[tuple[int | str, str], torch.Tensor] = {}
+    for name, pool in pools.items():
+        buffers = _buffers_of(pool)
+        groups.append(_group(name, pool, buffers, queue.scheduler))
+        for (layer, part), buffer in buffers.items():
+            tensors[layer, part] = buffer.view(-1, pool.page_size, *buffer.shape[1:])
     rows = {
         name: tensor
         for name, tensor in vars(queue.metadata_buffers).items()
         if isinstance(tensor, torch.Tensor)
     }
     parts = tuple(StatePart(name, 1, tensor[0].nbytes) for name, tensor in rows.items())
-    metadata = state_group(METADATA, (), parts, optional=True)  # other engines have no such rows
-    tensors: dict[tuple[int | str, str], torch.Tensor] = {}
-    for (layer, part), buffer in buffers.items():
-        tensors[layer, part] = buffer.view(-1, pool.page_size, *buffer.shape[1:])
+    groups.append(state_group(METADATA, (), parts, optional=True))  # SGLang alone has such rows
     for name, tensor in rows.items():
         tensors[METADATA, name] = tensor.view(torch.uint8)
-    return Pools(groups=(full, metadata), tensors=tensors, pool=pool)
+    return Pools(groups=tuple(groups), tensors=tensors, pools=pools)
 
 
-def _refuse(queue: Any) -> None:
-    pool, parallel = queue.token_to_kv_pool, get_parallel()
+def _pools_by_group(pool: Any) -> dict[str, Any]:
+    if type(pool) is SWAKVPool:
+        return {FULL: pool.full_kv_pool, WINDOW: pool.swa_kv_pool}
+    return {FULL: pool}
+
+
+def _refuse(queue: Any, pools: Mapping[str, Any]) -> None:
+    parallel, options = get_parallel(), queue.scheduler.server_args
+    kinds = KINDS if WINDOW not in pools else (MHATokenToKVPool,)
+    unknown = [type(pool).__name__ for pool in pools.values() if type(pool) not in kinds]
     problems = {
-        f"a pool of the kind {type(pool).__name__}": type(pool) not in KINDS,
+        f"a pool of the kind {', '.join(unknown)}": bool(unknown),
+        "a model whose layers all have a sliding window": WINDOW in pools
+        and queue.token_to_kv_pool.full_layer_nums == 0,
         "a draft model": queue.draft_token_to_kv_pool is not None,
         "pipeline stages": parallel.pp_size > 1,
         "data parallelism": parallel.dp_size > 1,
         "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
-        "a server on several machines": queue.scheduler.server_args.nnodes > 1,
+        "a server on several machines": options.nnodes > 1,
+        "requests to the host memory of decode": (
+            options.disaggregation_decode_host_receive_threshold < 1
+        ),
     }
     for what, is_there in problems.items():
         if is_there:
             raise ConfigError(
                 f"--disaggregation-transfer-backend kvbus does not hand over the KV of {what}"
             )
+
+
+# To SGLang a window is what a token sees besides itself: the model's own, less one. So of a prompt
+# the next token needs just these last tokens, and SGLang names the pages of no others.
+def _group(
+    name: str, pool: Any, buffers: Mapping[tuple[int, str], torch.Tensor], scheduler: Any
+) -> GroupSpec:
+    model, num_heads = scheduler.model_config, 1
+    if not isinstance(pool, MLATokenToKVPool):
+        is_window = name == WINDOW
+        num_heads = model.get_swa_num_kv_heads(1) if is_window else model.get_total_num_kv_heads()
+    return GroupSpec(
+        name=name,
+        layers=tuple(dict.fromkeys(layer for layer, _ in buffers)),
+        block_size=pool.page_size,
+        num_kv_heads=num_heads,
+        head_dim=next(iter(buffers.values())).shape[2],
+        dtype=str(pool.store_dtype).removeprefix("torch."),
+        parts=tuple(dict.fromkeys(part for _, part in buffers)),
+        window=scheduler.sliding_window_size if name == WINDOW else None,
+    )
 
 
 def _buffers_of(pool: Any) -> dict[tuple[int, str], torch.Tensor]:

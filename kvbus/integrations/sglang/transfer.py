@@ -82,9 +82,12 @@ class Place(msgspec.Struct):
 _noted: OrderedDict[int, Noted] = OrderedDict()
 
 
-def note_request(request: Any) -> None:
+def note_request(manager: Manager, request: Any) -> None:
     """Keep what kvbus needs of SGLang's ``request``, by its room."""
     tokens = list(request.origin_input_ids)
+    if manager.is_decode and manager.window is not None and len(tokens) > manager.window:
+        # SGLang gives decode more pages than the window fills, and would cache them all as good.
+        request.skip_radix_cache_insert = True
     custom = request.sampling_params.custom_params
     _noted[request.bootstrap_room] = Noted(
         num_tokens=len(tokens),
@@ -100,6 +103,11 @@ def note_request(request: Any) -> None:
         _noted.popitem(last=False)
 
 
+def _windows(state_indices: Sequence[Any] | None) -> dict[str, list[int]]:
+    """The pages of a window by group: SGLang's states are these alone, as others are refused."""
+    return {pools.WINDOW: state_indices[0].tolist()} if state_indices else {}
+
+
 def _polled() -> None:
     """SGLang asks each sender and receiver by itself, not the link for all that has ended."""
 
@@ -113,6 +121,9 @@ class Manager(CommonKVManager):
     """The link of one rank; that of rank 0 offers, or fetches, for all."""
 
     leads = False
+    is_decode = False
+    window: int | None = None
+    """Tokens of the sliding window, where some layers have one."""
     link: Link
 
     def begin(self, queue: Any) -> None:
@@ -126,7 +137,8 @@ class Manager(CommonKVManager):
             options.engine_id or f"sglang-{role}-{os.getppid()}",
             options.model or self.server_args.served_model_name or self.server_args.model_path,
         )
-        self.leads = self.attn_tp_rank == 0
+        self.leads, self.is_decode = self.attn_tp_rank == 0, role is AgentRole.DECODE
+        self.window = next((group.window for group in engine.groups if group.window), None)
         self.rows = queue.metadata_buffers
         self._places: dict[str, Place] = {}
         self.link = Link(
@@ -227,6 +239,7 @@ class Sender(CommonKVSender):
         super().__init__(*args, **named)
         self._offer: Offer | None = None
         self._noted = _noted.pop(self.bootstrap_room, None)
+        self._unsent: list[int] = []
         self._is_sealed = False
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -260,12 +273,22 @@ class Sender(CommonKVSender):
         self.curr_idx += len(kv_indices)
         is_last = self.curr_idx == self.num_kv_indices
         self._record_transfer_indices(kv_indices, state_indices)
-        offer, page = self._offer, self.kv_mgr.kv_args.page_size
+        offer, manager = self._offer, self.kv_mgr
         if offer is None:
             self._is_sealed = is_last
             return
-        num_tokens = self._noted.num_tokens if is_last and self._noted else self.curr_idx * page
-        offer.extend(num_tokens, {pools.FULL: kv_indices.tolist()})
+        self._unsent += kv_indices.tolist()
+        if manager.window is not None and not is_last:
+            return  # the pages of the window come with the last ones
+        windows, num_tokens = _windows(state_indices), self.curr_idx * manager.kv_args.page_size
+        if is_last and self._noted:
+            num_tokens = self._noted.num_tokens
+        offer.extend(
+            num_tokens,
+            {pools.FULL: self._unsent, **windows},
+            first_blocks={name: self.curr_idx - len(pages) for name, pages in windows.items()},
+        )
+        self._unsent = []
         if is_last:
             offer.seal()
             self._is_sealed = True
@@ -328,7 +351,7 @@ class Receiver(CommonKVReceiver):
     ) -> None:
         self._is_asked = True
         first_token, rows = decode_prefix_len or 0, [] if aux_index is None else [aux_index]
-        tables = {pools.FULL: kv_indices.tolist(), pools.METADATA: rows}
+        tables = {pools.FULL: kv_indices.tolist(), pools.METADATA: rows, **_windows(state_indices)}
         num_tokens = first_token + len(kv_indices) * self.kv_mgr.kv_args.page_size
         if self._noted is not None:
             num_tokens = self._noted.num_tokens
