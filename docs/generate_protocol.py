@@ -163,6 +163,8 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
         common[page] = everywhere | here
         everywhere = everywhere or here
         told = [line for name, line in here.items() if page == "engines" or name not in everywhere]
+        if page == "agents":
+            told += ["", f"Refusals of an offer: {', '.join(f'`{one}`' for one in OF_OFFER)}."]
         yield f"common of {page}", told
         for name in names:
             yield name, [line for kind in asked[name] for line in _request(kind, common[page])]
