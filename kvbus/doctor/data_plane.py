@@ -10,21 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.doctor.host import installed, rdma_devices, text_of
-from kvbus.doctor.probe import Budget, GpuList, NixlList, run_alone, run_pair
+from kvbus.doctor.probe import Budget, GpuMemory, run_pair
 from kvbus.output import waiting_for
 from kvbus.text import rate_text
 
-NEEDED_BACKEND = "UCX"
 CONFIGURED, TCP, RDMA = "configured", "tcp", "rdma"
 UCX_TLS = {TCP: "tcp", RDMA: "ib"}
 WHY_AND_FIX = {
     CONFIGURED: (
-        "Agents that are started from here have these settings, and cannot read.",
-        "Look at the UCX_ settings of the environment; without any UCX chooses. "
+        "Agents that are started from here move all bytes with NIXL and UCX, and cannot read.",
+        "Install NIXL as required, see versions.nixl; of several installations of UCX, "
+        "LD_LIBRARY_PATH may have chosen another. Look at the UCX_ settings of the environment; "
+        "without any UCX chooses. "
         "UCX_TLS=sm,self cannot work, as shared memory alone cannot report a dead peer: add tcp.",
     ),
     TCP: (
@@ -66,39 +65,24 @@ class Read:
 
 
 def check_nixl(budget: Budget) -> Iterator[Finding]:
-    """NIXL itself, and how fast it reads, unless it does not load."""
-    with waiting_for("NIXL to load"):
-        listed, error = run_alone("nixl", budget, _TELL).answer(NixlList, NixlList())
-    yield installed_finding(listed, error)
-    for way in WHY_AND_FIX if not error else ():
-        if way != RDMA or rdma_devices():
-            yield read_finding(_measured(way, budget))
-
-
-def installed_finding(listed: NixlList, error: str) -> Finding:
-    """``error`` is empty when NIXL could be loaded and made an agent, one without a backend."""
-    if not error and not listed.backends.get(NEEDED_BACKEND):
-        error = f"it has no backend {NEEDED_BACKEND} that can be loaded"
-    return Finding(
-        "nixl.installed",
-        ERROR if error else OK,
-        f"NIXL does not work: {error}" if error else f"NIXL {listed.nixl_version or '?'} with UCX",
-        {"error": error, "nixl_version": listed.nixl_version, "backends": listed.backends},
-        why="kvbus moves all bytes with NIXL and its backend UCX.",
-        fix="Install nixl as required, see versions.nixl; of several installations of UCX, "
-        "LD_LIBRARY_PATH may have chosen another.",
-        command="python -c 'import nixl'",
-    )
-
-
-def _measured(way: str, budget: Budget) -> Read:
-    """A READ with UCX as it is configured here, or by one kind of transport."""
-    tls = UCX_TLS.get(way, os.environ.get("UCX_TLS", ""))
-    with waiting_for(f"a NIXL READ, {way}"):
-        ended = run_pair("nixl", budget, {**_TELL, **({"UCX_TLS": tls} if tls else {})})
-    rate, error = ended.answer(float, 0.0)
-    version = _UCX_VERSION.search(ended.log)
-    return Read(way, tls, rate, wire_in(ended.log), error, version[1] if version else "")
+    """How fast NIXL reads, with UCX as it is configured here, or by one kind of transport."""
+    for way in WHY_AND_FIX:
+        if way == RDMA and not rdma_devices():
+            continue
+        tls = UCX_TLS.get(way, os.environ.get("UCX_TLS", ""))
+        with waiting_for(f"a NIXL READ, {way}"):
+            ended = run_pair("nixl", float, budget, {**_TELL, **({"UCX_TLS": tls} if tls else {})})
+        version = _UCX_VERSION.search(ended.log)
+        yield read_finding(
+            Read(
+                way,
+                tls,
+                ended.answer or 0.0,
+                wire_in(ended.log),
+                ended.failure,
+                version[1] if version else "",
+            )
+        )
 
 
 def wire_in(log: str) -> str:
@@ -161,56 +145,36 @@ def _fix_of_tcp(ptrace_scope: str, ucx_tls: str) -> tuple[str, str]:
 
 
 def check_cuda(budget: Budget) -> Iterator[Finding]:
-    """GPUs, and CUDA IPC; one note where there is no GPU: kvbus works from host memory.
+    """CUDA IPC; one note where there is no GPU: kvbus works from host memory.
 
     The driver's devices count, visible to torch or not.
     """
     num_devices = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
     if num_devices == 0:
-        found = "CUDA was not checked: there is no NVIDIA GPU here"
-        yield Finding("cuda.gpus", NOTE, found, {"gpus": [], "torch_version": installed("torch")})
+        yield Finding("cuda.ipc", NOTE, "CUDA was not checked: there is no NVIDIA GPU here")
         return
-    with waiting_for("torch to find the GPUs"):
-        seen, error = run_alone("cuda", budget, {}).answer(GpuList, GpuList())
-    yield gpus_finding(seen, error, num_devices=num_devices)
-    if seen.gpus:
-        with waiting_for("two processes to share memory of a GPU"):
-            yield ipc_finding(run_pair("cuda", budget, {}).failure)
+    with waiting_for("two processes to share memory of a GPU"):
+        ended = run_pair("cuda", GpuMemory, budget, {})
+    yield ipc_finding(ended.answer, ended.failure, num_devices=num_devices)
 
 
-def gpus_finding(seen: GpuList, error: str, *, num_devices: int) -> Finding:
-    """``error`` says why torch saw none of the driver's devices."""
+def ipc_finding(read: GpuMemory | None, error: str, *, num_devices: int) -> Finding:
+    """``error`` says why another process could not open memory that one had, if it had some."""
     driver = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text_of("/proc/driver/nvidia/version"))
-    driver_version, torch_version = driver[0] if driver else "", installed("torch")
-    names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in seen.gpus)
-    return Finding(
-        "cuda.gpus",
-        OK if seen.gpus else WARNING,
-        f"{names}; driver {driver_version or '?'}, CUDA {seen.cuda_version or '?'} of torch"
-        if seen.gpus
-        else f"the driver has {num_devices} GPUs, torch {torch_version or '?'} sees none: {error}",
-        {
-            "driver": driver_version,
-            "torch_version": torch_version,
-            "cuda_version": seen.cuda_version,
-            "gpus": [msgspec.structs.asdict(gpu) for gpu in seen.gpus],
-        },
-        why="KV in GPU memory reaches an agent by CUDA IPC; KV in host memory needs none of it.",
-        fix="Install a torch that is built for CUDA and fits the driver, and look at "
-        "CUDA_VISIBLE_DEVICES.",
-        command="python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'",
-    )
-
-
-def ipc_finding(error: str) -> Finding:
-    """``error`` says why another process could not open memory, empty when it could."""
-    works = "memory of one process was opened and read by another"
+    torch_version = installed("torch") or "?"
+    versions = f"driver {driver[0] if driver else '?'}, torch {torch_version}"
+    found = f"CUDA IPC fails, with {num_devices} GPUs of the driver ({versions}): {error}"
+    if read:
+        names = ", ".join(f"{name} {uuid}" for uuid, name, _ in read.gpus)
+        found = f"CUDA IPC works between two processes; {names} ({versions})"
     return Finding(
         "cuda.ipc",
-        WARNING if error else OK,
-        f"CUDA IPC between two processes fails: {error}" if error else works,
-        {"error": error},
+        OK if read else WARNING,
+        found,
+        {"error": error, "versions": versions, "gpus": read.gpus if read else ()},
         why="KV in GPU memory reaches an agent by CUDA IPC; KV in host memory needs none of it.",
-        fix="Run engine and agent where both see the GPU and each other: one IPC and PID namespace "
-        "(docker --ipc=host --pid=host), and PYTORCH_CUDA_ALLOC_CONF without expandable segments.",
+        fix="Install a torch for CUDA that fits the driver, and look at CUDA_VISIBLE_DEVICES. Run "
+        "engine and agent in one IPC and PID namespace (docker --ipc=host --pid=host), without "
+        "expandable segments in PYTORCH_CUDA_ALLOC_CONF.",
+        command="python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'",
     )

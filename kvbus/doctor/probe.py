@@ -1,60 +1,47 @@
-"""Processes that do what may hang or crash, and say why they failed as their last line.
+"""Two processes that do what may hang or crash: a target has memory, a reader reads it.
 
-    probe nixl|cuda list      prints what there is
-    probe nixl|cuda target    prints where its memory is, and stays until its stdin ends
-    probe nixl|cuda reader    takes that line from its stdin and reads there; nixl prints its rate
+    doctor ──lend──▶ target ──▶ where its memory is ──read──▶ reader ──▶ what it found
 
-No probe outlives `run_alone` and `run_pair`: one that does not end in time is killed.
+None outlives `run_pair`: one that does not end in time is killed.
 """
 
+import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from threading import Thread
+from typing import Any, Generic, TypeVar
 
+import anyio
 import msgspec
 
-from kvbus.errors import KVBusError
-from kvbus.spawn import Child, Stream
+from kvbus.errors import KVBusError, LocalError, leaves
+from kvbus.lab.process import Question, engine_process, run_program, serve
 
-GENTLE_END_S = 1.0
 LEAST_S = 0.05
 MAX_REASON_LETTERS = 300
 _UCX_ERROR = re.compile(r"UCX\s+ERROR\s+(.+)")
 _NIXL_ERROR = re.compile(r"^E\d{4} \S+\s+\d+ \S+?:\d+\] (.+)", re.MULTILINE)
-_LentMemory = tuple[str, bytes, int, int]
-"""Memory of a GPU that another process can open: its device, handle, offset and size."""
 _NUM_SHARED, _MARK = 1 << 20, 42
 
 T = TypeVar("T")
 
 
-class NixlList(msgspec.Struct, frozen=True):
-    """What NIXL has: memory types by backend, none of one that cannot be loaded."""
+class GpuMemory(msgspec.Struct, frozen=True):
+    """Memory of a GPU that another process can open, and the GPUs that torch sees."""
 
-    nixl_version: str = ""
-    backends: dict[str, tuple[str, ...]] = {}
-
-
-class Gpu(msgspec.Struct, frozen=True):
-    """One GPU as torch sees it."""
-
-    uuid: str
-    name: str
-    memory_bytes: int
-
-
-class GpuList(msgspec.Struct, frozen=True):
-    """What torch sees."""
-
-    cuda_version: str = ""
-    gpus: tuple[Gpu, ...] = ()
+    cuda_version: str
+    gpus: tuple[tuple[str, str, int], ...]
+    """UUID, name and bytes."""
+    device: str
+    handle: bytes
+    offset_bytes: int
+    size_bytes: int
 
 
 class Budget:
@@ -70,141 +57,96 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a probe ended: its stdout, what it logged, and why it failed, empty when it did not."""
+class Ended(Generic[T]):
+    """What a pair logged, and its answer, or why there is none."""
 
-    output: str
     log: str
-    failure: str
-
-    def answer(self, kind: type[T], nothing: T) -> tuple[T, str]:
-        """What it printed, or ``nothing`` and why."""
-        if self.failure:
-            return nothing, self.failure
-        try:
-            return msgspec.json.decode(self.output, type=kind), ""
-        except msgspec.DecodeError:
-            return nothing, "it answered something else"
+    answer: T | None = None
+    failure: str = ""
 
 
-def run_alone(kind: str, budget: Budget, env: Mapping[str, str]) -> Ended:
-    """Have a probe list what there is."""
+def run_pair(kind: str, answer: type[T], budget: Budget, env: Mapping[str, str]) -> Ended[T]:
+    """Have one process read what another one has; ``kind`` is ``nixl`` or ``cuda``."""
+    limit_s, answers, failure = budget.next_s(), list[T](), ""
     with tempfile.TemporaryDirectory(prefix="kvbus-doctor-") as folder:
-        probe = _start(kind, "list", Path(folder), env)
+        log = Path(folder) / "log"
         try:
-            return _ended(probe, budget.next_s())
-        finally:
-            probe.end(GENTLE_END_S)
+            answers.append(anyio.run(_read, kind, answer, limit_s, env, log))
+        except* KVBusError as errors:
+            failure = _why(leaves(errors)[0], log.read_text(errors="replace"))
+        except* TimeoutError:
+            failure = f"no answer within {limit_s:.3g} s; --timeout gives more"
+        text = log.read_text(errors="replace")
+    return Ended(text, failure=failure) if failure else Ended(text, answers[0])
 
 
-def run_pair(kind: str, budget: Budget, env: Mapping[str, str]) -> Ended:
-    """Have one probe read what another one has; how the reader ended.
-
-    Both write one log, which is read before the target is told to end: the first reason is the one
-    of who failed first. A reader that is told nothing has no reason of its own.
-    """
-    limit_s = budget.next_s()
-    with tempfile.TemporaryDirectory(prefix="kvbus-doctor-") as folder:
-        target = _start(kind, "target", Path(folder), env)
-        try:
-            # Its stdout stays open here, too: its line may come after a reader that has failed.
-            reader = _start(kind, "reader", Path(folder), env, stdin=target.process.stdout)
-            try:
-                ended = _ended(reader, limit_s)
-            finally:
-                reader.end(GENTLE_END_S)
-            if ended.failure and not reason_in(ended.log):  # the target crashed without a word
-                return replace(ended, failure=_why(target.end(GENTLE_END_S), ended.log))
-            return ended
-        finally:
-            target.end(GENTLE_END_S)
+async def _read(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str], log: Path) -> T:
+    start = partial(engine_process, log=log, env=env)
+    with anyio.fail_after(limit_s):
+        async with (
+            start(f"{kind} target", __name__, kind, "target") as target,
+            start(f"{kind} reader", __name__, kind, "reader") as reader,
+        ):
+            lent = await target.ask(dict[str, Any], "lend")
+            return await reader.ask(answer, "read", **lent)
 
 
-def _start(
-    kind: str, role: str, folder: Path, env: Mapping[str, str], stdin: Stream = subprocess.PIPE
-) -> Child:
-    command = [sys.executable, "-m", __name__, kind, role]
-    pipe = subprocess.PIPE
-    return Child.start("probe", command, log=folder / "log", stdin=stdin, stdout=pipe, env=env)
-
-
-def _ended(probe: Child, limit_s: float) -> Ended:
-    """Its end, in time or by force."""
-    try:
-        output, _ = probe.process.communicate(timeout=limit_s)
-    except BaseException as error:
-        probe.process.kill()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        slow = f"no answer within {limit_s:.3g} s; --timeout gives more"
-        return Ended("", probe.log_text(), slow)
-    log, status = probe.log_text(), probe.process.returncode
-    return Ended(output.decode(errors="replace"), log, _why(status, log) if status else "")
-
-
-def _why(status: int, log: str) -> str:
-    reason = reason_in(log)
-    if status < 0:
-        ending = f"killed by {signal.Signals(-status).name}"
-        return f"{ending}: {reason}" if reason else ending
-    return reason or f"ended with status {status}"
-
-
-def reason_in(log: str) -> str:
-    """The first error that UCX told, or else NIXL, or else the last line, which is Python's."""
-    for pattern in (_UCX_ERROR, _NIXL_ERROR):
-        if found := pattern.search(log):
-            return found[1].strip()[:MAX_REASON_LETTERS]
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1][:MAX_REASON_LETTERS] if lines else ""
+def _why(error: KVBusError, log: str) -> str:
+    """How it ended, and the first error that UCX told, or else NIXL, or else its last line."""
+    head, _, tail = error.message.partition("; the last lines of its log:")
+    reasons = [found[1] for one in (_UCX_ERROR, _NIXL_ERROR) if (found := one.search(log))]
+    reasons += tail.splitlines()[-1:]
+    return ": ".join([head, *reasons[:1]])[:MAX_REASON_LETTERS].replace("\n", " ")
 
 
 # What a probe does. What may crash is imported by the probe alone.
 
 
-def _probe_nixl(role: str) -> None:
-    from kvbus.lab.bare_pair import LONG_BYTES, NUM_PLACES, BareAgent  # noqa: PLC0415
-    from kvbus.transport.nixl_agent import list_backends  # noqa: PLC0415
-
-    if role == "list":
-        _print(NixlList(*list_backends()))
-        return
-    agent = BareAgent(f"kvbus-doctor-{role}", NUM_PLACES * LONG_BYTES)
-    if role == "target":
-        agent.serve()
-    else:
-        agent.connect()
-        _print(agent.bytes_per_s())
+async def _answer(question: Question) -> object:
+    probe = {"nixl": _nixl, "cuda": _cuda}[sys.argv[1]]
+    try:
+        return probe(question)
+    except (OSError, RuntimeError, AssertionError, ImportError) as error:  # torch asserts CUDA
+        raise LocalError(" ".join(str(error).split())) from error
 
 
-def _probe_cuda(role: str) -> None:
+def _nixl(question: Question) -> object:
+    from kvbus.lab import bare_pair  # noqa: PLC0415
+    from kvbus.transport.nixl_agent import load_backend  # noqa: PLC0415
+
+    load_backend()
+    size_bytes = bare_pair.NUM_PLACES * bare_pair.LONG_BYTES
+    agent = bare_pair.BareAgent(f"kvbus-doctor-{question.do}", size_bytes)
+    if question.do == "read":
+        agent.connect(msgspec.convert(question.given, bare_pair.MemoryLocation))
+        return agent.bytes_per_s()
+    location = agent.lend()
+    Thread(target=agent.drive, daemon=True).start()
+    return location
+
+
+def _cuda(question: Question) -> object:
     from kvbus.memory import cuda  # noqa: PLC0415 - torch
 
-    if role == "list":
+    if question.do == "lend":
         version, gpus = cuda.seen_gpus()
-        _print(GpuList(version, tuple(Gpu(*gpu) for gpu in gpus)))
-    elif role == "target":
         memory = cuda.allocate_cuda(_NUM_SHARED, "cuda:0")
         memory.tensor.fill_(_MARK)[0].item()  # waits for the GPU
-        _print((memory.device, memory.handle, memory.offset_bytes, memory.size_bytes))
-        sys.stdin.read()
-    else:
-        line = sys.stdin.readline() or sys.exit(1)
-        device, handle, first, size = msgspec.json.decode(line, type=_LentMemory)
-        with cuda.CudaMapping(device, handle, offset_bytes=first, size_bytes=size) as mapping:
-            if not (mapping.view()[:_NUM_SHARED] == _MARK).all():
-                sys.exit("it read other bytes than the target has")
+        place = memory.device, memory.handle, memory.offset_bytes, memory.size_bytes
+        _KEPT.append(memory)
+        return GpuMemory(version, tuple(gpus), *place)
+    lent = msgspec.convert(question.given, GpuMemory)
+    with cuda.CudaMapping(
+        lent.device, lent.handle, offset_bytes=lent.offset_bytes, size_bytes=lent.size_bytes
+    ) as mapping:
+        if not (mapping.view()[:_NUM_SHARED] == _MARK).all():
+            raise LocalError("it read other bytes than the target has")
+    return lent
 
 
-def _print(answer: object) -> None:
-    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
-    sys.stdout.flush()
-
+_KEPT: list[object] = []
+"""Memory that is lent to another process."""
 
 if __name__ == "__main__":
-    try:
-        {"nixl": _probe_nixl, "cuda": _probe_cuda}[sys.argv[1]](sys.argv[2])
-    except KVBusError as error:
-        sys.exit(error.message)
-    except (OSError, RuntimeError, AssertionError) as error:  # torch asserts that it has CUDA
-        sys.exit(" ".join(str(error).split()))
+    run_program(partial(serve, _answer))
+    os._exit(0)  # what is left of NIXL may hang in its destructors

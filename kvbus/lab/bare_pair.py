@@ -46,14 +46,19 @@ class BareAgent:
         self._agent.register(Registration(1, self._address, size_bytes, 0, "DRAM"))
         self._peer, self._there = "", 0
 
-    def serve(self) -> None:
-        """Fill the memory, say where it is, and drive NIXL as often as an agent does.
-
-        Until stdin ends; 'r' in it rests until 'd'.
-        """
+    def lend(self) -> MemoryLocation:
+        """Fill the memory, and say where it is."""
         self._words[:] = np.arange(len(self._words))
-        location = MemoryLocation(self._address, self._agent.metadata(None))
-        print_line(msgspec.json.encode(location).decode())
+        return MemoryLocation(self._address, self._agent.metadata(None))
+
+    def drive(self) -> None:
+        """Drive NIXL as often as an agent does, without an end."""
+        while True:
+            self._agent.progress()
+            time.sleep(TransportLimits().poll_s)
+
+    def serve(self) -> None:
+        """Drive NIXL likewise until stdin ends; 'r' in it rests until 'd'."""
         stdin, drives, poll_s = sys.stdin.fileno(), True, TransportLimits().poll_s
         while True:
             if select.select([stdin], [], [], poll_s if drives else None)[0]:
@@ -63,13 +68,8 @@ class BareAgent:
                 drives = command == b"d"
             self._agent.progress()
 
-    def connect(self) -> None:
-        """Take from stdin the line that the target printed.
-
-        Ends the process where there is none: the target says why.
-        """
-        line = sys.stdin.readline() or sys.exit(1)
-        location = msgspec.json.decode(line, type=MemoryLocation)
+    def connect(self, location: MemoryLocation) -> None:
+        """Read from there from now on."""
         self._peer, self._there = self._agent.add_peer(location.metadata), location.address
 
     def read_s(self, local: Rows, remote: Rows) -> float:
@@ -137,9 +137,11 @@ def main() -> None:
     role, size_bytes, *rest = sys.argv[1:]
     agent = BareAgent(f"bare-{role}", int(size_bytes))
     if role == "target":
+        print_line(msgspec.json.encode(agent.lend()).decode())
         agent.serve()
         return
-    agent.connect()
+    line = sys.stdin.readline() or sys.exit(1)  # the target says why
+    agent.connect(msgspec.json.decode(line, type=MemoryLocation))
     with np.load(rest[0]) as rows:
         local, remote = rows["local"], rows["remote"]
     for command in sys.stdin:

@@ -105,16 +105,20 @@ class EngineChild:
 
 @asynccontextmanager
 async def engine_process(
-    name: str, module: str, *arguments: str, log: Path
+    name: str, module: str, *arguments: str, log: Path, env: Mapping[str, str] | None = None
 ) -> AsyncIterator[EngineChild]:
     """Run ``python -m module``, which calls `serve`, until the block ends.
+
+    ``env`` is added to the environment.
 
     Raises `PeerLost` in the block when it ends before that, and after it when it does not end well.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", module, *arguments]
-        child = Child.start(name, command, log=log, stdin=theirs.fileno(), own_session=True)
+        child = Child.start(
+            name, command, log=log, stdin=theirs.fileno(), env=env, own_session=True
+        )
     process = EngineChild(
         child, *await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
     )

@@ -6,7 +6,6 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -92,22 +91,6 @@ def load_backend() -> None:
         types = agent.get_plugin_mem_types("UCX")
     if not types:
         raise TransferFailed("NIXL has no backend UCX that can be loaded")
-
-
-def list_backends() -> tuple[str, dict[str, tuple[str, ...]]]:
-    """The version of NIXL here, and the memory types of its backends.
-
-    A backend that cannot be loaded has none; one that has some can be loaded, and that is all.
-    Found by an agent without any backend. Raises `TransferFailed`.
-    """
-    with _translated("NIXL lists no backends"):
-        agent = _api.nixl_agent("kvbus/backends", _api.nixl_agent_config(backends=[]))
-        names = sorted(agent.get_plugin_list())
-        types = {name: tuple(agent.get_plugin_mem_types(name)) for name in names}
-    try:
-        return version("nixl"), types
-    except PackageNotFoundError:
-        return "", types
 
 
 @contextlib.contextmanager

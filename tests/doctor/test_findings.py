@@ -10,13 +10,12 @@ from msgspec import structs
 
 from kvbus.doctor import data_plane, host
 from kvbus.doctor.data_plane import Read
-from kvbus.doctor.probe import Gpu, GpuList
+from kvbus.doctor.probe import GpuMemory
 from tests.doctor.running import check_finding
 
 MIB, GIB = 1 << 20, 1 << 30
 REFUSED = "Operation not permitted"
-GPU = GpuList("13.0", (Gpu(uuid="GPU-1", name="H200", memory_bytes=139 << 30),))
-NO_GPU = GpuList("", ())
+GPU = GpuMemory("13.0", (("GPU-1", "H200", 139 << 30),), "GPU-1", b"", 0, 1)
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 Finding = Any
 
@@ -55,8 +54,8 @@ def limit(
     return next(one for one in found if one.name == f"limits.{subject}")
 
 
-def gpus(seen: GpuList, error: str) -> Finding:
-    return data_plane.gpus_finding(seen, error, num_devices=1)
+def ipc(read: GpuMemory | None, error: str) -> Finding:
+    return data_plane.ipc_finding(read, error, num_devices=1)
 
 
 def read(way: str, bytes_per_s: float, wire: str = "", tls: str = "", scope: str = "1") -> Finding:
@@ -95,9 +94,8 @@ ROWS: list[tuple[Finding, str, str, str, str]] = [
         "",
     ),
     (limit("file_size", 0, 0, GIB), "limits.file_size", WARNING, "1 GiB", "ulimit -f"),
-    (gpus(GPU, ""), "cuda.gpus", OK, "H200", ""),
-    (gpus(NO_GPU, "torch is built without CUDA"), "cuda.gpus", WARNING, "without CUDA", "python"),
-    (data_plane.ipc_finding("invalid context"), "cuda.ipc", WARNING, "invalid context", ""),
+    (ipc(GPU, ""), "cuda.ipc", OK, "H200", ""),
+    (ipc(None, "torch is built without CUDA"), "cuda.ipc", WARNING, "without CUDA", "python"),
     (read("configured", 9e9, "cma/memory"), "nixl.read.configured", OK, "9 GB/s over cma/memo", ""),
     (read("configured", 0), "nixl.read.configured", ERROR, "it hung", "env | grep ^UCX_"),
     (read("configured", 1e9, OVER_BOTH), "nixl.read.configured", WARNING, "over 52% on tcp", ""),
