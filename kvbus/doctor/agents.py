@@ -1,7 +1,7 @@
-"""Whether agents can have what they want, and how KV comes between those that run.
+"""Whether agents can have what they want, and what those that run say of themselves.
 
 A port is bound and let go, so nobody can connect to a probe; a folder that was made is removed.
-What an agent checks itself at its start is checked by the same functions.
+What an agent checks itself at its start is checked by the same functions, unless it runs.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from kvbus.agent.data_plane import choose_interfaces, is_on_loopback, without_li
 from kvbus.agent.sources import variable
 from kvbus.bus import ClientCurve, port_range
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
-from kvbus.doctor.peers import Peer, address_of, how_kv_comes
+from kvbus.doctor.peers import Peer, address_of, faults_of, how_kv_comes
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.trusted import TrustedKeys
 from kvbus.memory.attach.place import check_path_length, prepare_folder
@@ -55,7 +55,7 @@ def wanted_agents(paths: list[Path]) -> list[AgentSource]:
 
 
 def check_agents(agents: Sequence[AgentSource]) -> Iterator[Finding]:
-    """Each agent's ports, folder and network, what they want together, and what they share."""
+    """What each needs to start, or says; what they want together, and how KV comes between them."""
     seen, wanted = Counter[str](), Counter[str]()
     running: dict[str, AgentStatus] = {}
     staging_bytes = 0
@@ -71,13 +71,14 @@ def check_agents(agents: Sequence[AgentSource]) -> Iterator[Finding]:
             running[config.agent_id] = held_by
             found = "the agent runs already, and has its ports"
             yield Finding(f"{name}.ports", NOTE, found, binds)
+            yield faults_of(f"{name}.faults", held_by)
         else:
             staging_bytes += config.staging_bytes
             yield from _ports(name, source, binds, held_by)
-        yield _folder(name, source, config)
-        yield _interfaces(name, source, config)
+            yield _folder(name, source, config)
+            yield _interfaces(name, source, config)
+            yield _keys(name, source, config)
         yield from _loopback(name, source, config)
-        yield _keys(name, source, config, running.get(config.agent_id))
         yield from _advertised(name, config.advertise_host)
     if twice := [one for one, count in wanted.items() if count > 1]:
         yield Finding(
@@ -254,34 +255,27 @@ def _loopback(name: str, source: str, config: AgentConfig) -> Iterator[Finding]:
     )
 
 
-def _keys(name: str, source: str, config: AgentConfig, status: AgentStatus | None) -> Finding:
-    """Its keys; where it has some it needs another one that it trusts as the other role.
-
-    Its own role is known when it runs.
-    """
+def _keys(name: str, source: str, config: AgentConfig) -> Finding:
+    """Its keys; where it has some it needs another one that it trusts as an agent."""
     curve, problem = _curve(config)
-    key = curve.server_key if curve else ""
-    severity = ERROR if problem else OK
+    key, severity = curve.server_key if curve else "", ERROR if problem else OK
     found = problem or key or "no keys: this machine alone, or a closed network"
-    why = f"Keys say who may ask the agent, and encrypt what is said ({source})."
-    fix, command = "Make and trust keys, and name them in key_file and authorized_keys.", ""
-    others = sorted({"prefill", "decode"} - {str(status.role) if status else ""})
-    trusted = TrustedKeys(Path(config.authorized_keys)) if key else ()
-    if key and not any(role in others for one in trusted if one.key != key for role in one.roles):
+    if key and not any(
+        one.key != key and one.roles & {"prefill", "decode"}
+        for one in TrustedKeys(Path(config.authorized_keys))
+    ):
         severity = WARNING
-        found = f"{key}, but authorized_keys trusts no other key as {' or '.join(others)}"
-        why = f"Agents with keys hand over KV only with agents that they trust ({source})."
-        fix = "Trust the key of the other agent, in the file that authorized_keys names."
-        role = others[0] if status else "ROLE"
-        command = f"kvbus keys trust FILE 'KEY' --name NAME --role {role}"
+        found = f"{key}, but authorized_keys trusts no other key as decode or prefill"
     return Finding(
         f"{name}.keys",
         severity,
         found,
         {"server_key": key, "error": problem},
-        why=why,
-        fix=fix,
-        command=command or "kvbus keys --help",
+        why="Keys say who may ask the agent, and encrypt what is said. Agents with keys hand over "
+        f"KV only with agents that they trust ({source}).",
+        fix="Make keys, trust that of the other agent in the file that authorized_keys names, and "
+        "name them in key_file and authorized_keys.",
+        command="kvbus keys trust FILE 'KEY' --name NAME --role ROLE",
     )
 
 

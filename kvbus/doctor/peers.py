@@ -32,8 +32,7 @@ from kvbus.protocol.trace import Trace
 from kvbus.text import time_text
 
 CONNECT_S, ANSWER_S = 3.0, 5.0
-PADDING = MAX_TEXT_CHARS * "x"
-NUM_BYTES = 2 * MAX_TEXT_CHARS
+PADDING = 2 * MAX_TEXT_CHARS * "x"
 """More than a packet of most networks holds, be they Ethernet or jumbo frames."""
 NUM_EXCHANGES = 8
 APART_S = 1.0
@@ -69,7 +68,7 @@ class Peer:
         problem = connect_problem(host_of(self.endpoint), int(self.endpoint.rpartition(":")[2]))
         if problem:
             raise RemoteError(problem, code=ErrorCode.PEER_UNREACHABLE)
-        return self.ask(Status(), timeout_s=timeout_s)
+        return self.ask(Status(faults=True), timeout_s=timeout_s)
 
     def about(self, other: "Peer") -> "Peer":
         """Asked about another one, by whichever of its addresses is known there."""
@@ -113,9 +112,9 @@ def connect_problem(host: str, port: int) -> str:
 
 
 def check_peer(peer: Peer, reader: Peer | None = None) -> Iterator[Finding]:
-    """Its socket, packets both ways, the ports that KV is read by, its clock; and how KV comes.
+    """What it says is wrong, packets both ways, the ports that KV is read by, and its clock.
 
-    With a ``reader``, the agent of this side, the last two are between the two agents.
+    With a ``reader``, the agent of this side, also the two as a pair.
     """
     try:
         peer = replace(peer, told=peer.status())
@@ -135,17 +134,17 @@ def check_peer(peer: Peer, reader: Peer | None = None) -> Iterator[Finding]:
             )
         why = f"{LEADS_TO}{error.code}."
         yield _finding(peer, "socket", ERROR, error.message, why, fix, command)
-        if isinstance(error, RequestTimeout) and _answers(peer, Trace()):
-            yield _packets_lost(peer, "the one for its status", "back")
+        if isinstance(error, RequestTimeout) and _answers_short(peer):
+            yield _packets_lost(peer)
         return
     yield _finding(peer, "socket", OK, f"{peer.name} answers")
+    yield faults_of("peer.faults", peer.told)
     yield _packets(peer)
     yield _data(peer)
+    yield _clock(peer)
     if reader is not None:
         yield from _check_pair(peer, reader)
-        return
-    yield _clock(peer, None)
-    if peer.told.role is AgentRole.PREFILL and peer.told.sharing is not None:
+    elif peer.told.role is AgentRole.PREFILL and peer.told.sharing is not None:
         here = structs.replace(NOTHING, sharing=sharing())
         yield how_kv_comes("peer.one_machine", peer.told, here)
 
@@ -162,42 +161,50 @@ def _finding(
     return Finding(f"peer.{subject}", severity, found, values, *reasons)
 
 
-def _answers(peer: Peer, message: Request[R]) -> bool:
+def _answers_short(peer: Peer) -> bool:
     try:
-        peer.ask(message)
+        peer.ask(Trace())
     except KVBusError:
         return False
     return True
 
 
-# Whether packets of full size come to an agent, and back from it: which way loses them.
-#
-#     question, 8 KiB, echoed      ──▶ ──▶ agent ──▶ ──▶   both ways carry large packets
-#     question, 8 KiB, not echoed  ──▶ ──▶ agent ─────▶    the way there does
-#
-# The second is asked only where the first has no answer. An agent does not send more than it was
-# sent: who could have it do so would use agents against others.
 def _packets(peer: Peer) -> Finding:
+    """Whether packets of full size come there and back: the question is echoed."""
     try:
-        peer.ask(Status(echo=2 * PADDING))
+        peer.ask(Status(echo=PADDING))
     except RequestTimeout:
-        if _answers(peer, Status(fetch_id=PADDING, offer_id=PADDING)):
-            return _packets_lost(peer, f"one with an answer of {NUM_BYTES:,} bytes", "back")
-        return _packets_lost(peer, f"one of {NUM_BYTES:,} bytes", "there")
+        return _packets_lost(peer)
     except KVBusError as error:
         return _finding(peer, "packets", ERROR, error.message, "It answered before.", LOOK_THERE)
     return _finding(peer, "packets", OK, "packets of full size come there, and back")
 
 
-def _packets_lost(peer: Peer, question: str, way: str) -> Finding:
+def _packets_lost(peer: Peer) -> Finding:
     return _finding(
         peer,
         "packets",
         ERROR,
-        f"small questions are answered, {question} is not: large packets are lost on the way {way}",
+        "small questions are answered, large ones are not: large packets are lost there or back",
         f"{LEADS_TO}peer_unreachable or timeout.",
         "Give the interfaces on both sides the MTU of the smallest link between them.",
         f"ping -M do -s 1472 {quote(host_of(peer.endpoint))}",
+    )
+
+
+def faults_of(name: str, status: AgentStatus) -> Finding:
+    """What an agent says is wrong with it, and what to do."""
+    what = [fault.what for fault in status.faults]
+    found = "; ".join(what) or "it knows of nothing that is wrong"
+    if status.sharing is None:
+        found = "what is wrong is told with a key, or to the user of the agent"
+    return Finding(
+        name,
+        WARNING if what else OK,
+        found,
+        {"agent": status.agent_id, "faults": what},
+        why="The agent says so itself.",
+        fix=" ".join(dict.fromkeys(fault.do for fault in status.faults)),
     )
 
 
@@ -225,7 +232,7 @@ def _data(peer: Peer) -> Finding:
 
 
 def _check_pair(peer: Peer, reader: Peer) -> Iterator[Finding]:
-    """Roles, versions, keys, what came of handshakes, how KV comes, and the two clocks."""
+    """What the reader says is wrong; roles, keys, what came of handshakes, and how KV comes."""
     try:
         reader = replace(reader, told=reader.status())
     except KVBusError as error:
@@ -241,6 +248,7 @@ def _check_pair(peer: Peer, reader: Peer) -> Iterator[Finding]:
         f"{reader.name} answers" + ("" if is_here else ", from another machine than this"),
         "Sockets, packets and ports were looked at from here: run this on that machine.",
     )
+    yield faults_of("peer.reader_faults", reader.told)
     is_right = (peer.told.role, reader.told.role) == (AgentRole.PREFILL, AgentRole.DECODE)
     yield _finding(
         peer,
@@ -253,26 +261,9 @@ def _check_pair(peer: Peer, reader: Peer) -> Iterator[Finding]:
     if not is_right:
         return
     peer, reader = peer.about(reader), reader.about(peer)
-    yield _protocol(peer, reader)
     yield _keys(peer, reader)
     yield _handshake(peer, reader)
     yield how_kv_comes("peer.one_machine", peer.told, reader.told)
-    yield _clock(peer, reader)
-
-
-def _protocol(peer: Peer, reader: Peer) -> Finding:
-    """There is a version that both speak."""
-    theirs, ours = peer.view, reader.view
-    lowest = max(theirs.min_protocol, ours.min_protocol)
-    return _finding(
-        peer,
-        "protocol",
-        OK if lowest <= min(theirs.max_protocol, ours.max_protocol) else ERROR,
-        f"{peer.name} speaks versions {theirs.min_protocol} to {theirs.max_protocol} of the "
-        f"protocol, {reader.name} {ours.min_protocol} to {ours.max_protocol}",
-        "Their handshake is refused with unsupported_version.",
-        "Upgrade the older one.",
-    )
 
 
 def _keys(peer: Peer, reader: Peer) -> Finding:
@@ -304,18 +295,6 @@ def _keys(peer: Peer, reader: Peer) -> Finding:
 
 def _handshake(peer: Peer, reader: Peer) -> Finding:
     """What the decode agent has met with."""
-    silent = reader.told.silent_peers
-    silent_s = silent.get(peer.told.peer_endpoint, silent.get(peer.endpoint))
-    if silent_s is not None:
-        return _finding(
-            peer,
-            "handshake",
-            ERROR,
-            f"{reader.name} counts it as silent: it has not answered for {silent_s:.0f} s",
-            "Fetches from it are refused with peer_unreachable until it answers.",
-            "See that the prefill agent is not stopped, and that the decode agent's machine "
-            "reaches it: run this there.",
-        )
     view = reader.view
     severity, why, fix = NOTE, "", ""
     if view.problem:
@@ -383,24 +362,21 @@ def _why_not_mapped(prefill: AgentStatus, theirs: Sharing, ours: Sharing) -> str
         return f"{theirs.path}: {error.strerror}"
 
 
-def _clock(peer: Peer, reader: Peer | None) -> Finding:
-    """How far its wall clock is from that of another agent, or ours; not which of them is right."""
+def _clock(peer: Peer) -> Finding:
+    """How far its wall clock is from ours; not which of them is right."""
     try:
         clock = anyio.run(_ask_clock, peer)
-        other = anyio.run(_ask_clock, reader) if reader else ClockOffset(0.0, 0.0)
     except KVBusError as error:
-        found = f"not looked at, as an agent does not tell its wall clock: {error.message}"
+        found = f"not looked at, as the agent does not tell its wall clock: {error.message}"
         return _finding(peer, "clock", NOTE, found)
-    offset_s, error_s = clock.offset_s - other.offset_s, clock.error_s + other.error_s
-    is_apart = abs(offset_s) >= APART_S and abs(offset_s) > error_s
-    side = "behind" if offset_s > 0 else "ahead of"
-    whose = "that of --from" if reader else "this machine's"
-    told = f"{time_text(abs(offset_s))} {side} {whose}, ±{time_text(error_s)}"
+    is_apart = abs(clock.offset_s) >= APART_S and abs(clock.offset_s) > clock.error_s
+    side = "behind" if clock.offset_s > 0 else "ahead of"
+    told = f"{time_text(abs(clock.offset_s))} {side} this machine's, ±{time_text(clock.error_s)}"
     return Finding(
         "peer.clock",
         WARNING if is_apart else OK,
         f"its wall clock is {told}",
-        {"endpoint": peer.endpoint, "ahead_s": -offset_s, "error_s": error_s},
+        {"endpoint": peer.endpoint, "ahead_s": -clock.offset_s, "error_s": clock.error_s},
         why="Lines of logs, and spans of a collector, have the wall clock of their machine: those "
         f"of one handoff do not stand side by side. From {CLOCK_TOLERANCE_S} s on signed tickets "
         "are refused.",

@@ -198,5 +198,6 @@ def test_agents_that_run_have_their_ports_and_each_pair_is_looked_at_once(fresh:
     pairs = {"decode-1.maps.prefill-0", "decode-2.maps.prefill-0"}
     assert ports == {"the agent runs already, and has its ports"}
     assert {name for name in found if ".maps." in name} == pairs
+    assert found["prefill-0.faults"]["severity"] == "ok"
     assert found["decode-1.maps.prefill-0"]["severity"] == "ok"
     assert "closed by the decode agent's config" in found["decode-2.maps.prefill-0"]["found"]

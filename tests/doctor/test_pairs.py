@@ -37,8 +37,8 @@ async def test_a_pair_that_is_warm_is_ok_and_looked_at_from_both_sides(fresh: Ag
         alone = await look_at("--peer", prefill.peer)
         found = await look_at_pair(prefill, decode)
 
-    of_one = ("socket", "packets", "data", "clock", "one_machine")
-    of_both = ("from", "roles", "protocol", "keys", "handshake")
+    of_one = ("socket", "faults", "packets", "data", "clock", "one_machine")
+    of_both = ("from", "reader_faults", "roles", "keys", "handshake")
     assert severities(alone) == dict.fromkeys(of_one, "ok")
     assert severities(found) == dict.fromkeys(of_one + of_both, "ok")
     assert found["handshake"]["found"] == "listed and warm, routes known: 1"
@@ -66,6 +66,8 @@ async def test_a_handshake_that_was_refused_is_told_until_one_is_done(fresh: Age
     assert refused["handshake"]["severity"] == "error"
     assert failure.message in refused["handshake"]["found"]
     assert severities(done)["handshake"] == "ok"
+    assert severities(done)["reader_faults"] == "warning"
+    assert failure.message in done["reader_faults"]["found"]
     assert "its NIXL takes connections at" in done["data"]["found"]
 
 
