@@ -181,7 +181,7 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
     yield "error", list(_fields(ErrorBody))
     yield "codes", list(_codes())
     yield "named", [f"- `{name}`: {what}" for name, what in NAMED.items()]
-    yield "spans", [f"- `{name}`: {text}" for name, text in _for_spans().items()]
+    yield "spans", _for_spans()
 
 
 def _asked(*sockets: Socket) -> list[type[Request[Any]]]:
@@ -223,9 +223,10 @@ def _common(kinds: Kinds) -> dict[str, str]:
     return {name: line for name, line in often.items() if name not in FOR_SPANS}
 
 
-def _for_spans() -> dict[str, str]:
-    words = [meanings(kind) for kind in (engine.MakeOffer, engine.StartFetch)]
-    return {name: next(each[name] for each in words if name in each) for name in FOR_SPANS}
+def _for_spans() -> list[str]:
+    """The line of each field for spans, as the first message with it has it."""
+    lines = _lines(engine.StartFetch) | _lines(engine.MakeOffer)
+    return [lines[name] for name in FOR_SPANS]
 
 
 def _struct(
