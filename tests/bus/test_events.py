@@ -235,15 +235,3 @@ async def test_endpoints_come_and_go_while_running(bus: Bus, record: Record) -> 
     assert failure.value.code is ErrorCode.BUSY
     assert (first, second) == (("boot", one.endpoint, "one"), ("boot", two.endpoint, "two"))
     assert third == ("event", "offer.created", 1)
-
-
-async def test_a_new_boot_is_told(bus: Bus, record: Record) -> None:
-    publisher = bus.raw(zmq.XPUB)
-
-    async with bus.running(bus.subscriber(record)):
-        await publisher.frames()
-        for boot in ("one", "one", "two"):
-            publisher.heartbeat({}, boot)
-        told = [await record.told.get() for _ in range(2)]
-
-    assert told == [("boot", bus.endpoint, "one"), ("boot", bus.endpoint, "two")]
