@@ -107,20 +107,18 @@ WRONG: dict[str, list[Wrong]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("question", "changes", "code", "words"),
-    [(question, *wrong) for question, wrongs in WRONG.items() for wrong in wrongs],
-)
+@pytest.mark.parametrize("question", WRONG)
 async def test_what_is_not_the_readers_to_have_is_refused_before_it_has_a_slot(
-    case: Case, question: str, changes: dict[str, Any], code: ErrorCode, words: str
+    case: Case, question: str
 ) -> None:
     questions: Any = {"pack": case.pack, "digest": case.digest, "check": case.check}
 
-    with pytest.raises(RequestRefused, match=words) as refused:
-        await case.reader.ask(questions[question](**changes))
+    for changes, code, words in WRONG[question]:
+        with pytest.raises(RequestRefused, match=words) as refused:
+            await case.reader.ask(questions[question](**changes))
 
-    assert refused.value.code is code
-    assert case.agent.counts["slots"] == 0
+        assert refused.value.code is code, changes
+        assert case.agent.counts["slots"] == 0, changes
 
 
 async def test_heads_that_another_rank_holds_are_refused(agent: PrefillAgent) -> None:

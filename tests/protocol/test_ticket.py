@@ -78,21 +78,11 @@ def without(field: str) -> dict[str, object]:
     return {key: value for key, value in FIELDS.items() if key != field}
 
 
+NEEDED = (
+    "agent_id agent_boot endpoint engine_id engine_instance offer_id request_id num_tokens secret"
+)
 REFUSED: dict[str, object] = {
-    **{
-        f"without {field}": without(field)
-        for field in (
-            "agent_id",
-            "agent_boot",
-            "endpoint",
-            "engine_id",
-            "engine_instance",
-            "offer_id",
-            "request_id",
-            "num_tokens",
-            "secret",
-        )
-    },
+    **{f"without {field}": without(field) for field in NEEDED.split()},
     "text": json.dumps(FIELDS),
     "list": list(FIELDS.items()),
     "struct": object(),
