@@ -1,6 +1,7 @@
 """SharedSegment: what an engine may rely on."""
 
 import fcntl
+import logging
 import os
 import resource
 from pathlib import Path
@@ -8,8 +9,11 @@ from typing import Literal
 
 import pytest
 
+from kvbus.engine import RankMemory
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory.segment import GIVING_WORDS, SharedSegment, huge_bytes, shmem_word
+from kvbus.memory.segment import GIVING_WORDS, HugePages, SharedSegment, huge_bytes, shmem_word
+from tests.engine.recording import SPEC
+from tests.memories import NHD
 
 SIZE_BYTES = (8 << 20) + 5000
 """Some huge pages and a part of one."""
@@ -94,3 +98,17 @@ def test_a_closed_segment_is_refused_and_a_tensor_that_outlives_it_reads_zeros()
     for use in ("fd", "address", "tensor"):
         with pytest.raises(ClosedError):
             getattr(segment, use)
+
+
+@pytest.mark.parametrize("asked", [False, "advise"])
+def test_a_machine_without_huge_pages_is_logged_if_they_were_asked_for(
+    asked: HugePages, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kvbus.engine"):
+        memory = RankMemory.allocate(SPEC, 0, NHD, num_blocks=4, huge_pages=asked)
+        memory.close()
+
+    lines = [record.getMessage() for record in caplog.records]
+    must_tell = asked == "advise" and shmem_word() not in GIVING_WORDS
+    assert len(lines) == must_tell
+    assert all("shmem_enabled" in line and SPEC.engine_id in line for line in lines)

@@ -1,11 +1,24 @@
-"""Copies wait for the engine's work in their thread: until it is done, or the engine dies."""
+"""The CUDA modules without a GPU: what waits for it, and what is said where there is none.
 
+tests/gpu has the rest.
+"""
+
+from collections.abc import Callable
 from itertools import chain, repeat
 
 import pytest
+import torch
 
-from kvbus.errors import ErrorCode, LocalError
-from kvbus.memory.cuda import wait_for
+from kvbus.errors import ErrorCode, LocalError, SegmentError
+from kvbus.memory.cuda import (
+    CudaMapping,
+    GpuSlots,
+    allocate_cuda,
+    check_cuda,
+    gpu_of,
+    gpu_ordinal,
+    wait_for,
+)
 
 NEVER = 10**9
 
@@ -39,3 +52,21 @@ def test_work_is_given_up_when_the_engine_is_gone_or_it_takes_too_long() -> None
         wait_for([Recorded(NEVER)], gone=lambda: False, timeout_s=0.01)
 
     assert (lost.value.code, late.value.code) == (ErrorCode.ENGINE_LOST, ErrorCode.TIMEOUT)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: see tests/gpu")
+@pytest.mark.parametrize(
+    "call",
+    [
+        check_cuda,
+        lambda: gpu_ordinal("GPU-0"),
+        lambda: gpu_of(torch.device("cuda:0")),
+        lambda: allocate_cuda(4096, torch.device("cuda")),
+        lambda: CudaMapping("GPU-0", bytes(64), offset_bytes=0, size_bytes=4096),
+        lambda: GpuSlots(4096, 0, pinned=False),
+        lambda: GpuSlots(4096, 0, pinned=True),
+    ],
+)
+def test_without_a_gpu_every_call_names_what_is_missing(call: Callable[[], object]) -> None:
+    with pytest.raises(SegmentError, match=r"CUDA|NVIDIA|GPU"):
+        call()
