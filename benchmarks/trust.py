@@ -20,8 +20,12 @@ from kvbus.bench.cases import measure_rate
 from kvbus.bench.figures import Scale, in_turn
 from kvbus.bench.pairs import Bench, Pair, running
 from kvbus.bench.shapes import BIG, SMALL, PairedBlocks, Shape, scattered
-from kvbus.lab.process import ToolKeys
+from kvbus.bus import new_key_pair
+from kvbus.keys.files import write_secret
+from kvbus.keys.trusted import TrustedKey, write_trusted
+from kvbus.protocol.message import Role
 
+ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 WAYS = ("plain", "keys", "signed", "staging")
 RATE_ROUNDS = 5
 SIZES: dict[str, tuple[Shape, int, int]] = {
@@ -38,8 +42,7 @@ def settings(way: str, folder: Path) -> dict[str, dict[str, Any]]:
     if way == "staging":
         more["prefill"]["exposure"] = "staging"
     if way in ("keys", "signed"):
-        keys = ToolKeys(folder)
-        more = {role: dict(keys.settings(role)) for role in more}
+        more = {name: keyed(folder, name, role) for name, role in ROLES.items()}
     if way == "signed":
         (folder / "ticket.key").touch(mode=0o600)
         (folder / "ticket.key").write_bytes(base64.b64encode(secrets.token_bytes(32)))
@@ -47,6 +50,14 @@ def settings(way: str, folder: Path) -> dict[str, dict[str, Any]]:
             role: {**one, "ticket_keys": [str(folder / "ticket.key")]} for role, one in more.items()
         }
     return more
+
+
+def keyed(folder: Path, name: str, role: Role) -> dict[str, Any]:
+    """What the config of an agent with a fresh key says of keys; it trusts all of ``folder``."""
+    pair, trusted = new_key_pair(), folder / "trusted"
+    write_secret(folder / f"{name}.key", pair)
+    write_trusted(trusted, TrustedKey(name, pair.public, frozenset({role})))
+    return {"key_file": str(folder / f"{name}.key"), "authorized_keys": str(trusted)}
 
 
 async def measure(

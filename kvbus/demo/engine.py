@@ -1,4 +1,4 @@
-"""The demo's engines, a process each: a model, an engine with its cache, and what the driver asks.
+"""The demo's engines, a process each: a model, an engine with its cache, and what a side asks.
 
 Blocks are used only when their fetch has completed, and for another request only when nothing can
 write into them or read them any more.
@@ -8,7 +8,6 @@ write into them or read them any more.
 
 import contextlib
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from random import Random
@@ -20,10 +19,10 @@ import torch
 from anyio import CapacityLimiter
 from anyio.abc import TaskGroup
 
-from kvbus.demo.messages import Computed, EngineSetup, Step
-from kvbus.demo.model import Generation, Transformer, first_seen
-from kvbus.demo.paged_cache import PagedKV, slots
-from kvbus.demo.prompts import encode
+from kvbus.demo.messages import EngineSetup, Handed, Step
+from kvbus.demo.model import Generation, PagedKV, Transformer, first_seen, slots
+from kvbus.demo.options import encode
+from kvbus.engine import Outcome
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import num_blocks_for
 from kvbus.lab.engine import Engine, Offered, Tables, Taking
@@ -35,86 +34,90 @@ T = TypeVar("T")
 
 
 class Pass(NamedTuple):
-    """Of a prefill: the tokens so far, their new blocks by group, the token that follows, when."""
+    """Of a prefill: the tokens so far, their new blocks by group, and the token that follows."""
 
     num_tokens: int
     block_ids: dict[str, list[int]]
     step: Step
-    at_s: float
 
 
 class DemoEngine:
-    """One engine; its public coroutines are what the driver can ask for.
+    """One engine; its public coroutines are what a side can ask for.
 
     Two requests are never computed at once, as on one device, and take turns there.
     """
 
     def __init__(self, setup: EngineSetup, engine: Engine, tasks: TaskGroup) -> None:
         self._setup, self._engine, self._tasks = setup, engine, tasks
-        self._model, self._kv = Transformer(setup.spec, setup.seed), PagedKV.of(engine.caches)
+        self._model, self._kv = Transformer(setup.spec), PagedKV.of(engine.caches)
         self._device = CapacityLimiter(1)
         self._block_size = setup.spec.groups[0].block_size
-        self._prefills: dict[str, tuple[Offered, Tables, AsyncIterator[Pass], list[Pass]]] = {}
-        """Requests that are offered: their blocks, and the passes that are to come or done."""
+        self._prefills: dict[str, tuple[Offered, Tables, AsyncIterator[Pass]]] = {}
+        """Requests that are offered, with the passes that are to come."""
         self._fetched: dict[str, tuple[Generation, int]] = {}
         """Requests whose prompt is here, with its number of tokens."""
         self._flips_left = int(setup.flip_one_byte)
+        self._num_unread = 0
 
     async def answer(self, question: Question) -> object:
         """Do what is asked."""
         return await getattr(self, question.do)(**question.given)
 
-    async def endpoint(self) -> str:
-        """The peer socket of its agent."""
-        return self._engine.link.agent.peer_endpoint
-
-    async def settle(self) -> int:
-        """How many blocks are held when none has come back for a while."""
-        await self._engine.settle()
-        return self._engine.num_held
-
-    async def prefill(self, request_id: str, prompt: str) -> dict[str, Any]:
-        """The ticket of its KV. A whole prompt is computed before it is offered; chunks are offered
-        before they are computed, so that what is there is read meanwhile.
+    async def settle(self, stall_s: float = 20.0) -> tuple[int, int]:
+        """How many blocks are held when none has come back for a while, and how many offers ended
+        otherwise than read.
         """
-        tokens, chunk = encode(prompt), self._setup.prefill_chunk
+        await self._engine.settle(stall_s)
+        return self._engine.num_held, self._num_unread
+
+    async def prefill(self, request_id: str, prompt: str) -> Handed:
+        """Offer the KV of a prompt: a whole one when it is computed, chunks before they are, so
+        that what is there is read meanwhile.
+        """
+        tokens = encode(prompt)
         wanted = range(num_blocks_for(len(tokens), self._block_size))
         tables = await self._take(dict.fromkeys(self._engine.blocks.num_blocks, wanted))
         passes = self._passes(tokens, tables)
+        whole = None if self._setup.prefill_chunk else await anext(passes)
         try:
-            done = [] if chunk else [await anext(passes)]
             offered = await self._engine.offer(
                 request_id,
-                num_tokens=done[0].num_tokens if done else 0,
-                block_ids=done[0].block_ids if done else dict.fromkeys(tables, ()),
-                total=None if done else len(tokens),
+                num_tokens=whole.num_tokens if whole else 0,
+                block_ids=whole.block_ids if whole else dict.fromkeys(tables, ()),
+                total=None if whole else len(tokens),
             )
         except KVBusError:
             self._engine.blocks.give(tables)
             raise
-        self._prefills[request_id] = offered, tables, passes, done
-        return offered.ticket
+        if whole is None:
+            self._prefills[request_id] = offered, tables, passes
+            return Handed(request_id, prompt, offered.ticket)
+        self._tasks.start_soon(self._give_when_free, offered, tables)
+        return Handed(request_id, prompt, offered.ticket, whole.step)
 
-    async def compute(self, request_id: str) -> Computed:
-        """What `prefill` has not computed of a prompt."""
-        offered, tables, passes, done = self._prefills.pop(request_id)
+    async def compute(self, request_id: str) -> Step:
+        """What `prefill` has offered before it was computed."""
+        offered, tables, passes = self._prefills.pop(request_id)
         try:
-            if not done:
-                async for one in passes:
-                    await offered.extend(one.num_tokens, one.block_ids)
-                    done.append(one)
-                await offered.seal()
+            async for one in passes:
+                await offered.extend(one.num_tokens, one.block_ids)
+            await offered.seal()
         except KVBusError:
             await offered.withdraw()
             self._engine.blocks.give(tables)
             raise
         self._tasks.start_soon(self._give_when_free, offered, tables)
-        return Computed(done[-1].step, sum(map(len, tables.values())), done[-1].at_s)
+        return one.step
 
     async def _give_when_free(self, offered: Offered, tables: Tables) -> None:
-        with contextlib.suppress(KVBusError):  # the agent is gone, and its readers with it
+        outcome = None
+        try:
             await offered.freed()
-        self._engine.blocks.give(tables)
+            self._engine.blocks.give(tables)
+            outcome = await offered.offer.ended
+        except KVBusError:  # the agent is gone, and its readers with it
+            pass
+        self._num_unread += outcome is not Outcome.COMPLETED
 
     async def fetch(
         self, request_id: str, ticket: dict[str, Any], num_tokens: int, num_new: int
@@ -176,7 +179,7 @@ class DemoEngine:
             num_tokens, step = computed
             new = slice(num_blocks_for(num_before, size), num_blocks_for(num_tokens, size))
             ids = {name: table.array()[new].tolist() for name, table in tables.items()}
-            yield Pass(num_tokens, ids, step, time.monotonic())
+            yield Pass(num_tokens, ids, step)
             num_before = num_tokens
 
     async def _on_device(self, step: Callable[[], T]) -> T:

@@ -1,14 +1,13 @@
-"""What the demo's driver and its engines tell each other."""
+"""What the two sides of the demo, and they and their engines, tell each other."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from kvbus.geometry import EngineSpec, KvLayout
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """One generated token; ``digest`` is the blake2b of the float32 logits that it came from.
 
     It also shows an error that is too small to change the token.
@@ -30,17 +29,17 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     num_blocks: dict[str, int]
     ring_blocks: dict[str, int] | None
-    seed: int
     prefill_chunk: int | None
     flip_one_byte: bool
 
 
-class Computed(msgspec.Struct, frozen=True):
-    """A prompt's KV is there, in ``num_blocks`` blocks; ``step`` is the first of the output.
-
-    ``at_s`` is when the last of it was, by the machine's monotonic clock.
+class Handed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the prefill side tells of a request: its ticket, and later, when its KV is there, the
+    ``first`` step of the output. Of one that ``failed`` there is no more.
     """
 
-    step: Step
-    num_blocks: int
-    at_s: float
+    request_id: str
+    prompt: str
+    ticket: dict[str, Any] = {}
+    first: Step | None = None
+    failed: str = ""

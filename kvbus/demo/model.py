@@ -1,4 +1,4 @@
-"""A small Llama-style transformer whose KV lives in a `PagedKV`, and greedy generation with it.
+"""A small Llama-style transformer, its paged KV cache, and greedy generation with both.
 
 It does not batch: a request is computed by itself, so nothing else can change its result.
 
@@ -20,12 +20,13 @@ Axes
     token         tokens of this step, by position
     context       tokens of the request that this step's attend to, up to its last
     query_head    query heads of the model
-    dim, half     elements of a head, and half of it; of the cache those of a head or of the latent
+    block, slot   blocks of a rank's cache, in any order; token slots of one
+    head          KV heads that the rank holds, or, of the model, all of them
+    dim           elements of a head, in the cache of a head or of the latent
     hidden, vocab the residual stream, the logits
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import sqrt
@@ -36,9 +37,17 @@ from torch.nn import functional
 
 from kvbus.demo.messages import Step
 from kvbus.demo.options import HEAD_DIM, MAX_TOKENS, MAX_TP
-from kvbus.demo.paged_cache import PagedKV
-from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, KvPart, num_blocks_for
-from kvbus.lab.engine import Tables
+from kvbus.engine import KvCache
+from kvbus.geometry import (
+    BlockTable,
+    EngineSpec,
+    GroupSpec,
+    KvLayout,
+    KvPart,
+    held_heads,
+    num_blocks_for,
+)
+from kvbus.lab.engine import Tables, private_cache
 
 COMPUTE_DTYPE = torch.float64
 VOCAB = 256  # bytes
@@ -57,21 +66,96 @@ def first_seen(start: int, window: int | None) -> int:
     return 0 if window is None else max(0, start - window + 1)
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """Projections of one layer, each [in, out]; the norms' gains are one.
+LayerViews = Mapping[str, Tensor]
+"""The parts of one layer on one rank, each [block, slot, head, dim] with any strides."""
 
-    ``cached`` give what is cached, by part. ``raised``, with MLA, make K and V of the latent:
-    each [query_head, latent, dim].
+
+@dataclass(frozen=True)
+class PagedKV:
+    """The KV cache of one engine: ``views[rank][layer][part]``, wherever its memory lies.
+
+    A rank has the layers of its pipeline stage. Values are cast to the cache's dtype when written.
     """
 
-    query: Tensor
-    cached: Mapping[str, Tensor]
-    output: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    raised: Mapping[str, Tensor]
+    views: Sequence[Mapping[int, LayerViews]]
+
+    @classmethod
+    def of(cls, caches: Sequence[KvCache]) -> "PagedKV":
+        """The views of these ranks' caches."""
+        return cls(
+            [
+                {
+                    layer: {part: cache.view(layer, part) for part in region.parts}
+                    for region in cache.rank.regions
+                    for layer in region.layers
+                }
+                for cache in caches
+            ]
+        )
+
+    @classmethod
+    def private(cls, spec: EngineSpec, num_blocks: int) -> "PagedKV":
+        """A cache in memory of this process alone."""
+        layout = KvLayout.parse("NHD")
+        ranks = range(spec.num_ranks)
+        return cls.of([private_cache(spec, rank, layout, num_blocks) for rank in ranks])
+
+    def ranks_of(self, layer: int) -> Sequence[LayerViews]:
+        """The views of ``layer``, by tensor parallel rank of the stage that holds it."""
+        return [layers[layer] for layers in self.views if layer in layers]
+
+    def write(self, layer: int, table: BlockTable, *, start: int, parts: LayerViews) -> None:
+        """Gives each rank its heads of ``parts``, each [token, head, dim] of all heads."""
+        ranks = self.ranks_of(layer)
+        for rank, views in enumerate(ranks):
+            for part, values in parts.items():
+                heads = held_heads(rank, len(ranks), values.shape[1])
+                at = slots(table, views[part], start, start + len(values))
+                views[part][at] = values[:, heads.start : heads.stop].to(views[part].dtype)
+
+    def read(
+        self, layer: int, table: BlockTable, *, start: int, stop: int, num_heads: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        """What each query head reads, each part contiguous [query_head, token, dim].
+
+        ``num_heads`` are the model's query heads and KV heads. The same shapes for any tensor
+        parallelism: what follows computes the same bits.
+        """
+        ranks = [
+            {part: view[slots(table, view, start, stop)] for part, view in views.items()}
+            for views in self.ranks_of(layer)
+        ]
+        readers = held_by_query_head(*num_heads, len(ranks))
+        return {
+            part: torch.stack([ranks[rank][part][:, head] for rank, head in readers])
+            for part in ranks[0]
+        }
+
+
+def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, int]]:
+    """Which copy of its KV head each query head reads: (rank, number among the rank's heads).
+
+    Ranks that hold the same KV head share its query heads evenly, so that each copy is read.
+    """
+    copies: list[list[tuple[int, int]]] = [[] for _ in range(num_kv_heads)]
+    for rank in range(tp):
+        for number, head in enumerate(held_heads(rank, tp, num_kv_heads)):
+            copies[head].append((rank, number))
+    sharing = num_query_heads // num_kv_heads
+    return [held[i * len(held) // sharing] for held in copies for i in range(sharing)]
+
+
+def slots(table: BlockTable, view: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """The block and the slot of each position, each [token]."""
+    block_size, positions = view.shape[1], torch.arange(start, stop)
+    ids = torch.from_numpy(table.array().astype("int64"))
+    return ids[positions // block_size - table.first_block], positions % block_size
+
+
+Weights = Mapping[str, Tensor]
+"""Of one layer, each [in, out]: what projects to and from attention and the feed-forward network,
+and by their names the parts that are cached; with MLA also K and V, which are made of the latent.
+"""
 
 
 class Transformer:
@@ -85,7 +169,7 @@ class Transformer:
     def __init__(
         self,
         spec: EngineSpec,
-        seed: int,
+        seed: int = 0,
         *,
         hidden: int = 256,
         intermediate: int = 512,
@@ -105,26 +189,21 @@ class Transformer:
         angles = torch.outer(torch.arange(MAX_TOKENS, dtype=COMPUTE_DTYPE), ROPE_THETA**-exponents)
         self._turns = torch.polar(torch.ones_like(angles), angles)
 
-    def _layer(self, group: GroupSpec, hidden: int, intermediate: int) -> LayerWeights:
+    def _layer(self, group: GroupSpec, hidden: int, intermediate: int) -> Weights:
         query_width = self.num_query_heads * self._head_dim
-        cached_width = group.num_kv_heads * group.head_dim
-        is_latent = KvPart.LATENT in group.parts
-        return LayerWeights(
-            query=self._draw(hidden, query_width, QUERY_GAIN),
-            cached={part: self._draw(hidden, cached_width) for part in group.parts},
-            output=self._draw(query_width, hidden, OUTPUT_GAIN),
-            gate=self._draw(hidden, intermediate),
-            up=self._draw(hidden, intermediate),
-            down=self._draw(intermediate, hidden, DOWN_GAIN),
-            raised={
-                part: self._draw(group.head_dim, query_width)
-                .view(group.head_dim, -1, self._head_dim)
-                .transpose(0, 1)
-                .contiguous()
-                for part in (KvPart.KEY, KvPart.VALUE)
-                if is_latent
-            },
-        )
+        weights = {
+            "query": self._draw(hidden, query_width, QUERY_GAIN),
+            "output": self._draw(query_width, hidden, OUTPUT_GAIN),
+            "gate": self._draw(hidden, intermediate),
+            "up": self._draw(hidden, intermediate),
+            "down": self._draw(intermediate, hidden, DOWN_GAIN),
+        }
+        for part in group.parts:
+            weights[part] = self._draw(hidden, group.num_kv_heads * group.head_dim)
+        if KvPart.LATENT in group.parts:
+            for part in (KvPart.KEY, KvPart.VALUE):
+                weights[part] = self._draw(group.head_dim, query_width)
+        return weights
 
     def _draw(self, num_in: int, num_out: int, gain: float = 1.0) -> Tensor:
         """[in, out]; what passes through has its variance times ``gain`` squared."""
@@ -140,12 +219,12 @@ class Transformer:
         the cache, be it by an earlier call (chunked prefill) or by a handoff. Logits: [vocab],
         float32.
         """
-        with one_thread():
-            x = self.embedding[torch.tensor(tokens)]
-            for layer, weights in enumerate(self.layers):
-                x = x + self._attention(layer, rms_norm(x), kv, tables, start=start)
-                x = x + feed_forward(rms_norm(x), weights)
-            return (rms_norm(x[-1]) @ self.to_logits).float()
+        torch.set_num_threads(1)  # else sums are split among threads, and depend on their number
+        x = self.embedding[torch.tensor(tokens)]
+        for layer, weights in enumerate(self.layers):
+            x = x + self._attention(layer, rms_norm(x), kv, tables, start=start)
+            x = x + feed_forward(rms_norm(x), weights)
+        return (rms_norm(x[-1]) @ self.to_logits).float()
 
     def _attention(
         self, layer: int, x: Tensor, kv: PagedKV, tables: Tables, *, start: int
@@ -154,17 +233,17 @@ class Transformer:
         group, weights = self.groups[layer], self.layers[layer]
         table, first = tables[group.name], first_seen(start, group.window)
         cached = {
-            part: (x @ projection).view(len(x), group.num_kv_heads, group.head_dim)
-            for part, projection in weights.cached.items()
+            part: (x @ weights[part]).view(len(x), group.num_kv_heads, group.head_dim)
+            for part in group.parts
         }
         kv.write(layer, table, start=start, parts=cached)
         num_heads = self.num_query_heads, group.num_kv_heads
         read = kv.read(layer, table, start=first, stop=start + len(x), num_heads=num_heads)
         k, v = keys_and_values(read, weights)
-        query = (x @ weights.query).view(len(x), -1, self._head_dim).transpose(0, 1)
+        query = (x @ weights["query"]).view(len(x), -1, self._head_dim).transpose(0, 1)
         query, k = self._rotated(query, start), self._rotated(k, first)
         attended = attend(query, k, v, window=group.window)
-        return attended.transpose(0, 1).flatten(1) @ weights.output
+        return attended.transpose(0, 1).flatten(1) @ weights["output"]
 
     def _rotated(self, x: Tensor, first: int) -> Tensor:
         """RoPE: turns pairs (i, i + half) of [head, token, dim], from position ``first``."""
@@ -235,12 +314,14 @@ def generate_alone(
     return [first, *alone.decode(first.token, len(prompt), max_new_tokens - 1)]
 
 
-def keys_and_values(parts: Mapping[str, Tensor], weights: LayerWeights) -> tuple[Tensor, Tensor]:
+def keys_and_values(parts: Mapping[str, Tensor], weights: Weights) -> list[Tensor]:
     """K and V that each query head reads, of what is cached; each [query_head, context, dim]."""
-    if not weights.raised:
-        return parts[KvPart.KEY].to(COMPUTE_DTYPE), parts[KvPart.VALUE].to(COMPUTE_DTYPE)
-    latent = parts[KvPart.LATENT].to(COMPUTE_DTYPE)
-    return latent @ weights.raised[KvPart.KEY], latent @ weights.raised[KvPart.VALUE]
+    read = {part: cached.to(COMPUTE_DTYPE) for part, cached in parts.items()}
+    if (latent := read.get(KvPart.LATENT)) is not None:
+        num_heads, _, dim = latent.shape
+        for part in (KvPart.KEY, KvPart.VALUE):
+            read[part] = latent @ weights[part].view(dim, num_heads, -1).transpose(0, 1)
+    return [read[KvPart.KEY], read[KvPart.VALUE]]
 
 
 def attend(query: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
@@ -263,17 +344,6 @@ def rms_norm(x: Tensor) -> Tensor:
     return functional.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 
-def feed_forward(x: Tensor, weights: LayerWeights) -> Tensor:
+def feed_forward(x: Tensor, weights: Weights) -> Tensor:
     """SwiGLU: [token, hidden] → [token, hidden]."""
-    return (functional.silu(x @ weights.gate) * (x @ weights.up)) @ weights.down
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Sums are split among torch's threads, and so depend on their number: here it is one."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
+    return (functional.silu(x @ weights["gate"]) * (x @ weights["up"])) @ weights["down"]

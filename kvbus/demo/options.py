@@ -1,14 +1,13 @@
-"""The options of ``kvbus demo``, and the engines that they describe. It imports no torch."""
+"""The options of ``kvbus demo``: prompts, and two engines. It imports no torch."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from msgspec import Meta, to_builtins
 
-from kvbus.demo.prompts import encode, read_prompts
 from kvbus.errors import ConfigError
 from kvbus.geometry import EngineSpec
 from kvbus.planning.choose import Path
@@ -19,6 +18,20 @@ MAX_KV_HEADS = 32
 NUM_LAYERS = 4
 HEAD_DIM = 64
 MAX_TOKENS = 4096  # prompt and output together
+BUILT_IN = (
+    "The KV cache of a prompt is computed once and read for every token after it.",
+    "Explain to a patient friend why prefill is bound by compute and decode by memory bandwidth, "
+    "and what follows from that for the machines that each of them should run on. Take your time, "
+    "use examples from everyday life, and end with one sentence that fits on a postcard.",
+    "Schreibe ein kurzes Gedicht über Züge, die nachts Güter über die Grenze bringen.",
+    "def handoff(ticket, blocks):\n    '''Move the bytes, then ask whether they may be used.'''\n",
+    "A lease has an epoch. Whoever reads under it asks, after the last byte landed, whether the "
+    "epoch was still live; only a yes makes the bytes valid. Summarise this paragraph, then list "
+    "three ways in which a reader can be late: it was stopped by the scheduler, the network kept "
+    "its packets for a while, or its own clock ran at another speed than it believed. For each of "
+    "them say which process notices, and what it does with the blocks.",
+    "猫が静かに窓辺で眠っている。朝の光が差し込む。",
+)
 
 
 class SideWords(EngineWords, kw_only=True):
@@ -38,6 +51,11 @@ class SideWords(EngineWords, kw_only=True):
         return " ".join(f"{key}={word}" for key, word in words.items() if word not in (None, False))
 
 
+def encode(text: str) -> list[int]:
+    """Tokens of a text: its UTF-8 bytes."""
+    return list(text.encode())
+
+
 RUN, ENGINES, MODEL = "Run", "Engines", "Model"
 
 
@@ -46,9 +64,7 @@ def _number(panel: str, low: int, high: int, text: str) -> Any:
 
 
 def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(
-        *names, case_sensitive=False, metavar=metavar, help=text, rich_help_panel=panel
-    )
+    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +80,6 @@ class DemoOptions:
         FilePath | None,
         _option(RUN, "Prompts, one a line, instead of the built-in ones.", metavar="FILE"),
     ] = None
-    keep_logs: Annotated[
-        FilePath | None, _option(RUN, "Keep the logs of the four processes there.", metavar="DIR")
-    ] = None
-    keys: Annotated[
-        bool, _option(RUN, "Give the agents CURVE keys: encrypted, and by role.", "--keys")
-    ] = False
     as_one_json: Annotated[
         bool, _option(RUN, "Print one JSON object, as the last line of stdout.", "--json")
     ] = False
@@ -84,27 +94,17 @@ class DemoOptions:
         Path | None, _option(ENGINES, "Have all read in this way; else the agent's rule says how.")
     ] = None
 
-    attention: Annotated[
-        Literal["gqa", "mla"],
-        _option(MODEL, "Cache K and V of some heads, or one latent that all ranks have."),
-    ] = "gqa"
     kv_heads: Annotated[
-        int | None,
-        _number(MODEL, 1, MAX_KV_HEADS, "KV heads of each layer, 4 unless told otherwise."),
-    ] = None
+        int, _number(MODEL, 0, MAX_KV_HEADS, "KV heads of each layer; 0: MLA, a latent for all.")
+    ] = 4
     window: Annotated[
         int | None,
         _number(MODEL, 2, MAX_TOKENS, "Every other layer attends to the last N tokens only."),
     ] = None
-    seed: Annotated[int, _number(MODEL, 0, 2**32, "Seed of the weights.")] = 0
     flip_one_byte: Annotated[bool, typer.Option("--flip-one-byte", hidden=True)] = False
     """A negative control."""
 
     def __post_init__(self) -> None:
-        if self.attention == "mla" and self.kv_heads is not None:
-            raise ConfigError(
-                "--kv-heads is for --attention gqa: with mla, all heads share one latent"
-            )
         if self.max_prompt_tokens + self.max_new_tokens > MAX_TOKENS:
             raise ConfigError(
                 f"a prompt of {self.max_prompt_tokens} tokens and {self.max_new_tokens} new ones"
@@ -128,7 +128,17 @@ class DemoOptions:
     @cached_property
     def prompts(self) -> tuple[str, ...]:
         """Those of the file, or the built-in ones."""
-        return read_prompts(self.prompt_file)
+        path = self.prompt_file
+        if path is None:
+            return BUILT_IN
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {path} as UTF-8 text: {error}") from error
+        prompts = tuple(line for line in lines if line.strip())
+        if not prompts:
+            raise ConfigError(f"{path} has no prompts: write one a line")
+        return prompts
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -141,10 +151,10 @@ class DemoOptions:
         whole = ModelWords(
             layers=NUM_LAYERS,
             head=HEAD_DIM,
-            kv_heads=0 if self.attention == "mla" else self.kv_heads or 4,
-            attention=self.attention,
+            kv_heads=self.kv_heads,
+            attention="gqa" if self.kv_heads else "mla",
             window=self.window,
-            model=f"kvbus-demo@seed-{self.seed}",
+            model="kvbus-demo",
             tp=words.tp,
             pp=words.pp,
             block=words.block,

@@ -1,76 +1,49 @@
-"""What came of the demo's requests: figures for ``--json``, tables for a terminal of 80 columns.
+"""What came of the demo's requests, as text and as the figures of ``--json``.
 
-An output matches when its tokens and the digests of all logits do.
+An output is equal when its tokens and the digests of all logits are.
 """
 
 import math
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+import anyio
+import typer
 
-from kvbus.console import Console
-from kvbus.demo.messages import Computed, Step
+from kvbus.demo.messages import Step
 from kvbus.demo.options import DemoOptions
-from kvbus.demo.prompts import encode
-from kvbus.errors import RequestRefused
 from kvbus.lab.process import Taken
-
-# What a fetch came to, by headings of two lines each, so that a row fits into 80 columns.
-COLUMNS: Mapping[str, Callable[[Taken], str]] = {
-    "KiB": lambda one: f"{one.fetched.num_bytes / 1024:.0f}",
-    "resol-\nving": lambda one: _ms(one.fetched.stages_s.resolving),
-    "claim-\ning": lambda one: _ms(one.fetched.stages_s.claiming),
-    "wait-\ning": lambda one: _ms(one.fetched.stages_s.waiting),
-    "read-\ning": lambda one: _ms(one.fetched.stages_s.reading),
-    "taking": lambda one: _ms(one.fetched.stages_s.taking),
-    "total": lambda one: _ms(one.seconds),
-}
-DONE, FAILED = "green", "bold red"
-VARIED = ("seed", "attention", "kv_heads", "window", "path", "prefill_chunk")
+from kvbus.output import write_json, write_text
+from kvbus.text import printable
 
 
 @dataclass(slots=True)
 class Served:
-    """One request: what the engines answered so far; ``failed`` is the last of it.
+    """One request: what the engines answered so far; ``failed`` says why no more comes.
 
-    ``steps`` are those of the decode engine.
+    ``first`` is the prefill engine's step, ``steps`` are the decode engine's.
     """
 
     request_id: str
     prompt: str
-    computed: Computed | None = None
+    first: Step | None = None
     taken: Taken | None = None
     steps: list[Step] | None = None
-    failed: RequestRefused | None = None
-
-    @property
-    def output(self) -> list[Step]:
-        """The steps of both halves."""
-        first = [self.computed.step] if self.computed else []
-        return first + (self.steps or [])
-
-    @property
-    def after_prefill_s(self) -> float | None:
-        """From the end of the prefill to the completion of the fetch; None before that."""
-        if self.computed is None or self.taken is None:
-            return None
-        return self.taken.at_s - self.computed.at_s
+    failed: str = ""
+    prefill_ended: anyio.Event = field(default_factory=anyio.Event)
 
 
 @dataclass(slots=True)
 class DemoReport:
     """A run, as far as it has come.
 
-    ``alone`` are the steps of the model run alone, by prompt. ``leaks`` is what is held when
-    nothing runs any more, by its name, None until it is counted. ``trouble`` says what ended the
-    run early, or what did not end well; ``ended_by`` is the signal that did.
+    ``alone`` are the steps of the model run alone, by prompt. ``leaks`` is how many blocks of each
+    engine are held when nothing runs any more, None until they are counted. ``trouble`` says what
+    ended the run early, or what did not end well; ``ended_by`` is the signal that did.
     """
 
     options: DemoOptions
@@ -80,73 +53,85 @@ class DemoReport:
     trouble: list[str] = field(default_factory=list)
     ended_by: Signals | None = None
 
-    def matches(self, served: Served) -> bool:
-        """Whether this output equals that of the model run alone."""
-        return served.steps is not None and served.output == self.alone.get(served.prompt)
-
-    @property
-    def num_matched(self) -> int:
-        """How many outputs match."""
-        return sum(map(self.matches, self.served))
-
     @property
     def not_compared(self) -> set[str]:
         """Prompts with an output that the model run alone is needed for."""
-        completed = {one.prompt for one in self.served if one.steps is not None}
-        return completed - self.alone.keys()
-
-    @property
-    def taken(self) -> list[Taken]:
-        """The fetches that completed."""
-        return [served.taken for served in self.served if served.taken is not None]
-
-    @property
-    def num_bytes(self) -> int:
-        """What they have moved."""
-        return sum(taken.fetched.num_bytes for taken in self.taken)
-
-    @property
-    def failures(self) -> Counter[str]:
-        """How many requests failed, by ``code: message``."""
-        failed = (served.failed for served in self.served)
-        return Counter(f"{one.code}: {one.message}" for one in failed if one is not None)
+        return {one.prompt for one in self.served if one.steps is not None} - self.alone.keys()
 
     @property
     def num_unfinished(self) -> int:
         """How many requests have neither an output nor failed."""
-        num_done = sum(one.steps is not None for one in self.served)
-        return self.options.requests - num_done - self.failures.total()
+        num_ended = sum(one.steps is not None or bool(one.failed) for one in self.served)
+        return self.options.requests - num_ended
 
-    @property
-    def num_leaked(self) -> int | None:
-        """All that is still held; 0 is the only good figure."""
-        return None if self.leaks is None else sum(self.leaks.values())
+    def summary(self) -> dict[str, Any]:
+        """The figures; ``leaked_blocks`` is null in a run that ended early."""
+        taken = [one.taken for one in self.served if one.taken is not None]
+        failures = Counter(one.failed for one in self.served if one.failed)
+        return {
+            "requests": self.options.requests,
+            "matched": sum(map(self._is_equal, self.served)),
+            "failed": failures.total(),
+            "failures": failures,
+            "unfinished": self.num_unfinished,
+            "trouble": self.trouble,
+            "bytes": sum(one.fetched.num_bytes for one in taken),
+            "handoff_ms": _quantiles_ms([one.seconds for one in taken]),
+            "paths": Counter(one.fetched.path for one in taken),
+            "leaked_blocks": None if self.leaks is None else sum(self.leaks.values()),
+        }
 
     @property
     def ok(self) -> bool:
-        """All outputs match, nothing is leaked, and nothing went wrong."""
-        is_whole = self.num_matched == self.options.requests and not self.trouble
-        return is_whole and self.num_leaked == 0
+        """All outputs are equal, nothing is leaked, and nothing went wrong."""
+        found = self.summary()
+        is_whole = found["matched"] == self.options.requests and not self.trouble
+        return is_whole and found["leaked_blocks"] == 0
 
-    def summary(self) -> dict[str, Any]:
-        """The figures for ``--json``; ``leaked_blocks`` is null in a run that ended early."""
-        options, taken = self.options, self.taken
-        after_prefill = (served.after_prefill_s for served in self.served)
-        return {
-            "requests": options.requests,
-            "matched": self.num_matched,
-            "failed": self.failures.total(),
-            "failures": self.failures,
-            "unfinished": self.num_unfinished,
-            "trouble": self.trouble,
-            "bytes": self.num_bytes,
-            "handoff_ms": _quantiles_ms([one.seconds for one in taken]),
-            "after_prefill_ms": _quantiles_ms([s for s in after_prefill if s is not None]),
-            "paths": Counter(one.fetched.path for one in taken),
-            "leaked_blocks": self.num_leaked,
-            **{role: str(words) for role, words in options.sides.items()},
-            **{name: getattr(options, name) for name in VARIED},
-        }
+    def print(self) -> None:
+        """What the run comes to, a line for each thing."""
+        write_text("".join(f"{printable(line)}\n" for line in self._lines()))
+
+    def end(self, *, is_ok: bool) -> None:
+        """Say what went wrong, and end the command with its exit status."""
+        failures = Counter(one.failed for one in self.served if one.failed)
+        failed = [f"{count} failed: {why}" for why, count in failures.items()]
+        sys.stderr.writelines(f"error: {printable(one)}\n" for one in (*failed, *self.trouble))
+        if self.ended_by is not None:
+            sys.stderr.write(f"ended by {self.ended_by.name}; all processes have ended, too\n")
+        if self.options.as_one_json:
+            write_json(self.summary())
+        if self.ended_by is not None:
+            raise typer.Exit(128 + self.ended_by)
+        if not is_ok:
+            raise typer.Exit(1)
+
+    def _is_equal(self, one: Served) -> bool:
+        if one.first is None or one.steps is None:
+            return False
+        return [one.first, *one.steps] == self.alone.get(one.prompt)
+
+    def _lines(self) -> Iterator[str]:
+        found = self.summary()
+        yield " → ".join(f"{role} {words}" for role, words in self.options.sides.items())
+        equal = f"{found['matched']} outputs equal to the model run alone, tokens and logits"
+        yield f"{found['requests']} requests, {equal}"
+        for one in self.served:
+            if one.prompt in self.alone and one.steps is not None and not self._is_equal(one):
+                yield f"the output of request {one.request_id} differs"
+        if found["paths"]:
+            paths = ", ".join(f"{number} {path}" for path, number in found["paths"].items())
+            took = "{p50:.1f} ms (p50), {p99:.1f} ms (p99)".format(**found["handoff_ms"])
+            yield f"moved {found['bytes'] / 1e6:.1f} MB ({paths}); a handoff took {took}"
+        if self.num_unfinished:
+            yield f"{self.num_unfinished} did not finish"
+        if self.leaks is None:
+            yield "what is still held was not counted"
+        elif found["leaked_blocks"]:
+            held = ", ".join(f"{number} of {role}" for role, number in self.leaks.items())
+            yield f"blocks that are still held: {held}"
+        else:
+            yield "every block came back"
 
 
 def _quantiles_ms(times_s: Sequence[float]) -> dict[str, float | None]:
@@ -156,78 +141,3 @@ def _quantiles_ms(times_s: Sequence[float]) -> dict[str, float | None]:
         name: round(ordered[math.ceil(quantile * len(ordered)) - 1] * 1e3, 3) if ordered else None
         for name, quantile in (("p50", 0.5), ("p99", 0.99))
     }
-
-
-def print_report(report: DemoReport, console: Console) -> None:
-    """The table and the lines below it."""
-    console.print(Group(_request_table(report), *_summary_lines(report)))
-
-
-def _request_table(report: DemoReport) -> Table:
-    table = Table(
-        title="Handoffs (stage times in ms)",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=0,
-        title_justify="left",
-    )
-    for heading in ("#", "tokens\nin+out", "blocks", *COLUMNS):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("path")
-    table.add_column("same")
-    for number, served in enumerate(report.served, start=1):
-        taken = served.taken
-        table.add_row(
-            str(number),
-            f"{len(encode(served.prompt))}+{len(served.output)}",
-            str(served.computed.num_blocks) if served.computed else "",
-            *(cell(taken) if taken else "" for cell in COLUMNS.values()),
-            taken.fetched.path if taken else "",
-            _verdict(report, served),
-        )
-    return table
-
-
-def _summary_lines(report: DemoReport) -> Iterator[Text]:
-    """What the run comes to, what is not as it has to be, or that all came back."""
-    summary, options = report.summary(), report.options
-    num_requests, num_matched = summary["requests"], summary["matched"]
-    yield Text(" → ".join(f"{role} {words}" for role, words in options.sides.items()))
-    yield Text(
-        f"{num_matched} of {num_requests} outputs equal those of the model run alone,"
-        " tokens and logits",
-        style=DONE if num_matched == num_requests else FAILED,
-    )
-    if report.taken:
-        took = _quantiles(summary["handoff_ms"])
-        yield Text(f"moved {summary['bytes'] / 1e6:.1f} MB; a handoff took {took}")
-        if options.prefill_chunk:
-            after = _quantiles(summary["after_prefill_ms"])
-            yield Text(f"after the last chunk of a prefill it took {after}")
-    for why, count in report.failures.items():
-        yield Text(f"{count} failed: {why}", style=FAILED)
-    if report.num_unfinished:
-        yield Text(f"{report.num_unfinished} did not finish", style=FAILED)
-    if report.leaks is None:
-        yield Text("what is still held was not counted", style=FAILED)
-    elif report.num_leaked:
-        held = ", ".join(f"{number} {what}" for what, number in report.leaks.items())
-        yield Text(f"still held: {held}", style=FAILED)
-    else:
-        yield Text("every block came back", style=DONE)
-
-
-def _quantiles(ms: Mapping[str, float]) -> str:
-    return f"{ms['p50']:.1f} ms (p50), {ms['p99']:.1f} ms (p99)"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"
-
-
-def _verdict(report: DemoReport, served: Served) -> Text:
-    if served.failed is not None:
-        return Text("failed", style=FAILED)
-    if served.steps is None or served.prompt not in report.alone:
-        return Text("?", style=FAILED)  # it did not finish, or is not compared
-    return Text("yes", style=DONE) if report.matches(served) else Text("NO", style=FAILED)

@@ -2,37 +2,28 @@
 
     kvbus demo-prefill --attach A | kvbus demo-decode --attach B
 
-What goes between the two is a router by hand: a line of JSON for each request, its ticket in it.
 The decode side does not trust what the other one says of outputs: it runs the model alone itself.
 """
 
-import sys
-import tempfile
-import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import anyio
-import msgspec
 import typer
 
-from kvbus.demo.messages import Computed
+from kvbus.demo.messages import Handed
 from kvbus.demo.options import DemoOptions
-from kvbus.demo.report import DemoReport, Served
-from kvbus.demo.run import compare, engine_at, fetch, generate
-from kvbus.errors import ConfigError, KVBusError, RequestRefused, RequestTimeout, leaves
-from kvbus.lab.process import EngineChild
+from kvbus.demo.run import Run, run
+from kvbus.errors import KVBusError, RequestTimeout
+from kvbus.lab.pipe import Pipe
 from kvbus.memory.attach import connect_to_agent
 from kvbus.options import with_options
-from kvbus.text import printable
+from kvbus.output import fail
 
-NUM_WAITS = 3  # of twenty seconds each without a block that comes back
-
-T = TypeVar("T")
+PIPE = Pipe("kvbus demo-prefill", "kvbus demo-decode")
+READ_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +33,8 @@ class SideOptions(DemoOptions):
     attach: Annotated[
         Path, typer.Option(metavar="SOCKET", help="Attach socket of the agent of this machine.")
     ]
-    keep_logs: Path | None = None
-    keys: bool = False
     as_one_json: bool = False
     path: None = None
-
-
-class Handed(msgspec.Struct, frozen=True):
-    """What the prefill side tells the decode side of one request."""
-
-    request_id: str
-    prompt: str
-    ticket: dict[str, Any]
-    computed: Computed
 
 
 @with_options(SideOptions)
@@ -63,132 +43,58 @@ def demo_prefill(options: SideOptions) -> None:
 
     Ends with status 0 once all of them have been read. `kvbus demo --help` explains a SPEC.
     """
-    _run(_prefill, options)
+    _check_agent(options)
+    report = run(partial(_offer, options.attach), options)
+    report.end(is_ok=not report.trouble)
 
 
 @with_options(SideOptions)
 def demo_decode(options: SideOptions) -> None:
     """Fetch what demo-prefill offered, by the lines on stdin; compare with the model run alone.
 
-    Exit status 0: there were as many lines as requests, and all outputs are equal. Tell it all
-    options of the model as demo-prefill. `kvbus demo --help` explains a SPEC.
+    Exit status 0: there were as many as requests, and all outputs are equal. Tell it all options of
+    the model and the requests as demo-prefill. `kvbus demo --help` explains a SPEC.
     """
-    report = _run(_decode, options)
-    num_lines, num_equal = len(report.served), report.num_matched
-    paths = Counter(taken.fetched.path for taken in report.taken)
-    read = ", ".join(f"{number} {path}" for path, number in paths.items()) or "no path"
-    typer.echo(
-        f"{num_lines} requests, {num_equal} outputs equal to the model run alone, tokens and"
-        f" logits; {report.num_bytes / 1024:.0f} KiB read ({read})"
-    )
-    if num_lines != options.requests:
-        sys.stderr.write(
-            f"error: {num_lines} lines came from kvbus demo-prefill, expected"
-            f" {options.requests}: give both commands the same --requests, or look at its error\n"
+    _check_agent(options)
+    report = run(partial(_read, options.attach), options)
+    report.print()
+    report.end(is_ok=report.ok)
+
+
+def _check_agent(options: SideOptions) -> None:
+    """An engine waits for its agent, as those of `kvbus demo` start with theirs; a person not."""
+    try:
+        connect_to_agent(options.attach).close()
+    except KVBusError as error:
+        fail(error.message, status=1, cause=error)
+
+
+async def _offer(attach: Path, run: Run) -> None:
+    """Offer all, and return once all has been read.
+
+    Raises `PeerLost` when the decode side ends before, `RequestTimeout` when it reads no more.
+    """
+
+    async def send(handed: Handed) -> None:
+        run.wait_for(f"{PIPE.reader} to read")
+        PIPE.write(handed)
+        if handed.failed:
+            run.report.trouble.append(f"{handed.request_id}: {handed.failed}")
+
+    async with run.engine("prefill", attach) as engine, anyio.create_task_group() as tasks:
+        tasks.start_soon(PIPE.watch_reader)
+        await run.offer_all(engine, send)
+        num_held, num_unread = await engine.ask(list[int], "settle", stall_s=READ_WITHIN_S)
+        tasks.cancel_scope.cancel()
+    if num_held or num_unread:
+        held = f"{num_held} blocks are still held" if num_held else f"{num_unread} ended otherwise"
+        raise RequestTimeout(
+            f"not all of {run.options.requests} offers were read, {held}: look at the error of"
+            f" {PIPE.reader}"
         )
-    if num_equal != options.requests or num_lines != options.requests:
-        raise typer.Exit(1)
 
 
-def _run(side: Callable[[SideOptions], Coroutine[Any, Any, T]], options: SideOptions) -> T:
-    """An error is one line on stderr and exit status 1, 2 for what was given wrongly."""
-    errors: list[KVBusError] = []
-    try:
-        return anyio.run(side, options)
-    except* KVBusError as group:
-        errors = leaves(group)
-    messages = dict.fromkeys(error.message for error in errors)
-    sys.stderr.writelines(f"error: {printable(message)}\n" for message in messages)
-    raise typer.Exit(2 if any(isinstance(error, ConfigError) for error in errors) else 1)
-
-
-@asynccontextmanager
-async def _engine(role: str, options: SideOptions) -> AsyncIterator[EngineChild]:
-    """A ready engine of ``role``; raises `PeerLost` without an agent, or when it ends.
-
-    The engine itself waits for its agent, as those of `kvbus demo` start with theirs.
-    """
-    connect_to_agent(options.attach).close()
-    engine_id = f"{role}-{uuid.uuid4().hex[:12]}"
-    with tempfile.TemporaryDirectory(prefix="kvbus-demo-") as folder:
-        log = Path(folder) / "log"
-        async with engine_at(role, options.attach, options, log=log, engine_id=engine_id) as engine:
-            await engine.ask(str, "endpoint")
-            yield engine
-
-
-async def _prefill(options: SideOptions) -> None:
-    """Compute and offer all requests, a line on stdout each; return once all have been read.
-
-    Raises `RequestTimeout` when nobody reads them.
-    """
-    numbers = iter(range(options.requests))
-    async with _engine("prefill", options) as engine:
-
-        async def serve_in_turn() -> None:
-            for number in numbers:
-                prompt = options.prompts[number % len(options.prompts)]
-                handed = await _handed(engine, f"{uuid.uuid4().hex[:12]}-{number}", prompt)
-                print(msgspec.json.encode(handed).decode(), flush=True)
-
-        async with anyio.create_task_group() as servers:
-            for _ in range(options.concurrency):
-                servers.start_soon(serve_in_turn)
-        sys.stdout.close()  # the other side need not wait for us, who wait for it
-        await _all_read(engine)
-
-
-async def _handed(engine: EngineChild, request_id: str, prompt: str) -> Handed:
-    ticket = await engine.ask(dict[str, Any], "prefill", request_id=request_id, prompt=prompt)
-    computed = await engine.ask(Computed, "compute", request_id=request_id)
-    return Handed(request_id, prompt, ticket, computed)
-
-
-async def _all_read(engine: EngineChild) -> None:
-    for _ in range(NUM_WAITS):
-        held = await engine.ask(int, "settle")
-        if not held:
-            return
-    raise RequestTimeout(
-        f"{held} blocks of the prefill engine are still held: give every line of this command to"
-        " kvbus demo-decode, which says what fails there"
-    )
-
-
-async def _decode(options: SideOptions) -> DemoReport:
-    """Fetch and go on with what each line of stdin hands over, until its end; then compare.
-
-    Raises `ConfigError` at a terminal, which cuts long lines.
-    """
-    if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError("stdin is no pipe: run kvbus demo-prefill ... | kvbus demo-decode ...")
-    report, places = DemoReport(options), anyio.Semaphore(options.concurrency)
-    async with _engine("decode", options) as engine:
-
-        async def serve(handed: Handed) -> None:
-            served = Served(handed.request_id, handed.prompt, computed=handed.computed)
-            report.served.append(served)
-            try:
-                await fetch(engine, served, handed.ticket, options)
-                await generate(engine, served, options)
-            except RequestRefused as error:
-                served.failed = error
-                told = f"error: {served.request_id} failed: {error.code}: {error.message}\n"
-                sys.stderr.write(printable(told))
-            places.release()
-
-        async with anyio.create_task_group() as tasks:
-            async for text in anyio.wrap_file(sys.stdin):
-                await places.acquire()
-                tasks.start_soon(serve, _parsed(text))
-    await compare(report)
-    return report
-
-
-def _parsed(text: str) -> Handed:
-    try:
-        return msgspec.json.decode(text, type=Handed)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"stdin: {text[:80]!r} is no line of kvbus demo-prefill: {error}"
-        ) from error
+async def _read(attach: Path, run: Run) -> None:
+    async with run.engine("decode", attach) as engine:
+        await run.read_all(engine, PIPE.read(Handed))
+        await run.count_leaks({"decode": engine})

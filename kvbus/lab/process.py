@@ -18,12 +18,8 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
-from kvbus.bus import ClientCurve, KeyPair, new_key_pair
 from kvbus.errors import ErrorCode, KVBusError, ProtocolError, RequestRefused, leaves
-from kvbus.keys.files import write_secret
-from kvbus.keys.trusted import TrustedKey, write_trusted
 from kvbus.protocol.engine import Fetched
-from kvbus.protocol.message import Role
 from kvbus.spawn import Child, write_agent_config
 
 MAX_LINE_BYTES = 1 << 24
@@ -144,36 +140,6 @@ async def agent_process(
 
     async with _running(child, watch, child.ask_to_end):
         yield child
-
-
-class ToolKeys:
-    """Fresh keys of two agents and the tool, in ``folder``, a private one; all trust each other."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._own = self._make("tool", Role.ROUTER, Role.OBSERVER)
-        self._agents = {
-            name: self._make(name, role)
-            for name, role in (("prefill", Role.PREFILL), ("decode", Role.DECODE))
-        }
-
-    def settings(self, role: str) -> dict[str, str]:
-        """What the config of an agent says of keys."""
-        return {
-            "key_file": str(self._folder / f"{role}.key"),
-            "authorized_keys": str(self._folder / "trusted"),
-        }
-
-    def of(self, role: str) -> ClientCurve:
-        """What the tool asks the agent of ``role`` with."""
-        return ClientCurve(self._own, self._agents[role].public)
-
-    def _make(self, name: str, *roles: Role) -> KeyPair:
-        pair = new_key_pair()
-        write_secret(self._folder / f"{name}.key", pair)
-        trusted = TrustedKey(name, pair.public, frozenset(roles))
-        write_trusted(self._folder / "trusted", trusted)
-        return pair
 
 
 @asynccontextmanager

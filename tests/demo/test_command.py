@@ -22,9 +22,7 @@ def kvbus(*arguments: str) -> Result:
         (["--prefill", "layers=3"], "--prefill: Object contains unknown field `layers`"),
         (["--path", "fast"], "'packed'"),
         (["--prompt-file", "/nowhere/at/all"], "cannot read /nowhere/at/all"),
-        (["--keep-logs", "/dev/null/logs"], "/dev/null/logs"),
         (["--decode", "pp=5"], "--decode: Expected `int` <= 4"),
-        (["--attention", "mla", "--kv-heads", "4"], "--kv-heads is for --attention gqa"),
         (["--decode", "ring=0.2"], "--decode: a ring of 0.2 of a cache for 4 requests does not"),
     ],
 )
@@ -45,10 +43,10 @@ def test_the_version_is_that_of_the_package() -> None:
 @pytest.mark.parametrize(
     ("leaks", "trouble", "is_ok"),
     [
-        ({"offers": 0, "fetches": 0}, [], True),
-        ({"offers": 0, "fetches": 1}, [], False),
+        ({"prefill": 0, "decode": 0}, [], True),
+        ({"prefill": 0, "decode": 1}, [], False),
         (None, [], False),
-        ({"offers": 0, "fetches": 0}, ["the decode agent was ended"], False),
+        ({"prefill": 0, "decode": 0}, ["the decode agent was ended"], False),
     ],
 )
 def test_what_is_still_held_or_not_counted_or_went_wrong_fails_the_run(

@@ -17,7 +17,7 @@ SMALL = ("--requests", "5", "--max-new-tokens", "8")
 PACKED = {"packed"}
 ANY = {"mapped", "direct", *PACKED}
 CI_SHAPE = ("tp=3", "tp=2 pp=3 block=5", "window=50 path=packed prefill-chunk=32", PACKED)
-HOST_SHAPE = ("tp=2 ring=0.5", "tp=3,ring=0.5,layout=HND", "attention=mla prefill-chunk=32")
+HOST_SHAPE = ("tp=2 ring=0.5", "tp=3,ring=0.5,layout=HND", "kv-heads=0 prefill-chunk=32")
 """A run takes ten seconds of CPU time: these mix what is in the others, too."""
 SHAPES = [
     ("layout=HND block=64", "tp=2", "path=direct", {"direct"}),
@@ -25,7 +25,7 @@ SHAPES = [
     ("tp=8 pp=4", "layout=HND", "kv-heads=2 path=packed prefill-chunk=50", PACKED),
     (*HOST_SHAPE, ANY),
     ("tp=4 pp=2", "tp=6 cross_layer=true", "kv-heads=6 path=packed", PACKED),
-    ("tp=2", "tp=3 block=48", "attention=mla window=40", ANY),
+    ("tp=2", "tp=3 block=48", "kv-heads=0 window=40", ANY),
     ("ring=0.1", "ring=0.1", "concurrency=10 requests=20", ANY),
 ]
 ENDLESS = ("--requests", "50000", "--max-new-tokens", "4")
@@ -40,24 +40,15 @@ def sides(prefill: str, decode: str, both: str) -> list[str]:
 def test_every_output_equals_that_of_the_model_run_alone_and_is_told_with_what_was_run(
     demo: Demo,
 ) -> None:
-    status, figures, _ = demo.run(*SMALL, "--keys", "--seed", "3", "--decode", "tp=2")
+    status, figures, said = demo.run(*SMALL, "--decode", "tp=2")
 
     assert (status, figures["requests"], figures["matched"]) == (0, 5, 5)
     assert figures["bytes"] > 1_000_000
     assert sum(figures["paths"].values()) == 5
-    for times in figures["handoff_ms"], figures["after_prefill_ms"]:
-        assert 0 < times["p50"] <= times["p99"]
+    assert 0 < figures["handoff_ms"]["p50"] <= figures["handoff_ms"]["p99"]
     assert figures["leaked_blocks"] == 0
     words = "layout=NHD {} pp=1 block=16"
-    shapes = words.format("tp=1"), words.format("tp=2")
-    assert (figures["prefill"], figures["decode"]) == shapes
-    model = {name: figures[name] for name in ("seed", "attention", "kv_heads", "window")}
-    assert model == {"seed": 3, "attention": "gqa", "kv_heads": None, "window": None}
-    assert (figures["path"], figures["prefill_chunk"]) == (None, None)
-    for role in ("prefill", "decode"):
-        log = (demo.running[0].logs / f"{role}-agent.log").read_text()
-        (started,) = [line for line in map(json.loads, log.splitlines()) if "server_key" in line]
-        assert len(started["server_key"]) == 40
+    assert f"prefill {words.format('tp=1')} → decode {words.format('tp=2')}\n" in said
 
 
 @pytest.mark.parametrize(
@@ -78,7 +69,7 @@ def test_one_flipped_byte_of_moved_kv_fails_the_run_and_no_other_output(demo: De
     status, figures, table = demo.run(*SMALL, "--flip-one-byte", *sides(*HOST_SHAPE))
 
     assert (status, figures["matched"], figures["failed"]) == (1, 4, 0)
-    assert table.count(" NO") == 1
+    assert table.count(" differs") == 1
     assert figures["leaked_blocks"] == 0
 
 

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.demo.model import Generation, Transformer, generate_alone
+from kvbus.demo.model import Generation, PagedKV, Transformer, generate_alone, slots
 from kvbus.demo.options import DemoOptions
-from kvbus.demo.paged_cache import PagedKV, slots
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.spec_text import ModelWords, read_words
 from tests.examples import num_examples

@@ -1,16 +1,20 @@
-"""`kvbus demo-prefill | kvbus demo-decode` of which the fetches fail: both end, and say so."""
+"""`kvbus demo-prefill | kvbus demo-decode` of which one goes away, or the fetches fail: both end,
+and say so.
+"""
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.agents import Agents
+from tests.agents import Agents, wait_until
 
 KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()"]
 ENDS_WITHIN_S = 100.0
+LOOK_THERE = "look at the error of kvbus demo-decode"
 
 
 def side(role: str, attach: Path, *options: str, **streams: Any) -> "subprocess.Popen[str]":
@@ -33,6 +37,51 @@ def test_that_there_is_no_agent_is_said_at_once(role: str, tmp_path: Path) -> No
     assert (alone.returncode, output, errors) == (1, "", told)
 
 
+@pytest.fixture
+def offering(agents: Agents) -> Iterator["subprocess.Popen[str]"]:
+    """The prefill side of more requests than its cache has room for."""
+    with side("prefill", agents.all[0].attach, "--requests", "30") as process:
+        yield process
+        process.kill()
+
+
+def wait_read(agents: Agents) -> None:
+    """Return in the middle of a run: one of its requests has been read."""
+    decode = agents.all[1]
+    before = len(decode.logged("handoff.completed"))
+    wait_until(lambda: len(decode.logged("handoff.completed")) > before, "a handoff", ENDS_WITHIN_S)
+
+
+def test_the_prefill_side_ends_with_a_message_when_the_decode_side_goes_away(
+    agents: Agents, offering: "subprocess.Popen[str]"
+) -> None:
+    fetching = side("decode", agents.all[1].attach, "--requests", "30", stdin=offering.stdout)
+    assert offering.stdout is not None
+    offering.stdout.close()  # the other side has it
+    wait_read(agents)
+    fetching.kill()
+    fetching.communicate()
+
+    status = offering.wait(ENDS_WITHIN_S)
+    assert offering.stderr is not None
+    told = offering.stderr.read().splitlines()[-1]
+
+    assert (status, told) == (1, f"error: nobody reads the lines any more: {LOOK_THERE}")
+
+
+def test_the_decode_side_ends_with_a_message_when_the_prefill_side_goes_away(
+    agents: Agents, offering: "subprocess.Popen[str]"
+) -> None:
+    fetching = side("decode", agents.all[1].attach, "--requests", "30", stdin=offering.stdout)
+    wait_read(agents)
+    offering.kill()
+
+    said, complained = fetching.communicate(timeout=ENDS_WITHIN_S)
+
+    assert (fetching.returncode, " did not finish" in said) == (1, True)
+    assert "error: stdin ended before the last handoff: look at the error of" in complained
+
+
 def test_the_blocks_of_a_fetch_that_failed_are_not_waited_for(agents: Agents) -> None:
     at_prefill, at_decode = (agent.attach for agent in agents.all)
     offering = side("prefill", at_prefill, "--requests", "2")
@@ -44,6 +93,8 @@ def test_the_blocks_of_a_fetch_that_failed_are_not_waited_for(agents: Agents) ->
     said, failed = fetching.communicate(timeout=ENDS_WITHIN_S)
     _, complained = offering.communicate(timeout=ENDS_WITHIN_S)
 
-    assert (fetching.returncode, failed.count("incompatible")) == (1, 2), failed
+    assert (fetching.returncode, "error: 2 failed: incompatible: " in failed) == (1, True), failed
     assert "2 requests, 0 outputs equal" in said
-    assert (offering.returncode, complained) == (0, "")
+    unread = "not all of 2 offers were read, 2 ended otherwise"
+    assert offering.returncode == 1
+    assert complained.splitlines()[-1] == f"error: {unread}: {LOOK_THERE}"
