@@ -31,7 +31,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-AGENTS, ENGINES = ("kvbus_prefill.__main__", "kvbus_decode.__main__"), ("tests.engine_program",)
+AGENTS = (
+    *("kvbus_prefill.__main__", "kvbus_decode.__main__"),
+    *("kvbus.agent.command", "kvbus_prefill.agent", "kvbus_decode.agent"),
+)
+ENGINES = ("tests.engine_program",)
 READ_AT_IMPORT = ("PYTHON", "NIXL_", "LD_", "MALLOC_", "GLIBC_")
 """How the variables begin that must be there before Python, or NIXL, starts."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
