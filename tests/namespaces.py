@@ -1,4 +1,4 @@
-"""Hosts of a network that a test makes for itself: network namespaces, joined by pairs or a bridge.
+"""Hosts of a network that a test makes for itself: network namespaces, joined by a bridge.
 
 Needs root and iproute2; `HAVE_NAMESPACES` says whether they are there. A test run that was killed
 leaves its namespaces; the next that makes some removes them, as their names tell whose they are.
@@ -37,11 +37,11 @@ for port in map(int, sys.argv[2:]):
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace; on a bridge, with its address there, and the name of the bridge's port."""
+    """One namespace, its address on the bridge, and the name of the bridge's port."""
 
     name: str
-    address: str = ""
-    port: str = ""
+    address: str
+    port: str
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -99,23 +99,11 @@ class Host:
         _ip("-n", self.name, "address", "add", f"{address}/24", "dev", name)
         for one in (name, end):
             _ip("-n", self.name, "link", "set", one, "up")
+        _wait_for_link(self, name)
 
     def set_interface(self, state: str) -> None:
         """Switch the host's own interface off and on, which takes its routes away as well."""
         _ip("-n", self.name, "link", "set", BRIDGED, state)
-
-
-@contextmanager
-def hosts(*names: str) -> Iterator[dict[str, Host]]:
-    """Namespaces with loopback up; `link` joins two of them."""
-    _remove_left()
-    made = {name: Host(f"kvbus-{os.getpid()}-{name}") for name in names}
-    with ExitStack() as stack:
-        for host in made.values():
-            _ip("netns", "add", host.name)
-            stack.callback(_ip, "netns", "del", host.name)
-            _ip("-n", host.name, "link", "set", "lo", "up")
-        yield made
 
 
 @contextmanager
@@ -124,19 +112,24 @@ def bridged(*names: str) -> Iterator[dict[str, Host]]:
 
     One process may have several, each with a network of its own.
     """
+    _remove_left()
     pid, there = os.getpid(), list(psutil.net_if_addrs())
     # The ports of a namespace that was removed go a little later.
     mine = (f"{pid}b{n}" for n in range(MOST_BRIDGES))
     which = next(n for n, end in enumerate(mine) if not any(one.endswith(end) for one in there))
     net, bridge = f"10.{192 + 8 * which + (pid >> 8) % 8}.{pid % 256}", f"kvbr{pid}b{which}"
-    with hosts(*names) as made, ExitStack() as stack:
+    made: dict[str, Host] = {}
+    with ExitStack() as stack:
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge)
         _ip("address", "add", f"{net}.254/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
         for number, name in enumerate(names, 1):
-            host = Host(made[name].name, f"{net}.{number}", f"kv{number}x{pid}b{which}")
-            made[name] = host
+            port = f"kv{number}x{pid}b{which}"
+            host = made[name] = Host(f"kvbus-{pid}b{which}-{name}", f"{net}.{number}", port)
+            _ip("netns", "add", host.name)
+            stack.callback(_ip, "netns", "del", host.name)
+            _ip("-n", host.name, "link", "set", "lo", "up")
             _ip(
                 *("-n", host.name, "link", "add", BRIDGED, "type", "veth"),
                 *("peer", "name", host.port, "netns", str(pid)),
@@ -148,20 +141,6 @@ def bridged(*names: str) -> Iterator[dict[str, Host]]:
         for name in names:
             _wait_for_link(made[name], BRIDGED)
         yield made
-
-
-def link(interface: str, **ends: tuple[Host, str]) -> None:
-    """Join two hosts by ``interface``, of this name on both; each end with its ADDRESS/BITS."""
-    (one, one_address), (other, other_address) = ends.values()
-    _ip(
-        *("-n", one.name, "link", "add", interface, "type", "veth"),
-        *("peer", "name", interface, "netns", other.name),
-    )
-    for host, address in ((one, one_address), (other, other_address)):
-        _ip("-n", host.name, "address", "add", address, "dev", interface)
-        _ip("-n", host.name, "link", "set", interface, "up")
-    for host in (one, other):
-        _wait_for_link(host, interface)
 
 
 def _wait_for_link(host: Host, interface: str) -> None:
@@ -180,7 +159,7 @@ def _remove_left() -> None:
     """Remove what test runs left that did not end by themselves."""
     for line in _ip("netns", "list").splitlines():
         kind, _, rest = line.partition(" ")[0].partition("-")
-        pid = rest.partition("-")[0]
+        pid = rest.partition("b")[0]
         if kind == "kvbus" and pid.isdigit() and not psutil.pid_exists(int(pid)):
             with suppress(subprocess.CalledProcessError):  # another run removes it as well
                 _ip("netns", "del", f"kvbus-{rest}")

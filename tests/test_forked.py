@@ -78,22 +78,6 @@ def test_its_signals_are_those_of_a_new_python(tmp_path: Path) -> None:
     assert seen == new
 
 
-@pytest.mark.parametrize(
-    ("arguments", "env", "named"),
-    [(["no-such.toml"], {}, "no-such.toml"), ([], {"KVBUS_NO_SUCH_KEY": "1"}, "KVBUS_NO_SUCH_KEY")],
-    ids=["arguments", "environment"],
-)
-def test_its_arguments_and_its_environment_are_those_of_its_start_and_its_last_words_are_kept(
-    tmp_path: Path, arguments: list[str], env: dict[str, str], named: str
-) -> None:
-    command = [sys.executable, "-m", "kvbus_prefill", *arguments]
-    with (tmp_path / "log").open("wb") as log:
-        process = Forked(command, stdout=log, stderr=log, env={**os.environ, **env})
-
-    assert process.wait(60) == 2
-    assert named in (tmp_path / "log").read_text()
-
-
 def test_it_ends_with_a_process_that_is_killed(folder: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", STARTS_AND_DIES, str(folder)],

@@ -149,8 +149,6 @@ class Hurt:
     withheld_s: float = 0.0
     """So long blocks are withheld at least, behind the failure."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    is_new: bool = False
-    """Whether the other agent has lost its rank, as another process."""
     is_early: bool = False
     """Whether it is done before the other agent was asked."""
 
@@ -158,12 +156,6 @@ class Hurt:
 def trusted_by_other(pair: Spread) -> Path:
     """Whom the other agent trusts."""
     return Path(pair.other.settings["authorized_keys"])
-
-
-def come_back(agent: AgentProcess) -> None:
-    """As another process, at the same address."""
-    agent.kill()
-    agent.start()
 
 
 HURTS = {
@@ -179,13 +171,6 @@ HURTS = {
         codes=(ErrorCode.PEER_LOST,),
         timeout_s=PATIENT_S,
         settings={"linked": False},
-    ),
-    "it comes back as another process": Hurt(
-        lambda pair: come_back(pair.other),
-        codes=(ErrorCode.PEER_LOST,),
-        timeout_s=PATIENT_S,
-        settings={"linked": False},
-        is_new=True,
     ),
     "it hears of it late": Hurt(
         lambda pair: setattr(pair.link, "is_late", True),
@@ -232,7 +217,7 @@ async def test_blocks_come_back_when_the_other_agent_cannot_write_any_more(
         assert not failure.blocks_free
         assert withheld or not happens.withheld_s
         assert not still_read
-        if pair.other.alive and not happens.is_new:
+        if pair.other.alive:
             assert await works(pair.source, pair.target, before=freed), "nothing landed after that"
         await offer.withdraw()
         await offer.ended

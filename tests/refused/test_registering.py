@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvbus.engine import Connection, Link, RankMemory, share_tensor
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.geometry import BlockTable, GroupSpec, StatePart, lay_out_rank, state_group
+from kvbus.geometry import BlockTable, lay_out_rank
 from kvbus.protocol import MakeOffer, Register, to_body
 from tests.agents import AgentProcess, until, wait_until
 from tests.engines import FULL, SMALL, engine, failure_of, make_spec, rank_link, same
@@ -21,8 +21,6 @@ from tests.plain_sockets import Attached, ask, engine_socket
 
 pytestmark = pytest.mark.anyio
 
-WINDOW = GroupSpec("window", (2, 3), 8, 8, 4, "bfloat16", window=21)
-STATE = state_group("state", (2,), (StatePart("conv", 6, 10),))
 NUM_SEGMENTS = 50
 
 
@@ -55,19 +53,6 @@ async def test_an_engine_is_what_its_first_process_said_and_offers_with_all_of_i
 
 
 @pytest.mark.parametrize(
-    "groups",
-    [[FULL, replace(WINDOW, layers=(1, 2))], [replace(STATE, block_size=16)]],
-    ids=["a layer in two groups", "state in blocks"],
-)
-async def test_an_engine_that_contradicts_itself_is_refused(
-    prefill: AgentProcess, groups: Sequence[GroupSpec]
-) -> None:
-    link = Link(prefill.attach, make_spec(groups=groups))
-
-    assert await code_of(link.__aenter__()) is ErrorCode.GEOMETRY
-
-
-@pytest.mark.parametrize(
     ("fault", "code"),
     [
         ("overlap", ErrorCode.GEOMETRY),
@@ -94,19 +79,11 @@ async def test_memory_that_contradicts_itself_is_refused(
     assert prefill.says("request.refused", op="register", code=code.value)
 
 
-MISFITS = {
-    "model": (make_spec(model="a"), make_spec(model="b"), "a", "b"),
-    "groups": (make_spec(), make_spec(groups=[FULL, WINDOW]), "full", "full,window"),
-    "full.window": (make_spec(), make_spec(groups=[replace(FULL, window=32)]), "None", "32"),
-}
-"""By field. That each field is compared, the page on geometry says, and its tests."""
-
-
-@pytest.mark.parametrize("field", MISFITS)
 async def test_engines_that_do_not_fit_are_told_the_field_and_both_values(
-    prefill: AgentProcess, decode: AgentProcess, field: str
+    prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    theirs, ours, their_value, our_value = MISFITS[field]
+    """That each field is compared is shown in `tests/planning/test_compatibility.py`."""
+    theirs, ours = make_spec(), make_spec(groups=[replace(FULL, window=32)])
     async with (
         engine(prefill.attach, theirs) as source,
         engine(decode.attach, ours, seed=2) as target,
@@ -121,8 +98,8 @@ async def test_engines_that_do_not_fit_are_told_the_field_and_both_values(
 
         def is_told(text: str) -> bool:
             prefill_has, _, decode_has = text.partition("decode has")
-            named = f"differ in {field}:" in text and their_value in prefill_has
-            return named and our_value in decode_has
+            named = "differ in full.window:" in text and "None" in prefill_has
+            return named and "32" in decode_has
 
         assert (failure.code, failure.stage) == (ErrorCode.INCOMPATIBLE, "resolving")
         assert is_told(failure.message)

@@ -12,7 +12,6 @@ from kvbus.geometry import BlockTable, GroupSpec
 from kvbus.protocol import ExtendOffer, Outcome
 from tests.agents import AgentProcess, until
 from tests.engines import FULL, Engine, failure_of, pair, same, works
-from tests.plain_sockets import ask
 
 pytestmark = pytest.mark.anyio
 
@@ -23,6 +22,7 @@ WRONG_BLOCKS: dict[str, tuple[int, dict[str, list[int]]]] = {
     "named twice": (32, {"full": [3, 3]}),
     "too few": (33, {"full": [1, 2]}),
     "no group": (16, {}),
+    "too many": (16, {"full": [1, 2]}),
 }
 
 
@@ -46,33 +46,24 @@ async def code_of(request: Awaitable[object]) -> ErrorCode:
     return refused.value.code
 
 
-@pytest.mark.parametrize("why", WRONG_BLOCKS)
-async def test_an_offer_of_blocks_that_do_not_hold_its_tokens_is_refused(
-    engines: Pair, prefill: AgentProcess, why: str
+async def test_blocks_that_do_not_hold_the_tokens_are_refused_on_both_sides(
+    engines: Pair, prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    num_tokens, block_ids = WRONG_BLOCKS[why]
-
-    offer = engines[0].prefill.offer("bad", num_tokens=num_tokens, block_ids=block_ids)
-
-    assert await code_of(offer) is ErrorCode.GEOMETRY
-    assert prefill.metric("refusals_total", code="geometry") >= 1
-    assert prefill.says("request.refused", op="offer", code="geometry")
-
-
-@pytest.mark.parametrize("why", [*WRONG_BLOCKS, "too many"])
-async def test_a_fetch_into_other_blocks_than_its_tokens_need_is_refused(
-    engines: Pair, decode: AgentProcess, why: str
-) -> None:
+    """Which tables an offer may have is shown in `tests/prefill/test_tables.py`."""
     source, target = engines
     offer = await source.prefill.offer("r", num_tokens=48, block_ids={"full": [1, 2, 3]})
     before = target.snapshot()
 
-    wanted = WRONG_BLOCKS.get(why, (16, {"full": [1, 2]}))
-    failure = await failure_of(fetch_of(target, offer.ticket, *wanted))
+    for why, wrong in WRONG_BLOCKS.items():
+        failure = await failure_of(fetch_of(target, offer.ticket, *wrong))
+        told = (failure.code, failure.stage, failure.blocks_free)
+        assert told == (ErrorCode.GEOMETRY, "requested", True), why
+    too_few = source.prefill.offer("bad", num_tokens=33, block_ids={"full": [1, 2]})
+    assert await code_of(too_few) is ErrorCode.GEOMETRY
 
-    assert failure.code is ErrorCode.GEOMETRY
-    assert (failure.stage, failure.blocks_free) == ("requested", True)
     assert decode.says("request.refused", op="fetch", code="geometry")
+    assert prefill.says("request.refused", op="offer", code="geometry")
+    assert prefill.metric("refusals_total", code="geometry") >= 1
     assert same(target.snapshot(), before)
     await offer.withdraw()
 
@@ -133,28 +124,6 @@ async def test_an_extension_that_is_refused_ends_an_offer_of_the_sdk(engines: Pa
     assert offer.error is not None
 
 
-async def test_an_offer_is_claimed_after_its_end_in_vain(
-    engines: Pair, decode: AgentProcess
-) -> None:
-    source, target = engines
-    nothing: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
-    read = await source.prefill.offer("read", **nothing)
-    await fetch_of(target, read.ticket).ended
-    expired = await source.prefill.offer("late", **nothing, ttl_s=0.01)
-    withdrawn = await source.prefill.offer("gone", **nothing)
-    await withdrawn.withdraw()
-
-    for offer, outcome, code in (
-        (read, Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED),
-        (expired, Outcome.EXPIRED, ErrorCode.OFFER_EXPIRED),
-        (withdrawn, Outcome.WITHDRAWN, ErrorCode.OFFER_WITHDRAWN),
-    ):
-        assert await offer.ended is outcome
-        fetch = fetch_of(target, offer.ticket)
-        assert (await failure_of(fetch)).code is code
-        assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, code=code.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -189,26 +158,3 @@ async def test_a_ticket_that_opens_nothing_fails_its_fetch_by_name(
         )
     )
     await offer.withdraw()
-
-
-async def test_a_fetch_that_waits_is_cancelled_or_its_offer_withdrawn_by_a_router(
-    engines: Pair, prefill: AgentProcess
-) -> None:
-    source, target = engines
-    offer = await source.prefill.offer("r", num_tokens=0, block_ids={"full": []}, sealed=False)
-    right = {key: offer.ticket[key] for key in ("agent_boot", "offer_id", "secret")}
-
-    first = fetch_of(target, offer.ticket, 16, {"full": [1]})
-    await until(lambda: prefill.status()["counts"]["leases"] == 1)
-    await first.cancel()
-    cancelled = await failure_of(first)
-    await until(lambda: prefill.status()["counts"]["leases"] == 0)
-    second = fetch_of(target, offer.ticket, 16, {"full": [1]})
-    await until(lambda: prefill.status()["counts"]["leases"] == 1)
-    reply = ask(prefill.peer, "withdraw", right)
-    withdrawn = await failure_of(second)
-
-    assert "ok" in reply
-    assert (cancelled.code, cancelled.blocks_free) == (ErrorCode.CANCELLED, True)
-    assert (withdrawn.code, withdrawn.blocks_free) == (ErrorCode.OFFER_WITHDRAWN, True)
-    assert await offer.ended is Outcome.WITHDRAWN

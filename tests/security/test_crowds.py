@@ -17,7 +17,6 @@ from kvbus.protocol import Rendezvous
 from tests.agents import AgentProcess, Agents, until
 from tests.engines import pair, works
 from tests.plain_sockets import REPLY_WITHIN_S, Attached
-from tests.security.rights import Body
 from tests.security.wire import bounded_growth
 
 pytestmark = pytest.mark.anyio
@@ -46,11 +45,11 @@ class Crowd:
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
-        self._asked: list[tuple[str, Body, str]] = []
+        self._asked: list[tuple[str, dict[str, Any], str]] = []
         self._full, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._go_on)
 
-    def ask(self, op: str, body: Body, sender: str) -> None:
+    def ask(self, op: str, body: dict[str, Any], sender: str) -> None:
         """Before the thread starts, or in it."""
         self._asked.append((op, body, sender))
         asked = {"v": 1, "op": op, "id": len(self._asked), "boot": sender, "secret": sender}

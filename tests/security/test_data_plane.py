@@ -16,9 +16,12 @@ from kvbus.spawn import free_port
 from kvbus.transport import Transport
 from tests.agents import AgentProcess, Agents, until
 from tests.keyring import KeyRing, hand_over
-from tests.namespaces import HAVE_NAMESPACES, hosts, link
+from tests.namespaces import BRIDGED, HAVE_NAMESPACES, bridged
 
 pytestmark = pytest.mark.anyio
+
+OWN, OWN_ADDRESS = "kv9", "10.211.2.1"
+"""An interface of the agents alone."""
 
 UCX_LISTENS_EVERYWHERE = """
 import socket
@@ -126,25 +129,24 @@ async def test_settings_that_ucx_does_not_take_are_named_when_it_is_needed(fresh
 def test_a_network_of_the_agents_keeps_strangers_from_the_data_plane(
     fresh: Agents, tmp_path: Path
 ) -> None:
-    with hosts("server", "client", "agent") as made:
-        server, client, other_agent = made["server"], made["client"], made["agent"]
-        link("front0", one=(server, "10.211.1.1/24"), other=(client, "10.211.1.2/24"))
-        link("kv0", one=(server, "10.211.2.1/24"), other=(other_agent, "10.211.2.2/24"))
+    with bridged("server", "stranger") as made:
+        server, stranger = made["server"], made["stranger"]
+        server.add_interface(OWN, OWN_ADDRESS)
         agent = fresh.prepare(
             "prefill",
             peer_bind="tcp://0.0.0.0:7701",
             events_bind="tcp://0.0.0.0:7702",
-            advertise_host="10.211.1.1",
-            data_interfaces=["kv0"],
-            env={"UCX_NET_DEVICES": "front0"},  # the config goes first
+            advertise_host=server.address,
+            data_interfaces=[OWN],
+            env={"UCX_NET_DEVICES": BRIDGED},  # the config goes first
             **KeyRing(tmp_path).settings("server"),
         )
         agent.runner = server.command
         fresh.start(agent)
         (data,) = [int(at.rpartition(":")[2]) for at in agent.started["data"]]
 
-        assert other_agent.ports_open_at("10.211.2.1", [data]) == [data]
-        assert client.ports_open_at("10.211.1.1", [7701, 7702, data]) == [7701, 7702]
+        assert server.ports_open_at(OWN_ADDRESS, [data]) == [data]
+        assert stranger.ports_open_at(server.address, [7701, 7702, data]) == [7701, 7702]
         fresh.end()
 
 

@@ -16,7 +16,6 @@ from tests.vllm.clusters import (
     Cluster,
     halted,
     prompt_of,
-    works_again,
 )
 from tests.vllm.routers import ROUTERS, is_there
 from tests.vllm.tickets import WRONG
@@ -168,22 +167,6 @@ def test_a_request_with_a_wrong_ticket_is_an_error_and_those_beside_it_are_serve
     assert said == [pair.alone(prompt) for prompt in prompts]
     assert without.completion().tokens == said[-1]
     assert pair.moved() > before
-
-
-def test_a_request_whose_offer_has_expired_or_whose_agent_is_killed_is_an_error(
-    pair: Cluster,
-) -> None:
-    late = prompt_of(200, seed=201)
-    ticket = pair.ticket(late)
-    wait_until(pair.prefill_agent.idle, "the offer has expired")
-    wait_until(lambda: not pair.prefill.blocks_in_use(), "its blocks are vLLM's again")
-
-    assert status(pair.begin(late, ticket)) == 500
-    (call,) = pair.stuck([prompt_of(400, seed=202)])
-    pair.prefill_agent.kill()
-    assert status(call) == 500
-    pair.prefill_agent.start()
-    works_again(pair, seed=20000)
 
 
 @pytest.fixture

@@ -245,7 +245,7 @@ class Site:
         wait_logged(self.process, '"proxy.started"', WITHIN_S)
         self._num_skipped = 0
         self.client = httpx.Client(
-            base_url=self.lines("proxy.started")[0]["url"],
+            base_url=self.logged("proxy.started")[0]["url"],
             timeout=WITHIN_S,
             trust_env=False,
             verify=False,  # noqa: S501 - it only speaks plain HTTP
