@@ -17,7 +17,7 @@ from statistics import median
 import anyio
 import torch
 
-from kvbus.bench.processes import agent
+from kvbus.bench.pairs import agent
 from kvbus.engine import Link, RankMemory
 from kvbus.errors import SegmentError
 from kvbus.geometry import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 
 from kvbus.bench.engine import BenchEngine
-from kvbus.bench.processes import BenchAgent, agent
+from kvbus.bench.pairs import BenchAgent, agent
 from kvbus.bench.shapes import SMALL, contiguous
 from kvbus.engine import AgentRole
 
@@ -42,8 +42,8 @@ async def measure(num_peers: int, seconds: float, folder: Path) -> None:
                 source = engine(peer, f"source-{number}", AgentRole.PREFILL)
                 await engines.enter_async_context(source)
                 request = f"request-{number}", block.num_tokens, block.prefill.tolist()
-                (ticket,) = await source.run(source.offer_all([request]))
-                await reader.run(reader.take(ticket, block))
+                (ticket,) = await source.offer_all([request])
+                await reader.take(ticket, block)
             await anyio.sleep(CALM_S)
             everybody = {"decode agent": decode, "a prefill agent": prefill[0]}
             before = {name: one.child.cpu_s() for name, one in everybody.items()}

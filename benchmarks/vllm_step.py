@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvbus.bench.processes import agent
+from kvbus.bench.pairs import agent
 from kvbus.engine import Link, RankMemory
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout
 from kvbus.integrations.vllm.params import ConnectorOptions, StepDone

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbus.bench.processes import BenchAgent, agent
+from kvbus.bench.pairs import BenchAgent, agent
 
 from .servers import Recipe, Server, starting, wait_ready
 

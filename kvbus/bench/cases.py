@@ -1,18 +1,17 @@
-"""The cases of ``kvbus bench`` and their run; here are those of many handoffs at once, or of none.
+"""The cases of ``kvbus bench``, each with its limit, and their run.
 
-Agents and engines up, the cases in turn, everything down.
+The limit is a bare READ of NIXL for what goes over the wire, a memcpy for what is mapped, and four
+bare processes (`floor`) for what is small; it is measured in turn with the handoffs. A prefill here
+computes by waiting; a device is private memory, and its copies are timed alone too.
 """
 
 import asyncio
-import math
-import re
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -20,299 +19,332 @@ from statistics import median
 
 import anyio
 import numpy as np
-from anyio.abc import TaskStatus
+import torch
 
-from kvbus.bench.engine import Ticket
-from kvbus.bench.figures import CaseName, Figure, Scale, Target, milliseconds, quantile, speed
-from kvbus.bench.floor import floor
-from kvbus.bench.handoffs import (
-    measure_chunked,
-    measure_fixed,
-    measure_host,
-    measure_reshape,
-    measure_transfer,
+from kvbus.bench.engine import Ticket, block_copy, device_blocks
+from kvbus.bench.figures import (
+    CaseName,
+    Figure,
+    Scale,
+    Sheet,
+    Target,
+    at_least,
+    in_turn,
+    milliseconds,
+    quantile,
+    speed,
+    stages,
 )
-from kvbus.bench.pairs import UNMAPPED, Bench, Pair, running
-from kvbus.bench.processes import BenchAgent
+from kvbus.bench.floor import floor
+from kvbus.bench.pairs import UNMAPPED, Bench, Pair, bare_pair, running
 from kvbus.bench.shapes import (
     BIG,
+    BIG_HOST,
+    GROUP,
     HND_1,
     LAYERED,
-    MLA_1,
-    MLA_2,
     NHD_1,
     NHD_2,
-    NHD_64,
     SMALL,
-    TINY_RUNS,
     PairedBlocks,
     Shape,
     contiguous,
+    direct_descriptors,
     scattered,
+    scattered_tokens,
 )
+from kvbus.engine.bounce import Direction, HostBlocks
 from kvbus.errors import KVBusError
 from kvbus.histograms import added_counts, histogram_quantile
-
-Show = Callable[[CaseName, Sequence[Figure]], None]
+from kvbus.output import waiting_for
 
 MIB = 1 << 20
-NUM_LARGE = 4
-LARGE_BLOCKS = 256 * MIB // BIG.block_bytes
-"""Of each of the fetches that are in flight beside what is measured."""
-
-LOAD_S = 15.0
-LAG, BESIDE = Target(10.0), Target(15.0)
-
-URGENT_BLOCKS = 64 * MIB // BIG.block_bytes
-EACH_TIME = 4
-"""Handoffs that are measured in each turn, one after the other."""
-WAYS = {"alone": None, "beside, as urgent": 0, "beside, urgent": 1}
-"""The priority of what is measured; the others have 0, if there are any."""
-QUANTILES = {"p50": 0.5, "p99": 0.99}
-URGENT_OF_ALONE = {("beside, urgent", "p99"): Target(1.5)}
+NUM_BYTES = 64 * MIB
+NUM_SMALL = 1000
 
 CONCURRENCY = 64
 OFFERS_AT_ONCE = 32
 WARM_UP_S, RATE_S = 1.0, 10.0
-A_SECOND, AGENTS_US = Target(1000, at_least=True), Target(300)
+
+LOAD_S = 15.0
+NUM_LARGE = 4
+LARGE_BLOCKS = 256 * MIB // BIG.block_bytes
+"""Of each of the fetches that are in flight beside what is measured."""
+VERY_BIG_BLOCKS = (4 << 30) // BIG.block_bytes
 
 CALM_S, IDLE_S = 1.0, 20.0
-OF_A_CORE = Target(1.0)
 
-NUM_DESCRIPTORS = 81_920
-NUM_GROWING, NUM_GROWN = 100, 10
-GROWTH_BYTES = Target(64 << 10)
+OTHERS = ("mapped", UNMAPPED, "direct", "packed")
+NUM_CHUNKS, CHUNK_S = 8, 0.03
+SIDES = {
+    "shared to shared": (BIG, BIG),
+    "host to shared": (BIG_HOST, BIG),
+    "shared to host": (BIG, BIG_HOST),
+    "host to host": (BIG_HOST, BIG_HOST),
+}
 
-VERY_BIG_BLOCKS = (4 << 30) // BIG.block_bytes
-NUM_RUNS, NUM_FETCHES = 655_360, 5
-LAG_OF_LARGE = Target(20.0)
-
-
-@dataclass(slots=True)
-class Flood:
-    """Large fetches that go on beside what is measured."""
-
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-    @asynccontextmanager
-    async def running(self, pair: Pair, tables: Sequence[PairedBlocks]) -> AsyncIterator[None]:
-        """One at a time of each of ``tables``; they have begun, and have ended after it."""
-        began, stop = time.perf_counter(), anyio.Event()
-        async with anyio.create_task_group() as tasks:
-            for one in tables:
-                await tasks.start(self._repeat, pair, one, stop)
-            yield
-            stop.set()
-        if tables:
-            self.seconds += time.perf_counter() - began
-
-    async def _repeat(
-        self,
-        pair: Pair,
-        tables: PairedBlocks,
-        stop: anyio.Event,
-        *,
-        task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
-    ) -> None:
-        (ticket,) = await pair.source.offer(tables)
-        task_status.started()
-        while True:
-            await pair.fetch(ticket, tables)
-            self.num_bytes += len(tables.decode) * pair.reader.shape.block_bytes
-            if stop.is_set():
-                return
-            (ticket,) = await pair.source.offer(tables)
+Ways = Mapping[str, Callable[[], Awaitable[float]]]
 
 
-async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
-    """One-block handoffs, one after the other, while 1 GiB is in flight."""
-    num_blocks = scale.count(LARGE_BLOCKS)
-    parts = [
-        scattered(num_blocks, first_block=2 * part * num_blocks, seed=part)
-        for part in range(NUM_LARGE)
-    ]
-    beside_s: list[float] = []
-    async with (
-        bench.pair(BIG, 2 * NUM_LARGE * num_blocks) as large,
-        bench.pair(SMALL, 2) as small,
-    ):
-        await large.verify(parts[0])
-        await small.verify(contiguous(1))
-        flood, lags = Flood(), Lags(bench.agents)
-        async with flood.running(large, parts):
-            began, num_before = time.perf_counter(), flood.num_bytes
-            ends = began + scale.seconds(LOAD_S)
-            while time.perf_counter() < ends or not lags.are_counted:
-                beside_s.append((await small.hand_off(contiguous(1))).seconds)
-            num_bytes, took_s = flood.num_bytes - num_before, time.perf_counter() - began
-            figures = lags.figures(LAG)
-    return [
-        *figures,
-        milliseconds("one block beside it p50", quantile(beside_s, 0.5)),
-        milliseconds("one block beside it p99", quantile(beside_s, 0.99), BESIDE),
-        Figure("one block handoffs", len(beside_s)),
-        speed("large fetches", num_bytes, took_s),
-    ]
-
-
-class Lags:
-    """How late the event loops of agents were since this was made."""
-
-    def __init__(self, agents: Mapping[str, BenchAgent]) -> None:
-        self._agents = agents
-        self._before = {name: agent.lag_counts() for name, agent in agents.items()}
-
-    @property
-    def are_counted(self) -> bool:
-        """Whether each agent has counted some."""
-        return all(any(counts.values()) for counts in self._added().values())
-
-    def figures(self, target: Target) -> list[Figure]:
-        """Of each agent that has counted some."""
-        return [
-            milliseconds(f"{name} loop lag p99", histogram_quantile(counts, 0.99), target)
-            for name, counts in self._added().items()
-            if any(counts.values())
-        ]
-
-    def _added(self) -> dict[str, dict[float, float]]:
-        return {
-            name: added_counts(self._before[name], agent.lag_counts())
-            for name, agent in self._agents.items()
-        }
-
-
-async def measure_priority(bench: Bench, scale: Scale) -> list[Figure]:
-    """64 MiB alone, beside 1 GiB, and urgent beside it, in turns; mapped, and over NIXL."""
-    num_large, num_urgent = scale.count(LARGE_BLOCKS), scale.count(URGENT_BLOCKS)
-    parts = [_shuffled(part * num_large, num_large) for part in range(NUM_LARGE)]
-    urgent = _shuffled(NUM_LARGE * num_large, num_urgent)
-    num_blocks = NUM_LARGE * num_large + num_urgent
-    figures: list[Figure] = []
-    async with bench.source(BIG, num_blocks) as source:
-        for name, agent in {"mapped": None, UNMAPPED: bench.other_agent(UNMAPPED)}.items():
-            async with bench.reader(BIG, num_blocks, source, agent=agent) as pair:
-                await pair.verify(_shuffled(0, num_blocks))
-                found = await _beside(pair, parts, urgent, rounds=scale.rounds)
-                figures += [replace(one, name=f"{name}: {one.name}") for one in found]
-    return figures
-
-
-async def _beside(
-    pair: Pair, parts: list[PairedBlocks], urgent: PairedBlocks, *, rounds: int
+async def measure_transfer(
+    bench: Bench,
+    scale: Scale,
+    *,
+    shape: Shape,
+    blocks: Callable[[int, Shape], PairedBlocks],
+    of_raw: float,
+    unmapped: float,
 ) -> list[Figure]:
-    flood, times = Flood(), {way: list[float]() for way in WAYS}
-    for _ in range(rounds):
-        for way, priority in WAYS.items():
-            async with flood.running(pair, [] if priority is None else parts):
-                for _ in range(EACH_TIME):
-                    fetch = await pair.hand_off(urgent, priority=priority or 0)
-                    times[way].append(fetch.seconds)
-    found = {
-        (way, text): quantile(some, fraction)
-        for way, some in times.items()
-        for text, fraction in QUANTILES.items()
-    }
+    """In turn, a bare READ of the same descriptors, a handoff, and one without mapped memory.
+
+    ``of_raw`` and ``unmapped`` are the speeds that the latter shall have at least, of the READ's.
+    """
+    tables = blocks(scale.count(NUM_BYTES // shape.block_bytes), shape)
+    rows, size_bytes = direct_descriptors(shape, shape, tables)
+    num_blocks = tables.capacities[0]
+    async with (
+        bare_pair(rows, size_bytes, bench.folder) as raw,
+        bench.pair(shape, num_blocks) as pair,
+        bench.reader(shape, num_blocks, pair.source, label=UNMAPPED) as far,
+    ):
+        for one in (pair, far):
+            await one.verify(tables)
+        ways: Ways = {
+            "raw": raw.read_s,
+            "kvbus": partial(pair.timed, tables),
+            UNMAPPED: partial(far.timed, tables),
+        }
+        times = await in_turn(scale.rounds, ways)
+    seconds = {name: median(some) for name, some in times.items()}
+    of_medians = {name: seconds["raw"] / some for name, some in seconds.items()}
+    copy_s = _copy_s(rows.num_bytes, scale.rounds)
     return [
-        *(milliseconds(f"{way} {text}", some) for (way, text), some in found.items()),
-        *(
-            Figure(
-                f"{way} {text}, of alone",
-                some / found["alone", text],
-                target=URGENT_OF_ALONE.get((way, text)),
-            )
-            for (way, text), some in found.items()
-            if way != "alone"
-        ),
-        speed("the others meanwhile", flood.num_bytes, flood.seconds),
+        Figure("of raw speed, medians", of_medians["kvbus"], target=at_least(of_raw)),
+        Figure("unmapped, of raw speed, medians", of_medians[UNMAPPED], target=at_least(unmapped)),
+        *(speed(name, rows.num_bytes, some) for name, some in seconds.items()),
+        speed("memcpy", rows.num_bytes, copy_s),
+        Figure("kvbus of memcpy", copy_s / seconds["kvbus"]),
+        Figure("descriptors", len(rows.local)),
+        *(milliseconds(f"{name} p50", some) for name, some in seconds.items()),
+        *stages(pair.fetches),
+        milliseconds("offer to released p50", median(pair.released_s)),
     ]
 
 
-def _shuffled(first_block: int, num_blocks: int) -> PairedBlocks:
-    """The same blocks on both sides, in another order than they lie, so that no runs merge."""
-    blocks = np.random.default_rng(first_block).permutation(num_blocks) + first_block
-    return PairedBlocks(blocks, blocks[::-1].copy(), num_blocks * BIG.block_size)
+async def measure_reshape(
+    bench: Bench, scale: Scale, *, source: Shape, target: Shape, packed: Target | None = None
+) -> list[Figure]:
+    """64 MiB in scattered blocks: a READ of all runs, each path, and a handoff of equal engines.
+
+    ``packed`` is what the packed path shall have of the READ's speed.
+    """
+    num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block_size)
+    tables = scattered_tokens(source, target, num_tokens)
+    num_source, num_target = tables.capacities
+    rows, size_bytes = direct_descriptors(source, target, tables)
+    async with AsyncExitStack() as stack:
+        raw = await stack.enter_async_context(bare_pair(rows, size_bytes, bench.folder))
+        engine = await stack.enter_async_context(bench.source(source, num_source))
+        pairs = {"equal": await stack.enter_async_context(bench.pair(target, num_target))}
+        for name, label in {"auto": "", **{one: one for one in OTHERS}}.items():
+            reader = bench.reader(target, num_target, engine, label=label)
+            pairs[name] = await stack.enter_async_context(reader)
+        ways: dict[str, Callable[[], Awaitable[float]]] = {"naive": raw.read_s}
+        for name, pair in pairs.items():
+            blocks = scattered_tokens(pair.source.shape, target, num_tokens)
+            await pair.verify(blocks)
+            ways[name] = partial(pair.timed, blocks)
+        times = await in_turn(scale.rounds, ways)
+    num_bytes = num_tokens * target.token_bytes
+    seconds = {name: median(one) for name, one in times.items()}
+    naive_s, auto_s, packed_s = (seconds[name] for name in ("naive", "auto", "packed"))
+    unmapped_s = min(seconds["direct"], packed_s)
+    best_s, of_best = min(seconds["mapped"], unmapped_s), at_least(1 / 1.2)
+    with_memcpy = {**seconds, "memcpy": _copy_s(num_bytes, scale.rounds)}
+    return [
+        Figure("auto of naive", naive_s / auto_s, target=at_least(8.0)),
+        Figure("auto of equal shapes", seconds["equal"] / auto_s, target=at_least(0.7)),
+        Figure("auto of the best path", best_s / auto_s, target=of_best),
+        Figure("unmapped, of its best path", unmapped_s / seconds[UNMAPPED], target=of_best),
+        Figure("packed of naive", naive_s / packed_s, target=packed),
+        Figure("direct of naive", naive_s / seconds["direct"]),
+        *(speed(f"  {name}", num_bytes, some) for name, some in with_memcpy.items()),
+        *(milliseconds(f"  {name} p50", some) for name, some in seconds.items()),
+        Figure("naive descriptors", len(rows.local)),
+    ]
+
+
+def _copy_s(num_bytes: int, rounds: int) -> float:
+    """Median seconds of a memcpy whose memory has been touched before."""
+    source, target = np.ones(num_bytes, dtype=np.uint8), np.zeros(num_bytes, dtype=np.uint8)
+    target[:] = 1
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - began)
+    return median(times)
+
+
+async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
+    """What a handoff of next to nothing costs: one block, after the one before was released."""
+    async with floor(bench.folder) as bare, bench.pair(SMALL, 2) as pair:
+        await pair.verify(contiguous(1))
+        ways: Ways = {"floor": bare.hand_off, "handoff": partial(pair.timed, contiguous(1))}
+        times = await in_turn(scale.count(NUM_SMALL), ways)
+    p50, p99 = ({name: quantile(some, q) for name, some in times.items()} for q in (0.5, 0.99))
+    return [
+        milliseconds("handoff p50", p50["handoff"], Target(1.0)),
+        milliseconds("handoff p99", p99["handoff"]),
+        milliseconds("floor p50", p50["floor"]),
+        milliseconds("floor p99", p99["floor"]),
+        Figure("of the floor, p50", p50["handoff"] / p50["floor"], target=Target(2.0)),
+        Figure("of the floor, p99", p99["handoff"] / p99["floor"], target=Target(3.0)),
+        *stages(pair.fetches),
+        milliseconds("offer to released p50", quantile(pair.released_s, 0.5)),
+        milliseconds("offer to released p99", quantile(pair.released_s, 0.99)),
+        Figure("handoffs", len(times["handoff"])),
+    ]
 
 
 async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
     """One-block handoffs, 64 at a time, and what each costs in CPU; `floor` before.
 
-    Warm up, then count both over the same stretch.
+    After a while to warm up, both are counted over the same stretch.
     """
     async with floor(bench.folder) as bare:
         bare_rate, bare_s = await bare.rate(CONCURRENCY, scale.seconds(WARM_UP_S))
+    taken_at: list[tuple[float, float]] = []
     async with bench.pair(SMALL, 8 * CONCURRENCY) as pair:
         await pair.verify(contiguous(1))
-        rate = Rate(pair)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(pair.reader.run, rate.work())
-            tasks.start_soon(rate.offer)
+            ends, offers = anyio.Event(), OfferQueue(2 * OFFERS_AT_ONCE)
+            tasks.start_soon(_offer_blocks, pair, offers, ends)
+            for _ in range(CONCURRENCY):
+                tasks.start_soon(_fetch_blocks, pair, offers, taken_at)
             await anyio.sleep(scale.seconds(WARM_UP_S))
-            before, rate.counts_from = bench.cpu_s(), time.monotonic()
-            await anyio.sleep(scale.seconds(RATE_S))
-            await asyncio.wrap_future(rate.any_counted)
-            rate.is_over = True
-            after, elapsed_s = bench.cpu_s(), time.monotonic() - rate.counts_from
+            before, began_s, seconds = bench.cpu_s(), time.monotonic(), list[float]()
+            while not seconds:
+                await anyio.sleep(scale.seconds(RATE_S))
+                after, ended_s = bench.cpu_s(), time.monotonic()
+                seconds = [one_s for at_s, one_s in taken_at if at_s >= began_s]
+            ends.set()
         await pair.source.ended()
-    num, cpu_s = len(rate.seconds), {name: after[name] - before[name] for name in after}
-    agents_s = sum(cpu_s[name] for name in bench.agents) / num
+    each_s = {name: (after[name] - before[name]) / len(seconds) for name in after}
+    agents_s = sum(each_s[name] for name in bench.agents)
     return [
-        Figure("handoffs", num / elapsed_s, "1/s", A_SECOND),
-        milliseconds("handoff p50", quantile(rate.seconds, 0.5)),
-        milliseconds("handoff p99", quantile(rate.seconds, 0.99)),
-        *(Figure(f"{name} CPU", s / num * 1e6, "µs a handoff") for name, s in cpu_s.items()),
-        Figure("both agents CPU", agents_s * 1e6, "µs a handoff", AGENTS_US),
+        Figure("handoffs", len(seconds) / (ended_s - began_s), "1/s", at_least(4000)),
+        milliseconds("handoff p50", quantile(seconds, 0.5)),
+        milliseconds("handoff p99", quantile(seconds, 0.99)),
+        *(Figure(f"{name} CPU", one_s * 1e6, "µs a handoff") for name, one_s in each_s.items()),
+        Figure("both agents CPU", agents_s * 1e6, "µs a handoff", Target(300)),
         Figure("floor handoffs", bare_rate, "1/s"),
         Figure("floor agents CPU", bare_s * 1e6, "µs a handoff"),
         Figure("of the floor, CPU of both agents", agents_s / bare_s),
     ]
 
 
-@dataclass(slots=True)
-class Rate:
-    """Handoffs by many workers until it is over; only those after ``counts_from`` count."""
-
-    pair: Pair
-    counts_from: float = math.inf
-    is_over: bool = False
-    seconds: list[float] = field(default_factory=list)
-    any_counted: "Future[None]" = field(default_factory=Future)
-    _offered: "asyncio.Queue[tuple[Ticket, PairedBlocks] | None]" = field(
-        default_factory=lambda: asyncio.Queue(2 * OFFERS_AT_ONCE)
-    )
-
-    async def offer(self) -> None:
-        """Offer blocks, many at once, as fast as they are fetched."""
-        blocks = cycle(scattered(4 * CONCURRENCY).prefill)
-        while not self.is_over:
-            batch = [_one_block(next(blocks)) for _ in range(OFFERS_AT_ONCE)]
-            tickets = await self.pair.source.offer(*batch)
-            await self.pair.reader.run(self._put([*zip(tickets, batch, strict=True)]))
-        await self.pair.reader.run(self._put([None] * CONCURRENCY))
-
-    async def _put(self, offered: Sequence[tuple[Ticket, PairedBlocks] | None]) -> None:
-        for one in offered:
-            await self._offered.put(one)
-
-    async def work(self) -> None:
-        """Fetch what is offered; in the thread of the decode engine's link, as `_put`."""
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(CONCURRENCY):
-                tasks.create_task(self._work())
-
-    async def _work(self) -> None:
-        while (offered := await self._offered.get()) is not None:
-            taken = await self.pair.reader.take(*offered)
-            if self.counts_from <= taken.at_s and not self.is_over:
-                self.seconds.append(taken.seconds)
-                if not self.any_counted.done():
-                    self.any_counted.set_result(None)
+OfferQueue = asyncio.Queue[tuple[Ticket, PairedBlocks] | None]
 
 
-def _one_block(block: int) -> PairedBlocks:
-    one = contiguous(1)
-    return PairedBlocks(one.prefill + block, one.decode + block, one.num_tokens)
+async def _offer_blocks(pair: Pair, offers: OfferQueue, ends: anyio.Event) -> None:
+    """Offer blocks, many at once, as fast as they are fetched; then a None for each fetcher."""
+    blocks = cycle(scattered(4 * CONCURRENCY).prefill.tolist())
+    while not ends.is_set():
+        batch = [contiguous(1, first_block=next(blocks)) for _ in range(OFFERS_AT_ONCE)]
+        for one in zip(await pair.source.offer(*batch), batch, strict=True):
+            await offers.put(one)
+    for _ in range(CONCURRENCY):
+        await offers.put(None)
+
+
+async def _fetch_blocks(
+    pair: Pair, offers: OfferQueue, taken_at: list[tuple[float, float]]
+) -> None:
+    while (offered := await offers.get()) is not None:
+        taken = await pair.reader.take(*offered)
+        taken_at.append((taken.at_s, taken.seconds))
+
+
+async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
+    """One-block handoffs while 1 GiB is in flight, in four fetches."""
+    num_blocks = scale.count(LARGE_BLOCKS)
+    parts = [
+        scattered(num_blocks, first_block=2 * part * num_blocks, seed=part)
+        for part in range(NUM_LARGE)
+    ]
+    lag = {"p99": Target(8.0)}
+    return await _beside(bench, scale, parts, lag=lag, one_block=Target(15.0))
+
+
+async def measure_large(bench: Bench, scale: Scale) -> list[Figure]:
+    """The same while 4 GiB are, in one fetch of one run; mapped, and not."""
+    whole, figures = contiguous(scale.count(VERY_BIG_BLOCKS)), list[Figure]()
+    for label in ("", UNMAPPED):
+        found = await _beside(bench, scale, [whole], label=label, lag={"max": Target(20.0)})
+        figures += [replace(one, name=f"4 GiB, {label or 'mapped'}: {one.name}") for one in found]
+    return figures
+
+
+async def _beside(
+    bench: Bench,
+    scale: Scale,
+    parts: Sequence[PairedBlocks],
+    *,
+    lag: Mapping[str, Target],
+    label: str = "",
+    one_block: Target | None = None,
+) -> list[Figure]:
+    """How late one-block handoffs and the loops of agents are while ``parts`` are fetched.
+
+    The targets of ``lag`` are by quantile; its maximum is the bound of a bucket.
+    """
+    small_s, large_s = list[float](), list[float]()
+    agents = {**bench.agents, "decode agent": bench.decode_agent(label)}
+    num_blocks = 1 + max(int(part.prefill.max()) for part in parts)
+    async with (
+        bench.pair(BIG, num_blocks, label=label) as large,
+        bench.pair(SMALL, 2, label=label) as small,
+    ):
+        await large.verify(parts[0])
+        await small.verify(contiguous(1))
+        ends = anyio.Event()
+
+        async def repeat(part: PairedBlocks) -> None:
+            while not ends.is_set():
+                large_s.append((await large.hand_off(part)).seconds)
+
+        async with anyio.create_task_group() as tasks:
+            before = {name: agent.lag_counts() for name, agent in agents.items()}
+            for part in parts:
+                tasks.start_soon(repeat, part)
+            began_s, lags = time.perf_counter(), dict[str, dict[float, float]]()
+            while time.perf_counter() < began_s + scale.seconds(LOAD_S) or not large_s:
+                small_s.append((await small.hand_off(contiguous(1))).seconds)
+            took_s, num_large = time.perf_counter() - began_s, len(large_s)
+            while not lags or not all(any(counts.values()) for counts in lags.values()):
+                await anyio.sleep(0.1)
+                lags = {
+                    name: added_counts(before[name], agent.lag_counts())
+                    for name, agent in agents.items()
+                }
+            ends.set()
+    num_bytes = num_large * len(parts[0].decode) * BIG.block_bytes
+    return [
+        *(
+            milliseconds(
+                f"{name} loop lag {which}", histogram_quantile(counts, fraction), lag.get(which)
+            )
+            for name, counts in lags.items()
+            for which, fraction in {"p99": 0.99, "max": 1.0}.items()
+        ),
+        Figure("loop lags", min(max(counts.values()) for counts in lags.values())),
+        milliseconds("one block beside it p50", quantile(small_s, 0.5)),
+        milliseconds("one block beside it p99", quantile(small_s, 0.99), one_block),
+        Figure("one block handoffs", len(small_s)),
+        milliseconds("large fetch p50", median(large_s)),
+        speed("large fetches", num_bytes, took_s),
+    ]
 
 
 async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:
@@ -325,122 +357,134 @@ async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:
         await anyio.sleep(duration_s)
         after = bench.cpu_s()
     shares = {name: (after[name] - before[name]) / duration_s * 100 for name in bench.agents}
-    return [Figure(f"{name} CPU", n, "% of a core", OF_A_CORE) for name, n in shares.items()]
+    return [Figure(f"{name} CPU", n, "% of a core", Target(1.0)) for name, n in shares.items()]
 
 
-async def measure_memory(bench: Bench, scale: Scale) -> list[Figure]:
-    """Growth of the decode agent's anonymous memory over many direct fetches of many descriptors.
-
-    After some that fill caches and pools.
-    """
-    num_blocks = scale.count(NUM_DESCRIPTORS // TINY_RUNS.num_layers)
-    tables, num_fetches = scattered(num_blocks, TINY_RUNS), scale.count(NUM_GROWING)
-    direct = bench.other_agent("direct")
-    async with (
-        bench.source(TINY_RUNS, 2 * num_blocks) as source,
-        bench.reader(TINY_RUNS, 2 * num_blocks, source, agent=direct) as pair,
-    ):
-        for _ in range(NUM_GROWN):
-            await pair.timed(tables)
-        before = _anonymous_bytes(direct.child.pid)
-        for _ in range(num_fetches):
-            await pair.timed(tables)
+async def measure_chunked(bench: Bench, scale: Scale) -> list[Figure]:
+    """In turn: a prefill of one chunk, and one of eight."""
+    num_blocks = scale.count(NUM_BYTES // LAYERED.block_bytes, at_least=NUM_CHUNKS)
+    tables = scattered(num_blocks, LAYERED)
+    async with bench.pair(LAYERED, 2 * num_blocks) as pair:
         await pair.verify(tables)
-        after = _anonymous_bytes(direct.child.pid)
+        ways = {str(n): partial(_computed_s, pair, tables, n) for n in (1, NUM_CHUNKS)}
+        times = await in_turn(scale.rounds, ways)
+    whole_s, chunked_s = (median(seconds) for seconds in times.values())
     return [
-        Figure("growth", (after - before) / num_fetches, "bytes a fetch", GROWTH_BYTES),
-        Figure("before", before / 1e6, "MB"),
-        Figure("after", after / 1e6, "MB"),
-        Figure("descriptors", num_blocks * TINY_RUNS.num_layers),
-        Figure("fetches", num_fetches),
+        Figure("of the time without", chunked_s / whole_s, target=Target(0.5)),
+        milliseconds("end of prefill to end of fetch", chunked_s),
+        milliseconds("the same without chunks", whole_s),
     ]
 
 
-def _anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is its own, neither a file's nor shared."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+async def _computed_s(pair: Pair, tables: PairedBlocks, num_chunks: int) -> float:
+    """From when the last chunk was ready until the fetch is complete.
 
-
-async def measure_large(bench: Bench, scale: Scale) -> list[Figure]:
-    """4 GiB in one run, then 655,360 runs of 512 bytes; each mapped, and not.
-
-    How long they hold the agents' loops.
+    Both processes are on one machine, whose monotonic clock they share.
     """
-    num_big = scale.count(VERY_BIG_BLOCKS)
-    num_tiny = scale.count(NUM_RUNS // TINY_RUNS.num_layers)
-    whole, many = contiguous(num_big), scattered(num_tiny, TINY_RUNS)
+    ticket = await pair.source.compute(tables, num_chunks, CHUNK_S * NUM_CHUNKS / num_chunks)
+    fetch = await pair.reader.take(ticket, tables)
+    ((ready_at, _),) = await pair.source.ended()
+    return fetch.at_s - ready_at
+
+
+async def measure_host(bench: Bench, scale: Scale) -> list[Figure]:
+    """64 MiB in scattered blocks, by each pair of memories in turn, and the bare copies."""
+    num_blocks = scale.count(NUM_BYTES // BIG.block_bytes)
+    tables = scattered(num_blocks, BIG)
+    passes = {str(direction): partial(_pass_s, tables, direction) for direction in Direction}
+    async with AsyncExitStack() as stack:
+        ways = {}
+        for name, (shape, target) in SIDES.items():
+            source = await stack.enter_async_context(bench.source(shape, 2 * num_blocks))
+            reader = bench.reader(target, 2 * num_blocks, source)
+            pair = await stack.enter_async_context(reader)
+            await pair.verify(tables)
+            ways[name] = partial(_published_s, pair, tables)
+        times = await in_turn(scale.rounds, {**ways, **passes})
+    seconds = {name: median(one) for name, one in times.items()}
+    shared_s, save_s, load_s = (seconds[n] for n in ("shared to shared", *Direction))
+    allowed = {
+        "host to shared": shared_s + save_s,
+        "shared to host": shared_s + load_s,
+        "host to host": shared_s + save_s + load_s,
+    }
     return [
-        *await _large(bench, "4 GiB", BIG, whole, num_blocks=num_big),
-        *await _large(bench, "655,360 runs", TINY_RUNS, many, num_blocks=2 * num_tiny),
+        *(
+            Figure(f"{name}, of shared + passes", seconds[name] / limit, target=Target(1.0))
+            for name, limit in allowed.items()
+        ),
+        *(milliseconds(f"{name} p50", seconds[name]) for name in SIDES),
+        *(speed(f"a bare {n}", num_blocks * BIG.block_bytes, seconds[n]) for n in Direction),
     ]
 
 
-async def _large(
-    bench: Bench, name: str, shape: Shape, tables: PairedBlocks, *, num_blocks: int
-) -> list[Figure]:
-    figures: list[Figure] = []
-    near, far = bench.agents["decode agent"], bench.other_agent(UNMAPPED)
-    async with bench.source(shape, num_blocks) as source:
-        for way, agent in {"mapped": near, UNMAPPED: far}.items():
-            async with bench.reader(shape, num_blocks, source, agent=agent) as pair:
-                await pair.verify(tables)
-                lags = Lags({**bench.agents, "decode agent": agent})
-                seconds = [await pair.timed(tables) for _ in range(NUM_FETCHES)]
-                found = [milliseconds("p50", median(seconds)), *lags.figures(LAG_OF_LARGE)]
-                figures += [replace(one, name=f"{name}, {way}: {one.name}") for one in found]
-    return figures
+async def _published_s(pair: Pair, tables: PairedBlocks) -> float:
+    """From the request to offer until the fetch is complete."""
+    began = time.monotonic()
+    fetch = await pair.hand_off(tables)
+    await pair.source.ended()
+    return fetch.at_s - began
+
+
+async def _pass_s(tables: PairedBlocks, direction: Direction) -> float:
+    """Seconds of a bare pass over the bytes, between blocks of a device and those of a ring."""
+    num_blocks = len(tables.prefill)
+    copy = block_copy(device_blocks(BIG, 2 * num_blocks))
+    ring = torch.zeros(num_blocks, BIG.block_bytes, dtype=torch.uint8)
+    blocks = HostBlocks(
+        rank=0,
+        group=GROUP,
+        layers=tuple(range(BIG.num_layers)),
+        parts=BIG.spec("any").groups[0].parts,
+        ids=tables.prefill.astype(np.uint32),
+        slots=(0, BIG.block_size),
+    )
+    copy(blocks, ring, direction)  # every page is mapped from here on
+    began = time.perf_counter()
+    copy(blocks, ring, direction)
+    return time.perf_counter() - began
 
 
 CASES: Mapping[CaseName, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {
     CaseName.CONTIGUOUS_64M: partial(
-        measure_transfer, shape=BIG, num_mib=64, blocks=contiguous, of_raw=1.2, unmapped=0.85
-    ),
-    CaseName.CONTIGUOUS_256M: partial(
-        measure_transfer, shape=BIG, num_mib=256, blocks=contiguous, of_raw=1.2, unmapped=0.95
+        measure_transfer, shape=BIG, blocks=contiguous, of_raw=1.2, unmapped=0.92
     ),
     CaseName.SCATTERED_256K: partial(
-        measure_transfer, shape=BIG, num_mib=64, blocks=scattered, of_raw=1.2, unmapped=0.85
+        measure_transfer, shape=BIG, blocks=scattered, of_raw=1.2, unmapped=0.9
     ),
     CaseName.SCATTERED_16K: partial(
-        measure_transfer, shape=LAYERED, num_mib=64, blocks=scattered, of_raw=1.5, unmapped=0.85
+        measure_transfer, shape=LAYERED, blocks=scattered, of_raw=1.5, unmapped=0.92
     ),
     CaseName.FIXED: measure_fixed,
-    CaseName.LOAD: measure_load,
-    CaseName.PRIORITY: measure_priority,
-    CaseName.IDLE: measure_idle,
     CaseName.RATE: measure_rate,
-    CaseName.TP_1_TO_2: partial(
-        measure_reshape, source=NHD_1, target=NHD_2, of_naive=8.0, packed_of_naive=6.0
-    ),
-    CaseName.TP_2_TO_1: partial(measure_reshape, source=NHD_2, target=NHD_1, of_naive=8.0),
-    CaseName.HND_TO_NHD: partial(measure_reshape, source=HND_1, target=NHD_1, of_naive=8.0),
-    CaseName.BLOCK_64_TO_16: partial(measure_reshape, source=NHD_64, target=NHD_1),
-    CaseName.MLA: partial(measure_reshape, source=MLA_2, target=MLA_1),
+    CaseName.LOAD: measure_load,
+    CaseName.IDLE: measure_idle,
+    CaseName.TP_1_TO_2: partial(measure_reshape, source=NHD_1, target=NHD_2, packed=at_least(8.0)),
+    CaseName.HND_TO_NHD: partial(measure_reshape, source=HND_1, target=NHD_1),
     CaseName.CHUNKED: measure_chunked,
     CaseName.HOST: measure_host,
-    CaseName.MEMORY: measure_memory,
     CaseName.LARGE: measure_large,
 }
 
 
-def run_cases(names: Sequence[CaseName], scale: Scale, show: Show) -> None:
-    """Measure the cases, and ``show`` the figures of each at once.
+def run_cases(names: Sequence[CaseName], scale: Scale, sheet: Sheet) -> None:
+    """Measure the cases.
 
     Raises `KVBusError`, alone or in groups, when a handoff fails; the end of the agents' logs is
     shown then.
     """
     with tempfile.TemporaryDirectory(prefix="kvbus-bench-") as folder:
-        anyio.run(_run, names, scale, show, Path(folder))
+        anyio.run(_run, names, scale, sheet, Path(folder))
 
 
-async def _run(names: Sequence[CaseName], scale: Scale, show: Show, folder: Path) -> None:
-    async with running(folder) as bench:
+async def _run(names: Sequence[CaseName], scale: Scale, sheet: Sheet, folder: Path) -> None:
+    async with AsyncExitStack() as stack:
+        with waiting_for("two agents and a process of engines to start"):
+            bench = await stack.enter_async_context(running(folder))
         try:
             for name in names:
-                sys.stderr.write(f"measuring {name}\n")
-                show(name, await CASES[name](bench, scale))
+                sheet.begin(name)
+                sheet.show(await CASES[name](bench, scale))
         except* KVBusError:
             for one in bench.agents.values():
                 sys.stderr.write(f"{one.child.lost('runs')}\n")

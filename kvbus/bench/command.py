@@ -6,26 +6,20 @@ A missed target is a figure, a handoff that fails exit status 1. Figures are sho
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import anyio
 import typer
 
-from kvbus.bench.figures import EVERY_TIME, HEADING, MAX_MIB, CaseName, Figure, Scale, lines
-from kvbus.console import Console
+from kvbus.bench.figures import EVERY_TIME, MAX_MIB, CaseName, Scale, Sheet
 from kvbus.errors import ConfigError, KVBusError, leaves
-from kvbus.output import write_json, write_text
+from kvbus.output import write_json
 from kvbus.text import printable
 
-if TYPE_CHECKING:
-    from kvbus.bench.report import Measured
-
 MAX_ROUNDS = 1000
-TABLE_WIDTH = 120
-"""Where the terminal has less, it wraps lines itself."""
 FAILED, WRONGLY_GIVEN, INTERRUPTED = 1, 2, 130
 
 AsOneJson = Annotated[
@@ -51,33 +45,14 @@ def bench(
 
     Between agents that run on two machines: `kvbus bench-prefill | kvbus bench-decode`.
     """
-    machine = {
-        "cpus": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "scale": scale,
-        "rounds": rounds,
-        **{package: version(package) for package in ("kvbus", "nixl", "pyzmq")},
-    }
-    left = list(dict.fromkeys(only or EVERY_TIME))
-    rows: list[dict[str, Any]] = []
+    names = tuple(dict.fromkeys(only or EVERY_TIME))
 
-    def show(case: CaseName, figures: Sequence[Figure]) -> None:
-        write_text(("" if rows else HEADING) + lines(case, figures))
-        rows.extend(figure.row(case) for figure in figures)
-        left.remove(case)
-
-    def measure() -> None:
+    def measure(sheet: Sheet) -> None:
         from kvbus.bench.cases import run_cases  # noqa: PLC0415 - torch costs seconds, even for --help
 
-        run_cases(tuple(left), Scale(rounds, scale), show)
+        run_cases(names, Scale(rounds, scale), sheet)
 
-    status, errors = _outcome(measure)
-    if as_one_json:
-        failed = {"case": left[0], "errors": errors} if errors and left else None
-        write_json({"machine": machine, "figures": rows, "failed": failed})
-    _end("bench", status, errors)
+    _show("bench", measure, as_one_json, scale=scale, rounds=rounds)
 
 
 def bench_prefill(
@@ -115,28 +90,39 @@ def bench_prefill(
 
 
 def bench_decode(attach: Attach, as_one_json: AsOneJson = False) -> None:
-    """Fetch what bench-prefill offers, by the lines on stdin; show speed, cost and what limits.
+    """Fetch what bench-prefill offers, by the lines on stdin; show speeds, and what takes the time.
 
     Exit status 0: all handoffs were read, and every byte of the first of each case compared.
     """
-    from kvbus.bench.report import report  # noqa: PLC0415 - numpy
 
-    measured: list[Measured] = []
-
-    def fetch() -> None:
+    def fetch(sheet: Sheet) -> None:
         from kvbus.bench.sides import decode_side  # noqa: PLC0415 - torch costs seconds
 
-        with Console(stderr=True).status("waiting for kvbus bench-prefill") as status:
-            anyio.run(decode_side, attach, measured, status)
+        anyio.run(decode_side, attach, sheet)
 
-    status, errors = _outcome(fetch)
-    table, sentences, found = report(measured)
-    if table.row_count:
-        width = max(Console().width, TABLE_WIDTH)
-        Console(width=width).print(table, *sentences, sep="\n")
+    _show("bench-decode", fetch, as_one_json)
+
+
+def _show(
+    command: str, measure: Callable[[Sheet], None], as_one_json: bool, **asked: float
+) -> None:
+    """Measure, and end as the command shall; what was measured is told all the same."""
+    sheet, machine = (
+        Sheet(),
+        {
+            "cpus": os.cpu_count(),
+            "load_before": round(os.getloadavg()[0], 2),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            **asked,
+            **{package: version(package) for package in ("kvbus", "nixl", "pyzmq")},
+        },
+    )
+    status, errors = _outcome(lambda: measure(sheet))
     if as_one_json:
-        write_json({**found, "errors": errors})
-    _end("bench-decode", status, errors)
+        failed = {"case": sheet.case, "errors": errors} if errors else None
+        write_json({"machine": machine, "figures": sheet.rows, "failed": failed})
+    _end(command, status, errors)
 
 
 def _outcome(work: Callable[[], None]) -> tuple[int, list[str]]:
@@ -157,7 +143,7 @@ def _outcome(work: Callable[[], None]) -> tuple[int, list[str]]:
     return status, reasons
 
 
-def _end(command: str, status: int, reasons: Sequence[str]) -> None:
+def _end(command: str, status: int, reasons: list[str]) -> None:
     """Each line names the ``command``: of two in a pipe, both write to one terminal."""
     error = "" if status == INTERRUPTED else "error: "
     sys.stderr.writelines(f"{error}{command}: {printable(reason)}\n" for reason in reasons)

@@ -1,8 +1,6 @@
 """Engines of the benchmark: caches of a shape, full of a pattern, on an engine of `kvbus.lab`.
 
-What is timed runs in the thread of the engine's link (`BenchEngine.run`), so that no figure has the
-way from another thread in it. The planner is not trusted: what is compared are views and block ids
-alone.
+The planner is not trusted: what is compared are views and block ids alone.
 
     python -m kvbus.bench.engine ATTACH_SOCKET    prefill engines, which do what the line asks for
 
@@ -13,20 +11,19 @@ Axes
 
 import asyncio
 import sys
-import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvbus.bench.shapes import GROUP, KV, SHAPES, PairedBlocks, Shape
+from kvbus.bench.shapes import GROUP, KV, PairedBlocks, Shape
 from kvbus.engine import AgentRole, KvCache
 from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks
 from kvbus.errors import FetchFailed, GeometryError, KVBusError, RequestRefused
@@ -36,7 +33,6 @@ from kvbus.lab.process import Question, Taken, run_program, serve
 Ticket = Mapping[str, Any]
 Request = tuple[str, int, list[int]]
 """A request id that was never used, its number of tokens, and its blocks."""
-T = TypeVar("T")
 
 WORD_BYTES = 8
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -62,44 +58,30 @@ class BenchEngine(Engine):
         super().__init__(
             attach_path,
             shape.spec(engine_id),
-            shape.layout,
+            shape.kv_layout,
             num_blocks={GROUP: num_blocks},
             ring_blocks={GROUP: max(1, num_blocks // 2)} if shape.host else None,
             copy_of=cache_copy,
             role=role,
             attach_timeout_s=attach_timeout_s,
         )
-        self._loop: Future[asyncio.AbstractEventLoop] = Future()
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        self.link.post(lambda: self._loop.set_result(asyncio.get_running_loop()))
         if self._role is AgentRole.PREFILL:
             self._fill()
         return self
 
-    def start(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Have ``call`` run in the thread of the link."""
-        return asyncio.run_coroutine_threadsafe(call, self._loop.result())
-
-    async def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """The same, and wait for it."""
-        return await asyncio.wrap_future(self.start(call))
-
-    async def take(self, ticket: Ticket, tables: PairedBlocks, priority: int = 0) -> Taken:
-        """Fetch an offer, and time it; raises `FetchFailed`. It is for `run`."""
-        began_s, block_ids = time.monotonic(), {GROUP: tables.decode}
-        fetch = self._fetching.fetch(
-            ticket, num_tokens=tables.num_tokens, block_ids=block_ids, priority=priority
-        )
+    async def take(self, ticket: Ticket, tables: PairedBlocks) -> Taken:
+        """Fetch an offer, and time it; raises `FetchFailed`."""
+        block_ids = {GROUP: tables.decode}
+        taking = self.fetch(ticket, num_tokens=tables.num_tokens, block_ids=block_ids)
         try:
-            fetched = await fetch.ended
+            return await taking.taken()
         except FetchFailed:
             with suppress(KVBusError):  # then the offer ends by its time to live
-                await fetch.cancel(release_offer=True)
+                await taking.fetch.cancel(release_offer=True)
             raise
-        ended_s = time.monotonic()
-        return Taken(fetched, ended_s - began_s, ended_s)
 
     async def offer_all(self, requests: Sequence[Request]) -> list[Ticket]:
         """Several offers at once, as after one step of an engine."""
@@ -201,20 +183,22 @@ def block_copy(device: Tensor) -> CopyBlocks:
 
 
 async def prefill_engines(attach_path: str) -> None:
-    """Be all that is opened, and do what each is asked for in the thread of its link."""
+    """Be all that is opened, and do what each is asked for."""
     engines: dict[str, BenchEngine] = {}
 
     async def answer(question: Question) -> object:
         name, given = question.engine, question.given
         if question.do == "open":
-            shape, num_blocks = SHAPES[given["shape"]], given["num_blocks"]
-            engine = BenchEngine(attach_path, name, shape, num_blocks, role=AgentRole.PREFILL)
+            shape = msgspec.convert(given["shape"], Shape)
+            engine = BenchEngine(
+                attach_path, name, shape, given["num_blocks"], role=AgentRole.PREFILL
+            )
             engines[name] = await engine.__aenter__()
             return None
         if question.do == "close":
             await engines.pop(name).__aexit__()
             return None
-        return await engines[name].run(getattr(engines[name], question.do)(**given))
+        return await getattr(engines[name], question.do)(**given)
 
     await serve(answer)
     for engine in engines.values():

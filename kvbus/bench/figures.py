@@ -4,38 +4,38 @@ The command line needs all of this; to import a case would cost it seconds.
 """
 
 import math
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from kvbus.output import write_text
+
+if TYPE_CHECKING:
+    from kvbus.lab.process import Taken
 
 
 class CaseName(StrEnum):
     """The cases, in the order in which they are measured."""
 
     CONTIGUOUS_64M = "contiguous-64m"
-    CONTIGUOUS_256M = "contiguous-256m"
     SCATTERED_256K = "scattered-256k"
     SCATTERED_16K = "scattered-16k"
     FIXED = "fixed"
-    LOAD = "load"
-    PRIORITY = "priority"
-    IDLE = "idle"
     RATE = "rate"
+    LOAD = "load"
+    IDLE = "idle"
     TP_1_TO_2 = "tp-1-to-2"
-    TP_2_TO_1 = "tp-2-to-1"
     HND_TO_NHD = "hnd-to-nhd"
-    BLOCK_64_TO_16 = "block-64-to-16"
-    MLA = "mla-2-to-1"
     CHUNKED = "chunked"
     HOST = "host"
-    MEMORY = "memory"
     LARGE = "large"
 
 
-ONLY_WHEN_ASKED = {CaseName.MEMORY, CaseName.LARGE}
-"""They take long, or 9 GiB: they run when ``--only`` names them."""
-EVERY_TIME = tuple(name for name in CaseName if name not in ONLY_WHEN_ASKED)
+EVERY_TIME = tuple(name for name in CaseName if name is not CaseName.LARGE)
+"""``large`` takes 9 GiB: it runs when ``--only`` names it."""
 MAX_MIB = 1024
 """Of a handoff between two machines."""
 
@@ -74,6 +74,11 @@ class Target:
         return f"{'≥' if self.at_least else '≤'} {self.limit:g}"
 
 
+def at_least(limit: float) -> Target:
+    """A bound from below."""
+    return Target(limit, at_least=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One value of a case; most have no target."""
@@ -110,6 +115,20 @@ def speed(name: str, num_bytes: int, seconds: float) -> Figure:
     return Figure(name, num_bytes / seconds / 1e9, "GB/s")
 
 
+STAGES = ("resolving", "queued", "claiming", "waiting", "reading", "taking")
+
+
+def stages(fetches: "Sequence[Taken]", prefix: str = "  ") -> list[Figure]:
+    """Medians of the agent's stages; what no stage has is between engine and agent."""
+    by_fetch = [[getattr(one.fetched.stages_s, stage) for stage in STAGES] for one in fetches]
+    outside = [one.seconds - sum(times) for one, times in zip(fetches, by_fetch, strict=True)]
+    by_stage = [*zip(*by_fetch, strict=True), outside]
+    return [
+        milliseconds(f"{prefix}{name} p50", median(times))
+        for name, times in zip((*STAGES, "engine to agent"), by_stage, strict=True)
+    ]
+
+
 LINE = "{:15} {:49} {:>10} {:13} {:8} {}"
 HEADING = LINE.format("case", "figure", "value", "unit", "target", "").rstrip() + "\n"
 VERDICTS = {True: "ok", False: "missed", None: ""}
@@ -129,6 +148,26 @@ def lines(case: str, figures: Sequence[Figure]) -> str:
         for number, figure in enumerate(figures)
     )
     return "".join(line.rstrip() + "\n" for line in found)
+
+
+class Sheet:
+    """What a command shows: the figures of a case when it has ended, kept for JSON, too."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.case: str | None = None
+        """The one that is measured, or was last."""
+
+    def begin(self, case: str) -> None:
+        """Say that ``case`` is measured now."""
+        self.case = case
+        sys.stderr.write(f"measuring {case}\n")
+
+    def show(self, figures: Sequence[Figure]) -> None:
+        """Those of the case that was begun."""
+        case = str(self.case)
+        write_text(("" if self.rows else HEADING) + lines(case, figures))
+        self.rows.extend(figure.row(case) for figure in figures)
 
 
 async def in_turn(

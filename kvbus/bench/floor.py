@@ -1,30 +1,27 @@
 """The floor of a small handoff: four bare processes that exchange the same messages, and no more.
 
-    floor prefill_agent FOLDER             prints where decode agents find it
-    floor decode_agent FOLDER ENDPOINT     prints that it is there
-    floor prefill_engine FOLDER            the same; it is told of each take
-
     decode engine ─fetch─▶ decode agent ─take─▶ prefill agent ─released─▶ prefill engine
                   ◀fetched─             ◀taken─
 
 The decode engine is the benchmark's own process. Each encodes and decodes as many fields as a
 handoff has, by asyncio, pyzmq and msgspec alone.
+
+    python -m kvbus.bench.floor FOLDER    one of the others, as the line says
 """
 
 import asyncio
-import contextlib
 import itertools
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
 
-from kvbus.bench.processes import answering, hear
 from kvbus.bus.pump import Pump
 from kvbus.bus.sockets import (
     SocketOptions,
@@ -34,11 +31,9 @@ from kvbus.bus.sockets import (
     open_dealer,
     open_router,
 )
-from kvbus.errors import RequestTimeout
-from kvbus.spawn import ANY_PORT, Child
+from kvbus.lab.process import EngineChild, Question, engine_process, run_program, serve
+from kvbus.spawn import ANY_PORT
 
-MODULE = "kvbus.bench.floor"
-ANSWER_WITHIN_S = 10.0
 TICKET = {"v": 1, "agent_id": "prefill", "endpoint": ANY_PORT, "offer_id": "o" * 32}
 TABLES = {"full": {"ids": bytes(4), "first_block": 0}}
 FETCH = {"fetch_id": "f" * 32, "ticket": TICKET, "tables": TABLES, "num_tokens": 16}
@@ -83,7 +78,7 @@ class Ends:
         return _pumped(socket, on_frames)
 
     def be_prefill_agent(self) -> str:
-        """Every take is answered, and the engine is told."""
+        """Every take is answered, and the engine is told; decode agents find it there."""
         engines = list[bytes]()
 
         def take(frames: list[bytes]) -> None:
@@ -96,7 +91,7 @@ class Ends:
         peer, endpoint = self.router("", take)
         return endpoint
 
-    def be_decode_agent(self, peer_endpoint: str) -> str:
+    def be_decode_agent(self, peer_endpoint: str) -> None:
         """Every fetch becomes a take, and its answer the fetch's."""
         engine_of = dict[int, bytes]()
 
@@ -109,15 +104,13 @@ class Ends:
             number = decode(frames[-1])["id"]
             to_engine.send(engine_of.pop(number), frame("fetched", number, FETCHED))
 
-        to_engine, endpoint = self.router("decode-agent", fetch)
+        to_engine, _ = self.router("decode-agent", fetch)
         peer = self.dealer(peer_endpoint, taken)
-        return endpoint
 
-    def be_prefill_engine(self) -> str:
+    def be_prefill_engine(self) -> None:
         """It hears of every take."""
         agent = self.dealer("prefill-agent", lambda frames: decode(frames[-1]))
         agent.send(frame("hello", 0, {}))
-        return "hears"
 
 
 def _pumped(socket: Any, on_frames: OnFrames) -> Pump:
@@ -126,27 +119,30 @@ def _pumped(socket: Any, on_frames: OnFrames) -> Pump:
     return pump
 
 
-async def be(*arguments: str) -> None:
-    """Be one of the processes until stdin ends."""
-    role, folder, *rest = arguments
-    print(getattr(Ends(Path(folder)), f"be_{role}")(*rest), flush=True)
-    await anyio.wait_readable(sys.stdin.fileno())
+async def be(folder: Path) -> None:
+    """Be what the line asks for, until it is closed."""
+    with Ends(folder) as ends:
+
+        async def answer(question: Question) -> object:
+            return getattr(ends, question.do)(**question.given)
+
+        await serve(answer)
 
 
-@dataclass(slots=True)
 class Floor:
     """The bare processes; this one is the decode engine."""
 
-    agents: list[Child]
-    pump: Pump = field(init=False)
-    _waiting: dict[int, "asyncio.Future[None]"] = field(default_factory=dict)
-    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    def __init__(self, agents: list[EngineChild], ends: Ends) -> None:
+        self._agents = agents
+        self._waiting = dict[int, "asyncio.Future[None]"]()
+        self._numbers = itertools.count()
+        self._pump = ends.dealer("decode-agent", self._answer)
 
     async def hand_off(self) -> float:
-        """Seconds of one; raises `RequestTimeout`."""
+        """Seconds of one."""
         number, began = next(self._numbers), time.perf_counter()
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self.pump.send(frame("fetch", number, FETCH))
+        self._pump.send(frame("fetch", number, FETCH))
         await answered
         return time.perf_counter() - began
 
@@ -165,36 +161,37 @@ class Floor:
         took_s = time.perf_counter() - began
         return number / took_s, (self._cpu_s() - before) / number
 
-    def answer(self, frames: list[bytes]) -> None:
-        """A fetch has ended."""
+    def close(self) -> None:
+        """Before its `Ends`."""
+        self._pump.close()
+
+    def _answer(self, frames: list[bytes]) -> None:
         self._waiting.pop(decode(frames[-1])["id"]).set_result(None)
 
     def _cpu_s(self) -> float:
-        return sum(one.cpu_s() for one in self.agents)
+        return sum(one.child.cpu_s() for one in self._agents)
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def floor(folder: Path) -> AsyncIterator[Floor]:
     """Start the processes, and do one handoff; they end with the block."""
-    with contextlib.ExitStack() as stack:
+    async with AsyncExitStack() as stack:
 
-        async def start(role: str, *arguments: str) -> tuple[Child, str]:
-            child = answering(f"floor {role}", MODULE, role, str(folder), *arguments, folder=folder)
-            stack.enter_context(child)
-            return child, (await anyio.to_thread.run_sync(hear, child)).decode().strip()
+        async def start(name: str) -> EngineChild:
+            log = folder / f"floor-{name}.log"
+            process = engine_process(f"bare {name}", "kvbus.bench.floor", str(folder), log=log)
+            return await stack.enter_async_context(process)
 
-        prefill, endpoint = await start("prefill_agent")
-        decode_agent, _ = await start("decode_agent", endpoint)
-        await start("prefill_engine")
-        bare, ends = Floor([prefill, decode_agent]), stack.enter_context(Ends(folder))
-        bare.pump = ends.dealer("decode-agent", bare.answer)
-        stack.callback(bare.pump.close)
-        with anyio.move_on_after(ANSWER_WITHIN_S) as waiting:
-            await bare.hand_off()
-        if waiting.cancelled_caught:
-            raise RequestTimeout(f"no bare handoff within {ANSWER_WITHIN_S:g} s")
+        prefill, decode_agent = await start("prefill agent"), await start("decode agent")
+        engine = await start("prefill engine")
+        endpoint = await prefill.ask(str, "be_prefill_agent")
+        await decode_agent.ask(type(None), "be_decode_agent", peer_endpoint=endpoint)
+        await engine.ask(type(None), "be_prefill_engine")
+        bare = Floor([prefill, decode_agent], stack.enter_context(Ends(folder)))
+        stack.callback(bare.close)
+        await bare.hand_off()
         yield bare
 
 
 if __name__ == "__main__":
-    anyio.run(be, *sys.argv[1:])
+    run_program(partial(be, Path(sys.argv[1])))

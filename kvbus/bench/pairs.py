@@ -1,20 +1,27 @@
 """What runs for the cases: two agents, decode engines here, prefill engines in their process."""
 
+import contextlib
+import http.client
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
 from kvbus.bench.engine import BenchEngine, Request, Ticket
-from kvbus.bench.processes import BenchAgent, agent
 from kvbus.bench.shapes import PairedBlocks, Shape
 from kvbus.engine import AgentRole
 from kvbus.errors import KVBusError
-from kvbus.lab.process import EngineChild, Taken, engine_process
+from kvbus.lab.process import EngineChild, Settings, Taken, engine_process, start_agent
+from kvbus.planning import Reads
+from kvbus.spawn import Child, free_port
 
 T = TypeVar("T")
 
@@ -25,6 +32,77 @@ READERS: Mapping[str, Mapping[str, str | bool]] = {
     **{path: {"path": path} for path in ("mapped", "direct", "packed")},
 }
 """Decode agents that cases compare with the default one, by label: their configuration."""
+DEFAULTS: Settings = MappingProxyType({})
+LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchAgent:
+    """One agent process."""
+
+    child: Child
+    attach_path: Path
+    metrics_port: int
+
+    def lag_counts(self) -> dict[float, float]:
+        """Its histogram of event loop lag: cumulative counts by upper bound in seconds."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=5)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            page = connection.getresponse().read().decode()
+        return {
+            float(sample.labels["le"]): sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == LAG_BUCKET
+        }
+
+
+@contextlib.contextmanager
+def agent(
+    role: str, folder: Path, *, label: str = "default", settings: Settings = DEFAULTS
+) -> Iterator[BenchAgent]:
+    """Start the ``role`` agent below ``folder``; ``settings`` are keys of its configuration.
+
+    Each of a role has a ``label`` of its own.
+    """
+    port, home = free_port(), folder / label
+    home.mkdir(mode=0o700, exist_ok=True)
+    page = {"agent_id": f"{role}-{label}", "http_bind": f"127.0.0.1:{port}"}
+    log = folder / f"{role}-{label}.log"
+    with start_agent(role, home, log=log, settings={**page, **settings}) as child:
+        yield BenchAgent(child, home / role / "attach.sock", port)
+
+
+@dataclass(frozen=True, slots=True)
+class BarePair:
+    """Bare NIXL between two processes, which sleep unless they are asked."""
+
+    target: EngineChild
+    reader: EngineChild
+
+    async def read_s(self, do: str = "read") -> float:
+        """Seconds of one READ; of ``verify`` too, which fails for wrong bytes."""
+        await self.target.ask(type(None), "drive")
+        took_s = await self.reader.ask(float, do)
+        await self.target.ask(type(None), "rest")
+        return took_s
+
+
+@asynccontextmanager
+async def bare_pair(rows: Reads, size_bytes: int, folder: Path) -> AsyncIterator[BarePair]:
+    """Both, with memory of ``size_bytes`` each, until the block ends; ``rows`` are offsets."""
+    path = folder / "rows.npz"
+    np.savez(path, local=rows.local, remote=rows.remote)
+    start = partial(engine_process, log=folder / "bare-pair.log")
+    async with (
+        start("bare target", "kvbus.lab.bare_pair", str(size_bytes), str(path)) as target,
+        start("bare reader", "kvbus.lab.bare_pair", str(size_bytes), str(path)) as reader,
+    ):
+        await reader.ask(type(None), "connect", **await target.ask(dict[str, Any], "lend"))
+        pair = BarePair(target, reader)
+        await pair.read_s("verify")
+        yield pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +147,10 @@ class Pair:
     released_s: list[float] = field(default_factory=list)
     """From offer to release, of the same."""
 
-    async def hand_off(self, tables: PairedBlocks, priority: int = 0) -> Taken:
-        """Offer and fetch; only the fetch is timed."""
+    async def hand_off(self, tables: PairedBlocks) -> Taken:
+        """Offer and fetch; only the fetch is timed. Raises `FetchFailed`."""
         (ticket,) = await self.source.offer(tables)
-        return await self.fetch(ticket, tables, priority)
-
-    async def fetch(self, ticket: Ticket, tables: PairedBlocks, priority: int = 0) -> Taken:
-        """Fetch what was offered, and time it; raises `FetchFailed`."""
-        return await self.reader.run(self.reader.take(ticket, tables, priority))
+        return await self.reader.take(ticket, tables)
 
     async def timed(self, tables: PairedBlocks) -> float:
         """Seconds of a handoff's fetch; the next one starts after the offer's release."""
@@ -89,8 +163,8 @@ class Pair:
         """Do one handoff and compare every byte; the peers are warm after it."""
         self.reader.wipe()
         await self.hand_off(tables)
-        names = f"from '{self.source.shape.name}' to '{self.reader.shape.name}'"
         if not self.reader.has(tables, self.source.shape):
+            names = f"from '{self.source.shape}' to '{self.reader.shape}'"
             raise KVBusError(f"a handoff {names} brought wrong bytes")
         await self.source.ended()
 
@@ -107,37 +181,38 @@ class Bench:
     """Decode agents of `READERS`, since a case wanted them first."""
     numbers: "count[int]" = field(default_factory=count)
 
-    def other_agent(self, label: str) -> BenchAgent:
-        """The decode agent of `READERS` with this label; it ends with the benchmark."""
+    def decode_agent(self, label: str = "") -> BenchAgent:
+        """That of `READERS` with this label, or the default one; it ends with the benchmark."""
+        if not label:
+            return self.agents["decode agent"]
         if label not in self.others:
             started = agent("decode", self.folder, label=label, settings=READERS[label])
             self.others[label] = self.stack.enter_context(started)
         return self.others[label]
 
     @asynccontextmanager
-    async def pair(self, shape: Shape, num_blocks: int) -> AsyncIterator[Pair]:
-        """Engines of one shape with caches of ``num_blocks`` blocks."""
+    async def pair(self, shape: Shape, num_blocks: int, *, label: str = "") -> AsyncIterator[Pair]:
+        """Engines of one shape with caches of ``num_blocks`` blocks; ``label`` as for `reader`."""
         async with (
             self.source(shape, num_blocks) as source,
-            self.reader(shape, num_blocks, source) as pair,
+            self.reader(shape, num_blocks, source, label=label) as pair,
         ):
             yield pair
 
     @asynccontextmanager
     async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[Source]:
         """A prefill engine."""
-        source = Source(f"{shape.name}-{next(self.numbers)}", shape, self)
-        await source.do(type(None), "open", shape=shape.name, num_blocks=num_blocks)
+        source = Source(f"prefill-{next(self.numbers)}", shape, self)
+        await source.do(type(None), "open", shape=shape, num_blocks=num_blocks)
         yield source
         await source.do(type(None), "close")
 
     @asynccontextmanager
     async def reader(
-        self, shape: Shape, num_blocks: int, source: Source, *, agent: BenchAgent | None = None
+        self, shape: Shape, num_blocks: int, source: Source, *, label: str = ""
     ) -> AsyncIterator[Pair]:
-        """A decode engine beside ``agent``, or the default one, that reads ``source``."""
-        path = (agent or self.agents["decode agent"]).attach_path
-        name = f"decode-{next(self.numbers)}"
+        """A decode engine that reads ``source``, at the agent of ``label``."""
+        path, name = self.decode_agent(label).attach_path, f"decode-{next(self.numbers)}"
         engine = BenchEngine(path, name, shape, num_blocks, role=AgentRole.DECODE)
         async with engine as reader:
             yield Pair(source, reader)
@@ -153,7 +228,7 @@ class Bench:
 
 @asynccontextmanager
 async def running(
-    folder: Path, settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    folder: Path, settings: Mapping[str, Settings] = MappingProxyType({})
 ) -> AsyncIterator[Bench]:
     """Agents below ``folder`` and the prefill engines' process.
 
@@ -162,7 +237,7 @@ async def running(
     with ExitStack() as stack:
         agents = {}
         for role in ("prefill", "decode"):
-            started = agent(role, folder, settings=settings.get(role, {}))
+            started = agent(role, folder, settings=settings.get(role, DEFAULTS))
             agents[f"{role} agent"] = stack.enter_context(started)
         path, log = str(agents["prefill agent"].attach_path), folder / "prefill-engines.log"
         process = engine_process("prefill engine", "kvbus.bench.engine", path, log=log)

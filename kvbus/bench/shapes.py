@@ -1,6 +1,5 @@
 """The caches that are measured, and block tables that make runs of a wanted length."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,25 +25,29 @@ KV = (KvPart.KEY, KvPart.VALUE)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The cache of an engine; two of equal layers, heads and parts can exchange KV.
+    """The cache of an engine; two of equal layers, heads and head size can exchange KV.
 
     With ``host`` it is memory of the engine's own, which goes through a ring of host blocks.
     """
 
-    name: str
     num_layers: int
     num_kv_heads: int
-    layout: KvLayout
+    layout: str = "NHD"
+    cross_layer: bool = False
     tp_size: int = 1
     block_size: int = 16
     head_dim: int = 128
-    parts: tuple[KvPart, ...] = KV
     host: bool = False
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """As the geometry has it."""
+        return KvLayout.parse(self.layout, cross_layer=self.cross_layer)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token, over all layers and heads."""
-        return self.num_layers * len(self.parts) * self.num_kv_heads * self.head_dim * DTYPE_BYTES
+        return self.num_layers * len(KV) * self.num_kv_heads * self.head_dim * DTYPE_BYTES
 
     @property
     def block_bytes(self) -> int:
@@ -55,38 +58,27 @@ class Shape:
         """The engine that has this cache."""
         layers = tuple(range(self.num_layers))
         group = GroupSpec(
-            GROUP, layers, self.block_size, self.num_kv_heads, self.head_dim, DTYPE, self.parts
+            GROUP, layers, self.block_size, self.num_kv_heads, self.head_dim, DTYPE, KV
         )
         model = f"bench-{self.num_layers}x{self.num_kv_heads}x{self.head_dim}"
         return EngineSpec(engine_id, model, self.tp_size, (group,))
 
 
-BIG = Shape("big", 4, 8, KvLayout.parse("NHD", cross_layer=True))
+BIG = Shape(4, 8, cross_layer=True)
 """One run of 256 KiB a block."""
 
-BIG_HOST = replace(BIG, name="big-host", host=True)
+BIG_HOST = replace(BIG, host=True)
 """The same, on a device that no agent maps."""
 
-LAYERED = Shape("layered", 16, 2, KvLayout.parse("NHD"))
+LAYERED = Shape(16, 2)
 """16 runs of 16 KiB a block."""
 
-SMALL = Shape("small", 4, 2, KvLayout.parse("NHD", cross_layer=True))
+SMALL = Shape(4, 2, cross_layer=True)
 """One run of 64 KiB a block."""
 
-TINY_RUNS = Shape("tiny-runs", 128, 1, KvLayout.parse("NHD"), block_size=4, head_dim=32)
-"""128 runs of 512 bytes a block, one a layer."""
-
-NHD, HND = KvLayout.parse("NHD"), KvLayout.parse("HND")
-NHD_1 = Shape("nhd-1", 16, 8, NHD)
-NHD_2 = Shape("nhd-2", 16, 8, NHD, tp_size=2)
-HND_1 = Shape("hnd-1", 16, 8, HND)
-NHD_64 = Shape("nhd-64", 16, 8, NHD, block_size=64)
-MLA_1 = Shape("mla-1", 32, 1, NHD, head_dim=512, parts=(KvPart.LATENT,))
-MLA_2 = Shape("mla-2", 32, 1, NHD, head_dim=512, parts=(KvPart.LATENT,), tp_size=2)
-
-EQUAL = BIG, BIG_HOST, LAYERED, SMALL, TINY_RUNS
-OTHER = NHD_1, NHD_2, HND_1, NHD_64, MLA_1, MLA_2
-SHAPES: Mapping[str, Shape] = {shape.name: shape for shape in (*EQUAL, *OTHER)}
+NHD_1 = Shape(16, 8)
+NHD_2 = replace(NHD_1, tp_size=2)
+HND_1 = replace(NHD_1, layout="HND")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +95,9 @@ class PairedBlocks:
         return 2 * len(self.prefill), 2 * len(self.decode)
 
 
-def contiguous(num_blocks: int, shape: Shape = BIG) -> PairedBlocks:
+def contiguous(num_blocks: int, shape: Shape = BIG, *, first_block: int = 0) -> PairedBlocks:
     """Blocks in order on both sides: all runs merge."""
-    blocks = np.arange(num_blocks)
+    blocks = first_block + np.arange(num_blocks)
     return PairedBlocks(blocks, blocks, num_blocks * shape.block_size)
 
 
@@ -147,7 +139,7 @@ def _placed_ranks(shape: Shape, num_blocks: int) -> tuple[dict[int, PlacedRank],
     """All ranks one behind the other in a single memory, and its size in bytes."""
     spec, placed, end = shape.spec("any"), {}, 0
     for number in range(shape.tp_size):
-        rank = lay_out_rank(spec, number, shape.layout, num_blocks=num_blocks)
+        rank = lay_out_rank(spec, number, shape.kv_layout, num_blocks=num_blocks)
         placed[number] = PlacedRank(spec, rank, {rank.segments[0].segment_id: end})
         end += rank.segments[0].size_bytes
     return placed, end

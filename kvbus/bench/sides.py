@@ -6,26 +6,75 @@ time. Neither waits for ever for the other.
 """
 
 import uuid
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
 import msgspec
-from rich.status import Status
 
 from kvbus.bench.engine import BenchEngine
-from kvbus.bench.figures import MAX_MIB
-from kvbus.bench.report import CASES, Measured, PairCase
-from kvbus.bench.shapes import GROUP, PairedBlocks
+from kvbus.bench.figures import MAX_MIB, Figure, Sheet, milliseconds, quantile, speed, stages
+from kvbus.bench.shapes import (
+    BIG,
+    GROUP,
+    HND_1,
+    LAYERED,
+    NHD_1,
+    SMALL,
+    PairedBlocks,
+    Shape,
+    contiguous,
+    scattered_tokens,
+)
 from kvbus.engine import AgentRole, Outcome
 from kvbus.errors import ConfigError, FetchFailed, KVBusError, PeerLost, RequestTimeout
 from kvbus.lab.pipe import Pipe
 from kvbus.lab.process import Taken
+from kvbus.output import waiting_for
 
+MIB = 1 << 20
 PIPE = Pipe("kvbus bench-prefill", "kvbus bench-decode")
 READ_WITHIN_S = 60.0
 LOOK_AT_DECODE = f"look at the error of {PIPE.reader}"
+SHOWN_SHARE = 0.05
+"""A stage that takes less of a handoff is no figure."""
+
+
+def in_order(source: Shape, _: Shape, num_tokens: int) -> PairedBlocks:
+    """Of equal shapes: all runs merge."""
+    return contiguous(num_tokens // source.block_size, source)
+
+
+@dataclass(frozen=True, slots=True)
+class PairCase:
+    """Handoffs of one kind, ``times`` in each round; of one block, or of as many as asked for."""
+
+    source: Shape
+    target: Shape
+    place: Callable[[Shape, Shape, int], PairedBlocks] = scattered_tokens
+    times: int = 1
+    is_one: bool = False
+
+    def tables(self, num_mib: int) -> PairedBlocks:
+        """The blocks of both sides, the same wherever and whenever they are asked for."""
+        most_bytes = 1 if self.is_one else num_mib * MIB
+        num_blocks = max(1, most_bytes // self.source.block_bytes)
+        return self.place(self.source, self.target, num_blocks * self.source.block_size)
+
+    def num_handoffs(self, rounds: int) -> int:
+        """The first compares every byte, and is not counted."""
+        return 1 + rounds * self.times
+
+
+CASES: Mapping[str, PairCase] = {
+    "one-block": PairCase(SMALL, SMALL, in_order, times=10, is_one=True),
+    "hnd-to-nhd": PairCase(HND_1, NHD_1),
+    "runs-16k": PairCase(LAYERED, LAYERED),
+    "runs-256k": PairCase(BIG, BIG),
+    "in-order": PairCase(BIG, BIG, in_order),
+}
 
 
 class Handed(msgspec.Struct, frozen=True):
@@ -37,6 +86,11 @@ class Handed(msgspec.Struct, frozen=True):
     ticket: dict[str, Any]
 
 
+def _engine(attach_path: Path, shape: Shape, num_blocks: int, role: AgentRole) -> BenchEngine:
+    name = f"bench-{role}-{uuid.uuid4().hex[:12]}"
+    return BenchEngine(attach_path, name, shape, num_blocks, role=role, attach_timeout_s=0.0)
+
+
 async def prefill_side(attach_path: Path, num_mib: int, rounds: int) -> None:
     """Offer the handoffs of all cases in turn, a line on stdout each.
 
@@ -46,27 +100,20 @@ async def prefill_side(attach_path: Path, num_mib: int, rounds: int) -> None:
     left = sum(case.num_handoffs(rounds) for case in CASES.values())
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(PIPE.watch_reader)
-        for case in CASES.values():
+        for name, case in CASES.items():
             tables = case.tables(num_mib)
-            name = f"bench-prefill-{uuid.uuid4().hex[:12]}"
             num_blocks, _ = tables.capacities
-            async with BenchEngine(
-                attach_path,
-                name,
-                case.source,
-                num_blocks,
-                role=AgentRole.PREFILL,
-                attach_timeout_s=0.0,
-            ) as engine:
-                for _ in range(case.num_handoffs(rounds)):
-                    left -= 1
-                    await _hand_over(engine, case, tables, num_mib, left)
+            with waiting_for(f"kvbus bench-decode to read the handoffs of {name}"):
+                async with _engine(
+                    attach_path, case.source, num_blocks, AgentRole.PREFILL
+                ) as engine:
+                    for _ in range(case.num_handoffs(rounds)):
+                        left -= 1
+                        await _hand_over(engine, tables, Handed(name, num_mib, left, {}))
         tasks.cancel_scope.cancel()
 
 
-async def _hand_over(
-    engine: BenchEngine, case: PairCase, tables: PairedBlocks, num_mib: int, left: int
-) -> None:
+async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handed: Handed) -> None:
     """Offer, print the ticket, and wait until it has been read."""
     offered = await engine.offer(
         uuid.uuid4().hex,
@@ -74,66 +121,68 @@ async def _hand_over(
         block_ids={GROUP: tables.prefill},
         ttl_s=READ_WITHIN_S,
     )
-    PIPE.write(Handed(case.name, num_mib, left, offered.ticket))
+    PIPE.write(msgspec.structs.replace(handed, ticket=offered.ticket))
     outcome = await offered.offer.ended
     if outcome is Outcome.EXPIRED:
         raise RequestTimeout(
-            f"nobody has read a handoff of '{case.name}' for {READ_WITHIN_S:g} s: {LOOK_AT_DECODE}"
+            f"nobody has read a handoff of '{handed.case}' for {READ_WITHIN_S:g} s:"
+            f" {LOOK_AT_DECODE}"
         )
     if outcome is not Outcome.COMPLETED:
-        raise PeerLost(f"a handoff of '{case.name}' was {outcome}: {LOOK_AT_DECODE}")
+        raise PeerLost(f"a handoff of '{handed.case}' was {outcome}: {LOOK_AT_DECODE}")
 
 
-async def decode_side(attach_path: Path, measured: list[Measured], status: Status) -> None:
-    """Fetch all that stdin hands over; what was ``measured`` is there also when this raises."""
-    async with AsyncExitStack() as stack:
-        target: Target | None = None
-        async for handed in PIPE.read(Handed):
-            if target is None or not target.takes(handed):
-                await stack.aclose()
-                status.update(f"measuring {handed.case}")
-                target = await stack.enter_async_context(Target(attach_path, handed))
-                target.wipe()
-                first = await target.read(handed)
-                if not target.has(target.tables, target.case.source):
-                    raise KVBusError(f"a handoff of '{handed.case}' brought wrong bytes")
-                measured.append(Measured(target.case, first))
-            else:
-                measured[-1].fetches.append(await target.read(handed))
-            if not handed.left:
-                break
-
-
-class Target(BenchEngine):
-    """The decode engine of one case."""
-
-    def __init__(self, attach_path: Path, handed: Handed) -> None:
-        if handed.case not in CASES:
+async def decode_side(attach_path: Path, sheet: Sheet) -> None:
+    """Fetch all that stdin hands over, and show the figures of each case when it has ended."""
+    lines = PIPE.read(Handed)
+    with waiting_for(f"a line of {PIPE.writer}"):
+        handed = await anext(lines)
+    while True:
+        name, num_mib = handed.case, handed.mib
+        if name not in CASES:
             raise ConfigError(
-                f"stdin: there is no case '{handed.case}': have one version of kvbus on both"
-                " machines"
+                f"stdin: there is no case '{name}': have one version of kvbus on both machines"
             )
-        self.case, self.num_mib = CASES[handed.case], handed.mib
-        self.tables = self.case.tables(handed.mib)
-        name, (_, num_blocks) = f"bench-decode-{uuid.uuid4().hex[:12]}", self.tables.capacities
-        super().__init__(
-            attach_path,
-            name,
-            self.case.target,
-            num_blocks,
-            role=AgentRole.DECODE,
-            attach_timeout_s=0.0,
-        )
+        sheet.begin(name)
+        case, taken = CASES[name], list[Taken]()
+        tables = case.tables(num_mib)
+        _, num_blocks = tables.capacities
+        async with _engine(attach_path, case.target, num_blocks, AgentRole.DECODE) as engine:
+            engine.wipe()
+            first = await _read(engine, tables, handed)
+            if not engine.has(tables, case.source):
+                raise KVBusError(f"a handoff of '{name}' brought wrong bytes")
+            try:
+                while handed.left:
+                    handed = await anext(lines)
+                    if (handed.case, handed.mib) != (name, num_mib):
+                        break
+                    taken.append(await _read(engine, tables, handed))
+                else:
+                    return
+            finally:
+                sheet.show([milliseconds("first handoff", first.seconds), *_figures(taken)])
 
-    def takes(self, handed: Handed) -> bool:
-        """Whether a handoff is of this case."""
-        return (self.case.name, self.num_mib) == (handed.case, handed.mib)
 
-    async def read(self, handed: Handed) -> Taken:
-        """Fetch one handoff; raises `KVBusError`."""
-        try:
-            return await self.run(self.take(handed.ticket, self.tables))
-        except FetchFailed as error:
-            raise KVBusError(
-                f"a handoff of '{self.case.name}' failed with {error.code}: {error.message}"
-            ) from error
+async def _read(engine: BenchEngine, tables: PairedBlocks, handed: Handed) -> Taken:
+    """Fetch one handoff; raises `KVBusError`."""
+    try:
+        return await engine.take(handed.ticket, tables)
+    except FetchFailed as error:
+        raise KVBusError(
+            f"a handoff of '{handed.case}' failed with {error.code}: {error.message}"
+        ) from error
+
+
+def _figures(taken: Sequence[Taken]) -> Iterator[Figure]:
+    """Of each path that the agent took, with the stages that limit it."""
+    for path in sorted({one.fetched.path for one in taken}):
+        some = [one for one in taken if one.fetched.path == path]
+        p50_s, p99_s = (quantile([one.seconds for one in some], q) for q in (0.5, 0.99))
+        yield speed(path, some[0].fetched.num_bytes, p50_s)
+        yield milliseconds(f"{path} p50", p50_s)
+        yield milliseconds(f"{path} p99", p99_s)
+        yield Figure(f"{path} handoffs", len(some))
+        for stage in stages(some, f"  {path}: "):
+            if stage.value >= SHOWN_SHARE * p50_s * 1e3:
+                yield stage

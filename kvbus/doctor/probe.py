@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -120,9 +119,7 @@ def _nixl(question: Question) -> object:
     if question.do == "read":
         agent.connect(msgspec.convert(question.given, bare_pair.MemoryLocation))
         return agent.bytes_per_s()
-    location = agent.lend()
-    Thread(target=agent.drive, daemon=True).start()
-    return location
+    return agent.lend()
 
 
 def _cuda(question: Question) -> object:

@@ -1,22 +1,25 @@
-"""A bare NIXL pair: a process that holds memory and one that reads it, with nothing else of kvbus.
+"""Bare NIXL: a process that holds memory, or reads another one's, with nothing else of kvbus.
 
-    bare_pair target SIZE            prints where its memory is; then 'd' drives NIXL, 'r' rests
-    bare_pair reader SIZE ROWS.npz   takes that line; then 'read' or 'verify', a line each
+    python -m kvbus.lab.bare_pair SIZE ROWS.npz
 
-The reader posts all descriptors at once, spins until they are done, and prints the seconds.
+The tool asks one to `lend`, and to drive NIXL while the other one reads. The reader posts all
+descriptors at once and spins until they are done.
 """
 
 import mmap
 import os
-import select
 import statistics
 import sys
+import threading
 import time
+from functools import partial
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from kvbus.errors import TransferFailed
+from kvbus.lab.process import Question, run_program, serve
 from kvbus.transport.nixl_agent import NixlAgent
 from kvbus.transport.slicing import Rows
 from kvbus.transport.types import MemoryKind, Registration, TransportLimits
@@ -37,7 +40,10 @@ class MemoryLocation(msgspec.Struct, frozen=True):
 
 
 class BareAgent:
-    """One NIXL agent with memory of its own: who calls it drives it."""
+    """One NIXL agent with memory of its own: who calls it drives it.
+
+    One that lends its memory drives NIXL by itself while ``drives`` is set.
+    """
 
     def __init__(self, name: str, size_bytes: int) -> None:
         self._words = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint64)
@@ -45,28 +51,20 @@ class BareAgent:
         self._agent = NixlAgent(f"{name}/{os.getpid()}")
         self._agent.register(Registration(1, self._address, size_bytes, 0, "DRAM"))
         self._peer, self._there = "", 0
+        self.drives = threading.Event()
 
     def lend(self) -> MemoryLocation:
-        """Fill the memory, and say where it is."""
+        """Fill the memory, say where it is, and let it be read."""
         self._words[:] = np.arange(len(self._words))
+        self.drives.set()
+        threading.Thread(target=self._drive, daemon=True).start()
         return MemoryLocation(self._address, self._agent.metadata(None))
 
-    def drive(self) -> None:
+    def _drive(self) -> None:
         """Drive NIXL as often as an agent does, without an end."""
-        while True:
+        while self.drives.wait():
             self._agent.progress()
             time.sleep(TransportLimits().poll_s)
-
-    def serve(self) -> None:
-        """Drive NIXL likewise until stdin ends; 'r' in it rests until 'd'."""
-        stdin, drives, poll_s = sys.stdin.fileno(), True, TransportLimits().poll_s
-        while True:
-            if select.select([stdin], [], [], poll_s if drives else None)[0]:
-                command = os.read(stdin, 1)
-                if not command:
-                    return
-                drives = command == b"d"
-            self._agent.progress()
 
     def connect(self, location: MemoryLocation) -> None:
         """Read from there from now on."""
@@ -126,28 +124,31 @@ def moved_rows(rows: Rows, address: int, device: int = 0) -> Rows:
     return moved
 
 
-def print_line(line: str) -> None:
-    """Print for a process that waits for it."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    """Be what the first argument says."""
-    role, size_bytes, *rest = sys.argv[1:]
-    agent = BareAgent(f"bare-{role}", int(size_bytes))
-    if role == "target":
-        print_line(msgspec.json.encode(agent.lend()).decode())
-        agent.serve()
-        return
-    line = sys.stdin.readline() or sys.exit(1)  # the target says why
-    agent.connect(msgspec.json.decode(line, type=MemoryLocation))
-    with np.load(rest[0]) as rows:
+async def be(size_bytes: int, rows_path: Path) -> None:
+    """One of a pair, as the line says."""
+    agent = BareAgent("bare", size_bytes)
+    with np.load(rows_path) as rows:
         local, remote = rows["local"], rows["remote"]
-    for command in sys.stdin:
-        read = agent.verify if command.strip() == "verify" else agent.read_s
-        print_line(f"{read(local, remote):.9f}")
+
+    async def answer(question: Question) -> object:
+        match question.do:
+            case "lend":
+                return agent.lend()
+            case "drive":
+                agent.drives.set()
+            case "rest":
+                agent.drives.clear()
+            case "connect":
+                agent.connect(msgspec.convert(question.given, MemoryLocation))
+            case "verify":
+                return agent.verify(local, remote)
+            case "read":
+                return agent.read_s(local, remote)
+        return None
+
+    await serve(answer)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(partial(be, int(sys.argv[1]), Path(sys.argv[2])))
+    os._exit(0)  # what is left of NIXL may hang in its destructors

@@ -122,17 +122,19 @@ async def engine_process(
         yield process
 
 
+def start_agent(role: str, folder: Path, *, log: Path, settings: Settings) -> Child:
+    """An agent of this machine alone; its runtime dir is ``folder / role``."""
+    config = write_agent_config(role, folder, **settings)
+    command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
+    return Child.start(f"{role} agent", command, log=log, own_session=True)
+
+
 @asynccontextmanager
 async def agent_process(
     role: str, folder: Path, *, log: Path, settings: Settings
 ) -> AsyncIterator[Child]:
-    """An agent of this machine alone until the block ends; its runtime dir is ``folder / role``.
-
-    Raises as `engine_process` does.
-    """
-    config = write_agent_config(role, folder, **settings)
-    command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
-    child = Child.start(f"{role} agent", command, log=log, own_session=True)
+    """`start_agent`, until the block ends; raises as `engine_process` does."""
+    child = start_agent(role, folder, log=log, settings=settings)
 
     async def watch() -> None:
         await child.ended()

@@ -142,6 +142,6 @@ def test_handoffs_are_measured_between_two_hosts_as_the_page_says(page: Page) ->
     said = page.run(where, less)
 
     assert (where, less.count("--mib")) == ("on 10.0.0.2", 1)
-    assert "A handoff of one block takes" in said
-    assert {line.split()[0] for line in said.splitlines()} >= {"one-block", "runs-512b", "in-order"}
+    assert "first handoff" in said
+    assert {line.split()[0] for line in said.splitlines()} >= {"one-block", "runs-16k", "in-order"}
     assert "mapped" not in said
