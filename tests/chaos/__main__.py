@@ -53,8 +53,7 @@ async def run(seed: int, acts: Sequence[int], ledger: Ledger, settings: list[str
         with agents_ended(Agents) as agents:
             world = World(agents, setting, ledger, seed)
             try:
-                with ledger.timed("world_start"):
-                    await world.open()
+                await world.open()
                 for act in some:
                     if not ledger.is_over:
                         await Act(world, ledger, seed, act).run()
@@ -91,8 +90,7 @@ class Act:
         await asyncio.gather(*rogues, return_exceptions=True)
         self._world.heal()
         if not self._ledger.is_over:
-            with self._ledger.timed("calm"):
-                await self._calm()
+            await self._calm()
             self._ledger.count("acts")
 
     async def _work(self, random: Random, ends_at: float) -> None:

@@ -38,7 +38,6 @@ class Wait:
     engine: Engine
     what: str
     within_s: float
-    kind: str
     about: dict[str, str] = field(default_factory=dict)
 
 
@@ -107,14 +106,14 @@ class Handoffs:
         ends = await asyncio.gather(*fetches)
         if "completed" not in [end["outcome"] for end in ends]:
             source.tell({"do": "withdraw", "offer": key})
-        wait = Wait(source, f"offer {key}", draw.ttl_s + 2 * HOLD_S, "offer", about)
+        wait = Wait(source, f"offer {key}", draw.ttl_s + 2 * HOLD_S, about)
         over = await self._in_time(made.asked.ended, wait)
         self._ledger.count(f"offers_{over['outcome']}")
         if [end["outcome"] for end in ends].count("completed") > 1:
             self._ledger.violate("read_twice", f"offer {key} was completed by {ends}")
 
     async def _made(self, key: int, source: Engine, asked: Asked, draw: Draw) -> Made | None:
-        wait = Wait(source, "an offer's reply", REPLY_S, "reply")
+        wait = Wait(source, "an offer's reply", REPLY_S)
         made = await self._in_time(asked.made, wait)
         if "ticket" not in made:
             code = made.get("code") or "gone"
@@ -156,15 +155,12 @@ class Handoffs:
             cancel = {"do": "cancel", "fetch": key, "release_offer": draw.releases}
             target.tell(cancel)
         what, about = f"fetch {key} of offer {offer}", {"fetch_id": order["fetch_id"]}
-        wait = Wait(target, what, draw.timeout_s + ROOM_S, "fetch", about)
+        wait = Wait(target, what, draw.timeout_s + ROOM_S, about)
         end = await self._in_time(asked.ended, wait)
         self._note_fetch(end, draw)
         if end.get("code") == "digest_mismatch" and "offer_id" in ticket:
             await self._judge_mismatch(what, ticket["offer_id"], source)
-        ended = time.monotonic()
-        wait = Wait(target, f"the blocks of {what}", FREE_S, "blocks", about)
-        await self._in_time(asked.freed, wait)
-        self._ledger.note_longest("quarantine", time.monotonic() - ended)
+        await self._in_time(asked.freed, Wait(target, f"the blocks of {what}", FREE_S, about))
         return end
 
     def _note_fetch(self, end: Told, draw: Draw) -> None:
@@ -195,7 +191,6 @@ class Handoffs:
             await asyncio.wait([future], timeout=LOOK_S)
             lost_s = sum(clock.lost_s(started) for clock in clocks)
             late_s = time.monotonic() - started - lost_s - wait.within_s
-            self._ledger.note_longest("late", late_s)
             if not future.done() and late_s > OVERDUE_S and not is_told:
                 is_told = True
                 story = await self._world.story(agent, **wait.about) if wait.about else []
@@ -204,7 +199,6 @@ class Handoffs:
             is_late = is_told and late_s > 2 * OVERDUE_S
             if is_late or self._ledger.is_over:
                 return {"outcome": "overdue", "code": "", "stage": "", "fetch_id": ""}
-        self._ledger.note_longest(wait.kind, time.monotonic() - started)
         return future.result()
 
     def _choose(self, random: Random, role: str, model: str | None) -> Engine | None:

@@ -7,8 +7,6 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,21 +24,11 @@ class Ledger:
     codes: Counter[str] = field(default_factory=Counter)
     paths: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    longest: dict[str, float] = field(default_factory=dict)
     violations: list[dict[str, Any]] = field(default_factory=list)
     started_at: float = field(default_factory=time.monotonic)
 
     def count(self, name: str, number: int = 1) -> None:
         self.counts[name] += number
-
-    def note_longest(self, name: str, seconds: float) -> None:
-        self.longest[name] = round(max(self.longest.get(name, 0.0), seconds), 3)
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.note_longest(name, time.monotonic() - started)
 
     def violate(self, what: str, of: str, **more: Any) -> None:
         """Something must never happen, and did."""
@@ -74,7 +62,6 @@ class Ledger:
             "codes": dict(self.codes.most_common()),
             "paths": dict(self.paths.most_common()),
             "faults": dict(sorted(self.faults.items())),
-            "longest_s": self.longest,
             "violations": self.violations,
         }
         return json.dumps(fields)

@@ -263,6 +263,5 @@ class World:
         while True:
             before = time.monotonic()
             await asyncio.sleep(LOOK_S)
-            if (late := time.monotonic() - before) > 4 * LOOK_S:
+            if time.monotonic() - before > 4 * LOOK_S:
                 self.lag.add(before, time.monotonic())
-                self.ledger.note_longest("lag", late)

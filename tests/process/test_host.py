@@ -191,28 +191,32 @@ async def test_an_offer_is_sealed_only_when_all_of_it_is_saved_in_blocks_that_fi
         assert await offer.ended is Outcome.WITHDRAWN
 
 
-@pytest.mark.parametrize("how", ["it was aborted", "its offer has ended"])
+@pytest.mark.parametrize("how", ["aborted", "aborted before it is offered", "withdrawn"])
 async def test_blocks_that_are_copied_into_are_kept_though_the_request_ends(
     prefill: AgentProcess, how: str
 ) -> None:
     gate = Gate(Direction.SAVE)
+    why = "its offer has ended" if how == "withdrawn" else "it was aborted"
     async with source_at(prefill, wrap_copy=gate.wrap) as source:
-        offer = await begun(source)
-        ticket = await offer.offer()
+        offer = await begun(source, 2 * SIZE)
+        ticket = {} if "before" in how else await offer.offer()
 
-        async def fails_to_save() -> None:
-            with pytest.raises(ClosedError, match=how):
-                await offer.save(SIZE, {"full": [3]})
+        async def fails_to_save(num_tokens: int, block: int) -> None:
+            with pytest.raises(ClosedError, match=why):
+                await offer.save(num_tokens, {"full": [block]})
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fails_to_save)
+            tasks.start_soon(fails_to_save, SIZE, 3)
             await until(lambda: gate.num_begun)
-            await (offer.abort() if how == "it was aborted" else withdraw(ticket))
-            await offer.ended
+            await (withdraw(ticket) if how == "withdrawn" else offer.abort())
+            if ticket:
+                await offer.ended
             held = source.ring.num_held
             gate.open.set()
 
-        assert (held > 0, source.ring.num_held) == (True, 0)
+        await fails_to_save(2 * SIZE, 4)
+        assert held
+        assert (offer.num_saved, source.ring.num_held) == (0, 0)
 
 
 async def test_nothing_is_copied_into_blocks_that_were_released_between_two_pieces(
@@ -243,36 +247,6 @@ async def test_nothing_is_copied_into_blocks_that_were_released_between_two_piec
             await offer.save(2 * SIZE, {"full": [3, 4]})
 
         assert gate.num_begun == 1
-
-
-@pytest.mark.parametrize("is_offered", [False, True], ids=["saved", "offered"])
-async def test_an_abort_in_a_save_gives_the_host_blocks_back_after_its_copy(
-    prefill: AgentProcess, is_offered: bool
-) -> None:
-    async with source_at(prefill) as source:
-        copying, goes_on = anyio.Event(), anyio.Event()
-
-        async def elsewhere(*_: Any) -> None:
-            copying.set()
-            await goes_on.wait()
-
-        source.host.copier = elsewhere
-        offer = await begun(source, 2 * SIZE)
-        if is_offered:
-            await offer.offer()
-        save = offer.save(SIZE, {"full": [3]})
-        await copying.wait()
-        await offer.abort()
-        if is_offered:
-            await offer.ended
-        num_held = source.ring.num_held
-        goes_on.set()
-
-        for late in (save, offer.save(2 * SIZE, {"full": [4]})):
-            with pytest.raises(ClosedError, match="it was aborted"):
-                await late
-        assert num_held
-        assert (offer.num_saved, source.ring.num_held) == (0, 0)
 
 
 async def test_what_the_engines_copy_raises_comes_out_of_save(prefill: AgentProcess) -> None:

@@ -27,16 +27,12 @@ class Sample:
     outstanding_handles: int = 0
     unreleased_handles: int = 0
     ended_bytes: int = 0
-
-    @property
-    def kept_bytes(self) -> int:
-        """What is kept on purpose of handoffs that have ended, up to a bound."""
-        return self.ended_bytes
+    """What is kept on purpose of handoffs that have ended, up to a bound."""
 
     @property
     def other_bytes(self) -> int:
         """Memory beside that, about: the agent estimates what it keeps."""
-        return self.anonymous_bytes - self.kept_bytes
+        return self.anonymous_bytes - self.ended_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +91,8 @@ def judge(samples: Sequence[Sample]) -> Verdict:
 
 def _full_at(samples: Sequence[Sample]) -> int:
     """The first sample with as much kept as ever, nearly."""
-    most = max(one.kept_bytes for one in samples)
-    return next(at for at, one in enumerate(samples) if one.kept_bytes >= FULL * most)
+    most = max(one.ended_bytes for one in samples)
+    return next(at for at, one in enumerate(samples) if one.ended_bytes >= FULL * most)
 
 
 def _slope(samples: Sequence[Sample], name: str) -> float:
