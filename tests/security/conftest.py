@@ -1,7 +1,9 @@
 """Agents that somebody attacks: a pair without keys, and one with all that a site may turn on."""
 
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,22 @@ def site(shared_site: Agents) -> Iterator[list[AgentProcess]]:
     """The prefill and the decode agent with keys, which must hold nothing after each test."""
     yield shared_site.all
     shared_site.check()
+
+
+@contextmanager
+def trap_at(host: str) -> Iterator[str]:
+    """An endpoint that nobody may connect to."""
+    with socket.create_server((host, 0)) as listening:
+        yield f"tcp://{host}:{listening.getsockname()[1]}"
+        listening.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+
+
+@pytest.fixture
+def trap() -> Iterator[str]:
+    with trap_at("127.0.0.1") as endpoint:
+        yield endpoint
 
 
 def signed(ticket: Ticket, *, ago_s: float = 0.0, **changes: Any) -> Ticket:
