@@ -22,7 +22,6 @@ from kvbus.geometry import (
     slot_bytes,
 )
 from kvbus.memory.copying import PagedMemory, gather, scatter
-from kvbus.memory.cuda import GpuMover
 from tests.memory.in_memory import (
     InMemory,
     move_through_slots,
@@ -70,39 +69,6 @@ def test_zeroing_clears_the_asked_for_positions_of_each_group_and_nothing_else(
     zero_what_is_moved(case, decode)
 
     assert decode.content() == zeroed_by_loops(case)
-
-
-@pytest.mark.parametrize("as_gpu", [False, True], ids=["host", "gpu"])
-@pytest.mark.parametrize("blocks", [[7, 3, 9, 1], [3, 4, 5, 6]], ids=["apart", "in a row"])
-@pytest.mark.parametrize("head_dim", [8, 2048], ids=["short units", "long units"])
-def test_units_of_any_length_are_copied_by_the_kernel_and_as_on_a_gpu(
-    blocks: list[int], head_dim: int, as_gpu: bool
-) -> None:
-    group = GroupSpec("full", (0, 1, 2), 16, 4, head_dim, "bfloat16")
-    rank = lay_out_rank(EngineSpec("e", "m", 1, (group,)), 0, KvLayout.parse("NHD"), num_blocks=10)
-    random = torch.Generator().manual_seed(head_dim)
-    source, target, ring = (
-        torch.randint(256, (rank.segments[0].size_bytes,), dtype=torch.uint8, generator=random)
-        for _ in range(3)
-    )
-    expected, held = (whole.clone().view(3, 10, 2, 16, -1) for whole in (target, source))
-    expected[:, blocks[0], :, 3:] = held[:, 0, :, 3:]
-    expected[:, blocks[1:]] = held[:, 1:4]
-    buffers = (whole if as_gpu else whole.numpy() for whole in (source, target, ring))
-    held_in, put_into, slot = buffers
-    box = Box("full", (0, 1, 2), group.parts, 0, 4, 3, 64)
-
-    def mover(one: Any) -> GpuMover | None:
-        return GpuMover([one]) if as_gpu else None
-
-    source_rank, into = (
-        PagedMemory(group, rank.regions, {"kv": one}, mover=mover(one))
-        for one in (held_in, put_into)
-    )
-    gather(source_rank, BlockTable.of(range(4)), box, slot)
-    scatter(into, BlockTable.of(blocks), box, slot)
-
-    assert torch.equal(target.view(expected.shape), expected)
 
 
 GROUP = GroupSpec("full", tuple(range(6)), 4, 2, 8, "bfloat16")

@@ -1,6 +1,5 @@
 """What can come in between while a box is copied: its lease, its engine or its agent ends."""
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
@@ -23,35 +22,6 @@ __all__ = ["gpu"]
 
 async def note_refusal(case: Case, refusals: list[RequestRefused]) -> None:
     refusals.append(await case.refusal())
-
-
-async def end_the_lease(case: Case) -> None:
-    await case.take()
-
-
-async def stop_the_agent(case: Case) -> None:
-    case.agent.runtime.service.stop()
-
-
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [(end_the_lease, ErrorCode.OFFER_COMPLETED), (stop_the_agent, ErrorCode.CLOSED)],
-)
-async def test_a_box_that_is_copied_is_refused_at_once_and_its_slot_is_free_after_the_copy(
-    case: Case, held_up: HeldUp, end: Callable[[Case], Awaitable[None]], code: ErrorCode
-) -> None:
-    refusals: list[RequestRefused] = []
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(note_refusal, case, refusals)
-        await held_up.wait_begun()
-        await end(case)
-        await until(lambda: refusals)
-        in_use = case.agent.counts["slots"]
-        held_up.may_end.set()
-
-    await until(lambda: not case.agent.counts["slots"] or end is stop_the_agent)
-    assert refusals[0].code is code
-    assert in_use == 1
 
 
 async def test_digests_of_an_offer_that_ends_while_they_are_made_are_refused(
