@@ -1,32 +1,23 @@
-"""An agent as a simulated process: the product's service, bus and directory of engines, wired."""
+"""An agent as a simulated process: the product's own, but its transport, threads and sockets."""
 
-from collections.abc import Callable
-from pathlib import Path
+import signal
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
+from anyio.abc import TaskStatus
 
-from kvbus.agent.access import Access
 from kvbus.agent.copiers import Copiers
 from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.engines import EngineDirectory
-from kvbus.agent.observe import AgentMetrics
+from kvbus.agent.runtime import Runtime
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
-from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, new_boot_id
+from kvbus.bus import BusContext, new_boot_id
 from kvbus.errors import KVBusError
 from kvbus.memory.attach import AttachConnection
-from kvbus.memory.bus_errors import BusErrors
-from kvbus.protocol import (
-    PROTOCOL_VERSION,
-    AgentRole,
-    AwaitReady,
-    Detach,
-    Register,
-    Welcome,
-    to_body,
-)
+from kvbus.protocol import AgentRole, to_body
 from kvbus.transport import Transport
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
@@ -34,7 +25,7 @@ from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.config import PrefillConfig
 from tests.sim.network import Network, Process
 from tests.sim.transport import Fabric, SimTransport
-from tests.sim.world import SimExecutor, World
+from tests.sim.world import SimExecutor, SimLoop, World
 
 PEER_PORT, EVENTS_PORT = 7000, 7001
 
@@ -78,8 +69,29 @@ class SimAttach:
         self.agent.world.after(0.0, on_reply, reply)
 
 
+class _NoAttachServer:
+    """Stands for the attach server: engines come by `SimAttach`."""
+
+    num_refused = num_malformed = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Where it would be, and whom it would tell."""
+
+    async def serve(self, *, task_status: TaskStatus[None]) -> None:
+        task_status.started()
+        await anyio.sleep_forever()
+
+
+def _copiers(loop: SimLoop, *, num_threads: int) -> Copiers:
+    return Copiers(loop, num_threads=num_threads, new_executor=lambda *_: SimExecutor(loop))
+
+
+IN_A_WORLD: dict[str, Any] = {"AttachServer": _NoAttachServer, "Copiers": _copiers}
+"""What `kvbus.agent.runtime` makes by these names in a simulated process."""
+
+
 class SimAgent:
-    """One process of an agent; `SimAgent.start` makes the next one at the same place."""
+    """One process of an agent, as `Runtime` wires it; who starts it again makes another."""
 
     def __init__(
         self,
@@ -96,7 +108,6 @@ class SimAgent:
         host = f"10.{1 if role is AgentRole.PREFILL else 2}.0.{number + 1}"
         self.name = f"{role}-{number}"
         self.process = Process(self.name, host, world.new_loop(f"{self.name}/{boot_number}"))
-        self.engine_endpoint = f"ipc://{self.name}"
         self.boot = ""
         self.has_started = False
         self.started_at = 0.0
@@ -117,6 +128,14 @@ class SimAgent:
     def is_up(self) -> bool:
         return self.has_started and self.process.is_alive
 
+    @property
+    def engines(self) -> EngineDirectory:
+        return self.agent.engines
+
+    @property
+    def service(self) -> Service:
+        return self.agent.service
+
     def stop(self) -> None:
         """As SIGTERM: it drains, and ends."""
         self.process.loop.call_soon(self._stop)
@@ -124,83 +143,33 @@ class SimAgent:
     def _stop(self) -> None:
         self._stopping.set()
 
+    async def _signals(self) -> AsyncIterator[signal.Signals]:
+        await self._stopping.wait()
+        yield signal.SIGTERM
+        await anyio.sleep_forever()
+
     async def _run(self) -> None:
-        self.boot, loop = new_boot_id(), self.process.loop
-        self._stopping = anyio.Event()
-        context = cast("BusContext", self.network.context(self.process))
+        self.boot, self._stopping = new_boot_id(), anyio.Event()
         transport = cast(
             "Transport", SimTransport(self._fabric, self.process, f"{self.name}/{self.boot}")
         )
         config = self._config()
         staging = await StagingDevices.open(config, transport)
         async with anyio.create_task_group() as self.tasks:
-            copiers = Copiers(
-                loop,
-                num_threads=config.copy_threads,
-                new_executor=lambda *_: SimExecutor(loop),
-            )
-            self.engines = engines = EngineDirectory(
-                transport=transport,
-                staging=staging,
-                copiers=copiers,
-                bus_errors=BusErrors(),
-                lend=False,
-                tasks=self.tasks,
-            )
-            access = Access()
-            engine_socket = self._server(context, self.engine_endpoint, engines.admit)
-            peer_socket = self._server(context, self.peer_endpoint, access.gate)
-            events = EventPublisher(
-                context,
-                f"tcp://{self.host}:{EVENTS_PORT}",
-                boot=self.boot,
-                heartbeat_s=config.heartbeat_s,
-            )
-            identity = Welcome(
-                protocol=PROTOCOL_VERSION,
-                agent_id=self.name,
-                agent_boot=self.boot,
+            self.agent = Runtime(
                 role=self.role,
-                engine_endpoint=engine_socket.endpoint,
-                peer_endpoint=peer_socket.endpoint,
-                events_endpoint=events.endpoint,
-            )
-            self.agent = Agent(
-                identity=identity,
+                config=config,
+                boot=self.boot,
                 transport=transport,
-                engines=engines,
-                copiers=copiers,
-                publisher=events,
-                metrics=AgentMetrics(),
-                context=context,
                 tasks=self.tasks,
-                loop=loop,
                 staging=staging,
                 data_plane=cast("DataPlane", _OpenPlane()),
-                access=access,
-                bus_errors=BusErrors(),
-                folder=Path(self.name),
             )
-            self.service = self._service(config)
-            engines.open(identity, server=engine_socket, publisher=events, user=self.service)
-            engine_socket.on(
-                {
-                    Register: engines.register,
-                    AwaitReady: engines.await_ready,
-                    Detach: engines.detach,
-                    **self.service.engine_handlers(),
-                }
+            await self.agent.start(
+                cast("BusContext", self.network.context(self.process)), self._service
             )
-            peer_socket.on(self.service.peer_handlers())
-            await self.service.start()
-            for owner in (engine_socket, peer_socket, events):
-                self.tasks.start_soon(owner.run)
             self.has_started, self.started_at = True, self.world.now
-            await self._stopping.wait()
-            self.service.start_draining()
-            with anyio.move_on_after(config.drain_timeout_s):
-                await self.service.drained()
-            self.service.stop()
+            await self.agent.end(self._signals())
             await anyio.sleep(0.1)  # last notices
             self.has_started = False
             self.tasks.cancel_scope.cancel()
@@ -208,6 +177,7 @@ class SimAgent:
     def _config(self) -> DecodeConfig | PrefillConfig:
         fixed: dict[str, Any] = {
             "agent_id": self.name,
+            "runtime_dir": f"/{self.name}",
             "peer_bind": self.peer_endpoint,
             "events_bind": f"tcp://{self.host}:{EVENTS_PORT}",
             "mapped": False,
@@ -219,18 +189,12 @@ class SimAgent:
             return PrefillConfig(**fixed)
         return DecodeConfig(**fixed)
 
-    def _service(self, config: DecodeConfig | PrefillConfig) -> Service:
+    def _service(self, agent: Agent) -> Service:
+        config = self.agent.config
         if isinstance(config, PrefillConfig):
-            return PrefillService(self.agent, config)
-        return DecodeService(self.agent, config)
-
-    def _server(
-        self, context: BusContext, endpoint: str, gate: Callable[[Call], None]
-    ) -> RequestServer:
-        return RequestServer(context, endpoint, boot=self.boot, gate=gate, on_fault=self._see_fault)
-
-    def _see_fault(self, error: Exception, call: Call) -> None:
-        self.world.fail(f"{self.name}: request '{call.op}' failed inside", error)
+            return PrefillService(agent, config)
+        assert isinstance(config, DecodeConfig)
+        return DecodeService(agent, config)
 
 
 class _OpenPlane:
@@ -238,9 +202,13 @@ class _OpenPlane:
 
     endpoints: tuple[str, ...] = ()
     interfaces: tuple[str, ...] = ()
+    other_ports: Callable[[], set[int]]
 
     async def open(self) -> None:
         """It is."""
 
     async def end_if_exposed(self) -> None:
         """It is not."""
+
+    async def watch(self) -> None:
+        """Nothing changes."""

@@ -12,11 +12,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import structlog
 
 from kvbus.protocol import AgentRole, Rendezvous, Status
-from tests.sim.agent import SimAgent
+from tests.sim.agent import IN_A_WORLD, SimAgent
 from tests.sim.engine import DecodeEngine, PrefillEngine, Shape, SimEngine
 from tests.sim.handoffs import Handoff, Ledger, Plan
 from tests.sim.network import Network, Process
@@ -389,7 +390,7 @@ def cluster_of(settings: Settings, seed: int = 1) -> Iterator[Cluster]:
     )
     gc.freeze()  # what is there already need not be looked at when this world ends
     before = memory_files()
-    with seeded(seed):
+    with seeded(seed), patch.multiple("kvbus.agent.runtime", **IN_A_WORLD):
         cluster = Cluster(settings, seed)
         ERRORS.world, ERRORS.has_flips = cluster.world, cluster.settings.flips > 0
         try:
