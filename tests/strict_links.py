@@ -33,14 +33,6 @@ def change_blocks(caches: Sequence[KvCache], group: str, block_ids: Any) -> None
             view[ids] += 1
 
 
-def overwrite_once_released(
-    offer: Offer, cache: KvCache, block_ids: Mapping[str, Sequence[int]]
-) -> None:
-    """As a `StrictLink` does, for an offer of a `Link`."""
-    for group, ids in block_ids.items():
-        offer.ended.then(partial(change_blocks, [cache], group, ids))
-
-
 @dataclass
 class FreeBlocks:
     """What was in a rank's blocks of a fetch when they came back; ``content`` is by view."""

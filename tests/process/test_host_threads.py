@@ -11,6 +11,7 @@ import torch
 
 from kvbus.engine import KvCache, Link
 from kvbus.engine.bounce import (
+    CopyBlocks,
     HostBuffer,
     HostDecode,
     HostPool,
@@ -19,7 +20,6 @@ from kvbus.engine.bounce import (
     host_blocks,
 )
 from kvbus.errors import ErrorCode, FetchFailed, LocalError
-from kvbus.geometry import EngineSpec
 from kvbus.lab.engine import device_copy
 from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, wait_until
@@ -28,6 +28,7 @@ from tests.host_engines import private_cache
 from tests.memories import Memory
 
 SIZE = FULL.block_size
+PLACES = [(layer, part) for layer in (0, 1) for part in "kv"]
 NUM_TOKENS = 2 * SIZE + 3
 RING_BYTES = 8 * SIZE * 2 * 2 * 6 * 8 * 2 + 4096
 """Eight blocks, and the gap that may lie behind them."""
@@ -36,36 +37,28 @@ RING_BYTES = 8 * SIZE * 2 * 2 * 6 * 8 * 2 + 4096
 class Sides:
     """A prefill and a decode engine in this thread; copies wait while ``gate`` is shut."""
 
-    def __init__(self, stack: ExitStack, prefill: AgentProcess, decode: AgentProcess) -> None:
+    def __init__(self, stack: ExitStack, *agents: AgentProcess) -> None:
         self.gate = Event()
         self.gate.set()
-        self._stack = stack
-        source, self.source, prefill_ring = self._ring(prefill, make_spec(groups=(FULL,)))
-        target, self.target, decode_ring = self._ring(decode, make_spec(groups=(FULL,)))
-        self.rings = prefill_ring[0], decode_ring[0]
-        self.prefill = HostPrefill(source, *prefill_ring)
-        self.decode = stack.enter_context(HostDecode(target, *decode_ring))
+        self.rings, self.caches = list[HostPool](), list[KvCache]()
+        links, copiers = list[Link](), list[LocalCopier]()
+        for agent in agents:
+            spec = make_spec(groups=(FULL,))
+            ring = HostPool(host_blocks(spec, buffer_bytes=RING_BYTES))
+            buffer = HostBuffer(spec, 0, ring.num_blocks)
+            cache = private_cache(spec, 0, Memory(), 40)
+            for place in PLACES:
+                cache.view(*place).normal_()
+            links.append(stack.enter_context(Link(agent.attach, spec, memory=buffer.memory)))
+            copiers.append(LocalCopier([buffer], partial(self._copy, device_copy([cache]))))
+            self.rings.append(ring)
+            self.caches.append(cache)
+        self.prefill = HostPrefill(links[0], self.rings[0], copiers[0])
+        self.decode = stack.enter_context(HostDecode(links[1], self.rings[1], copiers[1]))
 
-    def _ring(
-        self, agent: AgentProcess, spec: EngineSpec
-    ) -> tuple[Link, KvCache, tuple[HostPool, LocalCopier]]:
-        ring = HostPool(host_blocks(spec, buffer_bytes=RING_BYTES))
-        buffer = HostBuffer(spec, 0, ring.num_blocks)
-        link = self._stack.enter_context(Link(agent.attach, spec, memory=buffer.memory))
-        cache = private_cache(spec, 0, Memory(), 40)
-        copy = device_copy([cache])
-
-        def gated(*args: Any) -> None:
-            assert self.gate.wait(60)
-            copy(*args)
-
-        for place in ((0, "k"), (0, "v"), (1, "k"), (1, "v")):
-            cache.view(*place).normal_()
-        return link, cache, (ring, LocalCopier([buffer], gated))
-
-
-def is_empty(ring: HostPool) -> bool:
-    return not ring.num_held
+    def _copy(self, copy: CopyBlocks, *args: Any) -> None:
+        assert self.gate.wait(60)
+        copy(*args)
 
 
 @pytest.fixture
@@ -75,8 +68,7 @@ def sides(prefill: AgentProcess, decode: AgentProcess) -> Iterator[Sides]:
         made = Sides(stack, prefill, decode)
         yield made
         made.gate.set()
-        for ring in made.rings:
-            wait_until(partial(is_empty, ring), "an empty ring")
+        wait_until(lambda: not any(ring.num_held for ring in made.rings), "empty rings")
 
 
 def test_a_step_neither_waits_for_a_save_nor_for_a_fetch_and_reads_the_block_ids_at_its_call(
@@ -111,8 +103,8 @@ def test_a_step_neither_waits_for_a_save_nor_for_a_fetch_and_reads_the_block_ids
     assert ended == [fetch]
     assert fetch.ended.wait().outcome is Outcome.COMPLETED
     assert offer.ended.wait(60) is Outcome.COMPLETED
-    for place in ((0, "k"), (1, "v")):
-        sent, got = sides.source.view(*place), sides.target.view(*place)
+    for place in PLACES:
+        sent, got = (cache.view(*place) for cache in sides.caches)
         assert torch.equal(got[[7, 9]], sent[[3, 4]])
         assert torch.equal(got[8, :3], sent[1, :3])
 

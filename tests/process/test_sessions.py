@@ -1,77 +1,27 @@
 """What an engine can do with its agent by the SDK, and what others see of it."""
 
 import uuid
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from kvbus.engine import (
     AgentRole,
-    KvCache,
     Link,
-    RankMemory,
 )
 from kvbus.errors import LocalError
-from kvbus.geometry import KvPart
-from kvbus.protocol import Outcome
-from tests.agents import AgentProcess, wait_until
+from tests.agents import AgentProcess
 from tests.engines import (
-    ACCESS,
     hand_over,
     make_spec,
     pair,
     works,
 )
-from tests.memories import NHD
 from tests.process.shapes import GROUP, WINDOW, ShapedAgents, Side, two_engines
-from tests.strict_links import bits, overwrite_once_released
 
 pytestmark = pytest.mark.anyio
 
 BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
-
-
-def test_an_engine_without_an_event_loop_polls_for_what_ended(
-    prefill: AgentProcess, decode: AgentProcess, other_decode: AgentProcess
-) -> None:
-    """Its second rank is at another agent."""
-    theirs, ours = make_spec(), make_spec(tp=2)
-    memories = [
-        RankMemory.allocate(spec, rank, NHD, num_blocks=8)
-        for spec, rank in ((theirs, 0), (ours, 0), (ours, 1))
-    ]
-    cache, *caches = (
-        KvCache(spec, memory.rank, memory.tensor)
-        for spec, memory in zip((theirs, ours, ours), memories, strict=True)
-    )
-    sent, *got = (bits(one.view(0, KvPart.KEY)) for one in (cache, *caches))
-    sent.random_(-(2**15), 2**15)
-    written = sent.clone()
-    there = {other_decode.peer: [1]}
-    ended = list[Any]()
-    with (
-        Link(prefill.attach, theirs, memory=memories[0]) as source,
-        Link(other_decode.attach, ours, memory=memories[2], control=False, access=ACCESS),
-        Link(decode.attach, ours, memory=memories[1], others=there, access=ACCESS) as target,
-    ):
-
-        def both_ended() -> bool:
-            ended.extend([*target.ended(), *source.ended()])
-            return len(ended) == 2
-
-        offer = source.offer("r", num_tokens=0, block_ids={"full": []}, sealed=False)
-        offer.made.then(partial(overwrite_once_released, offer, cache, {"full": [3, 4]}))
-        offer.extend(32, {"full": [3, 4]})
-        fetch = target.fetch(offer.ticket, num_tokens=32, block_ids={"full": [1, 0]})
-        offer.seal()
-        wait_until(both_ended, "the fetch and the offer have ended")
-
-        assert torch.equal(torch.cat(got, dim=2)[[1, 0]], written[[3, 4]])
-        assert set(ended) == {fetch, offer}
-        assert (fetch.ended.wait(0).outcome, offer.outcome) == (Outcome.COMPLETED,) * 2
-        assert [*target.ended(), *source.ended()] == []
 
 
 async def test_a_link_for_the_other_kind_of_agent_is_refused_with_both_named(

@@ -36,15 +36,24 @@ async def hands_were_shaken(source: Engine, target: Engine, decode: AgentProcess
     return bool(line["resolving_ms"] == 0)
 
 
-@pytest.mark.parametrize("mapped", [False, True], ids=["read", "mapped"])
-async def test_the_first_fetch_finds_hands_shaken(fresh: Agents, mapped: bool) -> None:
-    prefill, decode = warming(fresh, mapped=mapped)
+@pytest.mark.parametrize("how", ["read", "mapped", "with keys"])
+async def test_the_first_fetch_finds_hands_shaken(fresh: Agents, tmp_path: Path, how: str) -> None:
+    if how == "with keys":  # those of decode agents may
+        ring = KeyRing(tmp_path)
+        prefill = ring.prepare(fresh, Role.PREFILL, "prefill")
+        listing = f"{prefill.settings['peer_bind']} {ring.pair('prefill').public}"
+        decode = ring.prepare(fresh, Role.DECODE, "decode", peers=[listing])
+        fresh.start(prefill, decode)
+    else:
+        prefill, decode = warming(fresh, mapped=how == "mapped")
     async with pair(prefill.attach, decode.attach) as engines:
         await warm(decode)
 
         assert await hands_were_shaken(*engines, decode)
 
-    assert decode.says("handoff.completed")[0]["path"] == ("mapped" if mapped else "direct")
+    assert decode.says("handoff.completed")[0]["path"] == (
+        "mapped" if how == "mapped" else "direct"
+    )
     assert len(decode.says("handshake.done")) == 1
     assert decode.says("peer.warmed", num_routes=1)
 
@@ -89,18 +98,6 @@ async def test_who_cannot_be_met_ahead_is_said_once_and_why_and_met_when_that_ch
     assert len(reader.logged("peer.cold")) == len(why) == len(peers)
     assert "shake_hands_ahead = 'keys', and it has no keys" in why[closed.peer]
     assert "is a decode agent" in why[decode.peer]
-
-
-async def test_with_keys_those_of_decode_agents_may(fresh: Agents, tmp_path: Path) -> None:
-    ring = KeyRing(tmp_path)
-    prefill = ring.prepare(fresh, Role.PREFILL, "prefill")
-    listing = f"{prefill.settings['peer_bind']} {ring.pair('prefill').public}"
-    decode = ring.prepare(fresh, Role.DECODE, "decode", peers=[listing])
-    fresh.start(prefill, decode)
-    async with pair(prefill.attach, decode.attach) as (source, target):
-        await warm(decode)
-
-        assert await hands_were_shaken(source, target, decode)
 
 
 async def test_engines_of_another_model_are_asked_once_and_left_alone(fresh: Agents) -> None:

@@ -1,9 +1,10 @@
 """Two agents that refuse what is tried here, and go on."""
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 import pytest
 
+from kvbus.errors import ErrorCode, RequestRefused
 from tests.agents import Agents, started
 
 
@@ -14,3 +15,10 @@ def shared() -> Iterator[Agents]:
     # out.
     with started("prefill", "decode", log_level="debug") as agents:
         yield agents
+
+
+async def code_of(registering: Awaitable[object]) -> ErrorCode:
+    """Of a request that must be refused."""
+    with pytest.raises(RequestRefused) as refused:
+        await registering
+    return refused.value.code

@@ -2,7 +2,6 @@
 
 import os
 import uuid
-from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,24 +10,18 @@ import torch
 from msgspec.structs import replace
 
 from kvbus.engine import Connection, Link, RankMemory, share_tensor
-from kvbus.errors import ErrorCode, RequestRefused
+from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable, lay_out_rank
 from kvbus.protocol import MakeOffer, Register, to_body
 from tests.agents import AgentProcess, until, wait_until
 from tests.engines import FULL, SMALL, engine, failure_of, make_spec, rank_link, same
 from tests.memories import NHD
 from tests.plain_sockets import Attached, ask, engine_socket
+from tests.refused.conftest import code_of
 
 pytestmark = pytest.mark.anyio
 
 NUM_SEGMENTS = 50
-
-
-async def code_of(registering: Awaitable[object]) -> ErrorCode:
-    """Of a request that must be refused."""
-    with pytest.raises(RequestRefused) as refused:
-        await registering
-    return refused.value.code
 
 
 async def test_an_engine_is_what_its_first_process_said_and_offers_with_all_of_its_ranks(

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from kvbus.engine import Fetch
-from kvbus.errors import ErrorCode, RequestRefused
+from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable, GroupSpec
 from kvbus.protocol import ExtendOffer, Outcome
 from tests.agents import AgentProcess, until
 from tests.engines import FULL, Engine, failure_of, pair, same, works
+from tests.refused.conftest import code_of
 
 pytestmark = pytest.mark.anyio
 
@@ -37,13 +38,6 @@ async def engines(prefill: AgentProcess, decode: AgentProcess) -> AsyncIterator[
 def fetch_of(target: Engine, ticket: Any, num_tokens: int = 0, blocks: Any = None) -> Fetch:
     """Of no tokens, if not said otherwise."""
     return target.control.fetch(ticket, num_tokens=num_tokens, block_ids=blocks or {"full": []})
-
-
-async def code_of(request: Awaitable[object]) -> ErrorCode:
-    """Of a request that must be refused."""
-    with pytest.raises(RequestRefused) as refused:
-        await request
-    return refused.value.code
 
 
 async def test_blocks_that_do_not_hold_the_tokens_are_refused_on_both_sides(

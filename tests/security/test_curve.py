@@ -13,7 +13,6 @@ from kvbus.bus import (
     Applicant,
     Call,
     ClientCurve,
-    EventSubscriber,
     KeyCheck,
     KeyPair,
     RequestClient,
@@ -22,8 +21,7 @@ from kvbus.bus import (
     new_key_pair,
 )
 from kvbus.errors import ErrorCode, RemoteError
-from tests.agents import until
-from tests.bus.conftest import TCP, Bus, Hold, Record
+from tests.bus.conftest import TCP, Bus, Hold
 from tests.bus.messages import Ask, Echoed, asked
 
 pytestmark = pytest.mark.anyio
@@ -145,22 +143,3 @@ async def test_a_refused_key_gets_in_by_itself_when_it_is_trusted_and_none_while
                     await anyio.sleep(0.02)
 
     assert (num_served, reply) == (0, Echoed(number=1))
-
-
-async def test_events_of_all_topics_reach_a_subscriber_with_a_key(bus: Bus) -> None:
-    record, heard = Record(), list[tuple[Any, ...]]()
-    served = SocketOptions(curve=ServerCurve(SERVER, "events"))
-    source = bus.publisher(at=TCP, options=served)
-    topics = [f"topic{number}" for number in range(20)]
-    subscriber = EventSubscriber(bus.context, record, topics=topics, keys=READER)
-    subscriber.add(source.endpoint, server_key=SERVER.public)
-
-    async with bus.running(KeyCheck(bus.context, Door(READER)), source, subscriber):
-
-        def hears_the_last() -> bool:
-            source.publish(topics[-1], Echoed())
-            while not record.told.empty():
-                heard.append(record.told.get_nowait()[:2])
-            return ("event", topics[-1]) in heard
-
-        await until(hears_the_last)

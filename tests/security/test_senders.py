@@ -47,22 +47,6 @@ async def test_what_a_victim_waits_for_does_not_go_to_a_stranger(
     assert (told["ok"]["number"], overheard["ok"]["number"]) == (21, 0)
 
 
-async def test_an_answer_comes_to_a_new_connection_that_shows_the_secret(
-    bus: Bus, hold: Hold
-) -> None:
-    server, first, second = bus.server(hold), bus.raw(zmq.DEALER), bus.raw(zmq.DEALER)
-
-    async with bus.running(server):
-        first.put(request(1, number=21, **OWN))
-        await hold.arrived.get()
-        first.socket.close()
-        await second.ask(request(1, number=21, **OWN) | {"op": "ping", "id": 2})
-        hold.calls[0].reply(Echoed(number=21))
-        answered = await second.get()
-
-    assert answered["ok"]["number"] == 21
-
-
 async def test_a_stranger_neither_gets_nor_holds_up_what_is_sent_to_a_victim(
     bus: Bus, hold: Hold
 ) -> None:
