@@ -3,8 +3,10 @@
 import math
 
 import pytest
+from msgspec import structs
 
-from kvbus.lab.status.screen import Between
+from kvbus.console import text_of
+from kvbus.lab.status.screen import Between, screen
 from kvbus.protocol import AgentRole, AgentStatus, Live
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0, math.inf)
@@ -70,3 +72,18 @@ def test_there_is_no_rate_without_two_looks_at_one_process(before: Live | None) 
     assert Between(now, before).rate("n_total") is None
     assert spread is not None
     assert 0.001 < spread[0] <= 0.01
+
+
+def test_what_all_agents_do_stands_above_what_any_of_them_holds() -> None:
+    prefill = structs.replace(STATUS, agent_id="p", role=AgentRole.PREFILL, counts={"offers": 1})
+    before, now = look(1.0), look(2.0, {"kvbus_read_bytes_total": 5e5})
+    views = {
+        "p": Between(structs.replace(now, status=prefill), before),
+        "d": Between(now, before),
+    }
+
+    rows = [line.split() for line in text_of(screen(views)).splitlines()]
+
+    names = [row[0] for row in rows if row]
+    assert names.index("read") < names.index("engines")
+    assert ["read", "500", "kB/s"] in rows

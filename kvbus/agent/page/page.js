@@ -58,18 +58,20 @@ function figure(name, value) {
 function drawFigures(live) {
   const now = live.metrics, then = before ? before.metrics : {};
   const seconds = before ? live.now_s - before.now_s : 0;
-  const each = (name) => seconds > 0 ? rate((sum(now, name) - sum(then, name)) / seconds) : "–";
+  const each = (name, write = rate) => seconds > 0 ? write((sum(now, name) - sum(then, name)) / seconds) : "–";
   const isDecode = live.status.role === "decode";
   const spread = (name) => ["0.5", "0.99"].map((part) => quantile(gained(now, seconds > 0 ? then : {}, name), Number(part)));
   const both = ([p50, p99]) => p50 === null ? "–" : `${ms(p50)} / ${ms(p99)}`;
   const list = isDecode
-    ? [["handoffs a second", each("kvbus_handoffs_total")], ["MB a second", seconds > 0 ? rate((sum(now, "kvbus_read_bytes_total") - sum(then, "kvbus_read_bytes_total")) / seconds / 1e6) : "–"],
+    ? [["handoffs a second", each("kvbus_handoffs_total")], ["read a second", each("kvbus_read_bytes_total", size)],
        ["handoff p50 / p99", both(spread("kvbus_handoff_seconds"))]]
     : [["offers a second", each("kvbus_offers_total")], ["leases a second", each("kvbus_leases_total")],
        ["offer's life p50 / p99", both(spread("kvbus_offer_life_seconds"))]];
   list.push(["event loop lag p99", both(spread("kvbus_event_loop_lag_seconds")).split(" / ").pop()]);
   for (const [name, count] of Object.entries(live.status.counts)) list.push([name.replaceAll("_", " "), String(count)]);
-  list.push(["engines", Object.keys(live.status.engines).join(", ") || "none"]);
+  const engines = Object.entries(live.status.engines);
+  list.push(...engines.map(([name, ready]) => [ready ? "engine" : "engine, not ready", name]));
+  if (!engines.length) list.push(["engines", "none"]);
   at("figures").replaceChildren(...list.map(([name, value]) => figure(name, value)));
 }
 

@@ -84,11 +84,12 @@ def _table(views: Sequence[Between]) -> Table:
     table = Table("", box=SIMPLE_HEAD, show_edge=False)
     for view in views:
         table.add_column(view.now.status.agent_id, overflow="fold")
-    columns = [dict(_figures(view)) | dict(_holdings(view.now)) for view in views]
-    for name in dict.fromkeys(name for column in columns for name in column):
-        cells = [column.get(name, "") for column in columns]
-        if any(cells):
-            table.add_row(name, *cells)
+    for part in (_figures, _holdings):
+        columns = [dict(part(view)) for view in views]
+        for name in dict.fromkeys(name for column in columns for name in column):
+            cells = [column.get(name, "") for column in columns]
+            if any(cells):
+                table.add_row(name, *cells)
     return table
 
 
@@ -113,15 +114,15 @@ def _figures(view: Between) -> Iterator[tuple[str, str]]:
     stages = [one[1] for key in metrics if (one := _STAGE.fullmatch(key))]
     for name, spread in (
         ("loop lag, p50 / p99", view.spread("kvbus_event_loop_lag_seconds")),
-        ("one took, p50 / p99", view.spread(took)),
+        ("offer's life or handoff, p50 / p99", view.spread(took)),
         *((f"  {one}", view.spread("kvbus_stage_seconds", stage=one)) for one in stages),
     ):
         yield name, "" if spread is None else " / ".join(map(time_text, spread))
 
 
-def _holdings(live: Live) -> Iterator[tuple[str, str]]:
+def _holdings(view: Between) -> Iterator[tuple[str, str]]:
     """What it holds, and what is shared with agents of its machine, or why it is not."""
-    status = live.status
+    status = view.now.status
     for engine, is_ready in status.engines.items():
         yield f"engine {engine}", "ready" if is_ready else "not ready"
     if not status.engines:
@@ -133,7 +134,7 @@ def _holdings(live: Live) -> Iterator[tuple[str, str]]:
     sharing = status.sharing or Sharing()
     if status.sharing is not None:
         yield "NIXL listens at", ", ".join(status.data_endpoints) or "no TCP port"
-    elif not live.boot:  # an HTTP port never tells it
+    elif not view.now.boot:  # an HTTP port never tells it
         yield "NIXL listens at", "told with a key, or to the user of the agent"
     if sharing.closed:
         yield "shared memory", sharing.closed
