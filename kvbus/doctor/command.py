@@ -1,6 +1,7 @@
 """The command ``kvbus doctor``: its options, its families of checks, its exit status."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -14,21 +15,21 @@ from kvbus.doctor.data_plane import check_cuda, check_nixl
 from kvbus.doctor.finding import WARNING, Finding, Report
 from kvbus.doctor.host import check_limits, check_memory, check_versions
 from kvbus.doctor.peers import Peer, check_peer
-from kvbus.doctor.probe import Budget
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
+from kvbus.options import with_options
 from kvbus.output import write_json, write_text
 from kvbus.protocol.message import Endpoint
 
 FAMILIES = ("versions", "memory", "limits", "nixl", "cuda", "agents", "peer")
-EACH_SHARE = 0.25
-"""The part of the whole time that one probe may take."""
 
 Check = Callable[[], Iterable[Finding]]
 
 
-def doctor(
-    *,
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Raises `ConfigError` for those that do not go together."""
+
     config: Annotated[
         list[Path] | None,
         typer.Option(
@@ -37,14 +38,14 @@ def doctor(
             "with others that run; may be repeated. Without it those of the agent of the "
             "environment (KVBUS_AGENT_ID …), or of both agents' defaults.",
         ),
-    ] = None,
+    ] = None
     only: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FAMILY",
             help=f"Check one family only: {', '.join(FAMILIES)}; may be repeated.",
         ),
-    ] = None,
+    ] = None
     peer: Annotated[
         str,
         typer.Option(
@@ -52,9 +53,9 @@ def doctor(
             help="Check whether this machine reaches the agent elsewhere at tcp://HOST:PORT, and "
             "where its KV is read from; with --key-file and --server-key where it has keys.",
         ),
-    ] = "",
-    key_file: KeyFile = None,
-    server_key: ServerKey = "",
+    ] = ""
+    key_file: KeyFile = None
+    server_key: ServerKey = ""
     reader: Annotated[
         str,
         typer.Option(
@@ -63,23 +64,39 @@ def doctor(
             help="With --peer: the decode agent that reads from it. The two are compared as a "
             "pair, by what each says of the other.",
         ),
-    ] = "",
+    ] = ""
     from_server_key: Annotated[
         str,
         typer.Option(
             metavar="KEY",
             help="The public key of the agent at --from, or a key file that has it.",
         ),
-    ] = "",
+    ] = ""
     timeout: Annotated[
         float,
         typer.Option(
-            min=0.1, max=3600, metavar="SECONDS", help="How long all measurements may take."
+            min=0.1, max=3600, metavar="SECONDS", help="How long each measurement may take."
         ),
-    ] = 60.0,
-    strict: Annotated[bool, typer.Option("--strict", help="Let warnings fail, too.")] = False,
-    as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+    ] = 15.0
+    strict: Annotated[bool, typer.Option("--strict", help="Let warnings fail, too.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+    def __post_init__(self) -> None:
+        for family in self.only or ():
+            if family not in FAMILIES:
+                raise ConfigError(f"--only: {family!r} is none of {', '.join(FAMILIES)}")
+        if self.only == ["peer"] and not self.peer:
+            raise ConfigError("--only peer needs --peer ENDPOINT as well")
+        if self.reader and not self.peer:
+            raise ConfigError("--from needs --peer ENDPOINT as well")
+        if self.reader and self.reader == self.peer:
+            raise ConfigError("--from and --peer are the same agent: name the two of a pair")
+        if self.from_server_key and not self.reader:
+            raise ConfigError("--from-server-key needs --from ENDPOINT as well")
+
+
+@with_options(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
     """Say what works on this machine for kvbus, what does not, why, and what to do.
 
     Run it as the user, in the container and with the environment of the agents: limits, `UCX_TLS`
@@ -96,35 +113,35 @@ def doctor(
     In a script that waits for a machine to be ready: `kvbus doctor --config agent.toml`, before
     the agent is started. Where a fast fabric is a must, add `--strict`.
     """
-    _refuse_wrong(only or (), peer, reader, from_server_key)
-    try:
-        agents = wanted_agents(config or [])
-    except ConfigError as error:
-        raise ConfigError(f"--config: {error.message}") from error
-    elsewhere = _peer("--peer", peer, key_file, server_key)
-    of_this_side = _peer("--from", reader, key_file if from_server_key else None, from_server_key)
-    budget = Budget(timeout, EACH_SHARE * timeout)
-    checks: dict[str, Check] = {
-        "versions": check_versions,
-        "memory": check_memory,
-        "limits": check_limits,
-        "nixl": lambda: check_nixl(budget),
-        "cuda": lambda: check_cuda(budget),
-        "agents": lambda: check_agents(agents),
-        "peer": lambda: check_peer(elsewhere, of_this_side) if elsewhere else (),
-    }
-    found = [
-        one
-        for family in FAMILIES
-        if not only or family in only
-        for one in _checked(family, checks[family])
-    ]
-    report = Report(found, strict=strict)
-    if as_one_json:
+    checks = _checks(options)
+    families = [one for one in FAMILIES if not options.only or one in options.only]
+    found = [one for family in families for one in _checked(family, checks[family])]
+    report = Report(found, strict=options.strict)
+    if options.as_json:
         write_json(report.as_json(version("kvbus")))
     else:
         write_text(text_of(*report.shown()))
     raise typer.Exit(report.exit_status)
+
+
+def _checks(options: DoctorOptions) -> dict[str, Check]:
+    """By family; raises `ConfigError`."""
+    try:
+        agents = wanted_agents(options.config or [])
+    except ConfigError as error:
+        raise ConfigError(f"--config: {error.message}") from error
+    peer = _peer("--peer", options.peer, options.key_file, options.server_key)
+    key_file = options.key_file if options.from_server_key else None
+    reader = _peer("--from", options.reader, key_file, options.from_server_key)
+    return {
+        "versions": check_versions,
+        "memory": check_memory,
+        "limits": check_limits,
+        "nixl": lambda: check_nixl(options.timeout),
+        "cuda": lambda: check_cuda(options.timeout),
+        "agents": lambda: check_agents(agents),
+        "peer": lambda: check_peer(peer, reader) if peer else (),
+    }
 
 
 def _checked(family: str, check: Check) -> Iterable[Finding]:
@@ -140,21 +157,6 @@ def _checked(family: str, check: Check) -> Iterable[Finding]:
             why="It is not known whether this works.",
             fix="Fix what the message says, and run kvbus doctor again.",
         )
-
-
-def _refuse_wrong(only: Iterable[str], peer: str, reader: str, from_server_key: str) -> None:
-    """Raise `ConfigError` for options that do not go together."""
-    for family in only:
-        if family not in FAMILIES:
-            raise ConfigError(f"--only: {family!r} is none of {', '.join(FAMILIES)}")
-    if set(only) == {"peer"} and not peer:
-        raise ConfigError("--only peer needs --peer ENDPOINT as well")
-    if reader and not peer:
-        raise ConfigError("--from needs --peer ENDPOINT as well")
-    if reader and reader == peer:
-        raise ConfigError("--from and --peer are the same agent: name the two of a pair")
-    if from_server_key and not reader:
-        raise ConfigError("--from-server-key needs --from ENDPOINT as well")
 
 
 def _peer(option: str, endpoint: str, key_file: Path | None, server_key: str) -> Peer | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.doctor.host import installed, rdma_devices, text_of
-from kvbus.doctor.probe import Budget, GpuMemory, run_pair
+from kvbus.doctor.probe import GpuMemory, run_pair
 from kvbus.output import waiting_for
 from kvbus.text import rate_text
 
@@ -64,14 +64,14 @@ class Read:
     ucx_version: str = ""
 
 
-def check_nixl(budget: Budget) -> Iterator[Finding]:
+def check_nixl(limit_s: float) -> Iterator[Finding]:
     """How fast NIXL reads, with UCX as it is configured here, or by one kind of transport."""
     for way in WHY_AND_FIX:
         if way == RDMA and not rdma_devices():
             continue
         tls = UCX_TLS.get(way, os.environ.get("UCX_TLS", ""))
         with waiting_for(f"a NIXL READ, {way}"):
-            ended = run_pair("nixl", float, budget, {**_TELL, **({"UCX_TLS": tls} if tls else {})})
+            ended = run_pair("nixl", float, limit_s, {**_TELL, **({"UCX_TLS": tls} if tls else {})})
         version = _UCX_VERSION.search(ended.log)
         yield read_finding(
             Read(
@@ -144,7 +144,7 @@ def _fix_of_tcp(ptrace_scope: str, ucx_tls: str) -> tuple[str, str]:
     )
 
 
-def check_cuda(budget: Budget) -> Iterator[Finding]:
+def check_cuda(limit_s: float) -> Iterator[Finding]:
     """CUDA IPC; one note where there is no GPU: kvbus works from host memory.
 
     The driver's devices count, visible to torch or not.
@@ -154,7 +154,7 @@ def check_cuda(budget: Budget) -> Iterator[Finding]:
         yield Finding("cuda.ipc", NOTE, "CUDA was not checked: there is no NVIDIA GPU here")
         return
     with waiting_for("two processes to share memory of a GPU"):
-        ended = run_pair("cuda", GpuMemory, budget, {})
+        ended = run_pair("cuda", GpuMemory, limit_s, {})
     yield ipc_finding(ended.answer, ended.failure, num_devices=num_devices)
 
 

@@ -3,11 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from itertools import groupby
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.padding import Padding
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +27,7 @@ SENTENCES = {
     "limited": "kvbus works on this machine, with limits: ",
     "broken": "kvbus does not work on this machine: ",
 }
-_SUBJECT_WIDTH = 22
+_ORDER = list(Severity)
 
 
 class Finding(msgspec.Struct):
@@ -71,9 +69,8 @@ class Report:
     """
 
     def __init__(self, findings: Sequence[Finding], *, strict: bool) -> None:
-        order = list(Severity)
         self._findings, self._strict = findings, strict
-        self._worst_first = sorted(findings, key=lambda one: -order.index(one.severity))
+        self._worst_first = sorted(findings, key=lambda one: -_ORDER.index(one.severity))
         self._complaints = [one for one in self._worst_first if one.is_complaint]
         self._worst = self._worst_first[0].severity if findings else OK
         self.exit_status = int(self._worst is ERROR or (strict and self._worst is WARNING))
@@ -99,35 +96,20 @@ class Report:
         }
 
     def shown(self) -> Iterator[RenderableType]:
-        """All findings by family, the verdict, and each complaint with its fix, worst first.
+        """All findings, the worst at the end with what to do, and the verdict.
 
         It needs no colour, and no more than 80 columns.
         """
-        for family, ones in groupby(self._findings, key=lambda one: one.family):
-            table = _grid(max(map(len, Severity)), _SUBJECT_WIDTH)
-            for one in ones:
-                subject = one.name.removeprefix(f"{family}.")
-                table.add_row(Text(one.severity, STYLES[one.severity]), subject, Text(_line(one)))
-            yield Group(Text(family, "bold"), Padding(table, (0, 0, 1, 2)))
-        yield Text(self.sentence, STYLES[self._worst])
-        for one in self._complaints:
-            head = Text.assemble((f"{one.severity} ", STYLES[one.severity]), one.name)
-            table = _grid(6)
-            for word in ("found", "why", "fix", "command"):
-                if text := getattr(one, word):
-                    table.add_row("run" if word == "command" else word, Text(text))
-            yield Group("", head, Padding(table, (0, 0, 0, 2)))
-
-
-def _line(one: Finding) -> str:
-    """What was found; a note is not among the complaints below, so it has its reason here."""
-    told = (one.found, one.why) if one.severity is NOTE else (one.found,)
-    return ". ".join(text.rstrip(".") for text in told if text) if one.why else one.found
-
-
-def _grid(*widths: int) -> Table:
-    table = Table.grid(padding=(0, 1))
-    for width in widths:
-        table.add_column(width=width, overflow="fold")
-    table.add_column(overflow="fold")
-    return table
+        table = Table.grid(padding=(0, 1))
+        table.add_column()
+        table.add_column(overflow="fold")
+        for one in sorted(self._findings, key=lambda one: _ORDER.index(one.severity)):
+            table.add_row(
+                Text(one.severity, STYLES[one.severity]),
+                Text.assemble((one.name, "bold"), f": {one.found}"),
+            )
+            for word, text in (("why", one.why), ("fix", one.fix), ("run", one.command)):
+                if text and (one.is_complaint or word == "why"):
+                    table.add_row("", Text.assemble((f"{word}: ", "bold"), text))
+        yield table
+        yield Text(f"\n{self.sentence}", STYLES[self._worst])

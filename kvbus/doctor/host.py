@@ -7,44 +7,27 @@ import os
 import platform
 import resource
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import msgspec
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, Severity
 from kvbus.errors import SegmentError
-from kvbus.memory.room import available_bytes, cgroup_folder
+from kvbus.memory.room import cgroup_folder
 from kvbus.memory.run_copy import is_compiled
 from kvbus.memory.segment import GIVING_WORDS, SHMEM_ENABLED, SharedSegment, shmem_word
 from kvbus.text import bytes_text
 
 PROJECT, NAMED = "kvbus", ("nixl", "torch", "pyzmq", "numpy")
 SEGMENT_BYTES = 1 << 20
-GOOD_ROOM_BYTES = 2 << 30
-GOOD_FOLDER_BYTES = 1 << 30
-"""Containers have 64 MiB if they are not told otherwise."""
-FOLDER = "/dev/shm"  # noqa: S108 - where shm_open, and so torch, puts files
 LEAST_FILES, GOOD_FILES, MANY_FILES = 64, 1024, 4096
-GOOD_FILE_BYTES = 64 << 30
 _CAP_IPC_LOCK = 14
 
 
 def check_versions() -> Iterator[Finding]:
-    """Python; each package that is not as the project requires, and those that are."""
-    bounds, python = metadata(PROJECT)["Requires-Python"] or "", platform.python_version()
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    is_met = SpecifierSet(bounds).contains(python, prereleases=True)
-    yield Finding(
-        "versions.python",
-        OK if is_met else ERROR,
-        f"Python {python}, {system}" + ("" if is_met else f"; required is Python {bounds}"),
-        {"version": python, "required": bounds, "system": system},
-        why="kvbus uses what older Pythons do not have.",
-        fix="Install kvbus into an environment of a Python that is required.",
-    )
+    """Each package that is not as the project requires, and those that are."""
     right: dict[str, str] = {}
     for one in map(Requirement, requires(PROJECT) or []):
         if one.marker is not None and not one.marker.evaluate({"extra": ""}):
@@ -64,8 +47,9 @@ def check_versions() -> Iterator[Finding]:
             command=f"pip install '{one.name}{one.specifier}'",
         )
     named = [f"{name} {right[name]}" for name in NAMED if name in right]
-    told = ", ".join([*named, f"{len(right) - len(named)} more"])
-    yield Finding("versions.packages", OK, f"as required: {told}", right)
+    told = ", ".join([f"Python {platform.python_version()}", *named])
+    found = f"as required: {told}, {len(right) - len(named)} more"
+    yield Finding("versions.packages", OK, found, {"python": platform.python_version(), **right})
 
 
 def installed(name: str) -> str:
@@ -81,15 +65,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     ``segment_error`` is empty when a sealed segment could be made. The group's limits are those of
     the control group, None where it has none; ``shmem_enabled`` is the kernel's word for huge pages
-    in memfds, empty where it has none; the folder is `FOLDER`.
+    in memfds, empty where it has none.
     """
 
     segment_error: str
-    available_bytes: int
-    total_bytes: int
-    group_limit_bytes: int | None
-    folder_bytes: int
-    folder_free_bytes: int
     free_huge_bytes: int
     shmem_enabled: str
     num_cores: int
@@ -98,11 +77,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_memory() -> Iterator[Finding]:
-    """Segments, room, /dev/shm, huge pages, cores, copies."""
+    """Segments, huge pages, cores, copies; what memory agents want is looked at with them."""
     meminfo = dict(line.split(":", 1) for line in text_of("/proc/meminfo").splitlines())
     fields = {name: int(value.split()[0]) for name, value in meminfo.items()}
-    limit, quota = _group_words("memory.max"), _group_words("cpu.max")
-    folder = os.statvfs(FOLDER) if Path(FOLDER).is_dir() else None
+    quota = text_of(cgroup_folder() / "cpu.max").split()
     try:
         SharedSegment(SEGMENT_BYTES, name="kvbus-doctor").close()
         segment_error = ""
@@ -110,24 +88,13 @@ def check_memory() -> Iterator[Finding]:
         segment_error = str(error)
     seen = Memory(
         segment_error=segment_error,
-        available_bytes=available_bytes(),
-        total_bytes=fields["MemTotal"] * 1024,
-        group_limit_bytes=int(limit[0]) if limit else None,
-        folder_bytes=folder.f_blocks * folder.f_frsize if folder else 0,
-        folder_free_bytes=folder.f_bavail * folder.f_frsize if folder else 0,
         free_huge_bytes=fields.get("HugePages_Free", 0) * fields.get("Hugepagesize", 0) * 1024,
         shmem_enabled=shmem_word(),
         num_cores=len(os.sched_getaffinity(0)),
-        cpu_quota=int(quota[0]) / int(quota[1]) if quota else None,
+        cpu_quota=int(quota[0]) / int(quota[1]) if quota and quota[0] != "max" else None,
         compiled=is_compiled(),
     )
     return memory_findings(seen)
-
-
-def _group_words(name: str) -> list[str]:
-    """The words of a limit of the control group, none where it has no limit."""
-    words = text_of(cgroup_folder() / name).split()
-    return words if words[:1] != ["max"] else []
 
 
 def memory_findings(seen: Memory) -> Iterator[Finding]:
@@ -146,25 +113,6 @@ def memory_findings(seen: Memory) -> Iterator[Finding]:
         "seccomp profile must allow it.",
         of="segment_error",
     )
-    limit, quota = seen.group_limit_bytes, seen.cpu_quota
-    limited = "" if limit is None else f"; the control group allows {bytes_text(limit)}"
-    yield finding(
-        "room",
-        OK if seen.available_bytes >= GOOD_ROOM_BYTES else WARNING,
-        f"{bytes_text(seen.available_bytes)} available of {bytes_text(seen.total_bytes)}{limited}",
-        "KV caches and staging are reserved when they are made.",
-        "Free memory, or raise the limit of the container.",
-        of="available_bytes total_bytes group_limit_bytes",
-    )
-    yield finding(
-        "shared_folder",
-        OK if seen.folder_free_bytes >= GOOD_FOLDER_BYTES else NOTE,
-        f"{FOLDER} has {bytes_text(seen.folder_free_bytes)} free of "
-        f"{bytes_text(seen.folder_bytes)}",
-        "Only torch tensors that an engine shares in place (share_tensor) go there; where an "
-        "engine does, enlarge it (of a container with --shm-size)",
-        of="folder_bytes folder_free_bytes",
-    )
     word = f"'{seen.shmem_enabled}'" if seen.shmem_enabled else "not known to the kernel"
     yield finding(
         "huge_pages",
@@ -176,6 +124,7 @@ def memory_findings(seen: Memory) -> Iterator[Finding]:
         f"echo advise > {SHMEM_ENABLED}",
         of="free_huge_bytes shmem_enabled",
     )
+    quota = seen.cpu_quota
     usable = seen.num_cores if quota is None else min(seen.num_cores, int(quota))
     yield finding(
         "cores",
@@ -197,10 +146,11 @@ def memory_findings(seen: Memory) -> Iterator[Finding]:
 
 
 def check_limits() -> Iterator[Finding]:
-    """Open files, locked memory, sizes of files: the soft limits of an agent started from here."""
+    """Open files and locked memory: the soft limits of an agent started from here."""
     status = dict(line.split(":", 1) for line in text_of("/proc/self/status").splitlines())
     return limit_findings(
-        *(_soft(f"RLIMIT_{name}") for name in ("NOFILE", "MEMLOCK", "FSIZE")),
+        _soft("RLIMIT_NOFILE"),
+        _soft("RLIMIT_MEMLOCK"),
         may_lock=bool(int(status["CapEff"], 16) >> _CAP_IPC_LOCK & 1),
         rdma_devices=rdma_devices(),
     )
@@ -215,7 +165,6 @@ def _soft(limit: str) -> int | None:
 def limit_findings(
     files: int | None,
     locked_bytes: int | None,
-    file_bytes: int | None,
     *,
     may_lock: bool,
     rdma_devices: Sequence[str],
@@ -237,7 +186,8 @@ def limit_findings(
         fix="Raise it where the agents are started (systemd: LimitNOFILE=).",
         command="ulimit -n 65536",
     )
-    severity, found = OK, _at_most(locked_bytes)
+    severity = OK
+    found = "unlimited" if locked_bytes is None else f"at most {bytes_text(locked_bytes)}"
     if not rdma_devices:
         found += "; there is no RDMA device, and nothing else needs it"
     elif locked_bytes is not None and may_lock:
@@ -254,19 +204,6 @@ def limit_findings(
         "docker: --ulimit memlock=-1).",
         command="ulimit -l unlimited",
     )
-    yield Finding(
-        "limits.file_size",
-        OK if file_bytes is None or file_bytes >= GOOD_FILE_BYTES else WARNING,
-        _at_most(file_bytes),
-        {"file_bytes": file_bytes},
-        why="A KV cache in a memfd is a file, and no larger than that.",
-        fix="Raise it where the engines are started.",
-        command="ulimit -f unlimited",
-    )
-
-
-def _at_most(num_bytes: int | None) -> str:
-    return "unlimited" if num_bytes is None else f"at most {bytes_text(num_bytes)}"
 
 
 def text_of(path: Path | str) -> str:

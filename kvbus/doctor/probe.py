@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ import msgspec
 from kvbus.errors import KVBusError, LocalError, leaves
 from kvbus.lab.process import Question, engine_process, run_program, serve
 
-LEAST_S = 0.05
 MAX_REASON_LETTERS = 300
 _UCX_ERROR = re.compile(r"UCX\s+ERROR\s+(.+)")
 _NIXL_ERROR = re.compile(r"^E\d{4} \S+\s+\d+ \S+?:\d+\] (.+)", re.MULTILINE)
@@ -43,18 +41,6 @@ class GpuMemory(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class Budget:
-    """Time that probes share: ``total_s`` for all of them, ``each_s`` for any one."""
-
-    def __init__(self, total_s: float, each_s: float) -> None:
-        self._ends_at = time.monotonic() + total_s
-        self._each_s = each_s
-
-    def next_s(self) -> float:
-        """How long the next probe may take."""
-        return max(LEAST_S, min(self._each_s, self._ends_at - time.monotonic()))
-
-
 @dataclass(frozen=True, slots=True)
 class Ended(Generic[T]):
     """What a pair logged, and its answer, or why there is none."""
@@ -64,9 +50,9 @@ class Ended(Generic[T]):
     failure: str = ""
 
 
-def run_pair(kind: str, answer: type[T], budget: Budget, env: Mapping[str, str]) -> Ended[T]:
+def run_pair(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str]) -> Ended[T]:
     """Have one process read what another one has; ``kind`` is ``nixl`` or ``cuda``."""
-    limit_s, answers, failure = budget.next_s(), list[T](), ""
+    answers, failure = list[T](), ""
     with tempfile.TemporaryDirectory(prefix="kvbus-doctor-") as folder:
         log = Path(folder) / "log"
         try:

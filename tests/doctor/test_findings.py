@@ -13,7 +13,7 @@ from kvbus.doctor.data_plane import Read
 from kvbus.doctor.probe import GpuMemory
 from tests.doctor.running import check_finding
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 REFUSED = "Operation not permitted"
 GPU = GpuMemory("13.0", (("GPU-1", "H200", 139 << 30),), "GPU-1", b"", 0, 1)
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
@@ -22,11 +22,6 @@ Finding = Any
 
 GOOD = host.Memory(
     segment_error="",
-    available_bytes=2 * GIB,
-    total_bytes=64 * GIB,
-    group_limit_bytes=3 * GIB,
-    folder_bytes=32 * GIB,
-    folder_free_bytes=32 * GIB,
     free_huge_bytes=0,
     shmem_enabled="advise",
     num_cores=16,
@@ -45,12 +40,11 @@ def limit(
     subject: str,
     files: int | None = None,
     locked: int | None = None,
-    size: int | None = None,
     *,
     may_lock: bool = False,
     rdma: tuple[str, ...] = ("mlx5_0",),
 ) -> Finding:
-    found = host.limit_findings(files, locked, size, may_lock=may_lock, rdma_devices=rdma)
+    found = host.limit_findings(files, locked, may_lock=may_lock, rdma_devices=rdma)
     return next(one for one in found if one.name == f"limits.{subject}")
 
 
@@ -67,15 +61,6 @@ OVER_BOTH = "52% on tcp/eth0 and 48% on tcp/lo"
 
 ROWS: list[tuple[Finding, str, str, str, str]] = [
     (memory("segment", segment_error=REFUSED), "memory.segment", ERROR, REFUSED, ""),
-    (memory("room"), "memory.room", OK, "the control group allows 3 GiB", ""),
-    (memory("room", available_bytes=GIB), "memory.room", WARNING, "available of 64 GiB", ""),
-    (
-        memory("shared_folder", folder_free_bytes=MIB),
-        "memory.shared_folder",
-        NOTE,
-        "1 MiB free",
-        "",
-    ),
     (memory("huge_pages"), "memory.huge_pages", OK, "advise", ""),
     (memory("huge_pages", shmem_enabled="never"), "memory.huge_pages", NOTE, "never", "echo adv"),
     (memory("cores"), "memory.cores", OK, "16 cores", ""),
@@ -93,7 +78,6 @@ ROWS: list[tuple[Finding, str, str, str, str]] = [
         "IPC_LOCK over",
         "",
     ),
-    (limit("file_size", 0, 0, GIB), "limits.file_size", WARNING, "1 GiB", "ulimit -f"),
     (ipc(GPU, ""), "cuda.ipc", OK, "H200", ""),
     (ipc(None, "torch is built without CUDA"), "cuda.ipc", WARNING, "without CUDA", "python"),
     (read("configured", 9e9, "cma/memory"), "nixl.read.configured", OK, "9 GB/s over cma/memo", ""),
