@@ -49,7 +49,7 @@ ROOMS = {
         *("histograms", "clocks", "text", "output", "console"),
     ),
     "kvbus/trace": (*PURE, "protocol", "bus", "keys", "clocks", "output", "text", "console"),
-    "kvbus/conform": (*PURE, "protocol", "output", "spawn", "console"),
+    "kvbus/conform": (*PURE, "protocol", "output", "spawn", "text"),
     "kvbus/doctor": (
         *PLUMBING,
         "lab",

@@ -1,5 +1,7 @@
 """The command ``kvbus conform``: its options, its progress, its report, its exit status."""
 
+import shutil
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -8,17 +10,13 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from kvbus.conform.rules import Outcome, Verdict
 from kvbus.conform.scenes import PATIENCE_S, START_S, play, scenes_of
-from kvbus.console import text_of
 from kvbus.errors import ConfigError
 from kvbus.output import waiting_for, write_json, write_text
 from kvbus.protocol.engine import AgentRole
+from kvbus.text import printable
 
 Role = Annotated[AgentRole, typer.Option(help="What the engine is.")]
 Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="Starts the engine.")]
@@ -40,7 +38,6 @@ Scenes = Annotated[
 ]
 Log = Annotated[Path | None, typer.Option(metavar="FILE", help="Where the engine's stderr goes.")]
 AsOneJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-STYLES = {Verdict.PASSED: "green", Verdict.FAILED: "bold red", Verdict.UNTRIED: "yellow"}
 
 
 def conform(
@@ -109,28 +106,18 @@ def exit_status_of(outcomes: Sequence[Outcome]) -> int:
 
 def report_of(outcomes: Sequence[Outcome]) -> str:
     """All rules, then what was seen of those that failed, then the sentence."""
-    table = _grid(7, 24)
-    parts: list[RenderableType] = [table]
+    lines = []
     for one in outcomes:
-        text = one.rule if one.verdict is not Verdict.UNTRIED else f"{one.rule} {one.seen[0]}."
-        table.add_row(Text(one.verdict, STYLES[one.verdict]), one.name, text)
+        why = f" {one.seen[0]}." if one.verdict is Verdict.UNTRIED else ""
+        lines.append(_filled(f"{one.verdict:<7} {one.name:<24} ", one.rule + why))
+    for one in outcomes:
         if one.verdict is Verdict.FAILED:
-            head = Text.assemble(("failed ", STYLES[Verdict.FAILED]), one.name)
-            details = _grid(6)
-            for name, told in (
-                ("rule", one.rule),
-                ("page", one.page),
-                *(("seen", seen) for seen in one.seen),
-                ("times", f"{one.num_wrong} of {one.num_looks} looks"),
-            ):
-                details.add_row(name, told)
-            parts += ["", head, Padding(details, (0, 0, 0, 2))]
-    return text_of(*parts, "", sentence_of(outcomes))
+            lines += ["", f"failed {one.name}: {one.rule}", f"  page  {one.page}"]
+            lines += [f"  seen  {seen}" for seen in one.seen]
+            lines += [f"  times {one.num_wrong} of {one.num_looks} looks"]
+    return "".join(f"{printable(line)}\n" for line in (*lines, "", sentence_of(outcomes)))
 
 
-def _grid(*widths: int) -> Table:
-    table = Table.grid(padding=(0, 1))
-    for width in widths:
-        table.add_column(width=width, overflow="fold")
-    table.add_column(overflow="fold")
-    return table
+def _filled(head: str, text: str) -> str:
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * len(head))

@@ -94,13 +94,13 @@ class DemoReport:
 
     def end(self, *, is_ok: bool) -> None:
         """Say what went wrong, and end the command with its exit status."""
-        failures = Counter(one.failed for one in self.served if one.failed)
-        failed = [f"{count} failed: {why}" for why, count in failures.items()]
+        found = self.summary()
+        failed = [f"{count} failed: {why}" for why, count in found["failures"].items()]
         sys.stderr.writelines(f"error: {printable(one)}\n" for one in (*failed, *self.trouble))
         if self.ended_by is not None:
             sys.stderr.write(f"ended by {self.ended_by.name}; all processes have ended, too\n")
         if self.options.as_one_json:
-            write_json(self.summary())
+            write_json(found)
         if self.ended_by is not None:
             raise typer.Exit(128 + self.ended_by)
         if not is_ok:
