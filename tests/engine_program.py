@@ -3,10 +3,11 @@
     test ──{"do": offer, withdraw, fetch, cancel, check}────────▶ python -m tests.engine_program
     test ◀──{"is": up, down, offered, over, fetched, freed, ...}── in lines of JSON
 
-Its link outlives its agent, as those of users do. Its bytes are those of `tests.pattern`: it fills
-what it offers, writes over what is released in the callback that says so, compares each byte of a
-completed fetch, and guards each block that is free. What must never happen it tells as a
-``violation``. It ends with its test, or when nobody says any more whether its blocks are free.
+It is an engine of `kvbus.lab` whose link outlives its agent, as those of users do. Its bytes are
+those of `tests.pattern`: it fills what it offers, writes over what is released in the callback that
+says so, compares each byte of a completed fetch, and guards each block that is free. What must
+never happen it tells as a ``violation``. It ends with its test, or when nobody says any more
+whether its blocks are free.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,26 +28,20 @@ import anyio
 import msgspec
 import torch
 
-from kvbus.engine import Connection, Fetch, KvCache, Offer, RankMemory
-from kvbus.engine.bounce import (
-    HostBuffer,
-    HostDecode,
-    HostPool,
-    HostPrefill,
-    LocalCopier,
-)
+from kvbus.engine import Connection, Fetch
+from kvbus.engine.bounce import HostFetch
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, KvLayout, num_blocks_for
-from kvbus.lab.engine import device_copy
+from kvbus.lab.engine import Offered
+from tests.engines import StrictEngine
 from tests.expected import positions
 from tests.forked import ForkedEngine, end_at_once
-from tests.host_engines import Offered, Offering, private_cache
 from tests.memories import Memory
 from tests.pattern import Blocks, Pool, expected, fill, num_wrong_bytes, views_of
-from tests.strict_links import StrictLink
 
 MAX_LINE_BYTES = 1 << 24
 ROOM_WITHIN_S = 2.0
+ATTACHED_WITHIN_S = 600.0
 STEP_S = 0.02
 PIECE_BYTES = 256 << 10
 
@@ -113,15 +108,27 @@ def main() -> None:
 class Program:
     """One engine: its memory, its link, and its orders."""
 
-    pool: Pool
-    link: StrictLink
-    """It takes the orders; in the role ``rank`` there are none."""
-
     def __init__(self, config: EngineConfig) -> None:
         self.config, self.spec = config, config.spec
-        self.ring: tuple[HostPool, LocalCopier] | None = None
-        self.shared: list[KvCache] = []
-        self._is_open, self._opened = False, asyncio.Event()
+        memory = Memory(KvLayout.parse(config.layout), direct=config.memory == "direct")
+        self.engine = StrictEngine(
+            config.attach,
+            config.spec,
+            memory,
+            num_blocks=config.num_blocks,
+            ring_blocks=config.ring_blocks or None,
+            piece_bytes=PIECE_BYTES,
+            ranks=config.ranks or None,
+            control=config.role != "rank",
+            attach_timeout_s=ATTACHED_WITHIN_S,
+            wait_s=ROOM_WITHIN_S,
+        )
+        self.link = self.engine.link
+        if config.role == "decode" and not config.ring_blocks:
+            self.link.caches = ()  # the pool looks after free blocks
+        self.views = views_of(self.spec, self.engine.caches)
+        self.pool = Pool(self.views, config.num_blocks, self.report, config.seed)
+        self._is_open = False
 
     async def run(self) -> None:
         """Until the test hangs up; what is open then is left to the kernel."""
@@ -143,31 +150,16 @@ class Program:
     @property
     def num_held(self) -> int:
         """Blocks that are not free."""
-        return self.pool.num_held + (self.ring[0].num_held if self.ring is not None else 0)
+        ring = self.engine.ring
+        return self.pool.num_held + (ring.num_held if ring is not None else 0)
 
     def look(self) -> None:
         """Report what has changed that may not."""
         self.pool.check()
 
-    async def use_ring(self, ring: tuple[HostPool, LocalCopier], stack: AsyncExitStack) -> None:
-        """Pass all KV through host blocks."""
-        raise NotImplementedError
-
     async def _keep_open(self) -> None:
-        has_control = self.config.role != "rank"
-        self.link = StrictLink(
-            self.config.attach, self.spec, memory=self._open_memory(), control=has_control
-        )
-        # The ring's free blocks are looked after: what else is free the pool does.
-        self.link.caches = (
-            self.shared if self.ring is not None or self.config.role == "prefill" else ()
-        )
         self.link.when_changed(self._change)
-        self.link.start(asyncio.get_running_loop())
-        await self._opened.wait()
-        async with AsyncExitStack() as stack:
-            if self.ring is not None:
-                await self.use_ring(self.ring, stack)
+        async with self.engine:
             self._is_open = True
             self._change()
             await anyio.sleep_forever()
@@ -175,33 +167,9 @@ class Program:
     def _change(self) -> None:
         """There is an agent, or there is none."""
         is_up, problem = self.link.is_open, self.link.problem
-        if is_up:
-            self._opened.set()
         if self._is_open:
             code = getattr(problem, "code", "")
             self.tell("up" if is_up else "down", why=str(problem), code=code)
-
-    def _open_memory(self) -> list[RankMemory]:
-        ranks = self.config.ranks or range(self.spec.num_ranks)
-        layout, num_blocks = KvLayout.parse(self.config.layout), self.config.num_blocks
-        if self.config.memory == "ring":
-            buffers = [HostBuffer(self.spec, rank, self.config.ring_blocks) for rank in ranks]
-            memories = [buffer.memory for buffer in buffers]
-            caches = [private_cache(self.spec, rank, Memory(layout), num_blocks) for rank in ranks]
-            copier = LocalCopier(buffers, device_copy(caches))
-            self.ring = HostPool(self.config.ring_blocks), copier
-            self.shared = [KvCache(self.spec, one.rank, one.tensor) for one in buffers]
-        else:
-            direct = self.config.memory == "direct"
-            memories = [
-                RankMemory.allocate(self.spec, rank, layout, num_blocks=num_blocks, direct=direct)
-                for rank in ranks
-            ]
-            caches = [KvCache(self.spec, one.rank, one.tensor) for one in memories]
-            self.shared = caches
-        self.views = views_of(self.spec, caches)
-        self.pool = Pool(self.views, self.config.num_blocks, self.report, self.config.seed)
-        return memories
 
     async def _obey(self, order: Order) -> None:
         try:
@@ -223,17 +191,13 @@ class PrefillProgram(Program):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._offers: dict[int, Offer | Offered] = {}
-        self._host: HostPrefill | None = None
+        self._offers: dict[int, Offered] = {}
         self._num_unknown = 0
         """Blocks of offers of which nobody said whether they were made."""
 
     @property
     def num_held(self) -> int:
         return super().num_held - self._num_unknown
-
-    async def use_ring(self, ring: tuple[HostPool, LocalCopier], stack: AsyncExitStack) -> None:
-        self._host = HostPrefill(self.link, *ring, piece_bytes=PIECE_BYTES)
 
     async def do_offer(self, order: Order) -> None:
         """Until it is released, or its agent has ended."""
@@ -252,33 +216,33 @@ class PrefillProgram(Program):
 
     async def do_withdraw(self, order: Order) -> None:
         """An offer that has ended is withdrawn well."""
-        with suppress(KVBusError):
-            if offer := self._offers.get(order["offer"]):
-                await offer.withdraw()
+        if offer := self._offers.get(order["offer"]):
+            await offer.withdraw()
 
     async def _offer(self, order: Order, blocks: Blocks) -> None:
         key, steps, connection = order["key"], order["steps"], self.link.connection
-        offering: Any = self.link
-        if self._host is not None:
-            offering = Offering(self._host, steps[-1], wait_s=ROOM_WITHIN_S)
+        is_whole, more = len(steps) == 1 and self.engine.ring is None, {}
+        if self.engine.ring is None:
+            more["transfer_id"] = order.get("transfer_id")
         fill(key, self.views, blocks, 0, steps[0])
         try:
-            offer = self._offers[key] = await offering.offer(
+            offer = self._offers[key] = await self.engine.offer(
                 f"{key}",
                 num_tokens=steps[0],
                 block_ids=self._between(blocks, 0, steps[0]),
-                sealed=len(steps) == 1 and self._host is None,
+                total=None if is_whole else steps[-1],
                 ttl_s=order.get("ttl_s"),
-                transfer_id=order.get("transfer_id"),
+                **more,
             )
         except KVBusError as error:
             self.tell("refused", key=key, code=error.code)
-            if not isinstance(error, RequestRefused) and self._host is None:
+            if not isinstance(error, RequestRefused) and self.engine.ring is None:
                 await self._keep_until_the_end(connection, blocks)
             return
         self.tell("offered", key=key, offer_id=offer.offer_id, ticket=offer.ticket)
         with suppress(KVBusError):  # it has ended, or will by its time to live
-            await self._grow(offer, order, blocks)
+            if not is_whole:
+                await self._grow(offer, order, blocks)
         await self._follow(key, offer)
 
     async def _keep_until_the_end(self, connection: Connection, blocks: Blocks) -> None:
@@ -290,15 +254,14 @@ class PrefillProgram(Program):
         finally:
             self._num_unknown -= number
 
-    async def _grow(self, offer: Offer | Offered, order: Order, blocks: Blocks) -> None:
+    async def _grow(self, offer: Offered, order: Order, blocks: Blocks) -> None:
         for before, now in pairwise(order["steps"]):
             await anyio.sleep(STEP_S)
             fill(order["key"], self.views, blocks, before, now)
             await offer.extend(now, self._between(blocks, before, now))
-        if len(order["steps"]) > 1 or self._host is not None:
-            await offer.seal()
+        await offer.seal()
 
-    async def _follow(self, key: int, offer: Offer | Offered) -> None:
+    async def _follow(self, key: int, offer: Offered) -> None:
         """An offer ends with its agent; its link closes none that something waits for."""
         try:
             outcome = str(await offer.ended)
@@ -321,12 +284,7 @@ class DecodeProgram(Program):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._fetches: dict[int, Any] = {}
-        self._host: HostDecode | None = None
-
-    async def use_ring(self, ring: tuple[HostPool, LocalCopier], stack: AsyncExitStack) -> None:
-        host = HostDecode(self.link, *ring, piece_bytes=PIECE_BYTES, wait_s=ROOM_WITHIN_S)
-        self._host = await stack.enter_async_context(host)
+        self._fetches: dict[int, Fetch | HostFetch] = {}
 
     def look(self) -> None:
         super().look()
@@ -339,10 +297,8 @@ class DecodeProgram(Program):
     async def do_cancel(self, order: Order) -> None:
         fetch = self._fetches.get(order["fetch"])
         with suppress(KVBusError):
-            if isinstance(fetch, Fetch):
+            if fetch is not None:
                 await fetch.cancel(release_offer=order["release_offer"])
-            elif fetch is not None:
-                await fetch.cancel()
 
     async def do_fetch(self, order: Order) -> None:
         """Until its blocks are free."""
@@ -362,7 +318,7 @@ class DecodeProgram(Program):
     async def _fetch(self, order: Order, blocks: Blocks) -> bool:
         """Whether somebody says that the blocks are free."""
         key = order["key"]
-        if self.ring is not None:
+        if self.engine.ring is not None:
             self.look()
         try:
             fetch = self._fetches[key] = self._start(order, blocks)
@@ -390,15 +346,14 @@ class DecodeProgram(Program):
         self.tell("freed", key=key, is_free=is_free)
         return is_free
 
-    def _start(self, order: Order, blocks: Blocks) -> Any:
+    def _start(self, order: Order, blocks: Blocks) -> Fetch | HostFetch:
+        more: dict[str, Any] = {"timeout_s": order.get("timeout_s")}
+        more |= {name: order[name] for name in ("num_tokens", "first_token", "fetch_id")}
+        if self.engine.ring is None:
+            more["chunk_tokens"] = order.get("chunk_tokens", 0)
+        zero_tail = order.get("zero_tail", False)
         ticket = order["ticket"]
-        more = {name: order[name] for name in ("num_tokens", "first_token", "fetch_id")}
-        more |= {"timeout_s": order.get("timeout_s"), "zero_tail": order.get("zero_tail", False)}
-        if self._host is not None:
-            return self._host.fetch(ticket, block_ids=blocks, **more)
-        return self.link.fetch(
-            ticket, block_ids=blocks, chunk_tokens=order.get("piece_tokens", 0), **more
-        )
+        return self.engine.fetch(ticket, block_ids=blocks, zero_tail=zero_tail, **more).fetch
 
     async def _freed(self, fetch: Any, ended: FetchFailed) -> bool:
         try:
@@ -419,7 +374,7 @@ class DecodeProgram(Program):
     def _compare(self, order: Order, fetch: Any, blocks: Blocks, when: str) -> None:
         """Every byte of the blocks of a fetch that the agent calls valid."""
         num_wrong = 0
-        holder = msgspec.convert(order["holder"], EngineSpec) if self._host is None else None
+        holder = msgspec.convert(order["holder"], EngineSpec) if self.engine.ring is None else None
         for view in self.views:
             name = view.group.name
             want = expected(

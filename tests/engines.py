@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from kvbus.engine import AgentRanks, Fetch, KvCache, Link, Offer, RankMemory, share_tensor
+from kvbus.engine.bounce import HostFetch
 from kvbus.errors import FetchFailed
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, num_blocks_for
+from kvbus.lab import engine as lab
 from kvbus.protocol import Fetched, Outcome
 from tests.agents import AgentProcess, NotInTimeError, until
 from tests.expected import expected_after, num_read_bytes, positions
-from tests.memories import NHD, Memory, all_bytes, rank_of
+from tests.memories import NHD, Memory, NumBlocks, all_bytes, by_group, private_cache, rank_of
 from tests.plain_sockets import ask
 from tests.strict_links import StrictLink, bits
 
@@ -35,7 +37,6 @@ FETCH_TIMEOUT_S = 60.0
 """An agent imports torch for its first box, which takes long on a busy machine."""
 ACCESS = "access-to-ranks-elsewhere"
 
-NumBlocks = int | Mapping[str, int]
 Blocks = dict[str, list[int]]
 Views = dict[tuple[int, int, str], Tensor]
 Snapshot = dict[int, Tensor]
@@ -192,41 +193,56 @@ async def engine(
 
     ``memory`` says more than ``layout``, and instead of it; ``options`` are the link's.
     """
-    spec = spec or make_spec()
-    made = [
-        rank_memory(spec, rank, memory or Memory(layout), num_blocks)
-        for rank in range(spec.num_ranks)
-    ]
-    caches = [cache for _, cache in made]
-    memories = [one for one, _ in made]
-    async with StrictLink(attach, spec, memory=memories, caches=caches, **options) as control:
-        engine = Engine(spec, control, caches, num_blocks)
+    spec, memory = spec or make_spec(), memory or Memory(layout)
+    async with StrictEngine(attach, spec, memory, num_blocks=num_blocks, **options) as made:
+        engine = Engine(spec, made.link, made.caches, num_blocks)
         if seed:
             engine.fill(seed)
         yield engine
-        control.check_at_end()
+        made.link.check_at_end()
 
 
-def rank_memory(
-    spec: EngineSpec, rank: int, memory: Memory, num_blocks: NumBlocks
-) -> tuple[RankMemory, KvCache]:
-    """The memory of a rank, as a test wants it, and the views of it."""
-    if memory.is_plain:
-        made = RankMemory.allocate(
-            spec,
-            rank,
-            memory.layout,
-            num_blocks=num_blocks,
-            device=memory.device,
-            direct=memory.direct,
-        )
-        return made, KvCache(spec, made.rank, made.tensor)
-    if isinstance(num_blocks, int):
-        num_blocks = {group.name: num_blocks for group in spec.groups}
-    described = rank_of(spec, rank, memory, num_blocks)
-    tensor = torch.zeros(described.segments[0].size_bytes, dtype=torch.uint8, device=memory.device)
-    made = RankMemory(described, {"kv": share_tensor(tensor)}, memory.direct)
-    return made, KvCache(spec, described, tensor)
+class StrictEngine(lab.Engine):
+    """An engine with a `StrictLink`; ``memory`` says how its caches lie."""
+
+    link_type = StrictLink
+    link: StrictLink
+
+    def __init__(
+        self,
+        attach: Path | str,
+        spec: EngineSpec,
+        memory: Memory,
+        *,
+        num_blocks: NumBlocks,
+        **more: Any,
+    ) -> None:
+        self.memory = memory
+        super().__init__(attach, spec, memory.layout, num_blocks=by_group(spec, num_blocks), **more)
+        self.link.caches = self.mapped
+
+    def shared_cache(self, rank: int) -> tuple[RankMemory, KvCache]:
+        """What `RankMemory.allocate` makes, or tensors of other strides, shared in place."""
+        memory = self.memory
+        if memory.is_plain:
+            made = RankMemory.allocate(
+                self.spec,
+                rank,
+                memory.layout,
+                num_blocks=self.num_blocks,
+                device=memory.device,
+                direct=memory.direct,
+            )
+            return made, KvCache(self.spec, made.rank, made.tensor)
+        described = rank_of(self.spec, rank, memory, self.num_blocks)
+        size_bytes = described.segments[0].size_bytes
+        tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=memory.device)
+        made = RankMemory(described, {"kv": share_tensor(tensor)}, memory.direct)
+        return made, KvCache(self.spec, described, tensor)
+
+    def private_cache(self, rank: int) -> KvCache:
+        """The same, for a ring."""
+        return private_cache(self.spec, rank, self.memory, self.num_blocks)
 
 
 def rank_link(
@@ -468,7 +484,7 @@ async def works(
     return same(target.snapshot(), handoff.wanted)
 
 
-async def failure_of(fetch: Fetch) -> FetchFailed:
+async def failure_of(fetch: Fetch | HostFetch) -> FetchFailed:
     """How a fetch that must fail did."""
     with pytest.raises(FetchFailed) as failed:
         await fetch.ended

@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from kvbus.engine import KvCache
 from kvbus.geometry import (
     DTYPE_SIZES_BYTES,
     Axis,
@@ -22,6 +23,8 @@ from kvbus.geometry import (
     Segment,
 )
 
+NumBlocks = int | Mapping[str, int]
+"""Of every group, or by group."""
 NHD = KvLayout.parse("NHD")
 GAP_BYTES = 96
 
@@ -76,6 +79,21 @@ def rank_of(spec: EngineSpec, rank: int, memory: Memory, num_blocks: Mapping[str
         end += size_bytes + GAP_BYTES
         end += -end % 8
     return RankSpec(rank, (Segment("kv", end),), tuple(regions))
+
+
+def private_cache(spec: EngineSpec, rank: int, memory: Memory, num_blocks: NumBlocks) -> KvCache:
+    """A rank's cache that no agent maps."""
+    described = rank_of(spec, rank, memory, by_group(spec, num_blocks))
+    size_bytes = described.segments[0].size_bytes
+    tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=memory.device)
+    return KvCache(spec, described, tensor)
+
+
+def by_group(spec: EngineSpec, num_blocks: NumBlocks) -> Mapping[str, int]:
+    """Blocks of each group."""
+    if isinstance(num_blocks, int):
+        return dict.fromkeys((group.name for group in spec.groups), num_blocks)
+    return num_blocks
 
 
 def own_heads(tp_rank: int, tp_size: int, num_heads: int) -> range:

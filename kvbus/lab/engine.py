@@ -6,18 +6,18 @@ host blocks. The calls are the same.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import anyio
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvbus.engine import Fetch, KvCache, Link, Offer, RankMemory
+from kvbus.engine import Fetch, KvCache, Later, Link, Offer, Outcome, RankMemory
 from kvbus.engine.bounce import (
     CopyBlocks,
     Direction,
@@ -65,13 +65,15 @@ class BlockPool(HostPool):
 
 
 class Engine:
-    """All ranks of an engine and its scheduler, attached to one agent within ``async with``.
+    """All ``ranks`` of an engine and its scheduler, attached to one agent within ``async with``.
 
     ``num_blocks`` are those of the caches, by group. With ``ring_blocks`` the caches are memory of
     this process alone, and the agent maps so many host blocks of each group; ``copy_of`` makes the
-    function that copies between the two. Who asks for room in the ring waits for ``wait_s``. With
-    ``role``, an agent of the other one is refused.
+    function that copies between the two, ``piece_bytes`` at a time. Who asks for room in the ring
+    waits for ``wait_s``. ``options`` are the link's.
     """
+
+    link_type: ClassVar[type[Link]] = Link
 
     def __init__(
         self,
@@ -82,30 +84,29 @@ class Engine:
         num_blocks: Mapping[str, int],
         ring_blocks: Mapping[str, int] | None = None,
         copy_of: "Callable[[Sequence[KvCache]], CopyBlocks] | None" = None,
-        role: AgentRole | None = None,
-        attach_timeout_s: float = 30.0,
+        piece_bytes: int = 32 << 20,
+        ranks: Iterable[int] | None = None,
         wait_s: float = 30.0,
+        **options: Any,
     ) -> None:
-        self.spec, self._wait_s = spec, wait_s
+        self.spec, self.layout, self.num_blocks = spec, layout, num_blocks
+        self._wait_s, self._piece_bytes = wait_s, piece_bytes
         self.blocks = BlockPool(num_blocks, seed=spec.engine_id)
         self.ring: HostPool | None = None
-        ranks = range(spec.num_ranks)
+        ranks = range(spec.num_ranks) if ranks is None else ranks
         if ring_blocks is None:
-            memory = [
-                RankMemory.allocate(spec, rank, layout, num_blocks=num_blocks) for rank in ranks
-            ]
-            self.caches = [KvCache(spec, one.rank, one.tensor) for one in memory]
+            made = [self.shared_cache(rank) for rank in ranks]
+            memory = [one for one, _ in made]
+            self.caches = self.mapped = [cache for _, cache in made]
         else:
             self.ring = HostPool(ring_blocks)
             buffers = [HostBuffer(spec, rank, ring_blocks) for rank in ranks]
             memory = [one.memory for one in buffers]
-            self.caches = [private_cache(spec, rank, layout, num_blocks) for rank in ranks]
+            self.caches = [self.private_cache(one.rank.rank) for one in memory]
+            self.mapped = [KvCache(spec, one.rank, one.tensor) for one in memory]
             self._copier = LocalCopier(buffers, (copy_of or device_copy)(self.caches))
-        self.link = Link(
-            attach_path, spec, memory=memory, role=role, attach_timeout_s=attach_timeout_s
-        )
-        self._offering: Link | HostPrefill = self.link
-        self._fetching: Link | HostDecode = self.link
+        self.link = self.link_type(attach_path, spec, memory=memory, **options)
+        self.host: HostPrefill | HostDecode | None = None
         self._offers: dict[Offered, None] = {}
         self._released: list[tuple[float, float]] = []
         self._stack = AsyncExitStack()
@@ -114,15 +115,25 @@ class Engine:
         await self._stack.enter_async_context(self.link)
         if self.ring is None:
             return self
+        parts, piece_bytes = (self.link, self.ring, self._copier), self._piece_bytes
         if self.link.role is AgentRole.PREFILL:
-            self._offering = HostPrefill(self.link, self.ring, self._copier)
+            self.host = HostPrefill(*parts, piece_bytes=piece_bytes)
         else:
-            through = HostDecode(self.link, self.ring, self._copier, wait_s=self._wait_s)
-            self._fetching = await self._stack.enter_async_context(through)
+            self.host = HostDecode(*parts, piece_bytes=piece_bytes, wait_s=self._wait_s)
+            await self._stack.enter_async_context(self.host)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
+
+    def shared_cache(self, rank: int) -> tuple[RankMemory, KvCache]:
+        """The cache of a rank, in memory that the agent maps."""
+        made = RankMemory.allocate(self.spec, rank, self.layout, num_blocks=self.num_blocks)
+        return made, KvCache(self.spec, made.rank, made.tensor)
+
+    def private_cache(self, rank: int) -> KvCache:
+        """The cache of a rank beside a ring."""
+        return private_cache(self.spec, rank, self.layout, self.num_blocks)
 
     @property
     def num_held(self) -> int:
@@ -136,38 +147,51 @@ class Engine:
         num_tokens: int,
         block_ids: BlockIds,
         total: int | None = None,
+        first_blocks: Mapping[str, int] | None = None,
         ttl_s: float | None = None,
+        **options: Any,
     ) -> "Offered":
         """Offer what is computed; more follows of ``total`` tokens, and without them nothing does.
 
-        What passes through the ring is saved after this.
+        What passes through the ring is saved after this, and takes no other ``options``.
         """
         ready_s = time.monotonic()
-        if isinstance(self._offering, Link):
-            made = await self._offering.offer(
+        if not isinstance(self.host, HostPrefill):
+            made = await self.link.offer(
                 request_id,
                 num_tokens=num_tokens,
                 block_ids=block_ids,
                 sealed=total is None,
+                first_blocks=first_blocks,
                 ttl_s=ttl_s,
+                **options,
             )
             offered = Offered(made, made.ticket, ready_s)
         else:
-            size = num_tokens if total is None else total
-            begun = await self._offering.begin(request_id, num_tokens=size, wait_s=self._wait_s)
+            begun = await self.host.begin(
+                request_id,
+                num_tokens=num_tokens if total is None else total,
+                first_blocks=first_blocks,
+                wait_s=self._wait_s,
+            )
             saved = None
             if total is None:
                 saved = asyncio.create_task(_save(begun, num_tokens, block_ids))
             try:
                 offered = Offered(begun, await begun.offer(ttl_s=ttl_s), ready_s)
+                offered.states = {
+                    group.name: block_ids.get(group.name, ())
+                    for group in self.spec.groups
+                    if group.state
+                }
+                if total is not None and num_tokens:
+                    await offered.extend(num_tokens, block_ids)
             except KVBusError:
                 if saved is not None:
                     saved.cancel()
                 await begun.abort()
                 raise
             offered.saved = saved
-            if total is not None and num_tokens:
-                await begun.save(num_tokens, block_ids)
         self._offers[offered] = None
         offered.offer.ended.add_callback(partial(self._on_ended, offered))
         return offered
@@ -182,7 +206,8 @@ class Engine:
     ) -> "Taking":
         """Begin to fetch, as `Link.fetch` says, by way of the ring if there is one."""
         began_s = time.monotonic()
-        fetch = self._fetching.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
+        through = self.host if isinstance(self.host, HostDecode) else self.link
+        fetch = through.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
         return Taking(fetch, began_s)
 
     async def settle(self, stall_s: float = 20.0) -> list[tuple[float, float]]:
@@ -218,14 +243,33 @@ class Offered:
 
     def __init__(self, offer: Offer | HostOffer, ticket: dict[str, Any], ready_s: float) -> None:
         self.offer, self.ticket, self.ready_s = offer, ticket, ready_s
+        self.states: dict[str, npt.ArrayLike] = {}
+        """Their blocks, of what passes through the ring."""
         self.saved: asyncio.Task[None] | None = None
         """What was computed before it was offered goes into the ring."""
 
+    @property
+    def offer_id(self) -> str:
+        """The agent's id of it."""
+        return self.offer.offer_id
+
+    @property
+    def ended(self) -> Later[Outcome]:
+        """How it ended."""
+        return self.offer.ended
+
     async def extend(self, num_tokens: int, block_ids: BlockIds) -> None:
-        """Say that so many tokens are ready in all, the new ones in these new blocks."""
+        """Say that so many tokens are ready in all, the new ones in these new blocks.
+
+        What passes through the ring is saved; of states, which change, again.
+        """
         self.ready_s = time.monotonic()
-        grow = self.offer.save if isinstance(self.offer, HostOffer) else self.offer.extend
-        await grow(num_tokens, block_ids)
+        if isinstance(self.offer, HostOffer):
+            given = {name: ids for name, ids in block_ids.items() if np.size(ids)}
+            self.states |= {name: given[name] for name in self.states.keys() & given.keys()}
+            await self.offer.save(num_tokens, {**block_ids, **self.states})
+        else:
+            await self.offer.extend(num_tokens, block_ids)
 
     async def seal(self) -> None:
         """Say that all tokens are ready."""

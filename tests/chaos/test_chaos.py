@@ -12,8 +12,7 @@ from kvbus.geometry import KvLayout
 from tests.chaos.draws import draw_faults
 from tests.chaos.rogue import frames_of
 from tests.chaos.shapes import BY_NAME
-from tests.host_engines import private_cache
-from tests.memories import Memory
+from tests.memories import Memory, private_cache
 from tests.pattern import Pool, View, expected, fill, num_wrong_bytes, views_of
 from tests.security.wire import GREETING, frame
 

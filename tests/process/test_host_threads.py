@@ -24,8 +24,7 @@ from kvbus.lab.engine import device_copy
 from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, wait_until
 from tests.engines import FULL, make_spec
-from tests.host_engines import private_cache
-from tests.memories import Memory
+from tests.memories import Memory, private_cache
 
 SIZE = FULL.block_size
 PLACES = [(layer, part) for layer in (0, 1) for part in "kv"]
