@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ from typer.testing import CliRunner
 from kvbus.cli import app
 from kvbus.spawn import free_port
 from tests.agents import AgentProcess, Agents, started, until, wait_until
-from tests.collector import Collector, collecting
+from tests.collector import collecting
 from tests.engines import begin, failure_of, pair, works
 
 pytestmark = pytest.mark.anyio
@@ -50,49 +49,39 @@ def test_every_metric_of_both_agents_is_documented_and_no_other(
     assert served == documented
 
 
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    """Where agents send their spans."""
-    with collecting() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def sending(collector: Collector) -> Iterator[Agents]:
-    """Agents that send spans."""
-    with started("prefill", "decode", otlp_endpoint=collector.endpoint) as agents:
-        yield agents
-
-
 async def test_both_agents_send_the_spans_of_the_trace_that_the_engine_named(
-    sending: Agents, collector: Collector, prefill: AgentProcess
+    prefill: AgentProcess,
 ) -> None:
-    source_agent, target_agent = sending.all
-    async with pair(source_agent.attach, target_agent.attach) as (source, target):
-        traced = await source.prefill.offer("r", **BLOCK, traceparent=f"00-{TRACE}-{PARENT}-01")
-        own = f"00-{TRACE}-{OTHER_PARENT}-01"
-        await target.decode.fetch(traced.ticket, **BLOCK, traceparent=own).ended
-        gone = await source.prefill.offer("gone", **BLOCK)
-        await gone.withdraw()
-        await failure_of(target.decode.fetch(gone.ticket, **BLOCK))
+    with (
+        collecting() as collector,
+        started("prefill", "decode", otlp_endpoint=collector.endpoint) as sending,
+    ):
+        source_agent, target_agent = sending.all
+        async with pair(source_agent.attach, target_agent.attach) as (source, target):
+            traced = await source.prefill.offer("r", **BLOCK, traceparent=f"00-{TRACE}-{PARENT}-01")
+            own = f"00-{TRACE}-{OTHER_PARENT}-01"
+            await target.decode.fetch(traced.ticket, **BLOCK, traceparent=own).ended
+            gone = await source.prefill.offer("gone", **BLOCK)
+            await gone.withdraw()
+            await failure_of(target.decode.fetch(gone.ticket, **BLOCK))
 
-    def of(trace_id: str, service: str) -> dict[str, Any]:
-        spans = collector.of(f"kvbus-{service}")
-        return {span.name: span for span in spans if span.trace_id == trace_id}
+        def of(trace_id: str, service: str) -> dict[str, Any]:
+            spans = collector.of(f"kvbus-{service}")
+            return {span.name: span for span in spans if span.trace_id == trace_id}
 
-    for trace_id, service in product((TRACE, gone.offer_id), ("prefill", "decode")):
-        await until(partial(of, trace_id, service))
-    of_offer, of_fetch = of(TRACE, "prefill"), of(TRACE, "decode")
-    assert of_offer["offer"].parent_id == PARENT
-    assert of_fetch["fetch"].parent_id == OTHER_PARENT
-    assert {"leased", "sealed"} <= of_offer.keys()
-    assert {"claiming", "reading", "READ", "taking"} <= of_fetch.keys()
-    assert of_fetch["fetch"].attributes["kvbus.num_bytes"] > 0
-    assert of(gone.offer_id, "decode")["fetch"].error.startswith("offer_withdrawn")
-    agents = {span.resource["kvbus.agent_id"] for span in collector.spans}
-    assert agents == {agent.settings["agent_id"] for agent in sending.all}
-    assert source_agent.memory_maps("google/_upb") > 0
-    assert prefill.memory_maps("google/_upb") == 0, "who sends nothing imports nothing for it"
+        for trace_id, service in product((TRACE, gone.offer_id), ("prefill", "decode")):
+            await until(partial(of, trace_id, service))
+        of_offer, of_fetch = of(TRACE, "prefill"), of(TRACE, "decode")
+        assert of_offer["offer"].parent_id == PARENT
+        assert of_fetch["fetch"].parent_id == OTHER_PARENT
+        assert {"leased", "sealed"} <= of_offer.keys()
+        assert {"claiming", "reading", "READ", "taking"} <= of_fetch.keys()
+        assert of_fetch["fetch"].attributes["kvbus.num_bytes"] > 0
+        assert of(gone.offer_id, "decode")["fetch"].error.startswith("offer_withdrawn")
+        agents = {span.resource["kvbus.agent_id"] for span in collector.spans}
+        assert agents == {agent.settings["agent_id"] for agent in sending.all}
+        assert source_agent.memory_maps("google/_upb") > 0
+        assert prefill.memory_maps("google/_upb") == 0, "who sends nothing imports nothing for it"
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """Each negative vector gets its code from the codec, and from agents that answer the next frame."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,13 +62,6 @@ def place(request: pytest.FixtureRequest, agents: Agents) -> Place:
     if kind == "peer":
         return Place(agent, agent.peer, MAX_PEER_REQUEST_BYTES, vectors)
     return Place(agent, engine_socket(agent.attach), MAX_FRAME_BYTES, vectors)
-
-
-@pytest.fixture
-def attached(agents: Agents) -> Iterator[list[Attached]]:
-    """A connection to the attach socket of each agent."""
-    with Attached(agents.all[0].attach) as one, Attached(agents.all[1].attach) as other:
-        yield [one, other]
 
 
 def test_there_are_negative_vectors_for_every_kind_of_socket() -> None:
@@ -156,16 +148,17 @@ def test_each_attach_message_is_refused_by_its_code(agents: Agents) -> None:
 
 
 def test_an_attach_message_that_makes_no_sense_ends_no_connection_but_one_too_large_does(
-    attached: list[Attached], prefill: AgentProcess
+    agents: Agents,
 ) -> None:
-    before = prefill.metric("malformed_messages")
-    for engine in attached:
-        engine.send(b"\xc1")
-        assert engine.receive()["error"]["code"] == "malformed"
-        assert "ok" in engine.hello()
-    attached[0].socket.sendall((1 << 30).to_bytes(4, "little"))
+    for agent in agents.all:
+        before = agent.metric("malformed_messages")
+        with Attached(agent.attach) as engine:
+            engine.send(b"\xc1")
+            assert engine.receive()["error"]["code"] == "malformed"
+            assert "ok" in engine.hello()
+            engine.socket.sendall((1 << 30).to_bytes(4, "little"))
 
-    assert attached[0].receive()["error"]["code"] == "too_large"
-    with pytest.raises(EOFError):
-        attached[0].receive()
-    assert prefill.metric("malformed_messages") == before + 2
+            assert engine.receive()["error"]["code"] == "too_large"
+            with pytest.raises(EOFError):
+                engine.receive()
+        assert agent.metric("malformed_messages") == before + 2
