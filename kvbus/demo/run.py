@@ -140,6 +140,7 @@ class Run:
 
     async def count_leaks(self, engines: Mapping[str, EngineChild]) -> None:
         """What engines hold after the last request."""
+        self.wait_for("all blocks to come back")
         self.report.leaks = {
             role: (await engine.ask(list[int], "settle"))[0] for role, engine in engines.items()
         }
@@ -169,8 +170,8 @@ class Run:
                 served.steps = await asked(list[Step], "generate", token=token, num_new=num_new)
         except RequestRefused as error:
             served.failed = f"{error.code}: {error.message}"
-        num_left = self.report.num_unfinished
-        self.wait_for(f"{num_left} of {self.options.requests} requests")
+        if num_left := self.report.num_unfinished:
+            self.wait_for(f"{num_left} of {self.options.requests} requests")
 
 
 async def _demo(run: Run) -> None:

@@ -4,13 +4,12 @@ and say so.
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.agents import Agents, wait_until
+from tests.agents import Agents
 
 KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()"]
 ENDS_WITHIN_S = 100.0
@@ -37,46 +36,34 @@ def test_that_there_is_no_agent_is_said_at_once(role: str, tmp_path: Path) -> No
     assert (alone.returncode, output, errors) == (1, "", told)
 
 
-@pytest.fixture
-def offering(agents: Agents) -> Iterator["subprocess.Popen[str]"]:
-    """The prefill side of more requests than its cache has room for."""
-    with side("prefill", agents.all[0].attach, "--requests", "30") as process:
-        yield process
-        process.kill()
-
-
-def wait_read(agents: Agents) -> None:
-    """Return in the middle of a run: one of its requests has been read."""
-    decode = agents.all[1]
-    before = len(decode.logged("handoff.completed"))
-    wait_until(lambda: len(decode.logged("handoff.completed")) > before, "a handoff", ENDS_WITHIN_S)
-
-
-def test_the_prefill_side_ends_with_a_message_when_the_decode_side_goes_away(
-    agents: Agents, offering: "subprocess.Popen[str]"
+@pytest.mark.parametrize(("num_requests", "num_read"), [(4, 4), (30, 1)])
+def test_the_prefill_side_ends_with_a_message_when_nobody_reads_any_more(
+    agents: Agents, num_requests: int, num_read: int
 ) -> None:
-    fetching = side("decode", agents.all[1].attach, "--requests", "30", stdin=offering.stdout)
+    """Though it has no line left to write, and though its cache has no room for the next."""
+    offering = side("prefill", agents.all[0].attach, "--requests", str(num_requests))
     assert offering.stdout is not None
-    offering.stdout.close()  # the other side has it
-    wait_read(agents)
-    fetching.kill()
-    fetching.communicate()
+    for _ in range(num_read):
+        offering.stdout.readline()
+    offering.stdout.close()
+    _, complained = offering.communicate(timeout=ENDS_WITHIN_S)
 
-    status = offering.wait(ENDS_WITHIN_S)
-    assert offering.stderr is not None
-    told = offering.stderr.read().splitlines()[-1]
-
-    assert (status, told) == (1, f"error: nobody reads the lines any more: {LOOK_THERE}")
+    told = f"error: nobody reads the lines any more: {LOOK_THERE}"
+    assert (offering.returncode, complained.splitlines()[-1]) == (1, told)
 
 
 def test_the_decode_side_ends_with_a_message_when_the_prefill_side_goes_away(
-    agents: Agents, offering: "subprocess.Popen[str]"
+    agents: Agents,
 ) -> None:
-    fetching = side("decode", agents.all[1].attach, "--requests", "30", stdin=offering.stdout)
-    wait_read(agents)
+    at_prefill, at_decode = (agent.attach for agent in agents.all)
+    offering = side("prefill", at_prefill, "--requests", "4")
+    fetching = side("decode", at_decode, "--requests", "4", stdin=subprocess.PIPE)
+    assert offering.stdout is not None
+    first = offering.stdout.readline()
     offering.kill()
+    offering.communicate()
 
-    said, complained = fetching.communicate(timeout=ENDS_WITHIN_S)
+    said, complained = fetching.communicate(first, timeout=ENDS_WITHIN_S)
 
     assert (fetching.returncode, " did not finish" in said) == (1, True)
     assert "error: stdin ended before the last handoff: look at the error of" in complained
