@@ -34,7 +34,6 @@ from kvbus.protocol.status import AgentStatus
 from kvbus.text import bytes_text
 
 BINDS = ("peer_bind", "events_bind", "http_bind")
-ASK_S = 2.0
 AgentSource = tuple[str, AgentConfig]
 """A configuration, and its file, or whose defaults these are."""
 
@@ -120,7 +119,7 @@ def _holder(peer_bind: str, curve: ClientCurve | None) -> AgentStatus | None:
             host, _, port = address.removeprefix("tcp://").rpartition(":")
             host = "127.0.0.1" if host in ("*", "0.0.0.0") else host  # noqa: S104 - compared
             with contextlib.suppress(KVBusError):
-                return Peer(f"tcp://{host}:{port}", curve).status(timeout_s=ASK_S)
+                return Peer(f"tcp://{host}:{port}", curve).status()
     return None
 
 

@@ -4,8 +4,6 @@ No agent is had to try another one: what they have done already is what is known
 the data plane: a port of it is connected to, and let go.
 """
 
-import errno
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -37,7 +35,6 @@ PADDING = 2 * MAX_TEXT_CHARS * "x"
 NUM_EXCHANGES = 8
 APART_S = 1.0
 """From here on lines of logs are out of order that are of one handoff."""
-NO_WAY = tuple(map(os.strerror, (errno.ENETUNREACH, errno.EHOSTUNREACH)))
 LEADS_TO = "Fetches from this agent fail here with "
 NOTHING = AgentStatus("", AgentRole.DECODE, {}, draining=False, counts={})
 LOOK_THERE = "See that the agent runs, is not stopped, and trusts the key that you ask with."
@@ -54,21 +51,21 @@ class Peer:
     curve: ClientCurve | None = None
     told: AgentStatus = NOTHING
 
-    def ask(self, message: Request[R], *, timeout_s: float = ANSWER_S) -> R:
+    def ask(self, message: Request[R]) -> R:
         """The answer, by a connection of its own; raises `KVBusError`."""
 
         async def run() -> R:
-            return await ask_agent(self.endpoint, message, timeout_s=timeout_s, curve=self.curve)
+            return await ask_agent(self.endpoint, message, timeout_s=ANSWER_S, curve=self.curve)
 
         with waiting_for(f"{self.endpoint} to answer"):
             return anyio.run(run)
 
-    def status(self, *, timeout_s: float = ANSWER_S) -> AgentStatus:
+    def status(self) -> AgentStatus:
         """What it holds; raises `KVBusError`, also where no connection is taken there."""
         problem = connect_problem(host_of(self.endpoint), int(self.endpoint.rpartition(":")[2]))
         if problem:
             raise RemoteError(problem, code=ErrorCode.PEER_UNREACHABLE)
-        return self.ask(Status(faults=True), timeout_s=timeout_s)
+        return self.ask(Status(faults=True))
 
     def about(self, other: "Peer") -> "Peer":
         """Asked about another one, by whichever of its addresses is known there."""
@@ -120,17 +117,12 @@ def check_peer(peer: Peer, reader: Peer | None = None) -> Iterator[Finding]:
         peer = replace(peer, told=peer.status())
     except KVBusError as error:
         fix, command = LOOK_THERE, ""
-        if error.message.endswith(NO_WAY):
+        if error.code is ErrorCode.PEER_UNREACHABLE:
             fix, command = (
-                "This machine has no route there: see whether an interface of data_interfaces is "
-                "down here. If none is, the other machine is down, or its agent's advertise_host "
-                "is wrong.",
+                "See that an interface with a route there is up here, and that the other machine "
+                "is. Let the agent advertise an address that this machine reaches "
+                "(advertise_host), start it, and open its ports on the way.",
                 "ip -brief link; ip route",
-            )
-        elif error.code is ErrorCode.PEER_UNREACHABLE:
-            fix = (
-                "Let the agent advertise an address that this machine reaches (advertise_host), "
-                "start it, and open its ports on the way."
             )
         why = f"{LEADS_TO}{error.code}."
         yield _finding(peer, "socket", ERROR, error.message, why, fix, command)
