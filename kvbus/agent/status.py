@@ -13,7 +13,6 @@ from kvbus.agent.observe import LOST_LINES
 from kvbus.agent.service import Agent, Service
 from kvbus.keys.files import key_options
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.message import Role
 from kvbus.protocol.status import AgentStatus, Fault, Live, Status
 from kvbus.protocol.trace import MAX_OTHERS, Span, Trace, Traced
@@ -68,8 +67,6 @@ class SelfReport:
         if asked.peer or asked.key:
             view = structs.replace(
                 service.view(asked.peer),
-                min_protocol=PROTOCOL_VERSION,
-                max_protocol=PROTOCOL_VERSION,
                 server_key=agent.identity.server_key,
                 roles=agent.access.roles_of(asked.key),
             )

@@ -28,12 +28,8 @@ Echo = Annotated[str, msgspec.Meta(max_length=2 * MAX_TEXT_CHARS)]
 
 
 class PeerView(msgspec.Struct, frozen=True):
-    """What an agent knows of another one, and what it speaks itself."""
+    """What an agent knows of another one, and its own key."""
 
-    min_protocol: Size = 0
-    """Lowest protocol version that the agent speaks."""
-    max_protocol: Size = 0
-    """Highest protocol version that the agent speaks."""
     server_key: ServerKey = ""
     roles: tuple[Text, ...] = ()
     """What the agent trusts ``key`` as, if anything."""
