@@ -43,7 +43,16 @@ ROOMS = {
         *(*PLUMBING, "keys", "engine", "lab", "spawn", "spec_text"),
         *("options", "output", "text", "console"),
     ),
-    "kvbus/bench": (*PLUMBING, "engine", "lab", "spawn", "text", "histograms", "output", "console"),
+    "kvbus/bench": (
+        *PLUMBING,
+        "engine",
+        "lab",
+        "spawn",
+        "text",
+        "histograms",
+        "output",
+        "spec_text",
+    ),
     "kvbus/lab": (
         *(*PLUMBING, "keys", "agent", "engine", "spawn", "spec_text", "options"),
         *("histograms", "clocks", "text", "output", "console"),

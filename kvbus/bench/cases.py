@@ -1,11 +1,12 @@
 """The cases of ``kvbus bench``, each with its limit, and their run.
 
 The limit is a bare READ of NIXL for what goes over the wire, a memcpy for what is mapped, and four
-bare processes (`floor`) for what is small; it is measured in turn with the handoffs. A prefill here
-computes by waiting; a device is private memory, and its copies are timed alone too.
+bare processes (`floor`) for what is small; it is measured in turn with the handoffs.
+A device here is private memory, and its copies are timed alone too.
 """
 
 import asyncio
+import mmap
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ import anyio
 import numpy as np
 import torch
 
-from kvbus.bench.engine import Ticket, block_copy, device_blocks
+from kvbus.bench.engine import Ticket, cache_copy
 from kvbus.bench.figures import (
     CaseName,
     Figure,
@@ -55,12 +56,16 @@ from kvbus.bench.shapes import (
 )
 from kvbus.engine.bounce import Direction, HostBlocks
 from kvbus.errors import KVBusError
+from kvbus.geometry import KvPart
 from kvbus.histograms import added_counts, histogram_quantile
+from kvbus.lab.engine import private_cache
+from kvbus.memory.segment import huge_bytes
 from kvbus.output import waiting_for
 
 MIB = 1 << 20
 NUM_BYTES = 64 * MIB
 NUM_SMALL = 1000
+ADVISED = "advised raw"
 
 CONCURRENCY = 64
 OFFERS_AT_ONCE = 32
@@ -75,7 +80,6 @@ VERY_BIG_BLOCKS = (4 << 30) // BIG.block_bytes
 CALM_S, IDLE_S = 1.0, 20.0
 
 OTHERS = ("mapped", UNMAPPED, "direct", "packed")
-NUM_CHUNKS, CHUNK_S = 8, 0.03
 SIDES = {
     "shared to shared": (BIG, BIG),
     "host to shared": (BIG_HOST, BIG),
@@ -104,6 +108,7 @@ async def measure_transfer(
     num_blocks = tables.capacities[0]
     async with (
         bare_pair(rows, size_bytes, bench.folder) as raw,
+        bare_pair(rows, size_bytes, bench.folder, pages="huge") as huge,
         bench.pair(shape, num_blocks) as pair,
         bench.reader(shape, num_blocks, pair.source, label=UNMAPPED) as far,
     ):
@@ -111,16 +116,27 @@ async def measure_transfer(
             await one.verify(tables)
         ways: Ways = {
             "raw": raw.read_s,
+            ADVISED: huge.read_s,
             "kvbus": partial(pair.timed, tables),
             UNMAPPED: partial(far.timed, tables),
         }
         times = await in_turn(scale.rounds, ways)
+        huge_shares = {
+            "raw": await raw.huge_share(),
+            ADVISED: await huge.huge_share(),
+            "kvbus": pair.reader.huge_share(),
+        }
     seconds = {name: median(some) for name, some in times.items()}
     of_medians = {name: seconds["raw"] / some for name, some in seconds.items()}
-    copy_s = _copy_s(rows.num_bytes, scale.rounds)
+    copy_s, huge_shares["memcpy"] = _memcpy(rows.num_bytes, scale.rounds)
     return [
         Figure("of raw speed, medians", of_medians["kvbus"], target=at_least(of_raw)),
         Figure("unmapped, of raw speed, medians", of_medians[UNMAPPED], target=at_least(unmapped)),
+        *(
+            Figure(f"{name}, in huge pages", share * 100, "%")
+            for name, share in huge_shares.items()
+        ),
+        Figure(f"{ADVISED}, of raw speed, medians", of_medians[ADVISED]),
         *(speed(name, rows.num_bytes, some) for name, some in seconds.items()),
         speed("memcpy", rows.num_bytes, copy_s),
         Figure("kvbus of memcpy", copy_s / seconds["kvbus"]),
@@ -138,7 +154,7 @@ async def measure_reshape(
 
     ``packed`` is what the packed path shall have of the READ's speed.
     """
-    num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block_size)
+    num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block)
     tables = scattered_tokens(source, target, num_tokens)
     num_source, num_target = tables.capacities
     rows, size_bytes = direct_descriptors(source, target, tables)
@@ -160,7 +176,7 @@ async def measure_reshape(
     naive_s, auto_s, packed_s = (seconds[name] for name in ("naive", "auto", "packed"))
     unmapped_s = min(seconds["direct"], packed_s)
     best_s, of_best = min(seconds["mapped"], unmapped_s), at_least(1 / 1.2)
-    with_memcpy = {**seconds, "memcpy": _copy_s(num_bytes, scale.rounds)}
+    with_memcpy = {**seconds, "memcpy": _memcpy(num_bytes, scale.rounds)[0]}
     return [
         Figure("auto of naive", naive_s / auto_s, target=at_least(8.0)),
         Figure("auto of equal shapes", seconds["equal"] / auto_s, target=at_least(0.7)),
@@ -174,8 +190,11 @@ async def measure_reshape(
     ]
 
 
-def _copy_s(num_bytes: int, rounds: int) -> float:
-    """Median seconds of a memcpy whose memory has been touched before."""
+def _memcpy(num_bytes: int, rounds: int) -> tuple[float, float]:
+    """Median seconds of one whose memory has been touched before; its part in huge pages.
+
+    numpy asks for them.
+    """
     source, target = np.ones(num_bytes, dtype=np.uint8), np.zeros(num_bytes, dtype=np.uint8)
     target[:] = 1
     times = []
@@ -183,7 +202,8 @@ def _copy_s(num_bytes: int, rounds: int) -> float:
         began = time.perf_counter()
         np.copyto(target, source)
         times.append(time.perf_counter() - began)
-    return median(times)
+    begin = -(-source.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE  # behind the heap's own words
+    return median(times), huge_bytes(begin) / num_bytes
 
 
 async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
@@ -360,33 +380,6 @@ async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:
     return [Figure(f"{name} CPU", n, "% of a core", Target(1.0)) for name, n in shares.items()]
 
 
-async def measure_chunked(bench: Bench, scale: Scale) -> list[Figure]:
-    """In turn: a prefill of one chunk, and one of eight."""
-    num_blocks = scale.count(NUM_BYTES // LAYERED.block_bytes, at_least=NUM_CHUNKS)
-    tables = scattered(num_blocks, LAYERED)
-    async with bench.pair(LAYERED, 2 * num_blocks) as pair:
-        await pair.verify(tables)
-        ways = {str(n): partial(_computed_s, pair, tables, n) for n in (1, NUM_CHUNKS)}
-        times = await in_turn(scale.rounds, ways)
-    whole_s, chunked_s = (median(seconds) for seconds in times.values())
-    return [
-        Figure("of the time without", chunked_s / whole_s, target=Target(0.5)),
-        milliseconds("end of prefill to end of fetch", chunked_s),
-        milliseconds("the same without chunks", whole_s),
-    ]
-
-
-async def _computed_s(pair: Pair, tables: PairedBlocks, num_chunks: int) -> float:
-    """From when the last chunk was ready until the fetch is complete.
-
-    Both processes are on one machine, whose monotonic clock they share.
-    """
-    ticket = await pair.source.compute(tables, num_chunks, CHUNK_S * NUM_CHUNKS / num_chunks)
-    fetch = await pair.reader.take(ticket, tables)
-    ((ready_at, _),) = await pair.source.ended()
-    return fetch.at_s - ready_at
-
-
 async def measure_host(bench: Bench, scale: Scale) -> list[Figure]:
     """64 MiB in scattered blocks, by each pair of memories in turn, and the bare copies."""
     num_blocks = scale.count(NUM_BYTES // BIG.block_bytes)
@@ -429,15 +422,16 @@ async def _published_s(pair: Pair, tables: PairedBlocks) -> float:
 async def _pass_s(tables: PairedBlocks, direction: Direction) -> float:
     """Seconds of a bare pass over the bytes, between blocks of a device and those of a ring."""
     num_blocks = len(tables.prefill)
-    copy = block_copy(device_blocks(BIG, 2 * num_blocks))
+    device = private_cache(BIG.engine("any"), 0, BIG.parse(), 2 * num_blocks)
+    copy = cache_copy([device])
     ring = torch.zeros(num_blocks, BIG.block_bytes, dtype=torch.uint8)
     blocks = HostBlocks(
         rank=0,
         group=GROUP,
-        layers=tuple(range(BIG.num_layers)),
-        parts=BIG.spec("any").groups[0].parts,
+        layers=tuple(range(BIG.layers)),
+        parts=(KvPart.KEY, KvPart.VALUE),
         ids=tables.prefill.astype(np.uint32),
-        slots=(0, BIG.block_size),
+        slots=(0, BIG.block),
     )
     copy(blocks, ring, direction)  # every page is mapped from here on
     began = time.perf_counter()
@@ -461,7 +455,6 @@ CASES: Mapping[CaseName, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {
     CaseName.IDLE: measure_idle,
     CaseName.TP_1_TO_2: partial(measure_reshape, source=NHD_1, target=NHD_2, packed=at_least(8.0)),
     CaseName.HND_TO_NHD: partial(measure_reshape, source=HND_1, target=NHD_1),
-    CaseName.CHUNKED: measure_chunked,
     CaseName.HOST: measure_host,
     CaseName.LARGE: measure_large,
 }

@@ -23,18 +23,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvbus.bench.shapes import GROUP, KV, PairedBlocks, Shape
+from kvbus.bench.shapes import GROUP, PairedBlocks, Shape
 from kvbus.engine import AgentRole, KvCache
 from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks
-from kvbus.errors import FetchFailed, GeometryError, KVBusError, RequestRefused
+from kvbus.errors import FetchFailed, KVBusError
+from kvbus.geometry import KvPart
 from kvbus.lab.engine import Engine
 from kvbus.lab.process import Question, Taken, run_program, serve
+from kvbus.memory.segment import huge_bytes
 
 Ticket = Mapping[str, Any]
 Request = tuple[str, int, list[int]]
 """A request id that was never used, its number of tokens, and its blocks."""
 
-WORD_BYTES = 8
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -57,8 +58,8 @@ class BenchEngine(Engine):
         self.shape, self._role = shape, role
         super().__init__(
             attach_path,
-            shape.spec(engine_id),
-            shape.kv_layout,
+            shape.engine(engine_id),
+            shape.parse(),
             num_blocks={GROUP: num_blocks},
             ring_blocks={GROUP: max(1, num_blocks // 2)} if shape.host else None,
             copy_of=cache_copy,
@@ -93,25 +94,6 @@ class BenchEngine(Engine):
         )
         return [one.ticket for one in offered]
 
-    async def compute(self, request: Request, num_chunks: int, chunk_s: float) -> Ticket:
-        """An open offer of no tokens yet; a chunk of them is ready every ``chunk_s``."""
-        request_id, num_tokens, blocks = request
-        offered = await self.offer(
-            request_id, num_tokens=0, block_ids={GROUP: blocks}, total=num_tokens
-        )
-
-        async def extend() -> None:
-            with suppress(RequestRefused):
-                for chunk in range(1, num_chunks + 1):
-                    await asyncio.sleep(chunk_s)
-                    if offered.offer.ended.done():
-                        return
-                    await offered.extend(num_tokens * chunk // num_chunks, {})
-                await offered.seal()
-
-        self._computing = asyncio.create_task(extend())
-        return offered.ticket
-
     def _fill(self) -> None:
         """Write the pattern to all ranks."""
         for number, heads, words in self._parts():
@@ -127,7 +109,7 @@ class BenchEngine(Engine):
         """Whether the tokens of ``tables`` are those of a prefill engine of shape ``source``."""
         positions = torch.arange(tables.num_tokens)
         prefill, decode = torch.from_numpy(tables.prefill), torch.from_numpy(tables.decode)
-        blocks, slots = prefill[positions // source.block_size], positions % source.block_size
+        blocks, slots = prefill[positions // source.block], positions % source.block
         return all(
             torch.equal(
                 words[decode[positions // words.shape[1]], positions % words.shape[1]],
@@ -135,6 +117,12 @@ class BenchEngine(Engine):
             )
             for number, heads, words in self._parts()
         )
+
+    def huge_share(self) -> float:
+        """The part of its memory that lies in huge pages."""
+        storages = [cache.view(0, KvPart.KEY).untyped_storage() for cache in self.caches]
+        in_huge_pages = sum(huge_bytes(one.data_ptr()) for one in storages)
+        return in_huge_pages / sum(one.nbytes() for one in storages)
 
     def _parts(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """A number, the heads and the words [block, slot, head, word] of each part of a layer."""
@@ -152,27 +140,16 @@ def _pattern(number: int, blocks: Tensor, slots: Tensor, *, heads: Tensor, num: 
     return numbers.add_(1).mul_(_FACTOR)
 
 
-def device_blocks(shape: Shape, num_blocks: int) -> Tensor:
-    """Memory of this process alone, its pages present: [block, word]."""
-    return torch.empty(num_blocks, shape.block_bytes // WORD_BYTES, dtype=torch.int64).zero_()
-
-
 def cache_copy(caches: Sequence[KvCache]) -> CopyBlocks:
     """Copies whole blocks of one rank's cache, each of which is one piece of memory."""
     (cache,) = caches
     torch.set_num_threads(1)  # else each block's copy waits for another thread to be woken
-    part = cache.view(0, KV[0])
+    part = cache.view(0, KvPart.KEY)
     words = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).view(torch.int64)
-    return block_copy(words.view(part.shape[0], -1))
-
-
-def block_copy(device: Tensor) -> CopyBlocks:
-    """Copies whole blocks of ``device``: [block, word]."""
+    device = words.view(part.shape[0], -1)
 
     def copy(blocks: HostBlocks, ring: Tensor, direction: Direction) -> None:
         slots = ring.reshape(len(ring), -1).view(torch.int64)
-        if slots.shape[1] != device.shape[1]:
-            raise GeometryError("the benchmark's device copies whole blocks only")
         ids = torch.from_numpy(blocks.ids.astype(np.int64))
         if direction is Direction.SAVE:
             torch.index_select(device, 0, ids, out=slots)

@@ -29,7 +29,6 @@ class CaseName(StrEnum):
     IDLE = "idle"
     TP_1_TO_2 = "tp-1-to-2"
     HND_TO_NHD = "hnd-to-nhd"
-    CHUNKED = "chunked"
     HOST = "host"
     LARGE = "large"
 

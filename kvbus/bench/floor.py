@@ -14,7 +14,7 @@ import itertools
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,22 +52,23 @@ def frame(op: str, number: int, body: dict[str, Any]) -> bytes:
 
 
 class Ends:
-    """The sockets of one bare process, in the running event loop; closed when the block ends."""
+    """The sockets of one bare process, in the running event loop."""
 
     def __init__(self, folder: Path) -> None:
         self._context, self._folder = new_context(), folder
+        self._pumps = list[Pump]()
 
-    def __enter__(self) -> "Ends":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """All of them."""
+        for pump in self._pumps:
+            pump.close()
         self._context.destroy(linger=0)
 
     def router(self, name: str, on_frames: OnFrames) -> tuple[Pump, str]:
         """One that binds, and where; over TCP without a name."""
         endpoint = f"ipc://{self._folder / name}.floor" if name else ANY_PORT
         socket = open_router(self._context, endpoint, SocketOptions())
-        return _pumped(socket, on_frames), bound_endpoint(socket)
+        return self._pumped(socket, on_frames), bound_endpoint(socket)
 
     def dealer(self, endpoint: str, on_frames: OnFrames) -> Pump:
         """One that connects, to the process of that name or to an endpoint."""
@@ -75,7 +76,7 @@ class Ends:
             endpoint = f"ipc://{self._folder / endpoint}.floor"
         socket = open_dealer(self._context, endpoint, SocketOptions())
         connect(socket, endpoint)
-        return _pumped(socket, on_frames)
+        return self._pumped(socket, on_frames)
 
     def be_prefill_agent(self) -> str:
         """Every take is answered, and the engine is told; decode agents find it there."""
@@ -112,16 +113,16 @@ class Ends:
         agent = self.dealer("prefill-agent", lambda frames: decode(frames[-1]))
         agent.send(frame("hello", 0, {}))
 
-
-def _pumped(socket: Any, on_frames: OnFrames) -> Pump:
-    pump = Pump(socket, on_frames=on_frames, on_failure=lambda error: sys.exit(str(error)))
-    pump.start(asyncio.get_running_loop())
-    return pump
+    def _pumped(self, socket: Any, on_frames: OnFrames) -> Pump:
+        pump = Pump(socket, on_frames=on_frames, on_failure=lambda error: sys.exit(str(error)))
+        pump.start(asyncio.get_running_loop())
+        self._pumps.append(pump)
+        return pump
 
 
 async def be(folder: Path) -> None:
     """Be what the line asks for, until it is closed."""
-    with Ends(folder) as ends:
+    with closing(Ends(folder)) as ends:
 
         async def answer(question: Question) -> object:
             return getattr(ends, question.do)(**question.given)
@@ -129,14 +130,15 @@ async def be(folder: Path) -> None:
         await serve(answer)
 
 
-class Floor:
+class Floor(Ends):
     """The bare processes; this one is the decode engine."""
 
-    def __init__(self, agents: list[EngineChild], ends: Ends) -> None:
+    def __init__(self, folder: Path, agents: list[EngineChild]) -> None:
+        super().__init__(folder)
         self._agents = agents
         self._waiting = dict[int, "asyncio.Future[None]"]()
         self._numbers = itertools.count()
-        self._pump = ends.dealer("decode-agent", self._answer)
+        self._pump = self.dealer("decode-agent", self._answer)
 
     async def hand_off(self) -> float:
         """Seconds of one."""
@@ -161,10 +163,6 @@ class Floor:
         took_s = time.perf_counter() - began
         return number / took_s, (self._cpu_s() - before) / number
 
-    def close(self) -> None:
-        """Before its `Ends`."""
-        self._pump.close()
-
     def _answer(self, frames: list[bytes]) -> None:
         self._waiting.pop(decode(frames[-1])["id"]).set_result(None)
 
@@ -187,8 +185,7 @@ async def floor(folder: Path) -> AsyncIterator[Floor]:
         endpoint = await prefill.ask(str, "be_prefill_agent")
         await decode_agent.ask(type(None), "be_decode_agent", peer_endpoint=endpoint)
         await engine.ask(type(None), "be_prefill_engine")
-        bare = Floor([prefill, decode_agent], stack.enter_context(Ends(folder)))
-        stack.callback(bare.close)
+        bare = stack.enter_context(closing(Floor(folder, [prefill, decode_agent])))
         await bare.hand_off()
         yield bare
 

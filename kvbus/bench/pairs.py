@@ -10,7 +10,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
@@ -88,16 +88,22 @@ class BarePair:
         await self.target.ask(type(None), "rest")
         return took_s
 
+    async def huge_share(self) -> float:
+        """The part of the reader's memory that lies in huge pages."""
+        return await self.reader.ask(float, "huge_share")
+
 
 @asynccontextmanager
-async def bare_pair(rows: Reads, size_bytes: int, folder: Path) -> AsyncIterator[BarePair]:
+async def bare_pair(
+    rows: Reads, size_bytes: int, folder: Path, *, pages: Literal["usual", "huge"] = "usual"
+) -> AsyncIterator[BarePair]:
     """Both, with memory of ``size_bytes`` each, until the block ends; ``rows`` are offsets."""
     path = folder / "rows.npz"
     np.savez(path, local=rows.local, remote=rows.remote)
     start = partial(engine_process, log=folder / "bare-pair.log")
     async with (
-        start("bare target", "kvbus.lab.bare_pair", str(size_bytes), str(path)) as target,
-        start("bare reader", "kvbus.lab.bare_pair", str(size_bytes), str(path)) as reader,
+        start("bare target", "kvbus.lab.bare_pair", str(size_bytes), str(path), pages) as target,
+        start("bare reader", "kvbus.lab.bare_pair", str(size_bytes), str(path), pages) as reader,
     ):
         await reader.ask(type(None), "connect", **await target.ask(dict[str, Any], "lend"))
         pair = BarePair(target, reader)
@@ -121,11 +127,6 @@ class Source:
         """Offer each of ``tables`` as a request; answers once all are offered."""
         requests = [self._request(one) for one in tables]
         return [*await self.do(list[dict[str, Any]], "offer_all", requests=requests)]
-
-    async def compute(self, tables: PairedBlocks, num_chunks: int, chunk_s: float) -> Ticket:
-        """Start a prefill in chunks, offered while it goes on."""
-        request, chunks = self._request(tables), {"num_chunks": num_chunks, "chunk_s": chunk_s}
-        return await self.do(dict[str, Any], "compute", request=request, **chunks)
 
     async def ended(self) -> list[tuple[float, float]]:
         """Wait until no offer is live; when those that ended were ready, and when released."""

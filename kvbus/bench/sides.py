@@ -44,7 +44,7 @@ SHOWN_SHARE = 0.05
 
 def in_order(source: Shape, _: Shape, num_tokens: int) -> PairedBlocks:
     """Of equal shapes: all runs merge."""
-    return contiguous(num_tokens // source.block_size, source)
+    return contiguous(num_tokens // source.block, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class PairCase:
         """The blocks of both sides, the same wherever and whenever they are asked for."""
         most_bytes = 1 if self.is_one else num_mib * MIB
         num_blocks = max(1, most_bytes // self.source.block_bytes)
-        return self.place(self.source, self.target, num_blocks * self.source.block_size)
+        return self.place(self.source, self.target, num_blocks * self.source.block)
 
     def num_handoffs(self, rounds: int) -> int:
         """The first compares every byte, and is not counted."""

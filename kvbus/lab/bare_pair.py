@@ -1,6 +1,6 @@
 """Bare NIXL: a process that holds memory, or reads another one's, with nothing else of kvbus.
 
-    python -m kvbus.lab.bare_pair SIZE ROWS.npz
+    python -m kvbus.lab.bare_pair SIZE ROWS.npz usual|huge
 
 The tool asks one to `lend`, and to drive NIXL while the other one reads. The reader posts all
 descriptors at once and spins until they are done.
@@ -20,6 +20,7 @@ import numpy as np
 
 from kvbus.errors import TransferFailed
 from kvbus.lab.process import Question, run_program, serve
+from kvbus.memory.segment import huge_bytes
 from kvbus.transport.nixl_agent import NixlAgent
 from kvbus.transport.slicing import Rows
 from kvbus.transport.types import MemoryKind, Registration, TransportLimits
@@ -42,11 +43,16 @@ class MemoryLocation(msgspec.Struct, frozen=True):
 class BareAgent:
     """One NIXL agent with memory of its own: who calls it drives it.
 
-    One that lends its memory drives NIXL by itself while ``drives`` is set.
+    With ``huge_pages`` its memory is private, for which most kernels give them. One that lends its
+    memory drives NIXL by itself while ``drives`` is set.
     """
 
-    def __init__(self, name: str, size_bytes: int) -> None:
-        self._words = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint64)
+    def __init__(self, name: str, size_bytes: int, *, huge_pages: bool = False) -> None:
+        memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE if huge_pages else mmap.MAP_SHARED)
+        if huge_pages:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._words = np.frombuffer(memory, np.uint64)
+        self._words[:] = 0  # its pages are there from now on
         self._address = self._words.ctypes.data
         self._agent = NixlAgent(f"{name}/{os.getpid()}")
         self._agent.register(Registration(1, self._address, size_bytes, 0, "DRAM"))
@@ -65,6 +71,10 @@ class BareAgent:
         while self.drives.wait():
             self._agent.progress()
             time.sleep(TransportLimits().poll_s)
+
+    def huge_share(self) -> float:
+        """The part of its memory that lies in huge pages."""
+        return huge_bytes(self._address) / self._words.nbytes
 
     def connect(self, location: MemoryLocation) -> None:
         """Read from there from now on."""
@@ -124,9 +134,9 @@ def moved_rows(rows: Rows, address: int, device: int = 0) -> Rows:
     return moved
 
 
-async def be(size_bytes: int, rows_path: Path) -> None:
+async def be(size_bytes: int, rows_path: Path, pages: str) -> None:
     """One of a pair, as the line says."""
-    agent = BareAgent("bare", size_bytes)
+    agent = BareAgent("bare", size_bytes, huge_pages=pages == "huge")
     with np.load(rows_path) as rows:
         local, remote = rows["local"], rows["remote"]
 
@@ -140,6 +150,8 @@ async def be(size_bytes: int, rows_path: Path) -> None:
                 agent.drives.clear()
             case "connect":
                 agent.connect(msgspec.convert(question.given, MemoryLocation))
+            case "huge_share":
+                return agent.huge_share()
             case "verify":
                 return agent.verify(local, remote)
             case "read":
@@ -150,5 +162,5 @@ async def be(size_bytes: int, rows_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_program(partial(be, int(sys.argv[1]), Path(sys.argv[2])))
+    run_program(partial(be, int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
     os._exit(0)  # what is left of NIXL may hang in its destructors

@@ -147,5 +147,8 @@ def huge_bytes(address: int) -> int:
     """How much of the mapping that begins at ``address`` this process sees in huge pages."""
     maps = Path("/proc/self/smaps").read_text(encoding="utf-8")
     (_, _, found) = maps.partition(f"\n{address:x}-")
-    sizes = re.search(r"^ShmemPmdMapped:\s+(\d+) kB$", found, re.MULTILINE)
-    return int(sizes[1]) * 1024 if sizes else 0
+    sizes = (
+        re.search(rf"^{kind}:\s+(\d+) kB$", found, re.MULTILINE)
+        for kind in ("ShmemPmdMapped", "AnonHugePages")
+    )
+    return sum(int(size[1]) * 1024 for size in sizes if size)
