@@ -99,7 +99,8 @@ class Ends:
         def fetch(frames: list[bytes]) -> None:
             number = decode(frames[-1])["id"]
             engine_of[number] = frames[0]
-            peer.send(frame("take", number, TAKE))
+            if not peer.send(frame("take", number, TAKE)):  # it is not connected yet
+                asyncio.get_running_loop().call_later(0.01, fetch, frames)
 
         def taken(frames: list[bytes]) -> None:
             number = decode(frames[-1])["id"]
