@@ -67,10 +67,11 @@ async def host_engine(
     piece_bytes: int = PIECE_BYTES,
     wait_s: float = 20.0,
     wrap_copy: Any = lambda copy: copy,
+    **options: Any,
 ) -> AsyncIterator[HostEngine]:
     """A registered engine, all of it in this process, its cache full of random bits.
 
-    ``ring_blocks`` are as many as the cache has when not told otherwise.
+    ``ring_blocks`` are as many as the cache has when not told otherwise; ``options`` are the link's.
     """
     through = StrictEngine(
         attach,
@@ -81,6 +82,7 @@ async def host_engine(
         copy_of=lambda caches: wrap_copy(device_copy(caches)),
         piece_bytes=piece_bytes,
         wait_s=wait_s,
+        **options,
     )
     async with through:
         made = HostEngine(spec, through.link, through.caches, num_blocks, through)

@@ -45,7 +45,7 @@ async def test_a_save_after_its_agent_has_gone_says_so_and_frees_the_ring(fresh:
     ring: dict[str, Any] = {"num_blocks": 512, "ring_blocks": {"full": 512}}
     spec = make_spec(groups=(LARGE,))
     async with host_engine(
-        prefill.attach, spec, memory=Memory(), piece_bytes=1 << 20, **ring
+        prefill.attach, spec, memory=Memory(), piece_bytes=1 << 20, agent_wait_s=0.2, **ring
     ) as source:
         assert isinstance(source.host, HostPrefill)
         offered, begun = [
