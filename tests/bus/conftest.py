@@ -23,7 +23,7 @@ from kvbus.bus import (
     new_context,
 )
 from kvbus.protocol import Notice
-from tests.bus.messages import Ask, echo, serve
+from tests.bus.messages import Ask, echo
 
 TCP = "tcp://127.0.0.1:*"
 
@@ -171,7 +171,10 @@ class Bus:
     def server(
         self, handler: Callable[[Any, Call], None] = echo, at: str = "", **options: Any
     ) -> RequestServer:
-        return serve(options.pop("context", self.context), at or self.endpoint, handler, **options)
+        options = {"context": self.context, "boot": "server", **options}
+        server = RequestServer(options.pop("context"), at or self.endpoint, **options)
+        server.on({Ask: handler})
+        return server
 
     def client(self, boot: str = "client", at: str = "", **options: Any) -> RequestClient:
         return RequestClient(self.context, at or self.endpoint, boot=boot, **options)

@@ -1,9 +1,8 @@
-"""A request of the tests' own, its reply, and a server of it."""
+"""A request of the tests' own, and its reply."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-from kvbus.bus import BusContext, Call, RequestServer, Session
+from kvbus.bus import Call, RequestServer, Session
 from kvbus.protocol import Message, Request
 
 
@@ -42,18 +41,6 @@ def asked(request_id: int, boot: str = "raw", op: str = "ask", **body: Any) -> d
 def echo(asked: Ask, call: Call) -> None:
     """Answer at once."""
     call.reply(Echoed(number=asked.number, text=asked.text, fill=asked.fill))
-
-
-def serve(
-    context: BusContext,
-    endpoint: str,
-    handler: Callable[[Any, Call], None] = echo,
-    **options: Any,
-) -> RequestServer:
-    """A server with the boot id ``server``, unless ``options`` say another, that takes `Ask`."""
-    server = RequestServer(context, endpoint, **{"boot": "server", **options})
-    server.on({Ask: handler})
-    return server
 
 
 def session_of(server: RequestServer, boot: str) -> Session:

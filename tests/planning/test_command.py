@@ -69,37 +69,28 @@ def test_the_json_is_the_last_line_and_its_keys_stay() -> None:
     assert (found["tokens"], found["bytes"]) == ([0, 32], 8192)
 
 
-def test_agents_of_the_same_machine_may_take_the_mapped_path() -> None:
-    found = planned("--same-machine", **HALVES)
-
-    mapped = found["paths"]["mapped"]
-    assert set(mapped) == PATH_KEYS
-    assert (mapped["descriptors"], mapped["bytes"]) == (16_384, 1 << 19)
-    assert (found["choice"], found["reason"]) == ("mapped", "memory that is mapped is copied once")
-
-
-def test_a_path_can_be_forced() -> None:
-    found = planned("--path", "packed")
-
-    assert (found["choice"], found["reason"]) == ("packed", "asked for with --path")
-
-
 WIDE = "kv_heads=8,head=128,layers=4"
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "tokens", "path", "why"),
+    ("arguments", "engines", "tokens", "path", "why"),
     [
-        (WIDE, WIDE, 4096, "direct", "runs have 8 KiB or more"),
-        (WIDE, f"tp=2,{WIDE}", 64, "packed", "runs are under 8 KiB"),
-        (SMALL, SMALL, 64, "direct", "it is so little"),
-        (f"tp=16,{WIDE}", f"tp=16,{WIDE}", 4096, "packed", "several decode ranks read the same"),
+        ([], (WIDE, WIDE), 4096, "direct", "runs have 8 KiB or more"),
+        ([], (WIDE, f"tp=2,{WIDE}"), 64, "packed", "runs are under 8 KiB"),
+        ([], (SMALL, SMALL), 64, "direct", "it is so little"),
+        ([], 2 * (f"tp=16,{WIDE}",), 4096, "packed", "several decode ranks read the same"),
+        (["--path", "packed"], (SMALL, SMALL), 32, "packed", "asked for with --path"),
+        (["--same-machine"], (SMALL, SMALL), 32, "mapped", "memory that is mapped is copied once"),
     ],
 )
-def test_the_rule_is_named(prefill: str, decode: str, tokens: int, path: str, why: str) -> None:
-    found = planned(prefill=prefill, decode=decode, tokens=tokens)
+def test_the_rule_is_named(
+    arguments: list[str], engines: tuple[str, str], tokens: int, path: str, why: str
+) -> None:
+    prefill, decode = engines
+    found = planned(*arguments, prefill=prefill, decode=decode, tokens=tokens)
 
     assert (found["choice"], found["reason"]) == (path, why)
+    assert set(found["paths"][path]) == PATH_KEYS
     assert found["seconds"] == 1e-3 + found["paths"][path]["bytes"] / 8e9
 
 
