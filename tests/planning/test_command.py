@@ -95,7 +95,6 @@ def test_the_rule_is_named(
 
 
 LARGE = "kv_heads=8,head=1024,layers=2"
-BOTH_LARGE: Sides = {"prefill": LARGE, "decode": LARGE}
 MANY_BLOCKS: Sides = dict.fromkeys(("prefill", "decode"), f"block=1,{SMALL}")
 HUGE: Sides = dict.fromkeys(("prefill", "decode"), "kv_heads=4096,head=65536,layers=512,dtype=f32")
 
