@@ -71,7 +71,7 @@ async def host_engine(
 ) -> AsyncIterator[HostEngine]:
     """A registered engine, all of it in this process, its cache full of random bits.
 
-    ``ring_blocks`` are as many as the cache has when not told otherwise; ``options`` are the link's.
+    ``ring_blocks`` are as many as the cache has if not told otherwise, ``options`` the link's.
     """
     through = StrictEngine(
         attach,
