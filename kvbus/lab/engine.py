@@ -6,6 +6,7 @@ host blocks. The calls are the same.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -35,6 +36,8 @@ from kvbus.geometry import BlockTable, EngineSpec, KvLayout, lay_out_rank
 from kvbus.lab.process import Taken
 from kvbus.protocol.engine import AgentRole
 
+MAX_NOTED = 1 << 16
+"""Ended offers that an engine keeps the times of."""
 BlockIds = Mapping[str, npt.ArrayLike]
 Tables = Mapping[str, BlockTable]
 """The blocks of one request, by group; a table may lack those that a window has left behind."""
@@ -108,7 +111,7 @@ class Engine:
         self.link = self.link_type(attach_path, spec, memory=memory, **options)
         self.host: HostPrefill | HostDecode | None = None
         self._offers: dict[Offered, None] = {}
-        self._released: list[tuple[float, float]] = []
+        self._released = deque[tuple[float, float]](maxlen=MAX_NOTED)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -226,7 +229,8 @@ class Engine:
                     if pool is not None:
                         await pool.all_free()
             before, left = left, self._num_left
-        released, self._released = self._released, []
+        released = list(self._released)
+        self._released.clear()
         return released
 
     @property
