@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Side:
 
     page: int
     tp: int = 1
+    pp: int = 1
     flags: Sequence[str] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -47,14 +49,15 @@ class Shape:
     model: str = "gqa"
 
 
-_RADIX = ("--disaggregation-decode-enable-radix-cache",)
+RADIX = ("--disaggregation-decode-enable-radix-cache",)
 CLUSTERS: Mapping[str, Shape] = {
     # Small pages to large ones, prompts cut into chunks and cached on both sides, memory mapped.
-    "pages": Shape(Side(16), Side(64, flags=_RADIX, settings={"mapped": True})),
+    "pages": Shape(Side(16), Side(64, flags=RADIX, settings={"mapped": True})),
     # Small pages to large ones, and layers with a window, for a model that has such layers.
-    "windows": Shape(Side(16), Side(64, flags=_RADIX), model="mellum"),
+    "windows": Shape(Side(16), Side(64, flags=RADIX), model="mellum"),
     # Two ranks to one, pages of one token to some, by NIXL.
     "ranks": Shape(Side(1, tp=2), Side(16)),
+    "stages": Shape(Side(1, pp=2), Side(16)),
 }
 
 
@@ -121,6 +124,13 @@ def num_completed(agent: AgentProcess) -> int:
     return sum(line["event"] == "handoff.completed" for line in agent.log())
 
 
+def log_probabilities(answer: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+    """Of an answer with ``top_logprobs_num``: those of its tokens and of their alternatives."""
+    told = answer["meta_info"]
+    entries = [*told["output_token_logprobs"], *chain(*told["output_top_logprobs"])]
+    return [value for value, *_ in entries], [token for _, token, *_ in entries]
+
+
 def idle(*servers: SglangServer) -> bool:
     """Whether they hold nothing, by SGLang's own counters."""
     return not any(server.metric(name) for server in servers for name in COUNTED)
@@ -134,6 +144,7 @@ def sglang_of(
     attach: str,
     page: int,
     tp: int = 1,
+    pp: int = 1,
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> SglangServer:
@@ -142,12 +153,13 @@ def sglang_of(
         model,
         folder,
         (
-            *("--page-size", str(page), "--tp-size", str(tp), "--disaggregation-mode", role),
+            *("--page-size", str(page), "--tp-size", str(tp), "--pp-size", str(pp)),
+            *("--disaggregation-mode", role),
             *("--disaggregation-transfer-backend", "kvbus", *flags),
         ),
         {
             "KVBUS_ATTACH": attach,
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp))),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join([*map(str, range(tp))] * pp),
             "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(GIVES_UP_S),
             "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(GIVES_UP_S),
             **(env or {}),
@@ -156,9 +168,11 @@ def sglang_of(
 
 
 @contextmanager
-def cluster(name: str, models: Path, folder: Path, *, has_agents: bool = True) -> Iterator[Cluster]:
+def cluster(
+    shape: Shape, models: Path, folder: Path, *, has_agents: bool = True
+) -> Iterator[Cluster]:
     """Servers that serve, with agents that run, or only have their places."""
-    shape, port = CLUSTERS[name], free_port()
+    port = free_port()
     with agents_ended(Agents) as agents:
         sides = {"prefill": shape.prefill, "decode": shape.decode}
         for role, side in sides.items():
@@ -180,6 +194,7 @@ def cluster(name: str, models: Path, folder: Path, *, has_agents: bool = True) -
                 attach=f"{agent.settings['runtime_dir']}/attach.sock",
                 page=side.page,
                 tp=side.tp,
+                pp=side.pp,
                 flags=(*modes[role], *side.flags),
             )
             for (role, side), agent in zip(sides.items(), agents.all, strict=True)

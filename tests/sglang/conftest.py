@@ -75,7 +75,8 @@ def _running(
     server_alone(model)
     folder = tmp_path_factory.mktemp("cluster")
     has_agents = getattr(request.module, "HAS_AGENTS", True)
-    with cluster(request.module.CLUSTER, models, folder, has_agents=has_agents) as running:
+    shape = CLUSTERS[request.module.CLUSTER]
+    with cluster(shape, models, folder, has_agents=has_agents) as running:
         yield running
 
 

@@ -57,8 +57,8 @@ class Call:
 
     connection: HTTPConnection
 
-    def tokens(self) -> list[int]:
-        """The tokens of the whole answer; raises `RefusedError`."""
+    def answer(self) -> dict[str, Any]:
+        """All that the server says; raises `RefusedError`."""
         try:
             response = self.connection.getresponse()
             body = response.read().decode(errors="replace")
@@ -66,10 +66,14 @@ class Call:
             self.connection.close()
         if response.status != 200:
             raise RefusedError(response.status, body)
-        answer = json.loads(body)
+        answer: dict[str, Any] = json.loads(body)
         if "output_ids" not in answer:
             raise RefusedError(200, body)
-        tokens: list[int] = answer["output_ids"]
+        return answer
+
+    def tokens(self) -> list[int]:
+        """The tokens of the whole answer; raises `RefusedError`."""
+        tokens: list[int] = self.answer()["output_ids"]
         return tokens
 
     def abort(self) -> None:

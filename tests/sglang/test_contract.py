@@ -43,11 +43,16 @@ USED = {
         *("SWAKVPool", "full_kv_pool", "swa_kv_pool", "full_layer_nums", "page_size"),
     ],
     "managers/scheduler.py": ["sliding_window_size", "server_args", "model_config"],
-    "configs/model_config.py": ["get_total_num_kv_heads", "get_swa_num_kv_heads"],
+    "configs/model_config.py": [
+        "get_total_num_kv_heads",
+        "get_swa_num_kv_heads",
+        "num_hidden_layers",
+    ],
     "mem_cache/common.py": ["skip_radix_cache_insert"],
     "arg_groups/fields/disagg.py": ["disaggregation_decode_host_receive_threshold"],
     "runtime_context.py": [
         *("get_parallel", "attn_tp_size", "attn_tp_rank", "pp_size", "dp_size", "attn_cp_size"),
+        "pp_rank",
     ],
     "managers/schedule_batch.py": [
         *("origin_input_ids", "bootstrap_room", "lora_id", "sampling_params", "return_logprob"),

@@ -1,5 +1,6 @@
 """What a pool of SGLang is to an agent, and which pools are none."""
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from kvbus.errors import ConfigError
-from kvbus.geometry import KvPart, validate_rank
+from kvbus.geometry import KvPart, validate_rank, validate_ranks
 from tests.sglang.servers import ENVIRONMENT, STUBS
 
 pytestmark = pytest.mark.filterwarnings("default")  # SGLang's imports warn
@@ -22,7 +23,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     from kvbus.integrations.sglang import pools
 
     sizes = ("attn_tp_size", "pp_size", "dp_size", "attn_cp_size", "attn_dcp_size")
-    place = {**dict.fromkeys(sizes, 1), "attn_tp_rank": 0}
+    place = {**dict.fromkeys(sizes, 1), "attn_tp_rank": 0, "pp_rank": 0}
     monkeypatch.setattr(pools, "get_parallel", lambda: SimpleNamespace(**place))
     return place
 
@@ -30,9 +31,12 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def scheduler_of(**different: Any) -> Any:
     """A scheduler of SGLang, with other options than the defaults."""
     model = SimpleNamespace(
-        get_total_num_kv_heads=lambda: 4, get_swa_num_kv_heads=lambda tp_size: 2 // tp_size
+        get_total_num_kv_heads=lambda: 4,
+        get_swa_num_kv_heads=lambda tp_size: 2 // tp_size,
+        num_hidden_layers=4,
     )
-    options = {"nnodes": 1, "disaggregation_decode_host_receive_threshold": 1, **different}
+    options: dict[str, Any] = {"nnodes": 1, "disaggregation_decode_host_receive_threshold": 1}
+    options |= {"disaggregation_mode": "prefill", **different}
     return SimpleNamespace(
         model_config=model, server_args=SimpleNamespace(**options), sliding_window_size=95
     )
@@ -133,7 +137,11 @@ def test_a_latent_is_one_head_that_every_rank_holds(one_rank: dict[str, int]) ->
 @pytest.mark.parametrize(
     ("place", "different", "named"),
     [
-        ({"pp_size": 2}, {}, "pipeline stages"),
+        (
+            {"pp_size": 2},
+            {"scheduler": scheduler_of(disaggregation_mode="decode")},
+            "pipeline stages, at decode",
+        ),
         ({"dp_size": 2}, {}, "data parallelism"),
         ({"attn_cp_size": 2}, {}, "context parallelism"),
         ({}, {"draft_token_to_kv_pool": object()}, "a draft model"),
@@ -157,6 +165,41 @@ def test_what_is_not_handed_over_is_refused_by_name(
         pools_of(queue_of(latent_pool(), **different))
 
 
+def test_a_pipeline_stage_holds_its_layers_and_the_last_one_the_metadata(
+    one_rank: dict[str, int],
+) -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from kvbus.integrations.sglang.pools import METADATA, pools_of
+
+    one_rank |= {"pp_size": 2, "attn_tp_size": 2}
+    ranks = []
+    for stage, number in product(range(2), range(2)):
+        one_rank |= {"pp_rank": stage, "attn_tp_rank": number}
+        pool = MHATokenToKVPool(
+            size=64,
+            page_size=16,
+            dtype=torch.float32,
+            head_num=2,
+            head_dim=8,
+            layer_num=2,
+            device="cpu",
+            enable_memory_saver=False,
+            start_layer=2 * stage,
+            end_layer=2 * stage + 1,
+        )
+        found = pools_of(queue_of(pool))
+        engine = found.engine("engine", "model")
+        memory = found.share(engine)
+        ranks.append(memory.rank)
+        memory.close()
+
+    validate_ranks(engine, ranks)
+    assert engine.groups[0].layers == (0, 1, 2, 3)
+    assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
+    assert [METADATA in rank.num_blocks for rank in ranks] == [False, False, True, True]
+
+
 def test_windows_alone_and_pools_of_windows_of_another_kind_are_refused(
     one_rank: dict[str, int],
 ) -> None:
@@ -167,6 +210,9 @@ def test_windows_alone_and_pools_of_windows_of_another_kind_are_refused(
 
     with pytest.raises(ConfigError, match="all have a sliding window"):
         pools_of(queue_of(pool_of_windows([], [0, 1])))
+    one_rank["pp_size"] = 2
+    with pytest.raises(ConfigError, match="stages of layers with a sliding window"):
+        pools_of(queue_of(pool_of_windows([1], [0])))
     with pytest.raises(ConfigError, match="a pool of the kind MLATokenToKVPool"):
         pools_of(queue_of(strange))
 

@@ -2,7 +2,7 @@
 
     pool of layers     ──▶ group "full"
     pool of windows    ──▶ group "window", of a model that has both kinds of layers
-    rows of metadata   ──▶ group "metadata", a state of no layer: the first token, and more of it
+    rows of metadata   ──▶ group "metadata", a state: the first token, and more of it
 
 Whatever else a pool may be is refused by name, before a request comes.
 """
@@ -38,11 +38,13 @@ class Pools:
 
     def engine(self, engine_id: str, model: str) -> EngineSpec:
         """The engine that this process is a rank of."""
-        return EngineSpec(engine_id, model, get_parallel().attn_tp_size, self.groups)
+        sizes = get_parallel()
+        return EngineSpec(engine_id, model, sizes.attn_tp_size, self.groups, sizes.pp_size)
 
     def share(self, engine: EngineSpec) -> RankMemory:
         """Move the tensors to shared memory; raises the errors of `describe_tensors`."""
-        rank = get_parallel().attn_tp_rank
+        place = get_parallel()
+        rank = place.pp_rank * place.attn_tp_size + place.attn_tp_rank
         memory = describe_tensors(self.tensors, AXES, engine=engine, rank=rank)
         for pool in self.pools.values():
             _read_addresses_again(pool)
@@ -69,10 +71,18 @@ def pools_of(queue: Any) -> Pools:
         if isinstance(tensor, torch.Tensor)
     }
     parts = tuple(StatePart(name, 1, tensor[0].nbytes) for name, tensor in rows.items())
-    groups.append(state_group(METADATA, (), parts, optional=True))  # SGLang alone has such rows
-    for name, tensor in rows.items():
-        tensors[METADATA, name] = tensor.view(torch.uint8)
+    last_layer = max(groups[0].layers)
+    groups.append(state_group(METADATA, (last_layer,), parts, optional=True))  # SGLang's alone
+    if is_last_stage():
+        for name, tensor in rows.items():
+            tensors[METADATA, name] = tensor.view(torch.uint8)
     return Pools(groups=tuple(groups), tensors=tensors, pools=pools)
+
+
+def is_last_stage() -> bool:
+    """Whether this process is of the last pipeline stage, which has a chunk last, and the token."""
+    place = get_parallel()
+    return bool(place.pp_rank == place.pp_size - 1)
 
 
 def _pools_by_group(pool: Any) -> dict[str, Any]:
@@ -83,6 +93,7 @@ def _pools_by_group(pool: Any) -> dict[str, Any]:
 
 def _refuse(queue: Any, pools: Mapping[str, Any]) -> None:
     parallel, options = get_parallel(), queue.scheduler.server_args
+    has_stages = parallel.pp_size > 1
     kinds = KINDS if WINDOW not in pools else (MHATokenToKVPool,)
     unknown = [type(pool).__name__ for pool in pools.values() if type(pool) not in kinds]
     problems = {
@@ -90,7 +101,8 @@ def _refuse(queue: Any, pools: Mapping[str, Any]) -> None:
         "a model whose layers all have a sliding window": WINDOW in pools
         and queue.token_to_kv_pool.full_layer_nums == 0,
         "a draft model": queue.draft_token_to_kv_pool is not None,
-        "pipeline stages": parallel.pp_size > 1,
+        "pipeline stages, at decode": has_stages and options.disaggregation_mode == "decode",
+        "pipeline stages of layers with a sliding window": has_stages and WINDOW in pools,
         "data parallelism": parallel.dp_size > 1,
         "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         "a server on several machines": options.nnodes > 1,
@@ -111,12 +123,15 @@ def _group(
     name: str, pool: Any, buffers: Mapping[tuple[int, str], torch.Tensor], scheduler: Any
 ) -> GroupSpec:
     model, num_heads = scheduler.model_config, 1
+    layers = dict.fromkeys(layer for layer, _ in buffers)
+    if get_parallel().pp_size > 1:  # a pool has those of its stage alone
+        layers = dict.fromkeys(range(model.num_hidden_layers))
     if not isinstance(pool, MLATokenToKVPool):
         is_window = name == WINDOW
         num_heads = model.get_swa_num_kv_heads(1) if is_window else model.get_total_num_kv_heads()
     return GroupSpec(
         name=name,
-        layers=tuple(dict.fromkeys(layer for layer, _ in buffers)),
+        layers=tuple(layers),
         block_size=pool.page_size,
         num_kv_heads=num_heads,
         head_dim=next(iter(buffers.values())).shape[2],

@@ -3,8 +3,9 @@
     prefill   Sender ── offer, extend, seal ─▶ agents ◀── fetch ── Receiver   decode
               poll ◀─ released                           ended, freed ─▶ poll
 
-Rank 0 of each side offers and fetches for all: SGLang takes the least state of all ranks. A request
-never says that it failed while its pages may still be read or written.
+One rank of each side offers or fetches for all, the first of the last pipeline stage: SGLang takes
+the least state of all ranks, and this stage is the last to compute. A request never says that it
+failed while its pages may still be read or written.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def name_of(room: int) -> str:
 
 
 class Manager(CommonKVManager):
-    """The link of one rank; that of rank 0 offers, or fetches, for all."""
+    """The link of one rank; one that ``leads`` offers, or fetches, for all."""
 
     leads = False
     is_decode = False
@@ -137,7 +138,8 @@ class Manager(CommonKVManager):
             options.engine_id or f"sglang-{role}-{os.getppid()}",
             options.model or self.server_args.served_model_name or self.server_args.model_path,
         )
-        self.leads, self.is_decode = self.attn_tp_rank == 0, role is AgentRole.DECODE
+        self.leads = self.attn_tp_rank == 0 and pools.is_last_stage()
+        self.is_decode = role is AgentRole.DECODE
         self.window = next((group.window for group in engine.groups if group.window), None)
         self.rows = queue.metadata_buffers
         self._places: dict[str, Place] = {}
@@ -240,7 +242,7 @@ class Sender(CommonKVSender):
         self._offer: Offer | None = None
         self._noted = _noted.pop(self.bootstrap_room, None)
         self._unsent: list[int] = []
-        self._is_sealed = False
+        self._is_sealed = self._is_given_up = False
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         super().init(num_kv_indices, aux_index)
@@ -300,8 +302,12 @@ class Sender(CommonKVSender):
             return self.conclude_state
         return KVPoll.Transferring if self._is_sealed else KVPoll.WaitingForInput
 
+    def poll_pp_consensus(self) -> Any:
+        """Asked in the first pipeline stage alone, for all, before anything is sent."""
+        return KVPoll.Failed if self._is_given_up else self.poll()
+
     def _ended(self) -> Any:
-        """None while it goes on. Other ranks than the first have nothing to wait for."""
+        """None while it goes on. Ranks that do not lead have nothing to wait for."""
         if not self.kv_mgr.leads:
             return KVPoll.Success if self._is_sealed else None
         if self._offer is None or not self._offer.ended.done():
@@ -317,6 +323,7 @@ class Sender(CommonKVSender):
         """Ask for the end: `poll` says Failed once nobody can read the pages."""
         if self.conclude_state is not None:
             return
+        self._is_given_up = True
         if not self.kv_mgr.leads:
             return
         if self._offer is None:
