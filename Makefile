@@ -29,7 +29,7 @@ PIP_SGLANG := $(BIN_SGLANG)/pip install --quiet --disable-pip-version-check --co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos soak mutants simulate test-vllm test-vllm-long test-sglang vllm-contract check format bench docs schema clean
+.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos soak mutants simulate test-vllm test-vllm-long test-sglang test-sglang-long vllm-contract check format bench docs schema clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -113,6 +113,9 @@ test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-
 
 test-sglang: $(INSTALLED_SGLANG) ## Run the tests with real SGLang servers (needs x86-64, 6 GB of memory)
 	$(BIN_SGLANG)/python -m tests.runner tests/sglang
+
+test-sglang-long: $(INSTALLED_SGLANG) ## Run all of them: more pages, and prompts of 1 to 700 tokens
+	$(BIN_SGLANG)/python -m tests.runner --long tests/sglang
 
 test-vllm-long: $(INSTALLED_VLLM) ## Run all of them: Ray, too, and more examples
 	$(BIN_VLLM)/python -m tests.runner --long tests/vllm
