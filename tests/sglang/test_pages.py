@@ -8,7 +8,10 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from kvbus.engine import AgentRole, Link, RankMemory
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, StatePart, state_group
 from tests.agents import wait_until
 from tests.sglang.clusters import (
     CHUNK_TOKENS,
@@ -16,10 +19,11 @@ from tests.sglang.clusters import (
     NUM_TOKENS,
     SETTLES_WITHIN_S,
     Cluster,
+    log_probabilities,
     num_completed,
     prompt_of,
 )
-from tests.sglang.conftest import Alone
+from tests.sglang.conftest import Alone, ServerAlone
 from tests.sglang.routers import ROUTERS, router_before
 from tests.sglang.servers import RefusedError, ask
 
@@ -67,6 +71,21 @@ def test_a_prompt_that_both_sides_have_cached_is_handed_off_again(
     assert again[-1]["num_bytes"] < again[0]["num_bytes"] * 100
 
 
+def test_the_first_tokens_log_probabilities_are_those_of_sglang_alone(
+    pair: Cluster, server_alone: ServerAlone, alone: Alone
+) -> None:
+    prompt = prompt_of(130, seed=70)
+    asked = {"return_logprob": True, "top_logprobs_num": 3}
+    expected = server_alone("gqa").begin(prompt, NUM_TOKENS, **asked).answer()
+
+    calls = pair.begin(prompt, **pair.room(), **asked)
+    said = [call.answer() for call in calls][1]
+
+    (values, tokens), (expected_values, expected_tokens) = map(log_probabilities, (said, expected))
+    assert tokens == expected_tokens
+    assert values == pytest.approx(expected_values, abs=1e-4)
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 def test_sglangs_own_routers_hand_off_as_they_are(
     pair: Cluster, alone: Alone, router: str, tmp_path: Path
@@ -101,6 +120,67 @@ def test_of_a_client_that_hangs_up_nothing_is_left(pair: Cluster, alone: Alone, 
         with suppress(RefusedError):
             stays.tokens()
 
+    works_again(pair, alone)
+
+
+def test_decode_hears_at_once_that_prefill_gave_up_before_it_computed(
+    pair: Cluster, alone: Alone
+) -> None:
+    busy = [pair.begin(prompt_of(1500, seed=420 + number)) for number in range(3)]
+    room, prompt = pair.room(), prompt_of(40, seed=410)
+    leaves = pair.prefill.begin(prompt, NUM_TOKENS, **room, rid="leaves")
+    stays = pair.decode.begin(prompt, NUM_TOKENS, **room)
+
+    started = time.monotonic()
+    pair.prefill.post("/abort_request", {"rid": "leaves"})
+
+    with pytest.raises(RefusedError, match="kvbus: "):
+        stays.tokens()
+    assert time.monotonic() - started < GIVES_UP_S
+    with pytest.raises(RefusedError):
+        leaves.tokens()
+    for call in (one for both in busy for one in both):
+        call.tokens()
+    works_again(pair, alone)
+
+
+LAYERS = GroupSpec(
+    name="full",
+    layers=(0, 1, 2, 3),
+    block_size=16,
+    num_kv_heads=4,
+    head_dim=64,
+    dtype="float32",
+)
+ROWS = state_group("metadata", (3,), (StatePart("output_ids", 1, 32),), optional=True)
+STRANGERS = {
+    "model": EngineSpec("another model", "another", 1, (LAYERS,)),
+    "dtype": EngineSpec("another dtype", "model", 1, (replace(LAYERS, dtype="bfloat16"),)),
+    "metadata": EngineSpec("other metadata", "model", 1, (LAYERS, ROWS)),
+}
+"""By what a refusal names."""
+
+
+@pytest.mark.parametrize("named", STRANGERS)
+def test_what_an_unlike_engine_prefilled_is_refused_by_name(
+    pair: Cluster, alone: Alone, named: str
+) -> None:
+    spec = STRANGERS[named]
+    memory = RankMemory.allocate(spec, 0, KvLayout.parse("NHD"), num_blocks=8)
+    attach = Path(pair.prefill_agent.settings["runtime_dir"], "attach.sock")
+    room = {"bootstrap_host": "kvbus", "bootstrap_room": next(SEEDS)}
+    blocks = {group.name: [1] if group.state else [1, 2, 3] for group in spec.groups}
+
+    with Link(attach, spec, memory=memory, role=AgentRole.PREFILL) as link:
+        offer = link.offer(named, num_tokens=40, block_ids=blocks)
+        given = {"ticket": offer.ticket, "first_token": 5}
+        sampling = {"max_new_tokens": 4, "custom_params": {"kvbus": given}}
+        with pytest.raises(RefusedError, match=rf"engines differ in \S*{named}"):
+            pair.decode.generate(prompt_of(40, seed=9), 4, sampling_params=sampling, **room)
+        offer.withdraw()
+
+    memory.close()
+    assert "kvbus: engines differ in" in pair.decode.log()
     works_again(pair, alone)
 
 
