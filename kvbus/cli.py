@@ -34,7 +34,8 @@ COMMANDS = {
     ),
     "bench-decode": (
         "kvbus.bench.command",
-        "Fetch what bench-prefill offers, by the lines on stdin; show speed, cost and what limits.",
+        "Fetch what bench-prefill offers, by the lines on stdin; "
+        "show speeds, and what takes the time.",
     ),
     "plan": (
         "kvbus.planning.command",
