@@ -17,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvbus.agent.data_plane import UCX_INTERFACES
 from kvbus.errors import ClosedError
 from kvbus.transport import Read, ReadOutcome, ReadStatus, Transport, TransportLimits
 from tests.agents import wait_until
 from tests.forked import Forked
+from tests.inside_agents import INTERFACE
 
 Bytes = npt.NDArray[np.uint8]
 Span = tuple[int, int, int]
@@ -192,6 +194,12 @@ def meet(make_reader: MakeReader) -> Meet:
         return reader, place
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What UCX listens at outlives a test: agents of later ones in this process would end of it."""
+    monkeypatch.setenv(UCX_INTERFACES, INTERFACE)
 
 
 @pytest.fixture
