@@ -16,6 +16,7 @@ from kvbus.bus import Call, Session, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
+from kvbus.memory.mapping import SegmentMapping
 from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.message import Message, check_right
 from kvbus.protocol.peer import EngineMemory
@@ -110,6 +111,11 @@ class LocalEngine:
     @property
     def registrations(self) -> list[Registration]:
         return [reg for rank in self.ranks.values() for reg in rank.registrations]
+
+    @property
+    def words(self) -> SegmentMapping | None:
+        """The page of its offers' words: the only process of all of its ranks has passed it."""
+        return next((rank.words for rank in self.ranks.values() if rank.words is not None), None)
 
     def memory(self) -> EngineMemory:
         """The ranks as a peer wants them."""

@@ -20,9 +20,11 @@ from kvbus.geometry import EngineSpec, GroupSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.copying import PagedMemory
 from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory.run_copy import swap_word
 from kvbus.planning import PlacedRank
 from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
 from kvbus.protocol.message import Empty
+from kvbus.protocol.word import WORDS_BYTES
 from kvbus.transport import Registration, Transport
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class RankMemory:
     """One rank: its spec, and its segments, mapped; registered with NIXL or not.
 
     ``device`` is where all of it is, and so the slots that it is copied to and from. On a GPU,
-    copies run on ``stream``.
+    copies run on ``stream``. ``words`` are for offers of the engine, if this process has them.
     """
 
     rank: RankSpec
@@ -45,6 +47,7 @@ class RankMemory:
     registrations: tuple[Registration, ...]
     device: str = HOST
     stream: CopyStream | None = None
+    words: SegmentMapping | None = None
     num_blocks: dict[str, int] = field(init=False)
     """Blocks that this rank's cache has, by group."""
     _paged: dict[str, PagedMemory] = field(init=False, repr=False, default_factory=dict)
@@ -109,6 +112,7 @@ class Segments:
     ) -> None:
         self.mappings: dict[str, SegmentMapping | CudaMapping] = {}
         self.direct, self.unmapped = True, False
+        self.words: SegmentMapping | None = None
         self._transport, self._staging, self._bus_errors = transport, staging, bus_errors
         self._lend, self._on_cut = lend, on_cut
         self._registrations: dict[str, Registration] = {}
@@ -128,9 +132,17 @@ class Segments:
         if not direct:
             self._staging.check_packs()
         self._check_new(segment.segment_id, HOST)
-        opened = partial(SegmentMapping, fds.pop(), size_bytes=segment.size_bytes, lend=self._lend)
+        opened = partial(
+            SegmentMapping,
+            fds.pop(),
+            size_bytes=segment.size_bytes,
+            lend=self._lend,
+            words=segment.words,
+        )
         mapping = await in_thread(opened)
         await self._keep(segment.segment_id, mapping, HOST)
+        if segment.words and mapping.sealed and mapping.size_bytes == WORDS_BYTES:
+            self.words = None if swap_word is None else mapping
         self.direct &= direct
         if not mapping.sealed:
             in_loop = asyncio.get_running_loop().call_soon_threadsafe
@@ -169,12 +181,15 @@ class Segments:
             for name, mapping in list(self.mappings.items()):  # more may be passed meanwhile
                 if not self.direct or not isinstance(mapping, SegmentMapping):
                     break
+                if mapping is self.words:
+                    continue
                 if name not in self._registrations:
                     future = self._transport.register(mapping.address, mapping.size_bytes)
                     self._registrations[name] = await asyncio.wrap_future(future)
             return RankMemory(
                 rank=rank,
                 mappings=self.mappings,
+                words=self.words,
                 registrations=tuple(self._registrations.values()),
                 device=self._device or HOST,
                 stream=await self._copy_stream(),

@@ -35,11 +35,17 @@ from kvbus.errors import (
 )
 from kvbus.geometry import EngineSpec
 from kvbus.memory.cuda import CudaEvent, CudaStorage
+from kvbus.memory.run_copy import swap_word
+from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
 from kvbus.protocol.engine import AgentRanks, AgentRole, Register
+from kvbus.protocol.word import WORDS_BYTES
 
 Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 """Ranks of an engine that are attached to other agents, by the peer endpoint of each agent."""
+
+
+WORDS_ID = "kvbus-words"
 
 
 class LinkOptions(TypedDict, total=False):
@@ -114,7 +120,8 @@ class Link:
             "retry_busy": options.get("retry_busy", True),
             "agent_wait_s": options.get("agent_wait_s", 10.0),
         }
-        self._offers = Offers(**asking)
+        words = self._new_words() if control else None
+        self._offers = Offers(words, **asking)
         self._fetches = Fetches(
             self.runner,
             engine,
@@ -128,6 +135,10 @@ class Link:
         self._is_open = threading.Event()
         self._first: Future[None] = Future()
         self._ranks = [AttachedRank(engine, one, access) for one in self._memory]
+        self._owned: list[RankMemory | SharedSegment] = [*self._memory]
+        if words is not None:
+            self._ranks[0].words = words
+            self._owned.append(words)
         keep = partial(KeptConnection, self._connect, on_change=self._note_change, logger=logger)
         the = f"the {role}" if role else "the"
         self._kept = [
@@ -191,7 +202,7 @@ class Link:
             with suppress(ClosedError):  # it ends by itself
                 self.runner.post(self._stop)
             self._thread.join(timeout_s)
-        for memory in self._memory:
+        for memory in self._owned:
             memory.close()
 
     async def aclose(self) -> None:
@@ -205,7 +216,7 @@ class Link:
             with anyio.CancelScope(shield=True):  # an agent that answers nothing is left soon
                 await asyncio.gather(keeper, return_exceptions=True)
                 await self.runner.aclose()
-        for memory in self._memory:
+        for memory in self._owned:
             memory.close()
 
     def wait_open(self, timeout_s: float) -> bool:
@@ -339,6 +350,17 @@ class Link:
         for event in events:
             event.record(stream)
 
+    def _new_words(self) -> SharedSegment | None:
+        """A page where all of the engine is in this process, which closes the words before it
+        writes to blocks again, and on the host, where a reader of this machine can map it.
+        """
+        storages = [one for memory in self._memory for one in memory.storages.values()]
+        on_host = not any(isinstance(one, CudaStorage) for one in storages)
+        is_whole = len(self._memory) == self.engine.num_ranks
+        return (
+            SharedSegment(WORDS_BYTES) if is_whole and on_host and swap_word is not None else None
+        )
+
     async def _register(self, connection: Connection) -> None:
         """As the engine's scheduler; after the first time, however long a rank takes."""
         role = connection.agent.role
@@ -428,6 +450,7 @@ class AttachedRank:
     """The memory of one rank, registered with each agent that comes."""
 
     def __init__(self, engine: EngineSpec, memory: RankMemory, access: str | None) -> None:
+        self.words: SharedSegment | None = None
         self.number = memory.rank.rank
         self._engine, self._memory, self._access = engine, memory, access
         self.event: CudaEvent | None = None
@@ -448,6 +471,9 @@ class AttachedRank:
                     ),
                     storage.fd,
                 )
+        if self.words is not None and connection.agent.role is AgentRole.PREFILL:
+            page = PassSegment(WORDS_ID, self.words.size_bytes, words=True)
+            await connection.pass_memory(page, self.words.fd)
         await connection.request(
             Register(engine=self._engine, rank=self._memory.rank, access=self._access)
         )

@@ -10,12 +10,14 @@ from functools import partial
 from typing import Any, TypedDict
 
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvbus.engine.asking import Asking, Pending
 from kvbus.engine.connection import Connection
 from kvbus.engine.later import Later, Runner
 from kvbus.errors import ClosedError, GeometryError, KVBusError
 from kvbus.geometry import BlockTable
+from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.engine import (
     ExtendOffer,
     MakeOffer,
@@ -29,6 +31,7 @@ from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Request, from_body
 from kvbus.protocol.ticket import packed_tables
 from kvbus.protocol.trace import known_trace
+from kvbus.protocol.word import WordNames
 
 BlockIds = Mapping[str, npt.ArrayLike]
 """Block ids by group, in order of position."""
@@ -85,6 +88,7 @@ class Offer(Pending[MakeOffer]):
         self._connection: Connection | None = None
         self._made = OfferMade("", {})
         self._waiting: list[Callable[[], None]] = []
+        self._words: WordNames | None = None
 
     def __await__(self) -> Generator[Any, None, "Offer"]:
         yield from self.made.__await__()
@@ -161,8 +165,17 @@ class Offer(Pending[MakeOffer]):
             call()
         self.made.settle(dict(made.ticket))
 
+    def use_word(self, words: WordNames) -> None:
+        """Called by `Offers` each time that it is asked for: a reader of this machine may take it
+        by a word, which is there before the agent can tell of it.
+        """
+        self._close_word()
+        if self.message.sealed and self.message.readers == 1:
+            self._words, self.message = words, replace(self.message, word=words.open())
+
     def end(self, outcome: Outcome | KVBusError) -> None:
         """Called by `Offers`: it ended, or there is none."""
+        self._close_word()  # before anyone is told that the blocks are free
         if isinstance(outcome, KVBusError):
             self.error = self.error or outcome
             self.made.settle(outcome)
@@ -172,6 +185,11 @@ class Offer(Pending[MakeOffer]):
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()
+
+    def _close_word(self) -> None:
+        if self._words is not None and self.message.word:
+            self._words.close(self.message.word)
+            self.message = replace(self.message, word=0)
 
     def _send(self, message: Callable[[str], Request[Empty]]) -> Later[None]:
         done: Later[None] = Later()
@@ -203,9 +221,16 @@ class Offer(Pending[MakeOffer]):
 class Offers(Asking[Offer]):
     """The offers of one engine that its agents have made, or will."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, words: SharedSegment | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._offers: dict[str, Offer] = {}
+        self._words = None if words is None else WordNames(words.swap)
+
+    def ask(self, one: Offer) -> None:
+        """As `Asking`."""
+        if self._words is not None:
+            one.use_word(self._words)
+        super().ask(one)
 
     def answered(self, one: Offer, reply: OfferMade) -> None:
         """It is made."""

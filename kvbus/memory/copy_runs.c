@@ -1,4 +1,5 @@
-/* Copies a lattice of runs between mapped memories, past the caches where the CPU can. */
+/* Copies a lattice of runs between mapped memories, past the caches where the CPU can; and swaps
+   words that processes share. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -147,4 +148,11 @@ void kvbus_copy_runs(const int64_t *outer, int64_t num_outer, const int64_t *uni
     }
     copy_run(run);
     finish();
+}
+
+/* Put a new value in the place of the expected one; returns the value that was there. Every read
+   before the call is done before the swap, and no write after it is seen before. */
+uint64_t kvbus_swap_word(uint64_t *word, uint64_t expected, uint64_t value) {
+    __atomic_compare_exchange_n(word, &expected, value, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return expected;
 }

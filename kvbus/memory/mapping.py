@@ -25,6 +25,7 @@ from kvbus.errors import ClosedError, SegmentError
 from kvbus.memory import libc
 from kvbus.memory.bus_errors import BusErrors, OnCut
 from kvbus.memory.room import check_mappings, check_memory
+from kvbus.memory.run_copy import swap_word
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +103,14 @@ class MappedFile(OwnedMemory):
         self._check_open()
         return np.asarray(self)
 
+    def swap(self, number: int, expected: int, value: int) -> int:
+        """Put ``value`` in the place of word ``number`` if that is as expected; what was there.
+
+        A word has 64 bits. Needs the kernel in C. After `close` no other process has these words.
+        """
+        found: int = swap_word(self._address + 8 * number, expected, value)
+        return found
+
     def populate(self, within_s: float = POPULATE_WITHIN_S) -> None:
         """Have the first access to each page cost no more than later ones, if the kernel can.
 
@@ -152,10 +161,10 @@ class SegmentMapping(MappedFile):
 
     Takes over ``fd`` and closes it, also when it raises. That of an engine is entered into the page
     table, so that no read has to, for two seconds at most, and takes longer when the engine left
-    pages unreserved: an event loop calls it in a thread. With ``lend`` it keeps ``lent_fd``, open
-    for reading only, for agents that map the segment too, until the memory is discarded; None when
-    there is no room for it. ``borrowed`` says that it is such an agent's: to be read only.
-    Raises ``SegmentError``.
+    pages unreserved: an event loop calls it in a thread. With ``lend`` it keeps ``lent_fd`` for
+    agents that map the segment too, until the memory is discarded; None when there is no room for
+    it. It is open for reading only, and for writing, too, when it is of ``words``. ``borrowed``
+    says that it is such an agent's: to be read only. Raises ``SegmentError``.
 
     ``sealed`` is False when who made the file can still truncate it (torch's shared storage cannot
     be sealed): then the next access here is SIGBUS, which `survive_cuts` is for.
@@ -164,7 +173,13 @@ class SegmentMapping(MappedFile):
     lent_fd: int | None = None
 
     def __init__(
-        self, fd: int, *, size_bytes: int, lend: bool = False, borrowed: bool = False
+        self,
+        fd: int,
+        *,
+        size_bytes: int,
+        lend: bool = False,
+        words: bool = False,
+        borrowed: bool = False,
     ) -> None:
         self.discarded = False
         self._watcher: BusErrors | None = None
@@ -179,7 +194,7 @@ class SegmentMapping(MappedFile):
             super().__init__(fd, size_bytes, writable=not borrowed)
             if not borrowed:
                 self.populate()
-            self.lent_fd = _reopened(fd) if lend else None
+            self.lent_fd = _reopened(fd, os.O_RDWR if words else os.O_RDONLY) if lend else None
 
     def survive_cuts(self, bus_errors: BusErrors, on_cut: OnCut) -> None:
         """Have this process live when somebody truncates the file; ``on_cut`` is told of it.
@@ -240,11 +255,11 @@ def _taken_over(fd: int, size_bytes: int, *, borrowed: bool) -> Iterator[None]:
 
 
 # The descriptor that an engine passed is open for writing. One that is opened anew, by its name in
-# /proc, has a mode of its own: who gets it cannot map the memory writable by mistake.
-def _reopened(fd: int) -> int | None:
-    """The file, open for reading only; None when this process should open no more."""
+# /proc, has a mode of its own: who gets KV cannot map it writable by mistake.
+def _reopened(fd: int, mode: int) -> int | None:
+    """The file, open in this mode; None when this process should open no more."""
     try:
-        lent_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        lent_fd = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
     except OSError:
         return None
     # The kernel gives the lowest number that is free, so this one tells how many are open.

@@ -34,7 +34,18 @@ def load_kernel(library: Path) -> Kernel | None:
     return found
 
 
-_kernel = load_kernel(KERNEL)
+def _load_swap() -> Any:
+    """As `load_kernel`; without the pause of the GIL, which takes longer than a swap."""
+    try:
+        swap: Any = ctypes.PyDLL(str(KERNEL)).kvbus_swap_word
+    except (OSError, AttributeError):
+        return None
+    swap.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64
+    swap.restype = ctypes.c_uint64
+    return swap
+
+
+_kernel, swap_word = load_kernel(KERNEL), _load_swap()
 
 
 def is_compiled() -> bool:

@@ -14,3 +14,4 @@ from kvbus.protocol.peer import *
 from kvbus.protocol.status import *
 from kvbus.protocol.ticket import *
 from kvbus.protocol.trace import *
+from kvbus.protocol.word import *

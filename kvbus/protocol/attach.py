@@ -84,6 +84,9 @@ class PassSegment(Request[SegmentPassed], frozen=True):
     direct: bool = True
     """Whether NIXL may register it. One segment with false makes the whole rank *unregistered*: its
     KV is copied by agents of this machine, or goes through staging slots."""
+    words: bool = False
+    """Whether it is the engine's [page of words](#words), and no memory of KV: 4,096 zeros, sealed
+    against shrinking."""
 
 
 @request("cuda", Socket.ATTACH, refusals="not_registered segment config")
@@ -144,3 +147,6 @@ class LendMemory(Request[MemoryLent], frozen=True):
     access: MemoryAccess
     first: Size = 0
     """Number of the first segment that is wanted: how many you have."""
+    words: bool = False
+    """Whether the [page of words](protocol-engine.md#words) is wanted, and no segment. Its
+    descriptor comes alone; none comes when the engine has no page."""

@@ -33,6 +33,7 @@ from kvbus.protocol.message import (
 Tables = Annotated[dict[Id, BlockTable], msgspec.Meta(max_length=64)]
 Ranks = Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=1024)]
 """Numbers of the ranks."""
+WordName = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Clock = float
 """When the engine asked for this first, in seconds of ``CLOCK_MONOTONIC``. A time that cannot be
 true, or was over an hour ago, is ignored."""
@@ -153,6 +154,8 @@ class MakeOffer(Request[OfferMade], frozen=True):
     """The trace of the request, in the form of [W3C Trace
     Context](https://www.w3.org/TR/trace-context/). What is not of this form is ignored."""
     asked_s: Clock | None = None
+    word: WordName = 0
+    """The name of the offer's [word](#words); 0 for none. Only of a sealed offer for one reader."""
 
 
 @request(

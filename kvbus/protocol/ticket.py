@@ -17,7 +17,7 @@ import msgspec
 
 from kvbus.errors import ErrorCode, LocalError, ProtocolError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Tables
+from kvbus.protocol.engine import Tables, WordName
 from kvbus.protocol.envelope import unpack_map
 from kvbus.protocol.message import (
     AgentId,
@@ -115,6 +115,8 @@ class Ticket(Carried, frozen=True):
     last byte. Empty when the offer was open, or has too many."""
     traceparent: Text = ""
     """As in ``offer``. It is not signed."""
+    word: WordName = 0
+    """As in ``offer``. It is not signed: with another one the fetch takes longer, and no more."""
 
     def tables(self) -> dict[str, BlockTable]:
         """The block tables in ``blocks``, none when it is empty; raises `ProtocolError`."""
@@ -229,13 +231,14 @@ class TicketKeys:
 def _signature(key: bytes, ticket: Ticket | Rendezvous) -> str:
     """HMAC-SHA256 of all other fields: compact JSON, in the order in which the page has them.
 
-    Without ``blocks`` when there are none, and without ``traceparent``: agents that do not know
-    these fields sign without them.
+    Without ``blocks`` when there are none, and without ``traceparent`` and ``word``: agents that do
+    not know these fields sign without them.
     """
     fields = msgspec.structs.replace(ticket, signature="").to_json()
     if not fields.get("blocks", True):
         del fields["blocks"]
-    fields.pop("traceparent", None)
+    for name in ("traceparent", "word"):
+        fields.pop(name, None)
     unsigned = msgspec.json.encode(fields)
     return hmac.digest(key, f"kvbus {ticket.what}\n".encode() + unsigned, "sha256").hex()
 

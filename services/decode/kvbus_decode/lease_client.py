@@ -18,6 +18,7 @@ from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.peer import Met, Release, Take
 from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.word import Word
 from kvbus_decode.chunk import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
@@ -108,6 +109,11 @@ class LeaseClient(PeerWatcher):
                 )
                 return
             self._hold_progress(fetch, route)
+        elif route is not None and isinstance(message, Take) and _takes_word(fetch, route, message):
+            settle(Empty())
+            # behind the answer to the engine; that it is refused or lost changes nothing here
+            self._agent.loop.call_soon(home.ask, message, timeout_s, lambda _: None)
+            return
         home.ask(message, timeout_s, settle)
 
     def tell(self, command: ev.Tell) -> None:
@@ -271,6 +277,14 @@ class LeaseClient(PeerWatcher):
                 check = source.check(offer_id, progress_s=2 * DRAIN_PERIOD_S)
                 source.peer.ask(check, DRAIN_PERIOD_S, _note_refusal)
             await anyio.sleep(DRAIN_PERIOD_S)
+
+
+def _takes_word(fetch: ActiveFetch, route: Route, take: Take) -> bool:
+    """Take the offer by its word, if it has one in a page here; else its agent has to be asked."""
+    ticket, memory = fetch.requested.ticket, route.home.mapped
+    if not ticket.word or take.part or take.tables is None or memory is None or not memory.words:
+        return False
+    return Word(memory.words.swap, ticket).take(take.token)
 
 
 def _note_refusal(reply: Empty | KVBusError) -> None:

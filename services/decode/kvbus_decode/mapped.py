@@ -6,6 +6,7 @@ A prefill agent passes it on a Unix socket. Where memory cannot be mapped, KV is
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,14 +19,24 @@ from kvbus.agent.identity import machine_id, sharing
 from kvbus.agent.loop import in_thread
 from kvbus.agent.service import Agent
 from kvbus.agent.slots import HOST
-from kvbus.errors import ConfigError, ErrorCode, KVBusError, PeerLost, ProtocolError, RemoteError
+from kvbus.errors import (
+    ConfigError,
+    ErrorCode,
+    KVBusError,
+    PeerLost,
+    ProtocolError,
+    RemoteError,
+    SegmentError,
+)
 from kvbus.memory.attach import FrameChannel, check_folder, close_fds, connect_to_agent
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.room import check_mappings
+from kvbus.memory.run_copy import swap_word
 from kvbus.protocol.attach import LendMemory, MemoryLent, MemorySocket
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import EngineMemory, HandshakeDone
 from kvbus.protocol.status import Sharing
+from kvbus.protocol.word import WORDS_BYTES
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peers import Extent
 
@@ -41,6 +52,8 @@ OPEN = "open"
 SegmentKey = tuple[int, str]
 """A rank, and the id of a segment of it."""
 Lent = dict[SegmentKey, SegmentMapping]
+WORDS: SegmentKey = (-1, "words")
+"""The key of the page of words, which is no segment."""
 
 
 # A copy knows addresses only, in a thread that cannot be stopped. So these rules:
@@ -60,11 +73,12 @@ class MappedMemory:
     """Where each segment of the ranks is in this process, read-only, as long as this is held.
 
     ``name`` is the engine and its agent, for people; ``addresses`` are by rank and segment;
-    ``extents`` are all of it, in order of address.
+    ``extents`` are all of it, in order of address; ``words`` those of its engine's offers.
     """
 
     def __init__(self, name: str, channel: FrameChannel, lent: Lent) -> None:
-        self.name = name
+        self.name, self.words = name, lent.get(WORDS)
+        lent = {key: one for key, one in lent.items() if key != WORDS}
         self.addresses: dict[int, dict[str, int]] = {}
         for (rank, segment_id), mapping in lent.items():
             self.addresses.setdefault(rank, {})[segment_id] = mapping.address
@@ -252,24 +266,33 @@ def _connect(path: Path) -> FrameChannel:
 
 
 async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent: Lent) -> None:
-    """Ask for the segments of one engine until all are ``lent``, which the caller closes.
+    """Ask for the segments of one engine until all are ``lent``, which the caller closes, and then
+    for its words: it may have none, or its agent be of a version that knows of none.
 
     Raises `KVBusError`, and what sockets raise.
     """
     wanted = _sizes(done.memory)
-    while len(lent) < len(wanted):
+    has_all = False
+    while not has_all:
+        has_all = len(lent) == len(wanted)
         lend = LendMemory(
             agent_boot=boot,
             engine_id=done.memory.engine.engine_id,
             memory_id=done.memory_id,
             access=done.access,
             first=len(lent),
+            words=has_all,
         )
         answer, fds = await channel.ask({"op": lend.op, "body": to_body(lend)})
         try:
             reply = from_body(MemoryLent, answer)
-            _check(reply, fds, boot, wanted)
-            await in_thread(_map_some, reply, fds, lent)
+            if not has_all:
+                _check(reply, fds, boot, wanted)
+                await in_thread(_map_some, reply, fds, lent)
+            elif len(fds) == 1 and swap_word is not None:
+                page = partial(SegmentMapping, fds.pop(), size_bytes=WORDS_BYTES)
+                with suppress(SegmentError):  # all can do without
+                    lent[WORDS] = await in_thread(page)
         finally:
             close_fds(fds)
 

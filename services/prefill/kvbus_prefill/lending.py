@@ -5,7 +5,7 @@ connection: its end is how a reader learns that the engine is gone.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import structlog
@@ -100,6 +100,11 @@ class MemoryLender:
         engine = self._engine(wanted)
         if self._readers.setdefault(connection, engine) is not engine:
             raise LocalError("this connection is for another engine", code=ErrorCode.STALE)
+        if wanted.words:
+            words = engine.words
+            page = [words] if words is not None and words.lent_fd is not None else []
+            answer = MemoryLent(self._agent.identity.agent_boot, ())
+            return PassingAnswer(to_body(answer), _duplicates(page))
         lent = [(rank, name, one) for rank, name, one in _segments(engine) if one is not None]
         some = lent[wanted.first : wanted.first + MAX_LENT_AT_ONCE]
         segments = tuple(LentSegment(rank, name, one.size_bytes) for rank, name, one in some)
@@ -129,7 +134,7 @@ def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, SegmentMapping | 
 
 # A reply may wait for its reader, and the engine end meanwhile. Its descriptors are closed then,
 # and their numbers may be those of other files at once: what is sent is a copy of them.
-def _duplicates(mappings: list[SegmentMapping]) -> list[int]:
+def _duplicates(mappings: Sequence[SegmentMapping]) -> list[int]:
     """A descriptor of each; raises `LocalError` (``busy``) when no more can be had."""
     fds: list[int] = []
     try:

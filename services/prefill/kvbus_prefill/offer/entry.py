@@ -16,6 +16,7 @@ from kvbus.protocol.events import OfferEvent
 from kvbus.protocol.message import check_right
 from kvbus.protocol.peer import Claim, Digest, Granted, Pack, PeerWithdraw, Release, Renew, Take
 from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.word import Word
 from kvbus.table import Context as AnyContext
 from kvbus.table import Story
 from kvbus_prefill.offer import events as ev
@@ -111,7 +112,8 @@ class OfferEntry:
     its ticket, with the end of the wait of each. Readers that ask for its seal put its expiry off,
     but not beyond ``hold_ends_at``. ``leases`` are by epoch: those that are live or done, and as
     many others of the last numbers as it has readers; ``epoch`` is the last number. ``ended_by`` is
-    how the offer ended, for those who come late.
+    how the offer ended, for those who come late. Until its ``word`` is closed, a reader may have
+    taken it.
     """
 
     offer_id: str
@@ -135,6 +137,7 @@ class OfferEntry:
     leases: dict[int, Lease] = field(default_factory=dict)
     outcome: Outcome | None = None
     ended_by: ErrorCode = ErrorCode.OFFER_UNKNOWN
+    word: Word | None = None
     story: Story = field(default_factory=Story, compare=False)
 
     @property

@@ -10,6 +10,7 @@ from kvbus.protocol.engine import MakeOffer, Released
 from kvbus.protocol.events import OfferEvent
 from kvbus.protocol.message import Message
 from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.word import Word
 from kvbus.table.events import (
     DeadlinePassed,
     DrainStarted,
@@ -41,7 +42,7 @@ class Opened(Value, frozen=True):
     """The engine of ``ticket`` makes an offer; ``message`` was checked against its memory.
 
     ``ttl_s`` counts while no lease is live. The engine may name ``ticket_blocks`` of its blocks in
-    the ticket itself.
+    the ticket itself. A reader of this machine may take the offer by its ``word``.
     """
 
     message: MakeOffer
@@ -49,6 +50,11 @@ class Opened(Value, frozen=True):
     ticket: Ticket
     ttl_s: float
     ticket_blocks: int = 0
+    word: Word | None = None
+
+
+class WordTaken(Value, frozen=True):
+    """A reader has taken the offer by its word; the table says so to itself."""
 
 
 class Abandoned(Value, frozen=True):

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.protocol.engine import ExtendOffer, SealOffer
 from kvbus.protocol.message import check_right
-from kvbus.protocol.peer import Digest, Forgo, Meet, Pack
+from kvbus.protocol.peer import Digest, Forgo, Meet, Pack, Release, Renew
 from kvbus.table import Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
 from kvbus_prefill.offer import events as ev
@@ -17,6 +18,10 @@ from kvbus_prefill.offer.transitions import TRANSITIONS, done, draining, ended, 
 
 NAMES_KEPT_S = 600.0
 """How long a name that was used or given up is remembered: an engine may come to it late."""
+
+
+KEEPING = (Meet, Renew, Release, ExtendOffer, SealOffer, ev.Abandoned)
+"""What neither ends an offer nor gives it to a reader."""
 
 
 class UsedName(NamedTuple):
@@ -100,6 +105,24 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             return self._apply(offer, event, now)
         except KVBusError as error:
             return [Refuse(event.reply_to, error)]
+
+    # What may end an offer, or give it to a reader, closes its word first (`kvbus.protocol.word`).
+    # If the reader or the engine was faster, what comes then comes to an offer that is over.
+    def _apply(self, entry: OfferEntry, event: Any, now: float) -> Commands:
+        word, kind = entry.word, type(getattr(event, "message", event))
+        if word is None or word.is_closed or kind in KEEPING:
+            return super()._apply(entry, event, now)
+        if (code := word.close()) is None:
+            return super()._apply(entry, event, now)
+        is_taken = code is ErrorCode.OFFER_COMPLETED
+        ended = ev.WordTaken() if is_taken else EngineLost(entry.engine_id)
+        commands = super()._apply(entry, ended, now)
+        if not isinstance(event, ev.Asked):
+            return commands
+        try:
+            return commands + super()._apply(entry, event, now)
+        except KVBusError as error:
+            return [*commands, Refuse(event.reply_to, error)]
 
     def _hit_by(self, event: ev.Event, now: float) -> list[OfferEntry]:
         """The offers that an event is about which names no request."""

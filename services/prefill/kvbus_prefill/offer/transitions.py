@@ -102,7 +102,9 @@ def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
     offer.engine_id, offer.request_id = ticket.engine_id, ticket.request_id
     offer.secret, offer.ticket, offer.ttl_s = ticket.secret, ticket, event.ttl_s
     offer.readers, offer.asked_s = message.readers, message.asked_s
-    offer.traceparent = ticket.traceparent
+    offer.traceparent, offer.word = ticket.traceparent, event.word
+    if offer.word is not None:
+        offer.word.open(message.word)
     offer.num_tokens, offer.tables = message.num_tokens, dict(message.tables)
     offer.opened_at, offer.expires_at = at.now, at.now + event.ttl_s
     waiting, offer.waiting = offer.waiting, {}
@@ -299,6 +301,11 @@ def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
     return commands
 
 
+def end_taken(offer: OfferEntry, _event: ev.WordTaken, _: Context) -> Commands:
+    """Its reader has everything, and said so in the word."""
+    return offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
+
+
 def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
     """Why a reader must show what it has read: its lease is over, or there was none."""
     who = event.message.reader_id, event.holder
@@ -313,6 +320,8 @@ def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
 def _has_taken(offer: OfferEntry, event: ev.Asked[Take]) -> bool:
     """Whether it was told so already, and only the reply was lost."""
     right = event.message.token, event.holder
+    if offer.word is not None and offer.word.was_taken_by(event.message.token):
+        return True
     return any(one.is_done and (one.token, one.holder) == right for one in offer.leases.values())
 
 
@@ -375,7 +384,8 @@ TRANSITIONS = transitions(
     (LIVE, (Release,), give_back, ()),
     ((OPEN,), (Take,), refuse_early_take, ()),
     ((SEALED,), (Take,), take, (SEALED, RELEASED)),
+    ((SEALED,), (ev.WordTaken,), end_taken, (RELEASED,)),
     ((RELEASED,), (Take,), take_again, ()),
-    ((RELEASED,), (WithdrawOffer, PeerWithdraw), withdraw_again, ()),
+    ((RELEASED,), (WithdrawOffer, PeerWithdraw, Forgo), withdraw_again, ()),
     ((RELEASED,), (ExtendOffer, SealOffer, Claim, Renew, Release), refuse_ended, ()),
 )

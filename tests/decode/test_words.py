@@ -1,0 +1,230 @@
+"""A fetch takes an offer by its word only with its bytes, whoever has died or stopped by then.
+
+The prefill agent is a process of its own, and the prefill engine has a thread: both go on while the
+decode agent, in the event loop of the test, is held up in the middle of a fetch. The engine writes
+over all of its blocks in the callback of an offer's end.
+"""
+
+import mmap
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvbus.engine import Fetch, Link, Offer, RankMemory
+from kvbus.errors import ErrorCode, FetchFailed
+from kvbus.memory.segment import SharedSegment
+from kvbus.protocol import Outcome, Word
+from kvbus_decode import config
+from tests.agents import AgentProcess, Agents, until, wait_until
+from tests.decode.neighbours import before_each_copy, decode_agent
+from tests.engines import NUM_BLOCKS, Engine, engine, failure_of, make_spec
+from tests.memories import NHD
+from tests.prefill.inside import given_back
+
+pytestmark = pytest.mark.anyio
+
+BLOCKS = {"full": [3, 1]}
+INTO, NUM_TOKENS = (5, 2), 32
+GOOD, POISON = 0x11, 0xEE
+WITHIN_S = 60.0
+GONE = {ErrorCode.PEER_LOST, ErrorCode.STALE, ErrorCode.TRANSFER_FAILED, ErrorCode.PEER_UNREACHABLE}
+
+
+@dataclass
+class Site:
+    """A prefill agent, its engine by its link and all of its bytes, and a decode engine."""
+
+    prefill: AgentProcess
+    link: Link
+    cache: npt.NDArray[np.uint8]
+    target: Engine
+    num_offers: int = 0
+
+    async def offer(self, ttl_s: float = 60.0) -> Offer:
+        self.cache.fill(GOOD)
+        self.num_offers += 1
+        name = f"r{self.num_offers}"
+        offer = self.link.offer(name, num_tokens=NUM_TOKENS, block_ids=BLOCKS, ttl_s=ttl_s)
+        offer.ended.then(lambda: self.cache.fill(POISON))
+        return await offer
+
+    def fetch(self, offer: Offer, blocks: tuple[int, ...] = INTO) -> Fetch:
+        for view in self.target.views().values():
+            view[[*blocks]] = 0
+        fetch: Fetch = self.target.decode.fetch(
+            offer.ticket, num_tokens=NUM_TOKENS, block_ids={"full": blocks}
+        )
+        return fetch
+
+    def has_all(self, blocks: tuple[int, ...] = INTO) -> bool:
+        """Whether the decode engine has every byte of the offer in these blocks."""
+        views = [view[[*blocks]].contiguous() for view in self.target.views().values()]
+        return all(bool((view.view(torch.uint8) == GOOD).all()) for view in views)
+
+    async def works(self) -> bool:
+        """Whether a handoff completes, by its word or not; a route is warm after it."""
+        offer = await self.offer()
+        await self.fetch(offer).ended
+        return self.has_all() and await offer.ended is Outcome.COMPLETED
+
+
+@asynccontextmanager
+async def site_of(
+    folder: Path, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Site]:
+    (folder / "d").mkdir(mode=0o700)
+    # a read that is held up asks for a lease, after which words mean nothing
+    patient = partial(vars(config)["FetchLimits"], claim_after_s=WITHIN_S)
+    monkeypatch.setattr(config, "FetchLimits", patient)
+    prefill, spec = agents.prepare("prefill"), make_spec()
+    agents.start(prefill)
+    memory = RankMemory.allocate(spec, 0, NHD, num_blocks=NUM_BLOCKS)
+    segment = memory.storages["kv"]
+    assert isinstance(segment, SharedSegment)
+    # a mapping of its own, which does not end with the link
+    cache = np.frombuffer(mmap.mmap(segment.fd, segment.size_bytes), np.uint8)
+    async with decode_agent(folder / "d") as decode:
+        async with engine(decode.config.attach_path, make_spec()) as target:
+            link = Link(prefill.attach, spec, memory=memory)
+            await anyio.to_thread.run_sync(link.__enter__)
+            try:
+                site = Site(prefill, link, cache, target)
+                assert await site.works()
+                yield site
+            finally:
+                await anyio.to_thread.run_sync(link.close)
+            engines = decode.engines.engines.values()
+            processes = [process for one in engines for process in one.processes]
+        await until(lambda: all(map(given_back, processes)))
+
+
+Happens = Callable[[Site, Offer], None]
+
+
+def wait_poisoned(site: Site) -> None:
+    """The offer has ended for its engine, which has written over it."""
+    wait_until(lambda: bool((site.cache == POISON).all()), "the blocks are written over")
+
+
+def kill(site: Site, _: Offer) -> None:
+    site.prefill.kill()
+    wait_poisoned(site)
+
+
+def withdraw(site: Site, offer: Offer) -> None:
+    offer.withdraw()
+    wait_poisoned(site)
+
+
+def leave_a_stopped_agent(site: Site, _: Offer) -> None:
+    """It lives on, with an offer that it holds to be live."""
+    site.prefill.signal(signal.SIGSTOP)
+    site.link.close()
+    wait_poisoned(site)
+
+
+MOMENTS = ("before the copy", "before the take")
+EVENTS = {"killed": kill, "withdrawn": withdraw, "left while it is stopped": leave_a_stopped_agent}
+
+
+def hold_up(patch: pytest.MonkeyPatch, moment: str, happens: Callable[[], None]) -> list[bool]:
+    """Have it happen in the event loop of the decode agent; whether words were taken."""
+    takes: list[bool] = []
+
+    class Watched(Word):
+        def take(self, token: str) -> bool:
+            if moment == "before the take":
+                happens()
+            takes.append(super().take(token))
+            if moment == "after the take":
+                happens()
+            return takes[-1]
+
+    patch.setattr("kvbus_decode.lease_client.Word", Watched)
+    if moment == "before the copy":
+        before_each_copy(patch, happens)
+    return takes
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("happens", EVENTS.values(), ids=EVENTS)
+async def test_an_offer_that_its_engine_has_ended_is_not_taken(
+    folder: Path,
+    fresh: Agents,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    happens: Happens,
+) -> None:
+    async with site_of(folder, fresh, monkeypatch) as site:
+        offer = await site.offer()
+        with monkeypatch.context() as patch:
+            takes = hold_up(patch, moment, lambda: happens(site, offer))
+            fetch = site.fetch(offer)
+            if happens is leave_a_stopped_agent:
+                await until(lambda: takes)
+                site.prefill.signal(signal.SIGCONT)
+            failure = await failure_of(fetch)
+
+        assert takes == [False]
+        assert failure.code in GONE | {ErrorCode.OFFER_WITHDRAWN, ErrorCode.ENGINE_LOST}
+
+
+@pytest.mark.parametrize("happens", EVENTS.values(), ids=EVENTS)
+async def test_an_offer_that_was_taken_before_stays_taken(
+    folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch, happens: Happens
+) -> None:
+    async with site_of(folder, fresh, monkeypatch) as site:
+        offer = await site.offer()
+        with monkeypatch.context() as patch:
+            takes = hold_up(patch, "after the take", lambda: happens(site, offer))
+            await site.fetch(offer).ended
+        if happens is leave_a_stopped_agent:
+            site.prefill.signal(signal.SIGCONT)
+
+        assert takes == [True]
+        assert site.has_all()
+        if happens is withdraw:
+            assert await offer.ended is Outcome.COMPLETED
+
+
+async def test_a_taken_offer_whose_reader_says_nothing_more_is_completed_when_its_time_is_over(
+    folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with site_of(folder, fresh, monkeypatch) as site:
+        offer = await site.offer(ttl_s=1.0)
+        with monkeypatch.context() as patch:
+            takes = hold_up(patch, "", lambda: None)
+            patch.setattr("kvbus_decode.peers.Peer.ask", lambda *_: None)
+            await site.fetch(offer).ended
+
+            assert takes == [True]
+            assert await offer.ended is Outcome.COMPLETED
+
+
+async def test_of_many_fetches_of_one_offer_one_takes_it(
+    folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with site_of(folder, fresh, monkeypatch) as site:
+        takes = hold_up(monkeypatch, "", lambda: None)
+        offer = await site.offer()
+        places = [(2 * at, 2 * at + 1) for at in range(3)]
+        codes = []
+        for fetch in [site.fetch(offer, blocks) for blocks in places]:
+            try:
+                await fetch.ended
+                codes.append("")
+            except FetchFailed as failure:
+                codes.append(failure.code)
+
+        assert sorted(codes) == ["", *2 * [ErrorCode.OFFER_COMPLETED]]
+        assert takes.count(True) == 1
+        assert site.has_all(places[codes.index("")])

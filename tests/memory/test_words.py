@@ -1,0 +1,154 @@
+"""Pages of words, and what two processes make of one word."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations
+from typing import IO
+
+import pytest
+from msgspec.structs import replace
+
+from kvbus.errors import ErrorCode
+from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory.segment import SharedSegment
+from kvbus.protocol import NUM_WORDS, WORDS_BYTES, Ticket, Word, WordNames
+
+SIZE_BYTES = 8192
+HALF = SIZE_BYTES // 2
+GOOD, POISON = 0x11, 0xEE
+
+
+TICKET = Ticket(
+    agent_id="prefill",
+    agent_boot="boot",
+    endpoint="tcp://127.0.0.1:1",
+    engine_id="engine",
+    engine_instance="instance",
+    offer_id="offer",
+    request_id="request",
+    num_tokens=32,
+    secret=32 * "a",
+)
+
+
+def passed(fd: int, *, lend: bool = False) -> SegmentMapping:
+    """The page as another process has it."""
+    return SegmentMapping(os.dup(fd), size_bytes=WORDS_BYTES, lend=lend, words=True)
+
+
+def live_word(page: SharedSegment, names: WordNames) -> tuple[int, Word]:
+    """Its name, and the word as the agent has it, which has made it live."""
+    name = names.open()
+    word = Word(page.swap, replace(TICKET, word=name))
+    word.open(name)
+    return name, word
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+def test_what_one_side_swaps_the_other_sees_until_either_closes_its_page() -> None:
+    with SharedSegment(WORDS_BYTES) as ours, passed(ours.fd, lend=True) as theirs:
+        names = WordNames(ours.swap)
+        assert theirs.lent_fd is not None
+        lent = passed(theirs.lent_fd)
+        name = names.open()
+        agent, reader = (Word(one.swap, replace(TICKET, word=name)) for one in (theirs, lent))
+        agent.open(name)
+        assert reader.take("token")
+        assert agent.close() is ErrorCode.OFFER_COMPLETED
+
+        name, _ = live_word(ours, names)
+        lent.close()
+        late, agent = (Word(one.swap, replace(TICKET, word=name)) for one in (lent, theirs))
+        assert not late.take("token")
+        assert agent.close() is None
+
+
+class Reader:
+    """The other process."""
+
+    def __init__(self, command: list[str], *fds: int) -> None:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, pass_fds=fds)
+        self.input: IO[str] = self._process.stdin  # type: ignore[assignment]  # it is a pipe
+        self.output: IO[str] = self._process.stdout  # type: ignore[assignment]
+        assert self.output.readline() == "ready\n"
+
+    def step(self, *words: object) -> list[str]:
+        """Have it do one thing; what it said."""
+        print(*words, file=self.input, flush=True)
+        return self.output.readline().split()
+
+    def end(self) -> None:
+        self.input.close()
+        assert self._process.wait() == 0
+        self.output.close()
+
+
+@pytest.fixture
+def page() -> Iterator[SharedSegment]:
+    with SharedSegment(WORDS_BYTES) as made:
+        yield made
+
+
+@pytest.fixture
+def blocks() -> Iterator[SharedSegment]:
+    with SharedSegment(SIZE_BYTES) as made:
+        yield made
+
+
+@pytest.fixture
+def reader(
+    child_command: Callable[..., list[str]], page: SharedSegment, blocks: SharedSegment
+) -> Iterator[Reader]:
+    fds = page.fd, blocks.fd
+    ticket = json.dumps(TICKET.to_json())
+    made = Reader(child_command("word_reader", *fds, ticket), *fds)
+    yield made
+    made.end()
+
+
+# The engine closes the word and then writes over its blocks; the reader copies them and then takes
+# the word. Each has three steps, done in each of the 20 orders that there are.
+def test_in_no_order_of_their_steps_is_an_offer_taken_with_other_bytes(
+    page: SharedSegment, blocks: SharedSegment, reader: Reader
+) -> None:
+    takes, names = [], WordNames(page.swap)
+    for places in combinations(range(6), 3):
+        blocks.view()[:] = GOOD
+        name, _ = live_word(page, names)
+        engine: list[Callable[[], object]] = [
+            partial(names.close, name),
+            lambda: blocks.view()[:HALF].fill(POISON),
+            lambda: blocks.view()[HALF:].fill(POISON),
+        ]
+        reads = [("copy", 0, HALF), ("copy", HALF, HALF), ("take", name)]
+        taken, content = "", ""
+        for place in range(6):
+            if place in places:
+                engine.pop(0)()
+            elif reads[0][0] == "take":
+                taken, content = reader.step(*reads.pop(0))
+            else:
+                reader.step(*reads.pop(0))
+        takes.append(taken == "True")
+        assert not takes[-1] or content == SIZE_BYTES * f"{GOOD:02x}", places
+
+    assert sum(takes) == 1, "it was done with all of its steps before the word was closed"
+
+
+def test_of_two_processes_that_swap_one_word_one_has_it(
+    page: SharedSegment, reader: Reader
+) -> None:
+    names = WordNames(page.swap)
+    for _ in range(10):
+        live = [live_word(page, names) for _ in range(NUM_WORDS)]
+        reader.step("race", *(name for name, _ in live))
+        seen = [word.close() is ErrorCode.OFFER_COMPLETED for _, word in reversed(live)]
+        taken = [one == "1" for one in reader.output.readline().split()]
+
+        assert taken == seen[::-1]
+        for name, _ in live:
+            names.close(name)
