@@ -55,7 +55,7 @@ from kvbus.bench.shapes import (
     scattered_tokens,
 )
 from kvbus.engine.bounce import Direction, HostBlocks
-from kvbus.errors import KVBusError
+from kvbus.errors import KVBusError, RequestTimeout
 from kvbus.geometry import KvPart
 from kvbus.histograms import added_counts, histogram_quantile
 from kvbus.lab.engine import private_cache
@@ -71,6 +71,7 @@ CONCURRENCY = 64
 OFFERS_AT_ONCE = 32
 WARM_UP_S, RATE_S = 1.0, 10.0
 
+CASE_WITHIN_S, ROUND_WITHIN_S = 300.0, 10.0
 LOAD_S = 15.0
 NUM_LARGE = 4
 LARGE_BLOCKS = 256 * MIB // BIG.block_bytes
@@ -470,6 +471,16 @@ def run_cases(names: Sequence[CaseName], scale: Scale, sheet: Sheet) -> None:
         anyio.run(_run, names, scale, sheet, Path(folder))
 
 
+async def _measured(name: CaseName, bench: Bench, scale: Scale) -> list[Figure]:
+    """Raises `RequestTimeout` for a case that does not go on."""
+    within_s = CASE_WITHIN_S + ROUND_WITHIN_S * scale.rounds
+    try:
+        with anyio.fail_after(within_s):
+            return await CASES[name](bench, scale)
+    except TimeoutError as error:
+        raise RequestTimeout(f"case '{name}' was not measured within {within_s:g} s") from error
+
+
 async def _run(names: Sequence[CaseName], scale: Scale, sheet: Sheet, folder: Path) -> None:
     async with AsyncExitStack() as stack:
         with waiting_for("two agents and a process of engines to start"):
@@ -477,7 +488,7 @@ async def _run(names: Sequence[CaseName], scale: Scale, sheet: Sheet, folder: Pa
         try:
             for name in names:
                 sheet.begin(name)
-                sheet.show(await CASES[name](bench, scale))
+                sheet.show(await _measured(name, bench, scale))
         except* KVBusError:
             for one in bench.agents.values():
                 sys.stderr.write(f"{one.child.lost('runs')}\n")
