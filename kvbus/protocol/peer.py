@@ -219,7 +219,11 @@ class Take(Request[Empty], frozen=True):
     """The reader's own, random and new for each fetch: a repeated take shows it."""
     tables: Tables | None = None
     """The block tables that were read, as the ticket's ``blocks`` has them; others than the offer's
-    are ``geometry``. A reader with a live lease leaves them out."""
+    are ``geometry``. A reader with a live lease leaves them out, and the two fields that follow."""
+    num_tokens: Tokens = 0
+    """The ticket's tokens; another number than the offer's is ``geometry``."""
+    engine_id: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    """The ticket's engine; another one than the offer's is ``geometry``."""
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False

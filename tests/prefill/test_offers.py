@@ -109,6 +109,8 @@ def taken(
     *,
     token: str = "own",
     blocks: tuple[int, ...] | None = (3, 4),
+    num_tokens: int = 32,
+    engine_id: str = "engine",
     secret: str = SECRET,
     holder: str = "",
     process: Process = ("", ""),
@@ -122,6 +124,8 @@ def taken(
         secret=secret,
         token=token,
         tables=None if blocks is None else {"full": BlockTable.of(blocks)},
+        num_tokens=num_tokens,
+        engine_id=engine_id,
         reader_agent=agent_id,
         reader_boot=boot,
         part=part,
@@ -400,6 +404,9 @@ SCRIPTS: dict[str, list[Step]] = {
     # the blocks
     "what was read out of other blocks than those of the offer is nothing":
         [SEALED, (1, taken(blocks=(3, 5)), [GEOMETRY]), (1, taken(), ["ok", COMPLETED])],
+    "nor is what a ticket named that had other tokens or another engine":
+        [SEALED, (1, taken(num_tokens=33), [GEOMETRY]), (1, taken(num_tokens=17), [GEOMETRY]),
+         (1, taken(engine_id="other"), [GEOMETRY]), (1, taken(), ["ok", COMPLETED])],
     "a box is packed while its lease lives":
         [SEALED, claimed(), (1.999, box(), PACKED), (2, box(), [LEASE_EXPIRED])],
     "a box is packed out of the blocks of the offer":

@@ -90,9 +90,10 @@ def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
     }
     if fetch.state is not TAKING:
         return Claim(lease_s=limits.lease_s, **shown)
-    compares = fetch.held is None or fetch.in_doubt
-    tables = dict(fetch.tables) if compares else None
-    return Take(token=requested.take_token, tables=tables, **shown)
+    if fetch.held is None or fetch.in_doubt:
+        shown["tables"] = dict(fetch.tables)
+        shown["num_tokens"], shown["engine_id"] = ticket.num_tokens, ticket.engine_id
+    return Take(token=requested.take_token, **shown)
 
 
 def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:

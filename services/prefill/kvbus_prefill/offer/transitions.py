@@ -272,8 +272,8 @@ def _check_room(offer: OfferEntry, message: Claim | Take, ending: list[Lease], a
 # written to them again after the release. A yes needs the seal, and the take comes after the last
 # byte: whatever was read while the offer is live when the take comes was read in between. A lease
 # keeps the offer from its expiry meanwhile, and other readers away; it adds nothing to the bytes.
-# The tables that a ticket named are compared: what else was read, out of a ticket that was altered,
-# is no KV of this offer. Those that a grant named are the offer's own: its reader leaves them out.
+# What a ticket named is compared: what else was read, out of a ticket that was altered, is no KV of
+# this offer. The tables that a grant named are the offer's own: its reader leaves them out.
 def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
     """The reader has everything; the last of the readers ends the offer, and no part does."""
     message, own, outlived = event.message, list[Lease](), list[Lease]()
@@ -284,12 +284,8 @@ def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
     if message.tables is None and not own:
         raise _without_lease(offer, event)
     _check_room(offer, message, [*own, *outlived], at)
-    if message.tables is not None and offer.tables != message.tables:
-        raise LocalError(
-            "the blocks that were read are not those of the offer: was the ticket altered?",
-            code=ErrorCode.GEOMETRY,
-            offer_id=offer.offer_id,
-        )
+    if message.tables is not None:
+        _check_read(offer, message)
     completed = ErrorCode.OFFER_COMPLETED
     commands: Commands = [done(event)]
     commands += [offer.end_lease(lease, "ended", completed) for lease in (*own, *outlived)]
@@ -304,6 +300,22 @@ def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
 def end_taken(offer: OfferEntry, _event: ev.WordTaken, _: Context) -> Commands:
     """Its reader has everything, and said so in the word."""
     return offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
+
+
+def _check_read(offer: OfferEntry, message: Take) -> None:
+    """Raise `LocalError` (``geometry``) unless what a ticket named is this offer's."""
+    read = {
+        "block table": (message.tables, offer.tables),
+        "number of tokens": (message.num_tokens, offer.num_tokens),
+        "engine": (message.engine_id, offer.engine_id),
+    }
+    other = next((what for what, (theirs, ours) in read.items() if theirs != ours), None)
+    if other is not None:
+        raise LocalError(
+            f"the {other} of what was read is not that of the offer: was the ticket altered?",
+            code=ErrorCode.GEOMETRY,
+            offer_id=offer.offer_id,
+        )
 
 
 def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
