@@ -81,7 +81,12 @@ class Lane:
         """Return once the agent that things happen to is part of the handoff that has begun."""
 
     async def leave(self, one: Engine) -> None:
-        """Have the engine go, or what of it is at the agent that things happen to."""
+        """Have the engine go, or what of it is at the agent that things happen to.
+
+        It has gone before another lane has its turn, whose engines keep the event loop for longer
+        than a read of mapped memory takes.
+        """
+        await one.control.aclose()
         raise Left
 
     def is_withheld(self, target: Engine, fetch: Any) -> bool:
@@ -128,6 +133,9 @@ class HostLane(Lane):
             piece_bytes=1 << 20,
             seed=len(role),
         )
+
+    async def leave(self, one: Engine) -> None:
+        raise Left
 
     def is_withheld(self, target: Engine, fetch: Any) -> bool:
         assert isinstance(target, HostEngine)
