@@ -38,6 +38,10 @@ class SimAttach:
         self.peer = SimpleNamespace(pid=0)
         self.is_open = True
 
+    @property
+    def has_hung_up(self) -> bool:
+        return not self.is_open
+
     def hang_up(self) -> None:
         if self.agent.process.is_alive:
             self.end()

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import structlog
 
+from kvbus.memory.mapping import OwnedMemory
 from kvbus.protocol import AgentRole, Rendezvous, Status
 from tests.sim.agent import IN_A_WORLD, SimAgent
 from tests.sim.engine import DecodeEngine, PrefillEngine, Shape, SimEngine
@@ -390,7 +391,13 @@ def cluster_of(settings: Settings, seed: int = 1) -> Iterator[Cluster]:
     )
     gc.freeze()  # what is there already need not be looked at when this world ends
     before = memory_files()
-    with seeded(seed), patch.multiple("kvbus.agent.runtime", **IN_A_WORLD):
+    with (
+        seeded(seed),
+        patch.multiple("kvbus.agent.runtime", **IN_A_WORLD),
+        warnings.catch_warnings(),
+    ):
+        # the kernel gives back what a killed process had, whenever its objects go
+        warnings.simplefilter("ignore", ResourceWarning)
         cluster = Cluster(settings, seed)
         ERRORS.world, ERRORS.has_flips = cluster.world, cluster.settings.flips > 0
         try:
@@ -401,9 +408,11 @@ def cluster_of(settings: Settings, seed: int = 1) -> Iterator[Cluster]:
             ERRORS.world = None
             cluster.close()
             structlog.reset_defaults()
-            with warnings.catch_warnings():  # the kernel gives back what a killed process had
-                warnings.simplefilter("ignore", ResourceWarning)
-                gc.collect()
+            # the frames of an error may hold them for longer than this
+            for one in gc.get_objects():
+                if issubclass(type(one), OwnedMemory):
+                    one.close()
+            gc.collect()
             gc.unfreeze()
             for descriptor in memory_files() - before:
                 os.close(descriptor)
