@@ -121,6 +121,21 @@ class EngineDirectory:
         else:
             self._tasks.start_soon(self._unmap, [process])
 
+    # A reader's take and the end of an engine come by different sockets. An agent that was stopped
+    # finds both when it goes on, and may read the take first:
+    #
+    #     engine   leaves, hangs up ─▶ writes to its blocks
+    #     agent    stopped ──────────────────────────────────▶ take: has the engine hung up? then no
+    #
+    # An engine hangs up before it writes, so who looks behind the take sees it.
+    def end_if_left(self, engine_id: str) -> None:
+        """Lose an engine whose control process has hung up, if the loop has not heard of it yet."""
+        engine = self.engines.get(engine_id)
+        if engine is not None and engine.control is not None:
+            connection = engine.control.connection
+            if connection.has_hung_up:
+                self.on_attach_closed(connection)
+
     def admit(self, call: Call) -> None:
         """Who has not said hello on the attach socket may ask for the status, and no more.
 

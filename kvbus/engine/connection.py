@@ -235,6 +235,7 @@ class Connection:
         if self._client is not None and isinstance(error, PeerLost):
             self._client.take_last()  # what it said before its end
         self.lost = error
+        self._attach.hang_up()  # before anybody writes to blocks: see `EngineDirectory.end_if_left`
         if self._client is not None:
             self._client.closed_by = error
             self._client.close()

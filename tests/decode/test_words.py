@@ -7,11 +7,13 @@ over all of its blocks in the callback of an offer's end.
 
 import mmap
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -22,8 +24,10 @@ import torch
 from kvbus.engine import Fetch, Link, Offer, RankMemory
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import Outcome, Word
+from kvbus.protocol import Outcome, Request, Word
+from kvbus.protocol.peer import Take
 from kvbus_decode import config
+from kvbus_decode.peers import Peer
 from tests.agents import AgentProcess, Agents, until, wait_until
 from tests.decode.neighbours import before_each_copy, decode_agent
 from tests.engines import NUM_BLOCKS, Engine, engine, failure_of, make_spec
@@ -49,11 +53,17 @@ class Site:
     target: Engine
     num_offers: int = 0
 
-    async def offer(self, ttl_s: float = 60.0) -> Offer:
+    async def offer(self, ttl_s: float = 60.0, *, readers: int = 1) -> Offer:
+        """With several readers it has no word."""
         self.cache.fill(GOOD)
         self.num_offers += 1
-        name = f"r{self.num_offers}"
-        offer = self.link.offer(name, num_tokens=NUM_TOKENS, block_ids=BLOCKS, ttl_s=ttl_s)
+        offer = self.link.offer(
+            f"r{self.num_offers}",
+            num_tokens=NUM_TOKENS,
+            block_ids=BLOCKS,
+            ttl_s=ttl_s,
+            readers=readers,
+        )
         offer.ended.then(lambda: self.cache.fill(POISON))
         return await offer
 
@@ -194,6 +204,39 @@ async def test_an_offer_that_was_taken_before_stays_taken(
         assert site.has_all()
         if happens is withdraw:
             assert await offer.ended is Outcome.COMPLETED
+
+
+async def test_an_agent_that_was_left_while_it_was_stopped_says_no_to_a_take_that_came_first(
+    folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on as soon as the engine has written over the blocks, which still closes its link."""
+    async with site_of(folder, fresh, monkeypatch) as site:
+        asked, is_over = list[Take](), threading.Event()
+
+        def note(peer: Peer, message: Request[Any], *rest: Any) -> None:
+            ask(peer, message, *rest)
+            if isinstance(message, Take):
+                asked.append(message)
+
+        def go_on() -> None:
+            site.prefill.signal(signal.SIGCONT)
+            is_over.wait(WITHIN_S)
+
+        ask = Peer.ask
+        offer = await site.offer(readers=2)
+        offer.ended.then(go_on)
+        with monkeypatch.context() as patch:
+            before_each_copy(patch, lambda: site.prefill.signal(signal.SIGSTOP))
+            patch.setattr(Peer, "ask", note)
+            fetch = site.fetch(offer)
+            await until(lambda: asked)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(site.link.aclose)
+                failure = await failure_of(fetch)
+                is_over.set()
+
+        assert failure.code is ErrorCode.ENGINE_LOST
+        assert bool((site.cache == POISON).all())
 
 
 async def test_a_taken_offer_whose_reader_says_nothing_more_is_completed_when_its_time_is_over(

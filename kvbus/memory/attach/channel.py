@@ -86,6 +86,16 @@ class FrameChannel:
         self._socket = connected
         self._frame_timeout_s = frame_timeout_s
 
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the other side has, as of now and though nobody has received its end yet."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     async def receive(self) -> tuple[bytes, list[int]]:
         """Wait for a frame as long as it takes, and for its rest no longer than the deadline.
 

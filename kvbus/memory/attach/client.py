@@ -63,6 +63,11 @@ class AttachClient:
         self._channel = self._pidfd = None
         await self._stack.aclose()  # told of no exception, its tasks do not wrap the caller's
 
+    def hang_up(self) -> None:
+        """The agent sees the end from now on; the block is still to be left."""
+        if self._channel is not None:
+            self._channel.hang_up()
+
     async def process_ended(self, within_s: float) -> bool:
         """Whether the agent's process, and not only its connection, is gone within that time.
 

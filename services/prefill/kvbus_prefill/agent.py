@@ -85,10 +85,11 @@ class PrefillService(Service):
 
     def peer_handlers(self) -> Handlers:
         """A reader shakes hands, uses a lease or wants boxes packed, or a router withdraws."""
-        about_offers = (Claim, Renew, Take, Release, PeerWithdraw, Forgo)
+        about_offers = (Claim, Renew, Release, PeerWithdraw, Forgo)
         return {
             Handshake: self._shake_hands,
             **dict.fromkeys(about_offers, self._forward),
+            Take: self._take,
             Meet: Shared(self._meet, self._config.max_handoffs),
             **self._packing.handlers(),
         }
@@ -130,6 +131,13 @@ class PrefillService(Service):
         key = call.session.key
         fresh = new_secret() if isinstance(message, Claim | Meet | Forgo) else ""
         self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))
+
+    def _take(self, take: Take, call: Call) -> None:
+        """An engine that has left may write to the blocks that were read."""
+        offer = self._table.live.get(take.offer_id)
+        if offer is not None:
+            self._agent.engines.end_if_left(offer.engine_id)
+        self._forward(take, call)
 
     def _meet(self, meet: Meet, call: Call) -> None:
         left = ev.Abandoned(transfer_id=meet.transfer_id, reply_to=call)
