@@ -128,6 +128,11 @@ class Segments:
         """
         if len(fds) != 1:
             raise ProtocolError(f"a segment comes with 1 descriptor, not {len(fds)}")
+        if segment.words and segment.size_bytes != WORDS_BYTES:
+            raise SegmentError(
+                f"a page of words has {WORDS_BYTES} bytes, not {segment.size_bytes}",
+                size_bytes=segment.size_bytes,
+            )
         direct = segment.direct and not self._staging.only
         if not direct:
             self._staging.check_packs()
@@ -141,8 +146,8 @@ class Segments:
         )
         mapping = await in_thread(opened)
         await self._keep(segment.segment_id, mapping, HOST)
-        if segment.words and mapping.sealed and mapping.size_bytes == WORDS_BYTES:
-            self.words = None if swap_word is None else mapping
+        if segment.words and mapping.sealed and swap_word is not None:
+            self.words = mapping
         self.direct &= direct
         if not mapping.sealed:
             in_loop = asyncio.get_running_loop().call_soon_threadsafe

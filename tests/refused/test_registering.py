@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from kvbus.engine import Connection, Link, RankMemory, share_tensor
 from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable, lay_out_rank
+from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import MakeOffer, Register, to_body
+from kvbus.protocol.word import WORDS_BYTES
 from tests.agents import AgentProcess, until, wait_until
 from tests.engines import FULL, SMALL, engine, failure_of, make_spec, rank_link, same
 from tests.memories import NHD
@@ -70,6 +72,17 @@ async def test_memory_that_contradicts_itself_is_refused(
         assert await code_of(link.__aenter__()) is code
 
     assert prefill.says("request.refused", op="register", code=code.value)
+
+
+def test_a_page_of_words_of_another_size_is_refused(prefill: AgentProcess) -> None:
+    with Attached(prefill.attach) as process, SharedSegment(2 * WORDS_BYTES) as page:
+        process.hello(engine_id="raw", boot=uuid.uuid4().hex)
+        body = {"segment_id": "words", "size_bytes": page.size_bytes, "words": True}
+
+        reply = process.ask("segment", body, (page.fd,))
+
+    assert reply["error"]["code"] == "segment"
+    assert f"{WORDS_BYTES} bytes, not {2 * WORDS_BYTES}" in reply["error"]["message"]
 
 
 async def test_engines_that_do_not_fit_are_told_the_field_and_both_values(

@@ -234,7 +234,8 @@ class PrefillService(Service):
         engine = self._agent.engines.engine_of(call)
         check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
         identity, max_blocks = self._agent.identity, self._config.ticket_blocks
-        has_word = offer.word and engine.words and offer.sealed and offer.readers == 1
+        may_have_word = offer.word and offer.sealed and offer.readers == 1
+        words = engine.words if may_have_word else None
         ticket = Ticket(
             agent_id=identity.agent_id,
             agent_boot=identity.agent_boot,
@@ -250,7 +251,7 @@ class PrefillService(Service):
             prompt_digest=offer.prompt_digest,
             blocks=packed_tables(offer.tables, max_blocks=max_blocks) if offer.sealed else "",
             traceparent=known_trace(offer.traceparent),
-            word=offer.word if has_word else 0,
+            word=offer.word if words else 0,
         )
         if self._ticket_keys is not None:
             lifetime_s = self._config.ticket_lifetime_s
@@ -263,7 +264,7 @@ class PrefillService(Service):
                 reply_to=call,
                 ticket=ticket,
                 ttl_s=offer.ttl_s or self._config.offer_ttl_s,
-                word=Word(engine.words.swap, ticket) if ticket.word and engine.words else None,
+                word=Word(words.swap, ticket) if words else None,
                 ticket_blocks=max_blocks if may_name else 0,
             )
         )
