@@ -166,6 +166,7 @@ def ipc_finding(read: GpuMemory | None, error: str, *, num_devices: int) -> Find
     found = f"CUDA IPC fails, with {num_devices} GPUs of the driver ({versions}): {error}"
     if read:
         names = ", ".join(f"{name} {uuid}" for uuid, name, _ in read.gpus)
+        versions += f", CUDA {read.cuda_version}"
         found = f"CUDA IPC works between two processes; {names} ({versions})"
     return Finding(
         "cuda.ipc",

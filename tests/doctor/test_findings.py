@@ -78,7 +78,7 @@ ROWS: list[tuple[Finding, str, str, str, str]] = [
         "IPC_LOCK over",
         "",
     ),
-    (ipc(GPU, ""), "cuda.ipc", OK, "H200", ""),
+    (ipc(GPU, ""), "cuda.ipc", OK, "CUDA 13.0", ""),
     (ipc(None, "torch is built without CUDA"), "cuda.ipc", WARNING, "without CUDA", "python"),
     (read("configured", 9e9, "cma/memory"), "nixl.read.configured", OK, "9 GB/s over cma/memo", ""),
     (read("configured", 0), "nixl.read.configured", ERROR, "it hung", "env | grep ^UCX_"),
