@@ -14,7 +14,6 @@ from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable, lay_out_rank
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import MakeOffer, Register, to_body
-from kvbus.protocol.word import WORDS_BYTES
 from tests.agents import AgentProcess, until, wait_until
 from tests.engines import FULL, SMALL, engine, failure_of, make_spec, rank_link, same
 from tests.memories import NHD
@@ -75,14 +74,14 @@ async def test_memory_that_contradicts_itself_is_refused(
 
 
 def test_a_page_of_words_of_another_size_is_refused(prefill: AgentProcess) -> None:
-    with Attached(prefill.attach) as process, SharedSegment(2 * WORDS_BYTES) as page:
+    with Attached(prefill.attach) as process, SharedSegment(8192) as page:
         process.hello(engine_id="raw", boot=uuid.uuid4().hex)
         body = {"segment_id": "words", "size_bytes": page.size_bytes, "words": True}
 
         reply = process.ask("segment", body, (page.fd,))
 
     assert reply["error"]["code"] == "segment"
-    assert f"{WORDS_BYTES} bytes, not {2 * WORDS_BYTES}" in reply["error"]["message"]
+    assert "4096 bytes, not 8192" in reply["error"]["message"]
 
 
 async def test_engines_that_do_not_fit_are_told_the_field_and_both_values(
