@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 
-import anyio
 import structlog
 
 from kvbus.agent.engine import LocalEngine, engine_lost
+from kvbus.agent.loop import until
 from kvbus.agent.segments import RankMemory
 from kvbus.errors import KVBusError
 from kvbus.geometry import GroupSpec
@@ -79,7 +79,6 @@ class Copiers:
         self._lock = Lock()
         self._waiting: FairQueue[Callable[[], None]] = FairQueue()
         self._running: defaultdict[LocalEngine | None, set[Work]] = defaultdict(set)
-        self._idle: dict[LocalEngine | None, anyio.Event] = {}
 
     @property
     def num_running(self) -> int:
@@ -144,8 +143,7 @@ class Copiers:
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when nothing copies from or to the memory of a lost engine, or refers to it."""
-        if engine in self._running:
-            await self._idle.setdefault(engine, anyio.Event()).wait()
+        await until(lambda: engine not in self._running)
         for rank in engine.ranks.values():
             rank.forget_paged()
 
@@ -191,7 +189,6 @@ class Copiers:
         running.discard(work)
         if not running:
             del self._running[work.engine]
-            self._idle.pop(work.engine, anyio.Event()).set()
         work.on_end(work.error)
 
 

@@ -24,6 +24,7 @@ Ts = TypeVarTuple("Ts")
 
 NUM_THREADS = 40
 """For what would block the event loop, but for copies, which have threads of their own."""
+LOOK_S = 0.02
 
 
 class AgentLoop(asyncio.SelectorEventLoop):
@@ -53,6 +54,12 @@ async def in_thread(function: Callable[[Unpack[Ts]], Result], *args: *Ts) -> Res
     with anyio.CancelScope(shield=True):
         await asyncio.wait([called])
     return called.result()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Return when it is; looked at again and again, for ends that are rare and take their time."""
+    while not is_so():  # noqa: ASYNC110 - no event would be for it alone
+        await anyio.sleep(LOOK_S)
 
 
 async def guarded(

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anyio
 from anyio.abc import TaskGroup
 
 from kvbus.agent.access import Access
 from kvbus.agent.copiers import Copiers
 from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.engines import EngineDirectory, EngineUser
+from kvbus.agent.loop import until
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.slots import StagingDevices
 from kvbus.agent.spans import Stories
@@ -68,7 +68,6 @@ class Service(EngineUser):
         stories: Stories[Any],
     ) -> None:
         self._agent, self._driver, self._live = agent, driver, table.live
-        self._idle = anyio.Event()
         self.stories = stories
         """What happened to them."""
 
@@ -86,16 +85,11 @@ class Service(EngineUser):
 
     def start_draining(self) -> None:
         """Refuse new work from now on; what is live goes on."""
-        self._driver.on_settled = self._check_idle
         self._driver.dispatch(DrainStarted())
 
     async def drained(self) -> None:
         """Return when nothing runs any more; only awaited once draining has started."""
-        await self._idle.wait()
-
-    def _check_idle(self) -> None:
-        if not self._live:
-            self._idle.set()
+        await until(lambda: not self._live)
 
     def stop(self) -> None:
         """Fail what still runs."""

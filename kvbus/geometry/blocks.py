@@ -84,13 +84,8 @@ class BlockTable(msgspec.Struct, frozen=True):
             )
         return BlockTable(ids=self.ids + more.ids, first_block=self.first_block)
 
-    def largest(self) -> int:
-        """The largest id; 0 when there is none."""
-        ids = self._ids()
-        return max(ids, default=0) if isinstance(ids, tuple) else int(ids.max())
-
-    def check_ids(self, num_blocks: int) -> None:
-        """Raise `GeometryError` unless every id is below ``num_blocks`` and named once."""
+    def check_below(self, num_blocks: int) -> int:
+        """The largest id, or -1; raises `GeometryError` unless it is below ``num_blocks``."""
         ids = self._ids()
         largest = max(ids, default=-1) if isinstance(ids, tuple) else int(ids.max())
         if largest >= num_blocks:
@@ -99,6 +94,11 @@ class BlockTable(msgspec.Struct, frozen=True):
                 block_id=largest,
                 num_blocks=num_blocks,
             )
+        return largest
+
+    def check_ids(self, num_blocks: int) -> None:
+        """Raise `GeometryError` unless every id is below ``num_blocks`` and named once."""
+        largest, ids = self.check_below(num_blocks), self._ids()
         if isinstance(ids, tuple):
             num_distinct = len(set(ids))
         elif largest >= DENSE * len(ids):
@@ -120,6 +120,17 @@ class BlockTable(msgspec.Struct, frozen=True):
                 f"block {first} on, the table has {len(self)} from block {self.first_block} on",
                 needed=needed,
                 given=len(self),
+            )
+
+    def check_holds(self, start: int, stop: int, block_size: int, *, group: str) -> None:
+        """Raise `GeometryError` unless the blocks of tokens [start, stop) are among the table's."""
+        first, end = start // block_size, num_blocks_for(stop, block_size)
+        if start < stop and not self.first_block <= first < end <= self.first_block + len(self):
+            raise GeometryError(
+                f"tokens {start} to {stop} are in blocks {first} to {end} of group '{group}', the "
+                f"table has {len(self)} from block {self.first_block} on",
+                needed=end,
+                given=self.first_block + len(self),
             )
 
     def _ids(self) -> tuple[int, ...] | BlockIds:

@@ -26,7 +26,6 @@ from kvbus.geometry import (
     GroupSpec,
     RankSpec,
     Region,
-    num_blocks_for,
     slot_bytes,
 )
 from kvbus.memory.run_copy import copy_runs, zero_runs
@@ -123,24 +122,8 @@ class PagedMemory:
 
     def _check_blocks(self, table: BlockTable, start: int, stop: int) -> None:
         """Raise `GeometryError` unless ``table`` has positions [start, stop), in blocks of here."""
-        first = start // self.group.block_size
-        last = num_blocks_for(stop, self.group.block_size)
-        skipped = first - table.first_block
-        ids = table.array()[max(skipped, 0) : last - table.first_block]
-        if skipped < 0 or ids.size < last - first:
-            raise GeometryError(
-                f"positions {start} to {stop} are in blocks {first} to {last}, the table has "
-                f"{len(table)} from block {table.first_block} on",
-                needed=last,
-                given=table.first_block + len(table),
-            )
-        if ids.size and int(ids.max()) >= self._num_blocks:
-            raise GeometryError(
-                f"block id {int(ids.max())} is out of range, the cache has {self._num_blocks} "
-                "blocks",
-                block_id=int(ids.max()),
-                num_blocks=self._num_blocks,
-            )
+        table.check_holds(start, stop, self.group.block_size, group=self.group.name)
+        table.check_below(self._num_blocks)
 
 
 def gather(memory: PagedMemory, table: BlockTable, box: Box, slot: Buffer) -> None:

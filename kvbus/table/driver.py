@@ -26,8 +26,7 @@ class Driver(Generic[E]):
     """Feeds ``table``, and hands each command to the one of ``commands`` for its class.
 
     All in the event loop's thread. Replies go to the call that was asked with; ``commands`` has
-    what is done for the others, and is filled by its owner before the first event. ``on_settled``,
-    where it is set, is called when all that an event led to is done.
+    what is done for the others, and is filled by its owner before the first event.
     """
 
     def __init__(self, table: Table[Any, Any, Any, Any], loop: Clock) -> None:
@@ -35,7 +34,6 @@ class Driver(Generic[E]):
             SendReply: _reply,
             Refuse: _refuse,
         }
-        self.on_settled: Callable[[], None] | None = None
         self._table, self._loop = table, loop
         self._events: deque[E | DeadlinePassed] = deque()
         self._running = False
@@ -71,8 +69,6 @@ class Driver(Generic[E]):
             self._running = False
             if self._table.deadlines.bound < self._alarm_at:
                 self._set_alarm()
-        if self.on_settled is not None:
-            self.on_settled()
         if errors:
             raise ExceptionGroup("commands failed", errors) if errors[1:] else errors[0]
 

@@ -22,27 +22,27 @@ SEALED = [
     (FULL, 2, 0, 32, ""),
     (FULL, 3, 0, 33, ""),
     (FULL, 4, 0, 33, ""),
-    (FULL, 2, 0, 33, "33 tokens need 3 blocks"),
+    (FULL, 2, 0, 33, "blocks 0 to 3 of group 'full', the table has 2 from block 0"),
     (FULL, 2, 1, 33, "must start at block 0"),
     (WINDOW, 3, 0, 40, ""),
     (WINDOW, 2, 1, 40, ""),
     (WINDOW, 2, 1, 36, ""),
     (WINDOW, 0, 5, 0, ""),
-    (WINDOW, 2, 0, 40, "40 tokens need 3 blocks"),
-    (WINDOW, 1, 2, 40, "starts in block 1, the table in 2"),
-    (WINDOW, 2, 1, 35, "starts in block 0, the table in 1"),
+    (WINDOW, 2, 0, 40, "table has 2 from block 0"),
+    (WINDOW, 1, 2, 40, "blocks 1 to 3 of group 'window', the table has 1 from block 2"),
+    (WINDOW, 2, 1, 35, "table has 2 from block 1"),
     (STATE, 1, 0, 1, ""),
     (STATE, 1, 0, 1000, ""),
     (STATE, 1, 0, 0, ""),
     (STATE, 0, 0, 0, ""),
-    (STATE, 0, 0, 1, "1 tokens need 1 blocks"),
+    (STATE, 0, 0, 1, "table has 0 from block 0"),
     (STATE, 2, 0, 1, "one block, not 2"),
     (STATE, 1, 1, 1, "one block, not 2"),
     (STATE, 0, 1, 1, "must start at block 0"),
 ]
 OPEN = [
     (WINDOW, 1, 3, 10, ""),
-    (WINDOW, 1, 3, 80, "need 5 blocks"),
+    (WINDOW, 1, 3, 80, "table has 1 from block 3"),
 ]
 """Of a group a table of so many blocks, from a first one, for so many tokens; how it is refused."""
 
@@ -91,7 +91,7 @@ async def test_an_open_offer_is_sealed_once_its_window_is_in_its_table(
     session, table = engines["window"].control.connection, BlockTable.of([5], first_block=3)
     opened = MakeOffer(request_id="r", num_tokens=10, tables={"window": table}, sealed=False)
     offer_id = (await session.request(opened)).offer_id
-    with pytest.raises(RequestRefused, match="starts in block 0, the table in 3") as early:
+    with pytest.raises(RequestRefused, match="the table has 1 from block 3") as early:
         await session.request(SealOffer(offer_id=offer_id))
 
     more = BlockTable.of([6], first_block=4)

@@ -54,7 +54,6 @@ def driver() -> tuple[Driver[Any], list[Any], Clock]:
         raise FailError(number)
 
     one.commands |= {str: done.append, list: one.dispatch, int: fail}
-    one.on_settled = lambda: done.append("settled")
     return one, done, clock
 
 
@@ -63,7 +62,7 @@ def test_what_a_command_causes_comes_after_the_commands_beside_it() -> None:
 
     one.dispatch(["a", ["b", ["c"], "d"], "e"])
 
-    assert done == ["a", "e", "b", "d", "c", "settled"]
+    assert done == ["a", "e", "b", "d", "c"]
 
 
 @pytest.mark.parametrize("numbers", [[1], [1, 2]])
@@ -76,7 +75,7 @@ def test_a_command_that_fails_leaves_none_out_and_is_raised(numbers: list[int]) 
     group = failure.value.exceptions if isinstance(failure.value, ExceptionGroup) else None
     errors = list(group or [failure.value])
     assert [error.args for error in errors] == [(number,) for number in numbers]
-    assert done == ["a", "b", "c", "settled"]
+    assert done == ["a", "b", "c"]
     assert clock.alarms[0] == 2.0
 
 

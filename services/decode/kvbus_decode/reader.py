@@ -17,6 +17,7 @@ import anyio
 import structlog
 
 from kvbus.agent.engine import LocalEngine, engine_lost
+from kvbus.agent.loop import until
 from kvbus.agent.service import Agent
 from kvbus.errors import KVBusError, TransferFailed
 from kvbus.planning import Path, Share, cut_for_digests, cut_into_boxes
@@ -74,7 +75,6 @@ class Reader:
             ReadEnded: on_end,
         }
         self._means = Means(agent, self._dispatch, config.lease_s, metrics.digests.values)
-        self._idle: dict[LocalEngine, anyio.Event] = {}
         self._is_recycling = False
 
     @property
@@ -114,16 +114,7 @@ class Reader:
 
     async def reads_done(self, engine: LocalEngine) -> None:
         """Return when nothing can write into ``engine`` any more."""
-        if self._table.num_reads(engine):
-            self._driver.on_settled = self._check_idle
-            await self._idle.setdefault(engine, anyio.Event()).wait()
-
-    def _check_idle(self) -> None:
-        """Only while there is a wait for an engine."""
-        for engine in [one for one in self._idle if not self._table.num_reads(one)]:
-            self._idle.pop(engine).set()
-        if not self._idle:
-            self._driver.on_settled = None
+        await until(lambda: not self._table.num_reads(engine))
 
     def _copies_now(self, chunk: Chunk) -> bool:
         """Copy a chunk of mapped memory where the way to a thread takes longer than that.

@@ -183,25 +183,10 @@ class Route:
         """
         for group in self.prefill.groups:
             start, stop = spans.get(group.name, (0, 0))
-            if stop <= start:
-                continue
-            table = tables.get(group.name, BlockTable(b""))
-            largest, num_blocks = table.largest(), self._num_blocks[group.name]
-            if largest >= num_blocks:
-                raise GeometryError(
-                    f"the offer names block {largest} of group '{group.name}', the prefill engine "
-                    f"has {num_blocks}",
-                    group=group.name,
-                    block_id=largest,
-                    num_blocks=num_blocks,
-                )
-            first, end = table.first_block, table.first_block + len(table)
-            if not (first * group.block_size <= start and stop <= end * group.block_size):
-                raise GeometryError(
-                    f"the offer's table of group '{group.name}' has blocks {first} to {end}, "
-                    f"positions {start} to {stop} were asked for",
-                    group=group.name,
-                )
+            if start < stop:
+                table = tables.get(group.name, BlockTable(b""))
+                table.check_below(self._num_blocks[group.name])
+                table.check_holds(start, stop, group.block_size, group=group.name)
 
     def num_bytes(self, spans: Spans) -> int:
         """Bytes of these positions, for all ranks that are here."""

@@ -15,7 +15,7 @@ from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, Shared, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
-from kvbus.geometry import BlockTable, GroupSpec, num_blocks_for
+from kvbus.geometry import BlockTable, GroupSpec
 from kvbus.planning import check_compatible
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer, WithdrawOffer
 from kvbus.protocol.envelope import PROTOCOL_VERSION
@@ -358,25 +358,14 @@ def check_tables(
 
 
 def _check_table(group: GroupSpec, table: BlockTable, num_tokens: int, *, sealed: bool) -> None:
-    start, stop = group.positions(0, num_tokens)
-    needed, given = num_blocks_for(stop, group.block_size), table.first_block + len(table)
-    if given < needed:
-        raise GeometryError(
-            f"group '{group.name}': {num_tokens} tokens need {needed} blocks, "
-            f"the table ends at block {given}",
-            needed=needed,
-            given=given,
-        )
+    given = table.first_block + len(table)
     if group.state and given > 1:
         raise GeometryError(
             f"group '{group.name}' is a state: its table has one block, not {given}", given=given
         )
     if group.window is None and table.first_block:
         raise GeometryError(f"group '{group.name}' has no window, its table must start at block 0")
-    if sealed and stop > start and table.first_block > start // group.block_size:
-        raise GeometryError(
-            f"group '{group.name}': a window of {group.window} tokens before token {num_tokens} "
-            f"starts in block {start // group.block_size}, the table in {table.first_block}",
-            needed=start // group.block_size,
-            given=table.first_block,
-        )
+    start, stop = group.positions(0, num_tokens)
+    if not sealed:
+        start = max(start, table.first_block * group.block_size)
+    table.check_holds(start, stop, group.block_size, group=group.name)
