@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvbus.engine.connection import Connection, Events
-from kvbus.errors import ClosedError, ErrorCode, KVBusError, RequestRefused
+from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError, RequestRefused
 from kvbus.protocol.message import Request
 
 FIRST_S, MOST_S = 0.02, 2.0
@@ -97,6 +97,8 @@ class Asking(Events, Generic[A]):
             connection.send(one.message, on_reply, timeout_s=self.reply_within_s)
         except KVBusError as error:
             self.refused(one, error)
+        except Exception as error:  # such as a ticket that no message can carry: this fails alone
+            self.refused(one, LocalError(f"it cannot be asked for: {error}"))
         else:
             self.sent(one, connection)
 

@@ -12,7 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from msgspec.structs import replace
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from kvbus.engine.asking import Asking, Pending
 from kvbus.engine.connection import Connection
 from kvbus.engine.later import Later, Runner
-from kvbus.engine.offers import BlockIds
+from kvbus.engine.offers import BlockIds, check_groups
 from kvbus.errors import (
     AgentHungUp,
     ErrorCode,
@@ -77,8 +77,6 @@ class FetchOptions(TypedDict, total=False):
     wanted_s: float | None
     """For spans: since when, by `time.monotonic`, the engine has had the request, which waited for
     its turn."""
-    asked_s: float | None
-    """For spans: when the engine asked for this, if that was not now."""
 
 
 class Fetch(Pending[StartFetch]):
@@ -191,43 +189,29 @@ class Fetches(Asking[Fetch]):
         *,
         num_tokens: int | None,
         block_ids: BlockIds,
-        first_token: int = 0,
-        timeout_s: float | None = None,
-        zero_tail: bool = False,
-        chunk_tokens: int = 0,
-        on_landed: OnLanded | None = None,
-        fetch_id: str | None = None,
-        prompt_digest: str = "",
-        priority: int = 0,
-        traceparent: str = "",
-        asked_s: float | None = None,
-        wanted_s: float | None = None,
+        **options: Unpack[FetchOptions],
     ) -> Fetch:
         """A fetch that is not asked for yet; copies the ids.
 
         Without ``timeout_s``, an agent that answers nothing is waited for ``patience_s``. Raises
         `GeometryError` as `Link.fetch` does; called in any thread.
         """
-        at_most = num_tokens is None
+        at_most, first_token = num_tokens is None, options.get("first_token", 0)
         if num_tokens is None:
             num_tokens = _most_tokens(self._engine, block_ids, first_token)
+        fields: dict[str, Any] = {**options}
+        on_landed = fields.pop("on_landed", None)
+        fields["fetch_id"] = fields.get("fetch_id") or uuid.uuid4().hex
+        fields["traceparent"] = known_trace(fields.get("traceparent", ""))
         message = StartFetch(
-            fetch_id=fetch_id or uuid.uuid4().hex,
             ticket=dict(ticket),
             num_tokens=num_tokens,
             tables=fetch_tables(self._engine, block_ids, first_token, num_tokens),
-            first_token=first_token,
-            timeout_s=timeout_s,
-            zero_tail=zero_tail,
-            chunk_tokens=chunk_tokens,
-            prompt_digest=prompt_digest,
-            priority=priority,
-            traceparent=known_trace(traceparent),
-            asked_s=time.monotonic() if asked_s is None else asked_s,
-            wanted_s=wanted_s,
             at_most=at_most,
+            asked_s=time.monotonic(),
+            **fields,
         )
-        return Fetch(self, message, on_landed, timeout_s or self._patience_s)
+        return Fetch(self, message, on_landed, message.timeout_s or self._patience_s)
 
     def sent(self, one: Fetch, connection: Connection) -> None:
         """The agent may write into its blocks from now on."""
@@ -445,8 +429,7 @@ def fetch_tables(
 
     What the agent shall refuse is left to it: a group that is needed and has no ids.
     """
-    if unknown := sorted(block_ids.keys() - {group.name for group in engine.groups}):
-        raise GeometryError(f"the engine has no group {', '.join(unknown)}", field="block_ids")
+    check_groups(engine, block_ids)
     tables = {}
     for group in engine.groups:
         start, stop = group.positions(first_token, num_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvbus.errors import ClosedError
 
@@ -70,6 +70,37 @@ class Later(Future[T]):
         call, self.on_observed = self.on_observed, None
         if call is not None:
             call()
+
+
+class Handle(Protocol):
+    """Something that ends."""
+
+    @property
+    def ended(self) -> Later[Any]:
+        """How it ended."""
+
+
+H = TypeVar("H", bound=Handle)
+
+
+class Ended(Generic[H]):
+    """What has ended, and is told of when somebody looks: unless somebody else is told."""
+
+    def __init__(self) -> None:
+        self._over: dict[H, None] = {}
+
+    def note(self, handle: H) -> None:
+        """It has ended, or its blocks are free."""
+        if not handle.ended.is_observed:
+            self._over[handle] = None
+            handle.ended.on_observed = partial(self._over.pop, handle, None)
+
+    def take(self) -> list[H]:
+        """Those that ended since the last call."""
+        told = [one for one in list(self._over) if self._over.pop(one, self) is None]
+        for one in told:
+            one.ended.on_observed = None
+        return told
 
 
 def _wake(loop: asyncio.AbstractEventLoop, woken: "asyncio.Future[None]", _: object) -> None:

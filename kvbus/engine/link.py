@@ -22,7 +22,7 @@ import torch
 from kvbus.engine.asking import Asking
 from kvbus.engine.connection import Connection, KeptConnection
 from kvbus.engine.fetches import Fetch, Fetches, FetchOptions
-from kvbus.engine.later import Runner
+from kvbus.engine.later import Ended, Runner
 from kvbus.engine.offers import BlockIds, Offer, OfferOptions, Offers, offer_message
 from kvbus.engine.rank_memory import RankMemory
 from kvbus.errors import (
@@ -130,7 +130,7 @@ class Link:
             logger=logger,
             **asking,
         )
-        self._over: dict[Offer | Fetch, None] = {}
+        self._over: Ended[Offer | Fetch] = Ended()
         self._on_change: list[Callable[[], None]] = []
         self._is_open = threading.Event()
         self._first: Future[None] = Future()
@@ -287,7 +287,7 @@ class Link:
         """
         message = offer_message(request_id, num_tokens, block_ids, **options)
         offer = Offer(self.runner, message, time.monotonic() + self._patience_s)
-        offer.on_end = self._note_end
+        offer.on_end = self._over.note
         self.runner.post(partial(self._ask, self._offers, offer))
         return offer
 
@@ -314,7 +314,7 @@ class Link:
         that are no unsigned 32-bit integers, or of no group.
         """
         fetch = self._fetches.new(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
-        fetch.on_end = self._note_end
+        fetch.on_end = self._over.note
         self.runner.post(partial(self._ask, self._fetches, fetch))
         return fetch
 
@@ -332,10 +332,7 @@ class Link:
         A fetch whose blocks were not free by then comes once more when they are. Those that
         somebody waits for, or has a call made for, are left out.
         """
-        told = [one for one in list(self._over) if self._over.pop(one, self) is None]
-        for one in told:
-            one.ended.on_observed = None
-        return told
+        return self._over.take()
 
     def record(self, stream: "torch.cuda.Stream | None" = None) -> None:
         """Mark what ``stream``, or the current one of this thread, was given so far.
@@ -397,12 +394,6 @@ class Link:
             asking.refused(handle, error)
         else:
             asking.ask(handle)
-
-    def _note_end(self, handle: Offer | Fetch) -> None:
-        """Have `ended` tell of it, unless somebody else is told."""
-        if not handle.ended.is_observed:
-            self._over[handle] = None
-            handle.ended.on_observed = partial(self._over.pop, handle, None)
 
     def _note_change(self) -> None:
         problem = self.problem

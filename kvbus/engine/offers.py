@@ -5,9 +5,9 @@ lost, as nobody can complete a read of them then.
 """
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import numpy.typing as npt
 from msgspec.structs import replace
@@ -16,7 +16,7 @@ from kvbus.engine.asking import Asking, Pending
 from kvbus.engine.connection import Connection
 from kvbus.engine.later import Later, Runner
 from kvbus.errors import ClosedError, GeometryError, KVBusError
-from kvbus.geometry import BlockTable
+from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.engine import (
     ExtendOffer,
@@ -125,7 +125,7 @@ class Offer(Pending[MakeOffer]):
         They continue where the group's table ended; ``first_blocks`` says where those of groups
         without a table start. Raises `GeometryError` for ids that are no unsigned 32-bit integers.
         """
-        tables = _tables(block_ids or {}, {**(first_blocks or {}), **self._ends})
+        tables = tables_of(block_ids or {}, {**(first_blocks or {}), **self._ends})
         self._ends |= _ends(tables)
         return self._send(lambda offer_id: ExtendOffer(offer_id, num_tokens, tables))
 
@@ -153,7 +153,7 @@ class Offer(Pending[MakeOffer]):
         ticket = self.ticket
         if not self._made.ticket_blocks:
             return ticket
-        tables = _tables(block_ids, first_blocks or {})
+        tables = tables_of(block_ids, first_blocks)
         blocks = packed_tables(tables, max_blocks=self._made.ticket_blocks)
         return ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else ticket
 
@@ -259,35 +259,20 @@ class Offers(Asking[Offer]):
 
 
 def offer_message(
-    request_id: str,
-    num_tokens: int,
-    block_ids: BlockIds,
-    *,
-    sealed: bool = True,
-    ttl_s: float | None = None,
-    first_blocks: Mapping[str, int] | None = None,
-    audience: str = "",
-    prompt_digest: str = "",
-    transfer_id: str | None = None,
-    readers: int = 1,
-    traceparent: str = "",
+    request_id: str, num_tokens: int, block_ids: BlockIds, **options: Unpack[OfferOptions]
 ) -> MakeOffer:
     """Copies the ids; raises `GeometryError` as `Link.offer` does."""
-    first_blocks = first_blocks or {}
-    if without := sorted(first_blocks.keys() - block_ids.keys()):
+    fields: dict[str, Any] = {**options}
+    first_blocks = fields.pop("first_blocks", None)
+    if without := sorted((first_blocks or {}).keys() - block_ids.keys()):
         raise GeometryError(f"no blocks are given for {', '.join(without)}", field="first_blocks")
+    fields["traceparent"] = known_trace(fields.get("traceparent", ""))
     return MakeOffer(
         request_id=request_id,
         num_tokens=num_tokens,
-        tables=_tables(block_ids, first_blocks),
-        sealed=sealed,
-        ttl_s=ttl_s,
-        audience=audience,
-        prompt_digest=prompt_digest,
-        transfer_id=transfer_id,
-        readers=readers,
-        traceparent=known_trace(traceparent),
+        tables=tables_of(block_ids, first_blocks),
         asked_s=time.monotonic(),
+        **fields,
     )
 
 
@@ -295,8 +280,18 @@ def _ends(tables: Mapping[str, BlockTable]) -> dict[str, int]:
     return {group: table.first_block + len(table) for group, table in tables.items()}
 
 
-def _tables(block_ids: BlockIds, first_blocks: Mapping[str, int]) -> dict[str, BlockTable]:
+def check_groups(engine: EngineSpec, named: Iterable[str]) -> None:
+    """Raise `GeometryError` when a group is named that the engine does not have."""
+    if unknown := sorted(set(named) - {group.name for group in engine.groups}):
+        raise GeometryError(f"the engine has no group {', '.join(unknown)}", field="block_ids")
+
+
+def tables_of(
+    block_ids: BlockIds, first_blocks: Mapping[str, int] | None = None
+) -> dict[str, BlockTable]:
+    """Copies of the ids, by group; raises `GeometryError` for ids that are none."""
+    firsts = first_blocks or {}
     return {
-        group: BlockTable.of(ids, first_block=first_blocks.get(group, 0))
+        group: BlockTable.of(ids, first_block=firsts.get(group, 0))
         for group, ids in block_ids.items()
     }

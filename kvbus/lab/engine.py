@@ -123,7 +123,6 @@ class Engine:
             self.host = HostPrefill(*parts, piece_bytes=piece_bytes)
         else:
             self.host = HostDecode(*parts, piece_bytes=piece_bytes, wait_s=self._wait_s)
-            await self._stack.enter_async_context(self.host)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -160,7 +159,7 @@ class Engine:
         """
         ready_s = time.monotonic()
         if not isinstance(self.host, HostPrefill):
-            made = await self.link.offer(
+            shared = await self.link.offer(
                 request_id,
                 num_tokens=num_tokens,
                 block_ids=block_ids,
@@ -169,32 +168,29 @@ class Engine:
                 ttl_s=ttl_s,
                 **options,
             )
-            offered = Offered(made, made.ticket, ready_s)
+            offered = Offered(shared, ready_s)
         else:
-            begun = await self.host.begin(
+            made = await self.host.offer(
                 request_id,
                 num_tokens=num_tokens if total is None else total,
                 first_blocks=first_blocks,
                 wait_s=self._wait_s,
+                ttl_s=ttl_s,
             )
-            saved = None
+            offered = Offered(made, ready_s)
+            offered.states = {
+                group.name: block_ids.get(group.name, ())
+                for group in self.spec.groups
+                if group.state
+            }
             if total is None:
-                saved = asyncio.create_task(_save(begun, num_tokens, block_ids))
-            try:
-                offered = Offered(begun, await begun.offer(ttl_s=ttl_s), ready_s)
-                offered.states = {
-                    group.name: block_ids.get(group.name, ())
-                    for group in self.spec.groups
-                    if group.state
-                }
-                if total is not None and num_tokens:
+                offered.saved = asyncio.create_task(_save(made, num_tokens, block_ids))
+            elif num_tokens:
+                try:
                     await offered.extend(num_tokens, block_ids)
-            except KVBusError:
-                if saved is not None:
-                    saved.cancel()
-                await begun.abort()
-                raise
-            offered.saved = saved
+                except KVBusError:
+                    await offered.withdraw()
+                    raise
         self._offers[offered] = None
         offered.offer.ended.add_callback(partial(self._on_ended, offered))
         return offered
@@ -245,8 +241,8 @@ class Engine:
 class Offered:
     """One offer of an `Engine`; ``ready_s`` is when its last tokens were ready."""
 
-    def __init__(self, offer: Offer | HostOffer, ticket: dict[str, Any], ready_s: float) -> None:
-        self.offer, self.ticket, self.ready_s = offer, ticket, ready_s
+    def __init__(self, offer: Offer | HostOffer, ready_s: float) -> None:
+        self.offer, self.ticket, self.ready_s = offer, offer.ticket, ready_s
         self.states: dict[str, npt.ArrayLike] = {}
         """Their blocks, of what passes through the ring."""
         self.saved: asyncio.Task[None] | None = None
@@ -289,11 +285,8 @@ class Offered:
     async def withdraw(self) -> None:
         """Give it up; returns when the blocks are the engine's."""
         with suppress(KVBusError):  # it has ended already, or the agent is gone
-            if isinstance(self.offer, HostOffer):
-                await self.offer.abort()
-            else:
-                await self.offer.withdraw()
-                await self.offer.ended
+            await self.offer.withdraw()
+            await self.offer.ended
 
 
 async def _save(offer: HostOffer, num_tokens: int, block_ids: BlockIds) -> None:

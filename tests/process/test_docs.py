@@ -59,7 +59,7 @@ def test_the_engine_of_the_memory_page_hands_over_its_kv_through_the_ring(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:
     example, *_ = examples("docs/memory.md")
-    example = re.sub(r"\.\.\. +# send the ticket.*", "got = hand_over(ticket)", example)
+    example = re.sub(r"\.\.\. +# send offer.ticket.*", "got = hand_over(offer.ticket)", example)
     _, fetching = examples("README.md")
     cache = {place: torch.randn(10, 16, 6, 8).bfloat16() for place in PLACES}
     spec, ours = (make_spec(groups=(FULL,)) for _ in range(2))

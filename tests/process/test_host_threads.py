@@ -53,7 +53,7 @@ class Sides:
             self.rings.append(ring)
             self.caches.append(cache)
         self.prefill = HostPrefill(links[0], self.rings[0], copiers[0])
-        self.decode = stack.enter_context(HostDecode(links[1], self.rings[1], copiers[1]))
+        self.decode = HostDecode(links[1], self.rings[1], copiers[1])
 
     def _copy(self, copy: CopyBlocks, *args: Any) -> None:
         assert self.gate.wait(60)
@@ -74,21 +74,20 @@ def test_a_step_neither_waits_for_a_save_nor_for_a_fetch_and_reads_the_block_ids
     sides: Sides,
 ) -> None:
     sides.gate.clear()
-    offer = sides.prefill.begin("r", num_tokens=NUM_TOKENS).wait()
-    ticket = offer.offer().wait()
+    offer = sides.prefill.offer("r", num_tokens=NUM_TOKENS).wait()
     blocks = [3]
 
     saves = [offer.save(SIZE, {"full": blocks})]
     blocks[:] = 4, 1
     saves.append(offer.save(NUM_TOKENS, {"full": blocks}))
     blocks[0] = 9
-    fetch = sides.decode.fetch(ticket, num_tokens=NUM_TOKENS, block_ids={"full": [7, 9, 8]})
+    fetch = sides.decode.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids={"full": [7, 9, 8]})
     early = [save.done() for save in saves], sides.decode.ended()
     cancelled = [save.cancel() for save in saves]
     sides.gate.set()
+    offer.seal()
     for save in saves:
         save.wait(60)
-    offer.seal()
     ended: list[object] = []
 
     def has_ended() -> bool:
@@ -109,17 +108,18 @@ def test_a_step_neither_waits_for_a_save_nor_for_a_fetch_and_reads_the_block_ids
 
 
 def test_requests_are_given_up_and_full_rings_are_busy(sides: Sides) -> None:
-    first = sides.prefill.begin("r", num_tokens=8 * SIZE).wait()
-    second = sides.prefill.begin("s", num_tokens=1)
+    first = sides.prefill.offer("r", num_tokens=8 * SIZE).wait()
+    second = sides.prefill.offer("s", num_tokens=1)
     with pytest.raises(LocalError) as refused:
         second.wait()
-    ticket = first.offer().wait()
-    fetch = sides.decode.fetch(ticket, num_tokens=8 * SIZE, block_ids={"full": list(range(8))})
+    fetch = sides.decode.fetch(
+        first.ticket, num_tokens=8 * SIZE, block_ids={"full": list(range(8))}
+    )
 
     fetch.cancel()
     with pytest.raises(FetchFailed) as failed:
         fetch.ended.wait(60)
-    first.abort()
+    first.withdraw()
 
     assert (refused.value.code, failed.value.code) == (ErrorCode.BUSY, ErrorCode.CANCELLED)
     assert first.ended.wait(60) is Outcome.WITHDRAWN

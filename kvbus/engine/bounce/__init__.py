@@ -18,7 +18,6 @@ from kvbus.engine.bounce.copies import (
     HostBlocks,
     HostBuffer,
     LocalCopier,
-    cut_into_copies,
 )
 from kvbus.engine.bounce.fetches import HostDecode, HostFetch
 from kvbus.engine.bounce.offers import HostOffer, HostPrefill
@@ -45,7 +44,6 @@ __all__ = [
     "HostPool",
     "HostPrefill",
     "LocalCopier",
-    "cut_into_copies",
     "host_blocks",
     "piece_tokens",
 ]

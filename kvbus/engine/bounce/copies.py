@@ -10,10 +10,10 @@ from functools import partial
 
 import anyio
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvbus.engine.bounce.pool import HOST_LAYOUT, HostTables
+from kvbus.engine.offers import check_groups
 from kvbus.engine.rank_memory import RankMemory
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.errors import ErrorCode, GeometryError, LocalError
@@ -53,11 +53,6 @@ class RequestBlocks:
         self.engine, self.host_tables = engine, dict(host_tables)
         self._device_tables = dict(device_tables)
 
-    @property
-    def first_blocks(self) -> dict[str, int]:
-        """By group, the block of the request that both tables start at."""
-        return {name: table.first_block for name, table in self._device_tables.items()}
-
     def add(self, num_tokens: int, given: Mapping[str, BlockTable]) -> None:
         """More blocks of the device, by group: with them there are those of ``num_tokens`` tokens.
 
@@ -83,7 +78,7 @@ class RequestBlocks:
         return [
             copy
             for name, span in spans.items()
-            for copy in cut_into_copies(
+            for copy in _cut(
                 self.engine.group(name), self._device_tables[name], self.host_tables[name], span
             )
         ]
@@ -112,7 +107,7 @@ class RequestBlocks:
         return BlockTable(known.ids + new.ids, known.first_block)
 
 
-def cut_into_copies(
+def _cut(
     group: GroupSpec, device_table: BlockTable, host_ids: BlockIds, span: tuple[int, int]
 ) -> Iterator[BlockCopy]:
     """The copies of positions [span) of one group; both tables start at the same block.
@@ -141,21 +136,10 @@ def _run_length(ids: BlockIds) -> int:
     return int(breaks[0]) + 1 if breaks.size else len(ids)
 
 
-def block_tables(block_ids: Mapping[str, npt.ArrayLike]) -> dict[str, BlockTable]:
-    """Copies of the ids; raises `GeometryError` for ids that are none."""
-    return {name: BlockTable.of(ids) for name, ids in block_ids.items()}
-
-
 def blocks_of(group: GroupSpec, num_tokens: int, *, first: int) -> int:
     """Blocks, from ``first`` on, that the first ``num_tokens`` tokens of a request occupy."""
     end = min(1, num_tokens) if group.state else num_blocks_for(num_tokens, group.block_size)
     return max(0, end - first)
-
-
-def check_groups(engine: EngineSpec, named: Mapping[str, object]) -> None:
-    """Raise `GeometryError` when a group is named that the engine does not have."""
-    if unknown := sorted(named.keys() - {group.name for group in engine.groups}):
-        raise GeometryError(f"the engine has no group {', '.join(unknown)}", field="block_ids")
 
 
 class Direction(StrEnum):

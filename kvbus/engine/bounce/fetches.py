@@ -4,10 +4,9 @@ KV is valid when the agent has confirmed it and all of it is loaded. A fetch has
 writes into the engine's blocks; host blocks stay with it while the agent may still write there.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import anyio
 from msgspec.structs import replace
@@ -15,15 +14,13 @@ from msgspec.structs import replace
 from kvbus.engine.bounce.copies import Copier, Direction, RequestBlocks
 from kvbus.engine.bounce.pool import PIECE_BYTES, HostPool, HostTables, piece_tokens
 from kvbus.engine.fetches import Fetch, FetchOptions, OnLanded, fetch_tables
-from kvbus.engine.later import Later
+from kvbus.engine.later import Ended, Later
 from kvbus.engine.link import Link
 from kvbus.engine.offers import BlockIds
-from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError
+from kvbus.errors import ErrorCode, FetchFailed, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.planning import Spans, asked_states, tail_spans
 from kvbus.protocol.engine import Fetched
-
-CLOSE_TIMEOUT_S = 1.0
 
 FetchInto = Callable[[HostTables, OnLanded], Fetch]
 """Asks the agent for a fetch into these host blocks; the other is told what has landed."""
@@ -32,9 +29,8 @@ FetchInto = Callable[[HostTables, OnLanded], Fetch]
 class HostDecode:
     """The fetches of one decode engine that goes through host blocks.
 
-    Open within ``with`` or ``async with``, inside of that of the link. About ``piece_bytes`` are
-    loaded at a time, while what follows is on the wire. A fetch waits for room on the host for at
-    most ``wait_s``. Leaving the block cancels what is left.
+    About ``piece_bytes`` are loaded at a time, while what follows is on the wire. A fetch waits for
+    room on the host for at most ``wait_s``. All of them end with the link.
     """
 
     def __init__(
@@ -48,45 +44,11 @@ class HostDecode:
     ) -> None:
         self.link, self.pool, self.copier, self.wait_s = link, pool, copier, wait_s
         self._chunk_tokens = piece_tokens(link.engine, piece_bytes=piece_bytes)
-        self._fetches: dict[HostFetch, None] = {}
-        self._over: dict[HostFetch, None] = {}
-        self._is_closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close().wait()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        with anyio.CancelScope(shield=True):
-            await self.close()
-
-    def close(self) -> Later[None]:
-        """Cancel what is left, and end; what is loaded is waited for. Idempotent."""
-        return self.link.runner.start(self._close)
+        self._over: Ended[HostFetch] = Ended()
 
     def ended(self) -> "list[HostFetch]":
-        """The fetches that ended since the last call; never waits.
-
-        Those that somebody waits for, or has a call made for, are left out.
-        """
-        return [one for one in list(self._over) if self._over.pop(one, self) is None]
-
-    async def _close(self) -> None:
-        self._is_closed = True
-        with anyio.move_on_after(CLOSE_TIMEOUT_S):
-            for fetch in list(self._fetches):
-                await fetch.cancel()
-            for fetch in list(self._fetches):
-                await fetch.freed
-        for fetch in list(self._fetches):
-            fetch.stop()
-        for fetch in list(self._fetches):
-            await fetch.freed
+        """As `Link.ended`, of these fetches."""
+        return self._over.take()
 
     def fetch(
         self,
@@ -100,11 +62,9 @@ class HostDecode:
 
         The slots of a block in front of ``first_token`` are not touched, nor are those behind the
         last token, unless ``zero_tail`` asks for zeros. ``timeout_s`` counts from when there is
-        room on the host. Raises `GeometryError` for blocks that do not fit the tokens and for a
-        request that is larger than the host buffer, and `ClosedError`.
+        room on the host. Raises `GeometryError` for blocks that do not fit the tokens, and
+        `ClosedError`. A request that is larger than the host buffer fails.
         """
-        if self._is_closed:
-            raise ClosedError("the host decode is closed")
         engine, first_token = self.link.engine, options.get("first_token", 0)
         spans = {group.name: group.positions(first_token, num_tokens) for group in engine.groups}
         tables = fetch_tables(engine, block_ids, first_token, num_tokens)
@@ -112,25 +72,17 @@ class HostDecode:
         for group in engine.groups:
             table = tables.get(group.name, BlockTable.of(()))
             table.check_covers(*spans[group.name], group.block_size)
-        self.pool.check_fits({name: len(table) for name, table in tables.items()})
         tails = tail_spans(engine.groups, spans) if options.get("zero_tail") else {}
         loaded = {name: (span[0], tails.get(name, span)[1]) for name, span in spans.items()}
 
-        def start(host_tables: HostTables, on_landed: OnLanded) -> Fetch:
+        def ask(host_tables: HostTables, on_landed: OnLanded) -> Fetch:
             asked = options | {"chunk_tokens": self._chunk_tokens, "on_landed": on_landed}
             return self.link.fetch(ticket, num_tokens=num_tokens, block_ids=host_tables, **asked)
 
-        fetch = HostFetch(self, start, loaded, tables)
-        self._fetches[fetch] = None
-        fetch.ended.then(partial(self._note, fetch))
+        fetch = HostFetch(self, ask, loaded, tables)
+        fetch.ended.then(partial(self._over.note, fetch))
         self.link.runner.start(fetch.run)
         return fetch
-
-    def _note(self, fetch: "HostFetch") -> None:
-        del self._fetches[fetch]
-        if not fetch.ended.is_observed:
-            self._over[fetch] = None
-            fetch.ended.on_observed = partial(self._over.pop, fetch, None)
 
 
 class HostFetch:
@@ -143,26 +95,24 @@ class HostFetch:
     room.
     """
 
+    _waits: anyio.CancelScope
+    """For room, from the first step of `run` on."""
+
     def __init__(
         self,
         host: HostDecode,
-        start: FetchInto,
+        ask: FetchInto,
         spans: Spans,
         device_tables: Mapping[str, BlockTable],
     ) -> None:
         """``spans`` are the positions of each group that are loaded in the end."""
         self.ended: Later[Fetched] = Later()
         self.freed: Later[None] = Later()
-        self._host, self._start_fetch = host, start
+        self._host, self._ask = host, ask
         self._spans, self._device_tables = spans, device_tables
         self._loaded = {name: start for name, (start, _) in spans.items()}
         self._num_landed, self._changed = 0, anyio.Event()
         self._fetch: Fetch | None = None
-        self._is_cancelled = False
-        self._scope: anyio.CancelScope | None = None
-        """All of `run`."""
-        self._waiting: anyio.CancelScope | None = None
-        """The wait for room."""
 
     @property
     def fetch_id(self) -> str:
@@ -177,57 +127,41 @@ class HostFetch:
         """
         return self._host.link.runner.start(partial(self._cancel, release_offer))
 
-    async def _cancel(self, release_offer: bool = False) -> None:
-        self._is_cancelled = True
-        if self._waiting is not None:
-            self._waiting.cancel()
+    async def _cancel(self, release_offer: bool) -> None:
+        self._waits.cancel()
         if self._fetch is not None:
-            with contextlib.suppress(KVBusError):  # the session is lost, and so is the fetch
-                await self._fetch.cancel(release_offer=release_offer)
-
-    def stop(self) -> None:
-        """Called by the host decode: end, once what is being loaded is."""
-        if self._scope is not None:
-            self._scope.cancel()
+            await self._fetch.cancel(release_offer=release_offer)
 
     async def run(self) -> None:
         """Called by the host decode: from the wait for room to the end."""
         try:
-            with anyio.CancelScope() as self._scope:
-                self._end(await self._run())
+            self._end(await self._run())
         except FetchFailed as error:
             self._end(error)
         except KVBusError as error:
             self._end(_failed(error.message, error.code, stage="requested"))
-        except Exception as error:  # such as a ticket that is none: this fetch fails alone
-            failure = _failed(f"the fetch cannot be asked for: {error}", ErrorCode.INVALID)
-            failure.__cause__ = error
-            self._end(failure)
         finally:
-            self._end(_failed("the host decode was closed", ErrorCode.CLOSED))
+            self._end(_failed("the link was closed", ErrorCode.CLOSED))
 
     async def _run(self) -> Fetched:
         pool = self._host.pool
         wanted = {name: len(table) for name, table in self._device_tables.items()}
         tables: HostTables = {}
-        with anyio.CancelScope() as self._waiting:
+        with anyio.CancelScope() as self._waits:
             tables = await pool.acquire(wanted, wait_s=self._host.wait_s)
         try:
-            fetch = self._start(tables)
+            if self._waits.cancel_called:
+                message, code = "the engine cancelled the fetch", ErrorCode.CANCELLED
+                raise _failed(message, code, stage="requested")
+            fetch = self._fetch = self._ask(tables, self._on_landed)
         except BaseException:
             pool.release(tables)
             raise
+        fetch.ended.add_callback(self._wake)
         try:
             return await self._follow(fetch, tables)
         finally:  # nothing is loaded from there any more; the agent may still write there
             fetch.freed.then(lambda: pool.release(tables) if fetch.are_blocks_free else None)
-
-    def _start(self, tables: HostTables) -> Fetch:
-        if self._is_cancelled:
-            raise _failed("the engine cancelled the fetch", ErrorCode.CANCELLED, stage="requested")
-        fetch = self._fetch = self._start_fetch(tables, self._on_landed)
-        fetch.ended.then(self._wake)
-        return fetch
 
     def _on_landed(self, num_tokens: int) -> None:
         self._num_landed = num_tokens
@@ -239,23 +173,14 @@ class HostFetch:
     async def _follow(self, fetch: Fetch, tables: HostTables) -> Fetched:
         """Load what has landed while the rest does, and the rest once it is confirmed."""
         blocks = RequestBlocks(self._host.link.engine, tables, self._device_tables)
-        failure: FetchFailed | None = None
         while fetch.notice is None:
+            await self._load(blocks, self._num_landed)
             await self._changed.wait()
             self._changed = anyio.Event()
-            if failure is None and fetch.notice is None:
-                try:
-                    await self._load(blocks, self._num_landed)
-                except FetchFailed as error:
-                    failure = error
-                    await self._cancel()
-        if failure is not None:
-            raise failure
         try:
             fetched = await fetch.ended
         except FetchFailed as error:  # the agent writes into host blocks only
-            failure = _failed(error.message, error.code, stage=error.stage, fetch_id=fetch.fetch_id)
-            raise failure from error
+            raise _failed(error.message, error.code, error.stage, fetch.fetch_id) from error
         await self._load(blocks, None)
         return replace(fetched, whole_blocks=False)  # what is in front of a window stays behind
 
@@ -276,9 +201,9 @@ class HostFetch:
             with anyio.CancelScope(shield=True):
                 await self._host.copier(Direction.LOAD, blocks.copies(spans))
         except Exception as error:  # the engine's own, of any kind
+            self.cancel()
             message = f"the engine's copy function failed: {error}"
-            code = ErrorCode.TRANSFER_FAILED
-            raise _failed(message, code, stage="loading", fetch_id=self.fetch_id) from error
+            raise _failed(message, ErrorCode.TRANSFER_FAILED, "loading", self.fetch_id) from error
 
     def _end(self, outcome: Fetched | FetchFailed) -> None:
         """The first outcome counts."""
@@ -286,7 +211,5 @@ class HostFetch:
         self.ended.settle(outcome)
 
 
-def _failed(
-    message: str, code: ErrorCode, *, stage: str = "lost", fetch_id: str = ""
-) -> FetchFailed:
+def _failed(message: str, code: ErrorCode, stage: str = "lost", fetch_id: str = "") -> FetchFailed:
     return FetchFailed(message, code=code, stage=stage, blocks_free=True, fetch_id=fetch_id)
