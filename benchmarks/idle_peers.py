@@ -12,9 +12,8 @@ from pathlib import Path
 
 import anyio
 
-from kvbus.bench.engine import BenchEngine
+from kvbus.bench.engine import SMALL, BenchEngine, contiguous
 from kvbus.bench.pairs import BenchAgent, agent
-from kvbus.bench.shapes import SMALL, contiguous
 from kvbus.engine import AgentRole
 
 ATTACH_TIMEOUT_S, CALM_S = 300.0, 3.0

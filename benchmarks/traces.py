@@ -22,9 +22,9 @@ import anyio
 
 from kvbus.agent.spans import ASKED
 from kvbus.bench.cases import measure_rate
+from kvbus.bench.engine import BIG, scattered
 from kvbus.bench.figures import Scale, in_turn
 from kvbus.bench.pairs import Bench, Pair, running
-from kvbus.bench.shapes import BIG, scattered
 from kvbus.spawn import free_port
 
 MIB = 1 << 20
@@ -71,10 +71,9 @@ async def deployments(folder: Path) -> AsyncIterator[dict[str, Bench]]:
 async def pairs(benches: dict[str, Bench], num_blocks: int) -> AsyncIterator[dict[str, Pair]]:
     """Engines at each deployment."""
     async with AsyncExitStack() as stack:
-        yield {
-            name: await stack.enter_async_context(bench.pair(BIG, num_blocks))
-            for name, bench in benches.items()
-        }
+        for bench in benches.values():
+            await stack.enter_async_context(bench.opened)
+        yield {name: await bench.pair(BIG, num_blocks) for name, bench in benches.items()}
 
 
 async def compare_rates(benches: dict[str, Bench], rounds: int, factor: float) -> None:
@@ -83,7 +82,8 @@ async def compare_rates(benches: dict[str, Bench], rounds: int, factor: float) -
     cpu_us: dict[str, list[float]] = {name: [] for name in benches}
     for number in range(rounds):
         for name in (OFF, ON) if number % 2 else (ON, OFF):
-            rate, *more = await measure_rate(benches[name], Scale(factor=factor))
+            async with benches[name].opened:
+                rate, *more = await measure_rate(benches[name], Scale(factor=factor))
             rates[name].append(rate.value)
             cpu_us[name].append(sum(one.value for one in more if one.name.endswith("CPU")))
     ratio = median_ratio(rates[ON], rates[OFF])

@@ -17,9 +17,9 @@ from typing import Any
 import anyio
 
 from kvbus.bench.cases import measure_rate
+from kvbus.bench.engine import BIG, SMALL, PairedBlocks, Shape, scattered
 from kvbus.bench.figures import Scale, in_turn
 from kvbus.bench.pairs import Bench, Pair, running
-from kvbus.bench.shapes import BIG, SMALL, PairedBlocks, Shape, scattered
 from kvbus.bus import new_key_pair
 from kvbus.keys.files import write_secret
 from kvbus.keys.trusted import TrustedKey, write_trusted
@@ -67,8 +67,8 @@ async def measure(
     async with AsyncExitStack() as stack:
         pairs: dict[str, Pair] = {}
         for way, bench in sites.items():
-            engines = bench.pair(shape, tables.capacities[0])
-            pairs[way] = await stack.enter_async_context(engines)
+            await stack.enter_async_context(bench.opened)
+            pairs[way] = await bench.pair(shape, tables.capacities[0])
             await pairs[way].verify(tables)
         ways = {way: lambda pair=pair: pair.timed(tables) for way, pair in pairs.items()}
         return await in_turn(rounds, ways)
@@ -88,7 +88,9 @@ async def main(rounds: int, folder: Path) -> None:
         rates: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(RATE_ROUNDS):
             for way, bench in sites.items():
-                rates[way].append((await measure_rate(bench, Scale(factor=0.3)))[0].value)
+                async with bench.opened:
+                    rate, *_ = await measure_rate(bench, Scale(factor=0.3))
+                rates[way].append(rate.value)
         tell("rate", {way: median(rates[way]) for way in WAYS}, "1/s")
 
 

@@ -17,11 +17,11 @@ COMMANDS = {
         "Hand requests from a prefill engine to a decode engine; compare with the model run alone.",
     ),
     "demo-prefill": (
-        "kvbus.demo.sides",
+        "kvbus.demo.run",
         "Offer requests at this machine's prefill agent; print their tickets, for demo-decode.",
     ),
     "demo-decode": (
-        "kvbus.demo.sides",
+        "kvbus.demo.run",
         "Fetch what demo-prefill offered, by the lines on stdin; compare with the model run alone.",
     ),
     "bench": (

@@ -1,10 +1,16 @@
-"""Cumulative histograms, as Prometheus has them: what was added, and quantiles (pure).
+"""Quantiles, of samples and of cumulative histograms as Prometheus has them (pure).
 
 A histogram is a count for each upper bound of a bucket, of all that does not exceed it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+
+def quantile(samples: Iterable[float], fraction: float) -> float:
+    """The smallest sample that at least ``fraction`` of all samples do not exceed."""
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 def added_counts(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:

@@ -14,17 +14,11 @@ import inspect
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_origin
 
-from kvbus.errors import ConfigError
-from kvbus.output import fail
-
 T = TypeVar("T")
 
 
 def with_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a function of ``options`` one that `typer.Typer.command` takes.
-
-    A `ConfigError`, of the dataclass or of the function, is one line and exit status 2.
-    """
+    """Make a function of ``options`` one that `typer.Typer.command` takes."""
     fields = inspect.signature(options).parameters.values()
     signature = inspect.Signature(
         [one for one in fields if get_origin(one.annotation) is Annotated]
@@ -32,10 +26,7 @@ def with_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[.
 
     def decorate(run: Callable[[T], None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
-            try:
-                run(options(**given))
-            except ConfigError as error:
-                fail(error.message, status=2, cause=error)
+            run(options(**given))
 
         command.__name__, command.__doc__ = run.__name__, run.__doc__
         command.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks for it

@@ -25,7 +25,7 @@ ROOMS = {
     "kvbus/interrupt": (),
     "kvbus/output": ("text",),
     "kvbus/console": ("text",),
-    "kvbus/options": ("errors", "output"),
+    "kvbus/options": (),
     "kvbus/geometry": ("errors",),
     "kvbus/spawn": ("errors",),
     "kvbus/spec_text": PURE,
@@ -41,7 +41,7 @@ ROOMS = {
     "kvbus/integrations": (*PURE, "protocol", "engine", "options", "output", "spawn", "text"),
     "kvbus/demo": (
         *(*PLUMBING, "keys", "engine", "lab", "spawn", "spec_text"),
-        *("options", "output", "text", "console"),
+        *("options", "output", "text", "console", "histograms"),
     ),
     "kvbus/bench": (
         *PLUMBING,

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvbus.errors import ConfigError
 from kvbus.options import with_options
 
 
@@ -17,10 +15,6 @@ class DrawOptions:
     width: Annotated[int, typer.Option(min=1, help="In pixels.")] = 80
     margin: int = 2
 
-    def __post_init__(self) -> None:
-        if self.width > 100:
-            raise ConfigError("--width is at most 100")
-
 
 def run(*arguments: str) -> tuple[int, str, list[DrawOptions]]:
     """The status, the output, and what was drawn."""
@@ -29,8 +23,6 @@ def run(*arguments: str) -> tuple[int, str, list[DrawOptions]]:
     @with_options(DrawOptions)
     def draw(options: DrawOptions) -> None:
         """Draw a picture."""
-        if options.name == "nothing":
-            raise ConfigError("there is nothing to draw")
         drawn.append(options)
 
     app = typer.Typer()
@@ -51,19 +43,6 @@ def test_a_field_without_an_option_is_none() -> None:
     assert (status, "margin" in output) == (0, False)
     assert "Draw a picture." in output
     assert "--width" in output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--of", "a", "--width", "101"], "error: --width is at most 100\n"),
-        (["--of", "nothing"], "error: there is nothing to draw\n"),
-    ],
-)
-def test_what_the_dataclass_or_the_command_refuses_is_one_line_and_status_2(
-    arguments: list[str], told: str
-) -> None:
-    assert run(*arguments) == (2, told, [])
 
 
 def test_a_value_out_of_range_is_refused_by_name() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbus.bench.figures import quantile
+from kvbus.histograms import quantile
 
 Rounds = Mapping[str, Sequence[Mapping[str, list[float]]]]
 """By connector, the series of each round."""

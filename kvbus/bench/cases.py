@@ -1,9 +1,7 @@
 """The cases of ``kvbus bench``, each with its limit, and their run.
 
 The limit is a bare READ of NIXL for what goes over the wire, a memcpy for what is mapped, and four
-bare processes (`floor`) for what is small; it is measured in turn with the handoffs.
-A device here is private memory, and its copies are timed alone too.
-"""
+bare processes (`floor`) for what is small; it is measured in turn with the handoffs."""
 
 import asyncio
 import mmap
@@ -20,28 +18,9 @@ from statistics import median
 
 import anyio
 import numpy as np
-import torch
 
-from kvbus.bench.engine import Ticket, cache_copy
-from kvbus.bench.figures import (
-    CaseName,
-    Figure,
-    Scale,
-    Sheet,
-    Target,
-    at_least,
-    in_turn,
-    milliseconds,
-    quantile,
-    speed,
-    stages,
-)
-from kvbus.bench.floor import floor
-from kvbus.bench.pairs import UNMAPPED, Bench, Pair, bare_pair, running
-from kvbus.bench.shapes import (
+from kvbus.bench.engine import (
     BIG,
-    BIG_HOST,
-    GROUP,
     HND_1,
     LAYERED,
     NHD_1,
@@ -49,23 +28,33 @@ from kvbus.bench.shapes import (
     SMALL,
     PairedBlocks,
     Shape,
+    Ticket,
     contiguous,
     direct_descriptors,
     scattered,
     scattered_tokens,
 )
-from kvbus.engine.bounce import Direction, HostBlocks
+from kvbus.bench.figures import (
+    CaseName,
+    Figure,
+    Scale,
+    Sheet,
+    Ways,
+    in_turn,
+    milliseconds,
+    speed,
+    stages,
+)
+from kvbus.bench.floor import floor
+from kvbus.bench.pairs import UNMAPPED, Bench, Pair, running
 from kvbus.errors import KVBusError, RequestTimeout
-from kvbus.geometry import KvPart
-from kvbus.histograms import added_counts, histogram_quantile
-from kvbus.lab.engine import private_cache
+from kvbus.histograms import added_counts, histogram_quantile, quantile
 from kvbus.memory.segment import huge_bytes
 from kvbus.output import waiting_for
 
 MIB = 1 << 20
 NUM_BYTES = 64 * MIB
 NUM_SMALL = 1000
-ADVISED = "advised raw"
 
 CONCURRENCY = 64
 OFFERS_AT_ONCE = 32
@@ -81,14 +70,6 @@ VERY_BIG_BLOCKS = (4 << 30) // BIG.block_bytes
 CALM_S, IDLE_S = 1.0, 20.0
 
 OTHERS = ("mapped", UNMAPPED, "direct", "packed")
-SIDES = {
-    "shared to shared": (BIG, BIG),
-    "host to shared": (BIG_HOST, BIG),
-    "shared to host": (BIG, BIG_HOST),
-    "host to host": (BIG_HOST, BIG_HOST),
-}
-
-Ways = Mapping[str, Callable[[], Awaitable[float]]]
 
 
 async def measure_transfer(
@@ -107,37 +88,32 @@ async def measure_transfer(
     tables = blocks(scale.count(NUM_BYTES // shape.block_bytes), shape)
     rows, size_bytes = direct_descriptors(shape, shape, tables)
     num_blocks = tables.capacities[0]
-    async with (
-        bare_pair(rows, size_bytes, bench.folder) as raw,
-        bare_pair(rows, size_bytes, bench.folder, pages="huge") as huge,
-        bench.pair(shape, num_blocks) as pair,
-        bench.reader(shape, num_blocks, pair.source, label=UNMAPPED) as far,
-    ):
-        for one in (pair, far):
-            await one.verify(tables)
-        ways: Ways = {
-            "raw": raw.read_s,
-            ADVISED: huge.read_s,
-            "kvbus": partial(pair.timed, tables),
-            UNMAPPED: partial(far.timed, tables),
-        }
-        times = await in_turn(scale.rounds, ways)
-        huge_shares = {
-            "raw": await raw.huge_share(),
-            ADVISED: await huge.huge_share(),
-            "kvbus": pair.reader.huge_share(),
-        }
+    raw = await bench.bare_pair(rows, size_bytes)
+    pair = await bench.pair(shape, num_blocks)
+    far = await bench.pair(shape, num_blocks, source=pair.source, label=UNMAPPED)
+    for one in (pair, far):
+        await one.verify(tables)
+    ways: Ways = {
+        "raw": raw.read_s,
+        "kvbus": partial(pair.timed, tables),
+        UNMAPPED: partial(far.timed, tables),
+    }
+    times = await in_turn(scale.rounds, ways)
     seconds = {name: median(some) for name, some in times.items()}
     of_medians = {name: seconds["raw"] / some for name, some in seconds.items()}
-    copy_s, huge_shares["memcpy"] = _memcpy(rows.num_bytes, scale.rounds)
+    copy_s, memcpy_huge = _memcpy(rows.num_bytes, scale.rounds)
+    huge_shares = {
+        "raw": await raw.reader.ask(float, "huge_share"),
+        "kvbus": pair.reader.huge_share(),
+        "memcpy": memcpy_huge,
+    }
     return [
-        Figure("of raw speed, medians", of_medians["kvbus"], target=at_least(of_raw)),
-        Figure("unmapped, of raw speed, medians", of_medians[UNMAPPED], target=at_least(unmapped)),
+        Figure("of raw speed, medians", of_medians["kvbus"], least=of_raw),
+        Figure("unmapped, of raw speed, medians", of_medians[UNMAPPED], least=unmapped),
         *(
             Figure(f"{name}, in huge pages", share * 100, "%")
             for name, share in huge_shares.items()
         ),
-        Figure(f"{ADVISED}, of raw speed, medians", of_medians[ADVISED]),
         *(speed(name, rows.num_bytes, some) for name, some in seconds.items()),
         speed("memcpy", rows.num_bytes, copy_s),
         Figure("kvbus of memcpy", copy_s / seconds["kvbus"]),
@@ -149,7 +125,7 @@ async def measure_transfer(
 
 
 async def measure_reshape(
-    bench: Bench, scale: Scale, *, source: Shape, target: Shape, packed: Target | None = None
+    bench: Bench, scale: Scale, *, source: Shape, target: Shape, packed: float | None = None
 ) -> list[Figure]:
     """64 MiB in scattered blocks: a READ of all runs, each path, and a handoff of equal engines.
 
@@ -159,31 +135,29 @@ async def measure_reshape(
     tables = scattered_tokens(source, target, num_tokens)
     num_source, num_target = tables.capacities
     rows, size_bytes = direct_descriptors(source, target, tables)
-    async with AsyncExitStack() as stack:
-        raw = await stack.enter_async_context(bare_pair(rows, size_bytes, bench.folder))
-        engine = await stack.enter_async_context(bench.source(source, num_source))
-        pairs = {"equal": await stack.enter_async_context(bench.pair(target, num_target))}
-        for name, label in {"auto": "", **{one: one for one in OTHERS}}.items():
-            reader = bench.reader(target, num_target, engine, label=label)
-            pairs[name] = await stack.enter_async_context(reader)
-        ways: dict[str, Callable[[], Awaitable[float]]] = {"naive": raw.read_s}
-        for name, pair in pairs.items():
-            blocks = scattered_tokens(pair.source.shape, target, num_tokens)
-            await pair.verify(blocks)
-            ways[name] = partial(pair.timed, blocks)
-        times = await in_turn(scale.rounds, ways)
+    raw = await bench.bare_pair(rows, size_bytes)
+    engine = await bench.source(source, num_source)
+    pairs = {"equal": await bench.pair(target, num_target)}
+    for name, label in {"auto": "", **{one: one for one in OTHERS}}.items():
+        pairs[name] = await bench.pair(target, num_target, source=engine, label=label)
+    ways: dict[str, Callable[[], Awaitable[float]]] = {"naive": raw.read_s}
+    for name, pair in pairs.items():
+        blocks = scattered_tokens(pair.source.shape, target, num_tokens)
+        await pair.verify(blocks)
+        ways[name] = partial(pair.timed, blocks)
+    times = await in_turn(scale.rounds, ways)
     num_bytes = num_tokens * target.token_bytes
     seconds = {name: median(one) for name, one in times.items()}
     naive_s, auto_s, packed_s = (seconds[name] for name in ("naive", "auto", "packed"))
     unmapped_s = min(seconds["direct"], packed_s)
-    best_s, of_best = min(seconds["mapped"], unmapped_s), at_least(1 / 1.2)
+    best_s, of_best = min(seconds["mapped"], unmapped_s), 1 / 1.2
     with_memcpy = {**seconds, "memcpy": _memcpy(num_bytes, scale.rounds)[0]}
     return [
-        Figure("auto of naive", naive_s / auto_s, target=at_least(8.0)),
-        Figure("auto of equal shapes", seconds["equal"] / auto_s, target=at_least(0.7)),
-        Figure("auto of the best path", best_s / auto_s, target=of_best),
-        Figure("unmapped, of its best path", unmapped_s / seconds[UNMAPPED], target=of_best),
-        Figure("packed of naive", naive_s / packed_s, target=packed),
+        Figure("auto of naive", naive_s / auto_s, least=8.0),
+        Figure("auto of equal shapes", seconds["equal"] / auto_s, least=0.7),
+        Figure("auto of the best path", best_s / auto_s, least=of_best),
+        Figure("unmapped, of its best path", unmapped_s / seconds[UNMAPPED], least=of_best),
+        Figure("packed of naive", naive_s / packed_s, least=packed),
         Figure("direct of naive", naive_s / seconds["direct"]),
         *(speed(f"  {name}", num_bytes, some) for name, some in with_memcpy.items()),
         *(milliseconds(f"  {name} p50", some) for name, some in seconds.items()),
@@ -209,18 +183,19 @@ def _memcpy(num_bytes: int, rounds: int) -> tuple[float, float]:
 
 async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
     """What a handoff of next to nothing costs: one block, after the one before was released."""
-    async with floor(bench.folder) as bare, bench.pair(SMALL, 2) as pair:
-        await pair.verify(contiguous(1))
+    pair = await bench.pair(SMALL, 2)
+    await pair.verify(contiguous(1))
+    async with floor(bench.folder) as bare:
         ways: Ways = {"floor": bare.hand_off, "handoff": partial(pair.timed, contiguous(1))}
         times = await in_turn(scale.count(NUM_SMALL), ways)
     p50, p99 = ({name: quantile(some, q) for name, some in times.items()} for q in (0.5, 0.99))
     return [
-        milliseconds("handoff p50", p50["handoff"], Target(1.0)),
+        milliseconds("handoff p50", p50["handoff"], most=1.0),
         milliseconds("handoff p99", p99["handoff"]),
         milliseconds("floor p50", p50["floor"]),
         milliseconds("floor p99", p99["floor"]),
-        Figure("of the floor, p50", p50["handoff"] / p50["floor"], target=Target(2.0)),
-        Figure("of the floor, p99", p99["handoff"] / p99["floor"], target=Target(3.0)),
+        Figure("of the floor, p50", p50["handoff"] / p50["floor"], most=2.0),
+        Figure("of the floor, p99", p99["handoff"] / p99["floor"], most=3.0),
         *stages(pair.fetches),
         milliseconds("offer to released p50", quantile(pair.released_s, 0.5)),
         milliseconds("offer to released p99", quantile(pair.released_s, 0.99)),
@@ -236,29 +211,29 @@ async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
     async with floor(bench.folder) as bare:
         bare_rate, bare_s = await bare.rate(CONCURRENCY, scale.seconds(WARM_UP_S))
     taken_at: list[tuple[float, float]] = []
-    async with bench.pair(SMALL, 8 * CONCURRENCY) as pair:
-        await pair.verify(contiguous(1))
-        async with anyio.create_task_group() as tasks:
-            ends, offers = anyio.Event(), OfferQueue(2 * OFFERS_AT_ONCE)
-            tasks.start_soon(_offer_blocks, pair, offers, ends)
-            for _ in range(CONCURRENCY):
-                tasks.start_soon(_fetch_blocks, pair, offers, taken_at)
-            await anyio.sleep(scale.seconds(WARM_UP_S))
-            before, began_s, seconds = bench.cpu_s(), time.monotonic(), list[float]()
-            while not seconds:
-                await anyio.sleep(scale.seconds(RATE_S))
-                after, ended_s = bench.cpu_s(), time.monotonic()
-                seconds = [one_s for at_s, one_s in taken_at if at_s >= began_s]
-            ends.set()
-        await pair.source.ended()
+    pair = await bench.pair(SMALL, 8 * CONCURRENCY)
+    await pair.verify(contiguous(1))
+    async with anyio.create_task_group() as tasks:
+        ends, offers = anyio.Event(), OfferQueue(2 * OFFERS_AT_ONCE)
+        tasks.start_soon(_offer_blocks, pair, offers, ends)
+        for _ in range(CONCURRENCY):
+            tasks.start_soon(_fetch_blocks, pair, offers, taken_at)
+        await anyio.sleep(scale.seconds(WARM_UP_S))
+        before, began_s, seconds = bench.cpu_s(), time.monotonic(), list[float]()
+        while not seconds:
+            await anyio.sleep(scale.seconds(RATE_S))
+            after, ended_s = bench.cpu_s(), time.monotonic()
+            seconds = [one_s for at_s, one_s in taken_at if at_s >= began_s]
+        ends.set()
+    await pair.source.ended()
     each_s = {name: (after[name] - before[name]) / len(seconds) for name in after}
     agents_s = sum(each_s[name] for name in bench.agents)
     return [
-        Figure("handoffs", len(seconds) / (ended_s - began_s), "1/s", at_least(4000)),
+        Figure("handoffs", len(seconds) / (ended_s - began_s), "1/s", least=4000),
         milliseconds("handoff p50", quantile(seconds, 0.5)),
         milliseconds("handoff p99", quantile(seconds, 0.99)),
         *(Figure(f"{name} CPU", one_s * 1e6, "µs a handoff") for name, one_s in each_s.items()),
-        Figure("both agents CPU", agents_s * 1e6, "µs a handoff", Target(300)),
+        Figure("both agents CPU", agents_s * 1e6, "µs a handoff", most=300),
         Figure("floor handoffs", bare_rate, "1/s"),
         Figure("floor agents CPU", bare_s * 1e6, "µs a handoff"),
         Figure("of the floor, CPU of both agents", agents_s / bare_s),
@@ -294,15 +269,14 @@ async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
         scattered(num_blocks, first_block=2 * part * num_blocks, seed=part)
         for part in range(NUM_LARGE)
     ]
-    lag = {"p99": Target(8.0)}
-    return await _beside(bench, scale, parts, lag=lag, one_block=Target(15.0))
+    return await _beside(bench, scale, parts, lag={"p99": 8.0}, one_block=15.0)
 
 
 async def measure_large(bench: Bench, scale: Scale) -> list[Figure]:
     """The same while 4 GiB are, in one fetch of one run; mapped, and not."""
     whole, figures = contiguous(scale.count(VERY_BIG_BLOCKS)), list[Figure]()
     for label in ("", UNMAPPED):
-        found = await _beside(bench, scale, [whole], label=label, lag={"max": Target(20.0)})
+        found = await _beside(bench, scale, [whole], label=label, lag={"max": 20.0})
         figures += [replace(one, name=f"4 GiB, {label or 'mapped'}: {one.name}") for one in found]
     return figures
 
@@ -312,9 +286,9 @@ async def _beside(
     scale: Scale,
     parts: Sequence[PairedBlocks],
     *,
-    lag: Mapping[str, Target],
+    lag: Mapping[str, float],
     label: str = "",
-    one_block: Target | None = None,
+    one_block: float | None = None,
 ) -> list[Figure]:
     """How late one-block handoffs and the loops of agents are while ``parts`` are fetched.
 
@@ -323,45 +297,46 @@ async def _beside(
     small_s, large_s = list[float](), list[float]()
     agents = {**bench.agents, "decode agent": bench.decode_agent(label)}
     num_blocks = 1 + max(int(part.prefill.max()) for part in parts)
-    async with (
-        bench.pair(BIG, num_blocks, label=label) as large,
-        bench.pair(SMALL, 2, label=label) as small,
-    ):
-        await large.verify(parts[0])
-        await small.verify(contiguous(1))
-        ends = anyio.Event()
+    large = await bench.pair(BIG, num_blocks, label=label)
+    small = await bench.pair(SMALL, 2, label=label)
+    await large.verify(parts[0])
+    await small.verify(contiguous(1))
+    ends = anyio.Event()
 
-        async def repeat(part: PairedBlocks) -> None:
-            while not ends.is_set():
-                large_s.append((await large.hand_off(part)).seconds)
+    async def repeat(part: PairedBlocks) -> None:
+        while not ends.is_set():
+            large_s.append((await large.hand_off(part)).seconds)
 
-        async with anyio.create_task_group() as tasks:
-            before = {name: agent.lag_counts() for name, agent in agents.items()}
-            for part in parts:
-                tasks.start_soon(repeat, part)
-            began_s, lags = time.perf_counter(), dict[str, dict[float, float]]()
-            while time.perf_counter() < began_s + scale.seconds(LOAD_S) or not large_s:
-                small_s.append((await small.hand_off(contiguous(1))).seconds)
-            took_s, num_large = time.perf_counter() - began_s, len(large_s)
-            while not lags or not all(any(counts.values()) for counts in lags.values()):
-                await anyio.sleep(0.1)
-                lags = {
-                    name: added_counts(before[name], agent.lag_counts())
-                    for name, agent in agents.items()
-                }
-            ends.set()
+    async with anyio.create_task_group() as tasks:
+        before = {name: agent.lag_counts() for name, agent in agents.items()}
+        for part in parts:
+            tasks.start_soon(repeat, part)
+        began_s, lags = time.perf_counter(), dict[str, dict[float, float]]()
+        while time.perf_counter() < began_s + scale.seconds(LOAD_S) or not large_s:
+            small_s.append((await small.hand_off(contiguous(1))).seconds)
+        took_s, num_large = time.perf_counter() - began_s, len(large_s)
+        while not lags or not all(any(counts.values()) for counts in lags.values()):
+            await anyio.sleep(0.1)
+            lags = {
+                name: added_counts(before[name], agent.lag_counts())
+                for name, agent in agents.items()
+            }
+        ends.set()
+    await bench.opened.aclose()  # 4 GiB, which the next ones take, too
     num_bytes = num_large * len(parts[0].decode) * BIG.block_bytes
     return [
         *(
             milliseconds(
-                f"{name} loop lag {which}", histogram_quantile(counts, fraction), lag.get(which)
+                f"{name} loop lag {which}",
+                histogram_quantile(counts, fraction),
+                most=lag.get(which),
             )
             for name, counts in lags.items()
             for which, fraction in {"p99": 0.99, "max": 1.0}.items()
         ),
         Figure("loop lags", min(max(counts.values()) for counts in lags.values())),
         milliseconds("one block beside it p50", quantile(small_s, 0.5)),
-        milliseconds("one block beside it p99", quantile(small_s, 0.99), one_block),
+        milliseconds("one block beside it p99", quantile(small_s, 0.99), most=one_block),
         Figure("one block handoffs", len(small_s)),
         milliseconds("large fetch p50", median(large_s)),
         speed("large fetches", num_bytes, took_s),
@@ -371,73 +346,14 @@ async def _beside(
 async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:
     """CPU time of the agents over a while without work: engines attached, peers warm."""
     duration_s = scale.seconds(IDLE_S)
-    async with bench.pair(SMALL, 2) as pair:
-        await pair.verify(contiguous(1))
-        await anyio.sleep(CALM_S)
-        before = bench.cpu_s()
-        await anyio.sleep(duration_s)
-        after = bench.cpu_s()
+    pair = await bench.pair(SMALL, 2)
+    await pair.verify(contiguous(1))
+    await anyio.sleep(CALM_S)
+    before = bench.cpu_s()
+    await anyio.sleep(duration_s)
+    after = bench.cpu_s()
     shares = {name: (after[name] - before[name]) / duration_s * 100 for name in bench.agents}
-    return [Figure(f"{name} CPU", n, "% of a core", Target(1.0)) for name, n in shares.items()]
-
-
-async def measure_host(bench: Bench, scale: Scale) -> list[Figure]:
-    """64 MiB in scattered blocks, by each pair of memories in turn, and the bare copies."""
-    num_blocks = scale.count(NUM_BYTES // BIG.block_bytes)
-    tables = scattered(num_blocks, BIG)
-    passes = {str(direction): partial(_pass_s, tables, direction) for direction in Direction}
-    async with AsyncExitStack() as stack:
-        ways = {}
-        for name, (shape, target) in SIDES.items():
-            source = await stack.enter_async_context(bench.source(shape, 2 * num_blocks))
-            reader = bench.reader(target, 2 * num_blocks, source)
-            pair = await stack.enter_async_context(reader)
-            await pair.verify(tables)
-            ways[name] = partial(_published_s, pair, tables)
-        times = await in_turn(scale.rounds, {**ways, **passes})
-    seconds = {name: median(one) for name, one in times.items()}
-    shared_s, save_s, load_s = (seconds[n] for n in ("shared to shared", *Direction))
-    allowed = {
-        "host to shared": shared_s + save_s,
-        "shared to host": shared_s + load_s,
-        "host to host": shared_s + save_s + load_s,
-    }
-    return [
-        *(
-            Figure(f"{name}, of shared + passes", seconds[name] / limit, target=Target(1.0))
-            for name, limit in allowed.items()
-        ),
-        *(milliseconds(f"{name} p50", seconds[name]) for name in SIDES),
-        *(speed(f"a bare {n}", num_blocks * BIG.block_bytes, seconds[n]) for n in Direction),
-    ]
-
-
-async def _published_s(pair: Pair, tables: PairedBlocks) -> float:
-    """From the request to offer until the fetch is complete."""
-    began = time.monotonic()
-    fetch = await pair.hand_off(tables)
-    await pair.source.ended()
-    return fetch.at_s - began
-
-
-async def _pass_s(tables: PairedBlocks, direction: Direction) -> float:
-    """Seconds of a bare pass over the bytes, between blocks of a device and those of a ring."""
-    num_blocks = len(tables.prefill)
-    device = private_cache(BIG.engine("any"), 0, BIG.parse(), 2 * num_blocks)
-    copy = cache_copy([device])
-    ring = torch.zeros(num_blocks, BIG.block_bytes, dtype=torch.uint8)
-    blocks = HostBlocks(
-        rank=0,
-        group=GROUP,
-        layers=tuple(range(BIG.layers)),
-        parts=(KvPart.KEY, KvPart.VALUE),
-        ids=tables.prefill.astype(np.uint32),
-        slots=(0, BIG.block),
-    )
-    copy(blocks, ring, direction)  # every page is mapped from here on
-    began = time.perf_counter()
-    copy(blocks, ring, direction)
-    return time.perf_counter() - began
+    return [Figure(f"{name} CPU", n, "% of a core", most=1.0) for name, n in shares.items()]
 
 
 CASES: Mapping[CaseName, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {
@@ -454,9 +370,8 @@ CASES: Mapping[CaseName, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {
     CaseName.RATE: measure_rate,
     CaseName.LOAD: measure_load,
     CaseName.IDLE: measure_idle,
-    CaseName.TP_1_TO_2: partial(measure_reshape, source=NHD_1, target=NHD_2, packed=at_least(8.0)),
+    CaseName.TP_1_TO_2: partial(measure_reshape, source=NHD_1, target=NHD_2, packed=8.0),
     CaseName.HND_TO_NHD: partial(measure_reshape, source=HND_1, target=NHD_1),
-    CaseName.HOST: measure_host,
     CaseName.LARGE: measure_large,
 }
 
@@ -471,16 +386,6 @@ def run_cases(names: Sequence[CaseName], scale: Scale, sheet: Sheet) -> None:
         anyio.run(_run, names, scale, sheet, Path(folder))
 
 
-async def _measured(name: CaseName, bench: Bench, scale: Scale) -> list[Figure]:
-    """Raises `RequestTimeout` for a case that does not go on."""
-    within_s = CASE_WITHIN_S + ROUND_WITHIN_S * scale.rounds
-    try:
-        with anyio.fail_after(within_s):
-            return await CASES[name](bench, scale)
-    except TimeoutError as error:
-        raise RequestTimeout(f"case '{name}' was not measured within {within_s:g} s") from error
-
-
 async def _run(names: Sequence[CaseName], scale: Scale, sheet: Sheet, folder: Path) -> None:
     async with AsyncExitStack() as stack:
         with waiting_for("two agents and a process of engines to start"):
@@ -493,3 +398,14 @@ async def _run(names: Sequence[CaseName], scale: Scale, sheet: Sheet, folder: Pa
             for one in bench.agents.values():
                 sys.stderr.write(f"{one.child.lost('runs')}\n")
             raise
+
+
+async def _measured(name: CaseName, bench: Bench, scale: Scale) -> list[Figure]:
+    """Raises `RequestTimeout` for a case that does not go on."""
+    within_s = CASE_WITHIN_S + ROUND_WITHIN_S * scale.rounds
+    try:
+        with anyio.fail_after(within_s):
+            async with bench.opened:
+                return await CASES[name](bench, scale)
+    except TimeoutError as error:
+        raise RequestTimeout(f"case '{name}' was not measured within {within_s:g} s") from error

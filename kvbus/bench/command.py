@@ -20,7 +20,6 @@ from kvbus.output import write_json
 from kvbus.text import printable
 
 MAX_ROUNDS = 1000
-FAILED, WRONGLY_GIVEN, INTERRUPTED = 1, 2, 130
 
 AsOneJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object, as the last line of stdout.")
@@ -86,7 +85,7 @@ def bench_prefill(
 
         anyio.run(prefill_side, attach, mib, rounds)
 
-    _end("bench-prefill", *_outcome(offer))
+    _run("bench-prefill", offer)
 
 
 def bench_decode(attach: Attach, as_one_json: AsOneJson = False) -> None:
@@ -106,46 +105,43 @@ def bench_decode(attach: Attach, as_one_json: AsOneJson = False) -> None:
 def _show(
     command: str, measure: Callable[[Sheet], None], as_one_json: bool, **asked: float
 ) -> None:
-    """Measure, and end as the command shall; what was measured is told all the same."""
-    sheet, machine = (
-        Sheet(),
-        {
-            "cpus": os.cpu_count(),
-            "load_before": round(os.getloadavg()[0], 2),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            **asked,
-            **{package: version(package) for package in ("kvbus", "nixl", "pyzmq")},
-        },
-    )
-    status, errors = _outcome(lambda: measure(sheet))
-    if as_one_json:
+    """Measure; what was measured is told in JSON also where that fails."""
+    sheet = Sheet()
+    machine = {
+        "cpus": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **asked,
+        **{package: version(package) for package in ("kvbus", "nixl", "pyzmq")},
+    }
+
+    def tell(errors: list[str]) -> None:
         failed = {"case": sheet.case, "errors": errors} if errors else None
-        write_json({"machine": machine, "figures": sheet.rows, "failed": failed})
-    _end(command, status, errors)
+        if as_one_json:
+            write_json({"machine": machine, "figures": sheet.rows, "failed": failed})
+
+    _run(command, lambda: measure(sheet), tell)
 
 
-def _outcome(work: Callable[[], None]) -> tuple[int, list[str]]:
-    """The exit status that ``work`` deserves, and why, each reason once.
+def _run(
+    command: str, work: Callable[[], None], tell: Callable[[list[str]], None] = lambda _: None
+) -> None:
+    """Do ``work``, ``tell`` why it failed, and end with the exit status that it deserves.
 
-    Several sessions may have ended for one reason.
+    Several sessions may have ended for one reason, which is told once. Each line names the
+    ``command``: of two in a pipe, both write to one terminal.
     """
-    status, reasons = 0, list[str]()
+    status, reasons, head = 0, list[str](), f"error: {command}"
     try:
         work()
     except* KVBusError as group:
         errors = leaves(group)
-        is_given_wrongly = any(isinstance(one, ConfigError) for one in errors)
-        status = WRONGLY_GIVEN if is_given_wrongly else FAILED
+        status = 2 if any(isinstance(one, ConfigError) for one in errors) else 1
         reasons = list(dict.fromkeys(map(str, errors)))
     except* KeyboardInterrupt:
-        status, reasons = INTERRUPTED, ["ended by Ctrl-C"]
-    return status, reasons
-
-
-def _end(command: str, status: int, reasons: list[str]) -> None:
-    """Each line names the ``command``: of two in a pipe, both write to one terminal."""
-    error = "" if status == INTERRUPTED else "error: "
-    sys.stderr.writelines(f"{error}{command}: {printable(reason)}\n" for reason in reasons)
+        status, reasons, head = 130, ["ended by Ctrl-C"], command
+    tell(reasons)
+    sys.stderr.writelines(f"{head}: {printable(reason)}\n" for reason in reasons)
     if status:
         raise typer.Exit(status)

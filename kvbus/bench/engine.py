@@ -1,8 +1,9 @@
 """Engines of the benchmark: caches of a shape, full of a pattern, on an engine of `kvbus.lab`.
 
-The planner is not trusted: what is compared are views and block ids alone.
+And block tables that make runs of a wanted length. The planner is not trusted: what is compared
+are views and block ids alone.
 
-    python -m kvbus.bench.engine ATTACH_SOCKET    prefill engines, which do what the line asks for
+    python -m kvbus.bench.engine ATTACH_SOCKET    prefill engines, which the tool opens and asks
 
 Axes
     block, slot, head   of the rank's cache; heads have their numbers in the model
@@ -13,37 +14,136 @@ import asyncio
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvbus.bench.shapes import GROUP, PairedBlocks, Shape
-from kvbus.engine import AgentRole, KvCache
-from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks
+from kvbus.engine import AgentRole
 from kvbus.errors import FetchFailed, KVBusError
-from kvbus.geometry import KvPart
+from kvbus.geometry import BlockTable, KvPart, lay_out_rank, num_blocks_for
 from kvbus.lab.engine import Engine
-from kvbus.lab.process import Question, Taken, run_program, serve
+from kvbus.lab.process import Taken, run_program, serve
 from kvbus.memory.segment import huge_bytes
+from kvbus.planning import PlacedRank, ReadMap, Reads, RunPlan
+from kvbus.spec_text import ModelWords, read_words
 
+Blocks = npt.NDArray[np.int64]
 Ticket = Mapping[str, Any]
 Request = tuple[str, int, list[int]]
 """A request id that was never used, its number of tokens, and its blocks."""
+
+GROUP = "attention"
+NUM_PARTS, DTYPE_BYTES = 2, 2
+
+
+class Shape(ModelWords, kw_only=True):
+    """An engine."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, over all layers and heads."""
+        return self.layers * NUM_PARTS * self.kv_heads * self.head * DTYPE_BYTES
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, over all layers and heads."""
+        return self.block * self.token_bytes
+
+
+def _shape(text: str) -> Shape:
+    return read_words("shape", f"{text} head=128", Shape)
+
+
+BIG = _shape("layers=4 kv_heads=8 cross_layer=true")
+"""One run of 256 KiB a block."""
+
+LAYERED = _shape("layers=16 kv_heads=2")
+"""16 runs of 16 KiB a block."""
+
+SMALL = _shape("layers=4 kv_heads=2 cross_layer=true")
+"""One run of 64 KiB a block."""
+
+NHD_1 = _shape("layers=16 kv_heads=8")
+NHD_2 = _shape("layers=16 kv_heads=8 tp=2")
+HND_1 = _shape("layers=16 kv_heads=8 layout=HND")
+
+
+@dataclass(frozen=True, slots=True)
+class PairedBlocks:
+    """The blocks of one request on both sides, in order of position."""
+
+    prefill: Blocks
+    decode: Blocks
+    num_tokens: int
+
+    @property
+    def capacities(self) -> tuple[int, int]:
+        """Blocks of the two caches: twice those of the request, so that none need be neighbours."""
+        return 2 * len(self.prefill), 2 * len(self.decode)
+
+
+def contiguous(num_blocks: int, shape: Shape = BIG, *, first_block: int = 0) -> PairedBlocks:
+    """Blocks in order on both sides: all runs merge."""
+    blocks = first_block + np.arange(num_blocks)
+    return PairedBlocks(blocks, blocks, num_blocks * shape.block)
+
+
+def scattered(
+    num_blocks: int, shape: Shape = BIG, *, first_block: int = 0, seed: int = 0
+) -> PairedBlocks:
+    """Every other block of a stretch of twice as many, shuffled on both sides: no runs merge."""
+    num_tokens = num_blocks * shape.block
+    return scattered_tokens(shape, shape, num_tokens, first_block=first_block, seed=seed)
+
+
+def scattered_tokens(
+    source: Shape, target: Shape, num_tokens: int, *, first_block: int = 0, seed: int = 0
+) -> PairedBlocks:
+    """As `scattered`, for shapes whose blocks differ in size."""
+    rng = np.random.default_rng(seed)
+    prefill, decode = (
+        rng.permutation(first_block + 2 * np.arange(num_blocks_for(num_tokens, shape.block)))
+        for shape in (source, target)
+    )
+    return PairedBlocks(prefill, decode, num_tokens)
+
+
+def direct_descriptors(source: Shape, target: Shape, tables: PairedBlocks) -> tuple[Reads, int]:
+    """What the direct path reads between two memories, by offsets, and the larger one's bytes."""
+    num_source, num_target = tables.capacities
+    prefill, prefill_bytes = _placed_ranks(source, num_source)
+    decode, decode_bytes = _placed_ranks(target, num_target)
+    ranks = [[placed.rank for placed in side.values()] for side in (prefill, decode)]
+    runs = RunPlan(prefill, decode, ReadMap(*ranks).shares()).runs(
+        {GROUP: BlockTable.of(tables.prefill)},
+        {GROUP: BlockTable.of(tables.decode)},
+        {GROUP: (0, tables.num_tokens)},
+    )
+    return runs.reads(), max(prefill_bytes, decode_bytes)
+
+
+def _placed_ranks(shape: Shape, num_blocks: int) -> tuple[dict[int, PlacedRank], int]:
+    """All ranks one behind the other in a single memory, and its size in bytes."""
+    spec, placed, end = shape.engine("any"), {}, 0
+    for number in range(shape.tp):
+        rank = lay_out_rank(spec, number, shape.parse(), num_blocks=num_blocks)
+        placed[number] = PlacedRank(spec, rank, {rank.segments[0].segment_id: end})
+        end += rank.segments[0].size_bytes
+    return placed, end
+
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class BenchEngine(Engine):
-    """An engine with ``num_blocks`` blocks; that of a prefill agent is full of the pattern.
-
-    A ring has half the blocks: the requests of the benchmark use every other one.
-    """
+    """An engine with ``num_blocks`` blocks; that of a prefill agent is full of the pattern."""
 
     def __init__(
         self,
@@ -61,8 +161,6 @@ class BenchEngine(Engine):
             shape.engine(engine_id),
             shape.parse(),
             num_blocks={GROUP: num_blocks},
-            ring_blocks={GROUP: max(1, num_blocks // 2)} if shape.host else None,
-            copy_of=cache_copy,
             role=role,
             attach_timeout_s=attach_timeout_s,
         )
@@ -140,47 +238,37 @@ def _pattern(number: int, blocks: Tensor, slots: Tensor, *, heads: Tensor, num: 
     return numbers.add_(1).mul_(_FACTOR)
 
 
-def cache_copy(caches: Sequence[KvCache]) -> CopyBlocks:
-    """Copies whole blocks of one rank's cache, each of which is one piece of memory."""
-    (cache,) = caches
-    torch.set_num_threads(1)  # else each block's copy waits for another thread to be woken
-    part = cache.view(0, KvPart.KEY)
-    words = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()).view(torch.int64)
-    device = words.view(part.shape[0], -1)
+class Engines:
+    """All prefill engines at an agent, by name."""
 
-    def copy(blocks: HostBlocks, ring: Tensor, direction: Direction) -> None:
-        slots = ring.reshape(len(ring), -1).view(torch.int64)
-        ids = torch.from_numpy(blocks.ids.astype(np.int64))
-        if direction is Direction.SAVE:
-            torch.index_select(device, 0, ids, out=slots)
-        else:
-            torch._foreach_copy_([device[block_id] for block_id in ids.tolist()], list(slots))
+    def __init__(self, attach_path: str) -> None:
+        self._attach_path = attach_path
+        self._engines: dict[str, BenchEngine] = {}
 
-    return copy
+    async def open(self, name: str, shape: dict[str, Any], num_blocks: int) -> None:
+        """One more."""
+        made = msgspec.convert(shape, Shape)
+        engine = BenchEngine(self._attach_path, name, made, num_blocks, role=AgentRole.PREFILL)
+        self._engines[name] = await engine.__aenter__()
 
+    async def close(self, name: str) -> None:
+        """One less."""
+        await self._engines.pop(name).__aexit__()
 
-async def prefill_engines(attach_path: str) -> None:
-    """Be all that is opened, and do what each is asked for."""
-    engines: dict[str, BenchEngine] = {}
+    async def offer(self, name: str, requests: list[Request]) -> list[Ticket]:
+        """See `BenchEngine.offer_all`."""
+        return await self._engines[name].offer_all(requests)
 
-    async def answer(question: Question) -> object:
-        name, given = question.engine, question.given
-        if question.do == "open":
-            shape = msgspec.convert(given["shape"], Shape)
-            engine = BenchEngine(
-                attach_path, name, shape, given["num_blocks"], role=AgentRole.PREFILL
-            )
-            engines[name] = await engine.__aenter__()
-            return None
-        if question.do == "close":
-            await engines.pop(name).__aexit__()
-            return None
-        return await getattr(engines[name], question.do)(**given)
+    async def settle(self, name: str) -> list[tuple[float, float]]:
+        """See `Engine.settle`."""
+        return await self._engines[name].settle()
 
-    await serve(answer)
-    for engine in engines.values():
-        await engine.__aexit__()
+    async def be(self) -> None:
+        """All that is opened, until the line is closed."""
+        await serve(self)
+        for name in list(self._engines):
+            await self.close(name)
 
 
 if __name__ == "__main__":
-    run_program(partial(prefill_engines, sys.argv[1]))
+    run_program(Engines(sys.argv[1]).be)

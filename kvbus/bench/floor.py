@@ -31,7 +31,7 @@ from kvbus.bus.sockets import (
     open_dealer,
     open_router,
 )
-from kvbus.lab.process import EngineChild, Question, engine_process, run_program, serve
+from kvbus.lab.process import EngineChild, engine_process, run_program, serve
 from kvbus.spawn import ANY_PORT
 
 TICKET = {"v": 1, "agent_id": "prefill", "endpoint": ANY_PORT, "offer_id": "o" * 32}
@@ -124,11 +124,7 @@ class Ends:
 async def be(folder: Path) -> None:
     """Be what the line asks for, until it is closed."""
     with closing(Ends(folder)) as ends:
-
-        async def answer(question: Question) -> object:
-            return getattr(ends, question.do)(**question.given)
-
-        await serve(answer)
+        await serve(ends)
 
 
 class Floor(Ends):

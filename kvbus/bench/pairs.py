@@ -3,27 +3,24 @@
 import contextlib
 import http.client
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.bench.engine import BenchEngine, Request, Ticket
-from kvbus.bench.shapes import PairedBlocks, Shape
+from kvbus.bench.engine import BenchEngine, PairedBlocks, Shape, Ticket
 from kvbus.engine import AgentRole
 from kvbus.errors import KVBusError
 from kvbus.lab.process import EngineChild, Settings, Taken, engine_process, start_agent
 from kvbus.planning import Reads
 from kvbus.spawn import Child, free_port
-
-T = TypeVar("T")
 
 UNMAPPED = "unmapped"
 """A decode agent that reads as one on another machine would, but over shared memory."""
@@ -88,53 +85,23 @@ class BarePair:
         await self.target.ask(type(None), "rest")
         return took_s
 
-    async def huge_share(self) -> float:
-        """The part of the reader's memory that lies in huge pages."""
-        return await self.reader.ask(float, "huge_share")
-
-
-@asynccontextmanager
-async def bare_pair(
-    rows: Reads, size_bytes: int, folder: Path, *, pages: Literal["usual", "huge"] = "usual"
-) -> AsyncIterator[BarePair]:
-    """Both, with memory of ``size_bytes`` each, until the block ends; ``rows`` are offsets."""
-    path = folder / "rows.npz"
-    np.savez(path, local=rows.local, remote=rows.remote)
-    start = partial(engine_process, log=folder / "bare-pair.log")
-    async with (
-        start("bare target", "kvbus.lab.bare_pair", str(size_bytes), str(path), pages) as target,
-        start("bare reader", "kvbus.lab.bare_pair", str(size_bytes), str(path), pages) as reader,
-    ):
-        await reader.ask(type(None), "connect", **await target.ask(dict[str, Any], "lend"))
-        pair = BarePair(target, reader)
-        await pair.read_s("verify")
-        yield pair
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A prefill engine with a cache full of the pattern, in the process of all of them."""
 
-    engine_id: str
+    name: str
     shape: Shape
-    bench: "Bench"
-
-    async def do(self, kind: type[T], what: str, **given: Any) -> T:
-        """Have the engine do something, and reply; raises `KVBusError` when it cannot."""
-        return await self.bench.engines.ask(kind, what, engine=self.engine_id, **given)
+    engines: EngineChild
 
     async def offer(self, *tables: PairedBlocks) -> list[Ticket]:
         """Offer each of ``tables`` as a request; answers once all are offered."""
-        requests = [self._request(one) for one in tables]
-        return [*await self.do(list[dict[str, Any]], "offer_all", requests=requests)]
+        requests = [(uuid.uuid4().hex, one.num_tokens, one.prefill.tolist()) for one in tables]
+        return await self.engines.ask(list[Ticket], "offer", name=self.name, requests=requests)
 
     async def ended(self) -> list[tuple[float, float]]:
         """Wait until no offer is live; when those that ended were ready, and when released."""
-        return await self.do(list[tuple[float, float]], "settle")
-
-    def _request(self, tables: PairedBlocks) -> Request:
-        number = next(self.bench.numbers)
-        return f"request-{number}", tables.num_tokens, tables.prefill.tolist()
+        return await self.engines.ask(list[tuple[float, float]], "settle", name=self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +139,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Everything that runs: two agents by their names in figures, the prefill engines' process."""
+    """Two agents by their names in figures, the prefill engines' process, and what a case opens."""
 
     agents: Mapping[str, BenchAgent]
     engines: EngineChild
@@ -180,7 +147,8 @@ class Bench:
     stack: ExitStack
     others: dict[str, BenchAgent] = field(default_factory=dict)
     """Decode agents of `READERS`, since a case wanted them first."""
-    numbers: "count[int]" = field(default_factory=count)
+    opened: AsyncExitStack = field(default_factory=AsyncExitStack)
+    """What the case that runs has opened; it is closed with the case."""
 
     def decode_agent(self, label: str = "") -> BenchAgent:
         """That of `READERS` with this label, or the default one; it ends with the benchmark."""
@@ -191,32 +159,39 @@ class Bench:
             self.others[label] = self.stack.enter_context(started)
         return self.others[label]
 
-    @asynccontextmanager
-    async def pair(self, shape: Shape, num_blocks: int, *, label: str = "") -> AsyncIterator[Pair]:
-        """Engines of one shape with caches of ``num_blocks`` blocks; ``label`` as for `reader`."""
-        async with (
-            self.source(shape, num_blocks) as source,
-            self.reader(shape, num_blocks, source, label=label) as pair,
-        ):
-            yield pair
+    async def source(self, shape: Shape, num_blocks: int) -> Source:
+        """Open a prefill engine."""
+        source = Source(f"prefill-{uuid.uuid4().hex}", shape, self.engines)
+        ask = partial(self.engines.ask, type(None), name=source.name)
+        await ask("open", shape=shape, num_blocks=num_blocks)
+        self.opened.push_async_callback(ask, "close")
+        return source
 
-    @asynccontextmanager
-    async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[Source]:
-        """A prefill engine."""
-        source = Source(f"prefill-{next(self.numbers)}", shape, self)
-        await source.do(type(None), "open", shape=shape, num_blocks=num_blocks)
-        yield source
-        await source.do(type(None), "close")
+    async def pair(
+        self, shape: Shape, num_blocks: int, *, source: Source | None = None, label: str = ""
+    ) -> Pair:
+        """Open a decode engine at the agent of ``label``; it reads ``source``, or one like itself.
 
-    @asynccontextmanager
-    async def reader(
-        self, shape: Shape, num_blocks: int, source: Source, *, label: str = ""
-    ) -> AsyncIterator[Pair]:
-        """A decode engine that reads ``source``, at the agent of ``label``."""
-        path, name = self.decode_agent(label).attach_path, f"decode-{next(self.numbers)}"
+        Caches have ``num_blocks`` blocks.
+        """
+        path, name = self.decode_agent(label).attach_path, f"decode-{uuid.uuid4().hex}"
         engine = BenchEngine(path, name, shape, num_blocks, role=AgentRole.DECODE)
-        async with engine as reader:
-            yield Pair(source, reader)
+        source = source or await self.source(shape, num_blocks)
+        return Pair(source, await self.opened.enter_async_context(engine))
+
+    async def bare_pair(self, rows: Reads, size_bytes: int) -> BarePair:
+        """Open two processes with memory of ``size_bytes`` each; ``rows`` are offsets."""
+        path, both = self.folder / "rows.npz", list[EngineChild]()
+        np.savez(path, local=rows.local, remote=rows.remote)
+        command = "kvbus.lab.bare_pair", str(size_bytes), str(path)
+        for name in ("bare target", "bare reader"):
+            process = engine_process(name, *command, log=self.folder / "bare-pair.log")
+            both.append(await self.opened.enter_async_context(process))
+        pair = BarePair(*both)
+        lent = await pair.target.ask(dict[str, Any], "lend")
+        await pair.reader.ask(type(None), "connect", **lent)
+        await pair.read_s("verify")
+        return pair
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of each process, this one as the decode engine."""

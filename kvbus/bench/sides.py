@@ -6,7 +6,7 @@ time. Neither waits for ever for the other.
 """
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,22 +14,23 @@ from typing import Annotated, Any
 import anyio
 import msgspec
 
-from kvbus.bench.engine import BenchEngine
-from kvbus.bench.figures import MAX_MIB, Figure, Sheet, milliseconds, quantile, speed, stages
-from kvbus.bench.shapes import (
+from kvbus.bench.engine import (
     BIG,
     GROUP,
     HND_1,
     LAYERED,
     NHD_1,
     SMALL,
+    BenchEngine,
     PairedBlocks,
     Shape,
     contiguous,
     scattered_tokens,
 )
+from kvbus.bench.figures import MAX_MIB, Figure, Sheet, milliseconds, speed, stages
 from kvbus.engine import AgentRole, Outcome
 from kvbus.errors import ConfigError, FetchFailed, KVBusError, PeerLost, RequestTimeout
+from kvbus.histograms import quantile
 from kvbus.lab.pipe import Pipe
 from kvbus.lab.process import Taken
 from kvbus.output import waiting_for
@@ -42,26 +43,23 @@ SHOWN_SHARE = 0.05
 """A stage that takes less of a handoff is no figure."""
 
 
-def in_order(source: Shape, _: Shape, num_tokens: int) -> PairedBlocks:
-    """Of equal shapes: all runs merge."""
-    return contiguous(num_tokens // source.block, source)
-
-
 @dataclass(frozen=True, slots=True)
 class PairCase:
     """Handoffs of one kind, ``times`` in each round; of one block, or of as many as asked for."""
 
     source: Shape
     target: Shape
-    place: Callable[[Shape, Shape, int], PairedBlocks] = scattered_tokens
     times: int = 1
     is_one: bool = False
+    in_order: bool = False
 
     def tables(self, num_mib: int) -> PairedBlocks:
         """The blocks of both sides, the same wherever and whenever they are asked for."""
         most_bytes = 1 if self.is_one else num_mib * MIB
         num_blocks = max(1, most_bytes // self.source.block_bytes)
-        return self.place(self.source, self.target, num_blocks * self.source.block)
+        if self.in_order:
+            return contiguous(num_blocks, self.source)
+        return scattered_tokens(self.source, self.target, num_blocks * self.source.block)
 
     def num_handoffs(self, rounds: int) -> int:
         """The first compares every byte, and is not counted."""
@@ -69,11 +67,11 @@ class PairCase:
 
 
 CASES: Mapping[str, PairCase] = {
-    "one-block": PairCase(SMALL, SMALL, in_order, times=10, is_one=True),
+    "one-block": PairCase(SMALL, SMALL, times=10, is_one=True, in_order=True),
     "hnd-to-nhd": PairCase(HND_1, NHD_1),
     "runs-16k": PairCase(LAYERED, LAYERED),
     "runs-256k": PairCase(BIG, BIG),
-    "in-order": PairCase(BIG, BIG, in_order),
+    "in-order": PairCase(BIG, BIG, in_order=True),
 }
 
 

@@ -19,14 +19,13 @@ import torch
 from anyio import CapacityLimiter
 from anyio.abc import TaskGroup
 
-from kvbus.demo.messages import EngineSetup, Handed, Step
 from kvbus.demo.model import Generation, PagedKV, Transformer, first_seen, slots
-from kvbus.demo.options import encode
+from kvbus.demo.options import EngineSetup, Handed, Step, encode
 from kvbus.engine import Outcome
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import num_blocks_for
 from kvbus.lab.engine import Engine, Offered, Tables, Taking
-from kvbus.lab.process import Question, Taken, run_program, serve
+from kvbus.lab.process import Taken, run_program, serve
 
 PATIENCE_S = 600.0  # the driver gives up earlier, when nothing goes on
 
@@ -58,10 +57,6 @@ class DemoEngine:
         """Requests whose prompt is here, with its number of tokens."""
         self._flips_left = int(setup.flip_one_byte)
         self._num_unread = 0
-
-    async def answer(self, question: Question) -> object:
-        """Do what is asked."""
-        return await getattr(self, question.do)(**question.given)
 
     async def settle(self, stall_s: float = 20.0) -> tuple[int, int]:
         """How many blocks are held when none has come back for a while, and how many offers ended
@@ -212,7 +207,7 @@ async def main(setup: EngineSetup) -> None:
         wait_s=PATIENCE_S,
     )
     async with engine, anyio.create_task_group() as tasks:
-        await serve(DemoEngine(setup, engine, tasks).answer)
+        await serve(DemoEngine(setup, engine, tasks))
         tasks.cancel_scope.cancel()
 
 

@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvbus.demo.messages import Step
-from kvbus.demo.options import HEAD_DIM, MAX_TOKENS, MAX_TP
+from kvbus.demo.options import HEAD_DIM, MAX_TOKENS, MAX_TP, Step
 from kvbus.engine import KvCache
 from kvbus.geometry import (
     BlockTable,

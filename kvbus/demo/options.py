@@ -1,4 +1,7 @@
-"""The options of ``kvbus demo``: prompts, and two engines. It imports no torch."""
+"""The options of ``kvbus demo``: prompts, and two engines; and what all of them tell each other.
+
+It imports no torch.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,10 +9,10 @@ from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 import typer
-from msgspec import Meta, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from kvbus.errors import ConfigError
-from kvbus.geometry import EngineSpec
+from kvbus.geometry import EngineSpec, KvLayout
 from kvbus.planning.choose import Path
 from kvbus.spec_text import EngineWords, ModelWords, read_words
 
@@ -160,3 +163,41 @@ class DemoOptions:
             block=words.block,
         )
         return whole.engine(engine_id)
+
+
+class Step(Struct, frozen=True):
+    """One generated token; ``digest`` is the blake2b of the float32 logits that it came from.
+
+    It also shows an error that is too small to change the token.
+    """
+
+    token: int
+    digest: str
+
+
+class EngineSetup(Struct, frozen=True, kw_only=True):
+    """What an engine is told when it starts; ``flip_one_byte`` is a fault, for a negative control.
+
+    The blocks are by group, see `kvbus.lab.engine.Engine`. A prefill engine computes
+    ``prefill_chunk`` tokens before it offers them, None: all.
+    """
+
+    attach_path: str
+    spec: EngineSpec
+    layout: KvLayout
+    num_blocks: dict[str, int]
+    ring_blocks: dict[str, int] | None
+    prefill_chunk: int | None
+    flip_one_byte: bool
+
+
+class Handed(Struct, frozen=True, omit_defaults=True):
+    """What the prefill side tells of a request: its ticket, and later, when its KV is there, the
+    ``first`` step of the output. Of one that ``failed`` there is no more.
+    """
+
+    request_id: str
+    prompt: str
+    ticket: dict[str, Any] = {}
+    first: Step | None = None
+    failed: str = ""

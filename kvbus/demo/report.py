@@ -3,10 +3,9 @@
 An output is equal when its tokens and the digests of all logits are.
 """
 
-import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import anyio
 import typer
 
-from kvbus.demo.messages import Step
-from kvbus.demo.options import DemoOptions
+from kvbus.demo.options import DemoOptions, Step
+from kvbus.histograms import quantile
 from kvbus.lab.process import Taken
 from kvbus.output import write_json, write_text
 from kvbus.text import printable
@@ -67,6 +66,7 @@ class DemoReport:
     def summary(self) -> dict[str, Any]:
         """The figures; ``leaked_blocks`` is null in a run that ended early."""
         taken = [one.taken for one in self.served if one.taken is not None]
+        times_s = [one.seconds for one in taken]
         failures = Counter(one.failed for one in self.served if one.failed)
         return {
             "requests": self.options.requests,
@@ -76,7 +76,10 @@ class DemoReport:
             "unfinished": self.num_unfinished,
             "trouble": self.trouble,
             "bytes": sum(one.fetched.num_bytes for one in taken),
-            "handoff_ms": _quantiles_ms([one.seconds for one in taken]),
+            "handoff_ms": {
+                name: round(quantile(times_s, part) * 1e3, 3) if times_s else None
+                for name, part in (("p50", 0.5), ("p99", 0.99))
+            },
             "paths": Counter(one.fetched.path for one in taken),
             "leaked_blocks": None if self.leaks is None else sum(self.leaks.values()),
         }
@@ -132,12 +135,3 @@ class DemoReport:
             yield f"blocks that are still held: {held}"
         else:
             yield "every block came back"
-
-
-def _quantiles_ms(times_s: Sequence[float]) -> dict[str, float | None]:
-    """The nearest ranks of p50 and p99; None of none."""
-    ordered = sorted(times_s)
-    return {
-        name: round(ordered[math.ceil(quantile * len(ordered)) - 1] * 1e3, 3) if ordered else None
-        for name, quantile in (("p50", 0.5), ("p99", 0.99))
-    }

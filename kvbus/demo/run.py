@@ -1,10 +1,11 @@
-"""The command ``kvbus demo``: two agents and two engines; all outputs compared.
+"""The commands ``kvbus demo``, ``demo-prefill`` and ``demo-decode``; all outputs are compared.
 
     prefill side ──Handed──▶ decode side
 
-A side asks its engine. Between the two is a router by hand: here a stream, on two machines a pipe
-(`kvbus.demo.sides`). Whatever ends a run, its report says what came of it until then. A signal ends
-the run, but never the clean-up after it.
+A side asks its engine. Between the two is a router by hand: a stream where one command is both, a
+pipe on two machines, where agents already run. The decode side does not trust what the other one
+says of outputs: it runs the model alone itself. Whatever ends a run, its report says what came of
+it until then. A signal ends the run, but never the clean-up after it.
 """
 
 import signal
@@ -12,18 +13,22 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Annotated
 
 import anyio
 import msgspec
+import typer
 
-from kvbus.demo.messages import EngineSetup, Handed, Step
-from kvbus.demo.options import DemoOptions, encode
+from kvbus.demo.options import DemoOptions, EngineSetup, Handed, Step, encode
 from kvbus.demo.report import DemoReport, Served
-from kvbus.errors import KVBusError, RequestRefused, leaves
+from kvbus.errors import KVBusError, RequestRefused, RequestTimeout, leaves
 from kvbus.geometry import num_blocks_for
+from kvbus.lab.pipe import Pipe
 from kvbus.lab.process import EngineChild, Settings, Taken, agent_process, engine_process
+from kvbus.memory.attach import connect_to_agent
 from kvbus.options import with_options
 from kvbus.output import waiting_for
 
@@ -38,6 +43,21 @@ AGENT_SETTINGS: dict[str, Settings] = {
         "lease_s": 30.0,
     },
 }
+
+
+PIPE = Pipe("kvbus demo-prefill", "kvbus demo-decode")
+READ_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideOptions(DemoOptions):
+    """Those of the demo, but for what its agents are told: these have configurations already."""
+
+    attach: Annotated[
+        Path, typer.Option(metavar="SOCKET", help="Attach socket of the agent of this machine.")
+    ]
+    as_one_json: bool = False
+    path: None = None
 
 
 @with_options(DemoOptions)
@@ -59,6 +79,35 @@ def demo(options: DemoOptions) -> None:
     report = run(_demo, options)
     report.print()
     report.end(is_ok=report.ok)
+
+
+@with_options(SideOptions)
+def demo_prefill(options: SideOptions) -> None:
+    """Offer requests at this machine's prefill agent; print their tickets, for demo-decode.
+
+    Ends with status 0 once all of them have been read. `kvbus demo --help` explains a SPEC.
+    """
+    _check_agent(options.attach)
+    report = run(partial(_offer, options.attach), options)
+    report.end(is_ok=not report.trouble)
+
+
+@with_options(SideOptions)
+def demo_decode(options: SideOptions) -> None:
+    """Fetch what demo-prefill offered, by the lines on stdin; compare with the model run alone.
+
+    Exit status 0: there were as many as requests, and all outputs are equal. Tell it all options of
+    the model and the requests as demo-prefill. `kvbus demo --help` explains a SPEC.
+    """
+    _check_agent(options.attach)
+    report = run(partial(_read, options.attach), options)
+    report.print()
+    report.end(is_ok=report.ok)
+
+
+def _check_agent(attach: Path) -> None:
+    """An engine waits for its agent, as those of `kvbus demo` start with theirs; a person not."""
+    connect_to_agent(attach).close()
 
 
 class Run:
@@ -172,6 +221,37 @@ class Run:
             served.failed = f"{error.code}: {error.message}"
         if num_left := self.report.num_unfinished:
             self.wait_for(f"{num_left} of {self.options.requests} requests")
+
+
+async def _offer(attach: Path, run: Run) -> None:
+    """Offer all, and return once all has been read.
+
+    Raises `PeerLost` when the decode side ends before, `RequestTimeout` when it reads no more.
+    """
+
+    async def send(handed: Handed) -> None:
+        run.wait_for(f"{PIPE.reader} to read")
+        PIPE.write(handed)
+        if handed.failed:
+            run.report.trouble.append(f"{handed.request_id}: {handed.failed}")
+
+    async with run.engine("prefill", attach) as engine, anyio.create_task_group() as tasks:
+        tasks.start_soon(PIPE.watch_reader)
+        await run.offer_all(engine, send)
+        num_held, num_unread = await engine.ask(list[int], "settle", stall_s=READ_WITHIN_S)
+        tasks.cancel_scope.cancel()
+    if num_held or num_unread:
+        held = f"{num_held} blocks are still held" if num_held else f"{num_unread} ended otherwise"
+        raise RequestTimeout(
+            f"not all of {run.options.requests} offers were read, {held}: look at the error of"
+            f" {PIPE.reader}"
+        )
+
+
+async def _read(attach: Path, run: Run) -> None:
+    async with run.engine("decode", attach) as engine:
+        await run.read_all(engine, PIPE.read(Handed))
+        await run.count_leaks({"decode": engine})
 
 
 async def _demo(run: Run) -> None:

@@ -2,17 +2,32 @@
 
 All of it is measured between two processes of this machine, which are nothing else of kvbus: what
 may crash takes its own process along, and a loopback is not the network.
+
+    doctor ──lend──▶ target ──▶ where its memory is ──measure──▶ reader ──▶ what it found
+
+None outlives `_run_pair`: one that does not end in time is killed.
+
+    python -m kvbus.doctor.data_plane nixl|cuda target|reader
 """
 
 import os
 import re
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import anyio
+import msgspec
 
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.doctor.host import installed, rdma_devices, text_of
-from kvbus.doctor.probe import GpuMemory, run_pair
+from kvbus.errors import KVBusError, LocalError, leaves
+from kvbus.lab.process import engine_process, run_program, serve
 from kvbus.output import waiting_for
 from kvbus.text import rate_text
 
@@ -47,6 +62,33 @@ _TELL = {
 _UCX_VERSION = re.compile(r"UCX\s+INFO\s+Version (\S+)")
 _READ_TABLE = "remote memory read by ucp_get"
 _PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
+MAX_REASON_LETTERS = 300
+_UCX_ERROR = re.compile(r"UCX\s+ERROR\s+(.+)")
+_NIXL_ERROR = re.compile(r"^E\d{4} \S+\s+\d+ \S+?:\d+\] (.+)", re.MULTILINE)
+_NUM_SHARED, _MARK = 1 << 20, 42
+
+T = TypeVar("T")
+
+
+class GpuMemory(msgspec.Struct, frozen=True):
+    """Memory of a GPU that another process can open, and the GPUs that torch sees."""
+
+    cuda_version: str
+    gpus: tuple[tuple[str, str, int], ...]
+    """UUID, name and bytes."""
+    device: str
+    handle: bytes
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Generic[T]):
+    """What a pair logged, and its answer, or why there is none."""
+
+    log: str
+    answer: T | None = None
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +112,9 @@ def check_nixl(limit_s: float) -> Iterator[Finding]:
         if way == RDMA and not rdma_devices():
             continue
         tls = UCX_TLS.get(way, os.environ.get("UCX_TLS", ""))
+        env = {**_TELL, "UCX_TLS": tls} if tls else _TELL
         with waiting_for(f"a NIXL READ, {way}"):
-            ended = run_pair("nixl", float, limit_s, {**_TELL, **({"UCX_TLS": tls} if tls else {})})
+            ended = _run_pair("nixl", float, limit_s, env)
         version = _UCX_VERSION.search(ended.log)
         yield read_finding(
             Read(
@@ -154,7 +197,7 @@ def check_cuda(limit_s: float) -> Iterator[Finding]:
         yield Finding("cuda.ipc", NOTE, "CUDA was not checked: there is no NVIDIA GPU here")
         return
     with waiting_for("two processes to share memory of a GPU"):
-        ended = run_pair("cuda", GpuMemory, limit_s, {})
+        ended = _run_pair("cuda", GpuMemory, limit_s, {})
     yield ipc_finding(ended.answer, ended.failure, num_devices=num_devices)
 
 
@@ -179,3 +222,90 @@ def ipc_finding(read: GpuMemory | None, error: str, *, num_devices: int) -> Find
         "expandable segments in PYTORCH_CUDA_ALLOC_CONF.",
         command="python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'",
     )
+
+
+def _run_pair(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str]) -> Ended[T]:
+    """Have one process read what another one has; ``kind`` is ``nixl`` or ``cuda``."""
+    answers, failure = list[T](), ""
+    with tempfile.TemporaryDirectory(prefix="kvbus-doctor-") as folder:
+        log = Path(folder) / "log"
+        try:
+            answers.append(anyio.run(_read, kind, answer, limit_s, env, log))
+        except* KVBusError as errors:
+            failure = _why(leaves(errors)[0], log.read_text(errors="replace"))
+        except* TimeoutError:
+            failure = f"no answer within {limit_s:.3g} s; --timeout gives more"
+        text = log.read_text(errors="replace")
+    return Ended(text, failure=failure) if failure else Ended(text, answers[0])
+
+
+async def _read(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str], log: Path) -> T:
+    start = partial(engine_process, log=log, env=env)
+    with anyio.fail_after(limit_s):
+        async with (
+            start(f"{kind} target", "kvbus.doctor.data_plane", kind, "target") as target,
+            start(f"{kind} reader", "kvbus.doctor.data_plane", kind, "reader") as reader,
+        ):
+            lent = await target.ask(dict[str, Any], "lend")
+            return await reader.ask(answer, "measure", **lent)
+
+
+def _why(error: KVBusError, log: str) -> str:
+    """How it ended, and the first error that UCX told, or else NIXL, or else its last line."""
+    head, _, tail = error.message.partition("; the last lines of its log:")
+    reasons = [found[1] for one in (_UCX_ERROR, _NIXL_ERROR) if (found := one.search(log))]
+    reasons += tail.splitlines()[-1:]
+    return ": ".join([head, *reasons[:1]])[:MAX_REASON_LETTERS].replace("\n", " ")
+
+
+class CudaMemory:
+    """What a CUDA probe is asked."""
+
+    def lend(self) -> GpuMemory:
+        """Memory of a GPU; all of it that is lent has the mark."""
+        from kvbus.memory import cuda  # noqa: PLC0415 - torch
+
+        with _told():
+            version, gpus = cuda.seen_gpus()
+            self._lent = cuda.allocate_cuda(_NUM_SHARED, "cuda:0")
+            self._lent.tensor.fill_(_MARK)[0].item()  # waits for the GPU
+        one = self._lent
+        place = one.device, one.handle, one.offset_bytes, one.size_bytes
+        return GpuMemory(version, tuple(gpus), *place)
+
+    def measure(self, **lent: Any) -> GpuMemory:
+        """The same, once it was read."""
+        from kvbus.memory import cuda  # noqa: PLC0415 - torch
+
+        seen = msgspec.convert(lent, GpuMemory)
+        with (
+            _told(),
+            cuda.CudaMapping(
+                seen.device, seen.handle, offset_bytes=seen.offset_bytes, size_bytes=seen.size_bytes
+            ) as mapping,
+        ):
+            if not (mapping.view()[:_NUM_SHARED] == _MARK).all():
+                raise LocalError("it read other bytes than the target has")
+        return seen
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, AssertionError, ImportError) as error:  # torch asserts CUDA
+        raise LocalError(" ".join(str(error).split())) from error
+
+
+def _be(kind: str) -> object:
+    """What may crash is imported by the probe alone."""
+    if kind == "cuda":
+        return CudaMemory()
+    from kvbus.lab.bare_pair import BareAgent  # noqa: PLC0415
+
+    return BareAgent()
+
+
+if __name__ == "__main__":
+    run_program(partial(serve, _be(sys.argv[1])))
+    os._exit(0)  # what is left of NIXL may hang in its destructors

@@ -1,6 +1,6 @@
 """Processes of a tool: agents, and engines that it asks over a line.
 
-    tool ──{"id": 7, "engine": "a", "do": "offer", "with": {…}}──▶ process of engines
+    tool ──{"id": 7, "do": "offer", "with": {…}}──▶ process of engines
     tool ◀──{"id": 7, "reply": …} or {"id": 7, "code": …, "error": …}──
 
 One question, one answer, which may be late. Lines of JSON over a Unix socket, the stdin of the
@@ -31,12 +31,11 @@ Settings = Mapping[str, str | float | list[str]]
 
 
 class Question(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What ``engine`` shall do, and with what."""
+    """What shall be done, and with what."""
 
     id: int
     do: str
     given: dict[str, Any] = msgspec.field(name="with", default_factory=dict)
-    engine: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -67,14 +66,14 @@ class EngineChild:
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._num_asked = 0
 
-    async def ask(self, kind: type[T], do: str, *, engine: str = "", **given: Any) -> T:
+    async def ask(self, kind: type[T], do: str, **given: Any) -> T:
         """The reply, a ``kind``.
 
         Raises `RequestRefused` with the code and message of what was raised there. When the process
         ends, the block of `engine_process` does.
         """
         self._num_asked += 1
-        question = Question(self._num_asked, do, given, engine)
+        question = Question(self._num_asked, do, given)
         answered = self._asked[question.id] = asyncio.get_running_loop().create_future()
         try:
             await _send(self._writer, question)
@@ -163,15 +162,20 @@ async def _running(
         await child.end_async()
 
 
-async def serve(handle: Callable[[Question], Awaitable[object]]) -> None:
-    """Do what the tool asks, each in a task of its own, until it closes the line."""
+async def serve(engine: object) -> None:
+    """Have methods of ``engine`` do what the tool asks, each in a task of its own.
+
+    Returns when the tool closes the line.
+    """
     stdin = socket.socket(fileno=sys.stdin.fileno())
     reader, writer = await asyncio.open_unix_connection(sock=stdin, limit=MAX_LINE_BYTES)
 
     async def answer(question: Question) -> None:
         try:
-            reply = msgspec.Raw(msgspec.json.encode(await handle(question)))
-            await _send(writer, Answer(question.id, reply))
+            reply = getattr(engine, question.do)(**question.given)
+            if isinstance(reply, Awaitable):
+                reply = await reply
+            await _send(writer, Answer(question.id, msgspec.Raw(msgspec.json.encode(reply))))
         except* KVBusError as errors:
             first = leaves(errors)[0]
             await _send(writer, Answer(question.id, code=first.code, error=first.message))

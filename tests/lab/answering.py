@@ -6,19 +6,24 @@ import sys
 import anyio
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.lab.process import Question, serve
+from kvbus.lab.process import serve
 
 LAST_WORDS = "its last words"
 
 
-async def answer(question: Question) -> object:
-    await asyncio.sleep(question.given.get("after_s", 0.0))
-    if question.do == "refuse":
+class Answering:
+    """What it can be asked."""
+
+    async def echo(self, after_s: float = 0.0, **given: object) -> object:
+        await asyncio.sleep(after_s)
+        return given
+
+    def refuse(self) -> None:
         raise LocalError("no room", code=ErrorCode.BUSY)
-    if question.do == "end":
+
+    def end(self) -> None:
         sys.exit(LAST_WORDS)
-    return [question.engine, question.given]
 
 
 if __name__ == "__main__":
-    anyio.run(serve, answer)
+    anyio.run(serve, Answering())

@@ -19,12 +19,12 @@ def answering(folder: Path) -> Any:
 
 async def test_each_question_gets_its_own_answer_also_a_late_one(tmp_path: Path) -> None:
     async with answering(tmp_path) as process:
-        late = asyncio.create_task(process.ask(list[Any], "echo", engine="a", after_s=0.5))
-        soon = await process.ask(list[Any], "echo", engine="b", number=7)
+        late = asyncio.create_task(process.ask(dict[str, int], "echo", number=6, after_s=0.5))
+        soon = await process.ask(dict[str, int], "echo", number=7)
         was_late = not late.done()
         answers = [await late, soon]
 
-    assert answers == [["a", {"after_s": 0.5}], ["b", {"number": 7}]]
+    assert answers == [{"number": 6}, {"number": 7}]
     assert was_late
 
 
@@ -34,10 +34,10 @@ async def test_what_is_raised_there_is_a_refusal_here_and_of_one_question_alone(
     async with answering(tmp_path) as process:
         with pytest.raises(RequestRefused, match="no room") as refused:
             await process.ask(int, "refuse")
-        after = await process.ask(list[Any], "echo")
+        after = await process.ask(dict[str, int], "echo")
 
     assert refused.value.code is ErrorCode.BUSY
-    assert after == ["", {}]
+    assert after == {}
 
 
 async def test_a_process_that_ends_ends_the_block_and_its_last_words_are_told(
