@@ -1,15 +1,21 @@
-"""The command ``kvbus status``: looks at agents once, or again and again, or follows one."""
+"""The command ``kvbus status``: looks at agents once, or again and again, or follows one.
 
+With ``--events`` each event of an agent is a line of JSON, with what was missed.
+"""
+
+import fnmatch
 import http.client
 import re
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -19,20 +25,36 @@ from rich.live import Live as Screen
 
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.sources import gather
-from kvbus.bus import ask_agent
+from kvbus.bus import ClientCurve, EventListener, EventSubscriber, ask_agent, new_context
 from kvbus.console import Console, text_of
-from kvbus.errors import ConfigError, ErrorCode, PeerLost, RemoteError, RequestTimeout
+from kvbus.errors import (
+    ConfigError,
+    ErrorCode,
+    KVBusError,
+    PeerLost,
+    RemoteError,
+    RequestTimeout,
+)
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
-from kvbus.lab.status.events import follow, topics_of
 from kvbus.lab.status.screen import Between, View, screen
-from kvbus.output import fail, waiting_for, write_json, write_text
+from kvbus.output import fail, json_text, waiting_for, write_json, write_text
+from kvbus.protocol.envelope import Notice
+from kvbus.protocol.events import Heartbeat
+from kvbus.protocol.message import EVENTS, may_hear
 from kvbus.protocol.status import AgentStatus, Live, Status
+from kvbus.text import printable
 
 DEFAULTS = ("127.0.0.1:7703", "127.0.0.1:7713")
 """The http_bind of the printed configurations."""
 NAME_ONE = "name one: kvbus status HOST:PORT, its http_bind, or tcp://HOST:PORT, its peer address"
 ADDRESS = re.compile(r"(https?://)?((?:\[[\da-fA-F:.%]+\]|[^\s/:\[\]]+):\d{1,5})/?")
 MAX_BYTES = 16 << 20
+NAMES = [name for name in EVENTS if name != Heartbeat.op]
+IDS = ("request_id", "offer_id", "fetch_id")
+ANSWER_S, RETRY_S = 3.0, 1.0
+SILENCE_S = 10.0
+"""Longer than some heartbeats of an agent with the default configuration."""
+TRUSTED = "our key trusted as observer, router or decode"
 
 
 def status(
@@ -95,12 +117,11 @@ def status(
     peer = named[0] if len(named) == 1 and named[0].startswith("tcp://") and not watch else ""
     try:
         with suppress(*([KeyboardInterrupt] if events or watch else [])):
+            curve = curve_of(key_file, server_key) if peer else None
             if peer and events:
-                curve = curve_of(key_file, server_key)
-                anyio.run(follow, peer, curve, topics_of(only or []), request, count)
+                anyio.run(_follow, peer, curve, _topics_of(only or []), request, count)
             elif peer:
                 asked = Status(fetch_id=fetch, offer_id=offer, faults=True)
-                curve = curve_of(key_file, server_key)
                 ask = partial(ask_agent, peer, asked, timeout_s=timeout, curve=curve)
                 with waiting_for(f"{peer} to answer"):
                     answer = anyio.run(ask)
@@ -227,3 +248,110 @@ def _url(address: str) -> str:
         f"'{address}' is neither HOST:PORT of an http_bind nor, alone and without --watch, the "
         "peer address tcp://HOST:PORT of an agent"
     )
+
+
+def _topics_of(only: Sequence[str]) -> list[str]:
+    """The events that one of these patterns matches; raises `ConfigError` if one matches none."""
+    for pattern in only:
+        if not fnmatch.filter(NAMES, pattern):
+            raise ConfigError(f"--only {pattern}: there is no such event; {', '.join(NAMES)} are")
+    return [name for name in NAMES if any(fnmatch.fnmatchcase(name, one) for one in only)]
+
+
+@dataclass(slots=True)
+class Lines(EventListener):
+    """Writes lines; ``left`` is how many events are still wanted, below 0 for all.
+
+    ``heard`` are the topics that have begun: what came before that is no gap.
+    """
+
+    agent: str
+    request: str
+    left: int
+    is_silent: bool = True
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    heard: set[str] = field(default_factory=set)
+
+    def on_event(self, endpoint: str, event: Notice) -> None:
+        self.is_silent = False
+        self.heard.add(event.op)
+        if self.request and self.request not in (event.body.get(name) for name in IDS):
+            return
+        self._write(event.boot, event.op, {"seq": event.seq, **event.body})
+        self.left -= 1
+        if self.left == 0:
+            self.ended.set()
+
+    def on_boot(self, endpoint: str, boot: str) -> None:
+        self._write(boot, "boot", {})
+
+    def on_heartbeat(self, endpoint: str, boot: str) -> None:
+        self.is_silent = False
+        self.heard.update(EVENTS)
+
+    def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
+        if topic in self.heard:
+            self._write(boot, "gap", {"topic": topic})
+
+    def _write(self, boot: str, event: str, told: Mapping[str, Any]) -> None:
+        at = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+        ours = {"at": at, "agent": self.agent, "boot": boot, "event": event}
+        line = {**ours, **told, **ours}  # no body takes the place of what is ours
+        if not self.ended.is_set() and not write_text(json_text(line) + "\n"):
+            self.ended.set()
+
+
+async def _follow(
+    peer: str, curve: ClientCurve | None, topics: list[str], request: str, count: int
+) -> None:
+    """Write the events of the agent at ``peer`` until ``count`` of them came; 0: without an end.
+
+    Raises `KVBusError` when the agent refuses to tell, or to have its events heard.
+    """
+    status = await _status_of(peer, curve)
+    if not status.events_endpoint:
+        raise ConfigError("the agent is of an earlier version, which does not tell of its events")
+    if status.view is not None and status.view.roles and not may_hear(status.view.roles):
+        wrong = f"our key is trusted there as {' and '.join(status.view.roles)}, which hears no"
+        raise KVBusError(f"{wrong} events; wanted is {TRUSTED}", code=ErrorCode.FORBIDDEN)
+    lines = Lines(status.agent_id, request, count or -1)
+    keys, server_key = (curve.keys, curve.server_key) if curve else (None, "")
+    with new_context() as context:
+        subscriber = EventSubscriber(context, lines, topics=topics, keys=keys)
+        async with anyio.create_task_group() as tasks:
+            subscriber.add(status.events_endpoint, server_key=server_key)
+            tasks.start_soon(subscriber.run)
+            while not lines.ended.is_set():
+                lines.is_silent = True
+                with anyio.move_on_after(SILENCE_S):
+                    await lines.ended.wait()
+                if lines.ended.is_set() or not lines.is_silent:
+                    continue
+                # An agent that came back may have its events elsewhere.
+                before, status = status.events_endpoint, await _status_of(peer, curve, again=True)
+                if status.events_endpoint == before:
+                    _say(f"no events come from {before}: is that port open, and {TRUSTED}?")
+                    continue
+                _say(f"the events are at {status.events_endpoint} now, no longer at {before}")
+                subscriber.remove(before)
+                subscriber.add(status.events_endpoint, server_key=server_key)
+            tasks.cancel_scope.cancel()
+
+
+async def _status_of(peer: str, curve: ClientCurve | None, *, again: bool = False) -> AgentStatus:
+    """Its answer, for which it is asked until it comes; raises `KVBusError` for a first refusal."""
+    question, is_said = Status(key=curve.keys.public if curve else ""), False
+    while True:
+        try:
+            return await ask_agent(peer, question, timeout_s=ANSWER_S, curve=curve)
+        except KVBusError as error:
+            if not (again or isinstance(error, RequestTimeout)):
+                raise
+            if not is_said:
+                _say(f"no answer from {peer}, which is asked again: {error.message}")
+            is_said = True
+            await anyio.sleep(RETRY_S)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"kvbus status: {printable(text)}\n")
