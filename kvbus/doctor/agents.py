@@ -1,7 +1,7 @@
 """Whether agents can have what they want, and what those that run say of themselves.
 
-A port is bound and let go, so nobody can connect to a probe; a folder that was made is removed.
-What an agent checks itself at its start is checked by the same functions, unless it runs.
+What an agent checks itself at its start is checked by the same functions, unless it runs: a port is
+bound and let go, a folder that was made is removed.
 """
 
 import contextlib
@@ -19,10 +19,16 @@ from pathlib import Path
 import psutil
 
 from kvbus.agent.access import Access, load_http_token
-from kvbus.agent.config import DEFAULTS, AgentConfig, convert_config, load_shared_config
+from kvbus.agent.config import (
+    DEFAULTS,
+    AgentConfig,
+    convert_config,
+    http_address,
+    load_shared_config,
+)
 from kvbus.agent.data_plane import choose_interfaces, is_on_loopback, without_link
 from kvbus.agent.sources import variable
-from kvbus.bus import ClientCurve, port_range
+from kvbus.bus import ClientCurve, SocketOptions, new_context, open_router, port_range
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.doctor.peers import Peer, address_of, faults_of, how_kv_comes
 from kvbus.errors import ConfigError, KVBusError
@@ -126,48 +132,40 @@ def _holder(peer_bind: str, curve: ClientCurve | None) -> AgentStatus | None:
 def _ports(
     name: str, source: str, binds: Mapping[str, str], held_by: AgentStatus | None
 ) -> Iterator[Finding]:
-    taken = False
-    for key, address in binds.items():
-        errors = [_bind_error(one) for one in port_range(address)]
-        if "" in errors:
+    errors = {key: _bind_error(address) for key, address in binds.items()}
+    for key, error in errors.items():
+        if not error:
             continue
-        taken, holder = True, held_by.agent_id if held_by and key == "peer_bind" else ""
+        address, holder = binds[key], held_by.agent_id if held_by and key == "peer_bind" else ""
         by = f", by the agent '{holder}'" if holder else ""
         port = address.rpartition(":")[2].partition("-")[0]
         yield Finding(
             f"{name}.{key}",
             ERROR,
-            f"{address} cannot be bound{by}: {errors[-1]}",
-            {"address": address, "error": errors[-1], "held_by": holder},
+            f"{address} cannot be bound{by}: {error}",
+            {"address": address, "error": error, "held_by": holder},
             why=f"The agent does not start without it ({source}).",
             fix="End what holds it, this agent itself if it runs, or choose another address.",
             command=f"ss -ltnp 'sport = :{port}'",
         )
-    if not taken:
+    if not any(errors.values()):
         free = ", ".join(address.removeprefix("tcp://") for address in binds.values())
         yield Finding(f"{name}.ports", OK, f"free: {free}", binds)
 
 
 def _bind_error(address: str) -> str:
     """Why a socket cannot be bound there; empty when one could."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    by_bus = address.startswith("tcp://")  # ZeroMQ: of IPv4, and takes names of interfaces
-    if by_bus:
-        of_name = psutil.net_if_addrs().get(host, ())
-        host = next((one.address for one in of_name if one.family == socket.AF_INET), host)
     try:
-        family, *_, socket_address = socket.getaddrinfo(
-            None if host == "*" else host.strip("[]") or "127.0.0.1",
-            int(port),
-            family=socket.AF_INET if by_bus else socket.AF_UNSPEC,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(socket_address)
-    except (OSError, ValueError, OverflowError) as error:
-        return getattr(error, "strerror", "") or str(error)
+        if not address.startswith("tcp://"):
+            family, *_, at = socket.getaddrinfo(*http_address(address))[0]
+            socket.create_server(at, family=family).close()
+            return ""
+        with new_context() as context:
+            open_router(context, address, SocketOptions()).close(linger=0)
+    except (OSError, ConfigError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        number = getattr(cause, "errno", 0) or 0
+        return os.strerror(number) if number in errno.errorcode else str(error)
     return ""
 
 

@@ -10,14 +10,13 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-import msgspec
 from packaging.requirements import Requirement
 
-from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, Severity
+from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.errors import SegmentError
 from kvbus.memory.room import cgroup_folder
 from kvbus.memory.run_copy import is_compiled
-from kvbus.memory.segment import GIVING_WORDS, SHMEM_ENABLED, SharedSegment, shmem_word
+from kvbus.memory.segment import SharedSegment
 from kvbus.text import bytes_text
 
 PROJECT, NAMED = "kvbus", ("nixl", "torch", "pyzmq", "numpy")
@@ -60,88 +59,53 @@ def installed(name: str) -> str:
         return ""
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine has of memory and cores, as a new process would have them.
-
-    ``segment_error`` is empty when a sealed segment could be made. The group's limits are those of
-    the control group, None where it has none; ``shmem_enabled`` is the kernel's word for huge pages
-    in memfds, empty where it has none.
-    """
-
-    segment_error: str
-    free_huge_bytes: int
-    shmem_enabled: str
-    num_cores: int
-    cpu_quota: float | None
-    compiled: bool
-
-
 def check_memory() -> Iterator[Finding]:
-    """Segments, huge pages, cores, copies; what memory agents want is looked at with them."""
-    meminfo = dict(line.split(":", 1) for line in text_of("/proc/meminfo").splitlines())
-    fields = {name: int(value.split()[0]) for name, value in meminfo.items()}
+    """Segments, cores, copies; what memory agents want is looked at with them."""
     quota = text_of(cgroup_folder() / "cpu.max").split()
     try:
         SharedSegment(SEGMENT_BYTES, name="kvbus-doctor").close()
         segment_error = ""
     except (SegmentError, OSError) as error:
         segment_error = str(error)
-    seen = Memory(
-        segment_error=segment_error,
-        free_huge_bytes=fields.get("HugePages_Free", 0) * fields.get("Hugepagesize", 0) * 1024,
-        shmem_enabled=shmem_word(),
+    return memory_findings(
+        segment_error,
         num_cores=len(os.sched_getaffinity(0)),
         cpu_quota=int(quota[0]) / int(quota[1]) if quota and quota[0] != "max" else None,
         compiled=is_compiled(),
     )
-    return memory_findings(seen)
 
 
-def memory_findings(seen: Memory) -> Iterator[Finding]:
-    """Each with its values of what was seen."""
-
-    def finding(subject: str, severity: Severity, found: str, *reasons: str, of: str) -> Finding:
-        values = {name: getattr(seen, name) for name in of.split()}
-        return Finding(f"memory.{subject}", severity, found, values, *reasons)
-
-    yield finding(
-        "segment",
-        ERROR if seen.segment_error else OK,
-        f"no sealed memfd: {seen.segment_error}" if seen.segment_error else "a memfd can be sealed",
-        "Engines share their KV cache with their agent in one.",
-        "Fix what the message says. The kernel must be Linux with memfd_create, and the sandbox or "
-        "seccomp profile must allow it.",
-        of="segment_error",
+def memory_findings(
+    segment_error: str, *, num_cores: int, cpu_quota: float | None, compiled: bool
+) -> Iterator[Finding]:
+    """Of a machine on which a sealed segment could be made, if there is no error."""
+    yield Finding(
+        "memory.segment",
+        ERROR if segment_error else OK,
+        f"no sealed memfd: {segment_error}" if segment_error else "a memfd can be sealed",
+        {"segment_error": segment_error},
+        why="Engines share their KV cache with their agent in one.",
+        fix="Fix what the message says. The kernel must be Linux with memfd_create, and the "
+        "sandbox or seccomp profile must allow it.",
     )
-    word = f"'{seen.shmem_enabled}'" if seen.shmem_enabled else "not known to the kernel"
-    yield finding(
-        "huge_pages",
-        OK if seen.free_huge_bytes > 0 or seen.shmem_enabled in GIVING_WORDS else NOTE,
-        f"{bytes_text(seen.free_huge_bytes)} reserved and free; shmem_enabled is {word}",
-        "Segments lie in small pages; large ones can be read faster.",
-        'Let engines that ask for huge pages (huge_pages="advise") have them, or reserve some '
-        "(vm.nr_hugepages) for those that ask for these (huge_pages=True).",
-        f"echo advise > {SHMEM_ENABLED}",
-        of="free_huge_bytes shmem_enabled",
-    )
-    quota = seen.cpu_quota
-    usable = seen.num_cores if quota is None else min(seen.num_cores, int(quota))
-    yield finding(
-        "cores",
+    usable, limited = num_cores, ""
+    if cpu_quota is not None:
+        usable, limited = min(num_cores, int(cpu_quota)), f", limited to the time of {cpu_quota:g}"
+    yield Finding(
+        "memory.cores",
         OK if usable >= 2 else WARNING,
-        f"{seen.num_cores} cores"
-        + ("" if quota is None else f", limited to the time of {quota:g}"),
-        "An agent's event loop and its NIXL thread wait for each other.",
-        "Give it two cores or more.",
-        of="num_cores cpu_quota",
+        f"{num_cores} cores{limited}",
+        {"num_cores": num_cores, "cpu_quota": cpu_quota},
+        why="An agent's event loop and its NIXL thread wait for each other.",
+        fix="Give it two cores or more.",
     )
-    yield finding(
-        "copies",
-        OK if seen.compiled else NOTE,
-        f"mapped memory is copied by {'the kernel in C' if seen.compiled else 'numpy'}",
-        "Agents of one machine copy KV, by numpy at two thirds of the speed at most.",
-        "Install a C compiler, then kvbus again.",
-        of="compiled",
+    yield Finding(
+        "memory.copies",
+        OK if compiled else NOTE,
+        f"mapped memory is copied by {'the kernel in C' if compiled else 'numpy'}",
+        {"compiled": compiled},
+        why="Agents of one machine copy KV, by numpy at two thirds of the speed at most.",
+        fix="Install a C compiler, then kvbus again.",
     )
 
 

@@ -21,8 +21,6 @@ HugePages = bool | Literal["advise"]
 """False for ordinary pages, True for reserved ones (vm.nr_hugepages), "advise" for the kernel's."""
 
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-GIVING_WORDS = ("always", "within_size", "advise", "force")
-"""What ``SHMEM_ENABLED`` says where memory that is advised gets huge pages."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ADVICE = {

@@ -56,7 +56,6 @@ def test_an_agent_that_may_have_all_that_it_wants_leaves_nothing(folder: Path) -
     [
         ("peer_bind", "tcp://127.0.0.1:{taken}", TAKEN),
         ("peer_bind", "tcp://192.0.2.1:7701", NOT_HERE),
-        ("peer_bind", "tcp://[::1]:0", "cannot be bound: "),  # ZeroMQ's are of IPv4 here
         ("http_bind", "127.0.0.1:{taken}", TAKEN),
         ("events_bind", "tcp://*:{taken}", TAKEN),
         ("events_bind", "tcp://127.0.0.1:{taken}-{taken}", TAKEN),

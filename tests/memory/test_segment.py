@@ -11,12 +11,14 @@ import pytest
 
 from kvbus.engine import RankMemory
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory.segment import GIVING_WORDS, HugePages, SharedSegment, huge_bytes, shmem_word
+from kvbus.memory.segment import HugePages, SharedSegment, huge_bytes, shmem_word
 from tests.engine.recording import SPEC
 from tests.memories import NHD
 
 SIZE_BYTES = (8 << 20) + 5000
 """Some huge pages and a part of one."""
+GIVING_WORDS = ("always", "within_size", "advise", "force")
+"""What the kernel says where memory that is advised gets huge pages."""
 
 
 def test_a_segment_is_zeros_whose_pages_are_taken_and_that_no_program_inherits() -> None:
