@@ -1,9 +1,9 @@
 """What comes later, for threads and event loops alike, and the loop in which it is worked for."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Generator
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -12,20 +12,52 @@ from kvbus.errors import ClosedError
 
 T = TypeVar("T")
 
+log = logging.getLogger("kvbus.engine")
 
-class Later(Future[T]):
+
+class Later(Generic[T]):
     """Something that happens once: a result, or an error.
 
     In a thread `wait` for it, in any event loop ``await`` it, or have a call made. Who waits no
-    more does not undo it.
+    more does not undo it. Once it has happened it lets go of the calls: who is called mostly has
+    this, and such a cycle would be left to the engine's garbage collector.
     """
 
+    __slots__ = ("_calls", "_error", "_lock", "_value", "is_observed", "on_observed")
+
     def __init__(self) -> None:
-        super().__init__()
-        self.set_running_or_notify_cancel()  # it cannot be cancelled
         self.is_observed = False
         """Whether somebody has asked for it here: then `Link.ended` does not tell of it."""
         self.on_observed: Callable[[], object] | None = None
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], object]] | None = []
+        """To be made when it happens; None since then."""
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has happened."""
+        return self._calls is None
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """As `wait`, for the SDK itself."""
+        error = self.exception(timeout_s)
+        if error is not None:
+            raise error
+        value: T = self._value
+        return value
+
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        """Its error, None with a result; waits as `wait` does."""
+        if not self.done():
+            happened = threading.Event()
+            self.then(happened.set)
+            if not happened.wait(timeout_s):
+                with self._lock:
+                    if self._calls is not None:
+                        self._calls.remove(happened.set)
+                raise TimeoutError
+        return self._error
 
     def wait(self, timeout_s: float | None = None) -> T:
         """The result; raises the error, and `TimeoutError` after ``timeout_s``.
@@ -40,7 +72,7 @@ class Later(Future[T]):
         if not self.done():
             loop = asyncio.get_running_loop()
             woken: asyncio.Future[None] = loop.create_future()
-            self.add_done_callback(partial(_wake, loop, woken))
+            self.then(partial(_wake, loop, woken))
             yield from woken
         return self.result()
 
@@ -54,22 +86,37 @@ class Later(Future[T]):
 
     def then(self, call: Callable[[], object]) -> None:
         """As `add_callback`, for the SDK itself: it is not told that somebody observes this."""
-        self.add_done_callback(lambda _: call())
+        with self._lock:
+            if self._calls is not None:
+                self._calls.append(call)
+                return
+        _make(call)
 
     def settle(self, outcome: T | BaseException) -> None:
-        """It has happened; the first outcome counts. Called in the loop's thread only."""
-        if self.done():
-            return
-        if isinstance(outcome, BaseException):
-            self.set_exception(outcome)
-        else:
-            self.set_result(outcome)
+        """It has happened; the first outcome counts."""
+        with self._lock:
+            if self._calls is None:
+                return
+            if isinstance(outcome, BaseException):
+                self._error = outcome
+            else:
+                self._value = outcome
+            calls, self._calls = self._calls, None
+        for call in calls:
+            _make(call)
 
     def _observe(self) -> None:
         self.is_observed = True
         call, self.on_observed = self.on_observed, None
         if call is not None:
             call()
+
+
+def _make(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception:  # the others are made all the same
+        log.exception("kvbus: a callback failed")
 
 
 class Handle(Protocol):
@@ -103,7 +150,7 @@ class Ended(Generic[H]):
         return told
 
 
-def _wake(loop: asyncio.AbstractEventLoop, woken: "asyncio.Future[None]", _: object) -> None:
+def _wake(loop: asyncio.AbstractEventLoop, woken: "asyncio.Future[None]") -> None:
     def settle() -> None:
         if not woken.done():
             woken.set_result(None)

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from kvbus.engine.asking import Asking
 from kvbus.engine.connection import Connection, KeptConnection
 from kvbus.engine.fetches import Fetch, Fetches, FetchOptions
-from kvbus.engine.later import Ended, Runner
+from kvbus.engine.later import Ended, Later, Runner
 from kvbus.engine.offers import BlockIds, Offer, OfferOptions, Offers, offer_message
 from kvbus.engine.rank_memory import RankMemory
 from kvbus.errors import (
@@ -133,7 +132,7 @@ class Link:
         self._over: Ended[Offer | Fetch] = Ended()
         self._on_change: list[Callable[[], None]] = []
         self._is_open = threading.Event()
-        self._first: Future[None] = Future()
+        self._first: Later[None] = Later()
         self._ranks = [AttachedRank(engine, one, access) for one in self._memory]
         self._owned: list[RankMemory | SharedSegment] = [*self._memory]
         if words is not None:
@@ -172,7 +171,7 @@ class Link:
     def __enter__(self) -> Self:
         self.start()
         try:
-            self._first.result()
+            self._first.wait()
         except BaseException:
             self.close()
             raise
@@ -184,7 +183,7 @@ class Link:
     async def __aenter__(self) -> Self:
         self.start(asyncio.get_running_loop())
         try:
-            await asyncio.wrap_future(self._first)
+            await self._first
         except BaseException:
             await self.aclose()
             raise
@@ -406,9 +405,9 @@ class Link:
                 call()
         if not self._first.done():
             if problem is None:
-                self._first.set_result(None)
+                self._first.settle(None)
             elif any(kept.has_failed for kept in self._kept):
-                self._first.set_exception(problem)
+                self._first.settle(problem)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:

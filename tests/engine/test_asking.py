@@ -1,7 +1,9 @@
 """What the SDK asks an agent for: tables, refusals, agents that are busy, end, or are gone."""
 
+import gc
 import math
 import time
+import weakref
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,7 @@ from kvbus.errors import (
     RequestTimeout,
 )
 from kvbus.geometry import BlockTable
-from kvbus.protocol import BlocksFreed, Fetched, MakeOffer, Outcome
+from kvbus.protocol import BlocksFreed, Fetched, MakeOffer, Outcome, Released
 from tests.agents import until
 from tests.engine.recording import (
     FULL,
@@ -349,6 +351,29 @@ async def test_an_offer_that_its_agent_did_not_make_is_made_by_the_next_one(how:
 
     assert (await offer).offer_id == MADE.offer_id
     assert [one.request_id for one in (*first.sent, *second.sent)] == ["r", "r"]
+
+
+async def test_what_has_ended_and_was_heard_of_is_gone_without_a_garbage_collector() -> None:
+    offers_at, fetches_at = Recording(), Recording()
+    offers, fetches = RecordedOffers(offers_at), RecordedFetches(fetches_at)
+    offer, fetch = await offers.offer(), fetches.fetch()
+    gone: list[weakref.ref[Any]] = [weakref.ref(offer), weakref.ref(fetch)]
+    heard: list[object] = []
+    gc.disable()
+    try:
+        offer.ended.add_callback(partial(heard.append, offer.request_id))
+        offer.ended.add_callback(offer.seal)
+        fetch.ended.add_callback(partial(fetch.cancel, release_offer=False))
+        offers_at.notice(Released(MADE.offer_id, "r", Outcome.COMPLETED))
+        fetches_at.answer(failed(fetch.fetch_id, blocks_free=True))
+        for connection in (offers_at, fetches_at):
+            connection.on_replies.clear()
+        del offer, fetch
+
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
+    assert heard == ["r"]
 
 
 @pytest.mark.parametrize("is_closed", [False, True], ids=["before the first agent", "closed"])
