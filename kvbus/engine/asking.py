@@ -67,10 +67,10 @@ class Asking(Events, Generic[A]):
     reply_within_s = 0.0
     """How long a reply is waited for; 0 is what the connection says."""
 
-    def __init__(self, *, retry_busy: bool = True, agent_wait_s: float = 10.0) -> None:
+    def __init__(self, *, agent_wait_s: float = 10.0) -> None:
         self.connection: Connection | None = None
         self.problem: KVBusError = ClosedError("the link is not open")
-        self._retry_busy, self._agent_wait_s = retry_busy, agent_wait_s
+        self._agent_wait_s = agent_wait_s
         self._is_followed = False
         self._waiting: dict[A, tuple[asyncio.TimerHandle, KVBusError]] = {}
         """Until the next agent is there, or for a pause; and why."""
@@ -137,7 +137,7 @@ class Asking(Events, Generic[A]):
         ends = isinstance(error, RequestRefused) and error.code in NOT_BEGUN
         if ends or connection.lost is not None:
             self.wait(one, error)
-        elif self._retry_busy and (pause_s := one.pause_s(error, time.monotonic())) is not None:
+        elif (pause_s := one.pause_s(error, time.monotonic())) is not None:
             self._later(one, pause_s, partial(self._ask_again, one), error)
         else:
             self.refused(one, error)

@@ -173,9 +173,9 @@ class Fetches(Asking[Fetch]):
         has_others: bool,
         patience_s: float,
         logger: logging.Logger,
-        **options: Any,
+        agent_wait_s: float = 10.0,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(agent_wait_s=agent_wait_s)
         self.runner, self._engine, self._has_others = runner, engine, has_others
         self._patience_s = patience_s
         self.releases = _Releases(self, logger)

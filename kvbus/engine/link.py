@@ -54,8 +54,6 @@ class LinkOptions(TypedDict, total=False):
     """For how long entering waits for an agent that listens; 0 by default."""
     request_timeout_s: float
     """For how long an answer is waited for, and an agent without room is asked; 30 by default."""
-    retry_busy: bool
-    """Whether an agent without room is asked again; True by default."""
     agent_wait_s: float
     """For how long offers and fetches wait for the next agent; 10 by default."""
 
@@ -115,19 +113,16 @@ class Link:
             request_timeout_s=self._patience_s,
         )
         self.runner = Runner()
-        asking = {
-            "retry_busy": options.get("retry_busy", True),
-            "agent_wait_s": options.get("agent_wait_s", 10.0),
-        }
+        agent_wait_s = options.get("agent_wait_s", 10.0)
         words = self._new_words() if control else None
-        self._offers = Offers(words, **asking)
+        self._offers = Offers(words, agent_wait_s=agent_wait_s)
         self._fetches = Fetches(
             self.runner,
             engine,
             has_others=bool(self._others),
             patience_s=self._patience_s,
             logger=logger,
-            **asking,
+            agent_wait_s=agent_wait_s,
         )
         self._over: Ended[Offer | Fetch] = Ended()
         self._on_change: list[Callable[[], None]] = []

@@ -221,8 +221,8 @@ class Offer(Pending[MakeOffer]):
 class Offers(Asking[Offer]):
     """The offers of one engine that its agents have made, or will."""
 
-    def __init__(self, words: SharedSegment | None = None, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, words: SharedSegment | None = None, *, agent_wait_s: float = 10.0) -> None:
+        super().__init__(agent_wait_s=agent_wait_s)
         self._offers: dict[str, Offer] = {}
         self._words = None if words is None else WordNames(words.swap)
 

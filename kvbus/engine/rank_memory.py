@@ -7,10 +7,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from kvbus.engine.region_tensor import region_tensor
 from kvbus.engine.storage import SharedStorage, share_tensors
 from kvbus.errors import GeometryError, LocalError, SegmentError
 from kvbus.geometry import (
+    DTYPE_SIZES_BYTES,
     Axis,
     AxisName,
     EngineSpec,
@@ -118,6 +118,29 @@ class KvCache:
         not hold it, as another pipeline stage does.
         """
         return self._views[layer, part]
+
+
+def region_tensor(engine: EngineSpec, region: Region, buffer: torch.Tensor) -> torch.Tensor:
+    """[block, layer, part, token, head, dim] of the group's dtype, with the region's strides.
+
+    ``buffer`` is the region's segment, one row of uint8; the memory is shared, and kept alive.
+    Raises `GeometryError` when the region leaves it, or is not aligned to its dtype.
+    """
+    name = engine.group(region.group).dtype
+    itemsize, dtype = DTYPE_SIZES_BYTES[name], getattr(torch, name)
+    at_bytes = int(buffer.storage_offset()) + region.offset_bytes
+    strides_bytes = [region.stride_bytes(axis) for axis in AxisName]
+    if any(step % itemsize for step in (at_bytes, *strides_bytes)):
+        raise GeometryError(f"the offset or a stride is no multiple of {dtype}'s {itemsize} bytes")
+    try:
+        return torch.empty(0, dtype=dtype, device=buffer.device).set_(
+            buffer.untyped_storage(),
+            at_bytes // itemsize,
+            [region.size(axis) for axis in AxisName],
+            [step // itemsize for step in strides_bytes],
+        )
+    except RuntimeError as error:
+        raise GeometryError(f"a region leaves its segment: {error}") from error
 
 
 def describe_tensors(

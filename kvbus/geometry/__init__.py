@@ -1,56 +1,7 @@
 """What KV memory means: engines, ranks, groups and regions, and where each token's bytes lie."""
+# ruff: noqa: F403  the files are the list
 
-from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS, BlockTable, num_blocks_for
-from kvbus.geometry.layouts import (
-    KvLayout,
-    held_heads,
-    held_layers,
-    lay_out_rank,
-    slot_bytes,
-    slot_region,
-)
-from kvbus.geometry.spec import (
-    DTYPE_SIZES_BYTES,
-    Axis,
-    AxisName,
-    Box,
-    EngineSpec,
-    GroupSpec,
-    KvPart,
-    PartShape,
-    RankSpec,
-    Region,
-    Segment,
-    StatePart,
-    state_group,
-)
-from kvbus.geometry.validation import validate_engine, validate_rank, validate_ranks
-
-__all__ = [
-    "DTYPE_SIZES_BYTES",
-    "FEW_IDS",
-    "MAX_BLOCKS",
-    "Axis",
-    "AxisName",
-    "BlockTable",
-    "Box",
-    "EngineSpec",
-    "GroupSpec",
-    "KvLayout",
-    "KvPart",
-    "PartShape",
-    "RankSpec",
-    "Region",
-    "Segment",
-    "StatePart",
-    "held_heads",
-    "held_layers",
-    "lay_out_rank",
-    "num_blocks_for",
-    "slot_bytes",
-    "slot_region",
-    "state_group",
-    "validate_engine",
-    "validate_rank",
-    "validate_ranks",
-]
+from kvbus.geometry.blocks import *
+from kvbus.geometry.layouts import *
+from kvbus.geometry.spec import *
+from kvbus.geometry.validation import *

@@ -177,21 +177,18 @@ async def test_a_fetch_is_asked_again_as_the_same_with_the_time_that_is_left(
 
 
 @pytest.mark.parametrize(
-    ("error", "retry_busy"),
+    "error",
     [
-        (busy(retry_after_s=31.0), True),
-        (busy(retry_after_s=math.inf), True),
-        (busy(retry_after_s=HINT_S), False),
-        (RequestRefused("no", code=ErrorCode.INVALID), True),
-        (RequestTimeout("no reply"), True),
+        busy(retry_after_s=31.0),
+        busy(retry_after_s=math.inf),
+        RequestRefused("no", code=ErrorCode.INVALID),
+        RequestTimeout("no reply"),
     ],
-    ids=["no time left", "never", "not to be asked again", "another code", "no reply"],
+    ids=["no time left", "never", "another code", "no reply"],
 )
-async def test_what_need_not_be_asked_again_fails_at_once(
-    error: KVBusError, retry_busy: bool
-) -> None:
+async def test_what_need_not_be_asked_again_fails_at_once(error: KVBusError) -> None:
     connection = Recording(reply=None)
-    fetch = RecordedFetches(connection, retry_busy=retry_busy).fetch(timeout_s=30.0)
+    fetch = RecordedFetches(connection).fetch(timeout_s=30.0)
 
     connection.on_replies[0](error)
 
@@ -219,10 +216,10 @@ async def test_a_fetch_that_the_engine_cancels_while_it_waits_is_not_asked_again
     assert {message.fetch_id for message in connection.sent[1:]} == {other.fetch_id}
 
 
-async def offered(*replies: Any, retry_busy: bool = True, lose: bool = False) -> str:
+async def offered(*replies: Any, lose: bool = False) -> str:
     """How an offer ends that is answered like this, one answer to each time that it is asked."""
     connection = Recording(reply=None)
-    offers = RecordedOffers(connection, retry_busy=retry_busy, agent_wait_s=HINT_S)
+    offers = RecordedOffers(connection, agent_wait_s=HINT_S)
     offer = offers.offer()
 
     def has_asked(times: int) -> bool:
@@ -240,9 +237,8 @@ async def offered(*replies: Any, retry_busy: bool = True, lose: bool = False) ->
         return str(error.code)
 
 
-async def test_an_offer_waits_for_room_unless_it_shall_not_or_its_agent_is_gone() -> None:
+async def test_an_offer_waits_for_room_unless_its_agent_is_gone() -> None:
     assert await offered(busy(retry_after_s=HINT_S), MADE) == MADE.offer_id
-    assert await offered(busy(retry_after_s=HINT_S), retry_busy=False) == ErrorCode.BUSY
     assert await offered(busy(retry_after_s=14.0), lose=True) == ErrorCode.PEER_LOST
 
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvbus.engine import RankMemory
-from kvbus.engine.region_tensor import region_tensor
+from kvbus.engine.rank_memory import region_tensor
 from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, EngineSpec, validate_ranks
 from kvbus.integrations.vllm.describe import describe_engine

@@ -14,8 +14,7 @@ import torch
 
 from kvbus.engine.bounce.pool import HOST_LAYOUT, HostTables
 from kvbus.engine.offers import check_groups
-from kvbus.engine.rank_memory import RankMemory
-from kvbus.engine.region_tensor import region_tensor
+from kvbus.engine.rank_memory import RankMemory, region_tensor
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, num_blocks_for
 from kvbus.geometry.blocks import BlockIds

@@ -6,14 +6,15 @@ overtaken, so a large request gets its turn.
 
 from bisect import bisect
 from collections.abc import Iterable, Mapping
-from math import lcm, prod
+from math import lcm
 
 import anyio
 import numpy as np
 
 from kvbus.errors import ErrorCode, GeometryError, LocalError
-from kvbus.geometry import DTYPE_SIZES_BYTES, EngineSpec, KvLayout, lay_out_rank
+from kvbus.geometry import EngineSpec, KvLayout, lay_out_rank
 from kvbus.geometry.blocks import BlockIds
+from kvbus.planning import position_bytes
 
 HOST_LAYOUT = KvLayout.parse("block,layer,kv,token,head,dim")
 """The canonical form: a block of all layers is one piece, whatever the engine's device has."""
@@ -192,16 +193,14 @@ def piece_tokens(engine: EngineSpec, *, piece_bytes: int) -> int:
 
     0 when all groups are states: they are one piece. Replicas count.
     """
-    paged = {group.name: group for group in engine.groups if not group.state}
-    if not paged:
+    sizes = [group.block_size for group in engine.groups if not group.state]
+    if not sizes:
         return 0
     token_bytes = sum(
-        DTYPE_SIZES_BYTES[paged[region.group].dtype]
-        * prod(axis.size for axis in region.axes)
-        / paged[region.group].block_size
+        position_bytes(region, engine.group(region.group))
         for rank in range(engine.num_ranks)
         for region in lay_out_rank(engine, rank, HOST_LAYOUT, num_blocks=1).regions
-        if region.group in paged
+        if not engine.group(region.group).state
     )
-    whole = lcm(*(group.block_size for group in paged.values()))
-    return max(1, int(piece_bytes / token_bytes) // whole) * whole
+    whole = lcm(*sizes)
+    return max(1, piece_bytes // token_bytes // whole) * whole
