@@ -30,7 +30,7 @@ from kvbus.errors import (
 from kvbus.memory.attach import AttachClient
 from kvbus.memory.attach.place import check_folder
 from kvbus.protocol.attach import Hello, Welcome
-from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving
+from kvbus.protocol.engine import AgentRole, Detach, Leaving
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
 from kvbus.protocol.message import R, Request, from_body, to_body
 
@@ -128,14 +128,6 @@ class Connection:
             await self.request(Detach(), timeout_s=GOODBYE_S)
         self._lose(ClosedError("the session was closed"))
         await self._exit.aclose()
-
-    async def ready(self) -> None:
-        """Return when the engine's home has the control session and every rank.
-
-        Those that the control session said are elsewhere are not waited for. A connection with
-        another agent than the home gets no answer: `RequestTimeout`.
-        """
-        await self.request(AwaitReady())
 
     async def ended(self) -> KVBusError:
         """Why the connection ended, once it has: the agent is gone, or it was closed from here."""
@@ -263,9 +255,8 @@ class KeptConnection:
         self._connect, self._register = connect, register
         self._name, self._logger = name, logger
         self._on_open, self._on_change = on_open, on_change
-        self._current: Connection | None = None
         self._latest: Connection | None = None
-        self._problem: KVBusError = ClosedError(f"{name} is not open yet")
+        self._problem: KVBusError | None = ClosedError(f"{name} is not open yet")
         self._last_failure = ""
         self.num_opened = 0
         """How often there was a new connection, the first included."""
@@ -273,7 +264,7 @@ class KeptConnection:
     @property
     def problem(self) -> KVBusError | None:
         """Why there is no connection; None while there is one."""
-        return self._problem if self._current is None else self._current.lost
+        return self._problem or self.latest.lost
 
     @property
     def has_failed(self) -> bool:
@@ -287,7 +278,8 @@ class KeptConnection:
         Raises `problem` before the first.
         """
         if self._latest is None:
-            raise self._problem.with_traceback(None)  # one error, raised often
+            error = self._problem or ClosedError(f"{self._name} is not open yet")
+            raise error.with_traceback(None)  # one error, raised often
         return self._latest
 
     async def run(self) -> None:
@@ -311,17 +303,14 @@ class KeptConnection:
             async with self._connect() as connection:
                 await self._register(connection)
                 self._set(connection)
-                try:
-                    self._fail(await connection.ended(), "lost")
-                finally:
-                    self._current = None
+                self._fail(await connection.ended(), "lost")
         except KVBusError as error:
             self._fail(error, "cannot be opened")
         except Exception as error:  # a fault of ours must not end the keeper: the next one is new
             self._fail(error, "failed")
 
     def _set(self, connection: Connection) -> None:
-        self._current = self._latest = connection
+        self._latest, self._problem = connection, None
         self.num_opened += 1
         self._on_open(connection)
         self._last_failure = ""

@@ -26,7 +26,6 @@ from kvbus.engine.offers import BlockIds, Offer, OfferOptions, Offers, offer_mes
 from kvbus.engine.rank_memory import RankMemory
 from kvbus.errors import (
     ClosedError,
-    ErrorCode,
     GeometryError,
     KVBusError,
     LocalError,
@@ -37,7 +36,7 @@ from kvbus.memory.cuda import CudaEvent, CudaStorage
 from kvbus.memory.run_copy import swap_word
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
-from kvbus.protocol.engine import AgentRanks, AgentRole, Register
+from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Register
 from kvbus.protocol.word import WORDS_BYTES
 
 Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
@@ -124,6 +123,10 @@ class Link:
             logger=logger,
             agent_wait_s=agent_wait_s,
         )
+        self._asking: dict[AgentRole, Asking[Any]] = {
+            AgentRole.PREFILL: self._offers,
+            AgentRole.DECODE: self._fetches,
+        }
         self._over: Ended[Offer | Fetch] = Ended()
         self._on_change: list[Callable[[], None]] = []
         self._is_open = threading.Event()
@@ -145,6 +148,9 @@ class Link:
                 self._register, name=f"{the} control session", on_open=self._note_open
             )
             self._kept.append(self._control)
+        else:
+            for asking in self._asking.values():
+                asking.problem = LocalError("a worker's link neither offers nor fetches")
         self._keeper: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
 
@@ -282,7 +288,7 @@ class Link:
         message = offer_message(request_id, num_tokens, block_ids, **options)
         offer = Offer(self.runner, message, time.monotonic() + self._patience_s)
         offer.on_end = self._over.note
-        self.runner.post(partial(self._ask, self._offers, offer))
+        self.runner.post(partial(self._offers.ask, offer))
         return offer
 
     def fetch(
@@ -309,7 +315,7 @@ class Link:
         """
         fetch = self._fetches.new(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
         fetch.on_end = self._over.note
-        self.runner.post(partial(self._ask, self._fetches, fetch))
+        self.runner.post(partial(self._fetches.ask, fetch))
         return fetch
 
     def release(self, ticket: Mapping[str, Any]) -> None:
@@ -358,39 +364,25 @@ class Link:
         await connection.request(Register(engine=self.engine, others=self._others, role=role))
         while True:
             try:
-                await connection.ready()
+                await connection.request(AwaitReady())
                 return
             except RequestTimeout:
                 if self.num_opened == 0:
                     raise
 
     def _note_open(self, connection: Connection) -> None:
-        is_prefill = connection.agent.role is AgentRole.PREFILL
-        asking: Asking[Any] = self._offers if is_prefill else self._fetches
-        asking.opened(connection)
-
-    def _ask(self, asking: Asking[Any], handle: Offer | Fetch) -> None:
-        """Where it can be asked for; else it ends here."""
-        if asking.connection is not None:
-            asking.ask(handle)
-            return
-        try:
-            if self._control is None:
-                raise LocalError("this is the link of a worker: offer and fetch where control is")
-            role = self._control.latest.agent.role
-            if asking is self._offers and role is not AgentRole.PREFILL:
-                message = f"a {role} agent takes no offers: a prefill agent is needed"
-                raise LocalError(message, code=ErrorCode.INVALID)
-            if asking is self._fetches and role is not AgentRole.DECODE:
-                message = f"a {role} agent fetches nothing: a decode agent is needed"
-                raise LocalError(message, code=ErrorCode.INVALID)
-        except KVBusError as error:
-            asking.refused(handle, error)
-        else:
-            asking.ask(handle)
+        role = connection.agent.role
+        for needed, asking in self._asking.items():
+            if role is needed:
+                asking.opened(connection)
+            else:
+                asking.problem = LocalError(f"there is a {role} agent: a {needed} agent is needed")
 
     def _note_change(self) -> None:
         problem = self.problem
+        if self._control is not None and self._control.num_opened == 0:
+            for asking in self._asking.values():
+                asking.problem = self._control.problem or asking.problem
         if self.is_open is not (problem is None):
             if problem is None:
                 self._is_open.set()
