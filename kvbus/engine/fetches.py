@@ -107,15 +107,9 @@ class Fetch(Pending[StartFetch]):
         self.connection: Connection | None = None
         """With the agent that may know of it."""
         self._fetches = fetches
-        self._notice: Fetched | None = None
-
-    @property
-    def notice(self) -> Fetched | None:
-        """How it ended, None before that.
-
-        Its stage is ``lost`` when its agent ended first, ``silent`` when its agent is stopped.
-        """
-        return self._notice
+        self.notice: Fetched | None = None
+        """How it ended, None before that. Its stage is ``lost`` when its agent ended first,
+        ``silent`` when its agent is stopped."""
 
     @property
     def are_blocks_free(self) -> bool:
@@ -141,8 +135,8 @@ class Fetch(Pending[StartFetch]):
 
     def end(self, fetched: Fetched) -> None:
         """Called by `Fetches`: the fetch ended."""
-        if self._notice is None:
-            self._notice = fetched
+        if self.notice is None:
+            self.notice = fetched
             if fetched.blocks_free:
                 self.freed.settle(None)
             is_good = fetched.outcome is Outcome.COMPLETED
@@ -153,7 +147,7 @@ class Fetch(Pending[StartFetch]):
         """Called by `Fetches`: its blocks are free, or nobody will say so, because of ``doubt``."""
         if not self.freed.done():
             self.freed.settle(doubt)
-            if self._notice is not None:
+            if self.notice is not None:
                 self.on_end(self)
 
 

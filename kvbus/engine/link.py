@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 import anyio
 import torch
@@ -46,17 +46,6 @@ Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 WORDS_ID = "kvbus-words"
 
 
-class LinkOptions(TypedDict, total=False):
-    """What a link can be told besides its engine and memory."""
-
-    attach_timeout_s: float
-    """For how long entering waits for an agent that listens; 0 by default."""
-    request_timeout_s: float
-    """For how long an answer is waited for, and an agent without room is asked; 30 by default."""
-    agent_wait_s: float
-    """For how long offers and fetches wait for the next agent; 10 by default."""
-
-
 class Link:
     """Keeps an engine attached to the agent at ``attach_path``; open within ``with``, or
     ``async with``.
@@ -68,7 +57,8 @@ class Link:
     of the other one is refused. ``others`` are the ranks of this engine at other agents, by the
     peer endpoint of each (`agent` of a link there), or as `AgentRanks`; ``access`` is what all
     links of these ranks were given, a secret of `new_secret`: who asks about a rank that is not at
-    the engine's home shows it. `LinkOptions` says what else can be told.
+    the engine's home shows it. An answer is waited for, and an agent without room is asked, for
+    ``request_timeout_s``.
 
     The link outlives its agent: once one listens at the path again, the memory, which is the
     engine's, and the engine are registered with it. Offers and fetches wait for that for
@@ -95,31 +85,32 @@ class Link:
         others: Others = (),
         access: str | None = None,
         logger: logging.Logger = logging.getLogger("kvbus.engine"),  # noqa: B008 - one for all
-        **options: Unpack[LinkOptions],
+        attach_timeout_s: float = 0.0,
+        request_timeout_s: float = 30.0,
+        agent_wait_s: float = 10.0,
     ) -> None:
         self._memory = [memory] if isinstance(memory, RankMemory) else list(memory)
         if not (control or self._memory):
             raise LocalError("a link is of a scheduler, or of memory, or of both")
         self.engine = engine
         self._others = tuple(_agent_ranks(others, access))
-        self._patience_s = options.get("request_timeout_s", 30.0)
+        self._patience_s = request_timeout_s
         self._connect = partial(
             Connection,
             attach_path,
             engine.engine_id,
             role=role,
-            attach_timeout_s=options.get("attach_timeout_s", 0.0),
-            request_timeout_s=self._patience_s,
+            attach_timeout_s=attach_timeout_s,
+            request_timeout_s=request_timeout_s,
         )
         self.runner = Runner()
-        agent_wait_s = options.get("agent_wait_s", 10.0)
         words = self._new_words() if control else None
         self._offers = Offers(words, agent_wait_s=agent_wait_s)
         self._fetches = Fetches(
             self.runner,
             engine,
             has_others=bool(self._others),
-            patience_s=self._patience_s,
+            patience_s=request_timeout_s,
             logger=logger,
             agent_wait_s=agent_wait_s,
         )

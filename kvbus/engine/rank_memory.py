@@ -19,6 +19,7 @@ from kvbus.geometry import (
     RankSpec,
     Region,
     Segment,
+    check_axes,
     held_heads,
     held_layers,
     lay_out_rank,
@@ -165,38 +166,36 @@ def describe_tensors(
     tensor for what is no KV cache of ``engine``: unknown axes, other sizes or dtypes, elements that
     overlap, layers that are missing; and `SegmentError` for memory that cannot be shared.
     """
-    storages: dict[int, str] = {}
+    names: dict[int, str] = {}
+    sizes: dict[str, int] = {}
     regions = []
     for place, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        name = names.setdefault(storage.data_ptr(), f"kv{len(names)}")
+        sizes[name] = storage.nbytes()
         try:
             held = _find(engine, rank, place)
-            names = axes if isinstance(axes, str) else axes.get(held.group.name, "")
-            found = _axes(held, names.split(), tensor)
-        except GeometryError as error:
-            message = f"tensor {place!r} of shape {tuple(tensor.shape)}: {error.message}"
-            raise GeometryError(message, field=str(error.detail.get("field", ""))) from error
-        address = tensor.untyped_storage().data_ptr()
-        regions.append(
-            Region(
-                segment_id=storages.setdefault(address, f"kv{len(storages)}"),
-                offset_bytes=tensor.data_ptr() - address,
+            order = axes if isinstance(axes, str) else axes.get(held.group.name, "")
+            region = Region(
+                segment_id=name,
+                offset_bytes=tensor.data_ptr() - storage.data_ptr(),
                 group=held.group.name,
                 layers=held.layers,
                 parts=held.parts,
                 first_head=held.heads.start,
                 num_heads=len(held.heads),
-                axes=found,
+                axes=_axes(held.group, order.split(), tensor),
             )
-        )
-    sizes = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in tensors.values()
-    }
-    segments = tuple(Segment(name, sizes[address]) for address, name in storages.items())
+            check_axes(held.group, region, "its region")
+        except GeometryError as error:
+            message = f"tensor {place!r} of shape {tuple(tensor.shape)}: {error.message}"
+            raise GeometryError(message, field=str(error.detail.get("field", ""))) from error
+        regions.append(region)
+    segments = tuple(map(Segment, sizes.keys(), sizes.values()))
     spec = RankSpec(rank, segments, tuple(regions))
     validate_rank(engine, spec)
     shared = share_tensors(tensors.values())
-    return RankMemory(spec, dict(zip(storages.values(), shared, strict=True)), direct)
+    return RankMemory(spec, dict(zip(sizes, shared, strict=True)), direct)
 
 
 class _Held(NamedTuple):
@@ -228,9 +227,8 @@ def _find(engine: EngineSpec, rank: int, place: Place) -> _Held:
     return _Held(group, held if where == group.name else (int(where),), parts, heads)
 
 
-def _axes(held: _Held, names: list[str], tensor: torch.Tensor) -> tuple[Axis, ...]:
+def _axes(group: GroupSpec, names: list[str], tensor: torch.Tensor) -> tuple[Axis, ...]:
     """Of a state in bytes, whatever the dtype of its tensor is."""
-    group = held.group
     known = {axis.value for axis in AxisName}
     if unknown := [name for name in names if name not in known]:
         raise GeometryError(
@@ -245,28 +243,14 @@ def _axes(held: _Held, names: list[str], tensor: torch.Tensor) -> tuple[Axis, ..
         raise GeometryError(
             f"it is of {dtype}, group '{group.name}' of {group.dtype}", field="dtype"
         )
-    expected = {
-        AxisName.LAYER: len(held.layers),
-        AxisName.KV: len(held.parts),
-        AxisName.TOKEN: group.block_size,
-        AxisName.HEAD: len(held.heads),
-        AxisName.DIM: group.part_shape(held.parts[0]).head_dim,
-    }
     axes = []
     for name, size, step in zip(map(AxisName, names), tensor.shape, tensor.stride(), strict=True):
         if group.state and name is AxisName.DIM and itemsize > 1:
             if step != 1 and size > 1:
                 raise GeometryError("the elements of a unit do not follow each other", field="axes")
             axes.append(Axis(name, size * itemsize, 1))
-            continue
-        axes.append(Axis(name, size, step * itemsize))
-    sizes = {axis.name: axis.size for axis in axes}
-    for name, size in expected.items():
-        if (given := sizes.get(name, 1)) != size:
-            raise GeometryError(
-                f"its axis '{name}' has {given}, this rank of group '{group.name}' has {size}",
-                field=f"axes.{name}",
-            )
+        else:
+            axes.append(Axis(name, size, step * itemsize))
     return tuple(sorted(axes, key=lambda axis: -axis.stride_bytes))
 
 

@@ -67,7 +67,7 @@ def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
         size_bytes = sizes.get(region.segment_id)
         if size_bytes is None:
             raise GeometryError(f"{where}: no segment '{region.segment_id}'", field="segment_id")
-        _validate_axes(group, region, where)
+        check_axes(group, region, where)
         _validate_extent(group, region, size_bytes, where)
     for group in spec.groups:
         _validate_coverage(group, rank, whole=spec.pp_size == 1)
@@ -120,7 +120,8 @@ def check_held(group: GroupSpec, held: Region | Box, where: str) -> None:
     _require(end <= num_heads, "num_heads", f"{where}: heads {first} to {end} of {num_heads}")
 
 
-def _validate_axes(group: GroupSpec, region: Region, where: str) -> None:
+def check_axes(group: GroupSpec, region: Region, where: str) -> None:
+    """Raise `GeometryError` unless the axes of ``region`` are those of what it holds."""
     names = [axis.name for axis in region.axes]
     _require(_differ(names), "axes", f"{where}: an axis is named twice")
     check_held(group, region, where)
