@@ -20,7 +20,7 @@ from msgspec import inspect as types
 
 from kvbus import geometry
 from kvbus.errors import ErrorCode
-from kvbus.protocol import attach, engine, peer, status, trace
+from kvbus.protocol import attach, engine, peer, tools
 from kvbus.protocol.message import (
     EVENTS,
     NOTICES,
@@ -57,7 +57,7 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         attach.MemorySocket,
         attach.LentSegment,
     ),
-    "tool types": (status.Sharing, status.PeerView, status.Fault, trace.Span, trace.OtherAgent),
+    "tool types": (tools.Sharing, tools.PeerView, tools.Fault, tools.Span, tools.OtherAgent),
 }
 SECTIONS: dict[str, tuple[Socket, ...]] = {
     "attach": (Socket.ATTACH,),
@@ -94,7 +94,7 @@ NAMED = {
 """What types of fields are called on the pages."""
 NOTHING = ('""', "[]", "{}", "0", "0.0", "false", "all 0")
 """Defaults that the page shows by a question mark."""
-NAMING = ("message", "attach", "engine", "peer", "status", "ticket")
+NAMING = ("message", "attach", "engine", "peer", "tools", "ticket")
 """Where types of fields have names and strings below them."""
 LINK = re.compile(r"\]\(#([\w-]+)\)")
 

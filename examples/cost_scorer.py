@@ -15,7 +15,7 @@ import typer
 
 from kvbus.bus import ask_agent
 from kvbus.errors import KVBusError
-from kvbus.protocol.status import Cost, Predicted
+from kvbus.protocol.tools import Cost, Predicted
 
 Pair = tuple[str, str]
 """Where a prefill agent is, and where a decode agent is."""

@@ -24,9 +24,8 @@ from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment, Welcome
 from kvbus.protocol.engine import AwaitReady, Detach, Register
-from kvbus.protocol.events import EngineEvent
 from kvbus.protocol.message import Empty, Message, from_body, to_body
-from kvbus.protocol.status import Status
+from kvbus.protocol.tools import EngineEvent, Status
 from kvbus.transport import Transport
 
 log = structlog.get_logger()

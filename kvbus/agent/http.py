@@ -34,8 +34,7 @@ from kvbus.agent.config import http_address
 from kvbus.agent.data_plane import is_loopback
 from kvbus.agent.status import SelfReport
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError
-from kvbus.protocol.status import Cost, Live, Status
-from kvbus.protocol.trace import Trace
+from kvbus.protocol.tools import Cost, Live, Status, Trace
 
 log = structlog.get_logger()
 

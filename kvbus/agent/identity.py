@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.status import Sharing
+from kvbus.protocol.tools import Sharing
 
 
 def check_protocol(theirs_min: int, theirs_max: int) -> None:

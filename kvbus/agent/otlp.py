@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
 from kvbus.errors import ConfigError
-from kvbus.protocol.trace import Span, TraceParent, known_trace
+from kvbus.protocol.tools import Span, TraceParent, known_trace
 
 log = structlog.get_logger()
 ENDS_WITHIN_S = 2.0

@@ -39,8 +39,7 @@ from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.status import AgentStatus, Status
-from kvbus.protocol.trace import Trace
+from kvbus.protocol.tools import AgentStatus, Status, Trace
 from kvbus.transport import Transport, TransportLimits
 
 if TYPE_CHECKING:

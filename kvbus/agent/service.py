@@ -19,7 +19,7 @@ from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
-from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing
+from kvbus.protocol.tools import Cost, PeerView, Predicted, Sharing
 from kvbus.table import Driver, Table
 from kvbus.table.events import DrainStarted
 from kvbus.transport import Transport

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from kvbus.protocol.status import Status
-from kvbus.protocol.trace import Remembered, Span, Trace
+from kvbus.protocol.tools import Remembered, Span, Status, Trace
 from kvbus.table import Story, Table
 
 FORGOTTEN = "forgotten"

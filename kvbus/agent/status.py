@@ -14,8 +14,7 @@ from kvbus.agent.service import Agent, Service
 from kvbus.keys.files import key_options
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import Role
-from kvbus.protocol.status import AgentStatus, Fault, Live, Status
-from kvbus.protocol.trace import MAX_OTHERS, Span, Trace, Traced
+from kvbus.protocol.tools import MAX_OTHERS, AgentStatus, Fault, Live, Span, Status, Trace, Traced
 
 ADVICE = {
     "peer_unreachable": "See that the prefill agent runs, and that its advertise_host and port are "

@@ -23,8 +23,8 @@ from kvbus.bus.sockets import (
 from kvbus.bus.trust import ClientCurve, KeyPair
 from kvbus.errors import ConfigError, ErrorCode, LocalError, ProtocolError
 from kvbus.protocol.envelope import Notice, decode, encode_notice
-from kvbus.protocol.events import Heartbeat
 from kvbus.protocol.message import Message, from_body
+from kvbus.protocol.tools import Heartbeat
 
 _BIND_AGAIN_S = 0.02
 MAX_TOPICS = 256

@@ -36,7 +36,7 @@ from kvbus.keys.trusted import TrustedKeys
 from kvbus.memory.attach.place import check_path_length, prepare_folder
 from kvbus.memory.room import available_bytes
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.status import AgentStatus
+from kvbus.protocol.tools import AgentStatus
 from kvbus.text import bytes_text
 
 BINDS = ("peer_bind", "events_bind", "http_bind")

@@ -24,9 +24,8 @@ from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestTimeout
 from kvbus.output import waiting_for
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import MAX_TEXT_CHARS, R, Request
-from kvbus.protocol.status import AgentStatus, PeerView, Sharing, Status
 from kvbus.protocol.ticket import CLOCK_TOLERANCE_S
-from kvbus.protocol.trace import Trace
+from kvbus.protocol.tools import AgentStatus, PeerView, Sharing, Status, Trace
 from kvbus.text import time_text
 
 CONNECT_S, ANSWER_S = 3.0, 5.0

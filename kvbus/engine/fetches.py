@@ -37,7 +37,7 @@ from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetched, Landed, Out
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
 from kvbus.protocol.ticket import Rendezvous
-from kvbus.protocol.trace import known_trace
+from kvbus.protocol.tools import known_trace
 
 REQUESTED = "requested"
 """The stage of a fetch that the agent did not begin."""

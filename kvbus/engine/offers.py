@@ -30,7 +30,7 @@ from kvbus.protocol.engine import (
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Request, from_body
 from kvbus.protocol.ticket import packed_tables
-from kvbus.protocol.trace import known_trace
+from kvbus.protocol.tools import known_trace
 from kvbus.protocol.word import WordNames
 
 BlockIds = Mapping[str, npt.ArrayLike]

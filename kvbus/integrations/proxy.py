@@ -43,7 +43,7 @@ except ModuleNotFoundError as error:
 from kvbus.errors import LocalError, ProtocolError
 from kvbus.output import fail
 from kvbus.protocol.ticket import Rendezvous, Ticket
-from kvbus.protocol.trace import known_trace
+from kvbus.protocol.tools import known_trace
 
 PARAMS = "kv_transfer_params"
 COMPLETIONS = "/v1/completions"

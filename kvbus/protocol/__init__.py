@@ -8,10 +8,8 @@ their lines are the text of the protocol pages.
 from kvbus.protocol.attach import *
 from kvbus.protocol.engine import *
 from kvbus.protocol.envelope import *
-from kvbus.protocol.events import *
 from kvbus.protocol.message import *
 from kvbus.protocol.peer import *
-from kvbus.protocol.status import *
 from kvbus.protocol.ticket import *
-from kvbus.protocol.trace import *
+from kvbus.protocol.tools import *
 from kvbus.protocol.word import *

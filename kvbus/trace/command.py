@@ -20,7 +20,7 @@ from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.asker import KeyFile, ServerKeys, curves_of
 from kvbus.output import waiting_for, write_json
 from kvbus.protocol.ticket import UNKNOWN
-from kvbus.protocol.trace import OtherAgent, Span, Trace
+from kvbus.protocol.tools import OtherAgent, Span, Trace
 from kvbus.text import printable
 from kvbus.trace.timeline import AgentTrace, Timeline, covered_s, end_of, failure_of
 

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from kvbus.clocks import ClockOffset
 from kvbus.errors import ErrorCode
-from kvbus.protocol.trace import Span, Traced
+from kvbus.protocol.tools import Span, Traced
 
 FETCH, OFFER, AWAITED, PENDING = "fetch", "offer", "awaited", "pending"
 PHRASES = {

@@ -21,7 +21,7 @@ from kvbus.errors import ConfigError, ProtocolError
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import Readers, Secret
 from kvbus.protocol.ticket import Ticket
-from kvbus.protocol.trace import known_trace
+from kvbus.protocol.tools import known_trace
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -39,9 +39,8 @@ from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.lab.status.screen import Between, View, screen
 from kvbus.output import fail, json_text, waiting_for, write_json, write_text
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.events import Heartbeat
 from kvbus.protocol.message import EVENTS, may_hear
-from kvbus.protocol.status import AgentStatus, Live, Status
+from kvbus.protocol.tools import AgentStatus, Heartbeat, Live, Status
 from kvbus.text import printable
 
 DEFAULTS = ("127.0.0.1:7703", "127.0.0.1:7713")

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvbus.histograms import histogram_quantile
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.status import Live, Sharing
+from kvbus.protocol.tools import Live, Sharing
 from kvbus.text import rate_text, time_text
 
 _LE = re.compile(r'le="([^"]+)"')

@@ -13,10 +13,9 @@ from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import asked_states
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
-from kvbus.protocol.events import FetchEvent
 from kvbus.protocol.peer import CancelPart, FetchPart
-from kvbus.protocol.status import Cost, PeerView, Predicted, Sharing, Status
 from kvbus.protocol.ticket import Rendezvous, Ticket
+from kvbus.protocol.tools import Cost, FetchEvent, PeerView, Predicted, Sharing, Status
 from kvbus.table import Driver
 from kvbus.table.events import EngineLost, Stopped
 from kvbus_decode.chunk import ActiveFetch, check_tables

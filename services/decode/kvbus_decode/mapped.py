@@ -35,7 +35,7 @@ from kvbus.memory.run_copy import swap_word
 from kvbus.protocol.attach import LendMemory, MemoryLent, MemorySocket
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import EngineMemory, HandshakeDone
-from kvbus.protocol.status import Sharing
+from kvbus.protocol.tools import Sharing
 from kvbus.protocol.word import WORDS_BYTES
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peers import Extent

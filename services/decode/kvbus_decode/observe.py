@@ -22,8 +22,7 @@ from kvbus.agent.spans import (
 )
 from kvbus.planning import Path
 from kvbus.protocol.engine import Outcome
-from kvbus.protocol.status import Status
-from kvbus.protocol.trace import OtherAgent, Remembered, Span, Trace, trace_attributes
+from kvbus.protocol.tools import OtherAgent, Remembered, Span, Status, Trace, trace_attributes
 from kvbus.table import Story
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry, FetchState

@@ -17,7 +17,7 @@ from kvbus.planning import (
     usual_box_bytes,
 )
 from kvbus.protocol.engine import Fetched
-from kvbus.protocol.status import Cost, Predicted
+from kvbus.protocol.tools import Cost, Predicted
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import Ahead

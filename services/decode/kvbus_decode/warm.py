@@ -15,8 +15,8 @@ from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.status import AgentStatus, PeerView, Status
 from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.tools import AgentStatus, PeerView, Status
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peers import ENGINE_READY, Peer, PeerAddress, PeerDirectory, PeerWatcher
 from kvbus_decode.route_book import RouteBook, RouteKey

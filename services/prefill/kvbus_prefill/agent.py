@@ -19,7 +19,6 @@ from kvbus.geometry import BlockTable, GroupSpec
 from kvbus.planning import check_compatible
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer, WithdrawOffer
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.events import LeaseEvent, OfferEvent
 from kvbus.protocol.message import Message, check_right
 from kvbus.protocol.peer import (
     Claim,
@@ -32,9 +31,8 @@ from kvbus.protocol.peer import (
     Renew,
     Take,
 )
-from kvbus.protocol.status import Sharing
 from kvbus.protocol.ticket import Ticket, packed_tables
-from kvbus.protocol.trace import known_trace
+from kvbus.protocol.tools import LeaseEvent, OfferEvent, Sharing, known_trace
 from kvbus.protocol.word import Word
 from kvbus.table import Driver
 from kvbus.table.events import EngineLost, Stopped

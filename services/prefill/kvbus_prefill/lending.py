@@ -26,7 +26,7 @@ from kvbus.protocol.attach import (
     MemorySocket,
 )
 from kvbus.protocol.message import from_body, to_body
-from kvbus.protocol.status import Sharing
+from kvbus.protocol.tools import Sharing
 from kvbus_prefill.config import PrefillConfig
 
 log = structlog.get_logger()

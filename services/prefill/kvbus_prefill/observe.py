@@ -17,8 +17,7 @@ from kvbus.agent.spans import (
     nested,
     state_spans,
 )
-from kvbus.protocol.status import Status
-from kvbus.protocol.trace import Remembered, Span, Trace, trace_attributes
+from kvbus.protocol.tools import Remembered, Span, Status, Trace, trace_attributes
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry, OfferState
 from kvbus_prefill.offer.table import OfferTable

@@ -12,10 +12,10 @@ from typing import Any
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome, Released
-from kvbus.protocol.events import OfferEvent
 from kvbus.protocol.message import check_right
 from kvbus.protocol.peer import Claim, Digest, Granted, Pack, PeerWithdraw, Release, Renew, Take
 from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.tools import OfferEvent
 from kvbus.protocol.word import Word
 from kvbus.table import Context as AnyContext
 from kvbus.table import Story

@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 
 from kvbus.errors import ErrorCode
 from kvbus.protocol.engine import MakeOffer, Released
-from kvbus.protocol.events import OfferEvent
 from kvbus.protocol.message import Message
 from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.tools import OfferEvent
 from kvbus.protocol.word import Word
 from kvbus.table.events import (
     DeadlinePassed,

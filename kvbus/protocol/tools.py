@@ -1,5 +1,10 @@
-"""Messages that routers and tools ask any agent with: its status, what a handoff would cost."""
+"""Messages for routers and tools: an agent's status, what a handoff costs, traces, and events.
 
+An event may be lost: it says that something is to be asked, never that it is so.
+"""
+
+import re
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -10,18 +15,27 @@ from kvbus.protocol.message import (
     AgentId,
     Endpoint,
     EngineId,
+    Epoch,
+    FetchId,
+    Id,
     Message,
+    OfferId,
+    Redacted,
     Request,
     Role,
+    Scalar,
     ServerKey,
     Size,
     Socket,
     Text,
     Tokens,
+    event,
     request,
 )
-from kvbus.protocol.trace import Span
 
+MAX_SPANS = 512
+"""Most spans in one answer."""
+MAX_OTHERS = 64
 AnySeconds = Annotated[float, msgspec.Meta(ge=0)]
 Echo = Annotated[str, msgspec.Meta(max_length=2 * MAX_TEXT_CHARS)]
 """Comes back as it is: a large answer."""
@@ -152,6 +166,80 @@ class Cost(Request[Predicted], frozen=True):
     """May be empty where this agent has one."""
 
 
+class Span(Redacted, frozen=True):
+    """A time in which something went on, by the agent's own clock."""
+
+    name: Id
+    """What went on: ``offer`` or ``fetch``, a state of one, or a step of a read."""
+    start_s: float
+    """When it began."""
+    end_s: float | None = None
+    """When it ended; nil while it goes on."""
+    depth: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    """0 for an offer or a fetch. A span is a part of the last one before it of a smaller depth."""
+    about: Text = ""
+    """Which of several, such as the leg of a read; empty where there is one."""
+    error: Text = ""
+    """The error that ended it; empty for none."""
+    attributes: dict[str, Scalar] = msgspec.field(default_factory=dict)
+    """Plain values that say more."""
+
+
+class OtherAgent(Redacted, frozen=True):
+    """Another agent that has a part in what was asked for."""
+
+    endpoint: Endpoint
+    server_key: ServerKey = ""
+
+
+class Traced(Message, frozen=True):
+    agent_id: AgentId
+    role: AgentRole
+    boot: Id
+    """Boot id of the agent."""
+    now_s: float
+    """The agent's clock as it answered, in seconds since any time."""
+    wall_s: float
+    """Seconds since 1970 then, as its machine believes."""
+    spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
+    """What it remembers, the oldest first."""
+    cut: bool = False
+    """Whether it remembers more than fits: the oldest entries are left out."""
+    others: Annotated[tuple[OtherAgent, ...], msgspec.Meta(max_length=MAX_OTHERS)] = ()
+    """Agents that have a part in it."""
+
+
+@request("trace", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)
+class Trace(Request[Traced], frozen=True):
+    """Asks what went on for a request, an offer or a fetch, and what the agent's clock says; see
+    [Traces](#traces).
+    """
+
+    request_id: Text = ""
+    """A request, as its ticket or its rendezvous names it."""
+    offer_id: Text = ""
+    """An offer of this agent, or of another, which had boxes gathered here."""
+    fetch_id: Text = ""
+    """A fetch of this agent, or of another, which had a part of it read here."""
+
+
+class Remembered(Redacted, frozen=True):
+    """What a service says to `Trace`: the spans of each offer or fetch, the oldest one first."""
+
+    entries: tuple[tuple[Span, ...], ...] = ()
+    others: tuple[OtherAgent, ...] = ()
+
+    def newest(self) -> tuple[tuple[Span, ...], bool]:
+        """The spans of the newest ones that fit into a reply, and whether some do not."""
+        kept: list[tuple[Span, ...]] = []
+        num_left = MAX_SPANS
+        for entry in reversed(self.entries):
+            kept.insert(0, entry[:num_left])
+            num_left -= len(kept[0])
+        spans = tuple(span for entry in kept for span in entry)
+        return spans, len(spans) < sum(map(len, self.entries))
+
+
 class Live(msgspec.Struct, frozen=True):
     """The process ``boot`` of an agent at the time ``now_s`` of its clock, that of the spans.
 
@@ -166,3 +254,87 @@ class Live(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
     recent: tuple[tuple[Span, ...], ...]
     key_options: str = ""
+
+
+_FORM = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_SAMPLED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceParent:
+    """The trace, the span that what we do is a part of, and whether somebody wants to see it."""
+
+    trace_id: str
+    span_id: str
+    sampled: bool
+
+    @classmethod
+    def read(cls, text: str) -> "TraceParent | None":
+        """What ``text`` says; None when it is no trace."""
+        found = _FORM.fullmatch(text)
+        if found is None:
+            return None
+        trace_id, span_id, flags = found.groups()
+        if not (int(trace_id, 16) and int(span_id, 16)):
+            return None
+        return cls(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
+
+
+def known_trace(*texts: str) -> str:
+    """The first of ``texts`` that is a trace; empty when none is."""
+    return next((text for text in texts if text and TraceParent.read(text)), "")
+
+
+def trace_attributes(*texts: str) -> dict[str, str]:
+    """What a span says of the first of ``texts`` that is a trace."""
+    text = known_trace(*texts)
+    return {"traceparent": text} if text else {}
+
+
+@event("heartbeat")
+class Heartbeat(Message, frozen=True):
+    """The agent is alive. It comes every two seconds (``heartbeat_s``)."""
+
+    seqs: dict[str, Size]
+    """The last ``seq`` of each topic."""
+
+
+@event("offer.opened", "offer.extended", "offer.sealed", "offer.released")
+class OfferEvent(Message, frozen=True):
+    """An offer was opened, extended, sealed or released."""
+
+    offer_id: OfferId
+    num_tokens: Tokens
+    """Tokens ready."""
+    outcome: Text = ""
+    """As in ``released``; empty while the offer lives."""
+
+
+@event("lease.granted", "lease.revoked", "lease.expired", "lease.ended")
+class LeaseEvent(Message, frozen=True):
+    """A lease was granted; revoked by a withdrawal or a new claim; expired; or was ended by its
+    reader.
+    """
+
+    offer_id: OfferId
+    epoch: Epoch
+
+
+@event("fetch.completed", "fetch.failed", "fetch.cancelled")
+class FetchEvent(Message, frozen=True):
+    """A fetch has ended."""
+
+    fetch_id: FetchId
+    request_id: Text
+    """The request id in the ticket."""
+    code: Text = ""
+    """As in the reply to ``fetch``; empty when it completed."""
+
+
+@event("engine.ready", "engine.lost")
+class EngineEvent(Message, frozen=True):
+    """An engine is complete and can be used, or is gone."""
+
+    engine_id: EngineId
+    engine_instance: Text = ""
+    """As in tickets."""
