@@ -1,10 +1,10 @@
 """The cases of ``kvbus bench``, each with its limit, and their run.
 
 The limit is a bare READ of NIXL for what goes over the wire, a memcpy for what is mapped, and four
-bare processes (`floor`) for what is small; it is measured in turn with the handoffs."""
+bare processes (`floor`) for what is small; it is measured in turn with the handoffs.
+"""
 
 import asyncio
-import mmap
 import sys
 import tempfile
 import time
@@ -35,7 +35,6 @@ from kvbus.bench.engine import (
     scattered_tokens,
 )
 from kvbus.bench.figures import (
-    CaseName,
     Figure,
     Scale,
     Sheet,
@@ -49,7 +48,6 @@ from kvbus.bench.floor import floor
 from kvbus.bench.pairs import UNMAPPED, Bench, Pair, running
 from kvbus.errors import KVBusError, RequestTimeout
 from kvbus.histograms import added_counts, histogram_quantile, quantile
-from kvbus.memory.segment import huge_bytes
 from kvbus.output import waiting_for
 
 MIB = 1 << 20
@@ -97,26 +95,21 @@ async def measure_transfer(
         "raw": raw.read_s,
         "kvbus": partial(pair.timed, tables),
         UNMAPPED: partial(far.timed, tables),
+        "memcpy": memcpy(rows.num_bytes),
     }
     times = await in_turn(scale.rounds, ways)
     seconds = {name: median(some) for name, some in times.items()}
-    of_medians = {name: seconds["raw"] / some for name, some in seconds.items()}
-    copy_s, memcpy_huge = _memcpy(rows.num_bytes, scale.rounds)
-    huge_shares = {
+    of_raw_speed = {name: seconds["raw"] / some for name, some in seconds.items()}
+    huge = {
         "raw": await raw.reader.ask(float, "huge_share"),
         "kvbus": pair.reader.huge_share(),
-        "memcpy": memcpy_huge,
     }
     return [
-        Figure("of raw speed, medians", of_medians["kvbus"], least=of_raw),
-        Figure("unmapped, of raw speed, medians", of_medians[UNMAPPED], least=unmapped),
-        *(
-            Figure(f"{name}, in huge pages", share * 100, "%")
-            for name, share in huge_shares.items()
-        ),
+        Figure("of raw speed, medians", of_raw_speed["kvbus"], least=of_raw),
+        Figure("unmapped, of raw speed, medians", of_raw_speed[UNMAPPED], least=unmapped),
+        *(Figure(f"{name}, in huge pages", share * 100, "%") for name, share in huge.items()),
         *(speed(name, rows.num_bytes, some) for name, some in seconds.items()),
-        speed("memcpy", rows.num_bytes, copy_s),
-        Figure("kvbus of memcpy", copy_s / seconds["kvbus"]),
+        Figure("kvbus of memcpy", seconds["memcpy"] / seconds["kvbus"]),
         Figure("descriptors", len(rows.local)),
         *(milliseconds(f"{name} p50", some) for name, some in seconds.items()),
         *stages(pair.fetches),
@@ -140,18 +133,17 @@ async def measure_reshape(
     pairs = {"equal": await bench.pair(target, num_target)}
     for name, label in {"auto": "", **{one: one for one in OTHERS}}.items():
         pairs[name] = await bench.pair(target, num_target, source=engine, label=label)
-    ways: dict[str, Callable[[], Awaitable[float]]] = {"naive": raw.read_s}
+    num_bytes = num_tokens * target.token_bytes
+    ways = {"naive": raw.read_s, "memcpy": memcpy(num_bytes)}
     for name, pair in pairs.items():
         blocks = scattered_tokens(pair.source.shape, target, num_tokens)
         await pair.verify(blocks)
         ways[name] = partial(pair.timed, blocks)
     times = await in_turn(scale.rounds, ways)
-    num_bytes = num_tokens * target.token_bytes
     seconds = {name: median(one) for name, one in times.items()}
     naive_s, auto_s, packed_s = (seconds[name] for name in ("naive", "auto", "packed"))
     unmapped_s = min(seconds["direct"], packed_s)
     best_s, of_best = min(seconds["mapped"], unmapped_s), 1 / 1.2
-    with_memcpy = {**seconds, "memcpy": _memcpy(num_bytes, scale.rounds)[0]}
     return [
         Figure("auto of naive", naive_s / auto_s, least=8.0),
         Figure("auto of equal shapes", seconds["equal"] / auto_s, least=0.7),
@@ -159,26 +151,22 @@ async def measure_reshape(
         Figure("unmapped, of its best path", unmapped_s / seconds[UNMAPPED], least=of_best),
         Figure("packed of naive", naive_s / packed_s, least=packed),
         Figure("direct of naive", naive_s / seconds["direct"]),
-        *(speed(f"  {name}", num_bytes, some) for name, some in with_memcpy.items()),
+        *(speed(f"  {name}", num_bytes, some) for name, some in seconds.items()),
         *(milliseconds(f"  {name} p50", some) for name, some in seconds.items()),
         Figure("naive descriptors", len(rows.local)),
     ]
 
 
-def _memcpy(num_bytes: int, rounds: int) -> tuple[float, float]:
-    """Median seconds of one whose memory has been touched before; its part in huge pages.
+def memcpy(num_bytes: int) -> Callable[[], Awaitable[float]]:
+    """Copies between two arrays that have been touched before; numpy asks for huge pages."""
+    source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
 
-    numpy asks for them.
-    """
-    source, target = np.ones(num_bytes, dtype=np.uint8), np.zeros(num_bytes, dtype=np.uint8)
-    target[:] = 1
-    times = []
-    for _ in range(rounds):
+    async def copy_s() -> float:
         began = time.perf_counter()
         np.copyto(target, source)
-        times.append(time.perf_counter() - began)
-    begin = -(-source.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE  # behind the heap's own words
-    return median(times), huge_bytes(begin) / num_bytes
+        return time.perf_counter() - began
+
+    return copy_s
 
 
 async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
@@ -356,27 +344,27 @@ async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:
     return [Figure(f"{name} CPU", n, "% of a core", most=1.0) for name, n in shares.items()]
 
 
-CASES: Mapping[CaseName, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {
-    CaseName.CONTIGUOUS_64M: partial(
+CASES: Mapping[str, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {
+    "contiguous-64m": partial(
         measure_transfer, shape=BIG, blocks=contiguous, of_raw=1.2, unmapped=0.92
     ),
-    CaseName.SCATTERED_256K: partial(
+    "scattered-256k": partial(
         measure_transfer, shape=BIG, blocks=scattered, of_raw=1.2, unmapped=0.9
     ),
-    CaseName.SCATTERED_16K: partial(
+    "scattered-16k": partial(
         measure_transfer, shape=LAYERED, blocks=scattered, of_raw=1.5, unmapped=0.92
     ),
-    CaseName.FIXED: measure_fixed,
-    CaseName.RATE: measure_rate,
-    CaseName.LOAD: measure_load,
-    CaseName.IDLE: measure_idle,
-    CaseName.TP_1_TO_2: partial(measure_reshape, source=NHD_1, target=NHD_2, packed=8.0),
-    CaseName.HND_TO_NHD: partial(measure_reshape, source=HND_1, target=NHD_1),
-    CaseName.LARGE: measure_large,
+    "fixed": measure_fixed,
+    "rate": measure_rate,
+    "load": measure_load,
+    "idle": measure_idle,
+    "tp-1-to-2": partial(measure_reshape, source=NHD_1, target=NHD_2, packed=8.0),
+    "hnd-to-nhd": partial(measure_reshape, source=HND_1, target=NHD_1),
+    "large": measure_large,
 }
 
 
-def run_cases(names: Sequence[CaseName], scale: Scale, sheet: Sheet) -> None:
+def run_cases(names: Sequence[str], scale: Scale, sheet: Sheet) -> None:
     """Measure the cases.
 
     Raises `KVBusError`, alone or in groups, when a handoff fails; the end of the agents' logs is
@@ -386,7 +374,7 @@ def run_cases(names: Sequence[CaseName], scale: Scale, sheet: Sheet) -> None:
         anyio.run(_run, names, scale, sheet, Path(folder))
 
 
-async def _run(names: Sequence[CaseName], scale: Scale, sheet: Sheet, folder: Path) -> None:
+async def _run(names: Sequence[str], scale: Scale, sheet: Sheet, folder: Path) -> None:
     async with AsyncExitStack() as stack:
         with waiting_for("two agents and a process of engines to start"):
             bench = await stack.enter_async_context(running(folder))
@@ -400,7 +388,7 @@ async def _run(names: Sequence[CaseName], scale: Scale, sheet: Sheet, folder: Pa
             raise
 
 
-async def _measured(name: CaseName, bench: Bench, scale: Scale) -> list[Figure]:
+async def _measured(name: str, bench: Bench, scale: Scale) -> list[Figure]:
     """Raises `RequestTimeout` for a case that does not go on."""
     within_s = CASE_WITHIN_S + ROUND_WITHIN_S * scale.rounds
     try:
