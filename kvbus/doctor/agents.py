@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-import psutil
-
 from kvbus.agent.access import Access, load_http_token
 from kvbus.agent.config import (
     DEFAULTS,
@@ -280,11 +278,11 @@ def _advertised(name: str, host: str) -> Iterator[Finding]:
     """Whether the host that others are told is one of this machine; a name server may be slow."""
     if not host:
         return
-    interfaces = psutil.net_if_addrs().values()
     try:
-        address = address_of(host)
-        ours = {one.address.partition("%")[0] for each in interfaces for one in each}
-        problem = "" if address in ours else f"{address} is no address of this machine"
+        with new_context() as context:
+            address = address_of(host)
+            is_here = context.is_here(address)
+        problem = "" if is_here else f"{address} is no address of this machine"
     except KVBusError as error:
         problem = error.message
     yield Finding(

@@ -22,7 +22,6 @@ from kvbus.output import write_json, write_text
 from kvbus.protocol.message import Endpoint
 
 FAMILIES = ("versions", "memory", "limits", "nixl", "cuda", "agents", "peer")
-
 Check = Callable[[], Iterable[Finding]]
 
 
