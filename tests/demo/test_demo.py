@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents import wait_until
 from tests.demo.conftest import Demo
 
 pytestmark = pytest.mark.timeout(300)  # four processes start, which takes long on a busy machine
@@ -108,24 +107,3 @@ def test_a_killed_agent_is_named_with_its_end_and_its_last_words(demo: Demo) -> 
     assert "Traceback" not in stderr
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
     assert run.left_files() == []
-
-
-@pytest.mark.long
-def test_no_process_outlives_a_driver_that_is_killed(demo: Demo) -> None:
-    run = demo.start(*ENDLESS)
-    children = run.wait_mid_run()
-
-    run.process.send_signal(signal.SIGKILL)
-    run.end()
-
-    assert len(children) == 4
-    wait_until(lambda: not any(map(runs, children)), "all of them end", within_s=10.0)
-
-
-def runs(pid: int) -> bool:
-    """Whether there is such a process that has not ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
