@@ -8,7 +8,6 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -28,14 +27,13 @@ from kvbus.agent.data_plane import (
 from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.http import AgentPages, HttpServer
 from kvbus.agent.loop import in_thread
-from kvbus.agent.observe import AgentMetrics, Refusals
+from kvbus.agent.observe import Refusals
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
 from kvbus.agent.status import SelfReport, without_place
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, new_context
 from kvbus.errors import ConfigError, ErrorCode, KVBusError
 from kvbus.memory.attach import ENGINE_SOCKET, AttachServer
-from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION
@@ -145,23 +143,13 @@ def _log_request_failure(error: Exception, call: Call) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Runtime(Agent):
-    """One agent, with its sockets; those parts that are not given are made by `start`."""
+    """One agent, with its sockets, its service, and what it reports; made by `start`."""
 
     role: AgentRole
     config: AgentConfig
     boot: str
-    access: Access = field(default_factory=Access)
-    bus_errors: BusErrors = field(default_factory=BusErrors)
-    metrics: AgentMetrics = field(default_factory=AgentMetrics)
-    context: BusContext = field(init=False)
-    loop: asyncio.AbstractEventLoop = field(init=False)
-    folder: Path = field(init=False)
-    copiers: Copiers = field(init=False)
-    engines: EngineDirectory = field(init=False)
-    identity: Welcome = field(init=False)
     engine_socket: RequestServer = field(init=False)
     peer_socket: RequestServer = field(init=False)
-    publisher: EventPublisher = field(init=False)
     service: Service = field(init=False)
     report: SelfReport = field(init=False)
     http: HttpServer | None = None

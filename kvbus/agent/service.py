@@ -1,7 +1,7 @@
 """What a service adds to the runtime that both agents share, and what it is given: an `Agent`."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,25 +30,26 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Agent:
-    """What a service may use of its agent; ``folder`` is for sockets of its own.
+    """What a service may use of its agent; those parts that are not given are made by its start.
 
-    ``sender`` takes what has ended where a collector wants spans.
+    ``folder`` is for sockets of its own. ``sender`` takes what has ended where a collector wants
+    spans.
     """
 
-    identity: Welcome
     transport: Transport
-    engines: EngineDirectory
-    copiers: Copiers
-    publisher: EventPublisher
-    metrics: AgentMetrics
-    context: BusContext
     tasks: TaskGroup
-    loop: asyncio.AbstractEventLoop
     staging: StagingDevices
     data_plane: DataPlane
-    access: Access
-    bus_errors: BusErrors
-    folder: Path
+    access: Access = field(default_factory=Access)
+    bus_errors: BusErrors = field(default_factory=BusErrors)
+    metrics: AgentMetrics = field(default_factory=AgentMetrics)
+    context: BusContext = field(init=False)
+    loop: asyncio.AbstractEventLoop = field(init=False)
+    folder: Path = field(init=False)
+    copiers: Copiers = field(init=False)
+    engines: EngineDirectory = field(init=False)
+    identity: Welcome = field(init=False)
+    publisher: EventPublisher = field(init=False)
     sender: "SpanSender | None" = None
 
 

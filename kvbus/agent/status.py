@@ -181,10 +181,6 @@ def current_faults(
     a link. ``key_options`` are what a command needs to ask a peer, by its endpoint.
     """
     metrics, silent = live.metrics, live.status.silent_peers
-    whom, num_refused = "it", metrics.get("kvbus_silent_peer_refusals")
-    if len(silent) > 1:  # only the sum is known
-        whom = f"{len(silent)} such agents"
-    refused = f", and {num_refused:.0f} fetches were refused for {whom}" if num_refused else ""
     for endpoint, silent_s in silent.items():
         options = key_options.get(endpoint, "")
         look = (
@@ -193,7 +189,7 @@ def current_faults(
             else f"--peer {quote(endpoint)}"
         )
         yield Fault(
-            f"the agent at {endpoint} has not answered for {silent_s:.0f} s{refused}",
+            f"the agent at {endpoint} has not answered for {silent_s:.0f} s",
             f"See that it runs and is not stopped, then run here: kvbus doctor {look}",
         )
     if blocks := metrics.get("kvbus_quarantined_blocks"):

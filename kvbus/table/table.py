@@ -209,10 +209,6 @@ class Table(Generic[K, N, L, C]):
             return self._handle(event, now)
         return self._expire(now) + self._handle(event, now)
 
-    def next_deadline(self) -> float | None:
-        """When to send `DeadlinePassed` at the latest, or None while nothing can be due."""
-        return self.deadlines.next()
-
     def _handle(self, event: Any, now: float) -> list[C]:
         """Apply ``event``; nothing is due."""
         raise NotImplementedError

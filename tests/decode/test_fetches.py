@@ -555,7 +555,7 @@ def test_a_busy_offer_is_claimed_again_when_the_prefill_agent_says_or_a_little_l
 ) -> None:
     busy = failed(BUSY, luck=luck, retry_after_s=hint_s)
 
-    assert play(requested(timeout_s=10.0), READY, busy).next_deadline() == due_at
+    assert play(requested(timeout_s=10.0), READY, busy).deadlines.next() == due_at
 
 
 def test_an_answer_may_be_as_late_as_the_fetch_but_that_of_an_agent_which_may_not_be_there() -> (

@@ -207,13 +207,13 @@ def answer(table: offer.OfferTable, one: ev.Event | Wanted, now: float) -> list[
     """What is said to an event, or to who asks for a box, which changes nothing."""
     if not isinstance(one, Wanted):
         return said(table.handle(one, now))
-    before = table.num_leases, table.next_deadline()
+    before = table.num_leases, table.deadlines.next()
     try:
         table.check_pack(one.pack, now, is_state=one.is_state)
     except KVBusError as error:
         return [error.code]
     finally:
-        assert (table.num_leases, table.next_deadline()) == before
+        assert (table.num_leases, table.deadlines.next()) == before
     return ["may be packed"]
 
 
@@ -472,7 +472,7 @@ def test_who_is_late_is_told_stale_or_what_ended_its_lease_and_changes_nothing(
     for made in (SEALED, OPEN):
         table = play(made, claimed(), claimed(), (1, late(1), [STALE]), (1, box(), [STALE]))
 
-        assert (table.num_leases, table.next_deadline()) == (1, 2.0)
+        assert (table.num_leases, table.deadlines.next()) == (1, 2.0)
     for code, end in ENDS.items():
         steps = [(1, one, [code]) for one in (late(1), claimed(), taken(), box())]
 
@@ -510,7 +510,7 @@ def test_who_does_not_show_the_right_is_refused_without_detail_and_changes_nothi
 
     assert isinstance(refusal, Refuse)
     assert (refusal.error.code, refusal.error.detail) == (FORBIDDEN, {})
-    assert (table.num_leases, table.next_deadline()) == (1, 2.0)
+    assert (table.num_leases, table.deadlines.next()) == (1, 2.0)
     assert granted(table.handle(renewed(1), 1.0)).num_tokens == 32
     ended = play(SEALED, claimed(), WITHDRAW)
     assert said(ended.handle(wrong, 1.0)) == [FORBIDDEN], "it tells nobody how it ended, either"

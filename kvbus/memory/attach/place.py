@@ -171,7 +171,7 @@ def check_folder(folder: Path) -> None:
 
 def _walk(folder: Path, *, make: bool) -> None:
     try:
-        _check_ways(folder.absolute(), make=make)
+        _check_way(folder.absolute(), make=make)
         _check_last(folder, folder.lstat())
     except OSError as error:
         verb = "make" if make else "see"
@@ -180,30 +180,19 @@ def _walk(folder: Path, *, make: bool) -> None:
         ) from error
 
 
-def _check_ways(folder: Path, *, make: bool) -> None:
-    at, ahead, num_links = Path("/"), list(folder.parts[1:]), 0
-    _check_way(at, at.lstat())
-    while ahead:
-        name = ahead.pop(0)
-        if name == os.pardir:
-            at = at.parent
-            continue
-        if make and not os.path.lexists(at / name):
-            (at / name).mkdir(mode=0o700, exist_ok=True)  # another may be faster: it is looked at
-        status = (at / name).lstat()
-        _check_way(at / name, status)
-        if not stat.S_ISLNK(status.st_mode):
-            at /= name
-            continue
-        num_links += 1
-        if num_links > _MOST_LINKS:
-            raise ConfigError(f"the runtime directory {folder} has too many links on its way")
-        target = (at / name).readlink()
-        at = Path("/") if target.is_absolute() else at
-        ahead = [*target.parts[target.is_absolute() :], *ahead]
+def _check_way(path: Path, *, make: bool, num_links: int = 0) -> None:
+    if num_links > _MOST_LINKS:
+        raise ConfigError(f"the way to the runtime directory has too many links: {path}")
+    for at in (*reversed(path.parents), path):
+        if make and not os.path.lexists(at):
+            at.mkdir(mode=0o700, exist_ok=True)  # another may be faster: it is looked at
+        status = at.lstat()
+        _check_name(at, status)
+        if stat.S_ISLNK(status.st_mode):
+            _check_way(at.parent / at.readlink(), make=make, num_links=num_links + 1)
 
 
-def _check_way(path: Path, status: os.stat_result) -> None:
+def _check_name(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
             f"{path} belongs to uid {status.st_uid}, neither to us ({os.geteuid()}) nor to root: "

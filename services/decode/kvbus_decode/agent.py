@@ -272,7 +272,6 @@ class DecodeService(Service):
             "quarantined_blocks": self._table.num_quarantined_blocks(),
             "peers": len(self._peers),
             "silent_peers": len(self._peers.silent()),
-            "silent_peer_refusals": self._peers.num_refused,
             "listed_peers": self._warm.num_listed,
             "warm_peers": self._warm.num_warm,
             "engines": len(self._agent.engines.engines),

@@ -39,7 +39,6 @@ READINGS = {
     "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",
     "peers": "Prefill agents that this agent talks to.",
     "silent_peers": "Prefill agents that do not answer pings.",
-    "silent_peer_refusals": "Fetches that were refused at once, as the prefill agent is silent.",
     "listed_peers": "Prefill agents that are listed in peers.",
     "warm_peers": "Those of them that are ready for the first fetch, with an engine on both sides.",
     "engines": "Local engines.",

@@ -82,8 +82,8 @@ class Peer:
     num_users: int = 0
     used_at: float = 0.0
     """When the last fetch from it ended, while there is none."""
-    num_refused: int = 0
-    """Fetches that were refused because it is silent, since it was last heard."""
+    is_refused: bool = False
+    """Whether fetches from it were refused because it is silent, since it was last heard."""
 
     @property
     def endpoint(self) -> str:
@@ -187,11 +187,6 @@ class PeerDirectory(EventListener):
         known = (one for one in self._peers.values() if one.endpoint == endpoint and one.is_silent)
         return next((one.address.server_key for one in known), "")
 
-    @property
-    def num_refused(self) -> int:
-        """Fetches that were refused for those, as of `silent`."""
-        return sum(one.num_refused for one in self._peers.values() if one.is_silent)
-
     def refusal_of(self, endpoint: str) -> str:
         """Why the last handshake with an agent there came to nothing; empty if it did not."""
         refusals = (one.refusal for one in self._peers.values() if one.endpoint == endpoint)
@@ -207,13 +202,13 @@ class PeerDirectory(EventListener):
         if peer is None:
             return
         if not peer.is_silent or boot not in (None, peer.client.peer_boot):
-            if peer.num_refused:
-                log.info("peer.alive", peer=peer.endpoint, num_refused=peer.num_refused)
-            peer.num_refused = 0
+            if peer.is_refused:
+                log.info("peer.alive", peer=peer.endpoint)
+            peer.is_refused = False
             return
-        if not peer.num_refused:
+        if not peer.is_refused:
             log.warning("peer.silent", peer=peer.endpoint, peer_boot=peer.boot)
-        peer.num_refused += 1
+        peer.is_refused = True
         raise RemoteError(
             f"the prefill agent at {peer.endpoint} has not answered for "
             f"{peer.client.silent_s:.0f} s; it is asked again and again",

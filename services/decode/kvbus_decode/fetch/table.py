@@ -39,10 +39,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             fetch = self.find(event.fetch_id)
             commands = _answer_forgotten(event) if fetch is None else self._apply(fetch, event, now)
         elif isinstance(event, ev.Requested):
-            error = self._refusal(event)
-            commands = (
-                self._request(event, now) if error is None else [Refuse(event.reply_to, error)]
-            )
+            commands = self._request(event, now)
         else:
             self.draining |= isinstance(event, DrainStarted | Stopped)
             commands = self._apply_all(self._ended_by(event), event, now)
