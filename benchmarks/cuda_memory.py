@@ -28,7 +28,7 @@ from kvbus.geometry import (
     KvLayout,
     lay_out_rank,
 )
-from kvbus.memory.copying import PagedMemory, gather, scatter
+from kvbus.memory.copying import PagedMemory
 from kvbus.memory.cuda import GpuMover, check_cuda
 from kvbus.planning import Share, cut_into_boxes
 
@@ -91,7 +91,10 @@ def measure_copies(num_tokens: int) -> None:
                 slot = torch.empty(box_bytes, dtype=torch.uint8, device="cuda")
                 rates = [
                     num_bytes * num_heads / NUM_HEADS / timed_s(partial(all_of, *what)) / 1e9
-                    for what in [(copy, memory, table, boxes, slot) for copy in (gather, scatter)]
+                    for what in [
+                        (copy, memory, table, boxes, slot)
+                        for copy in (PagedMemory.gather, PagedMemory.scatter)
+                    ]
                 ]
                 print(
                     f"{layout:6} {num_heads:5} {box_bytes >> 20:8}"

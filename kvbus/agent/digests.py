@@ -18,7 +18,7 @@ from kvbus.agent.engine import LocalEngine
 from kvbus.agent.segments import RankMemory
 from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable, Box, slot_bytes
-from kvbus.memory.copying import PagedMemory, gather
+from kvbus.memory.copying import PagedMemory
 from kvbus.planning import chosen_boxes, num_pieces
 from kvbus.table import Key
 
@@ -92,12 +92,12 @@ def start_digest(
 def digest_pieces(memory: PagedMemory, table: BlockTable, boxes: Iterable[Box]) -> Digests:
     """XXH3 of 64 bits of each piece of ``boxes``, of one span each, in the order of `chosen_boxes`.
 
-    A box is gathered into memory of this process. Raises `GeometryError` as `gather` does.
+    A box is gathered into memory of this process. Raises as `PagedMemory.gather`.
     """
     found: list[int] = []
     for box in boxes:
         gathered = np.empty(slot_bytes(memory.group, box), np.uint8)
-        gather(memory, table, box, gathered)
+        memory.gather(table, box, gathered)
         num_tokens, by_token = box.stop - box.start, (len(box.layers), len(box.parts))
         heads = gathered.reshape(*by_token, num_tokens, box.num_heads, -1).swapaxes(2, 3)
         pieces = np.ascontiguousarray(heads).reshape(num_pieces(box), -1)

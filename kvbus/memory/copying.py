@@ -83,8 +83,18 @@ class PagedMemory:
         self._placed = PlacedRank(engine, RankSpec(0, (), own), addresses)
         self._plan = lru_cache(MAX_PLANS)(partial(SlotPlan, self._placed))
 
-    def move(self, table: BlockTable, box: Box, slot: Buffer, *, into_slot: bool) -> None:
-        """Copy between the blocks of ``box`` and the first bytes of ``slot``."""
+    def gather(self, table: BlockTable, box: Box, slot: Buffer) -> None:
+        """Copy ``box`` from the blocks into ``slot``, from its first byte on; it may be larger.
+
+        Raises `GeometryError` when the rank, the table or the slot does not have all of the box.
+        """
+        self._move(table, box, slot, into_slot=True)
+
+    def scatter(self, table: BlockTable, box: Box, slot: Buffer) -> None:
+        """Copy ``box`` from ``slot`` into the blocks, and change nothing else; as `gather`."""
+        self._move(table, box, slot, into_slot=False)
+
+    def _move(self, table: BlockTable, box: Box, slot: Buffer, *, into_slot: bool) -> None:
         if box.group != self.group.name:
             message = f"box of group '{box.group}', not '{self.group.name}'"
             raise GeometryError(message, field="group")
@@ -108,7 +118,10 @@ class PagedMemory:
             self.mover.move(slot[:needed], runs_at, into_slot=into_slot)
 
     def zero(self, table: BlockTable, start: int, stop: int) -> None:
-        """Write zeros over all bytes of positions [start, stop)."""
+        """Write zeros over all bytes of positions [start, stop).
+
+        Raises `GeometryError` when the table does not have them.
+        """
         self._check_blocks(table, start, stop)
         tables = {self.group.name: table}
         runs = self._whole.runs(tables, tables, {self.group.name: (start, stop)})
@@ -124,31 +137,6 @@ class PagedMemory:
         """Raise `GeometryError` unless ``table`` has positions [start, stop), in blocks of here."""
         table.check_holds(start, stop, self.group.block_size, group=self.group.name)
         table.check_below(self._num_blocks)
-
-
-def gather(memory: PagedMemory, table: BlockTable, box: Box, slot: Buffer) -> None:
-    """Copy ``box`` from the rank's blocks into ``slot``, from its first byte on; it may be larger.
-
-    Raises `GeometryError` when the rank, the table or the slot does not have all of the box.
-    """
-    memory.move(table, box, slot, into_slot=True)
-
-
-def scatter(memory: PagedMemory, table: BlockTable, box: Box, slot: Buffer) -> None:
-    """Copy ``box`` from ``slot`` into the rank's blocks, and change nothing else there.
-
-    Errors are as for `gather`.
-    """
-    memory.move(table, box, slot, into_slot=False)
-
-
-def zero_positions(memory: PagedMemory, table: BlockTable, start: int, stop: int) -> None:
-    """Zero positions [start, stop) of everything that the rank has of the group.
-
-    Raises `GeometryError` when the table does not have them.
-    """
-    if start < stop:
-        memory.zero(table, start, stop)
 
 
 def _address_of(buffer: Buffer) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvbus.geometry import Box, slot_bytes
-from kvbus.memory.copying import PagedMemory, gather, scatter, zero_positions
+from kvbus.memory.copying import PagedMemory
 from kvbus.memory.cuda import GpuMover
 from kvbus.planning import (
     PlacedRank,
@@ -95,9 +95,9 @@ def move_through_slots(
         slot = whole if prefill.as_gpu else whole.numpy()
         beyond = whole[num_bytes:].clone()
 
-        gather(holder, case.prefill.tables[box.group], box, slot)
+        holder.gather(case.prefill.tables[box.group], box, slot)
         for memory in readers.values():
-            scatter(memory, case.decode.tables[box.group], box, slot)
+            memory.scatter(case.decode.tables[box.group], box, slot)
         assert torch.equal(whole[num_bytes:], beyond)
 
 
@@ -106,7 +106,7 @@ def zero_what_is_moved(case: Case, decode: InMemory) -> None:
     for rank, placed in case.decode.ranks.items():
         for group in {region.group for region in placed.rank.regions}:
             table, span = case.decode.tables[group], case.spans()[group]
-            zero_positions(decode.paged(rank, group), table, *span)
+            decode.paged(rank, group).zero(table, *span)
 
 
 def zeroed_by_loops(case: Case) -> bytes:

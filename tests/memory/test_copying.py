@@ -21,7 +21,7 @@ from kvbus.geometry import (
     lay_out_rank,
     slot_bytes,
 )
-from kvbus.memory.copying import PagedMemory, gather, scatter
+from kvbus.memory.copying import PagedMemory
 from tests.memory.in_memory import (
     InMemory,
     move_through_slots,
@@ -100,7 +100,7 @@ def boxed(**changes: object) -> dict[str, Any]:
         ({"room": BOX_BYTES - 1}, f"takes {BOX_BYTES} bytes.* has {BOX_BYTES - 1}"),
     ],
 )
-@pytest.mark.parametrize("copy", [gather, scatter])
+@pytest.mark.parametrize("copy", [PagedMemory.gather, PagedMemory.scatter])
 def test_a_box_a_table_or_a_slot_beyond_the_memory_is_refused_before_a_byte_moves(
     copy: Any, changes: dict[str, Any], message: str
 ) -> None:
@@ -137,7 +137,7 @@ def test_what_is_kept_of_boxes_that_readers_choose_is_bounded() -> None:
     for number in range(900):
         Random(number).shuffle(layers)
         box = Box("full", tuple(layers), ("k", "v"), 0, 2, 0, 16)
-        gather(memory, BlockTable.of([0]), box, slot)
+        memory.gather(BlockTable.of([0]), box, slot)
         kept_bytes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvbus.agent import digests
 from kvbus.agent.digests import digest_pieces
-from kvbus.memory import copying
+from kvbus.memory.copying import PagedMemory
 from tests.prefill.inside import WITHIN_S, PrefillAgent, prefill_agent
 from tests.prefill.leases import Case, leased
 
@@ -57,7 +57,7 @@ class HeldUp:
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
     """From now on every copy stands still before it begins."""
     held = HeldUp()
-    monkeypatch.setattr(copying, "gather", held.late(copying.gather))
+    monkeypatch.setattr(PagedMemory, "gather", held.late(PagedMemory.gather))
     yield held
     held.may_end.set()
 

@@ -11,7 +11,6 @@ from kvbus.agent.segments import RankMemory
 from kvbus.agent.slots import SlotMemory
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box, GroupSpec, slot_bytes
-from kvbus.memory import copying
 from kvbus.planning import Runs, Share, piece_of
 from kvbus.protocol import peer as wire
 from kvbus_decode.legs import ChunkLeg
@@ -63,7 +62,7 @@ class BoxLeg(ChunkLeg):
             ranks = self.chunk.route.engine.ranks
             table = self.chunk.asked.tables[self.box.group]
             self.copy_in_threads(
-                lambda memory: copying.scatter(memory, table, self.box, self.slots.view(slot)),
+                lambda memory: memory.scatter(table, self.box, self.slots.view(slot)),
                 tuple(ranks[number] for number in self.share.readers),
                 self.group,
             )
@@ -117,7 +116,7 @@ class ZeroLeg(ChunkLeg):
     def begin(self, _: Begin) -> None:
         table = self.chunk.asked.tables[self.group.name]
         self.copy_in_threads(
-            lambda memory: copying.zero_positions(memory, table, *self.span),
+            lambda memory: memory.zero(table, *self.span),
             (self.rank,),
             self.group,
         )

@@ -14,7 +14,7 @@ from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
 from kvbus.geometry import GroupSpec
-from kvbus.memory import copying
+from kvbus.memory.copying import PagedMemory
 from kvbus.memory.run_copy import copy_runs
 from kvbus.planning import Reads, RunPlan, Runs
 from kvbus.protocol.message import Empty
@@ -99,7 +99,7 @@ class ChunkLeg(Leg):
 
     def copy_in_threads(
         self,
-        copy: Callable[[copying.PagedMemory], None],
+        copy: Callable[[PagedMemory], None],
         ranks: tuple[RankMemory, ...],
         group: GroupSpec,
     ) -> None:

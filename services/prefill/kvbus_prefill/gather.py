@@ -16,7 +16,7 @@ from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, Shared
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import GroupSpec, slot_bytes, slot_region
-from kvbus.memory import copying
+from kvbus.memory.copying import PagedMemory
 from kvbus.planning import num_pieces
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import (
@@ -71,7 +71,6 @@ class Packing:
         self.slots = slots.SlotTable(
             slots.SlotLimits(
                 num_slots=agent.staging.num_slots,
-                max_gathers=config.copy_threads + 1,  # one starts when another ends
                 max_slot_lease_s=config.max_lease_s,  # as an offer is leased
                 wipe=agent.staging.only,
             )
@@ -203,9 +202,9 @@ class Packing:
             group=work.group,
         )
 
-    def _gather(self, asked: slots.SlotWanted, slot: int, paged: copying.PagedMemory) -> None:
+    def _gather(self, asked: slots.SlotWanted, slot: int, paged: PagedMemory) -> None:
         started_at = time.perf_counter()
-        copying.gather(paged, asked.pack.table, asked.pack.box, asked.slots.view(slot))
+        paged.gather(asked.pack.table, asked.pack.box, asked.slots.view(slot))
         self._metrics.gather_s.observe(time.perf_counter() - started_at)
         self._metrics.packed_bytes.inc(asked.num_bytes)
 

@@ -3,7 +3,7 @@
 A ``lease`` is any key: (offer id, epoch) of an offer here, the reader's own key for one elsewhere.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,10 +24,10 @@ class SlotState(StrEnum):
     """Where a box is; it has a slot from gathering on, until it is over."""
 
     WAITING = "waiting"
-    """It is another lease's turn, or no slot or no thread is free."""
+    """It is another lease's turn, or no slot is free."""
 
     GATHERING = "gathering"
-    """The box is copied into its slot."""
+    """The box is copied into its slot, or waits for a thread."""
 
     PACKED = "packed"
     """The reader was told, and may read the slot."""
@@ -48,14 +48,13 @@ ABANDONED, WIPING, OVER = SlotState.ABANDONED, SlotState.WIPING, SlotState.OVER
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """Bounds of the table; each device has ``num_slots``, into which ``max_gathers`` run at once.
+    """Bounds of the table; each device has ``num_slots``.
 
     ``wipe`` says that a slot is zeroed before it is free. How many boxes wait is bounded by the
     requests for them.
     """
 
     num_slots: int = 16
-    max_gathers: int = 1
     max_slot_lease_s: float = 30.0
     max_retired_bytes: int = 1 << 20
     wipe: bool = False
@@ -99,7 +98,7 @@ class SlotWanted(Value, frozen=True):
 
 
 class TurnCame(Value, frozen=True):
-    """A slot of its device and a thread are free, and no other lease comes first."""
+    """A slot of its device is free, and no other lease comes first."""
 
     slot: int
 
@@ -299,7 +298,6 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)
         self.stopped = False
         self._ids = count(1)
-        self._num_copies: Counter[DeviceSlots] = Counter()
         self._leases: defaultdict[Hashable, dict[int, SlotEntry]] = defaultdict(dict)
         self._pools: defaultdict[DeviceSlots, FairPool[int]] = defaultdict(self._new_pool)
 
@@ -331,10 +329,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
             commands = self._ask(event, now)
         elif not isinstance(event, DeadlinePassed):
             self.stopped |= isinstance(event, Stopped)
-            hit = self._hit_by(event)
-            if isinstance(event, GatherEnded):
-                self._num_copies[hit[0].asked.slots] -= 1
-            commands = self._apply_all(hit, event, now)
+            commands = self._apply_all(self._hit_by(event), event, now)
         return commands + self._take_turns(now)
 
     def _hit_by(self, event: Event) -> list[SlotEntry]:
@@ -365,14 +360,11 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         return []
 
     def _take_turns(self, now: float) -> Commands:
-        """Slots to boxes that wait, as long as threads are free to gather into them."""
+        """Slots to boxes that wait; threads are given to them in the same turns (`Copiers`)."""
         commands: Commands = []
-        for slots, pool in self._pools.items():
-            while self._num_copies[slots] < self.limits.max_gathers:
-                if (granted := pool.acquire()) is None:
-                    break
+        for pool in self._pools.values():
+            while (granted := pool.acquire()) is not None:
                 slot_id, slot = granted
-                self._num_copies[slots] += 1
                 commands += self._apply(self.live[slot_id], TurnCame(slot), now)
         return commands
 
