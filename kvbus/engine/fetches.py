@@ -213,7 +213,6 @@ class Fetches(Asking[Fetch]):
         self._fetches[one.fetch_id] = one
 
     def answered(self, one: Fetch, reply: Fetched) -> None:
-        """It has ended."""
         if one.notice is not None:  # given up before: only its blocks count
             if reply.blocks_free:
                 self._free(one.fetch_id)
@@ -239,7 +238,6 @@ class Fetches(Asking[Fetch]):
         one.end(failed(one, error, stage=REQUESTED, blocks_free=blocks_free))
 
     def cancel(self, fetch: Fetch, release_offer: bool, done: Later[None]) -> None:
-        """As `Fetch.cancel`."""
         if self.forget(fetch):
             error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
             ended = failed(fetch, error, stage=REQUESTED, blocks_free=True)
@@ -266,7 +264,6 @@ class Fetches(Asking[Fetch]):
             done.settle(error)
 
     def opened(self, connection: Connection) -> None:
-        """As the others; then what is not wanted is released."""
         super().opened(connection)
         self.releases.begin()
 

@@ -8,6 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+import anyio
+
 from kvbus.errors import ClosedError
 
 T = TypeVar("T")
@@ -176,7 +178,7 @@ class Runner:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock, self._is_closed = threading.Lock(), False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], anyio.CancelScope] = {}
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run in ``loop`` from now on."""
@@ -204,26 +206,30 @@ class Runner:
         return later
 
     def _start(self, call: Callable[[], Awaitable[T]], later: Later[T]) -> None:
-        task = asyncio.get_running_loop().create_task(_run(call, later))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        scope = anyio.CancelScope()
+        task = asyncio.get_running_loop().create_task(_run(call, later, scope))
+        self._tasks[task] = scope
+        task.add_done_callback(self._tasks.pop)
 
     async def aclose(self) -> None:
-        """From the loop: cancel what was started; nothing is posted any more. Idempotent."""
+        """From the loop: cancel what was started; nothing is posted any more. Idempotent.
+
+        By scopes, as a cancelled task does not wait for what is shielded in it.
+        """
         with self._lock:
             self._is_closed = True
         await asyncio.sleep(0)  # what was posted by now is called
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
+        tasks = dict(self._tasks)
+        for scope in tasks.values():
+            scope.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run(call: Callable[[], Awaitable[T]], later: Later[T]) -> None:
+async def _run(call: Callable[[], Awaitable[T]], later: Later[T], scope: anyio.CancelScope) -> None:
     try:
-        later.settle(await call())
-    except asyncio.CancelledError:
-        later.settle(ClosedError("the link was closed"))
-        raise
+        with scope:
+            later.settle(await call())
     except Exception as error:
         later.settle(error)
+    finally:
+        later.settle(ClosedError("the link was closed"))

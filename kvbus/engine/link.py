@@ -254,10 +254,6 @@ class Link:
         """
         self._on_change.append(call)
 
-    def post(self, call: Callable[[], object]) -> None:
-        """Have ``call`` called where the link runs, after what this thread posted before."""
-        self.runner.post(call)
-
     def offer(
         self,
         request_id: str,

@@ -227,22 +227,18 @@ class Offers(Asking[Offer]):
         self._words = None if words is None else WordNames(words.swap)
 
     def ask(self, one: Offer) -> None:
-        """As `Asking`."""
         if self._words is not None:
             one.use_word(self._words)
         super().ask(one)
 
     def answered(self, one: Offer, reply: OfferMade) -> None:
-        """It is made."""
         self._offers[reply.offer_id] = one
         one.begin(self.connection, reply)
 
     def refused(self, one: Offer, error: KVBusError) -> None:
-        """No agent has it."""
         one.end(error)
 
     def on_notice(self, notice: Notice) -> None:
-        """One has ended."""
         if notice.op != Released.op:
             return
         released = from_body(Released, notice.body)

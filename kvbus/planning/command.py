@@ -79,10 +79,6 @@ class PlanOptions:
             min=0, max=MAX_SPAN, metavar="M", help="First token to move: those before it are there."
         ),
     ] = 0
-    path: Annotated[Path | None, Option(help="Force this path; else the rule picks it.")] = None
-    contiguous: Annotated[
-        bool, Option("--contiguous", help="Blocks in order, as in an empty cache; else scattered.")
-    ] = False
     same_machine: Annotated[
         bool,
         Option("--same-machine", help="Agents of one machine and user: memory can be mapped."),
@@ -182,7 +178,7 @@ def make_plan(options: PlanOptions) -> Plan:
     """The plan that they ask for.
 
     Raises `GeometryError` (``incompatible``) when the engines differ in more than shape, and
-    `ConfigError` when an option is wrong, the plan would be too large or the path is not possible.
+    `ConfigError` when an option is wrong or the plan would be too large.
     """
     first, stop = options.first_token, options.tokens
     if first > stop:
@@ -201,8 +197,8 @@ def make_plan(options: PlanOptions) -> Plan:
             f"{MAX_PAIRED_LAYERS} can be planned"
         )
     spans = SpanMap(decode.engine.groups, prefill.engine.groups).whole(first, stop)
-    holder = _Placed(prefill, spans, step=0 if options.contiguous else PREFILL_STEP)
-    reader = _Placed(decode, spans, step=0 if options.contiguous else DECODE_STEP)
+    holder = _Placed(prefill, spans, step=PREFILL_STEP)
+    reader = _Placed(decode, spans, step=DECODE_STEP)
     read_map = ReadMap(*([one.rank for one in side.ranks.values()] for side in (holder, reader)))
     shares, joined = read_map.shares(), read_map.joined()
     reads = tuple(_reads(decode.engine, shares, spans))
@@ -237,11 +233,6 @@ def make_plan(options: PlanOptions) -> Plan:
         possible, num_bytes=num_bytes, num_runs=num_runs, repeated_bytes=repeated_bytes
     )
     reason = _reason(chosen, num_runs=num_runs, num_bytes=num_bytes, repeated_bytes=repeated_bytes)
-    if options.path is not None:
-        chosen, reason = options.path, "asked for with --path"
-        if chosen not in possible:
-            can = ", ".join(possible)
-            raise ConfigError(f"--path: this handoff cannot take {chosen}, it can take {can}")
     holders = {one.prefill_rank for one in reads}
     return Plan(
         prefill=prefill,
@@ -261,7 +252,7 @@ def make_plan(options: PlanOptions) -> Plan:
 class _Placed:
     """The ranks of an engine that holds the positions of ``spans``, and the tables of a request.
 
-    Its next block is ``step`` of the cache further on, or the next one.
+    Its next block is ``step`` of the cache further on.
     """
 
     def __init__(self, planned: PlannedEngine, spans: Spans, *, step: float) -> None:

@@ -79,7 +79,6 @@ WIDE = "kv_heads=8,head=128,layers=4"
         ([], (WIDE, f"tp=2,{WIDE}"), 64, "packed", "runs are under 8 KiB"),
         ([], (SMALL, SMALL), 64, "direct", "it is so little"),
         ([], 2 * (f"tp=16,{WIDE}",), 4096, "packed", "several decode ranks read the same"),
-        (["--path", "packed"], (SMALL, SMALL), 32, "packed", "asked for with --path"),
         (["--same-machine"], (SMALL, SMALL), 32, "mapped", "memory that is mapped is copied once"),
     ],
 )
@@ -102,12 +101,6 @@ HUGE: Sides = dict.fromkeys(("prefill", "decode"), "kv_heads=4096,head=65536,lay
 @pytest.mark.parametrize(
     ("arguments", "sides", "told"),
     [
-        ("--path mapped", {}, "--path: this handoff cannot take mapped"),
-        (
-            "--slot-bytes 4096 --path packed",
-            {"prefill": LARGE, "decode": LARGE},
-            "cannot take packed, it can take direct",
-        ),
         ("--first-token 33", {}, "--first-token: 33 is more than --tokens 32"),
         ("", {**MANY_BLOCKS, "tokens": 1 << 24}, "--tokens: 16777216 tokens are 16777216 blocks"),
         ("", {**HUGE, "tokens": 1 << 20}, "--from, --to: a rank would have"),
@@ -133,7 +126,6 @@ MANY_LAYERS = "kv_heads=8,head=128,layers=32"
     [
         # layers * blocks; one box
         (SMALL, 32, "", {"direct": 4, "packed": 1, "chosen": "direct"}),
-        (SMALL, 32, "--contiguous", {"direct": 2}),
         # ranks * layers * parts * tokens; a box for each share
         (f"tp=2,{SMALL}", 32, "", {"direct": 256, "packed": 2}),
         (f"layout=HND,{MANY_LAYERS}", 131_072, "", {"direct": 32 * 2 * 8 * 131_072}),
@@ -141,7 +133,7 @@ MANY_LAYERS = "kv_heads=8,head=128,layers=32"
         (SMALL, 7, "--first-token 7", {"direct": 0, "packed": None}),
         (LARGE, 9, "--slot-bytes 4096", {"packed": None}),  # no box fits
     ],
-    ids=["equal", "in-order", "tp", "many", "prefix", "nothing", "no-slot"],
+    ids=["equal", "tp", "many", "prefix", "nothing", "no-slot"],
 )
 def test_each_path_reads_so_many_pieces(
     decode: str, tokens: int, options: str, wanted: Sides

@@ -292,7 +292,7 @@ def test_a_blocking_engine_asks_when_it_calls_and_not_when_its_session_comes_to_
     ):
         offer = source.offer("blocking", num_tokens=16, block_ids={"full": [1]})
         ticket = offer.ticket
-        target.post(hold)
+        target.runner.post(hold)
         began_at = time.monotonic()
         fetch = target.fetch(ticket, num_tokens=16, block_ids={"full": [2]})
         fetch.ended.wait()

@@ -6,7 +6,6 @@ A block that is filled partly is copied partly: slots outside of a span are not 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 
 import anyio
 import numpy as np
@@ -217,34 +216,22 @@ It is never cancelled, and must not end while a copy goes on.
 
 
 class LocalCopier:
-    """For an engine whose ranks are in this process; at most ``num_threads`` copy at once."""
+    """For an engine whose ranks are in this process: copies one after the other, in a thread."""
 
-    def __init__(
-        self, buffers: Iterable[HostBuffer], copy: CopyBlocks, *, num_threads: int = 1
-    ) -> None:
+    def __init__(self, buffers: Iterable[HostBuffer], copy: CopyBlocks) -> None:
         self._buffers, self._copy = tuple(buffers), copy
-        self._limiter = anyio.CapacityLimiter(num_threads)
+        self._limiter = anyio.CapacityLimiter(1)
 
     async def __call__(self, direction: Direction, copies: Sequence[BlockCopy]) -> None:
-        """Each rank in a thread of its own, as far as there are threads.
+        """Raises what ``copy`` raised; as a `LocalError` what is no `Exception`."""
+        await anyio.to_thread.run_sync(self._run, direction, copies, limiter=self._limiter)
 
-        Raises what a rank's copy raised; as a `LocalError` what is no `Exception`.
-        """
-        failures: list[BaseException] = []
-
-        def run(buffer: HostBuffer) -> None:
-            try:
-                buffer.run(direction, copies, self._copy)
-            except BaseException as error:
-                failures.append(error)
-
-        async with anyio.create_task_group() as tasks:
+    def _run(self, direction: Direction, copies: Sequence[BlockCopy]) -> None:
+        try:
             for buffer in self._buffers:
-                tasks.start_soon(
-                    partial(anyio.to_thread.run_sync, run, buffer, limiter=self._limiter)
-                )
-        for failure in failures:
-            if isinstance(failure, Exception):
-                raise failure
-            message = f"the engine's copy function ended with {type(failure).__name__}: {failure}"
-            raise LocalError(message, code=ErrorCode.INTERNAL) from failure
+                buffer.run(direction, copies, self._copy)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                raise
+            message = f"the engine's copy function ended with {type(error).__name__}: {error}"
+            raise LocalError(message, code=ErrorCode.INTERNAL) from error
