@@ -1,14 +1,14 @@
 """The program ``kvbus``."""
 
-from kvbus.interrupt import end_at_ctrl_c
+from kvbus.interrupt import importing
 
 
 def main() -> None:
     """Run the command that the arguments name."""
-    end_at_ctrl_c()
-    from kvbus.cli import app  # noqa: PLC0415 - Ctrl-C comes before the end of this import
+    with importing():
+        from kvbus.cli import app  # noqa: PLC0415 - Ctrl-C comes before the end of this import
 
-    app()
+        app()
 
 
 if __name__ == "__main__":

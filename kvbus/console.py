@@ -3,6 +3,7 @@
 No markup or emoji name is read in it, and what is not printable is escaped.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +12,28 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from kvbus.output import write_text
 from kvbus.text import printable
+
+
+class _Stdout:
+    """`write_text` as the file that rich writes to; of all else, what stdout is."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def write(self, text: str) -> None:
+        write_text(text)
+
+    def flush(self) -> None:
+        """Nothing is left to write."""
 
 
 class Console(console.Console):
     """rich's console without highlighting, markup and emoji names, with `printable` text."""
 
     def __init__(self, **options: Any) -> None:
+        options = {"file": _Stdout(), **options}
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:

@@ -1,7 +1,10 @@
-"""Ctrl-C while a program imports: Python would print a traceback, or the import another error."""
+"""What can happen while a program imports: Ctrl-C, and a package that is not installed."""
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 STATUS = 130
 
@@ -11,12 +14,23 @@ def end_at_once(*_: object) -> None:
     os._exit(STATUS)
 
 
-def end_at_ctrl_c() -> None:
-    """For the first line of a program, before its imports."""
+@contextmanager
+def importing() -> Iterator[None]:
+    """For all that a program does, its imports first: what fails there is a line, or silent."""
     signal.signal(signal.SIGINT, end_at_once)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        if missing.startswith("kvbus"):
+            raise
+        sys.exit(
+            f"error: the package '{missing}' is not installed here: install kvbus with all that it "
+            "requires; without (--no-deps) it is for engines alone"
+        )
 
 
 def raise_at_ctrl_c() -> None:
-    """For behind the imports, if `end_at_ctrl_c` was called: Ctrl-C is a `KeyboardInterrupt`."""
+    """For behind the imports, if `importing` is under way: Ctrl-C is a `KeyboardInterrupt`."""
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -46,7 +46,29 @@ def test_a_command_that_there_is_not_is_told_with_one_that_is_like_it() -> None:
     assert "Did you mean 'doctor'?" in ended.stderr
 
 
-@pytest.mark.parametrize("program", ["kvbus doctor", "kvbus_prefill x.toml", "kvbus_decode x.toml"])
+PROGRAMS = ["kvbus doctor", "kvbus_prefill x.toml", "kvbus_decode x.toml"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_package_that_is_not_installed_is_named_without_a_traceback(
+    tmp_path: Path, program: str
+) -> None:
+    (tmp_path / "zmq.py").write_text("raise ModuleNotFoundError('not here', name=__name__)\n")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    ended = subprocess.run(
+        [sys.executable, "-m", *program.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("error: the package 'zmq' is not installed here: install kvbus")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("importing", ["msgspec", "zmq"])
 def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(
     tmp_path: Path, program: str, importing: str

@@ -153,6 +153,16 @@ def test_a_full_disk_is_told_in_a_line(
     assert capfd.readouterr().err == "error: cannot write to stdout: No space left on device\n"
 
 
+def test_a_table_that_a_full_disk_does_not_take_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:  # noqa: PTH123 - a device
+        patch.setattr(sys, "stdout", full)
+        Console().print(Table("a column"))
+
+    assert capfd.readouterr().err == "error: cannot write to stdout: No space left on device\n"
+
+
 def test_what_is_waited_for_longer_than_a_while_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

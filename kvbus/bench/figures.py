@@ -118,7 +118,7 @@ def lines(case: str, figures: Sequence[Figure]) -> str:
         LINE.format(
             "" if number else case,
             figure.name,
-            f"{figure.value:,.3f}" if figure.value < 100 else f"{figure.value:,.0f}",
+            f"{figure.value:,.{0 if isinstance(figure.value, int) or figure.value >= 100 else 3}f}",
             figure.unit,
             figure.target,
             VERDICTS[figure.met],

@@ -170,7 +170,7 @@ def connect(socket: Socket, endpoint: str, allowed: AllowedPeers | None = None) 
 def is_numeric(endpoint: str) -> bool:
     """Whether ZeroMQ can connect to ``endpoint`` without asking a name server."""
     if not endpoint.startswith("tcp://"):
-        return True
+        return "://" in endpoint
     try:
         ipaddress.ip_address(host_of(endpoint).strip("[]").partition("%")[0])
     except ValueError:
@@ -243,9 +243,11 @@ def port_range(endpoint: str) -> list[str]:
 
 
 def _require_port(endpoint: str) -> None:
-    """Raise `ConfigError` for a name that has no port."""
+    """Raise `ConfigError` for what is no endpoint, and for a name that has no port."""
     host, port = host_of(endpoint), endpoint.rpartition(":")[2]
-    has_port = host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
+    has_port = (
+        "://" in endpoint and host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
+    )
     if not (has_port or is_numeric(endpoint)):
         raise ConfigError(f"cannot connect to {endpoint}: it is not tcp://HOST:PORT")
 

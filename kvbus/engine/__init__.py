@@ -9,7 +9,7 @@ from kvbus.bus import new_secret
 from kvbus.engine.connection import Connection as Connection
 from kvbus.engine.connection import KeptConnection as KeptConnection
 from kvbus.engine.connection import greet as greet
-from kvbus.engine.fetches import Fetch
+from kvbus.engine.fetches import Fetch, FetchOptions
 from kvbus.engine.later import Later as Later
 from kvbus.engine.later import Runner as Runner
 from kvbus.engine.link import Link
@@ -26,6 +26,7 @@ __all__ = [
     "AgentRanks",
     "AgentRole",
     "Fetch",
+    "FetchOptions",
     "Fetched",
     "KvCache",
     "Link",

@@ -104,12 +104,16 @@ def _fields(path: Path, check: Check) -> Mapping[str, Any]:
 
 
 def create(path: Path, text: str, mode: int) -> None:
-    """A new file; raises `ConfigError`, also when there is one already."""
+    """A new file, whole or not at all; raises `ConfigError`, also when there is one already."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(text)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                os.fchmod(file.fileno(), mode)
+                file.write(text)
+        except OSError:
+            path.unlink()  # else there would be one already, for who tries again
+            raise
     except FileExistsError as error:
         raise ConfigError(f"{path} is there already; it was left as it is") from error
     except OSError as error:

@@ -155,7 +155,10 @@ def _draw(timeline: Timeline, console: Console) -> None:
 
 def _unknown(asked: Questions) -> str:
     if not asked.traces:
-        return "no agent answered, so nothing is known; see that --peer is the peer address of one"
+        return (
+            "no agent answered, so nothing is known; see that --peer is the peer address of one, "
+            "and what kvbus doctor --only peer --peer says of the way there"
+        )
     heard = ", ".join(one.answer.agent_id for one in asked.told)
     return (
         f"no agent remembers '{asked.name}': asked {heard}. Agents forget the oldest of what has "

@@ -138,9 +138,12 @@ async def test_requests_and_events_reach_a_host_by_its_name(bus: Bus, record: Re
     assert told == ("boot", heard, "source")
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://host", "tcp://:7701", "tcp://host:0", "tcp://host:x"])
-def test_an_endpoint_with_a_name_and_no_port_is_refused(bus: Bus, endpoint: str) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://host", "tcp://:7701", "tcp://host:0", "tcp://host:x", "127.0.0.1:7701", "host:7701"],
+)
+def test_what_has_no_port_or_no_tcp_is_refused_with_what_is_wanted(bus: Bus, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="it is not tcp://HOST:PORT"):
         bus.client(at=endpoint)
 
 

@@ -1,6 +1,7 @@
 """Key files: what is refused, with what to do about it, and never with the secret key."""
 
 import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,32 @@ def test_a_file_that_is_gone_trusts_nobody_and_one_that_comes_back_does(
     assert "nobody is trusted" in gone[2][0]
     assert again is None
     assert back == (frozenset(), DECODE, ())
+
+
+@pytest.mark.parametrize("name", ["other.key", "trusted"])
+def test_what_a_full_disk_does_not_take_is_not_there_and_can_be_written_later(
+    trusted: TrustedKeys, name: str
+) -> None:
+    path = trusted.path.with_name(name)
+    one = TrustedKey("decode-1", OTHER.public, DECODE)
+    write = (
+        partial(write_secret, path, OTHER)
+        if name != "trusted"
+        else partial(write_trusted, path, one)
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = {file.name: file.read_text() for file in path.parent.iterdir()}
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
+        with pytest.raises(ConfigError, match="cannot write"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    left = {file.name: file.read_text() for file in path.parent.iterdir()}
+    write()
+
+    assert left == before
+    assert OTHER.public in path.read_text()
 
 
 def test_a_process_without_descriptors_trusts_whom_it_trusted(trusted: TrustedKeys) -> None:

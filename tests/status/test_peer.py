@@ -296,7 +296,10 @@ def test_no_answer_is_one_line_and_status_1() -> None:
         result = status(endpoint, "--timeout", "0.1")
 
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == f"error: no agent answered at {endpoint} within 0.1 s\n"
+    assert result.stderr == (
+        f"error: no agent answered at {endpoint} within 0.1 s; what looks at the way there: "
+        f"kvbus doctor --only peer --peer {endpoint}\n"
+    )
 
 
 def test_engines_that_are_not_mapped_for_one_reason_are_one_line() -> None:

@@ -45,6 +45,7 @@ from kvbus.text import printable
 
 DEFAULTS = ("127.0.0.1:7703", "127.0.0.1:7713")
 """The http_bind of the printed configurations."""
+LOOK_AT_WAY = "what looks at the way there: kvbus doctor --only peer --peer"
 NAME_ONE = "name one: kvbus status HOST:PORT, its http_bind, or tcp://HOST:PORT, its peer address"
 ADDRESS = re.compile(r"(https?://)?((?:\[[\da-fA-F:.%]+\]|[^\s/:\[\]]+):\d{1,5})/?")
 MAX_BYTES = 16 << 20
@@ -131,7 +132,8 @@ def status(
                 agents = _http_agents(named, token_file)
                 _look(agents, every, timeout, again=watch, as_json=as_one_json)
     except RequestTimeout as error:
-        fail(f"no agent answered at {peer} within {timeout:g} s", status=1, cause=error)
+        lost = f"no agent answered at {peer} within {timeout:g} s; {LOOK_AT_WAY} {peer}"
+        fail(lost, status=1, cause=error)
     except RemoteError as error:
         fail(f"{peer}: {error.code}: {error.message}", status=1, cause=error)
 
@@ -234,7 +236,8 @@ def _http_agents(addresses: Sequence[str], token_file: Path | None) -> list[Http
         try:
             token = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--token-file: cannot read {path}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"--token-file: cannot read {path}: {reason}") from error
     our_bind = ours.get("http_bind")
     wanted = addresses or ([our_bind] if our_bind else DEFAULTS)
     return [HttpAgent(url, token) for url in dict.fromkeys(map(_url, wanted))]

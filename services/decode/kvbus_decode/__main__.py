@@ -1,16 +1,16 @@
 """The command ``kvbus-decode``: runs a decode agent until it is told to stop."""
 
-from kvbus.interrupt import end_at_ctrl_c
+from kvbus.interrupt import importing
 
 
 def main() -> None:
-    end_at_ctrl_c()
-    from kvbus.agent.command import run_command  # noqa: PLC0415 - Ctrl-C comes before their end
-    from kvbus.protocol.engine import AgentRole  # noqa: PLC0415
-    from kvbus_decode.agent import DecodeService  # noqa: PLC0415
-    from kvbus_decode.config import DecodeConfig  # noqa: PLC0415
+    with importing():
+        from kvbus.agent.command import run_command  # noqa: PLC0415 - Ctrl-C comes before their end
+        from kvbus.protocol.engine import AgentRole  # noqa: PLC0415
+        from kvbus_decode.agent import DecodeService  # noqa: PLC0415
+        from kvbus_decode.config import DecodeConfig  # noqa: PLC0415
 
-    run_command(AgentRole.DECODE, DecodeConfig, DecodeService)
+        run_command(AgentRole.DECODE, DecodeConfig, DecodeService)
 
 
 if __name__ == "__main__":

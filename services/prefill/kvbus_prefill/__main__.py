@@ -1,16 +1,16 @@
 """The command ``kvbus-prefill``: runs a prefill agent until it is told to stop."""
 
-from kvbus.interrupt import end_at_ctrl_c
+from kvbus.interrupt import importing
 
 
 def main() -> None:
-    end_at_ctrl_c()
-    from kvbus.agent.command import run_command  # noqa: PLC0415 - Ctrl-C comes before their end
-    from kvbus.protocol.engine import AgentRole  # noqa: PLC0415
-    from kvbus_prefill.agent import PrefillService  # noqa: PLC0415
-    from kvbus_prefill.config import PrefillConfig  # noqa: PLC0415
+    with importing():
+        from kvbus.agent.command import run_command  # noqa: PLC0415 - Ctrl-C comes before their end
+        from kvbus.protocol.engine import AgentRole  # noqa: PLC0415
+        from kvbus_prefill.agent import PrefillService  # noqa: PLC0415
+        from kvbus_prefill.config import PrefillConfig  # noqa: PLC0415
 
-    run_command(AgentRole.PREFILL, PrefillConfig, PrefillService)
+        run_command(AgentRole.PREFILL, PrefillConfig, PrefillService)
 
 
 if __name__ == "__main__":
