@@ -24,7 +24,7 @@ ROOMS = {
     "kvbus/clocks": (),
     "kvbus/interrupt": (),
     "kvbus/output": ("text",),
-    "kvbus/console": ("text",),
+    "kvbus/console": ("output", "text"),
     "kvbus/options": (),
     "kvbus/geometry": ("errors",),
     "kvbus/spawn": ("errors",),
