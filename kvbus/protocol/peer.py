@@ -65,6 +65,8 @@ SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 """Names this use of a slot, and no other."""
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
 """The slots."""
+MAX_TAKEN = 64
+"""Of one message: the loop of its agent is held up for some 3 ms by so many ends of offers."""
 MAX_DIGESTS = 1 << 17
 """Of one request; they take 1 MiB."""
 OneIn = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -228,6 +230,15 @@ class Take(Request[Empty], frozen=True):
     reader_boot: ReaderBoot = ""
     part: bool = False
     """As of a ``claim``: the take ends the lease, and not the offer."""
+
+
+@request("taken", Socket.PREFILL_PEER, at_once=True, refusals="stale")
+class WordsTaken(Request[Empty], frozen=True):
+    """Names offers that were taken by their words; any others are passed over."""
+
+    agent_boot: AgentBoot
+    tokens: Annotated[dict[OfferId, Secret], msgspec.Meta(max_length=MAX_TAKEN)]
+    """By offer, the token in its word."""
 
 
 @request("release", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")

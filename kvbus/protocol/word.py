@@ -1,6 +1,6 @@
 """The word of an offer, in a page of the prefill engine: whoever swaps it first decides.
 
-named ─▶ live ─▶ taken     the reader took the offer; its `take` follows
+named ─▶ live ─▶ taken     the reader took the offer, and says so after that
   │        └───▶ 0         closed by the agent, which readers ask then
   └────────┴───▶ 0         closed by the engine
 """
@@ -37,7 +37,7 @@ _LIVE, _TAKEN, _NAMED = 1, 2, 3
 #
 # The agent closes the word before it lets anyone claim or take, and before it says how the offer
 # ended: so one reader has it, and the agent knows. What that one has swapped in is of the token of
-# its take: the take that follows is known by it, and that of another is refused.
+# its take: when it says `taken`, it is known by that.
 #
 # A live word is a hash of the ticket, which has a secret. So whoever shows a ticket that was
 # altered, or one of an offer that had the word before, finds another value, and asks the agent.
@@ -77,9 +77,9 @@ class Word:
         is_taken = self._found & 3 == _TAKEN
         return ErrorCode.OFFER_COMPLETED if is_taken else ErrorCode.ENGINE_LOST
 
-    def was_taken_by(self, token: str) -> bool:
-        """Whether it was the take with this token, when it was closed."""
-        return self._found == self._taken_by(token)
+    def is_taken_by(self, token: str) -> bool:
+        """Whether a reader with this token has taken the offer."""
+        return self._swap(self._number, 0, 0) == self._taken_by(token)
 
     def _taken_by(self, token: str) -> int:
         return _value(token.encode(), self._live.to_bytes(8, "little"), _TAKEN)

@@ -25,7 +25,7 @@ from kvbus.engine import Fetch, Link, Offer, RankMemory
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import Outcome, Request, Word
-from kvbus.protocol.peer import Take
+from kvbus.protocol.peer import MAX_TAKEN, Take, WordsTaken
 from kvbus_decode import config
 from kvbus_decode.peers import Peer
 from tests.agents import AgentProcess, Agents, until, wait_until
@@ -251,6 +251,30 @@ async def test_a_taken_offer_whose_reader_says_nothing_more_is_completed_when_it
 
             assert takes == [True]
             assert await offer.ended is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize("most", [2, MAX_TAKEN])
+async def test_offers_that_are_taken_at_once_are_told_of_by_few_messages_of_bounded_size(
+    folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    async with site_of(folder, fresh, monkeypatch) as site:
+        told, ask = list[int](), Peer.ask
+
+        def note(peer: Peer, message: Request[Any], *rest: Any) -> None:
+            ask(peer, message, *rest)
+            if isinstance(message, WordsTaken):
+                told.append(len(message.tokens))
+
+        monkeypatch.setattr(Peer, "ask", note)
+        monkeypatch.setattr("kvbus_decode.lease_client.MAX_TAKEN", most)
+        offers = [await site.offer() for _ in range(16)]
+        fetches = [site.fetch(offer) for offer in offers]
+
+        assert {(await fetch.ended).outcome for fetch in fetches} == {Outcome.COMPLETED}
+        assert {await offer.ended for offer in offers} == {Outcome.COMPLETED}
+        assert sum(told) == 16
+        assert max(told) <= most
+        assert len(told) < 16
 
 
 async def test_of_many_fetches_of_one_offer_one_takes_it(

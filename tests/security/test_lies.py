@@ -38,7 +38,7 @@ LOCAL_REQUESTS = {
 }
 OF_COST = ("engine_unknown", "invalid")
 """What a request is refused with that observers may make, and that names engines."""
-HARMLESS = {"status", "trace", "cost", "ping", "unpack", "cancel_part", "forgo"}
+HARMLESS = {"status", "trace", "cost", "ping", "unpack", "cancel_part", "forgo", "taken"}
 """What anybody with the role may ask; slots, reads and names that are not there are given back."""
 NUM_HANDOFFS = 12
 SIDES = ("prefill", "decode")

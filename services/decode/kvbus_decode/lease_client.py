@@ -16,7 +16,7 @@ from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestTimeout
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Message
-from kvbus.protocol.peer import Met, Release, Take
+from kvbus.protocol.peer import MAX_TAKEN, Met, Release, Take, WordsTaken
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.word import Word
 from kvbus_decode.chunk import ActiveFetch
@@ -30,6 +30,8 @@ from kvbus_decode.tickets import TicketGate
 log = structlog.get_logger()
 
 RELEASE_TIMEOUT_S = 5.0
+TAKEN_TIMEOUT_S = 60.0
+"""For so long it is sent again by each new connection."""
 DRAIN_PERIOD_S = 1.0
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
@@ -58,6 +60,8 @@ class LeaseClient(PeerWatcher):
         self._tickets, self._active = tickets, active
         self._dispatch = dispatch
         self._by_offer: defaultdict[str, set[str]] = defaultdict(set)
+        self._taken: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
+        """Of each agent's process, the offers that were taken by their words, with their tokens."""
 
     def hold(self, command: ev.HoldPeer) -> None:
         """Keep the peers of a fetch; find its route, by a handshake, where it is not known."""
@@ -111,10 +115,24 @@ class LeaseClient(PeerWatcher):
             self._hold_progress(fetch, route)
         elif route is not None and isinstance(message, Take) and _takes_word(fetch, route, message):
             settle(Empty())
-            # behind the answer to the engine; that it is refused or lost changes nothing here
-            self._agent.loop.call_soon(home.ask, message, timeout_s, lambda _: None)
+            self._note_taken(home, message)
             return
         home.ask(message, timeout_s, settle)
+
+    def _note_taken(self, home: Peer, take: Take) -> None:
+        """Have its agent told, of all that this turn of the loop has taken at once."""
+        if not self._taken:
+            self._agent.loop.call_soon(self._tell_taken)  # behind the answers to engines
+        tokens = self._taken[home, take.agent_boot]
+        tokens[take.offer_id] = take.token
+        if len(tokens) == MAX_TAKEN:
+            self._tell_taken()
+
+    def _tell_taken(self) -> None:
+        """Where it does not come to its agent, the offer ends by its time to live."""
+        taken, self._taken = self._taken, defaultdict(dict)
+        for (home, boot), tokens in taken.items():
+            home.ask(WordsTaken(boot, tokens), TAKEN_TIMEOUT_S, lambda _: None)
 
     def tell(self, command: ev.Tell) -> None:
         """Have an agent end something; when that fails, it ends by itself.

@@ -19,7 +19,7 @@ from kvbus.geometry import BlockTable, GroupSpec
 from kvbus.planning import check_compatible
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer, WithdrawOffer
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.message import Message, check_right
+from kvbus.protocol.message import Empty, Message, check_right
 from kvbus.protocol.peer import (
     Claim,
     Forgo,
@@ -30,6 +30,7 @@ from kvbus.protocol.peer import (
     Release,
     Renew,
     Take,
+    WordsTaken,
 )
 from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.protocol.tools import LeaseEvent, OfferEvent, Sharing, known_trace
@@ -88,6 +89,7 @@ class PrefillService(Service):
             Handshake: self._shake_hands,
             **dict.fromkeys(about_offers, self._forward),
             Take: self._take,
+            WordsTaken: self._end_taken,
             Meet: Shared(self._meet, self._config.max_handoffs),
             **self._packing.handlers(),
         }
@@ -136,6 +138,11 @@ class PrefillService(Service):
         if offer is not None:
             self._agent.engines.end_if_left(offer.engine_id)
         self._forward(take, call)
+
+    def _end_taken(self, taken: WordsTaken, call: Call) -> None:
+        for offer_id, token in taken.tokens.items():
+            self._driver.dispatch(ev.WordTaken(offer_id, token))
+        call.reply(Empty())
 
     def _meet(self, meet: Meet, call: Call) -> None:
         left = ev.Abandoned(transfer_id=meet.transfer_id, reply_to=call)

@@ -54,7 +54,10 @@ class Opened(Value, frozen=True):
 
 
 class WordTaken(Value, frozen=True):
-    """A reader has taken the offer by its word; the table says so to itself."""
+    """A reader says that it has taken the offer by its word, or the table finds it so itself."""
+
+    offer_id: str
+    token: str = ""
 
 
 class Abandoned(Value, frozen=True):
@@ -75,6 +78,7 @@ class EnginesGone(Value, frozen=True):
 Event = (
     Asked[Any]
     | Opened
+    | WordTaken
     | Abandoned
     | EngineReady
     | EnginesGone

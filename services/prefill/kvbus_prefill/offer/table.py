@@ -115,7 +115,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         if (code := word.close()) is None:
             return super()._apply(entry, event, now)
         is_taken = code is ErrorCode.OFFER_COMPLETED
-        ended = ev.WordTaken() if is_taken else EngineLost(entry.engine_id)
+        ended = ev.WordTaken(entry.offer_id) if is_taken else EngineLost(entry.engine_id)
         commands = super()._apply(entry, ended, now)
         if not isinstance(event, ev.Asked):
             return commands
@@ -129,6 +129,10 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         match event:
             case ev.Abandoned(transfer_id):
                 return [self._named[transfer_id]] if transfer_id in self._named else []
+            case ev.WordTaken(offer_id, token):
+                offer = self.live.get(offer_id)
+                is_so = offer is not None and offer.word and offer.word.is_taken_by(token)
+                return [offer] if offer is not None and is_so else []
             case EngineLost(engine_id):
                 return [one for one in self.live.values() if one.engine_id == engine_id]
             case ev.EngineReady():

@@ -332,8 +332,6 @@ def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
 def _has_taken(offer: OfferEntry, event: ev.Asked[Take]) -> bool:
     """Whether it was told so already, and only the reply was lost."""
     right = event.message.token, event.holder
-    if offer.word is not None and offer.word.was_taken_by(event.message.token):
-        return True
     return any(one.is_done and (one.token, one.holder) == right for one in offer.leases.values())
 
 
