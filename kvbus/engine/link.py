@@ -39,10 +39,6 @@ from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
 from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Register
 from kvbus.protocol.word import WORDS_BYTES
 
-Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
-"""Ranks of an engine that are attached to other agents, by the peer endpoint of each agent."""
-
-
 WORDS_ID = "kvbus-words"
 
 
@@ -54,10 +50,10 @@ class Link:
     it is closed with the link, so links that share it are closed together. The
     engine's scheduler is here, too, unless ``control`` is False: then this is the link of a worker.
     Whether the scheduler offers or fetches is said by its agent (`role`); with ``role``, an agent
-    of the other one is refused. ``others`` are the ranks of this engine at other agents, by the
-    peer endpoint of each (`agent` of a link there), or as `AgentRanks`; ``access`` is what all
-    links of these ranks were given, a secret of `new_secret`: who asks about a rank that is not at
-    the engine's home shows it. An answer is waited for, and an agent without room is asked, for
+    of the other one is refused. ``others`` are the ranks of this engine at other agents, by
+    the peer endpoint of each (`agent` of a link there); ``access`` is what all links of these ranks
+    were given, a secret of `new_secret`: who asks about a rank that is not at the engine's home
+    shows it. An answer is waited for, and an agent without room is asked, for
     ``request_timeout_s``.
 
     The link outlives its agent: once one listens at the path again, the memory, which is the
@@ -82,7 +78,7 @@ class Link:
         memory: RankMemory | Iterable[RankMemory] = (),
         control: bool = True,
         role: AgentRole | None = None,
-        others: Others = (),
+        others: Iterable[AgentRanks] = (),
         access: str | None = None,
         logger: logging.Logger = logging.getLogger("kvbus.engine"),  # noqa: B008 - one for all
         attach_timeout_s: float = 0.0,
@@ -93,7 +89,7 @@ class Link:
         if not (control or self._memory):
             raise LocalError("a link is of a scheduler, or of memory, or of both")
         self.engine = engine
-        self._others = tuple(_agent_ranks(others, access))
+        self._others = tuple(others)
         self._patience_s = request_timeout_s
         self._connect = partial(
             Connection,
@@ -456,11 +452,3 @@ class AttachedRank:
             event=self.event.handle,
         )
         await connection.pass_memory(message)
-
-
-def _agent_ranks(others: Others, access: str | None) -> Iterable[AgentRanks]:
-    if not isinstance(others, Mapping):
-        return others
-    if others and access is None:
-        raise LocalError("ranks at other agents need the access of their links")
-    return (AgentRanks(at, tuple(ranks), access or "") for at, ranks in others.items())

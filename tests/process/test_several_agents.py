@@ -65,19 +65,19 @@ async def test_a_rank_that_left_fails_the_fetch_and_with_one_that_came_back_all_
 
 
 @pytest.mark.parametrize(
-    ("others", "reason"),
+    ("named", "reason"),
     [
         ({ELSEWHERE: [1], "tcp://127.0.0.1:2": [1]}, "rank 1 is named twice"),
         ({ELSEWHERE: [2]}, "rank 2 of 2 ranks"),
         ({ELSEWHERE: [0]}, "rank 0 is named twice, or at two agents"),
         ({ELSEWHERE: [0, 1]}, "named twice|no rank is at the engine's home"),
-        ([AgentRanks(ELSEWHERE, (1,), ACCESS)] * 2, "named twice"),
     ],
 )
 async def test_ranks_that_cannot_be_elsewhere_are_refused_by_name(
-    shapes: ShapedAgents, others: dict[str, list[int]] | list[AgentRanks], reason: str
+    shapes: ShapedAgents, named: dict[str, list[int]], reason: str
 ) -> None:
     agent, spec = shapes.prefill, make_spec(tp=2)
+    others = [AgentRanks(at, tuple(ranks), ACCESS) for at, ranks in named.items()]
     rank, _ = rank_link(agent.attach, spec, 0, num_blocks=4)
     async with rank:
         with pytest.raises(RequestRefused, match=reason) as refused:
@@ -98,7 +98,9 @@ async def test_an_agent_without_the_ranks_is_named_when_hands_are_shaken(
     rank, elsewhere = (rank_link(home.attach, spec, number, num_blocks=4)[0] for number in range(2))
     async with (
         rank,
-        Link(home.attach, spec, others={endpoint: [1]}, access=ACCESS) as control,
+        Link(
+            home.attach, spec, others=[AgentRanks(endpoint, (1,), ACCESS)], access=ACCESS
+        ) as control,
         spread_engine([shapes.decode["direct"]]) as target,
     ):
         with pytest.raises(RequestRefused, match=f"rank 1 is at {endpoint}") as refused:

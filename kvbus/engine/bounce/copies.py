@@ -94,15 +94,9 @@ class RequestBlocks:
                     field="block_ids",
                 )
             return BlockTable(new.ids or known.ids, known.first_block)
-        needed = self._num_blocks(group, num_tokens)
-        if len(known) + len(new) != needed:
-            raise GeometryError(
-                f"{num_tokens} tokens need {needed} blocks of group '{group.name}', {len(known)} "
-                f"are known and {len(new)} are given",
-                field="block_ids",
-                needed=needed,
-            )
-        return BlockTable(known.ids + new.ids, known.first_block)
+        table, size = BlockTable(known.ids + new.ids, known.first_block), group.block_size
+        table.check_covers(known.first_block * size, num_tokens, size)
+        return table
 
 
 def _cut(
