@@ -6,16 +6,21 @@ Who uses which slot is the service's to say.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import mmap
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import numpy as np
+import numpy.typing as npt
 import structlog
 
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.loop import in_thread
 from kvbus.errors import ConfigError, ErrorCode, GeometryError, LocalError, SegmentError
-from kvbus.memory.segment import SharedSegment
+from kvbus.memory.mapping import OwnedMemory
+from kvbus.memory.room import check_memory
 from kvbus.transport import MemoryKind, Registration, Transport
 
 if TYPE_CHECKING:
@@ -27,11 +32,42 @@ HOST = "host"
 """All memory that is not a GPU's; GPUs are known by their UUIDs."""
 
 
+class HostSlots(OwnedMemory):
+    """Zeros of this process alone, all reserved. Raises `SegmentError`.
+
+    Most kernels give private memory huge pages, of which a READ has fewer to look up: within a
+    machine it takes half as long.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        check_memory(size_bytes)
+        try:
+            self._memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            message = f"cannot reserve {size_bytes} bytes of staging: {error.strerror}"
+            raise SegmentError(message, size_bytes=size_bytes) from error
+        self.size_bytes, self.closed = size_bytes, False
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._bytes[:] = 0  # every page is there from now on
+        self.address: int = self._bytes.ctypes.data
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """All bytes."""
+        return self._bytes
+
+    def close(self) -> None:
+        """Give the memory back; idempotent. The addresses stay, for a READ that has not ended."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+        self.closed = True
+
+
 class SlotMemory:
     """Slots 0 to ``num_slots`` - 1 of ``slot_bytes`` each, one behind the other."""
 
     def __init__(
-        self, storage: SharedSegment | GpuSlots, registration: Registration, *, slot_bytes: int
+        self, storage: HostSlots | GpuSlots, registration: Registration, *, slot_bytes: int
     ) -> None:
         self.registration, self.slot_bytes = registration, slot_bytes
         self.num_slots = registration.size_bytes // slot_bytes
@@ -77,19 +113,17 @@ class StagingDevices:
     async def open(cls, config: AgentConfig, transport: Transport) -> StagingDevices:
         """What the configuration asks for, with the host's slots made and registered.
 
-        Their pages are reserved, and come into this process when a slot is first used. Raises
-        `SegmentError`.
+        Raises `SegmentError`.
         """
         num_slots, only = config.staging_bytes // config.slot_bytes, config.exposure == "staging"
         devices = cls(transport, num_slots=num_slots, slot_bytes=config.slot_bytes, only=only)
         if num_slots:
-            reserve = partial(SharedSegment, num_slots * config.slot_bytes, name="kvbus-staging")
             try:
-                segment = await in_thread(reserve)
+                host = await in_thread(partial(HostSlots, num_slots * config.slot_bytes))
             except SegmentError as error:
                 message = f"key 'staging_bytes': {error.message}"
                 raise SegmentError(message, code=error.code, **error.detail) from error
-            devices._slots[HOST] = await devices._registered(segment)
+            devices._slots[HOST] = await devices._registered(host)
         return devices
 
     @property
@@ -152,7 +186,7 @@ class StagingDevices:
         raise refused
 
     async def _registered(
-        self, storage: SharedSegment | GpuSlots, *, device: int = 0, memory: MemoryKind = "DRAM"
+        self, storage: HostSlots | GpuSlots, *, device: int = 0, memory: MemoryKind = "DRAM"
     ) -> SlotMemory:
         """Register the memory, which is closed when NIXL refuses it: `SegmentError`."""
         size_bytes = self.num_slots * self.slot_bytes

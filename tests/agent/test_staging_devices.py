@@ -3,15 +3,16 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from structlog.testing import capture_logs
 
 from kvbus.agent.config import AgentConfig, convert_config
-from kvbus.agent.slots import HOST, StagingDevices
+from kvbus.agent.slots import HOST, HostSlots, StagingDevices
 from kvbus.errors import ConfigError, LocalError, SegmentError
+from kvbus.memory.segment import huge_bytes
 from kvbus.transport import Transport
 
 NUM_SLOTS, SLOT_BYTES = 3, 4096
@@ -57,6 +58,17 @@ async def test_the_host_has_slots_from_the_start_and_a_gpu_that_is_not_there_has
     assert [len(registrations) for registrations in known] == [1, 0]
 
 
+def test_slots_of_the_host_have_huge_pages_if_there_are_any_and_read_zeros_once_closed() -> None:
+    words = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    with HostSlots(16 << 20) as slots:
+        in_huge_pages = huge_bytes(slots.address)
+        content = slots.view()
+        content[:] = 1
+
+    assert (in_huge_pages >= 8 << 20) == ("[never]" not in words)
+    assert not content.any()
+
+
 def test_staging_memory_smaller_than_a_slot_is_refused_with_both_keys() -> None:
     with pytest.raises(ConfigError, match=r"'staging_bytes': 1024 .* 'slot_bytes' = 4096"):
         config(staging_bytes=1024)
@@ -86,17 +98,3 @@ async def test_slots_of_a_gpu_are_in_its_memory_if_a_nic_reads_and_nixl_takes_it
     assert both == [*here, *there]
     assert (placed["gpu"], placed["memory"]) == ("GPU-0", "DRAM")
     assert [line["memory"] for line in logs if line["event"] == "staging.refused"] == refused
-
-
-class HostSlots:
-    """Ordinary memory, which NIXL takes as the host's but not as a GPU's."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._bytes = torch.ones(size_bytes, dtype=torch.uint8)
-        self.address = self._bytes.data_ptr()
-
-    def view(self) -> torch.Tensor:
-        return self._bytes
-
-    def close(self) -> None:
-        """It goes by itself."""

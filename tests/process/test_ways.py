@@ -14,7 +14,8 @@ from tests.process.shapes import ShapedAgents, Side, two_engines
 
 pytestmark = pytest.mark.anyio
 
-MAX_ANONYMOUS_BYTES = 80_000_000
+STAGING_BYTES = 128 << 20
+MAX_ANONYMOUS_BYTES = 80_000_000 + STAGING_BYTES
 
 
 @pytest.fixture(scope="module")
