@@ -1,7 +1,7 @@
 """A scorer for routers: asks decode agents what a handoff would cost, and names the best pair.
 
-    python examples/cost_scorer.py 4096 --prefill tcp://P1:7501 --prefill tcp://P2:7501 \
-        --decode tcp://D1:7601 --decode tcp://D2:7601
+    python examples/cost_scorer.py 4096 --prefill tcp://P1:7701 --prefill tcp://P2:7701 \
+        --decode tcp://D1:7711 --decode tcp://D2:7711
 
 An answer takes the agent less than a millisecond, so that a router can ask for each request, of the
 pairs that it would choose from anyway: those whose prefill agent has the prefix.

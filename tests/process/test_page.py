@@ -80,6 +80,9 @@ async def test_a_handoff_is_a_line_that_opens_by_the_keyboard_alone(
             await expect(page.locator("#waterfall")).to_contain_text("taking")
             await expect(page.locator("#request")).to_contain_text(f"--peer {decode.peer}")
             await expect(page.locator("#flows")).to_contain_text(prefill.settings["agent_id"])
+            await page.set_viewport_size({"width": 420, "height": 900})
+            wide = await page.locator(".bar").evaluate_all("all => all.map(one => one.clientWidth)")
+            assert min(wide) > 200, "on a telephone a bar has a line of its own"
             await page.keyboard.press("Escape")
             await expect(page.locator("#request")).to_be_hidden()
             assert await focused_id(page) == fetch.fetch_id

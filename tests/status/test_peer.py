@@ -271,6 +271,21 @@ def test_what_is_wrong_at_an_agent_is_told_with_what_to_do(fresh: Agents) -> Non
     assert "Start one; the agent's log says who was refused." in shown.stdout
 
 
+def test_a_port_that_asks_for_its_token_is_told_with_the_option_that_has_it(
+    fresh: Agents, folder: Path
+) -> None:
+    token_file = folder / "token"
+    token_file.write_text("a-token-of-some-length\n")
+    token_file.chmod(0o600)
+    agent = fresh.prepare("prefill", http_token_file=str(token_file))
+    fresh.start(agent)
+
+    shown = status(str(agent.settings["http_bind"]))
+
+    assert shown.exit_code == 1
+    assert "here by --token-file FILE" in " ".join(shown.stdout.split())
+
+
 def test_lines_of_the_log_that_a_full_disk_loses_are_told(folder: Path) -> None:
     at = f"tcp://127.0.0.1:{free_port()}"
     wanted = {"agent_id": "p", "peer_bind": at, "events_bind": "tcp://127.0.0.1:0"}

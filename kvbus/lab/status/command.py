@@ -182,7 +182,9 @@ class HttpAgent:
                 answer = connection.getresponse()
                 if answer.status != http.client.OK:
                     said = answer.read(1000).decode(errors="replace").strip()
-                    return f"{answer.status}: {said}"
+                    wants_token = answer.status == http.client.UNAUTHORIZED
+                    here = "; here by --token-file FILE" if wants_token else ""
+                    return f"{answer.status}: {said}{here}"
                 self.last = msgspec.json.decode(answer.read(MAX_BYTES), type=Live)
         except (OSError, http.client.HTTPException) as error:
             return f"no answer: {error}"

@@ -39,7 +39,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     request_timeout_s: Duration = 5.0
     """A prefill agent that does not answer a handshake or a claim for so long is not there."""
     allowed_peers: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
-    """Addresses that agents are connected to, as `10.0.0.7`, `10.1.0.0/16:7501` or
+    """Addresses that agents are connected to, as `10.0.0.7`, `10.1.0.0/16:7701-7702` or
     `[fd00::/8]:7000-7999`, compared after names are resolved. Empty: any that a ticket or another
     agent names.
     """
