@@ -146,7 +146,11 @@ STAGE_BUCKETS_S = (
     0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
 )  # fmt: skip
 LAG_INTERVAL_S = 0.1
-LAG_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+LAG_BUCKETS_S = (
+    0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 1.0,
+)  # fmt: skip
+NUM_LAGS = 150
+LARGEST_LAG = "event_loop_largest_lag_seconds"
 
 
 class _Readings(Collector):
@@ -215,6 +219,9 @@ class AgentMetrics:
             buckets=LAG_BUCKETS_S,
             registry=self.registry,
         )
+        lags_s = self._lags_s = deque([0.0], NUM_LAGS)
+        meaning = "The largest of these in the last 15 s."
+        self.add_readings(lambda: {LARGEST_LAG: max(lags_s)}, {LARGEST_LAG: meaning})
         self.refusals = self.tally("kvbus_refusals", "Requests that were refused, by code.", "code")
 
     def tally(self, name: str, meaning: str, *labels: str) -> Tally:
@@ -235,7 +242,8 @@ class AgentMetrics:
         while True:
             due = loop.time() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)  # less work than anyio's, ten times a second
-            self.loop_lag_s.observe(max(0.0, loop.time() - due))
+            self._lags_s.append(max(0.0, loop.time() - due))
+            self.loop_lag_s.observe(self._lags_s[-1])
 
     def add_readings(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
         """Serve what ``read`` returns at each look; ``meanings`` has a sentence for each name."""

@@ -31,6 +31,7 @@ READERS: Mapping[str, Mapping[str, str | bool]] = {
 """Decode agents that cases compare with the default one, by label: their configuration."""
 DEFAULTS: Settings = MappingProxyType({})
 LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
+LARGEST_LAG = "kvbus_event_loop_largest_lag_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +44,23 @@ class BenchAgent:
 
     def lag_counts(self) -> dict[float, float]:
         """Its histogram of event loop lag: cumulative counts by upper bound in seconds."""
+        return {float(le): count for le, count in self._metric(LAG_BUCKET, label="le").items()}
+
+    def largest_lag_s(self) -> float:
+        """The largest event loop lag of the last 15 s."""
+        return self._metric(LARGEST_LAG)[""]
+
+    def _metric(self, name: str, *, label: str = "") -> dict[str, float]:
+        """Its values by ``label``, or the one that has none."""
         connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=5)
         with contextlib.closing(connection):
             connection.request("GET", "/metrics")
             page = connection.getresponse().read().decode()
         return {
-            float(sample.labels["le"]): sample.value
+            sample.labels.get(label, ""): sample.value
             for family in text_string_to_metric_families(page)
             for sample in family.samples
-            if sample.name == LAG_BUCKET
+            if sample.name == name
         }
 
 

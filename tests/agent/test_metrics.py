@@ -1,10 +1,15 @@
 """What is counted in plain numbers is to Prometheus what its own metrics would be."""
 
+import asyncio
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvbus.agent.observe import STAGE_BUCKETS_S, AgentMetrics
+from tests.agents import until
 
 Samples = set[tuple[str, tuple[tuple[str, str], ...], float]]
 LASTED_S = st.sampled_from([*STAGE_BUCKETS_S, 0.0001, 0.3, 31.0]) | st.floats(1e-6, 60.0)
@@ -50,3 +55,18 @@ def test_a_tally_is_a_counter_for_each_label(outcomes: list[str]) -> None:
 
     assert samples(metrics.registry, "ended") == samples(registry, "ended")
     assert samples(metrics.registry, "all") == {("all_total", (), 2.0 * len(outcomes))}
+
+
+@pytest.mark.anyio
+async def test_the_largest_lag_is_told_as_it_was() -> None:
+    metrics = AgentMetrics()
+    value = metrics.registry.get_sample_value
+    watching = asyncio.create_task(metrics.watch_loop_lag())
+    await asyncio.sleep(0)
+
+    time.sleep(0.7)  # noqa: ASYNC251 - it holds the loop up
+    await until(lambda: (value("kvbus_event_loop_lag_seconds_count") or 0) > 1)
+    watching.cancel()
+
+    largest_s = value("kvbus_event_loop_largest_lag_seconds") or 0.0
+    assert 0.5 < largest_s <= (value("kvbus_event_loop_lag_seconds_sum") or 0.0)
