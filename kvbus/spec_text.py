@@ -118,7 +118,8 @@ def read_engine(option: str, text: str) -> tuple[EngineSpec, KvLayout]:
 
 def _refusal(option: str, error: Exception) -> ConfigError:
     message = str(error).replace("\n", " ")
-    return ConfigError(f"{option}: {message}", option=option)
+    help_at = "; --help says what a SPEC is" if isinstance(error, msgspec.MsgspecError) else ""
+    return ConfigError(f"{option}: {message}{help_at}", option=option)
 
 
 def _words(text: str, kind: type[W]) -> W:

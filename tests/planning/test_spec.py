@@ -133,7 +133,7 @@ def test_an_optional_group_that_the_other_side_is_without_is_not_read(
         (f"attention=mla,{SMALL}", "kv_heads is left out with attention=mla"),
         ("window=9,kv_heads=8,head=128,layers=1", "layers is 2 or more"),
         ("head=128,layers=4", "kv_heads is left out with attention=mla, and needed without"),
-        ("kv_heads=8,head=128", "missing required field `layers`"),
+        ("kv_heads=8,head=128", "missing required field `layers`; --help says what a SPEC is"),
         (f"tp=1,tp=2,{SMALL}", "'tp=2' is not a key=value that is given once"),
         (f"tpp=1,{SMALL}", "unknown field `tpp`"),
         (f"{SMALL},tp", "'tp' is not a key=value"),
