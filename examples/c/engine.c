@@ -50,13 +50,15 @@ static void enroll(session *s) {
 /* Come to an agent, as often as it takes: with new memory and new boot ids each time. */
 static void come(const char *path) {
     int memory = cache_open();
-    for (;;) {
+    for (bool told = false;; told = true) {
         rank_session = session_open(path, memory);
         control = rank_session ? session_open(path, -1) : NULL;
         if (control)
             break;
         if (rank_session)
             session_close(rank_session);
+        if (!told)
+            fprintf(stderr, "waiting for an agent at %s\n", path);
         usleep(50000);
     }
     enroll(rank_session);

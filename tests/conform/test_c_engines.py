@@ -108,6 +108,27 @@ def test_an_engine_in_c_breaks_no_rule(plays: Plays, built: Path, number: int) -
     assert ended.seen("untried") == {}
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_an_engine_in_c_without_an_agent_says_once_where_it_looks_for_one(
+    built: Path, tmp_path: Path, role: str
+) -> None:
+    at = tmp_path / "attach.sock"
+    with subprocess.Popen(
+        [built / role],
+        env={**os.environ, "KVBUS_ATTACH": str(at)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as engine:
+        assert engine.stderr
+        first = engine.stderr.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            engine.wait(0.5)
+        engine.kill()
+        others = engine.stderr.read()
+
+    assert (first, others) == (f"waiting for an agent at {at}\n", "")
+
+
 def test_engines_in_c_hand_kv_over_through_real_agents(engines: tuple[Engine, Engine]) -> None:
     source, target = engines
 
