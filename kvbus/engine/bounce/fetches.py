@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvbus.engine.bounce.copies import Copier, Direction, RequestBlocks
 from kvbus.engine.bounce.pool import PIECE_BYTES, HostPool, HostTables, piece_tokens
-from kvbus.engine.fetches import Fetch, FetchOptions, OnLanded, fetch_tables
+from kvbus.engine.fetches import Fetch, FetchOptions, fetch_tables
 from kvbus.engine.later import Ended, Later
 from kvbus.engine.link import Link
 from kvbus.engine.offers import BlockIds
@@ -21,9 +21,6 @@ from kvbus.errors import ErrorCode, FetchFailed, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.planning import Spans, asked_states, tail_spans
 from kvbus.protocol.engine import Fetched
-
-FetchInto = Callable[[HostTables, OnLanded], Fetch]
-"""Asks the agent for a fetch into these host blocks; the other is told what has landed."""
 
 
 class HostDecode:
@@ -74,11 +71,8 @@ class HostDecode:
             table.check_covers(*spans[group.name], group.block_size)
         tails = tail_spans(engine.groups, spans) if options.get("zero_tail") else {}
         loaded = {name: (span[0], tails.get(name, span)[1]) for name, span in spans.items()}
-
-        def ask(host_tables: HostTables, on_landed: OnLanded) -> Fetch:
-            asked = options | {"chunk_tokens": self._chunk_tokens, "on_landed": on_landed}
-            return self.link.fetch(ticket, num_tokens=num_tokens, block_ids=host_tables, **asked)
-
+        asked = options | {"chunk_tokens": self._chunk_tokens}
+        ask = partial(self.link.fetch, ticket, num_tokens=num_tokens, **asked)
         fetch = HostFetch(self, ask, loaded, tables)
         fetch.ended.then(partial(self._over.note, fetch))
         self.link.runner.start(fetch.run)
@@ -101,11 +95,13 @@ class HostFetch:
     def __init__(
         self,
         host: HostDecode,
-        ask: FetchInto,
+        ask: Callable[..., Fetch],
         spans: Spans,
         device_tables: Mapping[str, BlockTable],
     ) -> None:
-        """``spans`` are the positions of each group that are loaded in the end."""
+        """``spans`` are the positions of each group that are loaded in the end; ``ask`` is told the
+        host blocks, and whom to tell what has landed.
+        """
         self.ended: Later[Fetched] = Later()
         self.freed: Later[None] = Later()
         self._host, self._ask = host, ask
@@ -153,7 +149,7 @@ class HostFetch:
             if self._waits.cancel_called:
                 message, code = "the engine cancelled the fetch", ErrorCode.CANCELLED
                 raise _failed(message, code, stage="requested")
-            fetch = self._fetch = self._ask(tables, self._on_landed)
+            fetch = self._fetch = self._ask(block_ids=tables, on_landed=self._on_landed)
         except BaseException:
             pool.release(tables)
             raise

@@ -47,25 +47,20 @@ class HostPool:
         """Blocks that are not free, of all groups."""
         return sum(one.num_blocks - one.num_free for one in self._free.values())
 
-    def check_fits(self, wanted: Mapping[str, int]) -> None:
-        """Raise `GeometryError` when all blocks together would not be enough."""
-        for group, number in wanted.items():
-            if group not in self.num_blocks:
-                raise GeometryError(f"there are no host blocks of group '{group}'", field="group")
-            if number > self.num_blocks[group]:
-                raise GeometryError(
-                    f"the request needs {number} host blocks of group '{group}', there are only "
-                    f"{self.num_blocks[group]}: make the host buffer larger",
-                    needed=number,
-                    num_blocks=self.num_blocks[group],
-                )
-
     async def acquire(self, wanted: Mapping[str, int], *, wait_s: float = 0.0) -> HostTables:
         """Blocks by group; waits for at most ``wait_s`` for other requests to release theirs.
 
-        Raises `GeometryError` as `check_fits` does, and `LocalError` (``busy``).
+        Raises `GeometryError` when all blocks together would not be enough, and `LocalError`
+        (``busy``).
         """
-        self.check_fits(wanted)
+        for group, number in wanted.items():
+            if number > (there := self.num_blocks.get(group, 0)):
+                raise GeometryError(
+                    f"the request needs {number} host blocks of group '{group}', there are only "
+                    f"{there}: make the host buffer larger",
+                    needed=number,
+                    num_blocks=there,
+                )
         if not any(wanted.values()) or (not self.num_waiting and self._has(wanted)):
             return self._acquire(wanted)
         if wait_s <= 0 or self.num_waiting >= self._max_waiting:
