@@ -60,21 +60,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Page:
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
 
 
-def _text(text: str, status: HTTPStatus = HTTPStatus.OK) -> Answer:
-    return Answer(f"{text}\n".encode(), status=status)
+def _text(text: str, status: HTTPStatus = HTTPStatus.OK) -> Page:
+    return Page(f"{text}\n".encode(), status=status)
 
 
-def _json(value: object) -> Answer:
-    return Answer(msgspec.json.encode(value) + b"\n", "application/json")
+def _json(value: object) -> Page:
+    return Page(msgspec.json.encode(value) + b"\n", "application/json")
 
 
-def _verdict(problems: list[str]) -> Answer:
+def _verdict(problems: list[str]) -> Page:
     """Of a probe: 503 with the reasons when there are some."""
     if problems:
         return _text("\n".join(problems), HTTPStatus.SERVICE_UNAVAILABLE)
@@ -123,12 +123,12 @@ class AgentPages:
         self._loop, self._registry, self._ping, self._report = loop, registry, ping, report
         self._live: tuple[float, Live] | None = None
 
-    def answer(self, path: str, query: Mapping[str, str], accept: str = "") -> Answer:
+    def answer(self, path: str, query: Mapping[str, str], accept: str = "") -> Page:
         """What a thread of the server answers at ``path``, for an Accept header."""
         try:
             if path in FILES:
                 name, content_type = FILES[path]
-                return Answer((PAGE / name).read_bytes(), content_type)
+                return Page((PAGE / name).read_bytes(), content_type)
             if path == "/healthz":
                 return self._healthz()
             if path == "/live":
@@ -145,14 +145,14 @@ class AgentPages:
             text, status = "failed; the log says why", HTTPStatus.INTERNAL_SERVER_ERROR
         return _text(text, status)
 
-    def _tell(self, path: str, query: Mapping[str, str], accept: str) -> Answer:
+    def _tell(self, path: str, query: Mapping[str, str], accept: str) -> Page:
         """In the loop: what the agent reports."""
         report, name = self._report, query.get("id", "")
         if path == "/readyz":  # what is wrong mends itself, or another service does it
             return _verdict([fault.what for fault in report.unready()])
         if path == "/metrics":
             encode, content_type = choose_encoder(accept)
-            return Answer(encode(self._registry), content_type)
+            return Page(encode(self._registry), content_type)
         if path == "/status":
             fetch_id, offer_id = query.get("fetch", ""), query.get("offer", "")
             return _json(report.status(Status(fetch_id=fetch_id, offer_id=offer_id)))
@@ -163,7 +163,7 @@ class AgentPages:
         except msgspec.ValidationError as error:
             raise LocalError(f"{path}: {error}", code=ErrorCode.INVALID) from error
 
-    def _healthz(self) -> Answer:
+    def _healthz(self) -> Page:
         """Whether the threads that move KV and messages answer; only a restart mends that."""
         pong, until = self._ping(), time.monotonic() + ANSWERS_WITHIN_S  # both have the same time
         problems = []
@@ -177,7 +177,7 @@ class AgentPages:
             problems.append(str(failure))
         return _verdict(problems)
 
-    def _tell_live(self, wanted: str) -> Answer:
+    def _tell_live(self, wanted: str) -> Page:
         number = int(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) < 9 else 0
         if self._live is None or time.monotonic() >= self._live[0] + LIVE_S:
             finish = ask_loop(self._loop, self._report.live)
@@ -274,7 +274,7 @@ class _Request(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Nothing: a probe comes every second."""
 
-    def _refusal(self) -> Answer | None:
+    def _refusal(self) -> Page | None:
         """For who shows no token, where there is one; without one, for other names than ours."""
         token = self.server.token
         if token and not hmac.compare_digest(self._shown_token().encode(), token.encode()):

@@ -75,7 +75,7 @@ CASES: Mapping[str, PairCase] = {
 }
 
 
-class Handed(msgspec.Struct, frozen=True):
+class BenchHandoff(msgspec.Struct, frozen=True):
     """One handoff: its case, how large that is, its ticket, and how many lines follow."""
 
     case: str
@@ -107,11 +107,11 @@ async def prefill_side(attach_path: Path, num_mib: int, rounds: int) -> None:
                 ) as engine:
                     for _ in range(case.num_handoffs(rounds)):
                         left -= 1
-                        await _hand_over(engine, tables, Handed(name, num_mib, left, {}))
+                        await _hand_over(engine, tables, BenchHandoff(name, num_mib, left, {}))
         tasks.cancel_scope.cancel()
 
 
-async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handed: Handed) -> None:
+async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handed: BenchHandoff) -> None:
     """Offer, print the ticket, and wait until it has been read."""
     offered = await engine.offer(
         uuid.uuid4().hex,
@@ -132,7 +132,7 @@ async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handed: Handed) 
 
 async def decode_side(attach_path: Path, sheet: Sheet) -> None:
     """Fetch all that stdin hands over, and show the figures of each case when it has ended."""
-    lines = PIPE.read(Handed)
+    lines = PIPE.read(BenchHandoff)
     with waiting_for(f"a line of {PIPE.writer}"):
         handed = await anext(lines)
     while True:
@@ -162,7 +162,7 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> None:
                 sheet.show([milliseconds("first handoff", first.seconds), *_figures(taken)])
 
 
-async def _read(engine: BenchEngine, tables: PairedBlocks, handed: Handed) -> Taken:
+async def _read(engine: BenchEngine, tables: PairedBlocks, handed: BenchHandoff) -> Taken:
     """Fetch one handoff; raises `KVBusError`."""
     try:
         return await engine.take(handed.ticket, tables)

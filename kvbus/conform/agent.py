@@ -18,10 +18,10 @@ from typing import Any
 import msgpack
 import zmq
 
-from kvbus.conform.engine_process import EngineProcess
-from kvbus.conform.memory import Place, places_of
+from kvbus.conform.engine_process import EngineCommand
+from kvbus.conform.memory import RegionView, places_of
 from kvbus.conform.rules import Book
-from kvbus.conform.session import MAX_BODY_BYTES, Asked, Session, close_all
+from kvbus.conform.session import MAX_BODY_BYTES, EngineRequest, Session, close_all
 from kvbus.errors import (
     ConfigError,
     ErrorCode,
@@ -66,13 +66,13 @@ class PlayedAgent:
     ``held`` are for a scene to answer.
     """
 
-    def __init__(self, folder: Path, engine: EngineProcess, role: AgentRole, book: Book) -> None:
+    def __init__(self, folder: Path, engine: EngineCommand, role: AgentRole, book: Book) -> None:
         self.role, self.engine, self.book = role, engine, book
         self.boot = ""
         self.silent = False
         self.held: set[str] = set()
-        self.log: list[Asked] = []
-        self.answering: dict[str, Callable[[Asked, Any], Answer | None]] = {
+        self.log: list[EngineRequest] = []
+        self.answering: dict[str, Callable[[EngineRequest, Any], Answer | None]] = {
             Register.op: self._on_register,
             AwaitReady.op: lambda *_: OK,
             Ping.op: lambda *_: OK,
@@ -137,7 +137,7 @@ class PlayedAgent:
         return next((body.engine for body in registered if body), None)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[RegionView]:
         """The memory of all ranks that can be mapped."""
         return [place for session in self.sessions for place in session.places]
 
@@ -179,7 +179,7 @@ class PlayedAgent:
         finally:
             self.held.discard(op)
 
-    def answer(self, asked: Asked) -> None:
+    def answer(self, asked: EngineRequest) -> None:
         """Answer a request as its operation is answered."""
         asked.taken = True
         answer: Answer | None = refusal("invalid", "the body is not as the page wants it")
@@ -188,11 +188,11 @@ class PlayedAgent:
         if answer is not None:
             self.reply(asked, answer)
 
-    def refuse(self, asked: Asked, code: str, **detail: str | int | float) -> None:
+    def refuse(self, asked: EngineRequest, code: str, **detail: str | int | float) -> None:
         """Answer with an error."""
         self.reply(asked, refusal(code, f"kvbus conform says {code}", **detail))
 
-    def reply(self, asked: Asked, answer: Answer) -> None:
+    def reply(self, asked: EngineRequest, answer: Answer) -> None:
         """Send the one answer to a request, with a field that no version has."""
         asked.taken = True
         later = {"a_later_field": [1]}
@@ -205,7 +205,7 @@ class PlayedAgent:
                 session.last_seq += 1
                 self._post(session.identity, encode_notice(op, session.last_seq, self.boot, body))
 
-    def asked(self, op: str, since: int = 0) -> list[Asked]:
+    def asked(self, op: str, since: int = 0) -> list[EngineRequest]:
         """The requests of this operation, those behind the first ``since`` requests of all."""
         return [asked for asked in self.log[since:] if asked.op == op]
 
@@ -244,7 +244,7 @@ class PlayedAgent:
         while asked := next(filter(self._may_answer, self.log), None):
             self.answer(asked)
 
-    def _may_answer(self, asked: Asked) -> bool:
+    def _may_answer(self, asked: EngineRequest) -> bool:
         is_early = asked.op == AwaitReady.op and not self.is_complete
         return not (asked.taken or is_early or self.silent)
 
@@ -388,7 +388,7 @@ class PlayedAgent:
             self._look_at_id(session, request.request_id)
             held = request.op in self.held and body is not None
             number, op, now = request.request_id, request.op, time.monotonic()
-            self.log.append(Asked(session, number, op, body, now, taken=held))
+            self.log.append(EngineRequest(session, number, op, body, now, taken=held))
             self._answer_all()
 
     def _read_body(self, request: RequestFrame) -> Message | None:
@@ -420,7 +420,7 @@ class PlayedAgent:
         self.book.expect("requests.ids", rises, seen)
         session.ids.add(request_id)
 
-    def _on_register(self, asked: Asked, body: Register) -> Answer:
+    def _on_register(self, asked: EngineRequest, body: Register) -> Answer:
         session = asked.session
         same = self.spec in (None, body.engine)
         self.book.expect("register.same_engine", same, "two sessions state different engines")

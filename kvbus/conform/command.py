@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvbus.conform.rules import Outcome, Verdict
+from kvbus.conform.rules import RuleOutcome, Verdict
 from kvbus.conform.scenes import PATIENCE_S, START_S, play, scenes_of
 from kvbus.errors import ConfigError
 from kvbus.output import waiting_for, write_json, write_text
@@ -87,7 +87,7 @@ def conform(
     raise typer.Exit(exit_status_of(outcomes))
 
 
-def sentence_of(outcomes: Sequence[Outcome]) -> str:
+def sentence_of(outcomes: Sequence[RuleOutcome]) -> str:
     """What all come to."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     failed = ", ".join(one.name for one in outcomes if one.verdict is Verdict.FAILED)
@@ -98,13 +98,13 @@ def sentence_of(outcomes: Sequence[Outcome]) -> str:
     return f"the engine conforms to all {counts[Verdict.PASSED]} rules that were tried{rest}"
 
 
-def exit_status_of(outcomes: Sequence[Outcome]) -> int:
+def exit_status_of(outcomes: Sequence[RuleOutcome]) -> int:
     """1 when a rule failed, or none was tried."""
     verdicts = {outcome.verdict for outcome in outcomes}
     return int(Verdict.FAILED in verdicts or Verdict.PASSED not in verdicts)
 
 
-def report_of(outcomes: Sequence[Outcome]) -> str:
+def report_of(outcomes: Sequence[RuleOutcome]) -> str:
     """All rules, then what was seen of those that failed, then the sentence."""
     lines = []
     for one in outcomes:

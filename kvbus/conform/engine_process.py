@@ -20,7 +20,7 @@ END_S = 2.0
 MAX_LINE_BYTES = 1 << 20
 
 
-class EngineProcess:
+class EngineCommand:
     """The command, which `start` starts each time as a new process."""
 
     def __init__(self, command: Sequence[str], attach_path: Path, role: AgentRole, log: Path):

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator
 
 from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
-from kvbus.conform.memory import Place, covered
+from kvbus.conform.memory import RegionView, covered
 from kvbus.conform.rules import DECODE
-from kvbus.conform.session import Asked
+from kvbus.conform.session import EngineRequest
 from kvbus.conform.stage import Job, Stage, ticket_of
 from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable
@@ -128,10 +128,10 @@ class FetchStage(Stage):
             place.write(table, start, place.numbers(name, start, stop))
         job.written = name
 
-    def _covered(self, job: Job) -> Iterator[tuple[Place, BlockTable, int, int]]:
+    def _covered(self, job: Job) -> Iterator[tuple[RegionView, BlockTable, int, int]]:
         return covered(self.agent.places, job.tables, job.first_token, job.num_tokens)
 
-    def _on_fetch(self, asked: Asked, body: StartFetch) -> Answer | None:
+    def _on_fetch(self, asked: EngineRequest, body: StartFetch) -> Answer | None:
         name = self.name_of(body)
         job = next((one for one in self.jobs.values() if str(one.name) == name), None)
         same = job is not None and body.ticket == ticket_of(job)
@@ -179,7 +179,7 @@ class FetchStage(Stage):
             seen = f"request {new.name} uses {both}, which request {lost.name} had"
             self.book.expect("fetch.lost_blocks", not both, seen)
 
-    def _on_cancel(self, asked: Asked, body: CancelFetch) -> Answer:
+    def _on_cancel(self, asked: EngineRequest, body: CancelFetch) -> Answer:
         if body.fetch_id not in self._fetch_ids:
             return refusal("fetch_unknown", "no such fetch")
         self.cancelled.add(body.fetch_id)

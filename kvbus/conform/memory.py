@@ -43,7 +43,7 @@ _MODULUS = 251
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RegionView:
     """One region of one rank: ``view`` has the axes block, token, layer, part, head, dim, byte."""
 
     rank: int
@@ -96,18 +96,21 @@ class Place:
         return table.array().astype(np.int64)[entries], positions % self.group.block_size
 
 
-def places_of(engine: EngineSpec, rank: RankSpec, segments: Segments) -> list[Place]:
+def places_of(engine: EngineSpec, rank: RankSpec, segments: Segments) -> list[RegionView]:
     """The regions of a rank whose description was checked, those that can be mapped."""
     return [
-        Place(rank.rank, group, region, _view(group, region, segment))
+        RegionView(rank.rank, group, region, _view(group, region, segment))
         for region in rank.regions
         if (segment := segments[region.segment_id]) and (group := engine.group(region.group))
     ]
 
 
 def covered(
-    places: Iterable[Place], tables: Mapping[str, BlockTable], first_token: int, num_tokens: int
-) -> Iterator[tuple[Place, BlockTable, int, int]]:
+    places: Iterable[RegionView],
+    tables: Mapping[str, BlockTable],
+    first_token: int,
+    num_tokens: int,
+) -> Iterator[tuple[RegionView, BlockTable, int, int]]:
     """Each place that holds KV of these tokens, with its table and its positions."""
     for place in places:
         start, stop = place.group.positions(first_token, num_tokens)

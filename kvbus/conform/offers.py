@@ -6,7 +6,7 @@ from functools import partial
 from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
 from kvbus.conform.memory import covered
 from kvbus.conform.rules import PREFILL
-from kvbus.conform.session import Asked
+from kvbus.conform.session import EngineRequest
 from kvbus.conform.stage import Job, Kept, Stage, ticket_of
 from kvbus.errors import GeometryError
 from kvbus.geometry import num_blocks_for
@@ -70,7 +70,7 @@ class OfferStage(Stage):
         differs = f"of request {job.name} came {told[:200]}"
         return self.book.expect("offer.ticket", given == ticket_of(job), differs)
 
-    def _on_offer(self, asked: Asked, body: MakeOffer) -> Answer:
+    def _on_offer(self, asked: EngineRequest, body: MakeOffer) -> Answer:
         job = self.jobs.get(int(body.request_id) if body.request_id.isdigit() else 0)
         named = f"request_id is {body.request_id!r}, which was not told"
         if not self.book.expect("offer.answered", job is not None, named) or job is None:
@@ -86,7 +86,7 @@ class OfferStage(Stage):
         self._announce(job, body.num_tokens)
         return {"ok": {"offer_id": job.handoff_id, "ticket": ticket_of(job), "later": None}}
 
-    def _on_extend(self, asked: Asked, body: ExtendOffer) -> Answer:
+    def _on_extend(self, asked: EngineRequest, body: ExtendOffer) -> Answer:
         job = self._job(body.offer_id)
         if job is None:
             return refusal("offer_unknown", f"no offer {body.offer_id!r}")
@@ -107,7 +107,7 @@ class OfferStage(Stage):
             return str(error)
         return self._wrong_tables(job, body.num_tokens)
 
-    def _on_seal(self, asked: Asked, body: SealOffer) -> Answer:
+    def _on_seal(self, asked: EngineRequest, body: SealOffer) -> Answer:
         job = self._job(body.offer_id)
         if job is None:
             return refusal("offer_unknown", "no such offer")
@@ -120,7 +120,7 @@ class OfferStage(Stage):
         self.book.expect("offer.sealed", num_tokens == job.num_tokens, early)
         job.sealed = True
 
-    def _on_withdraw(self, asked: Asked, body: WithdrawOffer) -> Answer:
+    def _on_withdraw(self, asked: EngineRequest, body: WithdrawOffer) -> Answer:
         return OK if self._job(body.offer_id) else refusal("offer_unknown", "no such offer")
 
     def _job(self, offer_id: str) -> Job | None:

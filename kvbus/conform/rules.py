@@ -109,7 +109,7 @@ class Verdict(StrEnum):
     UNTRIED = "untried"
 
 
-class Outcome(msgspec.Struct):
+class RuleOutcome(msgspec.Struct):
     """One rule, what came of it, and what was seen; ``page`` says where the rule stands."""
 
     name: str
@@ -158,15 +158,15 @@ class Book:
         """How much was wrong so far."""
         return sum(map(len, self._wrong.values()))
 
-    def outcomes(self, rules: Iterable[Rule]) -> list[Outcome]:
+    def outcomes(self, rules: Iterable[Rule]) -> list[RuleOutcome]:
         """What came of each of these rules."""
         return [self._outcome(rule) for rule in rules]
 
-    def _outcome(self, rule: Rule) -> Outcome:
+    def _outcome(self, rule: Rule) -> RuleOutcome:
         looks, wrong = self._looks[rule.name], self._wrong[rule.name]
         verdict = Verdict.FAILED if wrong else Verdict.PASSED if looks else Verdict.UNTRIED
         seen = list(dict.fromkeys(wrong))[:MAX_SEEN]
         if verdict is Verdict.UNTRIED:
             seen = [self._untried.get(rule.name, "nothing of it was seen")]
         page = f"{PAGE}#{rule.anchor}"
-        return Outcome(rule.name, verdict, page, rule.text, looks, len(wrong), seen)
+        return RuleOutcome(rule.name, verdict, page, rule.text, looks, len(wrong), seen)

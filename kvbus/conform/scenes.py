@@ -13,12 +13,11 @@ from typing import Any
 
 from kvbus.conform import fetches, offers
 from kvbus.conform.agent import PlayedAgent
-from kvbus.conform.engine_process import EngineProcess
+from kvbus.conform.engine_process import EngineCommand
 from kvbus.conform.fetches import FetchStage
 from kvbus.conform.offers import OfferStage
-from kvbus.conform.rules import BOTH, Book
-from kvbus.conform.rules import Outcome as RuleOutcome
-from kvbus.conform.session import Asked
+from kvbus.conform.rules import BOTH, Book, RuleOutcome
+from kvbus.conform.session import EngineRequest
 from kvbus.conform.stage import Job, SceneEndedError, Stage
 from kvbus.protocol.engine import AgentRole, Ping
 
@@ -138,7 +137,7 @@ def stop(stage: Stage) -> None:
     stage.book.expect("ends.stop", in_time and status == 0, seen)
 
 
-def _held(stage: Stage) -> tuple[Job, Asked]:
+def _held(stage: Stage) -> tuple[Job, EngineRequest]:
     """A new job and its request, which is not answered yet."""
     with stage.agent.holding(stage.op):
         job = stage.begin(20)
@@ -216,7 +215,7 @@ def play(
     with tempfile.TemporaryDirectory(prefix="kvbus-conform-") as path:
         folder = Path(path)
         log = log or folder / "engine.log"
-        engine = EngineProcess(command, folder / "attach.sock", role, log)
+        engine = EngineCommand(command, folder / "attach.sock", role, log)
         with PlayedAgent(folder, engine, role, book) as agent:
             stage = kind(agent, patience_s, start_s)
             try:

@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbus.conform.memory import Place
+from kvbus.conform.memory import RegionView
 from kvbus.conform.rules import Book
 from kvbus.protocol.engine import Register
 from kvbus.protocol.message import Message
@@ -34,7 +34,7 @@ class Session:
         self.registered: Register | None = None
         self.segments: dict[str, mmap.mmap | None] = {}
         self.files: set[tuple[int, int]] = set()
-        self.places: list[Place] = []
+        self.places: list[RegionView] = []
         self._socket = accepted
         self._socket.setblocking(False)
         self._read, self._fds = bytearray(), list[int]()
@@ -107,7 +107,7 @@ class Session:
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class EngineRequest:
     """One request: ``taken`` once it was answered, or is for a scene to answer.
 
     A ``body`` of None could not be read.

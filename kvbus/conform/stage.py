@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvbus.conform.agent import PlayedAgent
-from kvbus.conform.memory import Bytes, Place
+from kvbus.conform.memory import Bytes, RegionView
 from kvbus.conform.rules import Rule
-from kvbus.conform.session import Asked
+from kvbus.conform.session import EngineRequest
 from kvbus.geometry import BlockTable, GroupSpec
 from kvbus.protocol.message import Message
 
@@ -28,7 +28,7 @@ class SceneEndedError(Exception):
 class Kept:
     """KV of an offer as it was when it was announced."""
 
-    place: Place
+    place: RegionView
     table: BlockTable
     start: int
     kv: Bytes
@@ -48,7 +48,7 @@ class Job:
     counts: tuple[int, ...]
     handoff_id: str = ""
     tables: dict[str, BlockTable] = field(default_factory=dict)
-    asked: Asked | None = None
+    asked: EngineRequest | None = None
     over: bool = False
     num_ready: int = 0
     sealed: bool = False
@@ -154,7 +154,7 @@ class Stage(ABC):
         self.say(job)
         return job
 
-    def requests(self, job: Job) -> list[Asked]:
+    def requests(self, job: Job) -> list[EngineRequest]:
         """The requests that began this job, or tried to."""
         name = str(job.name)
         return [asked for asked in self.agent.asked(self.op) if self.name_of(asked.body) == name]
@@ -163,7 +163,7 @@ class Stage(ABC):
         """What the engine said of the end of this job."""
         return self.engine.told(self.over_word, job.name)
 
-    def asked(self, job: Job) -> Asked:
+    def asked(self, job: Job) -> EngineRequest:
         """The request of a job; the scene ends when it does not come in time."""
         self._require(job, self.wait(lambda: self.requests(job)))
         return self.requests(job)[0]

@@ -40,7 +40,7 @@ LOOK_THERE = "See that the agent runs, is not stopped, and trusts the key that y
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class AskedAgent:
     """An agent elsewhere, the keys that it is asked with, and what it has told.
 
     Its ``view`` is of the other agent of a pair.
@@ -66,7 +66,7 @@ class Peer:
             raise RemoteError(problem, code=ErrorCode.PEER_UNREACHABLE)
         return self.ask(Status(faults=True))
 
-    def about(self, other: "Peer") -> "Peer":
+    def about(self, other: "AskedAgent") -> "AskedAgent":
         """Asked about another one, by whichever of its addresses is known there."""
         key = other.curve.server_key if other.curve else ""
         endpoints = dict.fromkeys((other.told.peer_endpoint or other.endpoint, other.endpoint))
@@ -107,7 +107,7 @@ def connect_problem(host: str, port: int) -> str:
     return ""
 
 
-def check_peer(peer: Peer, reader: Peer | None = None) -> Iterator[Finding]:
+def check_peer(peer: AskedAgent, reader: AskedAgent | None = None) -> Iterator[Finding]:
     """What it says is wrong, packets both ways, the ports that KV is read by, and its clock.
 
     With a ``reader``, the agent of this side, also the two as a pair.
@@ -141,7 +141,7 @@ def check_peer(peer: Peer, reader: Peer | None = None) -> Iterator[Finding]:
 
 
 def _finding(
-    peer: Peer,
+    peer: AskedAgent,
     subject: str,
     severity: Severity,
     found: str,
@@ -152,7 +152,7 @@ def _finding(
     return Finding(f"peer.{subject}", severity, found, values, *reasons)
 
 
-def _answers_short(peer: Peer) -> bool:
+def _answers_short(peer: AskedAgent) -> bool:
     try:
         peer.ask(Trace())
     except KVBusError:
@@ -160,7 +160,7 @@ def _answers_short(peer: Peer) -> bool:
     return True
 
 
-def _packets(peer: Peer) -> Finding:
+def _packets(peer: AskedAgent) -> Finding:
     """Whether packets of full size come there and back: the question is echoed."""
     try:
         peer.ask(Status(echo=PADDING))
@@ -171,7 +171,7 @@ def _packets(peer: Peer) -> Finding:
     return _finding(peer, "packets", OK, "packets of full size come there, and back")
 
 
-def _packets_lost(peer: Peer) -> Finding:
+def _packets_lost(peer: AskedAgent) -> Finding:
     return _finding(
         peer,
         "packets",
@@ -199,7 +199,7 @@ def faults_of(name: str, status: AgentStatus) -> Finding:
     )
 
 
-def _data(peer: Peer) -> Finding:
+def _data(peer: AskedAgent) -> Finding:
     """At least one address at which its NIXL listens takes a connection."""
     ends = [(one, *one.rsplit(":", 1)) for one in peer.told.data_endpoints]
     problems = {one: connect_problem(host, int(port)) for one, host, port in ends}
@@ -222,7 +222,7 @@ def _data(peer: Peer) -> Finding:
     )
 
 
-def _check_pair(peer: Peer, reader: Peer) -> Iterator[Finding]:
+def _check_pair(peer: AskedAgent, reader: AskedAgent) -> Iterator[Finding]:
     """What the reader says is wrong; roles, keys, what came of handshakes, and how KV comes."""
     try:
         reader = replace(reader, told=reader.status())
@@ -257,7 +257,7 @@ def _check_pair(peer: Peer, reader: Peer) -> Iterator[Finding]:
     yield how_kv_comes("peer.one_machine", peer.told, reader.told)
 
 
-def _keys(peer: Peer, reader: Peer) -> Finding:
+def _keys(peer: AskedAgent, reader: AskedAgent) -> Finding:
     """Both have keys, and trust that of the other in its role; or none has."""
     has_key = [one for one in (peer, reader) if one.view.server_key]
     if not has_key:
@@ -284,7 +284,7 @@ def _keys(peer: Peer, reader: Peer) -> Finding:
     return _finding(peer, "keys", ERROR, "; ".join(problems), why, fix, "; ".join(commands))
 
 
-def _handshake(peer: Peer, reader: Peer) -> Finding:
+def _handshake(peer: AskedAgent, reader: AskedAgent) -> Finding:
     """What the decode agent has met with."""
     view = reader.view
     severity, why, fix = NOTE, "", ""
@@ -353,7 +353,7 @@ def _why_not_mapped(prefill: AgentStatus, theirs: Sharing, ours: Sharing) -> str
         return f"{theirs.path}: {error.strerror}"
 
 
-def _clock(peer: Peer) -> Finding:
+def _clock(peer: AskedAgent) -> Finding:
     """How far its wall clock is from ours; not which of them is right."""
     try:
         clock = anyio.run(_ask_clock, peer)
@@ -376,7 +376,7 @@ def _clock(peer: Peer) -> Finding:
     )
 
 
-async def _ask_clock(peer: Peer) -> ClockOffset:
+async def _ask_clock(peer: AskedAgent) -> ClockOffset:
     exchanges: list[Exchange] = []
     async with agent_client(peer.endpoint, curve=peer.curve) as client:
         for _ in range(NUM_EXCHANGES):

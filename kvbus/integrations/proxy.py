@@ -109,7 +109,7 @@ class Server:
         return time.monotonic() < self.rests_until_s
 
 
-class Call:
+class ClientRequest:
     """One request of a client, and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -292,7 +292,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, while its client stays."""
-        call, outcome = Call(scope, receive, send), "stopped"
+        call, outcome = ClientRequest(scope, receive, send), "stopped"
         self._num_in_flight += 1
         try:
             await call.read()
@@ -318,7 +318,7 @@ class Proxy:
             self._num_in_flight -= 1
             log.info("request.ended", outcome=outcome, **call.record, total_s=call.so_far_s)
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: ClientRequest) -> None:
         try:
             if reason := call.why_alone():
                 call.record["handover"] = reason
@@ -330,7 +330,7 @@ class Proxy:
         except Failed as error:
             await call.refuse(error)
 
-    async def _prefilled(self, call: Call) -> Mapping[str, Any]:
+    async def _prefilled(self, call: ClientRequest) -> Mapping[str, Any]:
         """The ticket under its key, or nothing to decode without one."""
         try:
             ticket = await _first("prefill", self._prefill, partial(self._ticket, call))
@@ -345,7 +345,7 @@ class Proxy:
         call.record["handover"] = "handed_over" if ticket else "not_offered"
         return {PARAMS: ticket} if ticket else {}
 
-    async def _serve_first(self, call: Call) -> None:
+    async def _serve_first(self, call: ClientRequest) -> None:
         """Pass on the token that prefill has made, and then what decode makes behind it."""
         call.wants_first = True
         params = await self._prefilled(call)
@@ -359,7 +359,7 @@ class Proxy:
         left = {"prompt": first.prompt_and_token, "max_tokens": num_left}
         await self._answer(call, {**params, **left})
 
-    async def _serve_at_once(self, call: Call) -> bool:
+    async def _serve_at_once(self, call: ClientRequest) -> bool:
         """Ask both servers; False if the client has heard nothing: then all begins again."""
         server = next((one for one in self._prefill if not one.rests), None)
         if server is None or (at := server.ticket) is None:
@@ -392,7 +392,7 @@ class Proxy:
             raise mistakes[0]
         return call.is_started
 
-    async def _ticket(self, call: Call, server: Server, **params: str) -> Any:
+    async def _ticket(self, call: ClientRequest, server: Server, **params: str) -> Any:
         """What a prefill server offers; raises `Failed`."""
         async with self._asked(server, call, call.for_prefill(**params)) as answer:
             await answer.aread()
@@ -419,7 +419,7 @@ class Proxy:
             call.first = First.of(told)
         return ticket if isinstance(ticket, dict) else None
 
-    async def _answer(self, call: Call, params: Mapping[str, Any]) -> None:
+    async def _answer(self, call: ClientRequest, params: Mapping[str, Any]) -> None:
         """Answer the client with a decode server's answer; raises `Failed`."""
 
         async def answer(server: Server) -> None:
@@ -437,7 +437,7 @@ class Proxy:
 
     @contextlib.asynccontextmanager
     async def _asked(
-        self, server: Server, call: Call, body: Mapping[str, Any]
+        self, server: Server, call: ClientRequest, body: Mapping[str, Any]
     ) -> AsyncIterator[httpx.Response]:
         """The answer of ``server``, its body still to come; raises `Failed`, in the block."""
         call.record[server.role] = server.url

@@ -127,10 +127,10 @@ SCRIPTS: dict[str, list[Step]] = {
         [(1, asked("a"), ["gather a"]), (2, gathered(), ["a has 1"]), 1],
     "a box that nobody waits for is not gathered":
         [ONE_SLOT, asked("a"), asked("b"), asked("c"),
-         (1, slots.Abandoned("lease", "b"), ["b: busy"]),
+         (1, slots.BoxAbandoned("lease", "b"), ["b: busy"]),
          (1, gathered(), ["a has 1"]), (1, given(), ["gather c"]), 1],
     "the slot of a box that nobody waits for is free when its copy has ended":
-        [asked("a"), (1, slots.Abandoned("lease", "a"), ["a: busy"]), (1, gathered(), []), 0],
+        [asked("a"), (1, slots.BoxAbandoned("lease", "a"), ["a: busy"]), (1, gathered(), []), 0],
     "a copy that failed is the failure of its reader and frees the slot":
         [asked("a"), (1, gathered(1, SegmentError("gone")), ["a: segment"]), 0],
     "where slots are wiped the next gets one when that has ended":

@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import RequestStatus
 
-from kvbus.integrations.vllm.offers import Offered
+from kvbus.integrations.vllm.offers import RequestOffer
 from tests.agents import Agents, wait_until
 from tests.vllm.clusters import halted
 from tests.vllm.scheduled import (
@@ -182,7 +182,7 @@ def test_at_once_decode_reads_what_prefill_still_computes_and_never_its_answer(
 def test_tokens_of_the_prompt_are_ready_when_their_step_is_done_and_those_behind_it_never() -> None:
     """A step may compute more than a prompt, as vLLM with drafts has them."""
     request: Any = SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=10)
-    offered = Offered(request, {})
+    offered = RequestOffer(request, {})
     for step, num_tokens in enumerate((8, 3, 1)):
         offered.plan(step, num_tokens)
         request.num_computed_tokens += num_tokens

@@ -73,7 +73,7 @@ class Noted:
     untold: Sequence[str]
 
 
-class Place(msgspec.Struct):
+class AgentPlace(msgspec.Struct):
     """Where other agents reach the agent beside a server, and its key, if it has one."""
 
     endpoint: str
@@ -142,7 +142,7 @@ class Manager(CommonKVManager):
         self.is_decode = role is AgentRole.DECODE
         self.window = next((group.window for group in engine.groups if group.window), None)
         self.rows = queue.metadata_buffers
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, AgentPlace] = {}
         self.link = Link(
             options.attach,
             engine,
@@ -162,7 +162,7 @@ class Manager(CommonKVManager):
             try:
                 answer = requests.get(f"http://{bootstrap_addr}{PLACE}", timeout=ASK_WITHIN_S)
                 answer.raise_for_status()
-                place = msgspec.json.decode(answer.content, type=Place)
+                place = msgspec.json.decode(answer.content, type=AgentPlace)
             except (requests.RequestException, msgspec.DecodeError) as error:
                 raise KVBusError(
                     f"the prefill server at {bootstrap_addr} does not tell of its agent: is its "
@@ -223,7 +223,7 @@ class BootstrapServer(CommonKVBootstrapServer):
             agent = await greet(Options.of_environment().attach)
         except KVBusError as error:
             return web.Response(text=f"no agent: {error.message}", status=503)
-        place = Place(endpoint=agent.peer_endpoint, server_key=agent.server_key)
+        place = AgentPlace(endpoint=agent.peer_endpoint, server_key=agent.server_key)
         return web.json_response(msgspec.to_builtins(place))
 
 

@@ -81,7 +81,7 @@ def _needed(group: GroupSpec, ids: Sequence[int], first: int, stop: int) -> list
 
 
 @dataclass(slots=True, eq=False)
-class Offered:
+class RequestOffer:
     """A request whose KV is offered: without blocks while it is computed, then published.
 
     ``planned`` says after which steps how many tokens of its prompt are computed, ``told`` how many
@@ -145,7 +145,7 @@ class Offered:
 # held, gives another request's KV to a reader.
 #
 #     request ends ──▶ held: 2 references ──▶ vLLM frees: 1 ──▶ offer released ──▶ freed: 0
-class Offers:
+class RequestOffers:
     """All offers of one prefill engine.
 
     With ``drains`` vLLM waits at its end for the readers of those that are not answers.
@@ -156,10 +156,10 @@ class Offers:
     ) -> None:
         self._engine, self._link, self._pool, self._stats = engine, link, pool, stats
         self._drains, self._last_s = drains, 0.0
-        self._reserved: dict[str, Offered] = {}
-        self._growing: dict[str, Offered] = {}
+        self._reserved: dict[str, RequestOffer] = {}
+        self._growing: dict[str, RequestOffer] = {}
         """Those of them that are read, by their name, while they are computed."""
-        self._published: dict[Offer, Offered] = {}
+        self._published: dict[Offer, RequestOffer] = {}
         self._late: Offer | None = None
 
     def reserve(
@@ -176,7 +176,7 @@ class Offers:
         if request_id in self._reserved:
             return
         options |= {"sealed": False, "prompt_digest": digest_of(request, num_tokens)}
-        reserved = self._reserved[request_id] = Offered(request, options, is_answer)
+        reserved = self._reserved[request_id] = RequestOffer(request, options, is_answer)
         reserved.ask(self._link)
         if grows:
             self._growing[request_id] = reserved
@@ -291,14 +291,14 @@ class Offers:
             return False
         return self._drains or time.monotonic() - self._last_s < STEPS_ON_S
 
-    def _hold(self, published: Offered, block_ids: BlockIds) -> None:
+    def _hold(self, published: RequestOffer, block_ids: BlockIds) -> None:
         blocks = [self._pool.blocks[one] for ids in block_ids for one in ids if one != NULL_BLOCK]
         self._pool.touch(blocks)
         published.held = blocks
         if not published.is_answer:
             self._last_s = time.monotonic()
 
-    def _made(self, reserved: Offered) -> Offer:
+    def _made(self, reserved: RequestOffer) -> Offer:
         """The offer, which has a ticket; raises why it has none.
 
         The ticket is there, as a rule. An agent that hangs makes the engine wait once, until it has
@@ -318,7 +318,7 @@ class Offers:
             raise offer.error or LocalError("its ticket expired in that moment")
         return offer
 
-    def _ask_again(self, reserved: Offered) -> None:
+    def _ask_again(self, reserved: RequestOffer) -> None:
         """Its offer has ended: expired, or gone with its agent. The next one has no name any more.
 
         So nobody can read that while it is computed, and it does not grow.

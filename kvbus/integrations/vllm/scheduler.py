@@ -18,7 +18,7 @@ from kvbus.engine import AgentRole, Link, Offer
 from kvbus.errors import ProtocolError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.loads import Loads
-from kvbus.integrations.vllm.offers import NULL_BLOCK, BlockIds, Offers
+from kvbus.integrations.vllm.offers import NULL_BLOCK, BlockIds, RequestOffers
 from kvbus.integrations.vllm.params import (
     ASKS_TO_FETCH,
     ASKS_TO_OFFER,
@@ -95,7 +95,7 @@ class SchedulerSide:
         offering, loading = self._control_links[0], self._control_links[-1]
         self._loads = Loads(self._engine, loading, self._stats, self._options)
         pool = self._manager.block_pool
-        self._offers = Offers(self._engine, offering, pool, self._stats, drains=self._drains)
+        self._offers = RequestOffers(self._engine, offering, pool, self._stats, drains=self._drains)
 
     def shutdown(self) -> None:
         """End the control sessions, and with them every load and offer."""
@@ -156,7 +156,7 @@ class SchedulerSide:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer what was computed for others; whether vLLM shall keep the blocks, and the params.
 
-        It need not: `Offers` does.
+        It need not: `RequestOffers` does.
         """
         ids: BlockIds = self._caches.select_transfer_block_ids(block_ids)
         partial_blocks = self._loads.partial_blocks(request.request_id)

@@ -187,7 +187,7 @@ class Packing:
             work=work,
             reply_to=call,
         )
-        call.on_end = partial(self._driver.dispatch, slots.Abandoned(wanted.lease, call))
+        call.on_end = partial(self._driver.dispatch, slots.BoxAbandoned(wanted.lease, call))
         self._driver.dispatch(wanted)
 
     def _start_gather(self, command: slots.StartGather) -> None:

@@ -123,7 +123,7 @@ class GivenBack(Value, frozen=True):
     reader: str
 
 
-class Abandoned(Value, frozen=True):
+class BoxAbandoned(Value, frozen=True):
     """A reader that waits for its box has been told to ask again, or is not there any more."""
 
     lease: Hashable
@@ -143,7 +143,7 @@ Event = (
     | GatherEnded
     | WipeEnded
     | GivenBack
-    | Abandoned
+    | BoxAbandoned
     | LeaseEnded
     | EngineLost
     | Stopped
@@ -259,7 +259,7 @@ def ignore(_box: SlotEntry, _event: Event, _: Context) -> Commands:
 
 def _reason(box: SlotEntry, event: Event) -> LocalError:
     match event:
-        case Abandoned():
+        case BoxAbandoned():
             return LocalError("the reader does not wait for the box", code=ErrorCode.BUSY)
         case LeaseEnded(code=code):
             return LocalError("the lease of the offer ended", code=code)
@@ -277,9 +277,9 @@ def _reason(box: SlotEntry, event: Event) -> LocalError:
 ENDS = (LeaseEnded, EngineLost, Stopped)
 TRANSITIONS = transitions(
     ((WAITING,), (TurnCame,), start, (GATHERING,)),
-    ((WAITING,), (*ENDS, Abandoned, DeadlinePassed), give_up, (OVER,)),
+    ((WAITING,), (*ENDS, BoxAbandoned, DeadlinePassed), give_up, (OVER,)),
     ((GATHERING,), (GatherEnded,), end_gather, (PACKED, WIPING, OVER)),
-    ((GATHERING,), (*ENDS, Abandoned, DeadlinePassed), abandon, (ABANDONED,)),
+    ((GATHERING,), (*ENDS, BoxAbandoned, DeadlinePassed), abandon, (ABANDONED,)),
     ((PACKED,), (*ENDS, GivenBack, DeadlinePassed), free, (WIPING, OVER)),
     ((ABANDONED,), (GatherEnded,), free, (WIPING, OVER)),
     ((WIPING,), (WipeEnded,), end_wipe, (OVER,)),
@@ -339,7 +339,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
             case GivenBack(slot_ids, reader):
                 known = [self.live[i] for i in dict.fromkeys(slot_ids) if i in self.live]
                 return [box for box in known if box.asked.reader == reader]
-            case Abandoned(lease, reply_to):
+            case BoxAbandoned(lease, reply_to):
                 of_lease = self._leases.get(lease, {}).values()
                 return [box for box in of_lease if box.asked.reply_to is reply_to]
             case LeaseEnded(lease):
