@@ -1,14 +1,13 @@
 """The kit of the sans-IO state machines (pure): what offers, fetches, slots and reads share.
 
-table         live and retired entries, transitions, deadlines, stories, one way to apply an event
+table         live and retired entries, transitions, deadlines, stories, one way to apply an event,
+              and what drives a table in an event loop
 events        events and commands that more than one table has
-driver        feeds a table in an event loop, and runs its commands
 fair          whose turn it is of those that wait, who has which slot or place
 """
 
-from kvbus.table.driver import Driver
 from kvbus.table.fair import FAIR_TURN, FairPool, FairQueue, Key, Party, Places
-from kvbus.table.table import Context, Story, Table, Transition, transitions
+from kvbus.table.table import Context, Driver, Story, Table, Transition, transitions
 
 __all__ = [
     "FAIR_TURN",
