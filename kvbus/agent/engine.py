@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -14,7 +15,7 @@ import structlog
 from kvbus.agent.segments import RankMemory, Segments
 from kvbus.bus import Call, Session, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
-from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
+from kvbus.geometry import BlockTable, EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.protocol.engine import AgentRanks
@@ -129,6 +130,16 @@ class LocalEngine:
         """Blocks that every rank here has for ``group``; without bound when none holds it."""
         held = [rank.num_blocks[group] for rank in self.ranks.values() if group in rank.num_blocks]
         return min(held, default=MAX_BLOCK_ID + 1)
+
+    def check_tables(self, tables: Mapping[str, BlockTable], *, all_groups: bool = True) -> None:
+        """Raise `GeometryError` unless these are tables of its groups, of blocks that are here."""
+        known = {group.name for group in self.spec.groups}
+        if tables.keys() - known or (all_groups and tables.keys() != known):
+            raise GeometryError(
+                f"tables are of groups {sorted(tables)}, the engine has {sorted(known)}"
+            )
+        for name, table in tables.items():
+            table.check_ids(self.num_blocks(name))
 
     def notify(self, notice: Message) -> None:
         """Tell the control process, unless the engine is lost."""

@@ -109,10 +109,8 @@ class HandshakeDone(Message, frozen=True):
     """Bytes of a staging slot, and so of the largest box; 0 when the agent packs nothing."""
     others: tuple[AgentRanks, ...] = ()
     """Of the engine's home: the other agents that have ranks of it."""
-    memory_socket: MemorySocket | None = None
+    memory_socket: MemorySocket = MemorySocket()
     """Where an agent of the same machine and user gets this memory."""
-    digests: bool = False
-    """Whether the agent answers ``digest``."""
 
 
 @request(

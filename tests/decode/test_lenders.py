@@ -67,7 +67,7 @@ class Borrowing:
     def path(self) -> Path:
         return self.folder / "memory.sock"
 
-    async def borrow(self, told: MemorySocket | None) -> MappedMemory | str:
+    async def borrow(self, told: MemorySocket) -> MappedMemory | str:
         """What a handshake comes to that says so of the memory socket."""
         done, engine = replace(SHAKEN, memory_socket=told), SimpleNamespace(devices={HOST})
         taker: Any = engine
@@ -235,7 +235,7 @@ async def test_no_bytes_whatever_of_a_lender_do_more_than_to_be_refused(here: Bo
 
 
 HERE = "this machine"
-FOLLOWED_NOWHERE: dict[str, tuple[MemorySocket | None, str]] = {
+FOLLOWED_NOWHERE: dict[str, tuple[MemorySocket, str]] = {
     "a folder that is not there": (MemorySocket("{}/none/memory.sock", HERE), "cannot see"),
     "a folder without one": (MemorySocket("{}/memory.sock", HERE), "no agent at"),
     "another socket": (MemorySocket("{}/attach.sock", HERE), "not the path of a memory"),
@@ -245,18 +245,16 @@ FOLLOWED_NOWHERE: dict[str, tuple[MemorySocket | None, str]] = {
     "no path": (MemorySocket("", HERE), "not the path of a memory socket"),
     "another machine": (MemorySocket("{}/memory.sock", "another"), "on another machine"),
     "a machine that is not told": (MemorySocket("{}/memory.sock"), "on another machine"),
-    "a version that knows none": (None, "version"),
     "what is closed": (MemorySocket(closed="no"), "no"),
 }
 
 
 @pytest.mark.parametrize(("told", "reason"), FOLLOWED_NOWHERE.values(), ids=FOLLOWED_NOWHERE)
 async def test_a_path_that_leads_to_no_agent_is_not_followed_and_why_is_said_once(
-    here: Borrowing, told: MemorySocket | None, reason: str
+    here: Borrowing, told: MemorySocket, reason: str
 ) -> None:
-    if told is not None:
-        machine = machine_id() if told.machine == HERE else told.machine
-        told = MemorySocket(told.path.replace("{}", str(here.folder)), machine, told.closed)
+    machine = machine_id() if told.machine == HERE else told.machine
+    told = MemorySocket(told.path.replace("{}", str(here.folder)), machine, told.closed)
     with capture_logs() as logs:
         closed = [await here.borrow(told) for _ in range(2)]
 

@@ -1,7 +1,7 @@
 """What was read is compared with what the prefill engine has: a flipped bit fails the fetch."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.geometry import GroupSpec, KvLayout
 from tests.agents import Agents, agents_ended, until
-from tests.engines import Engine, Handoff, begin, failure_of, hand_over, same
+from tests.engines import Engine, Handoff, begin, failure_of, hand_over
 from tests.examples import num_examples
 from tests.expected import positions
 from tests.memories import Memory
@@ -174,37 +174,15 @@ async def test_of_a_sample_a_few_pieces_are_compared(site: Site) -> None:
     assert 0 < site.num_pieces("mapped", "different") < num_all / 8
 
 
-@pytest.mark.parametrize(
-    ("op", "change", "code", "words"),
-    [
-        (
-            "handshake",
-            lambda answer: answer.update(digests=False),
-            ErrorCode.INCOMPATIBLE,
-            "run a newer kvbus there",
-        ),
-        (
-            "digest",
-            lambda answer: answer.update(digests=answer["digests"][8:]),
-            ErrorCode.INVALID,
-            r"told \d+ digests, \d+ pieces are compared",
-        ),
-    ],
-    ids=["as an older agent, none", "too few"],
-)
-async def test_a_prefill_agent_that_does_not_tell_the_digests_proves_nothing(
-    site: Site, op: str, change: Callable[[dict[str, Any]], None], code: ErrorCode, words: str
-) -> None:
-    site.tap.change(op, change)
+async def test_a_prefill_agent_that_does_not_tell_all_digests_proves_nothing(site: Site) -> None:
+    site.tap.change("digest", lambda answer: answer.update(digests=answer["digests"][8:]))
     async with two_engines(site.shapes, "direct", Side(), Side()) as (source, target):
-        before = target.snapshot()
         handoff = await begin(source, target, 16)
         failure = await failure_of(handoff.fetch)
         await handoff.offer.withdraw()
 
-        assert failure.code is code
-        assert re.search(words, failure.message)
-        assert code is ErrorCode.INVALID or same(target.snapshot(), before), "nothing was read"
+        assert failure.code is ErrorCode.INVALID
+        assert re.search(r"told \d+ digests, \d+ pieces are compared", failure.message)
 
 
 async def test_bytes_that_differ_as_the_offer_has_ended_are_no_mismatch(site: Site) -> None:

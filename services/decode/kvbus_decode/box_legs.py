@@ -132,24 +132,12 @@ class ZeroLeg(ChunkLeg):
 #     offer      live ──────────────────────────────▶
 @dataclass(slots=True, eq=False, kw_only=True)
 class CompareLeg(ChunkLeg):
-    """One box of a share; ``found`` has the digests of our ranks, and under None the holder's.
-
-    Raises `LocalError` (``incompatible``) for a source that makes none.
-    """
+    """One box of a share; ``found`` has the digests of our ranks, and under None the holder's."""
 
     stages: tuple[LegState, ...] = (COMPARING,)
     share: Share
     box: Box
     found: dict[int | None, Digests] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.source.digests:
-            raise LocalError(
-                f"the prefill agent at {self.source.peer.endpoint} makes no digests: run a newer "
-                "kvbus there, or set key 'digest' of this agent's configuration to \"off\"",
-                code=ErrorCode.INCOMPATIBLE,
-                field="digests",
-            )
 
     def begin(self, _: Begin) -> None:
         chunk, box = self.chunk, self.box

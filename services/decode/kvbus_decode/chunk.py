@@ -53,19 +53,15 @@ def check_tables(
     A fetch of no tokens may want states alone: their tables have a block then. An optional group
     that is not wanted has an empty one.
     """
-    groups = {group.name: group for group in engine.spec.groups}
-    if tables.keys() != groups.keys():
-        raise GeometryError(
-            f"tables are of groups {sorted(tables)}, the engine has {sorted(groups)}"
-        )
-    for name, table in tables.items():
-        table.check_ids(engine.num_blocks(name))
-        if groups[name].optional and not len(table):
+    engine.check_tables(tables)
+    for group in engine.spec.groups:
+        table = tables[group.name]
+        if group.optional and not len(table):
             continue
-        start, stop = groups[name].positions(first_token, num_tokens)
-        if groups[name].state and num_tokens and len(table):
+        start, stop = group.positions(first_token, num_tokens)
+        if group.state and num_tokens and len(table):
             start, stop = 0, 1
-        table.check_covers(start, stop, groups[name].block_size)
+        table.check_covers(start, stop, group.block_size)
 
 
 @dataclass(frozen=True, slots=True)

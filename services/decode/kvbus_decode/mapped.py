@@ -32,7 +32,7 @@ from kvbus.memory.attach import FrameChannel, check_folder, close_fds, connect_t
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.room import check_mappings
 from kvbus.memory.run_copy import swap_word
-from kvbus.protocol.attach import LendMemory, MemoryLent, MemorySocket
+from kvbus.protocol.attach import LendMemory, MemoryLent
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import EngineMemory, HandshakeDone
 from kvbus.protocol.tools import Sharing
@@ -148,7 +148,7 @@ class MemoryBorrower:
         self, boot: str, done: HandshakeDone, engine: LocalEngine, *, within_s: float
     ) -> MappedMemory | str:
         """The memory that a handshake was about, mapped; or why it is not, and read with NIXL."""
-        engine_id, socket = done.memory.engine.engine_id, done.memory_socket or MemorySocket()
+        engine_id, socket = done.memory.engine.engine_id, done.memory_socket
         place, name = (boot, engine_id, done.memory_id), f"{engine_id} at {done.agent_id}"
         closed = self._reason_not_to(done, engine)
         known = self._known.get(place)
@@ -176,8 +176,6 @@ class MemoryBorrower:
             return self._closed
         if engine.devices != {HOST}:
             return "the decode engine is on a GPU"
-        if done.memory_socket is None:
-            return "the prefill agent is of a version that lends nothing"
         if done.memory_socket.closed:
             return done.memory_socket.closed
         if done.memory_socket.machine != machine_id() or not machine_id():
@@ -267,7 +265,7 @@ def _connect(path: Path) -> FrameChannel:
 
 async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent: Lent) -> None:
     """Ask for the segments of one engine until all are ``lent``, which the caller closes, and then
-    for its words: it may have none, or its agent be of a version that knows of none.
+    for its words: it may have none.
 
     Raises `KVBusError`, and what sockets raise.
     """

@@ -190,7 +190,7 @@ class Reader:
                     yield ZeroLeg(chunk=chunk, means=self._means, rank=rank, group=group, span=span)
 
     def _compare_legs(self, chunk: Chunk, path: Path) -> Iterator[ev.Leg]:
-        """Legs that compare each rank with where its bytes were read; raises as `CompareLeg`."""
+        """Legs that compare each rank with where its bytes were read."""
         for plan in chunk.plans if chunk.one_in else ():
             for share in plan.joined if path is Path.PACKED else plan.shares:
                 for box in cut_for_digests(share, chunk.spans[share.group]):

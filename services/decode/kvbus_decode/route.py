@@ -44,7 +44,7 @@ class Source:
     ``slot_bytes`` is the largest box that it packs; 0 when it packs none. ``access`` is shown in
     all that is asked about this memory. ``mapped`` is all of its
     memory, where it is mapped here: a copy from there holds that object. ``unmapped`` is why it is
-    not. ``digests`` says whether it makes digests of its memory.
+    not.
     """
 
     peer: Peer
@@ -57,7 +57,6 @@ class Source:
     ranks: Mapping[int, PlacedRank]
     mapped: MappedMemory | None = None
     unmapped: str = ""
-    digests: bool = False
 
     @property
     def is_mapped(self) -> bool:

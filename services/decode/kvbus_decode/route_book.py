@@ -310,7 +310,6 @@ class RouteBook(PeerWatcher):
             ranks=placed,
             mapped=borrowed if isinstance(borrowed, MappedMemory) else None,
             unmapped=borrowed if isinstance(borrowed, str) else "",
-            digests=done.digests,
         )
 
     def _keep(self, key: RouteKey, route: Route) -> None:

@@ -165,7 +165,7 @@ class PrefillService(Service):
         memory, memory_id = engine.memory(), engine.memory_id
         check_compatible(memory.engine, handshake.reader.engine)
         socket, metadata = self.lender.socket_for(engine), tuple[bytes, ...]()
-        maps = socket and not socket.closed and "" != handshake.machine == socket.machine
+        maps = not socket.closed and "" != handshake.machine == socket.machine
         if not maps:
             await agent.data_plane.open()
             metadata = await self._metadata(engine)
@@ -190,7 +190,6 @@ class PrefillService(Service):
                 access=engine.access,
                 others=engine.others,
                 memory_socket=socket,
-                digests=True,
             )
         )
 
@@ -351,15 +350,9 @@ def check_tables(
     While an offer is open, a group may have no table yet if no token needs it, and one with a
     window may lack blocks that its end does not need.
     """
-    groups = {group.name: group for group in engine.spec.groups}
-    if tables.keys() - groups.keys() or (sealed and tables.keys() != groups.keys()):
-        raise GeometryError(
-            f"tables are of groups {sorted(tables)}, the engine has {sorted(groups)}"
-        )
-    for name, group in groups.items():
-        table = tables.get(name, NO_BLOCKS)
-        table.check_ids(engine.num_blocks(name))
-        _check_table(group, table, num_tokens, sealed=sealed)
+    engine.check_tables(tables, all_groups=sealed)
+    for group in engine.spec.groups:
+        _check_table(group, tables.get(group.name, NO_BLOCKS), num_tokens, sealed=sealed)
 
 
 def _check_table(group: GroupSpec, table: BlockTable, num_tokens: int, *, sealed: bool) -> None:
