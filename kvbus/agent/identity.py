@@ -41,11 +41,6 @@ def mount_namespace() -> str:
     return _namespace("mnt")
 
 
-def pid_namespace() -> str:
-    """What the kernel calls the PID namespace: UCX reads the memory of its processes alone."""
-    return _namespace("pid")
-
-
 def _namespace(kind: str) -> str:
     try:
         return str((_NAMESPACES / kind).readlink())
@@ -59,7 +54,7 @@ def sharing(*, path: str = "", closed: str = "", engines: dict[str, str] | None 
         machine=machine_id(),
         uid=os.geteuid(),
         mount_namespace=mount_namespace(),
-        pid_namespace=pid_namespace(),
+        pid_namespace=_namespace("pid"),  # UCX reads the memory of its processes alone
         path=path,
         closed=closed,
         engines=engines or {},
