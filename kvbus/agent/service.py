@@ -104,13 +104,9 @@ class Service(EngineUser):
         """What memory it lends to others of this machine, or maps of theirs."""
         raise NotImplementedError
 
-    def silent_peers(self) -> dict[str, float]:
-        """Agents that do not answer, and for how many seconds nothing has come from each."""
+    def silent_peers(self) -> dict[tuple[str, str], float]:
+        """Agents that do not answer, by endpoint and CURVE key, and for how many seconds."""
         return {}
-
-    def key_of(self, endpoint: str) -> str:
-        """The CURVE key of one of `silent_peers`; empty without keys."""
-        return ""
 
     def view(self, endpoint: str) -> PeerView:
         """What it knows of another agent; who it is itself is not in it."""

@@ -78,7 +78,7 @@ class SelfReport:
             data_endpoints=agent.data_plane.endpoints,
             story=tuple(service.stories.lines(asked)),
             sharing=service.sharing(),
-            silent_peers=service.silent_peers(),
+            silent_peers={at: silent_s for (at, _), silent_s in service.silent_peers().items()},
             engine_instances={n: engine.instance for n, engine in agent.engines.engines.items()},
             peer_endpoint=agent.identity.peer_endpoint,
             events_endpoint=agent.identity.events_endpoint,
@@ -129,8 +129,8 @@ class SelfReport:
         families = list(self.agent.metrics.registry.collect())
         recent = self.service.stories.recent(MOST_RECENT)
         status, key_file = without_place(self.status(Status())), self.config.key_file
-        server_key, key_of = self.agent.identity.server_key, self.service.key_of
-        key_options_of = {at: key_options(key_file, key_of(at)) for at in status.silent_peers}
+        server_key, silent = self.agent.identity.server_key, self.service.silent_peers()
+        key_options_of = {at: key_options(key_file, key) for at, key in silent}
         faults = [*self.unready(), *self._key_faults(), *_log_faults()]
         is_linked = not self.agent.data_plane.is_down()
         now_s, wall_s = self.agent.loop.time(), time.time()

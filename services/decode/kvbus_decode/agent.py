@@ -134,11 +134,8 @@ class DecodeService(Service):
     def cost(self, asked: Cost) -> Predicted:
         return self._costs.cost(asked)
 
-    def silent_peers(self) -> dict[str, float]:
+    def silent_peers(self) -> dict[tuple[str, str], float]:
         return self._peers.silent()
-
-    def key_of(self, endpoint: str) -> str:
-        return self._peers.key_of_silent(endpoint)
 
     def view(self, endpoint: str) -> PeerView:
         """Whether it is listed and warm, and what came of handshakes with it."""

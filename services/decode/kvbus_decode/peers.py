@@ -178,14 +178,10 @@ class PeerDirectory(EventListener):
     def has(self, peer: Peer) -> bool:
         return self._peers.get(peer.address) is peer
 
-    def silent(self) -> dict[str, float]:
-        """Endpoints of those that do not answer, and for how many seconds nothing has come."""
-        return {one.endpoint: one.client.silent_s for one in self._peers.values() if one.is_silent}
-
-    def key_of_silent(self, endpoint: str) -> str:
-        """The key of one of `silent`; empty without keys."""
-        known = (one for one in self._peers.values() if one.endpoint == endpoint and one.is_silent)
-        return next((one.address.server_key for one in known), "")
+    def silent(self) -> dict[tuple[str, str], float]:
+        """Endpoint and key of those that do not answer, and since how many seconds."""
+        silent = (one for one in self._peers.values() if one.is_silent)
+        return {one.address[:2]: one.client.silent_s for one in silent}
 
     def refusal_of(self, endpoint: str) -> str:
         """Why the last handshake with an agent there came to nothing; empty if it did not."""
