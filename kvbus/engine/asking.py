@@ -6,6 +6,7 @@ ask ─▶ sent ─▶ answered
 """
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable
@@ -13,9 +14,17 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvbus.engine.connection import Connection, Events
-from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError, RequestRefused
+from kvbus.errors import (
+    ClosedError,
+    ErrorCode,
+    KVBusError,
+    LocalError,
+    RequestRefused,
+    RequestTimeout,
+)
 from kvbus.protocol.message import Request
 
+SILENT_S = 5.0
 FIRST_S, MOST_S = 0.02, 2.0
 """Pauses of our own choice; an agent may ask for more."""
 NOT_BEGUN = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.STALE)
@@ -64,14 +73,11 @@ class Asking(Events, Generic[A]):
     closed, not at all. Called in the link's event loop only.
     """
 
-    reply_within_s = 0.0
-    """How long a reply is waited for; 0 is what the connection says."""
-
     def __init__(self, *, agent_wait_s: float = 10.0) -> None:
         self.connection: Connection | None = None
         self.problem: KVBusError = ClosedError("the link is not open")
         self._agent_wait_s = agent_wait_s
-        self._is_followed = False
+        self._is_followed = self._was_silent = False
         self._waiting: dict[A, tuple[asyncio.TimerHandle, KVBusError]] = {}
         """Until the next agent is there, or for a pause; and why."""
 
@@ -86,6 +92,10 @@ class Asking(Events, Generic[A]):
         """No agent is going to be asked for it any more."""
         raise NotImplementedError
 
+    def give_up(self, now: float, error: KVBusError) -> None:
+        """The agent is stopped: what is overdue fails, and its blocks stay in doubt."""
+        raise NotImplementedError
+
     def ask(self, one: A) -> None:
         """Ask the agent that is there, or wait for it."""
         connection = self.connection
@@ -94,7 +104,7 @@ class Asking(Events, Generic[A]):
             return
         on_reply = partial(self._on_reply, connection, one)
         try:
-            connection.send(one.message, on_reply, timeout_s=self.reply_within_s)
+            connection.send(one.message, on_reply, timeout_s=math.inf)
         except KVBusError as error:
             self.refused(one, error)
         except Exception as error:  # such as a ticket that no message can carry: this fails alone
@@ -124,6 +134,18 @@ class Asking(Events, Generic[A]):
         for one, (_, error) in list(self._waiting.items()):
             self.forget(one)
             self.refused(one, error)
+
+    # An agent keeps all deadlines itself, unless it is stopped: then nobody does. It is given up
+    # when it was silent twice in a row, so that a process that was held up itself reads what came
+    # meanwhile. What it was asked for it may still begin when it goes on, and what it has begun may
+    # have ended: so blocks are free when the agent says so after all, or is gone.
+    def on_silence(self, silent_s: float) -> None:
+        """Give up what is overdue."""
+        was_silent, self._was_silent = self._was_silent, silent_s >= SILENT_S
+        if was_silent and self._was_silent:
+            silence = f"the agent has answered nothing for {silent_s:.0f} s"
+            error = RequestTimeout(f"{silence}: how it ended is not known")
+            self.give_up(time.monotonic(), error)
 
     def on_lost(self, error: KVBusError) -> None:
         """What it did not answer waits for the next one."""

@@ -6,7 +6,6 @@ write into them any more.
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from collections import deque
@@ -30,7 +29,6 @@ from kvbus.errors import (
     LocalError,
     PeerLost,
     RequestRefused,
-    RequestTimeout,
 )
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetched, Landed, Outcome, StartFetch
@@ -41,7 +39,6 @@ from kvbus.protocol.tools import known_trace
 
 REQUESTED = "requested"
 """The stage of a fetch that the agent did not begin."""
-SILENT_S = 5.0
 DOUBT_S = 8.0
 """More than an agent waits for transfers when it stops."""
 MAX_RELEASES_AT_ONCE = 8
@@ -157,8 +154,6 @@ class Fetches(Asking[Fetch]):
     ``has_others``: other agents write into blocks of this engine, too.
     """
 
-    reply_within_s = math.inf
-
     def __init__(
         self,
         runner: Runner,
@@ -175,7 +170,6 @@ class Fetches(Asking[Fetch]):
         self.releases = _Releases(self, logger)
         self._fetches: dict[str, Fetch] = {}
         """Those that an agent may know of, until their blocks are free."""
-        self._was_silent = False
 
     def new(
         self,
@@ -277,18 +271,8 @@ class Fetches(Asking[Fetch]):
         elif notice.op == BlocksFreed.op:
             self._free(from_body(BlocksFreed, notice.body).fetch_id)
 
-    # An agent keeps the deadlines of its fetches itself, unless it is stopped: then nobody does. It
-    # is given up when it was silent twice in a row, so that a process that was held up itself reads
-    # what came meanwhile. Whether such a fetch has completed, and whether something is written yet,
-    # nobody knows: its blocks are free when the agent says so after all, or is gone.
-    def on_silence(self, silent_s: float) -> None:
-        """Give up what is overdue."""
-        was_silent, self._was_silent = self._was_silent, silent_s >= SILENT_S
-        if not (was_silent and self._was_silent):
-            return
-        now = time.monotonic()
-        problem = f"the agent has answered nothing for {silent_s:.0f} s: how it ended is not known"
-        error = RequestTimeout(problem)
+    def give_up(self, now: float, error: KVBusError) -> None:
+        """As the others: its stage is ``silent``."""
         for fetch in list(self._fetches.values()):
             if fetch.notice is None and now >= fetch.ask_until:
                 fetch.end(failed(fetch, error, stage="silent", blocks_free=False))

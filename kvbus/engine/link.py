@@ -265,8 +265,8 @@ class Link:
         them. A state has one block. `OfferOptions` says what else can be told.
 
         Raises `GeometryError` for ids that are no unsigned 32-bit integers and for a first block
-        without a table. What the agent refuses, the offer raises: without room, when
-        ``request_timeout_s`` has passed.
+        without a table. What the agent refuses, the offer raises: without room, or of an agent that
+        answers nothing any more, when ``request_timeout_s`` has passed.
         """
         message = offer_message(request_id, num_tokens, block_ids, **options)
         offer = Offer(self.runner, message, time.monotonic() + self._patience_s)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvbus.engine.asking import Asking, Pending
 from kvbus.engine.connection import Connection
 from kvbus.engine.later import Later, Runner
-from kvbus.errors import ClosedError, GeometryError, KVBusError
+from kvbus.errors import ClosedError, GeometryError, KVBusError, RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.engine import (
@@ -71,7 +71,8 @@ class Offer(Pending[MakeOffer]):
     waited for: an error of one of them ends the offer, and is `error`. ``ended`` is how it ended:
     then its blocks are the engine's again. It raises `PeerLost` when the agent went (the blocks are
     the engine's then, too, be its ranks spread over several agents: leases are held at its home,
-    and with it gone no reader can take), and why an offer could not be made.
+    and with it gone no reader can take), and why an offer could not be made. One that a stopped
+    agent has not answered has an `error`, and ends when that says so after all, or is gone.
 
     In an event loop, ``await`` it: it is then made, or this raises why not.
     """
@@ -160,10 +161,16 @@ class Offer(Pending[MakeOffer]):
     def begin(self, connection: Connection | None, made: OfferMade) -> None:
         """Called by `Offers`: the agent has made it."""
         self._connection, self._made = connection, made
-        waiting, self._waiting = self._waiting, []
-        for call in waiting:
-            call()
+        self._go_on()
         self.made.settle(dict(made.ticket))
+        if self.error is not None:
+            self.withdraw()
+
+    def give_up(self, error: KVBusError) -> None:
+        """Called by `Offers`: the agent has not answered. It may yet, so this is not the end."""
+        self.error = self.error or error
+        self.made.settle(error)
+        self._go_on()
 
     def use_word(self, words: WordNames) -> None:
         """Called by `Offers` each time that it is asked for: a reader of this machine may take it
@@ -182,6 +189,9 @@ class Offer(Pending[MakeOffer]):
         if not self.ended.done():
             self.ended.settle(outcome)
             self.on_end(self)
+        self._go_on()
+
+    def _go_on(self) -> None:
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()
@@ -202,7 +212,7 @@ class Offer(Pending[MakeOffer]):
                 self._connection.send(message(self.offer_id), partial(self._on_reply, done))
             except KVBusError as error:
                 self._on_reply(done, error)
-        elif self.ended.done():
+        elif self.made.done():
             done.settle(self.error or ClosedError("the offer has ended"))
         else:
             self._waiting.append(partial(self._ask, message, done))
@@ -224,19 +234,42 @@ class Offers(Asking[Offer]):
     def __init__(self, words: SharedSegment | None = None, *, agent_wait_s: float = 10.0) -> None:
         super().__init__(agent_wait_s=agent_wait_s)
         self._offers: dict[str, Offer] = {}
+        self._asked: dict[Offer, None] = {}
+        """Those that an agent may make."""
         self._words = None if words is None else WordNames(words.swap)
 
     def ask(self, one: Offer) -> None:
         if self._words is not None:
             one.use_word(self._words)
+        if self.connection is not None:
+            self._asked[one] = None
         super().ask(one)
 
     def answered(self, one: Offer, reply: OfferMade) -> None:
+        self._asked.pop(one, None)
         self._offers[reply.offer_id] = one
         one.begin(self.connection, reply)
 
+    def on_refusal(self, connection: Connection, one: Offer, error: KVBusError) -> None:
+        """Without a clear no, the agent may have made it."""
+        if connection.lost is None and not isinstance(error, RequestRefused):
+            one.give_up(error)
+            return
+        if one.error is None:
+            self._asked.pop(one, None)
+            super().on_refusal(connection, one, error)
+        else:
+            self.refused(one, error)
+
     def refused(self, one: Offer, error: KVBusError) -> None:
+        self._asked.pop(one, None)
         one.end(error)
+
+    def give_up(self, now: float, error: KVBusError) -> None:
+        """As the others: its blocks come back later."""
+        for offer in self._asked:
+            if now >= offer.ask_until:
+                offer.give_up(error)
 
     def on_notice(self, notice: Notice) -> None:
         if notice.op != Released.op:
@@ -249,8 +282,8 @@ class Offers(Asking[Offer]):
     def on_lost(self, error: KVBusError) -> None:
         """Those that the agent had have ended with it."""
         super().on_lost(error)
-        offers, self._offers = self._offers, {}
-        for offer in offers.values():
+        offers, self._offers, self._asked = [*self._offers.values(), *self._asked], {}, {}
+        for offer in offers:
             offer.end(error)
 
 

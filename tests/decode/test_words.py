@@ -8,12 +8,12 @@ over all of its blocks in the callback of an offer's end.
 import mmap
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import anyio
 import numpy as np
@@ -21,10 +21,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvbus.engine import Fetch, Link, Offer, RankMemory
-from kvbus.errors import ErrorCode, FetchFailed
+from kvbus.engine import Fetch, Link, Offer, OfferOptions, RankMemory
+from kvbus.errors import ErrorCode, FetchFailed, RequestTimeout
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import Outcome, Request, Word
+from kvbus.protocol import Outcome, Rendezvous, Request, Word
 from kvbus.protocol.peer import MAX_TAKEN, Take, WordsTaken
 from kvbus_decode import config
 from kvbus_decode.peers import Peer
@@ -40,6 +40,7 @@ BLOCKS = {"full": [3, 1]}
 INTO, NUM_TOKENS = (5, 2), 32
 GOOD, POISON = 0x11, 0xEE
 WITHIN_S = 60.0
+PATIENCE_S = 5.0
 GONE = {ErrorCode.PEER_LOST, ErrorCode.STALE, ErrorCode.TRANSFER_FAILED, ErrorCode.PEER_UNREACHABLE}
 
 
@@ -55,23 +56,28 @@ class Site:
 
     async def offer(self, ttl_s: float = 60.0, *, readers: int = 1) -> Offer:
         """With several readers it has no word."""
+        return await self.ask_for_offer(ttl_s=ttl_s, readers=readers)
+
+    def ask_for_offer(self, **options: Unpack[OfferOptions]) -> Offer:
         self.cache.fill(GOOD)
         self.num_offers += 1
         offer = self.link.offer(
             f"r{self.num_offers}",
             num_tokens=NUM_TOKENS,
             block_ids=BLOCKS,
-            ttl_s=ttl_s,
-            readers=readers,
+            **options,
         )
         offer.ended.then(lambda: self.cache.fill(POISON))
-        return await offer
+        return offer
 
     def fetch(self, offer: Offer, blocks: tuple[int, ...] = INTO) -> Fetch:
+        return self.fetch_by(offer.ticket, blocks)
+
+    def fetch_by(self, ticket: Mapping[str, Any], blocks: tuple[int, ...] = INTO) -> Fetch:
         for view in self.target.views().values():
             view[[*blocks]] = 0
         fetch: Fetch = self.target.decode.fetch(
-            offer.ticket, num_tokens=NUM_TOKENS, block_ids={"full": blocks}
+            ticket, num_tokens=NUM_TOKENS, block_ids={"full": blocks}
         )
         return fetch
 
@@ -104,7 +110,7 @@ async def site_of(
     cache = np.frombuffer(mmap.mmap(segment.fd, segment.size_bytes), np.uint8)
     async with decode_agent(folder / "d") as decode:
         async with engine(decode.config.attach_path, make_spec()) as target:
-            link = Link(prefill.attach, spec, memory=memory)
+            link = Link(prefill.attach, spec, memory=memory, request_timeout_s=PATIENCE_S)
             await anyio.to_thread.run_sync(link.__enter__)
             try:
                 site = Site(prefill, link, cache, target)
@@ -115,6 +121,15 @@ async def site_of(
             engines = decode.engines.engines.values()
             processes = [process for one in engines for process in one.processes]
         await until(lambda: all(map(given_back, processes)))
+
+
+async def code_of(fetch: Fetch) -> str:
+    """Why it failed; empty when it completed."""
+    try:
+        await fetch.ended
+    except FetchFailed as failure:
+        return failure.code
+    return ""
 
 
 Happens = Callable[[Site, Offer], None]
@@ -239,6 +254,27 @@ async def test_an_agent_that_was_left_while_it_was_stopped_says_no_to_a_take_tha
         assert bool((site.cache == POISON).all())
 
 
+@pytest.mark.parametrize("readers", [1, 2])
+async def test_what_a_stopped_agent_has_not_answered_keeps_its_blocks_until_it_does(
+    folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch, readers: int
+) -> None:
+    """It makes the offer when it goes on, and a reader waits for that."""
+    async with site_of(folder, fresh, monkeypatch) as site:
+        name = Rendezvous(transfer_id="of-one-request-1", endpoint=site.prefill.peer)
+        site.prefill.signal(signal.SIGSTOP)
+        offer = site.ask_for_offer(transfer_id=name.transfer_id, readers=readers)
+        with pytest.raises(RequestTimeout):
+            await offer
+        site.prefill.signal(signal.SIGCONT)
+        code: str = ErrorCode.PEER_UNREACHABLE
+        while code == ErrorCode.PEER_UNREACHABLE:
+            code = await code_of(site.fetch_by(name.to_json()))
+
+        assert code == ErrorCode.OFFER_WITHDRAWN or (code == "" and site.has_all())
+        assert await offer.ended in {Outcome.COMPLETED, Outcome.WITHDRAWN}
+        assert await site.works()
+
+
 async def test_a_taken_offer_whose_reader_says_nothing_more_is_completed_when_its_time_is_over(
     folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,13 +320,7 @@ async def test_of_many_fetches_of_one_offer_one_takes_it(
         takes = hold_up(monkeypatch, "", lambda: None)
         offer = await site.offer()
         places = [(2 * at, 2 * at + 1) for at in range(3)]
-        codes = []
-        for fetch in [site.fetch(offer, blocks) for blocks in places]:
-            try:
-                await fetch.ended
-                codes.append("")
-            except FetchFailed as failure:
-                codes.append(failure.code)
+        codes = [await code_of(one) for one in [site.fetch(offer, blocks) for blocks in places]]
 
         assert sorted(codes) == ["", *2 * [ErrorCode.OFFER_COMPLETED]]
         assert takes.count(True) == 1

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.engine import Fetch
+from kvbus.engine.asking import SILENT_S
 from kvbus.errors import (
     ClosedError,
     ErrorCode,
@@ -370,6 +371,36 @@ async def test_what_has_ended_and_was_heard_of_is_gone_without_a_garbage_collect
     finally:
         gc.enable()
     assert heard == ["r"]
+
+
+@pytest.mark.parametrize("then", ["made", "refused", "gone"])
+async def test_an_offer_that_a_stopped_agent_may_make_yet_has_failed_before_it_has_ended(
+    then: str,
+) -> None:
+    stopped, following = Recording(reply=None), Recording()
+    offers = RecordedOffers(stopped)
+    offer = offers.offer()
+    offer.ask_until = 0.0
+    seals = offer.seal()
+
+    for _ in range(2):
+        offers.on_silence(SILENT_S)
+    for later in (offer.made, seals):
+        with pytest.raises(RequestTimeout):
+            await later
+    had_ended = offer.ended.done()
+    if then == "made":
+        stopped.on_replies[0](MADE)
+        stopped.notice(Released(MADE.offer_id, "r", Outcome.WITHDRAWN))
+    elif then == "refused":
+        stopped.on_replies[0](draining())
+    stopped.lose(GONE)
+    offers.opened(following)
+
+    assert not had_ended
+    assert offer.ended.done()
+    assert [message.op for message in stopped.sent[1:]] == ["withdraw"] * (then == "made")
+    assert not following.sent
 
 
 @pytest.mark.parametrize("is_closed", [False, True], ids=["before the first agent", "closed"])
