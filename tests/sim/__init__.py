@@ -9,7 +9,9 @@ memory late and in parts. One seed gives one run.
     transport.py  READs that land late                    agent.py     an agent as a process
     engine.py     engines as processes, their memory      handoffs.py  requests, and the oracle
     cluster.py    all of them, and their faults           worlds.py    what a run is like
+    memory.py     memory that is lent on one machine
 
 The oracle knows bytes and ends: what a completed fetch has read, which bytes change after their
-blocks were given back, and that everything ends once, within its deadline.
+blocks were given back, which words are live then, and that everything ends once, within its
+deadline.
 """

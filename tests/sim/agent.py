@@ -90,8 +90,10 @@ def _copiers(loop: SimLoop, *, num_threads: int) -> Copiers:
     return Copiers(loop, num_threads=num_threads, new_executor=lambda *_: SimExecutor(loop))
 
 
-IN_A_WORLD: dict[str, Any] = {"AttachServer": _NoAttachServer, "Copiers": _copiers}
-"""What `kvbus.agent.runtime` makes by these names in a simulated process."""
+IN_A_WORLD: dict[str, dict[str, Any]] = {
+    "kvbus.agent.runtime": {"AttachServer": _NoAttachServer, "Copiers": _copiers}
+}
+"""What a module makes by these names in a simulated process."""
 
 
 class SimAgent:

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +21,7 @@ from kvbus.protocol import AgentRole, Rendezvous, Status
 from tests.sim.agent import IN_A_WORLD, SimAgent
 from tests.sim.engine import DecodeEngine, PrefillEngine, Shape, SimEngine
 from tests.sim.handoffs import Handoff, Ledger, Plan
+from tests.sim.memory import MemorySockets
 from tests.sim.network import Network, Process
 from tests.sim.transport import Fabric
 from tests.sim.world import SimLoop, World, seeded
@@ -43,6 +44,8 @@ class FaultKind(StrEnum):
     DRAIN_AGENT = "drain_agent"
     CRASH_ENGINE = "crash_engine"
     FREEZE_ENGINE = "freeze_engine"
+    LEAVE = "leave"
+    """A prefill engine leaves its agent, writes to its blocks, and comes back."""
     CUT = "cut"
     BREAK = "break"
 
@@ -73,6 +76,7 @@ class Settings:
     breaks: float = 0.0
     drops: float = 0.0
     part_s: float = 300e-6
+    thread_s: float = 100e-6
     flips: float = 0.0
 
 
@@ -84,7 +88,8 @@ class Cluster:
 
     def __init__(self, settings: Settings, seed: int) -> None:
         self.settings = settings
-        self.world = World(seed)
+        self.world = World(seed, thread_s=settings.thread_s)
+        self.sockets = MemorySockets(self.world)
         self.network = Network(
             self.world, delay_s=settings.delay_s, breaks=settings.breaks, drops=settings.drops
         )
@@ -291,6 +296,8 @@ class Cluster:
                 self._freeze(agent.process, fault.lasts_s)
             case FaultKind.FREEZE_ENGINE:
                 self._freeze(engine.process, fault.lasts_s)
+            case FaultKind.LEAVE if fault.role is P:
+                engine.leave()
             case FaultKind.CUT:
                 self.network.cut(*self._hosts(fault))
             case FaultKind.BREAK:
@@ -328,13 +335,14 @@ class Cluster:
         if not agent.process.is_alive:
             return
         self.network.end_process(agent.process)
+        self.sockets.end_process(agent.process.loop)
         for engine in self.engines.values():
             engine.agent_died(agent)
 
     def _kill_engine(self, engine: SimEngine) -> None:
         if engine.process.is_alive:
-            engine.crash()
             self.network.end_process(engine.process)
+            engine.crash()
             engine.process.loop.is_frozen = False
             engine.main.cancel()
 
@@ -393,12 +401,14 @@ def cluster_of(settings: Settings, seed: int = 1) -> Iterator[Cluster]:
     before = memory_files()
     with (
         seeded(seed),
-        patch.multiple("kvbus.agent.runtime", **IN_A_WORLD),
+        ExitStack() as patches,
         warnings.catch_warnings(),
     ):
         # the kernel gives back what a killed process had, whenever its objects go
         warnings.simplefilter("ignore", ResourceWarning)
         cluster = Cluster(settings, seed)
+        for module, names in {**IN_A_WORLD, **cluster.sockets.names()}.items():
+            patches.enter_context(patch.multiple(module, **names))
         ERRORS.world, ERRORS.has_flips = cluster.world, cluster.settings.flips > 0
         try:
             cluster.start()

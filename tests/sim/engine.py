@@ -8,7 +8,7 @@ again: so a byte that is read or lands too late is seen.
 import asyncio
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,9 @@ from kvbus.geometry import (
 )
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import (
+    NUM_WORDS,
     PROTOCOL_VERSION,
+    WORDS_BYTES,
     AgentRole,
     AwaitReady,
     BlocksFreed,
@@ -49,6 +51,7 @@ from kvbus.protocol import (
     SealOffer,
     StartFetch,
     WithdrawOffer,
+    WordNames,
     from_body,
 )
 from tests.sim.agent import SimAgent, SimAttach
@@ -207,9 +210,19 @@ class SimEngine:
     def crash(self) -> None:
         """As SIGKILL: the kernel closes what it had."""
         self._client, self.is_ready = None, False
+        self._detach()
+        self.lose_all()
+
+    def leave(self) -> None:
+        """Hang up, and then use its blocks, unless it is stopped."""
+        if not self.process.loop.is_frozen:
+            self._detach()
+            self._hang_up()
+
+    def _detach(self) -> None:
         for attach in self._attached:
             attach.end()
-        self.lose_all()
+        self._attached = []
 
     def lose_all(self) -> None:
         """What the agent, or this process, was at has ended without a word."""
@@ -235,30 +248,30 @@ class SimEngine:
                 self._client, self.is_ready = None, False
                 self.lose_all()
                 tasks.cancel_scope.cancel()
-            for attach in self._attached:
-                attach.end()
-            self._attached = []
+            self._detach()
 
     async def _open(self, agent: SimAgent, tasks: Any) -> None:
-        for rank, segment in zip(self.cache.ranks, self.cache.segments, strict=True):
-            memory = await self._session(agent, tasks, rank=rank, fd=segment.fd)
+        for rank in self.cache.ranks:
+            memory = await self._session(agent, tasks, self.segments_of(rank))
             await self._ask(memory, Register(engine=self.spec, rank=rank))
-        self._client = control = await self._session(agent, tasks)
+        self._client = control = await self._session(agent, tasks, [])
         await self._ask(control, Register(engine=self.spec))
         await self._ask(control, AwaitReady())
 
+    def segments_of(self, rank: RankSpec) -> Iterator[tuple[PassSegment, SharedSegment]]:
+        memory, segment = self.cache.segments[rank.rank], rank.segments[0]
+        yield PassSegment(segment.segment_id, segment.size_bytes), memory
+
     async def _session(
-        self, agent: SimAgent, tasks: Any, *, rank: RankSpec | None = None, fd: int = -1
+        self, agent: SimAgent, tasks: Any, segments: Iterable[tuple[PassSegment, SharedSegment]]
     ) -> RequestClient:
         boot = new_boot_id()
         attach = SimAttach(agent, self._hang_up)
         self._attached.append(attach)
         versions = PROTOCOL_VERSION, PROTOCOL_VERSION
         await self._pass(attach, Hello(*versions, self.name, boot), [])
-        if rank is not None:
-            segment = rank.segments[0]
-            message = PassSegment(segment.segment_id, segment.size_bytes)
-            await self._pass(attach, message, [os.dup(fd)])
+        for message, memory in segments:
+            await self._pass(attach, message, [os.dup(memory.fd)])
         client = RequestClient(
             self.network.context(self.process),  # type: ignore[arg-type]  # stands for it
             agent.agent.identity.engine_endpoint,
@@ -328,6 +341,16 @@ class PrefillEngine(SimEngine):
 
     role = AgentRole.PREFILL
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._page = SharedSegment(WORDS_BYTES)
+        self._words = WordNames(self._page.swap)
+        super().__init__(*args, **options)
+
+    def segments_of(self, rank: RankSpec) -> Iterator[tuple[PassSegment, SharedSegment]]:
+        yield from super().segments_of(rank)
+        if rank.rank == 0:
+            yield PassSegment("words", WORDS_BYTES, words=True), self._page
+
     def offer(self, handoff: Handoff) -> None:
         plan = handoff.plan
         blocks = self.cache.take(0, plan.num_tokens) if self.is_ready else None
@@ -338,17 +361,28 @@ class PrefillEngine(SimEngine):
         ready = handoff.stops[0]
         self.cache.write(blocks, 0, handoff.content, ready)
         handoff.is_offered, handoff.offerer = True, self
+        is_sealed = len(handoff.stops) == 1
+        self._check_words()
+        handoff.word = self._words.open() if is_sealed else 0
         self.send(
             MakeOffer(
                 request_id=handoff.name,
                 num_tokens=ready,
                 tables={GROUP: self._table(handoff, 0, ready)},
-                sealed=len(handoff.stops) == 1,
+                sealed=is_sealed,
                 ttl_s=plan.ttl_s,
+                word=handoff.word,
                 transfer_id=plan.transfer_id,
             ),
             lambda reply: self._offered(handoff, reply),
         )
+
+    def _check_words(self) -> None:
+        """Who could take an offer has its blocks."""
+        live = {one.word % NUM_WORDS for one in self.ledger.offered_by(self)}
+        words = self._page.view().view(np.uint64)
+        if lost := {*np.flatnonzero(words & 3 == 1).tolist()} - live:
+            self.world.fail(f"words {lost} are live, and their blocks the engine's")
 
     def withdraw(self, handoff: Handoff) -> None:
         if handoff.offer_id and not handoff.released:
@@ -365,6 +399,10 @@ class PrefillEngine(SimEngine):
     def _take_back(self, handoff: Handoff, outcome: Outcome | None) -> None:
         blocks, handoff.source = handoff.source, []
         self.ledger.release(handoff, outcome)
+        if not self.process.is_alive:  # what was killed writes nothing
+            return
+        if handoff.word:
+            self._words.close(handoff.word)
         self.cache.give_back(blocks)
 
     def _offered(self, handoff: Handoff, reply: Any) -> None:

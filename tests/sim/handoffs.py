@@ -60,6 +60,7 @@ class Handoff:
     source: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)
     offer_id: str = ""
+    word: int = 0
     is_offered: bool = False
     offerer: "SimEngine | None" = field(default=None, repr=False)
     """The engine that has asked its agent, until it has its blocks back."""

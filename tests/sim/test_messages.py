@@ -3,14 +3,15 @@
 import pytest
 
 from kvbus.protocol import Notice, RequestFrame, decode
-from tests.sim.cluster import Cluster, cluster_of
+from tests.sim.cluster import Cluster, Settings, cluster_of
 from tests.sim.handoffs import Plan
-from tests.sim.worlds import quick
+from tests.sim.worlds import quick, words
 
 DIRECT = [
     *("offer", "offer: ok", "fetch", "claim", "claim: ok", "take", "take: ok", "released"),
     "fetch: ok",
 ]
+BY_WORD = ["offer", "offer: ok", "fetch", "fetch: ok", "taken", "released", "taken: ok"]
 """A mapped read has no claim, and so two messages less."""
 
 
@@ -33,8 +34,13 @@ def said(world: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_handoff_has_one_answer_to_each_question_and_nothing_twice(seed: int) -> None:
-    with cluster_of(quick(), seed) as world:
+@pytest.mark.parametrize(
+    ("settings", "expected"), [(quick(), DIRECT), (words(), BY_WORD)], ids=["direct", "by word"]
+)
+def test_a_handoff_has_one_answer_to_each_question_and_nothing_twice(
+    settings: Settings, expected: list[str], seed: int
+) -> None:
+    with cluster_of(settings, seed) as world:
         assert world.works()
         world.run(1.0)
         said(world)
@@ -43,4 +49,4 @@ def test_a_handoff_has_one_answer_to_each_question_and_nothing_twice(seed: int) 
         world.end_of(handoff)
         world.until(lambda: handoff.released)
 
-        assert said(world) == DIRECT
+        assert said(world) == expected

@@ -20,7 +20,7 @@ SEEDS = range(num_examples(12))
 def test_bytes_and_ends_are_right_in_a_world(name: str, seed: int) -> None:
     cluster = simulate(SORTS[name], seed=100 + seed, num_handoffs=300)
 
-    assert cluster.ledger.ends["completed"] > 20
+    assert cluster.ledger.ends["completed"] > 5
 
 
 def test_the_same_seed_is_the_same_world() -> None:

@@ -57,9 +57,16 @@ def quick(
     )
 
 
+def words(**settings: Any) -> Settings:
+    """Agents of one machine: offers are taken by their words."""
+    mapped = {"mapped": True}
+    return quick(mapped, mapped, pairs=2, **settings)
+
+
 RESTLESS: dict[str, Any] = {
     "grows": 0.3, "meets": 0.2, "withdrawn": 0.05, "cancelled": 0.05, "unread": 0.02, "hits": 0.2,
 }  # fmt: skip
+WITHDRAWN: dict[str, Any] = {**RESTLESS, "grows": 0.1, "withdrawn": 0.3}
 LOSSY: dict[str, Any] = {"breaks": 0.002, "drops": 0.02, "delay_s": 1e-3}
 
 SORTS: dict[str, Sort] = {
@@ -77,6 +84,8 @@ SORTS: dict[str, Sort] = {
         request_every_s=0.01,
         **RESTLESS,
     ),
+    "words": Sort(settings=words(), fault_every_s=0.5, **WITHDRAWN),
+    "slow words": Sort(settings=words(decode=HND, thread_s=2e-3), fault_every_s=0.3, **WITHDRAWN),
     "crashes": Sort(
         settings=quick(pairs=2, delay_s=1e-3, part_s=5e-3),
         fault_every_s=0.7,
