@@ -36,6 +36,8 @@ Rows = tuple[Reads, MemoryKind, MemoryKind]
 
 MAX_INLINE_DESCRIPTORS = 16_384
 LOSS_KNOWN_WITHIN_S = 2.0
+UNTOLD = (ErrorCode.TIMEOUT, ErrorCode.FORBIDDEN)
+"""An engine that came back has another access: who has the one before is told nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +242,7 @@ class MappedLeg(ChunkLeg):
             return
 
         def end_lost(answer: Empty | KVBusError) -> None:
-            if isinstance(answer, KVBusError) and answer.code is not ErrorCode.TIMEOUT:
+            if isinstance(answer, KVBusError) and answer.code not in UNTOLD:
                 end(num_bytes, answer)
             else:
                 end(num_bytes, loss)
