@@ -70,7 +70,7 @@ def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
         check_axes(group, region, where)
         _validate_extent(group, region, size_bytes, where)
     for group in spec.groups:
-        _validate_coverage(group, rank, whole=spec.pp_size == 1)
+        _validate_coverage(group, rank, whole=spec.pp_size == 1 and not group.state)
     _refuse_overlaps(spec, rank)
 
 

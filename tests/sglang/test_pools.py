@@ -165,7 +165,7 @@ def test_what_is_not_handed_over_is_refused_by_name(
         pools_of(queue_of(latent_pool(), **different))
 
 
-def test_a_pipeline_stage_holds_its_layers_and_the_last_one_the_metadata(
+def test_a_pipeline_stage_holds_its_layers_and_the_first_rank_of_the_last_one_the_metadata(
     one_rank: dict[str, int],
 ) -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -197,7 +197,23 @@ def test_a_pipeline_stage_holds_its_layers_and_the_last_one_the_metadata(
     validate_ranks(engine, ranks)
     assert engine.groups[0].layers == (0, 1, 2, 3)
     assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
-    assert [METADATA in rank.num_blocks for rank in ranks] == [False, False, True, True]
+    assert [METADATA in rank.num_blocks for rank in ranks] == [False, False, True, False]
+
+
+def test_each_rank_of_decode_has_metadata_of_its_own(one_rank: dict[str, int]) -> None:
+    from kvbus.integrations.sglang.pools import METADATA, pools_of
+
+    one_rank |= {"attn_tp_size": 2}
+    has_metadata = []
+    for number in range(2):
+        one_rank |= {"attn_tp_rank": number}
+        queue = queue_of(latent_pool(), scheduler=scheduler_of(disaggregation_mode="decode"))
+        found = pools_of(queue)
+        memory = found.share(found.engine("engine", "model"))
+        has_metadata.append(METADATA in memory.rank.num_blocks)
+        memory.close()
+
+    assert has_metadata == [True, True]
 
 
 def test_windows_alone_and_pools_of_windows_of_another_kind_are_refused(

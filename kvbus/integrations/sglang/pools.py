@@ -73,16 +73,20 @@ def pools_of(queue: Any) -> Pools:
     parts = tuple(StatePart(name, 1, tensor[0].nbytes) for name, tensor in rows.items())
     last_layer = max(groups[0].layers)
     groups.append(state_group(METADATA, (last_layer,), parts, optional=True))  # SGLang's alone
-    if is_last_stage():
+    # Another rank writes its row later than the one that leads seals an offer.
+    if leads() or queue.scheduler.server_args.disaggregation_mode == "decode":
         for name, tensor in rows.items():
             tensors[METADATA, name] = tensor.view(torch.uint8)
     return Pools(groups=tuple(groups), tensors=tensors, pools=pools)
 
 
-def is_last_stage() -> bool:
-    """Whether this process is of the last pipeline stage, which has a chunk last, and the token."""
+def leads() -> bool:
+    """Whether this process offers, or fetches, for all ranks.
+
+    It is the first one of the last pipeline stage, which has a chunk last, and the token.
+    """
     place = get_parallel()
-    return bool(place.pp_rank == place.pp_size - 1)
+    return bool(place.attn_tp_rank == 0 and place.pp_rank == place.pp_size - 1)
 
 
 def _pools_by_group(pool: Any) -> dict[str, Any]:

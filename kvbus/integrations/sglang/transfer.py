@@ -138,7 +138,7 @@ class Manager(CommonKVManager):
             options.engine_id or f"sglang-{role}-{os.getppid()}",
             options.model or self.server_args.served_model_name or self.server_args.model_path,
         )
-        self.leads = self.attn_tp_rank == 0 and pools.is_last_stage()
+        self.leads = pools.leads()
         self.is_decode = role is AgentRole.DECODE
         self.window = next((group.window for group in engine.groups if group.window), None)
         self.rows = queue.metadata_buffers
