@@ -82,10 +82,10 @@ def table(rounds: Rounds) -> str:
     return "\n".join(lines)
 
 
-def ratios(rounds: Rounds) -> list[str]:
+def ratios(rounds: Rounds, all_wanted: Sequence[Ratio] = RATIOS) -> list[str]:
     """One line for each ratio whose two sides were measured."""
     lines = []
-    for wanted in RATIOS:
+    for wanted in all_wanted:
         if not (
             pooled(rounds, wanted.connector, wanted.name)
             and pooled(rounds, wanted.baseline, wanted.baseline_name)

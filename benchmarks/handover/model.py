@@ -1,10 +1,11 @@
 """The random Llama of the benchmark, which has much KV a token and little to compute; its prompts.
 
-Refuses to run it.
+Refuses to serve it.
 """
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +19,16 @@ INITIALIZER_RANGE = 0.08  # less, and the tokens hardly depend on the prompt
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What decides the size of the KV: every layer has ``num_heads`` KV heads of 128 in bf16."""
+    """What decides the size of the KV: every layer has ``num_heads`` KV heads of 128."""
 
     num_layers: int
     num_heads: int
+    element_bytes: int = BF16_BYTES
 
     @property
     def token_bytes(self) -> int:
         """KV bytes of one token."""
-        return self.num_layers * 2 * self.num_heads * HEAD_SIZE * BF16_BYTES
+        return self.num_layers * 2 * self.num_heads * HEAD_SIZE * self.element_bytes
 
 
 def write_model(folder: Path, shape: ModelShape, *, max_tokens: int) -> None:
@@ -50,6 +52,18 @@ def write_model(folder: Path, shape: ModelShape, *, max_tokens: int) -> None:
     config_file = folder / "config.json"
     written = json.loads(config_file.read_text(encoding="utf-8"))
     assert written["num_key_value_heads"] == shape.num_heads, written
+
+
+def answers(folder: Path, prompts: Sequence[str], num_tokens: int) -> list[list[int]]:
+    """What the model says to ``prompts``, by transformers, in float32."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    said = []
+    for prompt in prompts:
+        given = torch.tensor([json.loads(prompt)])
+        options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
+        tokens = model.generate(given, attention_mask=torch.ones_like(given), **options)
+        said.append(tokens[0, given.shape[1] :].tolist())
+    return said
 
 
 class Prompts:

@@ -88,7 +88,7 @@ def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Itera
             )
         )
         for server in (prefill, decode):
-            wait_ready(server)
+            wait_ready(server.group, server.client())
             if connector == "nixl-tuned":
                 server.spread()
         yield Pair(connector, prefill, decode, agents)

@@ -16,7 +16,7 @@ from kvbus.spawn import free_port
 from .client import KEEP_ALIVE_S, Client, RequestFailed
 from .processes import Group, group
 
-START_TIMEOUT_S = 400.0
+START_TIMEOUT_S = 900.0
 DTYPE = "bfloat16"
 ANY_CORE = range(os.cpu_count() or 1)
 
@@ -82,29 +82,29 @@ def starting(
         yield Server(started, port, core, str(recipe.model))
 
 
-def wait_ready(server: Server) -> None:
+def wait_ready(group: Group, client: Client) -> None:
     """Return once it answers; a server that ends, or takes too long, ends the benchmark."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not _healthy(server):
-        if server.group.process.poll() is not None:
-            _give_up(server, f"ended with status {server.group.process.returncode}")
+    while not _healthy(client):
+        if group.process.poll() is not None:
+            _give_up(group, f"ended with status {group.process.returncode}")
         if time.monotonic() > deadline:
-            _give_up(server, f"does not serve after {START_TIMEOUT_S:.0f} s")
+            _give_up(group, f"does not serve after {START_TIMEOUT_S:.0f} s")
         time.sleep(0.2)
 
 
-def _healthy(server: Server) -> bool:
+def _healthy(client: Client) -> bool:
     try:
-        with contextlib.closing(server.client()) as client:
+        with contextlib.closing(client):
             client.get("/health")
     except (OSError, RequestFailed):
         return False
     return True
 
 
-def _give_up(server: Server, what: str) -> None:
-    where = f"its log is {server.group.log}, which ends:\n{server.group.log_tail()}"
-    raise SystemExit(f"error: the vLLM server {server.group.name} {what}; {where}")
+def _give_up(group: Group, what: str) -> None:
+    where = f"its log is {group.log}, which ends:\n{group.log_tail()}"
+    raise SystemExit(f"error: the server {group.name} {what}; {where}")
 
 
 def _command_line(pid: int) -> bytes:
