@@ -1,7 +1,7 @@
 """Clusters: a prefill and a decode SGLang, the agents beside them, and a router's part.
 
-A start takes half a minute of all cores: tests of one cluster are one module, which starts it once,
-and ends it.
+A start takes half a minute of all cores, and so tests share clusters: there are few, and modules of
+one cluster follow each other.
 """
 
 import random
@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbus.spawn import free_port
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
-from tests.sglang.servers import Call, SglangServer
+from tests.sglang.servers import Call, RefusedError, SglangServer
 from tests.vllm.models import VOCABULARY
 
 NUM_TOKENS = 12
@@ -37,26 +37,26 @@ class Side:
     tp: int = 1
     pp: int = 1
     flags: Sequence[str] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Both sides."""
+    """Both sides; their agents start first, unless it is told otherwise."""
 
     prefill: Side
     decode: Side
     model: str = "gqa"
+    agents_first: bool = True
 
 
+NAMED = {"KVBUS_MODEL": "model"}
 RADIX = ("--disaggregation-decode-enable-radix-cache",)
 CLUSTERS: Mapping[str, Shape] = {
-    # Small pages to large ones, prompts cut into chunks and cached on both sides, memory mapped.
-    "pages": Shape(Side(16), Side(64, flags=RADIX, settings={"mapped": True})),
-    # Small pages to large ones, and layers with a window, for a model that has such layers.
-    "windows": Shape(Side(16), Side(64, flags=RADIX), model="mellum"),
-    # Two ranks to one, pages of one token to some, by NIXL.
-    "ranks": Shape(Side(1, tp=2), Side(16)),
+    # Two ranks to one, small pages to large ones, prompts in chunks and cached on both sides.
+    "ranks": Shape(Side(16, tp=2, env=NAMED), Side(64, flags=RADIX)),
+    # Pages of one token to larger ones, and layers with a window, for a model that has such layers.
+    "windows": Shape(Side(1), Side(16, flags=RADIX), model="mellum", agents_first=False),
     "stages": Shape(Side(1, pp=2), Side(16)),
 }
 
@@ -104,6 +104,29 @@ class Cluster:
             prefill.abort()
         return tokens
 
+    def wait_started(self) -> None:
+        """Return once requests are served."""
+        self.prefill.wait_started()
+        self.decode.wait_started()
+        if not self.decode_agent.alive:
+            self.agents.start(*self.agents.all)
+        wait_until(self.hands_off, "a handoff", SETTLES_WITHIN_S)
+
+    def hands_off(self) -> bool:
+        """Whether a request is served now, as it is not while an agent is away."""
+        try:
+            self.handoff(prompt_of(20, self._random.getrandbits(32)))
+        except RefusedError:
+            return False
+        return True
+
+    def restart(self, agent: AgentProcess, **settings: Any) -> None:
+        """Another agent in its place, once requests are served again."""
+        agent.kill()
+        agent.settings.update(settings)
+        agent.start()
+        wait_until(self.hands_off, "a handoff", SETTLES_WITHIN_S)
+
     def is_idle(self) -> bool:
         """By SGLang's own counters."""
         return idle(self.prefill, self.decode)
@@ -114,8 +137,8 @@ class Cluster:
         self.agents.check()
 
     def stop(self) -> None:
-        for server in (self.prefill, self.decode):
-            server.stop()
+        """End the servers side by side: each takes some seconds."""
+        list(self.threads.map(SglangServer.stop, (self.prefill, self.decode)))
         self.threads.shutdown()
 
 
@@ -143,10 +166,10 @@ def sglang_of(
     role: str,
     attach: str,
     page: int,
-    tp: int = 1,
-    pp: int = 1,
-    flags: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
+    tp: int,
+    pp: int,
+    flags: Sequence[str],
+    env: Mapping[str, str],
 ) -> SglangServer:
     """A server of one role, beside the agent at ``attach``; it is not started."""
     return SglangServer(
@@ -162,22 +185,20 @@ def sglang_of(
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join([*map(str, range(tp))] * pp),
             "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(GIVES_UP_S),
             "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(GIVES_UP_S),
-            **(env or {}),
+            **env,
         },
     )
 
 
 @contextmanager
-def cluster(
-    shape: Shape, models: Path, folder: Path, *, has_agents: bool = True
-) -> Iterator[Cluster]:
-    """Servers that serve, with agents that run, or only have their places."""
+def cluster(shape: Shape, models: Path, folder: Path) -> Iterator[Cluster]:
+    """Servers that were launched, with agents, or their places; `Cluster.wait_started` follows."""
     port = free_port()
     with agents_ended(Agents) as agents:
         sides = {"prefill": shape.prefill, "decode": shape.decode}
-        for role, side in sides.items():
-            agents.prepare(role, **side.settings)
-        if has_agents:
+        for role in sides:
+            agents.prepare(role)
+        if shape.agents_first:
             agents.start(*agents.all)
         modes = {
             "prefill": (
@@ -196,6 +217,7 @@ def cluster(
                 tp=side.tp,
                 pp=side.pp,
                 flags=(*modes[role], *side.flags),
+                env=side.env,
             )
             for (role, side), agent in zip(sides.items(), agents.all, strict=True)
         ]
@@ -204,8 +226,6 @@ def cluster(
         try:
             for server in servers:
                 server.launch()
-            for server in servers:
-                server.wait_started()
             yield made
         finally:
             made.stop()

@@ -1,6 +1,8 @@
 """Real SGLang servers; every test here is skipped, and says why, where SGLang is not installed."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +17,7 @@ TIMEOUT_S = 600
 """For one test with the start of its servers."""
 Alone = Callable[[Sequence[int]], list[int]]
 ServerAlone = Callable[[str], SglangServer]
+Launched = Callable[[str], Cluster]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,31 +63,44 @@ def server_alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> str:
     """The name of the model of this module's servers."""
-    return CLUSTERS[request.module.CLUSTER].model if hasattr(request.module, "CLUSTER") else "gqa"
+    return CLUSTERS[request.module.CLUSTER].model
+
+
+@pytest.fixture(scope="session")
+def launched(
+    models: Path, server_alone: ServerAlone, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Launched]:
+    """One of `CLUSTERS` at a time, launched with the server of `alone`."""
+    running: dict[str, Cluster] = {}
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+
+        def named(name: str) -> Cluster:
+            if name not in running:
+                running.clear()
+                last_one_ends = threads.submit(stack.close)
+                server_alone(CLUSTERS[name].model)
+                last_one_ends.result()
+                folder = tmp_path_factory.mktemp("cluster")
+                started = cluster(CLUSTERS[name], models, folder)
+                running[name] = stack.enter_context(started)
+            return running[name]
+
+        yield named
 
 
 @pytest.fixture(scope="module")
-def _running(
-    models: Path,
-    model: str,
-    server_alone: ServerAlone,
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Cluster]:
-    """The module's `CLUSTER`; it starts while the server of `alone` does."""
-    server_alone(model)
-    folder = tmp_path_factory.mktemp("cluster")
-    has_agents = getattr(request.module, "HAS_AGENTS", True)
-    shape = CLUSTERS[request.module.CLUSTER]
-    with cluster(shape, models, folder, has_agents=has_agents) as running:
-        yield running
+def running(launched: Launched, request: pytest.FixtureRequest) -> Cluster:
+    """The module's `CLUSTER`, which serves."""
+    pair = launched(request.module.CLUSTER)
+    pair.wait_started()
+    return pair
 
 
 @pytest.fixture
-def pair(_running: Cluster) -> Iterator[Cluster]:
+def pair(running: Cluster) -> Iterator[Cluster]:
     """The module's cluster, which must hold nothing afterwards."""
-    yield _running
-    _running.check()
+    yield running
+    running.check()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An SGLang of each role and one vLLM of both, with the same model: what one prefills the other
+"""A vLLM of both roles beside a cluster of SGLang, with the same model: what one prefills the other
 decodes, by the router of `examples`.
 """
 
@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -14,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from kvbus.spawn import Child, free_port
-from tests.agents import AgentProcess, Agents, agents_ended, wait_logged, wait_until
+from tests.agents import wait_logged, wait_until
 from tests.sglang.clusters import (
     CHUNK_TOKENS,
     GIVES_UP_S,
     NUM_TOKENS,
     SETTLES_WITHIN_S,
-    idle,
+    Cluster,
     num_completed,
-    sglang_of,
 )
-from tests.sglang.servers import ANSWERS_WITHIN_S, ROOT, RefusedError, SglangServer
+from tests.sglang.servers import ANSWERS_WITHIN_S, ROOT, RefusedError
 from tests.vllm import servers as vllm
 from tests.vllm.servers import VllmServer
 
@@ -33,7 +31,7 @@ PYTHON = ROOT / ".venv-vllm/bin/python"
 MODEL = "model"
 TO_VLLM, TO_SGLANG = "to-vllm", "to-sglang"
 STARTS_WITHIN_S = 60.0
-BLOCK, PAGE_AT_PREFILL, PAGE_AT_DECODE = 64, 16, 32
+BLOCK = 32
 
 
 @dataclass
@@ -54,18 +52,11 @@ class InAnotherVenv(VllmServer):
 
 @dataclass
 class Crossed:
-    """The servers, their agents, and a router for each way."""
+    """The servers, and a router for each way."""
 
-    agents: Agents
-    prefill: SglangServer
-    decode: SglangServer
+    pair: Cluster
     vllm: VllmServer
     routers: dict[str, int] = field(default_factory=dict)
-    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=16))
-
-    @property
-    def decode_agent(self) -> AgentProcess:
-        return self.agents.all[1]
 
     def handoff(self, way: str, prompt: Sequence[int], **fields: Any) -> list[int]:
         """The tokens that the router's client gets; raises `RefusedError`."""
@@ -84,7 +75,7 @@ class Crossed:
 
     def completed(self) -> int:
         """How many handoffs the decode agent has logged."""
-        return num_completed(self.decode_agent)
+        return num_completed(self.pair.decode_agent)
 
     def alone(self, prompt: Sequence[int]) -> list[int]:
         """What vLLM says by itself."""
@@ -92,80 +83,50 @@ class Crossed:
 
     def check(self) -> None:
         """Nothing is left of any request."""
-        wait_until(lambda: idle(self.prefill, self.decode), "idle SGLang", SETTLES_WITHIN_S)
         wait_until(self.vllm.has_no_block_in_use, "no block of vLLM in use", SETTLES_WITHIN_S)
-        self.agents.check()
+        self.pair.check()
 
 
 @contextmanager
-def crossed(models: Path, folder: Path) -> Iterator[Crossed]:
+def crossed(pair: Cluster, models: Path, folder: Path) -> Iterator[Crossed]:
     """All of it, started; each server has other blocks, and the prefill SGLang two ranks."""
-    bootstrap_port = free_port()
-    with agents_ended(Agents) as agents, ExitStack() as stack:
-        agents.prepare("prefill"), agents.prepare("decode")
-        agents.start(*agents.all)
-        sockets = [f"{agent.settings['runtime_dir']}/attach.sock" for agent in agents.all]
-        named = {"KVBUS_MODEL": MODEL}
-        prefill = sglang_of(
-            models / "gqa",
-            folder / "prefill",
-            role="prefill",
-            attach=sockets[0],
-            page=PAGE_AT_PREFILL,
-            tp=2,
-            flags=(
-                *("--disaggregation-bootstrap-port", str(bootstrap_port)),
-                *("--chunked-prefill-size", str(CHUNK_TOKENS)),
-            ),
-            env=named,
-        )
-        decode = sglang_of(
-            models / "gqa",
-            folder / "decode",
-            role="decode",
-            attach=sockets[1],
-            page=PAGE_AT_DECODE,
-            flags=(
-                *("--disaggregation-decode-retraction-backup", "none"),
-                "--disaggregation-decode-enable-radix-cache",
-            ),
-            env=named,
-        )
-        options = {
-            "endpoint": dict(zip(("prefill", "decode"), sockets, strict=True)),
-            "model_id": MODEL,
-            "fetch_timeout_s": float(GIVES_UP_S),
-        }
-        transfer = {
-            "kv_connector": "KvbusConnector",
-            "kv_connector_module_path": "kvbus.integrations.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": options,
-            "kv_load_failure_policy": "fail",
-        }
-        both = InAnotherVenv(
-            models / "gqa",
-            folder / "vllm",
-            flags=(
-                *("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK_TOKENS)),
-                *("--kv-transfer-config", json.dumps(transfer)),
-            ),
-        )
-        made = Crossed(agents, prefill, decode, both)
-        for server in (prefill, decode, both):
-            stack.callback(server.stop)
-            server.launch()
-        stack.callback(made.threads.shutdown)
-        for server in (prefill, decode, both):
-            server.wait_started()
-        ways = {TO_VLLM: (f"sglang={prefill.url}", f"vllm={both.url}")}
-        ways[TO_SGLANG] = f"vllm={both.url}", f"sglang={decode.url}"
+    agents = {"prefill": pair.prefill_agent, "decode": pair.decode_agent}
+    options = {
+        "endpoint": {role: str(agent.attach) for role, agent in agents.items()},
+        "model_id": MODEL,
+        "fetch_timeout_s": float(GIVES_UP_S),
+    }
+    transfer = {
+        "kv_connector": "KvbusConnector",
+        "kv_connector_module_path": "kvbus.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": options,
+        "kv_load_failure_policy": "fail",
+    }
+    both = InAnotherVenv(
+        models / "gqa",
+        folder / "vllm",
+        flags=(
+            *("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK_TOKENS)),
+            *("--kv-transfer-config", json.dumps(transfer)),
+        ),
+    )
+    made = Crossed(pair, both)
+    routers: list[Child] = []
+    ways = {TO_VLLM: (f"sglang={pair.prefill.url}", f"vllm={both.url}")}
+    ways[TO_SGLANG] = f"vllm={both.url}", f"sglang={pair.decode.url}"
+    with ExitStack() as stack:
+        stack.callback(both.stop)
+        both.launch()
+        pair.wait_started()
+        both.wait_started()
         for way, (first, second) in ways.items():
             port, log = free_port(), folder / f"{way}.log"
             command = [sys.executable, str(ROOT / "examples/cross_router.py"), "--port", str(port)]
             command += ["--prefill", first, "--decode", second]
-            command += ["--bootstrap-port", str(bootstrap_port)]
-            child = stack.enter_context(Child.start(way, command, log=log))
-            wait_logged(child, "Uvicorn running", STARTS_WITHIN_S)
+            command += ["--bootstrap-port", str(pair.bootstrap_port)]
+            routers.append(stack.enter_context(Child.start(way, command, log=log)))
             made.routers[way] = port
+        for router in routers:
+            wait_logged(router, "Uvicorn running", STARTS_WITHIN_S)
         yield made

@@ -9,19 +9,22 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.clusters import CHUNK_TOKENS, prompt_of
-from tests.sglang.conftest import Alone
+from tests.sglang.conftest import Alone, Launched
 from tests.sglang.crossed import PYTHON, TO_SGLANG, TO_VLLM, Crossed, crossed
 from tests.sglang.servers import RefusedError
 
+CLUSTER = "ranks"
 LENGTHS = (2, 15, 16, 33, 64, 65, CHUNK_TOKENS, CHUNK_TOKENS + 1, 700)
 WAYS = pytest.mark.parametrize("way", [TO_VLLM, TO_SGLANG])
 
 
 @pytest.fixture(scope="module")
-def _servers(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crossed]:
+def _servers(
+    launched: Launched, models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Crossed]:
     if not PYTHON.exists():
         pytest.skip("vLLM is not installed here: make venv-vllm does it")
-    with crossed(models, tmp_path_factory.mktemp("crossed")) as servers:
+    with crossed(launched(CLUSTER), models, tmp_path_factory.mktemp("crossed")) as servers:
         yield servers
 
 
@@ -52,7 +55,7 @@ def test_decode_says_what_either_engine_says_alone(
 def test_many_at_once_do_not_disturb_each_other(servers: Crossed, alone: Alone, way: str) -> None:
     prompts = [prompt_of(25 * number + 2, seed=400 + number) for number in range(12)]
 
-    said = list(servers.threads.map(lambda prompt: servers.handoff(way, prompt), prompts))
+    said = list(servers.pair.threads.map(lambda prompt: servers.handoff(way, prompt), prompts))
 
     assert said == [alone(prompt) for prompt in prompts]
 
@@ -61,7 +64,7 @@ def test_a_request_without_the_other_engines_ticket_fails_by_name(servers: Cross
     room = {"bootstrap_host": "kvbus", "bootstrap_room": 77}
 
     with pytest.raises(RefusedError, match="custom_params"):
-        servers.decode.generate(prompt_of(20, seed=1), 4, **room)
+        servers.pair.decode.generate(prompt_of(20, seed=1), 4, **room)
 
 
 def test_without_the_first_tokens_log_probability_one_that_asks_for_it_fails_and_releases(
@@ -76,4 +79,4 @@ def test_without_the_first_tokens_log_probability_one_that_asks_for_it_fails_and
     sampling = {"max_new_tokens": 4, "custom_params": {"kvbus": given}}
 
     with pytest.raises(RefusedError, match="first_logprob"):
-        servers.decode.generate(prompt, 4, sampling_params=sampling, **room)
+        servers.pair.decode.generate(prompt, 4, sampling_params=sampling, **room)

@@ -1,8 +1,9 @@
-"""Small pages to large ones, prompts cut into chunks and cached: whatever happens to a handoff,
-decode says what SGLang says alone, and nothing is left of it.
+"""Small pages to large ones, prompts cut into chunks and cached, memory mapped: whatever happens to
+a handoff, decode says what SGLang says alone, and nothing is left of it.
 """
 
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -27,9 +28,16 @@ from tests.sglang.conftest import Alone, ServerAlone
 from tests.sglang.routers import ROUTERS, router_before
 from tests.sglang.servers import RefusedError, ask
 
-CLUSTER = "pages"
+CLUSTER = "ranks"
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 700)
 SEEDS = count(1000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mapped(running: Cluster) -> Iterator[None]:
+    running.restart(running.decode_agent, mapped=True)
+    yield
+    running.restart(running.decode_agent, mapped=False)
 
 
 def works_again(pair: Cluster, alone: Alone) -> None:
@@ -184,13 +192,13 @@ def test_what_an_unlike_engine_prefilled_is_refused_by_name(
     works_again(pair, alone)
 
 
-@pytest.mark.parametrize("only", ["prefill", "decode"])
-def test_a_request_of_one_leg_fails_in_time(pair: Cluster, alone: Alone, only: str) -> None:
-    server = pair.prefill if only == "prefill" else pair.decode
-    started = time.monotonic()
+def test_a_request_of_which_one_server_hears_fails_in_time(pair: Cluster, alone: Alone) -> None:
+    prompt, started = prompt_of(40, seed=400), time.monotonic()
+    calls = [server.begin(prompt, 4, **pair.room()) for server in (pair.prefill, pair.decode)]
 
-    with pytest.raises(RefusedError):
-        server.generate(prompt_of(40, seed=400), 4, **pair.room())
+    for call in calls:
+        with pytest.raises(RefusedError):
+            call.tokens()
 
     assert time.monotonic() - started < 3 * GIVES_UP_S
     works_again(pair, alone)

@@ -1,18 +1,10 @@
-"""Two ranks to one, pages of one token to larger ones, by NIXL; servers before their agents."""
+"""Two ranks to one, small pages to large ones, by NIXL."""
 
 from tests.sglang.clusters import CHUNK_TOKENS, Cluster, prompt_of
 from tests.sglang.conftest import Alone
-from tests.sglang.test_pages import works_again
 
 CLUSTER = "ranks"
-HAS_AGENTS = False
 LENGTHS = (1, 16, 17, CHUNK_TOKENS, 700)
-
-
-def test_servers_start_before_their_agents_and_hand_off_then(pair: Cluster, alone: Alone) -> None:
-    pair.agents.start(*pair.agents.all)
-
-    works_again(pair, alone)
 
 
 def test_two_ranks_hand_off_to_one(pair: Cluster, alone: Alone) -> None:
@@ -22,6 +14,7 @@ def test_two_ranks_hand_off_to_one(pair: Cluster, alone: Alone) -> None:
     again = [pair.handoff(prompt) for prompt in prompts]
 
     assert said == again == [alone(prompt) for prompt in prompts]
+    assert pair.decode_agent.says("handoff.completed")[-1]["path"] != "mapped"
 
 
 def test_many_at_once_do_not_disturb_each_other(pair: Cluster, alone: Alone) -> None:

@@ -26,6 +26,7 @@ def test_many_at_once_say_what_sglang_says_alone_and_again(
     one = server_alone(model)
 
     with cluster(shape, models, tmp_path) as pair:
+        pair.wait_started()
         said = list(pair.threads.map(pair.handoff, prompts))
         again = list(pair.threads.map(pair.handoff, prompts))
         pair.check()

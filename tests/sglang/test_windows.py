@@ -1,4 +1,6 @@
-"""Layers with a sliding window, whose pages are a group of their own."""
+"""Layers with a sliding window, whose pages are a group of their own; pages of one token to larger
+ones; servers that were there before their agents.
+"""
 
 from tests.sglang.clusters import CHUNK_TOKENS, Cluster, num_completed, prompt_of
 from tests.sglang.conftest import Alone
@@ -7,6 +9,10 @@ from tests.vllm.models import WINDOW
 
 CLUSTER = "windows"
 LENGTHS = (1, 16, WINDOW - 1, WINDOW, WINDOW + 1, 191, 192, 193, CHUNK_TOKENS + 1, 700)
+
+
+def test_servers_that_were_there_before_their_agents_hand_off(pair: Cluster, alone: Alone) -> None:
+    works_again(pair, alone)
 
 
 def test_decode_says_what_sglang_says_alone(pair: Cluster, alone: Alone) -> None:
