@@ -6,13 +6,13 @@ a handover is from the end of the prompt's last forward pass, which prefill's an
 which is handed over beside the KV. All backends move the KV of a prompt after that pass.
 
 Run it from the repository's root in the environment of ``make venv-sglang``, which has NIXL, with
-12 GB of memory: ``.venv-sglang/bin/python benchmarks/sglang_handover.py``. Mooncake has a build
+6 GB of memory: ``.venv-sglang/bin/python benchmarks/sglang_handover.py``. Mooncake has a build
 for machines without CUDA: ``pip install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1``
 (Debian: ``apt-get install libibverbs1 libnuma1``); without it the others are measured. On
 CPUs NIXL's and Mooncake's backends need a hook each, `handover/on_cpus`; SGLang is not patched.
 
-All pairs of servers are up at once, and their blocks take turns. Each pair must first give the
-tokens that transformers gives.
+The pairs of servers are up in turns, as idle ones of NIXL's and Mooncake's backends keep a core
+busy. Each must first give the tokens that transformers gives.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +62,7 @@ def arguments() -> argparse.Namespace:
         choices=list(BACKENDS),
         help="measure this one; may be repeated; default: all that are installed",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns of all backends")
+    parser.add_argument("--rounds", type=int, default=5, help="starts of each backend")
     parser.add_argument("--requests", type=int, default=16, help="of each phase of a turn")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time under load")
     parser.add_argument("--tokens", type=int, default=512, help="of a prompt")
@@ -84,35 +85,32 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, list[Series]]:
     )
     prompts = Prompts(-1).several(CHECKED_PROMPTS, options.tokens)
     right = answers(folder / "model", prompts, CHECKED_TOKENS)
-    with contextlib.ExitStack() as stack:
-        begin_s = time.monotonic()
-        pairs = {name: stack.enter_context(starting(recipe, name)) for name in options.backend}
-        for pair in pairs.values():
-            pair.prefill.wait_ready()
-            pair.decode.wait_ready()
-        for name, pair in pairs.items():
-            said = pair.requests(prompts, CHECKED_TOKENS, at_once=CHECKED_PROMPTS)
-            if [one.tokens for one in said] != right:
-                raise SystemExit(f"error: {name} hands over wrong KV: {said}, and right is {right}")
-        print(f"all servers are up after {time.monotonic() - begin_s:.0f} s, their tokens equal")
-        return turns(options, pairs)
-
-
-def turns(options: argparse.Namespace, pairs: dict[str, Pair]) -> dict[str, list[Series]]:
-    """The rounds; a round begins with another backend than the last one."""
-    rounds: dict[str, list[Series]] = {name: [] for name in pairs}
-    order, begin_s = list(pairs), time.monotonic()
+    rounds: dict[str, list[Series]] = {name: [] for name in options.backend}
+    order, begin_s = list(options.backend), time.monotonic()
     for number in range(options.rounds):
         for name in order:
-            prompts, series = Prompts(number), {}
-            for kind, at_once in (("idle", 1), ("load", options.concurrency)):
-                asked = prompts.several(options.requests + at_once, options.tokens)
-                said = pairs[name].requests(asked, options.decode_tokens, at_once=at_once)
-                series |= series_of(kind, said[at_once:])  # the first ones warm up
-            rounds[name].append(series)
-        order = order[1:] + order[:1]
+            logs = folder / f"{number}-{name}"
+            logs.mkdir()
+            with starting(replace(recipe, folder=logs), name) as pair:
+                pair.prefill.wait_ready()
+                pair.decode.wait_ready()
+                said = pair.requests(prompts, CHECKED_TOKENS, at_once=CHECKED_PROMPTS)
+                if [one.tokens for one in said] != right:
+                    raise SystemExit(f"error: {name} hands over wrong KV: {said}, not {right}")
+                rounds[name].append(turn(options, pair, Prompts(number)))
+        order = order[1:] + order[:1]  # a round begins with another backend than the last one
         print(f"round {number + 1} is done after {time.monotonic() - begin_s:.0f} s", flush=True)
     return rounds
+
+
+def turn(options: argparse.Namespace, pair: Pair, prompts: Prompts) -> Series:
+    """Requests one at a time, and several."""
+    series: Series = {}
+    for kind, at_once in (("idle", 1), ("load", options.concurrency)):
+        asked = prompts.several(options.requests + at_once, options.tokens)
+        said = pair.requests(asked, options.decode_tokens, at_once=at_once)
+        series |= series_of(kind, said[at_once:])  # the first ones warm up
+    return series
 
 
 def series_of(kind: str, said: list[Answer]) -> Series:
