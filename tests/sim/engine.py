@@ -297,6 +297,7 @@ class SimEngine:
         await asyncio.wait([answered, lost], return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
         if not answered.done():
+            answered.cancel()
             raise _HungUpError
         answered.result()
 
