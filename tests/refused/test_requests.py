@@ -137,11 +137,11 @@ async def test_a_ticket_that_opens_nothing_fails_its_fetch_by_name(
     engines: Pair, decode: AgentProcess, changes: dict[str, Any], code: ErrorCode
 ) -> None:
     source, target = engines
-    offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
+    offer = await source.prefill.offer("r", num_tokens=0, block_ids={"full": []})
     changed = json.loads(json.dumps({**offer.ticket, **changes}))
     ticket = {key: value for key, value in changed.items() if value is not None}
 
-    fetch = fetch_of(target, ticket, 16, {"full": [1]})
+    fetch = fetch_of(target, ticket)
     failure = await failure_of(fetch)
 
     assert (failure.code, failure.blocks_free) == (code, True)

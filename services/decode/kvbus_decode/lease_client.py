@@ -80,9 +80,7 @@ class LeaseClient(PeerWatcher):
         except KVBusError as error:
             self._dispatch(ev.StepFailed(fetch.key, error))
             return
-        if command.timeout_s is not None and requested.only_takes:
-            self._dispatch(ev.PeerReady(fetch.key))
-        elif command.timeout_s is not None:
+        if command.timeout_s is not None:
             self._agent.tasks.start_soon(self._resolve, fetch, command.timeout_s)
 
     def ask(self, command: ev.Ask) -> None:

@@ -91,13 +91,6 @@ class Requested(Value, frozen=True):
     def has_met(self) -> bool:
         return self.ticket.offer_id != UNKNOWN
 
-    @property
-    def only_takes(self) -> bool:
-        """Whether nothing is read: an engine may give back any offer, of whatever KV."""
-        asked = self.asked
-        is_empty = asked.first_token == asked.num_tokens
-        return is_empty and not (self.has_state or self.others or self.access)
-
 
 def fetch_key(engine_id: str, name: str) -> str:
     """What an agent calls a fetch that its engine calls ``name``: another for each engine."""
