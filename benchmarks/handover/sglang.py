@@ -1,6 +1,6 @@
 """SGLang servers on CPUs, a pair for each transfer backend, and requests as a router sends them.
 
-Refuses to judge. SGLang, if it has metrics, tells times of the system's clock: so are all of them.
+All times are of the system's clock, as those in SGLang's answers are.
 """
 
 import contextlib

@@ -83,7 +83,7 @@ class GpuMemory(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Generic[T]):
+class PairResult(Generic[T]):
     """What a pair logged, and its answer, or why there is none."""
 
     log: str
@@ -92,7 +92,7 @@ class Ended(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadSpeed:
     """One measurement; ``bytes_per_s`` is 0 when it failed, and ``wire`` what UCX read over.
 
     ``ucx_tls`` is what UCX was told, empty when it could choose.
@@ -117,7 +117,7 @@ def check_nixl(limit_s: float) -> Iterator[Finding]:
             ended = _run_pair("nixl", float, limit_s, env)
         version = _UCX_VERSION.search(ended.log)
         yield read_finding(
-            Read(
+            ReadSpeed(
                 way,
                 tls,
                 ended.answer or 0.0,
@@ -140,7 +140,7 @@ def wire_in(log: str) -> str:
     return wire
 
 
-def read_finding(one: Read, ptrace_scope: str | None = None) -> Finding:
+def read_finding(one: ReadSpeed, ptrace_scope: str | None = None) -> Finding:
     """An error where agents cannot read as it is configured, a warning where they do so over TCP.
 
     ``ptrace_scope`` is Yama's setting; it is looked up where it is not given.
@@ -224,7 +224,7 @@ def ipc_finding(read: GpuMemory | None, error: str, *, num_devices: int) -> Find
     )
 
 
-def _run_pair(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str]) -> Ended[T]:
+def _run_pair(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str]) -> PairResult[T]:
     """Have one process read what another one has; ``kind`` is ``nixl`` or ``cuda``."""
     answers, failure = list[T](), ""
     with tempfile.TemporaryDirectory(prefix="kvbus-doctor-") as folder:
@@ -236,7 +236,7 @@ def _run_pair(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str]
         except* TimeoutError:
             failure = f"no answer within {limit_s:.3g} s; --timeout gives more"
         text = log.read_text(errors="replace")
-    return Ended(text, failure=failure) if failure else Ended(text, answers[0])
+    return PairResult(text, failure=failure) if failure else PairResult(text, answers[0])
 
 
 async def _read(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str], log: Path) -> T:

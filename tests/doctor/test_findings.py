@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvbus.doctor import data_plane, host
-from kvbus.doctor.data_plane import GpuMemory, Read
+from kvbus.doctor.data_plane import GpuMemory, ReadSpeed
 from tests.doctor.running import check_finding
 
 MIB = 1 << 20
@@ -45,7 +45,7 @@ def ipc(read: GpuMemory | None, error: str) -> Finding:
 
 def read(way: str, bytes_per_s: float, wire: str = "", tls: str = "", scope: str = "1") -> Finding:
     error = "" if bytes_per_s else "it hung"
-    return data_plane.read_finding(Read(way, tls, bytes_per_s, wire, error), scope)
+    return data_plane.read_finding(ReadSpeed(way, tls, bytes_per_s, wire, error), scope)
 
 
 OVER_BOTH = "52% on tcp/eth0 and 48% on tcp/lo"

@@ -97,7 +97,7 @@ class SlotWanted(Value, frozen=True):
         return Key(self.lease, self.pack.priority)
 
 
-class TurnCame(Value, frozen=True):
+class SlotGranted(Value, frozen=True):
     """A slot of its device is free, and no other lease comes first."""
 
     slot: int
@@ -139,7 +139,7 @@ class LeaseEnded(Value, frozen=True):
 
 Event = (
     SlotWanted
-    | TurnCame
+    | SlotGranted
     | GatherEnded
     | WipeEnded
     | GivenBack
@@ -202,7 +202,7 @@ class SlotEntry:
         self.asked = replace(self.asked, pack=pack, work=None, reply_to=None)
 
 
-def start(box: SlotEntry, event: TurnCame, _: Context) -> Commands:
+def start(box: SlotEntry, event: SlotGranted, _: Context) -> Commands:
     """The slot is this box's from now on."""
     box.state, box.slot = GATHERING, event.slot
     return [StartGather(box.slot_id, event.slot, box.asked)]
@@ -276,7 +276,7 @@ def _reason(box: SlotEntry, event: Event) -> LocalError:
 
 ENDS = (LeaseEnded, EngineLost, Stopped)
 TRANSITIONS = transitions(
-    ((WAITING,), (TurnCame,), start, (GATHERING,)),
+    ((WAITING,), (SlotGranted,), start, (GATHERING,)),
     ((WAITING,), (*ENDS, BoxAbandoned, DeadlinePassed), give_up, (OVER,)),
     ((GATHERING,), (GatherEnded,), end_gather, (PACKED, WIPING, OVER)),
     ((GATHERING,), (*ENDS, BoxAbandoned, DeadlinePassed), abandon, (ABANDONED,)),
@@ -365,7 +365,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         for pool in self._pools.values():
             while (granted := pool.acquire()) is not None:
                 slot_id, slot = granted
-                commands += self._apply(self.live[slot_id], TurnCame(slot), now)
+                commands += self._apply(self.live[slot_id], SlotGranted(slot), now)
         return commands
 
     def _retire(self, entry: SlotEntry) -> None:
