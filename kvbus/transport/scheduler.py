@@ -18,7 +18,10 @@ OnEnd = Callable[[ReadOutcome], None]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ReadJob:
-    """A read as the scheduler sees it; short ones take turns with long ones by ``turn``."""
+    """A read as the scheduler sees it; short ones take turns with long ones by ``turn``.
+
+    It is ``at_once`` as long as each slice has ended in its post.
+    """
 
     peer: str
     slices: Slices
@@ -27,6 +30,7 @@ class ReadJob:
     turn: Key
     outstanding: int = 0
     queued: bool = False
+    at_once: bool = True
     aborted: bool = False
     ended: bool = False
     error: RemoteError | None = None
@@ -242,6 +246,7 @@ class ReadScheduler:
         if done:
             self._finish(lane, item, None)
         else:
+            job.at_once = False
             lane.posted.append(item)
             lane.posted_bytes += num_bytes
 

@@ -25,7 +25,7 @@ from kvbus.transport.types import (
     TransportLimits,
     TransportStats,
 )
-from kvbus.transport.worker import ShortReads, Worker
+from kvbus.transport.worker import KnownPeers, Worker
 
 MOST_RETIRED = 16
 """NIXL agents that are kept; each costs some 10 descriptors and 4 MB. Then there is no new one."""
@@ -90,7 +90,7 @@ class Transport:
         """The metadata of each, in the order in which it came."""
         self.nic_writes = nic_writes
         self._num_retired, self._retired_at = 0, 0.0
-        self._short = ShortReads(self.limits)
+        self._known = KnownPeers(self.limits)
         self._num_started = self._num_ended = 0
 
     def start(self, *, opens: bool = True) -> Future[None]:
@@ -189,7 +189,7 @@ class Transport:
                 raise LocalError(message, code=ErrorCode.BUSY, peer=peer)
             scheduler.agent.remove_peer(peer)
             self._peers.pop(peer, None)
-            self._short.forget(peer)
+            self._known.forget(peer)
 
         return self._worker.call(remove)
 
@@ -231,7 +231,7 @@ class Transport:
         self._started()
         self._num_started += 1
         read = Read(partial(self._abort, job))
-        if self._short.may_be_here(job) and self._worker.try_here(partial(self._short.read, job)):
+        if self._known.may_be_here(job) and self._worker.try_here(partial(self._known.read, job)):
             return read
         try:
             self._worker.post(lambda: self._started().add(job))
@@ -239,6 +239,10 @@ class Transport:
             self._num_started -= 1
             raise
         return read
+
+    def ends_undriven(self, peer: str) -> bool:
+        """Whether READs from the peer seem to end though it drives nothing, as they do over CMA."""
+        return peer in self._known.undriven
 
     def hold_progress(self) -> ProgressToken:
         """Have progress driven until the demand is closed; demands are counted."""
@@ -318,7 +322,7 @@ class Transport:
         error = TransferFailed("NIXL was made anew under the read, as another one never ended")
         for job in old.hand_over(error):
             new.add(job)
-        self._worker.scheduler, self._short = new, ShortReads(self.limits)
+        self._worker.scheduler, self._known = new, KnownPeers(self.limits)
         return num_handles
 
     def _take_over(self, new: ReadScheduler) -> None:
@@ -344,7 +348,7 @@ class Transport:
         self._num_ended += 1
         outcome = job.outcome()
         if outcome.status is ReadStatus.DONE:
-            self._short.note_done(job.peer)
+            self._known.note_done(job)
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is left to hear
             self._deliver(partial(job.on_end, outcome))
 

@@ -200,13 +200,15 @@ class Worker:
 #
 # and never for a connection: the first READ from each peer, which may connect to it, is the
 # thread's. So are some after one that took longer, as it does over TCP.
-class ShortReads:
-    """What is known of the peers of one NIXL agent: how long short READs from each take."""
+class KnownPeers:
+    """What is known of the peers of one NIXL agent: how READs from each end, and how soon."""
 
     def __init__(self, limits: TransportLimits) -> None:
         self._limits = limits
         self._num_elsewhere: dict[str, int] = {}
         """How many READs from each peer are left to the thread before one is done here."""
+        self.undriven: set[str] = set()
+        """Those of which the last READ has ended in its posts."""
 
     def may_be_here(self, job: ReadJob) -> bool:
         """Whether the caller's thread may do it."""
@@ -229,14 +231,16 @@ class ShortReads:
         if not job.ended:
             self._num_elsewhere[job.peer] = SLOW_ELSEWHERE
 
-    def note_done(self, peer: str) -> None:
-        """A READ from the peer has ended well."""
-        num_elsewhere = self._num_elsewhere.get(peer, FIRST_ELSEWHERE)
-        self._num_elsewhere[peer] = max(0, num_elsewhere - 1)
+    def note_done(self, job: ReadJob) -> None:
+        """It has ended well."""
+        num_elsewhere = self._num_elsewhere.get(job.peer, FIRST_ELSEWHERE)
+        self._num_elsewhere[job.peer] = max(0, num_elsewhere - 1)
+        (self.undriven.add if job.at_once else self.undriven.discard)(job.peer)
 
     def forget(self, peer: str) -> None:
         """The next one may have to connect."""
         self._num_elsewhere.pop(peer, None)
+        self.undriven.discard(peer)
 
 
 class _Waiting(NamedTuple):

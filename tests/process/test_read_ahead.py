@@ -40,20 +40,23 @@ async def two_readers(*agents: AgentProcess) -> AsyncIterator[tuple[Engine, Engi
 async def test_the_first_handoff_of_two_engines_claims_and_the_next_ones_read_ahead(
     fresh: Agents, fabric: str
 ) -> None:
-    """Where reads need the progress of the prefill agent, the claim is made beside them."""
+    """Where reads need the progress of the prefill agent, the claim is made beside them.
+
+    Over shared memory one that takes long claims, too: one of them does not.
+    """
     env = {"UCX_TLS": "tcp"} if fabric == "tcp" else {}
     prefill = fresh.prepare("prefill", env=env)
     decode = fresh.prepare("decode", env=env, path="direct")
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach) as engines:
         ways = []
-        for _ in range(3):
+        for _ in range(10):
             handoff = await begin(*engines, NUM_TOKENS)
             await handoff.completed()
             ways.append(how(decode, handoff))
 
-    assert [is_ahead for is_ahead, _ in ways] == [False, True, True]
-    assert fabric != "tcp" or all(is_leased for _, is_leased in ways)
+    assert [is_ahead for is_ahead, _ in ways] == [False] + 9 * [True]
+    assert all(is_leased for _, is_leased in ways) == (fabric == "tcp")
 
 
 async def test_an_offer_that_the_decode_engine_has_already_is_taken_by_one_request(

@@ -67,6 +67,24 @@ def test_a_read_that_is_small_or_urgent_overtakes_a_large_one(
     assert ended == ["other", "large"]
 
 
+@pytest.mark.parametrize("transports", ["all", "tcp"])
+def test_reads_over_shared_memory_end_undriven_once_they_are_connected(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch, transports: str
+) -> None:
+    monkeypatch.setenv("UCX_TLS", transports)
+    reader, place = meet()
+
+    found = []
+    for spans in ([(0, 0, 8)], [], [(0, 0, 8), (64, 64, 4096)]):
+        found.append(reader.transport.ends_undriven(place.name))
+        assert reader.read(place, *spans).status is ReadStatus.DONE
+    found.append(reader.transport.ends_undriven(place.name))
+    reader.transport.remove_peer(place.name).result(WITHIN_S)
+
+    assert found == [False, False, *[transports == "all"] * 2]
+    assert not reader.transport.ends_undriven(place.name)
+
+
 def test_more_reads_than_allowed_are_refused_as_busy(meet: Meet, over_tcp: None) -> None:
     reader, place = meet(64 * MIB, TransportLimits(max_reads=1), connected=True)
     place.peer.stop()

@@ -200,7 +200,8 @@ class DecodeService(Service):
         route = self.routes.find(ticket, engine) if requested.has_met else None
         if route is not None:
             choice = self._chooser.choose(route, first_token, num_tokens)
-            ahead = ahead_of(requested, route, choice) if choice else None
+            transport = self._agent.transport
+            ahead = ahead_of(requested, route, choice, transport) if choice else None
             requested = structs.replace(requested, route=route, choice=choice, ahead=ahead)
         self._dispatch(requested)
 

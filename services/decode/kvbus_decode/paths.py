@@ -18,6 +18,7 @@ from kvbus.planning import (
 )
 from kvbus.protocol.engine import Fetched
 from kvbus.protocol.tools import Cost, Predicted
+from kvbus.transport import Transport
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import Ahead
@@ -126,7 +127,9 @@ class PathChooser:
         return min([*slots, self._staging.slot_bytes] if self._staging.packs else slots)
 
 
-def ahead_of(requested: Requested, route: Route, choice: PathChoice) -> Ahead | None:
+def ahead_of(
+    requested: Requested, route: Route, choice: PathChoice, transport: Transport
+) -> Ahead | None:
     """What the fetch can read by the blocks that its ticket names, before there is a lease.
 
     None when it has to claim first: a box is packed under an epoch, and agents that have no lease
@@ -138,8 +141,9 @@ def ahead_of(requested: Requested, route: Route, choice: PathChoice) -> Ahead | 
     if route.others or requested.others or requested.access:
         return None
     # Only the prefill agent's progress ends a READ over TCP, or one that has to connect first: the
-    # lease makes it drive. A copy here needs no one.
-    return Ahead(requested.ticket.tables(), claims=choice.path is Path.DIRECT)
+    # lease makes it drive. A copy needs no one, be it made here or by the kernel (CMA).
+    is_driven = choice.path is Path.DIRECT and not transport.ends_undriven(route.home.nixl_agent)
+    return Ahead(requested.ticket.tables(), claims=is_driven)
 
 
 def _names_all(requested: Requested) -> bool:
