@@ -22,6 +22,9 @@ from kvbus.table import FairQueue, Key
 
 log = structlog.get_logger()
 
+LEAST_JOB_BYTES = 1 << 20
+"""Takes longer than the way to another thread."""
+
 Job = Callable[[], None]
 OnEnd = Callable[[KVBusError | None], None]
 
@@ -83,6 +86,10 @@ class Copiers:
     @property
     def num_running(self) -> int:
         return sum(map(len, self._running.values()))
+
+    def job_bytes(self, num_bytes: int, *, most: int) -> int:
+        """The size of the jobs of a copy, of which each thread gets one; at ``most`` so many."""
+        return min(most, max(LEAST_JOB_BYTES, -(-num_bytes // self._num_threads)))
 
     def start(
         self,

@@ -169,3 +169,15 @@ async def test_an_engine_that_is_lost_gets_no_further_job_and_waits_for_the_one_
     assert (quiet_before, later) == (False, None)
     assert log.done == ["job 0"]
     assert [error.code for error in errors if error] == 2 * [ErrorCode.ENGINE_LOST]
+
+
+@pytest.mark.anyio
+async def test_a_copy_has_a_job_for_each_thread_unless_it_is_small_and_none_above_the_most() -> (
+    None
+):
+    mib = 1 << 20
+    threads = copiers_of(4)
+
+    sizes = [threads.job_bytes(num_bytes, most=8 * mib) for num_bytes in (mib, 8 * mib, 64 * mib)]
+
+    assert sizes == [mib, 2 * mib, 8 * mib]

@@ -190,14 +190,15 @@ class MappedLeg(ChunkLeg):
     """Of each job that was done."""
 
     def begin(self, _: Begin) -> None:
-        """Copy it in threads, cut so that others get their turn."""
-        agent = self.means.agent
-        job_bytes = agent.transport.limits.slice_bytes
+        """Copy it in threads, cut so that all have some, and others get their turn."""
+        copiers, most = self.means.agent.copiers, self.means.agent.transport.limits.slice_bytes
 
         def jobs() -> list[Job]:
-            return [partial(self.copy, job) for job in self.runs().cut(job_bytes)]
+            runs = self.runs()
+            job_bytes = copiers.job_bytes(runs.num_bytes, most=most)
+            return [partial(self.copy, job) for job in runs.cut(job_bytes)]
 
-        self.work = agent.copiers.start_jobs(
+        self.work = copiers.start_jobs(
             self.chunk.turn,
             jobs,
             partial(self.count, self.end_stage),
