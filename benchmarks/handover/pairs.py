@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbus.bench.pairs import BenchAgent, agent
+from kvbus.bench.pairs import DEFAULTS, BenchAgent, agent
+from kvbus.lab.process import Settings
 
+from .own_part import STAMPS
 from .servers import Recipe, Server, starting, wait_ready
 
 PREFILL_CORE, DECODE_CORE = 0, 1
@@ -57,14 +59,17 @@ class Pair:
 
 
 @contextlib.contextmanager
-def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Iterator[Pair]:
-    """Start all that ``connector`` needs, and end it."""
+def pair(
+    connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any], settings: Settings = DEFAULTS
+) -> Iterator[Pair]:
+    """Start all that ``connector`` needs, and end it; ``settings`` are those of the agents."""
     with contextlib.ExitStack() as stack:
         configs: tuple[str | None, str | None] = (None, None)
         agents: tuple[BenchAgent, ...] = ()
         if connector.startswith("kvbus"):
             agents = tuple(
-                stack.enter_context(agent(role, recipe.folder)) for role in ("prefill", "decode")
+                stack.enter_context(agent(role, recipe.folder, settings=settings))
+                for role in ("prefill", "decode")
             )
             try:
                 for started in agents if connector == "kvbus" else ():
@@ -74,7 +79,8 @@ def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Itera
                     "error: only root, or who has CAP_SYS_NICE, can let the agents run first; "
                     "measure --connector kvbus-equal instead"
                 ) from None
-            configs = (_kvbus(agents[0].attach_path), _kvbus(agents[1].attach_path))
+            module = "handover.stamped" if STAMPS in recipe.env else "kvbus.integrations.vllm"
+            configs = _kvbus(agents[0].attach_path, module), _kvbus(agents[1].attach_path, module)
         elif connector != "none":
             extra = TUNED | nixl_extra if connector == "nixl-tuned" else nixl_extra
             configs = (_nixl(extra), _nixl(extra))
@@ -99,11 +105,11 @@ def _nixl(extra: dict[str, Any]) -> str:
     return json.dumps(config | ({"kv_connector_extra_config": extra} if extra else {}))
 
 
-def _kvbus(attach: Path) -> str:
+def _kvbus(attach: Path, module: str) -> str:
     return json.dumps(
         {
             "kv_connector": "KvbusConnector",
-            "kv_connector_module_path": "kvbus.integrations.vllm",
+            "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"endpoint": str(attach)},
         }

@@ -7,8 +7,8 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbus.spawn import free_port
@@ -30,6 +30,7 @@ class Recipe:
     kv_space_gib: int
     max_tokens: int
     arguments: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def starting(
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        **recipe.env,
     }
     with group(name, command, log=recipe.folder / f"{name}.log", env=env) as started:
         yield Server(started, port, core, str(recipe.model))
