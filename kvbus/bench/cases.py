@@ -69,7 +69,7 @@ VERY_BIG_BLOCKS = (4 << 30) // BIG.block_bytes
 
 CALM_S, IDLE_S = 1.0, 20.0
 
-OTHERS = ("mapped", UNMAPPED, "direct", "packed")
+OTHERS = ("mapped", UNMAPPED, "direct", "staged", "packed")
 
 
 async def measure_transfer(
@@ -124,7 +124,8 @@ async def measure_reshape(
 ) -> list[Figure]:
     """64 MiB in scattered blocks: a READ of all runs, each path, and a handoff of equal engines.
 
-    ``packed`` is what the packed path shall have of the READ's speed.
+    ``packed`` is what the packed path shall have of the READ's speed, and that of agents which do
+    not map memory.
     """
     num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block)
     tables = scattered_tokens(source, target, num_tokens)
@@ -144,14 +145,16 @@ async def measure_reshape(
     times = await in_turn(scale.rounds, ways)
     seconds = {name: median(one) for name, one in times.items()}
     naive_s, auto_s, packed_s = (seconds[name] for name in ("naive", "auto", "packed"))
-    unmapped_s = min(seconds["direct"], packed_s)
+    unmapped_s = min(seconds["direct"], seconds["staged"], packed_s)
     best_s, of_best = min(seconds["mapped"], unmapped_s), 1 / 1.2
     return [
         Figure("auto of naive", naive_s / auto_s, least=8.0),
         Figure("auto of equal shapes", seconds["equal"] / auto_s, least=0.7),
         Figure("auto of the best path", best_s / auto_s, least=of_best),
         Figure("unmapped, of its best path", unmapped_s / seconds[UNMAPPED], least=of_best),
+        Figure("unmapped of naive", naive_s / seconds[UNMAPPED], least=packed),
         Figure("packed of naive", naive_s / packed_s, least=packed),
+        Figure("staged of naive", naive_s / seconds["staged"]),
         Figure("direct of naive", naive_s / seconds["direct"]),
         *(speed(f"  {name}", num_bytes, some) for name, some in seconds.items()),
         *(milliseconds(f"  {name} p50", some) for name, some in seconds.items()),

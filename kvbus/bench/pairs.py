@@ -26,7 +26,7 @@ UNMAPPED = "unmapped"
 """A decode agent that reads as one on another machine would, but over shared memory."""
 READERS: Mapping[str, Mapping[str, str | bool]] = {
     UNMAPPED: {"mapped": False},
-    **{path: {"path": path} for path in ("mapped", "direct", "packed")},
+    **{path: {"path": path} for path in ("mapped", "direct", "staged", "packed")},
 }
 """Decode agents that cases compare with the default one, by label: their configuration."""
 DEFAULTS: Settings = MappingProxyType({})

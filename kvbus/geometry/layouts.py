@@ -5,7 +5,7 @@ packed transfer carries: a region at offset 0 of one block, without gaps, in the
 ``[layer, kv, token, head, dim]``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -144,6 +144,29 @@ def slot_region(group: GroupSpec, box: Box) -> Region:
     if box.stop <= box.start:
         raise GeometryError(f"box has no positions: {box.start} to {box.stop}", field="stop")
     return _packed_region(group, box, CANONICAL_AXES)
+
+
+def staged_regions(
+    group: GroupSpec, regions: Iterable[Region], held: Box, *, num_blocks: int
+) -> Iterator[Region]:
+    """Where ``num_blocks`` blocks lie in a slot that holds them as ``regions`` do, without gaps.
+
+    Only the layers, parts and heads of ``held`` are in it.
+    """
+    end = 0
+    for one in regions:
+        layers = tuple(layer for layer in one.layers if layer in held.layers)
+        parts = tuple(part for part in one.parts if part in held.parts)
+        if one.group != held.group or not (layers and parts):
+            continue
+        block = Box(group.name, layers, parts, held.first_head, held.num_heads, 0, group.block_size)
+        order = sorted(AxisName, key=one.stride_bytes, reverse=True)
+        yield (
+            region := _packed_region(
+                group, block, tuple(order), num_blocks=num_blocks, offset_bytes=end
+            )
+        )
+        end += region.axes[0].size * region.axes[0].stride_bytes
 
 
 def slot_bytes(group: GroupSpec, box: Box) -> int:

@@ -10,3 +10,4 @@ from kvbus.planning.mapping import *
 from kvbus.planning.run_plan import *
 from kvbus.planning.runs import *
 from kvbus.planning.spans import *
+from kvbus.planning.staged import *

@@ -14,6 +14,8 @@ class Path(StrEnum):
 
     DIRECT = "direct"
     """READ straight from the prefill engine's blocks into the decode engine's."""
+    STAGED = "staged"
+    """READ whole blocks of the prefill engine into a slot here, and copy out of it."""
     PACKED = "packed"
     """Gather into a slot in the canonical order, READ the slot, scatter it."""
     MAPPED = "mapped"
@@ -29,20 +31,28 @@ WEIGHT, MAX_RATIO = 0.2, 100.0
 
 
 # Mapped memory is copied once, by one core: each other path moves the bytes as often or more. A
-# READ takes time for each run. Through slots a run costs a thirtieth of that, but each byte is
-# copied twice more, and is read once for all ranks that hold the same.
+# READ takes time for each run. Out of a slot here a run costs a thirtieth of that, but each byte is
+# copied once more, and is read once for all ranks that hold the same; through slots on both sides
+# it is copied twice more.
 def choose_path(
-    paths: Collection[Path], *, num_bytes: int, num_runs: int, repeated_bytes: int
+    paths: Collection[Path],
+    *,
+    num_bytes: int,
+    num_runs: int,
+    repeated_bytes: int,
+    num_staged_runs: int,
 ) -> Path:
     """The path of a fetch that can take ``paths``: the mapped one, if it is open.
 
     Else the direct one, if its ``num_runs`` are long and nothing is read for several ranks
-    (``repeated_bytes``), or all that is very little; else through slots. Raises `LocalError` when
-    there are none.
+    (``repeated_bytes``), or all that is very little; else through slots here alone, if runs into
+    them are long; else through slots on both sides. Raises `LocalError` when there are none.
     """
     is_little = num_bytes <= SHORT_BYTES and num_runs <= FEW_RUNS
     is_long = num_bytes >= num_runs * LONG_RUN_BYTES and not repeated_bytes
-    order = (Path.DIRECT, Path.PACKED) if is_little or is_long else (Path.PACKED, Path.DIRECT)
+    staged_is_long = num_bytes - repeated_bytes >= num_staged_runs * LONG_RUN_BYTES
+    order = [Path.STAGED, Path.PACKED] if staged_is_long else [Path.PACKED, Path.STAGED]
+    order.insert(0 if is_little or is_long else 2, Path.DIRECT)
     for path in (Path.MAPPED, *order):
         if path in paths:
             return path

@@ -44,6 +44,7 @@ from kvbus.planning import (
     least_box_bytes,
     position_bytes,
     span_bytes,
+    staged_plans,
     usual_box_bytes,
 )
 from kvbus.planning.choose import LONG_RUN_BYTES
@@ -59,6 +60,7 @@ PREFILL_STEP, DECODE_STEP = 0.618, 0.414
 """The next block of a request is so much of the cache further on, as in a busy one."""
 HOW = {
     Path.DIRECT: "straight from blocks to blocks",
+    Path.STAGED: "of blocks as they lie, into slots of the decode agent, and copied from there",
     Path.PACKED: "one a box, gathered before and scattered after it",
     Path.MAPPED: "copied from blocks to blocks by the decode agent, without a READ",
 }
@@ -213,6 +215,21 @@ def make_plan(options: PlanOptions) -> Plan:
     whole = PathPlan(descriptors=merged, num_bytes=num_bytes)
     paths: dict[Path, PathPlan | None] = dict.fromkeys(Path)
     paths[Path.DIRECT] = whole
+    staged = staged_plans(holder.ranks, reader.ranks, joined, slot_bytes=options.slot_bytes)
+    num_staged_runs = sum(one.num_runs(spans) for one in staged)
+    if num_bytes and staged and num_staged_runs <= MAX_MERGED:
+        box_bytes = usual_box_bytes(num_bytes, least=1, slot_bytes=options.slot_bytes)
+        boxes = [
+            one.reads(holder.tables, box, slot_at=0).reads()
+            for one in staged
+            for box in one.boxes(spans[one.group], box_bytes=box_bytes)
+        ]
+        paths[Path.STAGED] = PathPlan(
+            descriptors=sum(len(one.local) for one in boxes),
+            num_bytes=sum(one.num_bytes for one in boxes),
+            num_boxes=len(boxes),
+            scattered_bytes=num_bytes,
+        )
     least = least_box_bytes(joined, decode.engine)
     if num_bytes and least <= options.slot_bytes:
         box_bytes = usual_box_bytes(num_bytes, least=least, slot_bytes=options.slot_bytes)
@@ -230,7 +247,11 @@ def make_plan(options: PlanOptions) -> Plan:
         paths[Path.MAPPED] = whole
     possible = [path for path, one in paths.items() if one]
     chosen = choose_path(
-        possible, num_bytes=num_bytes, num_runs=num_runs, repeated_bytes=repeated_bytes
+        possible,
+        num_bytes=num_bytes,
+        num_runs=num_runs,
+        repeated_bytes=repeated_bytes,
+        num_staged_runs=num_staged_runs,
     )
     reason = _reason(chosen, num_runs=num_runs, num_bytes=num_bytes, repeated_bytes=repeated_bytes)
     holders = {one.prefill_rank for one in reads}
@@ -244,7 +265,7 @@ def make_plan(options: PlanOptions) -> Plan:
         paths=paths,
         choice=chosen,
         reason=reason,
-        seconds=Learned().predict_s(joined_bytes if chosen is Path.PACKED else num_bytes),
+        seconds=Learned().predict_s(read.num_bytes if (read := paths[chosen]) else 0),
         slot_bytes=options.slot_bytes,
     )
 
@@ -311,7 +332,10 @@ def _reason(chosen: Path, *, num_runs: int, num_bytes: int, repeated_bytes: int)
     if chosen is Path.DIRECT:
         is_long = num_bytes >= num_runs * LONG_RUN_BYTES and not repeated_bytes
         return f"runs have {long} or more" if is_long else "it is so little"
-    return "several decode ranks read the same" if repeated_bytes else f"runs are under {long}"
+    if repeated_bytes:
+        return "several decode ranks read the same"
+    but = ", blocks have longer ones" if chosen is Path.STAGED else ""
+    return f"runs are under {long}{but}"
 
 
 def _print(plan: Plan, console: Console) -> None:

@@ -24,7 +24,8 @@ FAILED = RemoteError("failed", code=ErrorCode.TRANSFER_FAILED)
 LOST = LocalError("gone", code=ErrorCode.ENGINE_LOST)
 STAGES = {
     "direct": (Stage.READING,),
-    "packed": (Stage.PACKING, Stage.READING, Stage.COPYING),
+    "staged": (Stage.QUEUED, Stage.READING, Stage.COPYING),
+    "packed": (Stage.PACKING, Stage.QUEUED, Stage.READING, Stage.COPYING),
     "mapped": (Stage.COPYING,),
     "zeroing": (Stage.COPYING,),
     "comparing": (Stage.COMPARING,),
@@ -44,7 +45,7 @@ class Chunk:
             read.Leg(
                 stages=STAGES[kind],
                 source=None if kind == "zeroing" else "holder",
-                device="host" if Stage.PACKING in STAGES[kind] else "",
+                device="host" if Stage.QUEUED in STAGES[kind] else "",
             )
             for kind in (*self.kinds, *self.later)
         ]
@@ -164,6 +165,12 @@ SCRIPTS: dict[str, list[Step]] = {
     "a packed box goes through a slot there and one of ours":
         [(chunk("packed"), ["pack 0"]), (packed(0, 7), ["post 0"]), 1,
          (landed(), ["copy 0", "release 7"]), 1, (copied(), ["end 8 any"]), 0],
+    "a staged box goes through a slot of ours alone":
+        [ONE_SLOT, (chunk("staged", "staged", "staged"), ["post 0"]), 1, (landed(), ["copy 0"]), 1,
+         (copied(), ["post 1"]), (landed(1, 0, FAILED), ["end 8 any transfer_failed"]), 0],
+    "a staged box that waits for a slot is over when its read is stopped":
+        [ONE_SLOT, chunk("staged", "staged"), (stopped, ["abort 0"]),
+         (landed(0, 8, ABORTED), ["end 8 any cancelled"]), 0],
     "slots that were read go back with the next box of the same holder":
         [chunk("packed", "packed", "packed"), (packed(0, 7), ["post 0"]), (landed(), ["copy 0"]),
          (copied(), ["pack 2 giving 7"])],

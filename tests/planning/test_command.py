@@ -53,7 +53,7 @@ def test_the_json_is_the_last_line_and_its_keys_stay() -> None:
 
     assert set(found) == PLAN_KEYS
     assert set(found["from"]) == {"engine", "axes"}
-    assert set(found["paths"]) == {"direct", "packed", "mapped"}
+    assert set(found["paths"]) == {"direct", "staged", "packed", "mapped"}
     assert found["paths"].pop("mapped") is None
     assert all(set(path) == PATH_KEYS for path in found["paths"].values())
     assert found["reads"][1] == {
@@ -76,9 +76,11 @@ WIDE = "kv_heads=8,head=128,layers=4"
     ("arguments", "engines", "tokens", "path", "why"),
     [
         ([], (WIDE, WIDE), 4096, "direct", "runs have 8 KiB or more"),
-        ([], (WIDE, f"tp=2,{WIDE}"), 64, "packed", "runs are under 8 KiB"),
+        ([], (WIDE, f"tp=2,{WIDE}"), 64, "staged", "runs are under 8 KiB, blocks have longer ones"),
+        ([], (f"block=1,{WIDE}", f"tp=2,{WIDE}"), 64, "packed", "runs are under 8 KiB"),
         ([], (SMALL, SMALL), 64, "direct", "it is so little"),
-        ([], 2 * (f"tp=16,{WIDE}",), 4096, "packed", "several decode ranks read the same"),
+        ([], 2 * (f"tp=16,{WIDE}",), 4096, "staged", "several decode ranks read the same"),
+        (*([], 2 * (f"tp=16,block=4,{WIDE}",), 4096), "packed", "several decode ranks read the same"),
         (["--same-machine"], (SMALL, SMALL), 32, "mapped", "memory that is mapped is copied once"),
     ],
 )

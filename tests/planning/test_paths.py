@@ -50,10 +50,11 @@ def can_be_cut(case: Case, share: Share, box_bytes: int) -> bool:
     return True
 
 
-EQUAL = {"num_bytes": 64 * MIB, "num_runs": 8192, "repeated_bytes": 0}
+EQUAL = {"num_bytes": 64 * MIB, "num_runs": 8192, "repeated_bytes": 0, "num_staged_runs": 8192}
 SHORT_RUNS = {**EQUAL, "num_runs": 8193}
 REPEATED = {**EQUAL, "repeated_bytes": 1}
-LITTLE = {"num_bytes": MIB, "num_runs": 129, "repeated_bytes": MIB}
+SHORT_BLOCKS = {**SHORT_RUNS, "num_staged_runs": 8193}
+LITTLE = {"num_bytes": MIB, "num_runs": 129, "repeated_bytes": MIB, "num_staged_runs": 1}
 ALL = tuple(Path)
 
 
@@ -61,13 +62,17 @@ ALL = tuple(Path)
     ("fetch", "paths", "expected"),
     [
         (EQUAL, ALL, Path.MAPPED),
-        (EQUAL, ALL[:2], Path.DIRECT),
-        (SHORT_RUNS, ALL[:2], Path.PACKED),
+        (EQUAL, ALL[:3], Path.DIRECT),
+        (SHORT_RUNS, ALL[:3], Path.STAGED),
+        (SHORT_RUNS, (Path.DIRECT, Path.PACKED), Path.PACKED),
         (SHORT_RUNS, (Path.DIRECT,), Path.DIRECT),
-        (REPEATED, ALL[:2], Path.PACKED),
+        (SHORT_BLOCKS, ALL[:3], Path.PACKED),
+        (SHORT_BLOCKS, ALL[:2], Path.STAGED),
+        (REPEATED, (Path.DIRECT, Path.PACKED), Path.PACKED),
+        ({**REPEATED, "num_staged_runs": 8191}, ALL[:3], Path.STAGED),
         (EQUAL, (Path.PACKED,), Path.PACKED),
-        (LITTLE, ALL[:2], Path.PACKED),
-        (LITTLE | {"num_runs": 128}, ALL[:2], Path.DIRECT),
+        (LITTLE, ALL[:3], Path.PACKED),
+        (LITTLE | {"num_runs": 128}, ALL[:3], Path.DIRECT),
         (LITTLE | {"num_runs": 128}, (Path.PACKED,), Path.PACKED),
     ],
 )

@@ -1,4 +1,4 @@
-"""The legs of boxes: packed by their holder, zeroed here, or compared with what the holder has."""
+"""The legs of boxes: staged here, packed by their holder, zeroed here, or compared."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -6,18 +6,21 @@ from functools import partial
 import numpy as np
 import structlog
 
+from kvbus.agent.copiers import Job
 from kvbus.agent.digests import Digests, Wanted, start_digest
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.slots import SlotMemory
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box, GroupSpec, slot_bytes
-from kvbus.planning import Runs, Share, piece_of
+from kvbus.memory.run_copy import copy_runs
+from kvbus.planning import Runs, Share, Span, StagedPlan, piece_of
 from kvbus.protocol import peer as wire
-from kvbus_decode.legs import ChunkLeg
+from kvbus_decode.legs import ChunkLeg, Rows, tables_are_checked
 from kvbus_decode.read_table import (
     COMPARING,
     COPYING,
     PACKING,
+    QUEUED,
     READING,
     Begin,
     LegState,
@@ -31,13 +34,49 @@ UNPACK_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class StagedLeg(ChunkLeg):
+    """Positions ``box`` of a plan: READ into a slot as they lie there, and copied out of it."""
+
+    stages: tuple[LegState, ...] = (QUEUED, READING, COPYING)
+    plan: StagedPlan
+    box: Span
+    slots: SlotMemory
+
+    def begin(self, command: Begin) -> None:
+        """Read whole blocks into the slot, or copy them into the blocks of the readers."""
+        if self.slot is None:
+            self.end_stage(error=LocalError("the box has no slot", code=ErrorCode.INTERNAL))
+            return
+        at = self.slots.address(self.slot)
+        if command.stage is READING:
+            self.read_planned(
+                self.plan.num_runs({self.plan.group: self.box}), lambda: self._rows(at)
+            )
+            return
+
+        def jobs() -> list[Job]:
+            runs = self.plan.copies(self.chunk.asked.tables, self.box, slot_at=at)
+            slice_bytes = self.means.agent.transport.limits.slice_bytes
+            return [partial(copy_runs, job) for job in runs.cut(slice_bytes)]
+
+        self.work = self.means.agent.copiers.start_jobs(
+            self.chunk.turn, jobs, self.on_copied, engine=self.chunk.route.engine
+        )
+
+    def _rows(self, slot_at: int) -> Rows:
+        with tables_are_checked():
+            runs = self.plan.reads(self.chunk.wanted.tables, self.box, slot_at=slot_at)
+        return runs.reads(local_device=self.slots.device), self.slots.memory, "DRAM"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class BoxLeg(ChunkLeg):
     """One box, from a rank of a source into ours; ``packed`` is where it lies there.
 
     ``slots`` are those here that it is scattered from.
     """
 
-    stages: tuple[LegState, ...] = (PACKING, READING, COPYING)
+    stages: tuple[LegState, ...] = (PACKING, QUEUED, READING, COPYING)
     share: Share
     group: GroupSpec
     box: Box

@@ -57,9 +57,10 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     off; then NIXL is made again, and the blocks come back.
     """
 
-    path: Literal["auto", "direct", "packed", "mapped"] = "auto"
-    """How KV is read: `direct` from blocks into blocks, `packed` through staging slots, `mapped` by
-    a copy out of a prefill engine's memory on this machine; `auto` chooses.
+    path: Literal["auto", "direct", "staged", "packed", "mapped"] = "auto"
+    """How KV is read: `direct` from blocks into blocks, `staged` through staging slots here,
+    `packed` through slots on both sides, `mapped` by a copy out of a prefill engine's memory on
+    this machine; `auto` chooses.
     """
     digest: Literal["off", "sampled", "full"] = "off"
     """Whether what was read is compared with what the prefill engine has, by digests, before a

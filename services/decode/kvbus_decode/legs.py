@@ -4,7 +4,8 @@ READs happen on the transport's thread, copies in threads of their own; READs of
 are planned in a thread as well. What each stage came to is told as `StageEnded`, once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -99,6 +100,22 @@ class ChunkLeg(Leg):
             priority=self.chunk.asked.priority,
         )
 
+    def read_planned(self, num_runs: int, rows: Callable[[], Rows]) -> None:
+        """Post the READs of ``rows``, of about ``num_runs``; many are planned in a thread."""
+        if num_runs > MAX_INLINE_DESCRIPTORS:
+            self.means.agent.tasks.start_soon(self._plan_aside, rows)
+            return
+        try:
+            self.read_rows(rows())
+        except KVBusError as error:
+            self.end_stage(error=error)
+
+    async def _plan_aside(self, rows: Callable[[], Rows]) -> None:
+        async def plan() -> None:
+            self.read_rows(await in_thread(rows))
+
+        await guarded(plan, lambda error: self.end_stage(error=error))
+
     def copy_in_threads(
         self,
         copy: Callable[[PagedMemory], None],
@@ -109,7 +126,7 @@ class ChunkLeg(Leg):
         self.work = self.means.agent.copiers.start(
             self.chunk.turn,
             lambda: (copy,),
-            self._on_copied,
+            self.on_copied,
             engine=self.chunk.route.engine,
             memories=ranks,
             group=group,
@@ -122,18 +139,25 @@ class ChunkLeg(Leg):
             error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
         self.end_stage(outcome.num_bytes, error)
 
-    def _on_copied(self, error: KVBusError | None) -> None:
+    def on_copied(self, error: KVBusError | None) -> None:
         self.work = None
         self.end_stage(error=error)
 
 
-def _runs(plan: RunPlan, chunk: Chunk) -> Runs:
-    """The chunk's bytes by ``plan``; raises `GeometryError`."""
+@contextmanager
+def tables_are_checked() -> Iterator[None]:
+    """Raises `GeometryError` where a plan finds that the offer's block tables lack a block."""
     try:
-        return plan.runs(chunk.wanted.tables, chunk.asked.tables, chunk.spans)
+        yield
     except (IndexError, KeyError) as error:
         message = f"the offer's block tables do not hold its tokens: {error}"
         raise GeometryError(message) from error
+
+
+def _runs(plan: RunPlan, chunk: Chunk) -> Runs:
+    """The chunk's bytes by ``plan``; raises `GeometryError`."""
+    with tables_are_checked():
+        return plan.runs(chunk.wanted.tables, chunk.asked.tables, chunk.spans)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -145,19 +169,7 @@ class DirectLeg(ChunkLeg):
 
     def begin(self, _: Begin) -> None:
         direct = self.plan.direct
-        if direct is not None and direct.num_runs(self.chunk.spans) > MAX_INLINE_DESCRIPTORS:
-            self.means.agent.tasks.start_soon(self._plan_aside)
-            return
-        try:
-            self.read_rows(self._rows())
-        except KVBusError as error:
-            self.end_stage(error=error)
-
-    async def _plan_aside(self) -> None:
-        async def plan() -> None:
-            self.read_rows(await in_thread(self._rows))
-
-        await guarded(plan, lambda error: self.end_stage(error=error))
+        self.read_planned(direct.num_runs(self.chunk.spans) if direct else 0, self._rows)
 
     def _rows(self) -> Rows:
         """Raises `GeometryError`, and `LocalError` where NIXL knows one side not."""

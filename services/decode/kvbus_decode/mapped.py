@@ -46,7 +46,7 @@ MAP_WITHIN_S = 2.0
 """A prefill agent that takes longer was stopped."""
 POPULATE_WITHIN_S = 2.0
 MOST_STATES = 256
-WITH_NIXL = ("direct", "packed")
+WITH_NIXL = ("direct", "staged", "packed")
 OPEN = "open"
 
 SegmentKey = tuple[int, str]

@@ -124,7 +124,7 @@ LEGS = Reading(
     names={
         ("", LegState.READING): "READ",
         (LegState.PACKING, LegState.READING): "READ",
-        (LegState.PACKED, LegState.READING): "READ",
+        (LegState.QUEUED, LegState.READING): "READ",
         (LegState.READING, LegState.COPYING): "scattering",
     },
 )

@@ -30,7 +30,7 @@ MAX_LEARNED = 4096
 MEETING_S = 0.1
 """What engines that have not met take for that."""
 
-WITHOUT_BOXES = (Path.DIRECT, Path.MAPPED)
+WITHOUT_BOXES = (Path.DIRECT, Path.STAGED, Path.MAPPED)
 """Paths that need nothing of the prefill agent that is asked for under an epoch."""
 
 
@@ -87,14 +87,18 @@ class PathChooser:
             return PathChoice(paths[0])
         slot_bytes, least = self._slot_bytes(route), route.least_box_bytes
         plans = route.plans(replica_index)
+        staged = [one for plan in plans for one in plan.staged]
         path = choose_path(
             tuple(one for one in paths if one is not Path.PACKED or least <= slot_bytes) or paths,
             num_bytes=num_bytes,
             num_runs=sum(plan.direct.num_runs(spans) for plan in plans if plan.direct),
             repeated_bytes=route.repeated_bytes(spans),
+            num_staged_runs=sum(plan.num_runs(spans) for plan in staged),
         )
-        if path in WITHOUT_BOXES:
+        if path in (Path.DIRECT, Path.MAPPED):
             return PathChoice(path)
+        if path is Path.STAGED:
+            slot_bytes, least = self._staging.slot_bytes, 1
         box_bytes = usual_box_bytes(num_bytes, least=least, slot_bytes=slot_bytes)
         return PathChoice(path, box_bytes)
 
@@ -142,7 +146,7 @@ def ahead_of(
         return None
     # Only the prefill agent's progress ends a READ over TCP, or one that has to connect first: the
     # lease makes it drive. A copy needs no one, be it made here or by the kernel (CMA).
-    is_driven = choice.path is Path.DIRECT and not transport.ends_undriven(route.home.nixl_agent)
+    is_driven = choice.path is not Path.MAPPED and not transport.ends_undriven(route.home.nixl_agent)
     return Ahead(requested.ticket.tables(), claims=is_driven)
 
 
@@ -171,17 +175,30 @@ def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
     if not (route.prefill_direct and route.decode_direct):
         side = "decode" if not route.decode_direct else "prefill"
         closed[Path.DIRECT] = f"the memory of the {side} engine is unregistered"
+    if not route.is_staged:
+        closed[Path.STAGED] = _unstaged(route)
     if not packs_here:
-        closed[Path.PACKED] = "key 'staging_bytes' is 0 at the decode agent"
+        reason = "key 'staging_bytes' is 0 at the decode agent"
+        closed[Path.STAGED] = closed[Path.PACKED] = reason
     for source in route.sources:
         if source.nixl is None:
-            for path in (Path.DIRECT, Path.PACKED):
+            for path in (Path.DIRECT, Path.STAGED, Path.PACKED):
                 closed[path] = "the memory of the prefill engine is mapped, and not known to NIXL"
             break
         if not source.slot_bytes:
             reason = f"key 'staging_bytes' is 0 at the prefill agent ({source.peer.endpoint})"
             closed[Path.PACKED] = reason
     return closed
+
+
+def _unstaged(route: Route) -> str:
+    if not route.prefill_direct:
+        return "the memory of the prefill engine is unregistered"
+    if not route.decode_mapped:
+        return "the memory of the decode engine is on a GPU"
+    if route.is_mapped:
+        return "the memory of the prefill engine is mapped"
+    return "a block of one layer is larger than a slot (key 'slot_bytes')"
 
 
 def _unmapped(route: Route) -> str:

@@ -1,13 +1,14 @@
 """All reads of one decode agent: the legs of each, slots here, and how a read ends (sans-IO).
 
-    ChunkWanted ─▶ legs ─▶ at most so many packed ones at a time ─▶ ... ─▶ next round ─▶ ReadEnded
+    ChunkWanted ─▶ legs ─▶ at most so many with slots at a time ─▶ ... ─▶ next round ─▶ ReadEnded
                               │ ▲
                               ▼ │ slots here, holder by holder in fair turn
 
 A leg goes through its stages, one after the other:
 
     direct       wanted ────────────────────────▶ reading ─────────────▶ over
-    packed       wanted ─▶ packing ─▶ packed ───▶ reading ─▶ copying ──▶ over
+    staged       wanted ────────────▶ queued ───▶ reading ─▶ copying ──▶ over
+    packed       wanted ─▶ packing ─▶ queued ───▶ reading ─▶ copying ──▶ over
     mapped       wanted ───────────────────────────────────▶ copying ──▶ over
     zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
     comparing    wanted ─▶ comparing ──────────────────────────────────▶ over
@@ -20,8 +21,8 @@ become free, whatever was aborted, lost or late before.
 The legs of a read come in rounds: those that bring bytes, those that zero, and those that compare,
 so these see what the read leaves in the blocks.
 
-One READ that feeds several of our ranks is a packed leg whose copy writes to all of them. So its
-slot here is given on when none of them is copied to any more.
+One READ that feeds several of our ranks is a leg with a slot, whose copy writes to all of them. So
+its slot here is given on when none of them is copied to any more.
 """
 
 from collections import defaultdict, deque
@@ -52,8 +53,8 @@ class LegState(StrEnum):
     PACKING = "packing"
     """Its holder was asked to gather the box into a slot there."""
 
-    PACKED = "packed"
-    """The box lies in a slot there, and the leg waits for a slot here."""
+    QUEUED = "queued"
+    """It waits for a slot here; a box that was packed lies in a slot there."""
 
     READING = "reading"
     """A READ is planned or posted."""
@@ -68,7 +69,7 @@ class LegState(StrEnum):
     """Nothing of it can write anywhere."""
 
 
-WANTED, PACKING, PACKED = LegState.WANTED, LegState.PACKING, LegState.PACKED
+WANTED, PACKING, QUEUED = LegState.WANTED, LegState.PACKING, LegState.QUEUED
 READING, COPYING = LegState.READING, LegState.COPYING
 COMPARING, OVER = LegState.COMPARING, LegState.OVER
 
@@ -220,15 +221,15 @@ class ReadEntry:
         """What one of its legs waits for a slot here under."""
         return Key(leg.source, self.wanted.priority)
 
-    def next_leg(self, most_packed: int) -> Leg | None:
-        """The leg to start now, taken from those that wait; ``most_packed`` are live at a time."""
+    def next_leg(self, most_queued: int) -> Leg | None:
+        """The leg to start now, taken from those that wait; so many with slots live at a time."""
         while not self.waiting and not self.live and self.rounds and self.error is None:
             self.waiting.extend(self.rounds.popleft())
         if not self.waiting:
             return None
-        if PACKING in self.waiting[0].stages:
-            num_packed = sum(PACKING in leg.stages for leg in self.live)
-            if num_packed >= most_packed:
+        if QUEUED in self.waiting[0].stages:
+            num_queued = sum(QUEUED in leg.stages for leg in self.live)
+            if num_queued >= most_queued:
                 return None
         return self.waiting.popleft()
 
@@ -250,6 +251,8 @@ def begin(read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
         leg.slot = event.slot
     leg.state = leg.stages[leg.num_begun]
     leg.num_begun += 1
+    if leg.state is QUEUED:
+        return []
     if leg.state is not PACKING:
         return [Begin(leg, leg.state)]
     leg.asked_at = now
@@ -269,9 +272,6 @@ def go_on(read: ReadEntry, leg: Leg, event: StageEnded, now: float) -> Commands:
     if read.error is not None or leg.num_begun == len(leg.stages):
         leg.state = OVER
         return []
-    if leg.state is PACKING:
-        leg.state = PACKED
-        return []
     return begin(read, leg, event, now)
 
 
@@ -287,19 +287,19 @@ def abort(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Comman
 
 
 TRANSITIONS = transitions(
-    ((WANTED,), (LegDue,), begin, (PACKING, READING, COPYING, COMPARING)),
-    ((PACKING,), (StageEnded,), go_on, (PACKED, OVER)),
-    ((PACKED,), (LegDue,), begin, (READING,)),
+    ((WANTED,), (LegDue,), begin, (PACKING, QUEUED, READING, COPYING, COMPARING)),
+    ((PACKING,), (StageEnded,), go_on, (QUEUED, OVER)),
+    ((QUEUED,), (LegDue,), begin, (READING,)),
     ((READING,), (StageEnded,), go_on, (COPYING, OVER)),
     ((COPYING, COMPARING), (StageEnded,), go_on, (OVER,)),
-    ((PACKING, PACKED, COMPARING), (LegStopped,), drop, (OVER,)),
+    ((PACKING, QUEUED, COMPARING), (LegStopped,), drop, (OVER,)),
     ((READING, COPYING), (LegStopped,), abort, ()),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Bounds of the table: packed legs of a read at a time, and slots here on each device.
+    """Bounds of the table: legs of a read with slots at a time, and slots here on each device.
 
     READs that drain for ``quarantine_s`` are ended from outside.
     """
@@ -413,9 +413,9 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         commands: Commands = TRANSITIONS[before, type(event)].handler(read, leg, event, now)
         state = leg.state
         read.story.note(now, event, state, commands, f"leg {leg.number}")
-        if state is PACKED:
+        if state is QUEUED:
             self._pools[leg.device].add(read.turn_of(leg), leg)
-        elif before is PACKED and leg.slot is None:
+        elif before is QUEUED and leg.slot is None:
             self._pools[leg.device].discard(read.turn_of(leg), leg)
         if leg.slot_id is not None and state in (COPYING, OVER):
             read.read_slots.setdefault(leg.source, []).append(leg.slot_id)

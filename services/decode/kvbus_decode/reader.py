@@ -19,12 +19,13 @@ import structlog
 from kvbus.agent.engine import LocalEngine, engine_lost
 from kvbus.agent.loop import until
 from kvbus.agent.service import Agent
+from kvbus.agent.slots import HOST
 from kvbus.errors import KVBusError, TransferFailed
-from kvbus.planning import Path, Share, cut_for_digests, cut_into_boxes
+from kvbus.planning import Path, Share, StagedPlan, cut_for_digests, cut_into_boxes
 from kvbus.table import Driver, Story
 from kvbus.table.events import Stopped
 from kvbus_decode import read_table as ev
-from kvbus_decode.box_legs import BoxLeg, CompareLeg, ZeroLeg, release_slots
+from kvbus_decode.box_legs import BoxLeg, CompareLeg, StagedLeg, ZeroLeg, release_slots
 from kvbus_decode.chunk import ActiveFetch, Chunk, make_chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded
@@ -141,25 +142,43 @@ class Reader:
 
         Raises `GeometryError` when a box is too small for anything, and as `StagingDevices.at`.
         """
-        if choice.path is Path.PACKED:
-            yield from self._box_legs(chunk, choice.box_bytes)
+        if choice.path in (Path.STAGED, Path.PACKED):
+            yield from self._box_legs(chunk, choice)
             return
         kind = DirectLeg if choice.path is Path.DIRECT else MappedLeg
         for plan in chunk.plans:
             yield kind(source=plan.source, chunk=chunk, means=self._means, plan=plan)
 
-    def _box_legs(self, chunk: Chunk, box_bytes: int) -> Iterator[ev.Leg]:
+    def _box_legs(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Leg]:
         """One leg for each box; those of different sources and ranks take turns."""
-        queues = deque(
-            self._legs_of_share(chunk, plan.source, share, box_bytes)
-            for plan in chunk.plans
-            for share in plan.joined
-        )
+        queues, box_bytes = deque[Iterator[ev.Leg]](), choice.box_bytes
+        for plan in chunk.plans:
+            if choice.path is Path.STAGED:
+                legs = self._staged_legs
+                queues += (legs(chunk, plan.source, one, box_bytes) for one in plan.staged)
+            else:
+                legs_of = self._legs_of_share
+                queues += (legs_of(chunk, plan.source, one, box_bytes) for one in plan.joined)
         while queues:
             queue = queues.popleft()
             if (leg := next(queue, None)) is not None:
                 yield leg
                 queues.append(queue)
+
+    def _staged_legs(
+        self, chunk: Chunk, source: Source, plan: StagedPlan, box_bytes: int
+    ) -> Iterator[ev.Leg]:
+        slots = self._agent.staging.at(HOST)
+        for box in plan.boxes(chunk.spans[plan.group], box_bytes=box_bytes):
+            yield StagedLeg(
+                source=source,
+                device=HOST,
+                chunk=chunk,
+                means=self._means,
+                plan=plan,
+                box=box,
+                slots=slots,
+            )
 
     def _legs_of_share(
         self, chunk: Chunk, source: Source, share: Share, box_bytes: int

@@ -26,9 +26,11 @@ from kvbus.planning import (
     Share,
     SpanMap,
     Spans,
+    StagedPlan,
     bytes_by_group,
     least_box_bytes,
     span_bytes,
+    staged_plans,
 )
 from kvbus.protocol.peer import CheckMemory, EngineMemory
 from kvbus_decode.mapped import MappedMemory
@@ -90,29 +92,37 @@ class Source:
 class SourcePlan:
     """What is read from one source; ``direct`` and ``mapped`` are None when that one is not open.
 
-    ``mapped`` is between addresses of this process. The packed path has ``joined`` shares. Each is
-    read from where its first reader reads anyway, so no source has these alone.
+    ``mapped`` is between addresses of this process. The packed path has ``joined`` shares, and so
+    has ``staged``, if it is open. Each is read from where its first reader reads anyway, so no
+    source has these alone.
     """
 
     source: Source
     shares: tuple[Share, ...]
     joined: tuple[Share, ...]
     direct: RunPlan | None
+    staged: tuple[StagedPlan, ...]
     mapped: RunPlan | None
 
 
 class Route:
     """From all ranks of a prefill engine to the ranks of a decode engine that are here.
 
-    The first of ``sources`` is the engine's home, where its leases are. Takes some 100 ms for
+    The first of ``sources`` is the engine's home, where its leases are. Blocks are staged in slots
+    of ``slot_bytes`` here, unless all is mapped. Takes some 100 ms for
     engines of many ranks and layers: make it in a thread. Raises `GeometryError` when the ranks do
     not hold all that the decode engine needs.
     """
 
     def __init__(
-        self, prefill: EngineSpec, sources: tuple[Source, ...], engine: LocalEngine
+        self,
+        prefill: EngineSpec,
+        sources: tuple[Source, ...],
+        engine: LocalEngine,
+        slot_bytes: int,
     ) -> None:
         self.prefill, self.sources, self.engine = prefill, sources, engine
+        self._slot_bytes = slot_bytes
         self.home, self.others = sources[0], sources[1:]
         """The agent that has the engine's offers, and those that have ranks alone."""
         self.paths: tuple[Path, ...] = ()
@@ -151,6 +161,9 @@ class Route:
             self._num_blocks[name] = min(num_blocks, self._num_blocks.get(name, num_blocks))
         self._position_bytes = bytes_by_group(self._map.shares(), prefill)
         self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
+        every = (plan for plans in self._plans for plan in plans)
+        self.is_staged = all(plan.staged for plan in every if plan.joined)
+        """Whether blocks can be read as they lie there, into slots here."""
         joined = self._map.joined()
         self.least_box_bytes = least_box_bytes(joined, prefill)
         """The smallest box that the packed path can go in."""
@@ -203,6 +216,7 @@ class Route:
                 shares,
                 joined.get(source, ()),
                 self._direct_plan(source, shares),
+                self._staged_plans(source, joined.get(source, ())),
                 self._mapped_plan(source, shares),
             )
             for source, shares in self._by_source(self._map.shares(replica_index)).items()
@@ -218,6 +232,12 @@ class Route:
         if not (self.prefill_direct and self.decode_direct):
             return None
         return RunPlan(source.ranks, self.readers, shares)
+
+    def _staged_plans(self, source: Source, joined: tuple[Share, ...]) -> tuple[StagedPlan, ...]:
+        if self.is_mapped or not (self.prefill_direct and self.decode_mapped):
+            return ()
+        readers, slot_bytes = self._mapped_readers, self._slot_bytes
+        return staged_plans(source.ranks, readers, joined, slot_bytes=slot_bytes)
 
     def _mapped_plan(self, source: Source, shares: tuple[Share, ...]) -> RunPlan | None:
         if not self.is_mapped or source.mapped is None:

@@ -203,7 +203,9 @@ class RouteBook(PeerWatcher):
         done, sources = await self._meet_all(peer, ticket, first)
         if not _can_be_read(sources):
             done, sources = await self._meet_all(peer, ticket, replace(first, machine=""))
-        return await in_thread(Route, done.memory.engine, sources, engine)
+        return await in_thread(
+            Route, done.memory.engine, sources, engine, self._agent.staging.slot_bytes
+        )
 
     async def _meet_all(
         self, peer: Peer, ticket: Ticket, shaken: _Round

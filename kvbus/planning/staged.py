@@ -1,0 +1,125 @@
+"""Blocks that are READ as they lie at their holder, into a slot here, and copied to the readers.
+
+What goes to the readers' blocks in short runs may lie in long ones at the holder: a block whose
+axes have another order, or one with the heads of several ranks that are here. A slot holds whole
+blocks of the holder in its order, without gaps; so it is to the planner a rank of its engine:
+
+    holder's blocks ──READ, long runs──▶ slot ──copy, short runs──▶ blocks of each reader
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from kvbus.geometry import BlockTable, RankSpec, num_blocks_for, staged_regions
+from kvbus.planning.mapping import Share, position_bytes
+from kvbus.planning.run_plan import PlacedRank, RunPlan
+from kvbus.planning.runs import Runs
+from kvbus.planning.spans import Span, Spans, Tables
+
+
+class StagedPlan:
+    """What ``shares`` of one holder, which differ in readers and heads alone, have of ``layers``.
+
+    A block of these fits ``slot_bytes``.
+    """
+
+    def __init__(
+        self,
+        holder: PlacedRank,
+        readers: Mapping[int, PlacedRank],
+        shares: Iterable[Share],
+        *,
+        layers: tuple[int, ...],
+        slot_bytes: int,
+    ) -> None:
+        wanted = [replace(one, holder=0, layers=layers) for one in shares]
+        end = max(one.first_head + one.num_heads for one in wanted)
+        whole = replace(wanted[0], reader=0, num_heads=end - wanted[0].first_head, others=())
+        self.group = whole.group
+        group = holder.engine.group(whole.group)
+        self._block_size = group.block_size
+        self._block_bytes = position_bytes(whole, group) * group.block_size
+        regions = staged_regions(
+            group,
+            holder.rank.regions,
+            whole.box(layers, 0, group.block_size),
+            num_blocks=slot_bytes // self._block_bytes,
+        )
+        slot = PlacedRank(holder.engine, RankSpec(0, (), tuple(regions)), {"slot": 0})
+        copied = [replace(one, reader=n, others=()) for one in wanted for n in one.readers]
+        self._read = RunPlan({0: holder}, {0: slot}, [whole])
+        self._copy = RunPlan({0: slot}, readers, copied)
+
+    def num_runs(self, spans: Spans) -> int:
+        """About how many runs are read of these positions."""
+        return self._read.num_runs({self.group: spans[self.group]})
+
+    def boxes(self, span: Span, *, box_bytes: int) -> Iterator[Span]:
+        """The positions in boxes of whole blocks, about equal, of ``box_bytes`` if one fits."""
+        start, stop = span
+        if start < stop:
+            first, end = start // self._block_size, num_blocks_for(stop, self._block_size)
+            num_boxes = -(-(end - first) // max(1, box_bytes // self._block_bytes))
+            for index in range(num_boxes):
+                lo, hi = (first + at * (end - first) // num_boxes for at in (index, index + 1))
+                yield max(start, lo * self._block_size), min(stop, hi * self._block_size)
+
+    def reads(self, tables: Tables, box: Span, *, slot_at: int) -> Runs:
+        """The runs from the holder's blocks into a slot that begins at ``slot_at``.
+
+        Raises `IndexError` when the holder's ``tables`` do not cover the positions.
+        """
+        runs = self._read.runs(tables, self._in_slot(box), {self.group: box})
+        return runs.moved(target_bytes=slot_at)
+
+    def copies(self, tables: Tables, box: Span, *, slot_at: int) -> Runs:
+        """The runs from the slot into the blocks of ``tables``, of all readers; as `reads`."""
+        runs = self._copy.runs(self._in_slot(box), tables, {self.group: box})
+        return runs.moved(source_bytes=slot_at)
+
+    def _in_slot(self, box: Span) -> Tables:
+        first, end = box[0] // self._block_size, num_blocks_for(box[1], self._block_size)
+        return {self.group: BlockTable.of(range(end - first), first_block=first)}
+
+
+def staged_plans(
+    holders: Mapping[int, PlacedRank],
+    readers: Mapping[int, PlacedRank],
+    shares: Iterable[Share],
+    *,
+    slot_bytes: int,
+) -> tuple[StagedPlan, ...]:
+    """Plans that have each of ``shares`` once; none when a slot has no room for one layer's block.
+
+    Shares whose heads are neighbours at one holder are read together.
+    """
+    beside: list[list[Share]] = []
+    for one in sorted(shares, key=lambda one: (*_alike(one), one.first_head)):
+        before = beside[-1][-1] if beside else None
+        if before and _alike(before) == _alike(one) and _end(beside[-1]) >= one.first_head:
+            beside[-1].append(one)
+        else:
+            beside.append([one])
+    plans: list[StagedPlan] = []
+    for some in beside:
+        holder, layers = holders[some[0].holder], some[0].layers
+        group, first_head = holder.engine.group(some[0].group), some[0].first_head
+        heads = replace(some[0], layers=layers[:1], num_heads=_end(some) - first_head)
+        together = slot_bytes // (position_bytes(heads, group) * group.block_size)
+        if not together:
+            return ()
+        for at in range(0, len(layers), together):
+            some_layers = layers[at : at + together]
+            plans.append(
+                StagedPlan(holder, readers, some, layers=some_layers, slot_bytes=slot_bytes)
+            )
+    return tuple(plans)
+
+
+def _alike(share: Share) -> tuple[int, str, tuple[int, ...], tuple[str, ...]]:
+    """What shares that are read together have in common."""
+    return share.holder, share.group, share.layers, share.parts
+
+
+def _end(shares: Iterable[Share]) -> int:
+    return max(one.first_head + one.num_heads for one in shares)
