@@ -86,7 +86,7 @@ def num_read_bytes(
 ) -> int:
     """Bytes of all that is moved for these tokens, to every rank that holds it.
 
-    ``packed``, heads that several ranks hold are read once for all that are in one place: at one
+    ``staged`` and ``packed``, heads that several ranks hold are read once for all that are in one place: at one
     of several agents, where ``places`` says which agent has which rank.
     """
     num_bytes, seen = 0, set[object]()
@@ -94,7 +94,7 @@ def num_read_bytes(
         group = _group_of(target.spec, layer)
         needed = moved(group, source.spec.group(group.name), first_token, num_tokens)
         heads = places and places[rank], layer, part, *target.heads(rank, layer, part)
-        if path != "packed" or heads not in seen:
+        if path not in ("staged", "packed") or heads not in seen:
             num_bytes += len(needed) * view[0, 0].nbytes
         seen.add(heads)
     return num_bytes

@@ -145,6 +145,10 @@ class HostLane(Lane):
 Settings = dict[str, dict[str, Any]]
 LANES: dict[str, tuple[type[Lane], Settings]] = {
     "direct": (Lane, {"prefill": OVER_TCP, "decode": {**OVER_TCP, "path": "direct"}}),
+    "staged": (
+        Lane,
+        {"prefill": OVER_TCP, "decode": {**OVER_TCP, **RING, "path": "staged"}},
+    ),
     "packed": (
         Lane,
         {"prefill": {**OVER_TCP, **RING}, "decode": {**OVER_TCP, **RING, "path": "packed"}},

@@ -23,7 +23,7 @@ from tests.engines import Engine, engine, make_spec, spread_engine
 from tests.host_engines import host_engine
 from tests.memories import Memory
 
-PATHS = ("direct", "packed", "mapped")
+PATHS = ("direct", "staged", "packed", "mapped")
 GROUP = GroupSpec("full", (0, 1), 16, 8, 4, "bfloat16")
 WINDOW = GroupSpec("window", (2, 3), 8, 8, 4, "bfloat16", window=21)
 STATE = state_group("state", (4, 5), (StatePart("conv", 6, 10), StatePart("norm", 1, 7)))

@@ -149,7 +149,7 @@ EXPECTED = {
     "prefill engine leaves": dict.fromkeys(WAYS, Expected(LOST, None))
     | {"several agents": Expected(LOST_IN_PART, Outcome.WITHDRAWN)},
     "decode engine leaves": dict.fromkeys(
-        ("direct", "packed", "mapped"), Expected(LOST, Outcome.COMPLETED, stages=("",))
+        ("direct", "staged", "packed", "mapped"), Expected(LOST, Outcome.COMPLETED, stages=("",))
     )
     | {"several agents": Expected(LOST, Outcome.COMPLETED)},
     "prefill agent stopped": dict.fromkeys(
@@ -163,7 +163,7 @@ EXPECTED = {
         "packed": Expected(NO_ANSWER, Outcome.WITHDRAWN),
     },
     "decode agent stopped": dict.fromkeys(
-        ("direct", "packed", "mapped"), Expected({*NO_ANSWER, ErrorCode.STALE}, Outcome.COMPLETED)
+        ("direct", "staged", "packed", "mapped"), Expected({*NO_ANSWER, ErrorCode.STALE}, Outcome.COMPLETED)
     ),
     "prefill agent killed": dict.fromkeys(LANES, Expected(GONE, None))
     | {"several agents": Expected(GONE, Outcome.WITHDRAWN)},

@@ -87,9 +87,11 @@ AXES: dict[str, Sequence[Any]] = {
 
 def is_possible(case: Case) -> bool:
     """Whether there are such engines, and they can take this path; of a few axes, whether some."""
-    staged = [case.get(f"{role} memory") == UNREGISTERED for role in ROLES]
+    unregistered = [role for role in ROLES if case.get(f"{role} memory") == UNREGISTERED]
     path = case.get("path")
-    if path == "direct" and any(staged):
+    if path == "direct" and unregistered:
+        return False
+    if path == "staged" and "prefill" in unregistered:
         return False
     if case.get("model") == "state" and case.get("request") == "part of an offer":
         return False  # a state is that of the last token
