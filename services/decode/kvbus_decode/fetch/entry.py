@@ -76,7 +76,7 @@ class FetchLimits:
     lease_s: float = 10.0
     request_timeout_s: float = 5.0
     busy_retry_s: float = 0.05
-    claim_after_s: float = 0.01
+    claim_after_s: float = 0.05
     take_grace_s: float = 1.0
     reader_agent: str = ""
     reader_boot: str = ""
