@@ -86,8 +86,8 @@ def num_read_bytes(
 ) -> int:
     """Bytes of all that is moved for these tokens, to every rank that holds it.
 
-    ``staged`` and ``packed``, heads that several ranks hold are read once for all that are in one place: at one
-    of several agents, where ``places`` says which agent has which rank.
+    ``staged`` and ``packed``, heads that several ranks hold are read once for all that are in one
+    place: at one of several agents, where ``places`` says which agent has which rank.
     """
     num_bytes, seen = 0, set[object]()
     for (rank, layer, part), view in target.views().items():

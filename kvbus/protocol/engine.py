@@ -258,7 +258,7 @@ class Fetched(Message, frozen=True):
     num_bytes: Size = 0
     """Bytes that were read; what several ranks hold alike may be read once."""
     path: Text = ""
-    """How they were read: ``direct``, ``staged``, ``packed`` or ``mapped``; empty when nothing was."""
+    """How they were read: ``direct``, ``staged``, ``packed`` or ``mapped``; else empty."""
     stages_s: StageTimes = StageTimes()
     """Where the time went."""
     whole_blocks: bool = False

@@ -80,7 +80,11 @@ WIDE = "kv_heads=8,head=128,layers=4"
         ([], (f"block=1,{WIDE}", f"tp=2,{WIDE}"), 64, "packed", "runs are under 8 KiB"),
         ([], (SMALL, SMALL), 64, "direct", "it is so little"),
         ([], 2 * (f"tp=16,{WIDE}",), 4096, "staged", "several decode ranks read the same"),
-        (*([], 2 * (f"tp=16,block=4,{WIDE}",), 4096), "packed", "several decode ranks read the same"),
+        (
+            *([], 2 * (f"tp=16,block=4,{WIDE}",), 4096),
+            "packed",
+            "several decode ranks read the same",
+        ),
         (["--same-machine"], (SMALL, SMALL), 32, "mapped", "memory that is mapped is copied once"),
     ],
 )

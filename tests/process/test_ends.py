@@ -163,7 +163,8 @@ EXPECTED = {
         "packed": Expected(NO_ANSWER, Outcome.WITHDRAWN),
     },
     "decode agent stopped": dict.fromkeys(
-        ("direct", "staged", "packed", "mapped"), Expected({*NO_ANSWER, ErrorCode.STALE}, Outcome.COMPLETED)
+        ("direct", "staged", "packed", "mapped"),
+        Expected({*NO_ANSWER, ErrorCode.STALE}, Outcome.COMPLETED),
     ),
     "prefill agent killed": dict.fromkeys(LANES, Expected(GONE, None))
     | {"several agents": Expected(GONE, Outcome.WITHDRAWN)},

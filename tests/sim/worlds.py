@@ -79,7 +79,9 @@ SORTS: dict[str, Sort] = {
         **RESTLESS,
     ),
     "compared": Sort(
-        settings=quick(pairs=2, decode=HND, decode_config={"digest": "full", "path": "staged"}, flips=0.02),
+        settings=quick(
+            pairs=2, decode=HND, decode_config={"digest": "full", "path": "staged"}, flips=0.02
+        ),
         fault_every_s=1.0,
         request_every_s=0.01,
         **RESTLESS,

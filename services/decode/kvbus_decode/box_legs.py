@@ -54,12 +54,14 @@ class StagedLeg(ChunkLeg):
             )
             return
 
+        copiers, most = self.means.agent.copiers, self.means.agent.transport.limits.slice_bytes
+
         def jobs() -> list[Job]:
             runs = self.plan.copies(self.chunk.asked.tables, self.box, slot_at=at)
-            slice_bytes = self.means.agent.transport.limits.slice_bytes
-            return [partial(copy_runs, job) for job in runs.cut(slice_bytes)]
+            job_bytes = copiers.job_bytes(runs.num_bytes, most=most)
+            return [partial(copy_runs, job) for job in runs.cut(job_bytes)]
 
-        self.work = self.means.agent.copiers.start_jobs(
+        self.work = copiers.start_jobs(
             self.chunk.turn, jobs, self.on_copied, engine=self.chunk.route.engine
         )
 

@@ -30,7 +30,7 @@ MAX_LEARNED = 4096
 MEETING_S = 0.1
 """What engines that have not met take for that."""
 
-WITHOUT_BOXES = (Path.DIRECT, Path.STAGED, Path.MAPPED)
+UNPACKED = (Path.DIRECT, Path.STAGED, Path.MAPPED)
 """Paths that need nothing of the prefill agent that is asked for under an epoch."""
 
 
@@ -62,14 +62,14 @@ class PathChooser:
     def path_of(self, chunk: Chunk) -> PathChoice:
         """How a chunk is read: as its whole fetch, unless memory that was mapped has closed.
 
-        Without a lease it is one of `WITHOUT_BOXES`. Raises `ConfigError` when no path is open.
+        Without a lease it is one of `UNPACKED`. Raises `ConfigError` when no path is open.
         """
         route, fetch, asked, leased = chunk.route, chunk.fetch, chunk.asked, chunk.wanted.epoch > 0
         choice = fetch.choice or self.choose(route, asked.first_token, asked.num_tokens)
         if isinstance(choice, PathChoice):
             fetch.choice = choice
             is_open = choice.path is not Path.MAPPED or route.is_mapped
-            if is_open and (leased or choice.path in WITHOUT_BOXES):
+            if is_open and (leased or choice.path in UNPACKED):
                 return choice
         paths = self._open_paths(route)
         if not leased:
@@ -140,14 +140,14 @@ def ahead_of(
     to look at are asked to drive their part of a read as long as it lasts. Raises `ProtocolError`
     when the ticket's blocks are none.
     """
-    if choice.path not in WITHOUT_BOXES or not _names_all(requested):
+    if choice.path not in UNPACKED or not _names_all(requested):
         return None
     if route.others or requested.others or requested.access:
         return None
     # Only the prefill agent's progress ends a READ over TCP, or one that has to connect first: the
     # lease makes it drive. A copy needs no one, be it made here or by the kernel (CMA).
-    is_driven = choice.path is not Path.MAPPED and not transport.ends_undriven(route.home.nixl_agent)
-    return Ahead(requested.ticket.tables(), claims=is_driven)
+    is_copied = choice.path is Path.MAPPED or transport.ends_undriven(route.home.nixl_agent)
+    return Ahead(requested.ticket.tables(), claims=not is_copied)
 
 
 def _names_all(requested: Requested) -> bool:
@@ -160,7 +160,7 @@ def _names_all(requested: Requested) -> bool:
 
 def _without_boxes(paths: tuple[Path, ...]) -> tuple[Path, ...]:
     """Those of ``paths`` that need no lease; raises `LocalError` when they have closed."""
-    found = tuple(path for path in paths if path in WITHOUT_BOXES)
+    found = tuple(path for path in paths if path in UNPACKED)
     if not found:
         message = "the path that needs no lease has closed while the fetch waited"
         raise LocalError(message, code=ErrorCode.ENGINE_LOST)
