@@ -159,7 +159,7 @@ def test_agents_of_two_machines_take_the_path_that_fits_the_runs(pair: Pair) -> 
     for name, path, size in (
         ("one-block", "direct", 64 * KIB),
         ("in-order", "direct", 8 * MIB),
-        ("hnd-to-nhd", "packed", 8 * MIB),
+        ("hnd-to-nhd", "staged", 8 * MIB),
     ):
         assert num_bytes(found[name], path) == pytest.approx(size, rel=1e-3)
 

@@ -65,7 +65,7 @@ async def test_what_is_held_stands_in_the_status_and_what_was_done_is_counted_an
         before = read()
         offer = await source.prefill.offer(request_id, **BLOCK)
         theirs, ours = prefill.status(), decode.status()
-        await target.decode.fetch(offer.ticket, **BLOCK).ended
+        await target.decode.fetch(offer.ticket, **BLOCK, chunk_tokens=16).ended  # under a lease
         await offer.ended
         told = [
             agent.says(event, request_id=request_id)
