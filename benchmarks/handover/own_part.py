@@ -7,7 +7,7 @@
 
 The part is all from *begun* or *published* until *told*, and what the connector did before when the
 decode request came (*noted*). HTTP, vLLM's steps before and the step that makes the token are in no
-part. All is on one machine, and so on one clock. Refuses to count a part that it has not seen.
+part. All is on one machine, and so on one clock.
 """
 
 import http.client

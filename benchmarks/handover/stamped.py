@@ -1,7 +1,7 @@
 """The connector, which also writes down when vLLM calls it and when a load has ended.
 
 Each line has what happened, when the call began and when it returned, by `time.monotonic`, the
-clock of the agents' spans. Refuses to tell requests apart: there is one at a time.
+clock of the agents' spans. There is one request at a time.
 """
 
 import os

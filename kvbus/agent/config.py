@@ -110,8 +110,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     the last minute, and the last 1,024.
     """
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 128 << 20
-    """Memory of this agent that packed transfers pass through; 0 turns them off, so that KV of
-    another shape goes in small pieces.
+    """Memory of this agent that staged and packed transfers pass through; 0 turns them off, so that
+    KV of another shape goes in small pieces.
     """
     mapped: bool = True
     """Whether a prefill agent lends the memory of its engines to decode agents of this machine and
@@ -122,7 +122,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     the slots alone, which a prefill agent zeroes after use.
     """
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30, multiple_of=4096)] = 8 << 20
-    """Size of one staging slot, and so of the largest packed box."""
+    """Size of one staging slot, and so of the largest box."""
     slice_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
     """Largest post of one transfer, and largest part of a copy out of mapped memory, in bytes."""
     max_handoffs: Bound = 4096
@@ -223,7 +223,7 @@ def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
         yield (
             "staging_bytes",
             f"{config.staging_bytes} is less than one slot of 'slot_bytes' = "
-            f"{config.slot_bytes}; make it larger, or 0 to turn packing off",
+            f"{config.slot_bytes}; make it larger, or 0 to have no slots",
         )
 
 

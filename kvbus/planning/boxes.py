@@ -57,8 +57,8 @@ def cut_into_boxes(
             max(start, lo * best.alignment),
             min(stop, hi * best.alignment),
         )
-        for first, last in _even(0, len(share.layers), best.num_layer_cuts)
-        for lo, hi in _even(first_block, end_block, best.num_span_cuts)
+        for first, last in evenly(0, len(share.layers), best.num_layer_cuts)
+        for lo, hi in evenly(first_block, end_block, best.num_span_cuts)
     )
 
 
@@ -96,7 +96,7 @@ def _ways(
         yield _Way(num_boxes, is_short, order, num_layer_cuts, alignment, num_span_cuts)
 
 
-def _even(start: int, stop: int, num: int) -> Iterator[tuple[int, int]]:
+def evenly(start: int, stop: int, num: int) -> Iterator[tuple[int, int]]:
     """[start, stop) in ``num`` intervals as equal as can be."""
     return pairwise(start + index * (stop - start) // num for index in range(num + 1))
 

@@ -35,8 +35,10 @@ from kvbus.planning import (
     ReadMap,
     RunPlan,
     Share,
+    Span,
     SpanMap,
     Spans,
+    StagedPlan,
     bytes_by_group,
     check_compatible,
     choose_path,
@@ -217,16 +219,15 @@ def make_plan(options: PlanOptions) -> Plan:
     paths[Path.DIRECT] = whole
     staged = staged_plans(holder.ranks, reader.ranks, joined, slot_bytes=options.slot_bytes)
     num_staged_runs = sum(one.num_runs(spans) for one in staged)
-    if num_bytes and staged and num_staged_runs <= MAX_MERGED:
-        box_bytes = usual_box_bytes(num_bytes, least=1, slot_bytes=options.slot_bytes)
-        boxes = [
-            one.reads(holder.tables, box, slot_at=0).reads()
-            for one in staged
-            for box in one.boxes(spans[one.group], box_bytes=box_bytes)
-        ]
+    if num_bytes and staged:
+        boxes = _staged_boxes(staged, spans, num_bytes=num_bytes, slot_bytes=options.slot_bytes)
+        merged = num_staged_runs
+        if num_staged_runs <= MAX_MERGED:
+            found = (one.reads(holder.tables, box, slot_at=0).reads() for one, box in boxes)
+            merged = sum(len(each.local) for each in found)
         paths[Path.STAGED] = PathPlan(
-            descriptors=sum(len(one.local) for one in boxes),
-            num_bytes=sum(one.num_bytes for one in boxes),
+            descriptors=merged,
+            num_bytes=joined_bytes,
             num_boxes=len(boxes),
             scattered_bytes=num_bytes,
         )
@@ -268,6 +269,14 @@ def make_plan(options: PlanOptions) -> Plan:
         seconds=Learned().predict_s(read.num_bytes if (read := paths[chosen]) else 0),
         slot_bytes=options.slot_bytes,
     )
+
+
+def _staged_boxes(
+    plans: tuple[StagedPlan, ...], spans: Spans, *, num_bytes: int, slot_bytes: int
+) -> list[tuple[StagedPlan, Span]]:
+    """What each plan has of the positions, slot by slot."""
+    box_bytes = usual_box_bytes(num_bytes, least=1, slot_bytes=slot_bytes)
+    return [(one, box) for one in plans for box in one.boxes(spans[one.group], box_bytes=box_bytes)]
 
 
 class _Placed:

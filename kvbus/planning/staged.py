@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from kvbus.geometry import BlockTable, RankSpec, num_blocks_for, staged_regions
+from kvbus.planning.boxes import evenly
 from kvbus.planning.mapping import Share, position_bytes
 from kvbus.planning.run_plan import PlacedRank, RunPlan
 from kvbus.planning.runs import Runs
@@ -33,8 +34,8 @@ class StagedPlan:
         slot_bytes: int,
     ) -> None:
         wanted = [replace(one, holder=0, layers=layers) for one in shares]
-        end = max(one.first_head + one.num_heads for one in wanted)
-        whole = replace(wanted[0], reader=0, num_heads=end - wanted[0].first_head, others=())
+        num_heads = _end(wanted) - wanted[0].first_head
+        whole = replace(wanted[0], reader=0, num_heads=num_heads, others=())
         self.group = whole.group
         group = holder.engine.group(whole.group)
         self._block_size = group.block_size
@@ -60,8 +61,7 @@ class StagedPlan:
         if start < stop:
             first, end = start // self._block_size, num_blocks_for(stop, self._block_size)
             num_boxes = -(-(end - first) // max(1, box_bytes // self._block_bytes))
-            for index in range(num_boxes):
-                lo, hi = (first + at * (end - first) // num_boxes for at in (index, index + 1))
+            for lo, hi in evenly(first, end, num_boxes):
                 yield max(start, lo * self._block_size), min(stop, hi * self._block_size)
 
     def reads(self, tables: Tables, box: Span, *, slot_at: int) -> Runs:

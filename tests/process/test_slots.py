@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 
 HND = Memory(KvLayout.parse("HND"))
 REORDERING = Side(), Side(memory=HND)
-STAGED = Side(memory=Memory(direct=False))
+UNREGISTERED = Side(memory=Memory(direct=False))
 LONG = 20_000
 """Tokens whose boxes are hundreds."""
 
@@ -92,7 +92,7 @@ async def test_where_nothing_is_forced_what_fits_no_slot_is_cut_by_token_or_read
 ) -> None:
     wide = msgspec.structs.replace(GROUP, head_dim=64)  # of one token 2 KiB, of 16 tokens 32
     wider = msgspec.structs.replace(GROUP, head_dim=1024)
-    async with two_engines(shapes, "auto", STAGED, Side(), groups=[wide]) as engines:
+    async with two_engines(shapes, "auto", UNREGISTERED, Side(), groups=[wide]) as engines:
         token_by_token = await hand_over(*engines, 40)
     async with two_engines(
         shapes, "auto", Side(), Side(tp=2, memory=HND), groups=[wider]
@@ -110,15 +110,19 @@ TOO_SMALL = ErrorCode.GEOMETRY, "slot_bytes"
     ("path", "sides", "head_dim", "told"),
     [
         ("packed", REORDERING, 1024, TOO_SMALL),
-        ("auto", (STAGED, Side()), 1024, TOO_SMALL),
-        ("direct", (STAGED, Side()), 8, (ErrorCode.CONFIG, "prefill engine is unreg")),
-        ("direct", (Side(), STAGED), 8, (ErrorCode.CONFIG, "decode engine is unreg")),
+        ("auto", (UNREGISTERED, Side()), 1024, TOO_SMALL),
+        ("direct", (UNREGISTERED, Side()), 8, (ErrorCode.CONFIG, "prefill engine is unreg")),
+        ("direct", (Side(), UNREGISTERED), 8, (ErrorCode.CONFIG, "decode engine is unreg")),
+        ("staged", (UNREGISTERED, Side()), 8, (ErrorCode.CONFIG, "prefill engine is unreg")),
+        ("staged", REORDERING, 1024, (ErrorCode.CONFIG, "larger than a slot")),
     ],
     ids=[
         "one token is too large",
-        "staged",
-        "prefill engine is staged",
-        "decode engine is staged",
+        "unregistered",
+        "prefill engine is unregistered",
+        "decode engine is unregistered",
+        "staged, prefill engine is unregistered",
+        "staged, one block is too large",
     ],
 )
 async def test_a_way_that_cannot_be_is_refused_by_name_before_any_byte_moves(

@@ -73,7 +73,7 @@ class PathChooser:
                 return choice
         paths = self._open_paths(route)
         if not leased:
-            paths = _without_boxes(paths)
+            paths = _unpacked(paths)
         return self._choose(route, paths, chunk.spans, fetch.replica_index)
 
     def _choose(
@@ -158,7 +158,7 @@ def _names_all(requested: Requested) -> bool:
     return ticket.num_tokens == num_tokens or not requested.has_state
 
 
-def _without_boxes(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+def _unpacked(paths: tuple[Path, ...]) -> tuple[Path, ...]:
     """Those of ``paths`` that need no lease; raises `LocalError` when they have closed."""
     found = tuple(path for path in paths if path in UNPACKED)
     if not found:
