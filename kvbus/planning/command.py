@@ -62,7 +62,7 @@ PREFILL_STEP, DECODE_STEP = 0.618, 0.414
 """The next block of a request is so much of the cache further on, as in a busy one."""
 HOW = {
     Path.DIRECT: "straight from blocks to blocks",
-    Path.STAGED: "of blocks as they lie, into slots of the decode agent, and copied from there",
+    Path.STAGED: "whole blocks, into slots of the decode agent, and copied from there",
     Path.PACKED: "one a box, gathered before and scattered after it",
     Path.MAPPED: "copied from blocks to blocks by the decode agent, without a READ",
 }
