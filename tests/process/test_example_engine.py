@@ -1,12 +1,17 @@
-"""The toy engine of examples/ hands prompts over, and both of its processes end by themselves."""
+"""The Python engines of examples/ hand KV over, and their processes end by themselves."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.agents import AgentProcess
 
-ENGINE = Path(__file__).parents[2] / "examples" / "engine.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ENGINE, HANDOFF = EXAMPLES / "engine.py", EXAMPLES / "handoff.py"
+WITHIN_S = 30.0
 PROMPTS = "Hello, world!\nWho reads this?\n"
 
 
@@ -32,3 +37,27 @@ def test_prompts_come_over_as_the_kv_of_one_engine_in_the_other(
         assert fetching.returncode == 0
     assert sorted(answers.splitlines()) == sorted(PROMPTS.splitlines())
     assert offering.returncode == 0
+
+
+def test_the_handoff_of_the_examples_prints_that_the_kv_is_equal(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    command = [sys.executable, str(HANDOFF), str(prefill.attach), str(decode.attach)]
+    output = subprocess.check_output(command, text=True, timeout=2 * WITHIN_S)
+    assert output == "40 tokens handed off, equal: True\n"
+
+
+def test_the_handoff_of_the_examples_recomputes_after_a_failed_fetch(
+    prefill: AgentProcess, decode: AgentProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = runpy.run_path(str(HANDOFF))
+    link, _ = names["attach"](str(prefill.attach), "withdraws-its-offer")
+    other_link, _ = names["attach"](str(decode.attach), "recomputes")
+    with link, other_link:
+        offer = link.offer("request-1", num_tokens=40, block_ids={"full": [7, 3, 9]})
+        ticket = offer.ticket
+        offer.withdraw()
+        offer.ended.wait(WITHIN_S)
+
+        assert not names["fetch_or_recompute"](other_link, ticket, [0, 1, 2])
+    assert capsys.readouterr().out.startswith("recompute the prompt: ")
