@@ -60,10 +60,9 @@ def run_command(
         )
     except* KVBusError as errors:
         failures = leaves(errors)
-    finally:
-        flush_logs()
     for failure in failures:
         _complain(failure, status=1)
+    flush_logs()
     _exit(1 if failures else 0)
 
 
@@ -99,7 +98,6 @@ def _parser(role: AgentRole) -> ArgumentParser:
 # stay for ever. The destructors of libraries that such a thread is in are not run, either.
 def _exit(status: int) -> NoReturn:
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)
 
 

@@ -1,6 +1,8 @@
 """What an agent lets others see of it: log lines, metrics, and the requests that it refused."""
 
 import asyncio
+import atexit
+import io
 import json
 import logging
 import math
@@ -31,12 +33,15 @@ from kvbus.text import printable, printable_values
 def configure_logs(*, level: str, style: str = "auto", **context: str) -> Callable[[], None]:
     """Set up structlog for the whole process; ``context`` is on every line.
 
-    Call what is returned before the process leaves, for the lines of the last turn of its loop.
-    ``level`` is a name of `logging`; ``style`` is ``json``, ``console``, or ``auto``: for people on
-    a terminal, JSON otherwise. Lines go to stderr, so that stdout stays for results.
+    ``level`` is a name of `logging`. ``style`` is ``console``, ``json``, or ``auto``: console on a
+    terminal, JSON otherwise. All lines go to stderr, in a thread, and so does what Python and its
+    libraries write to `sys.stderr`. Call the returned function before `os._exit`: it waits until
+    the lines are written, for `FLUSHES_WITHIN_S` at most.
     """
     pretty = style == "console" or (style == "auto" and sys.stderr.isatty())
     writer = LineWriter(sys.stderr.fileno())
+    sys.stderr = _Stderr(writer)
+    atexit.register(writer.flush)
     structlog.configure(
         processors=[
             _Common(context),
@@ -74,64 +79,123 @@ class _Common:
 
 
 class LostLines(Collector):
-    """How many log lines could not be written, and when the last one, by `time.monotonic`."""
+    """Log lines of this process that were not written: their number, and the time of the last."""
 
     def __init__(self) -> None:
         self.number, self.last_at_s = 0, -math.inf
 
+    def add(self, number: int) -> None:
+        self.number += number
+        self.last_at_s = time.monotonic()
+
     def collect(self) -> Iterable[CounterMetricFamily]:
-        meaning = "Log lines that could not be written, as to a disk that is full."
+        meaning = "Log lines that were lost: the disk is full, or the reader of stderr is too slow."
         yield CounterMetricFamily("kvbus_lost_log_lines", meaning, value=self.number)
 
 
 LOST_LINES = LostLines()
-"""Of the process, as its stderr is."""
+MAX_WAITING_CHARS = 4 << 20
+FLUSHES_WITHIN_S = 1.0
 
 
+# stderr may be a pipe that is full, a terminal that is stopped (Ctrl-S), or a file on a server that
+# does not answer. A write then blocks for as long as that lasts, and an event loop that writes
+# blocks with it.
+#
+#   event loop ──┐
+#   threads ─────┼─▶ lines, `MAX_WAITING_CHARS` at most ─▶ one thread ─▶ stderr
+#   sys.stderr ──┘
+#
+# The loop wakes the thread once a turn, at its end. In the middle of a turn the two would compete
+# for the interpreter while an engine waits for its reply.
 class LineWriter:
-    """Writes rendered lines; a disk that is full, or a reader that is gone, loses lines only.
-
-    What an event loop logs in one turn is written at its end, by one system call. Warnings, and
-    lines of other threads, are written at once, with all before them.
-    """
+    """Thread that writes lines to ``fd``; lines that cannot be written are lost."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._waiting: deque[str] = deque()
-        self._is_due = False
-        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._num_chars = 0
+        self._wakes_at_end_of_turn = self._is_writing = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="kvbus-log", daemon=True).start()
 
     def info(self, line: str) -> None:
-        self._waiting.append(line)
-        if self._is_due:
+        with self._changed:
+            if self._num_chars + len(line) > MAX_WAITING_CHARS:
+                LOST_LINES.add(1)
+                return
+            self._lines.append(line)
+            self._num_chars += len(line)
+        if self._wakes_at_end_of_turn:
             return
         try:
-            asyncio.get_running_loop().call_soon(self.flush)
+            asyncio.get_running_loop().call_soon(self._wake)
         except RuntimeError:  # there is no loop here
-            self.flush()
+            self._wake()
         else:
-            self._is_due = True
-
-    def warning(self, line: str) -> None:
-        self._waiting.append(line)
-        self.flush()
+            self._wakes_at_end_of_turn = True
 
     debug = msg = info
-    error = critical = exception = warning
+
+    def warning(self, line: str) -> None:
+        self.info(line)
+        self._wake()
+
+    error = exception = warning
+
+    def critical(self, line: str) -> None:
+        """Write a line that may be the last one of the process."""
+        self.info(line)
+        self.flush()
 
     def flush(self) -> None:
-        self._is_due = False
-        with self._lock:
-            lines = [self._waiting.popleft() + "\n" for _ in range(len(self._waiting))]
-            text, done = "".join(lines).encode(errors="replace"), 0
+        """Wait until all lines are written, for `FLUSHES_WITHIN_S` at most."""
+        self._wake()
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._lines or self._is_writing), FLUSHES_WITHIN_S)
+
+    def _wake(self) -> None:
+        self._wakes_at_end_of_turn = False
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        num_reported, is_cut = 0, False
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._lines)
+                lines, self._lines, self._num_chars = self._lines, [], 0
+                self._is_writing = True
+            # A line that was cut is ended first.
+            text = "\n".join([*([""] if is_cut else []), *lines, ""]).encode(errors="replace")
+            done = 0
             try:
                 while done < len(text):
-                    done += os.write(self._fd, text[done:])
+                    done += os.write(self._fd, memoryview(text)[done:])
             except OSError:
-                LOST_LINES.number += text.count(b"\n", done)
-                LOST_LINES.last_at_s = time.monotonic()
-                if done and not text[:done].endswith(b"\n"):
-                    self._waiting.appendleft("")  # ends the line that was cut
+                with self._changed:
+                    LOST_LINES.add(min(len(lines), text.count(b"\n", done)))
+                is_cut = not text.endswith(b"\n", 0, done) if done else is_cut
+            else:
+                is_cut, num_lost = False, LOST_LINES.number - num_reported
+                if num_lost and not self._lines:  # the report is lost in a full queue
+                    num_reported += num_lost
+                    log.warning("lines.lost", num_lines=num_lost)
+
+
+class _Stderr(io.TextIOBase):
+    """`sys.stderr` of the agent: tracebacks and messages of libraries become lines of the log."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        self._writer, self._begun = writer, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._writer.warning(line)
+        return len(text)
 
 
 def _render_json(_logger: object, _method: str, event: EventDict) -> str:

@@ -168,7 +168,8 @@ def _log_faults() -> Iterator[Fault]:
     if ago_s < OLD_S:
         yield Fault(
             f"{LOST_LINES.number} lines of the log could not be written, last {_age(ago_s)} ago",
-            "See whether the disk is full that stderr of the agent goes to.",
+            "Check where the stderr of the agent goes: a full disk, or a reader that is stopped or "
+            "too slow.",
         )
 
 

@@ -84,21 +84,67 @@ import structlog
 from kvbus.agent.observe import AgentMetrics, configure_logs
 reading, writing = os.pipe()
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-configure_logs(level="info", style="json", agent="name")
+flush = configure_logs(level="info", style="json", agent="name")
 log = structlog.get_logger()
 log.info("first")
 log.warning("second")
+flush()
 os.dup2(writing, 2)
 log.info("third")
 print(AgentMetrics().registry.get_sample_value("kvbus_lost_log_lines_total"))
-print(json.loads(os.read(reading, 1000))["event"])
+with os.fdopen(reading) as lines:
+    for event in "third", "lines.lost":
+        line = json.loads(next(lines))
+        print(line["event"])
+print(line["num_lines"])
 """
 
 
 def test_lines_that_a_full_disk_loses_are_counted_and_the_next_one_is_whole() -> None:
     ended = subprocess.run([sys.executable, "-c", FULL_DISK], capture_output=True, check=True)
 
-    assert ended.stdout.decode().split() == ["2", "third"]
+    assert ended.stdout.decode().split() == ["2", "third", "lines.lost", "2"]
+
+
+FULL_PIPE = """
+import fcntl, json, logging, os, sys
+import structlog
+from kvbus.agent.observe import AgentMetrics, configure_logs
+reading, writing = os.pipe()
+fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+os.write(writing, b"*" * 4095 + b"\\n")
+os.dup2(writing, 2)
+flush = configure_logs(level="info", style="json", agent="name")
+log = structlog.get_logger()
+logging.getLogger("library").warning("of a library")
+for number in range(100):
+    log.warning("long", number=number, text="-" * 100_000)
+print(AgentMetrics().registry.get_sample_value("kvbus_lost_log_lines_total"))
+with os.fdopen(reading) as file:
+    next(file)
+    print(next(file).strip())
+    numbers = []
+    while (line := json.loads(next(file)))["event"] == "long":
+        numbers.append(line["number"])
+    print(numbers == list(range(len(numbers))), 100 - len(numbers))
+    print(line["event"], line["num_lines"])
+    log.info("next")
+    flush()
+    print(json.loads(next(file))["event"])
+"""
+
+
+def test_a_full_pipe_stops_no_caller_and_its_lost_lines_are_reported_once() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL_PIPE], capture_output=True, check=True, timeout=60
+    )
+
+    metric, library, order, event, after = ended.stdout.decode().splitlines()
+    num_lost = round(float(metric))
+    assert num_lost > 0
+    assert library == "of a library"
+    assert order == f"True {num_lost}"
+    assert (event, after) == (f"lines.lost {num_lost}", "next")
 
 
 def test_lines_of_an_event_loop_and_of_threads_come_in_their_order_and_none_is_lost() -> None:

@@ -3,8 +3,10 @@
 With ``KVBUS_RESTARTS=20`` each agent is started again as often.
 """
 
+import fcntl
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import anyio
@@ -56,6 +58,35 @@ async def test_no_handoff_fails_while_either_agent_is_started_again(fresh: Start
             is_over = True
 
     assert not [line for agent in both for line in agent.logged("handoff.failed")]
+
+
+@pytest.fixture
+def full_pipe() -> Iterator[int]:
+    """The writing end of a pipe in which no byte has room."""
+    reading, writing = os.pipe()
+    os.write(writing, bytes(fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)))
+    yield writing
+    os.close(writing)
+    os.close(reading)
+
+
+async def test_an_agent_serves_and_ends_while_its_stderr_is_a_full_pipe(
+    fresh: Started, full_pipe: int
+) -> None:
+    fresh.start(prefill := fresh.prefill())
+    decode = fresh.decode(log_level="debug")
+    to_pipe = f'exec "$@" 2> /proc/{os.getpid()}/fd/{full_pipe}'
+    decode.runner = ("sh", "-c", to_pipe, "sh")
+    decode.launch()
+    attach = decode.folder / "run" / "attach.sock"
+    await until(attach.exists)
+
+    async with pair(prefill.attach, attach) as engines:
+        await hand_over(*engines)
+        assert decode.page("/healthz") == (200, "ok\n")
+
+    decode.signal(signal.SIGTERM)
+    assert await anyio.to_thread.run_sync(decode.exit_status) == 0
 
 
 async def test_what_waits_for_the_next_agent_fails_if_none_comes_in_time(fresh: Started) -> None:
