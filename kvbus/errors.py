@@ -20,6 +20,7 @@ caught, with ``from`` kept.
 """
 
 from enum import StrEnum
+from typing import Self
 
 
 class ErrorCode(StrEnum):
@@ -130,6 +131,11 @@ class KVBusError(Exception):
         self.message = message
         self.code = code or self.default_code
         self.detail = detail
+
+    def without_frames(self) -> Self:
+        """Drop traceback and causes before the error is kept: frames hold messages and tables."""
+        self.__cause__ = self.__context__ = None
+        return self.with_traceback(None)
 
 
 class LocalError(KVBusError):

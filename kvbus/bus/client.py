@@ -164,7 +164,7 @@ class RequestClient(Connecting):
         if len(self._pending) >= self._max_pending:
             raise LocalError("too many requests are pending", code=ErrorCode.BUSY)
         if self.refusal is not None:
-            raise self.refusal
+            raise self.refusal.with_traceback(None)  # one error, raised often
         request_id = self._last_id + 1
         frame = encode_request(message.op, request_id, self.boot, message, secret=self._secret)
         if len(frame) > self._max_bytes:

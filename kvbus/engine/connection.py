@@ -166,7 +166,7 @@ class Connection:
 
     def _open_client(self) -> RequestClient:
         if self.lost is not None:
-            raise self.lost
+            raise self.lost.with_traceback(None)  # one error, raised often
         if self._client is None:
             raise ClosedError("the connection is not open")
         return self._client

@@ -45,7 +45,7 @@ class Later(Generic[T]):
         """As `wait`, for the SDK itself."""
         error = self.exception(timeout_s)
         if error is not None:
-            raise error
+            raise error.with_traceback(None)  # many may share it, and raise it often
         value: T = self._value
         return value
 

@@ -394,25 +394,29 @@ class CheckMemory(Request[Empty], frozen=True):
 
 
 class PartFetched(Message, frozen=True):
-    """Reply to `FetchPart`: the part was read and taken; its blocks are the home's."""
+    """Reply to `FetchPart`: nothing of the part is in flight at this agent any more. Without a
+    ``code`` all of it was read and taken.
+    """
 
     num_bytes: Size
     """Bytes that were read into the remote ranks."""
     path: Text
     """How, as in the reply to ``fetch``."""
+    code: Text = ""
+    """Of the error that the part failed with, as in the reply to ``fetch``."""
+    message: Text = ""
+    """Of that error."""
 
 
 @request(
     "fetch_part",
     Socket.DECODE_PEER,
-    refusals=f"{OF_OFFER} offer_open engine_unknown engine_not_ready geometry incompatible "
-    "unsupported_version peer_unreachable peer_lost lease_expired transfer_failed digest_mismatch "
-    "timeout busy cancelled",
+    refusals="engine_unknown engine_not_ready geometry unsupported_version draining busy",
 )
 class FetchPart(Request[PartFetched], frozen=True):
     """The home of a decode engine asks an agent with remote ranks of it to fetch into these; see
-    [Engines with several agents](#engines-with-several-agents). Answered when nothing of it is in
-    flight any more. Asked again with the same ``token`` it goes on, or is answered again.
+    [Engines with several agents](#engines-with-several-agents). A repeat with the same ``token``
+    waits for the same reply. A refusal does not prove that nothing was begun: send ``cancel_part``.
     """
 
     token: Secret
@@ -445,8 +449,9 @@ class FetchPart(Request[PartFetched], frozen=True):
 
 @request("cancel_part", Socket.DECODE_PEER, refusals="busy")
 class CancelPart(Request[Empty], frozen=True):
-    """Ends a part; answered when nothing of it is in flight any more. From then on a ``fetch_part``
-    with this ``token`` is ``cancelled``. Asked again, the earlier question is ``busy``.
+    """Ends a part; answered when nothing of it is in flight any more. From then on the reply to a
+    ``fetch_part`` with this ``token`` has the code ``cancelled``, or that of the part. Asked again,
+    the earlier question is ``busy``.
     """
 
     token: Secret

@@ -1,5 +1,6 @@
 """A decode agent maps the memory of a prefill engine of its machine, for as long as that lives."""
 
+import gc
 import os
 import weakref
 from collections.abc import Awaitable, Callable
@@ -11,6 +12,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
+from kvbus.agent.engine import LocalEngine
 from kvbus.engine import Link, RankMemory
 from kvbus.errors import ErrorCode
 from kvbus.geometry import Segment, lay_out_rank
@@ -270,3 +272,25 @@ async def test_no_route_is_kept_into_an_engine_that_went_during_its_handshake(
         local.lost = False  # it leaves now
         await offer.withdraw()
         await offer.ended
+
+
+async def test_a_decode_agent_keeps_nothing_of_an_engine_that_has_left(folder: Path) -> None:
+    """Its fetches were completed, or failed with errors whose frames refer to the engine."""
+    async with neighbours(folder) as both:
+        async with both.engines() as (source, target):
+            offer, fetch = await begin(source, target, MANY_TOKENS)
+            await fetch.ended
+            await offer.ended
+            both.forget_routes()
+            offer, fetch = await begin(source, target, MANY_TOKENS)
+            await offer.withdraw()
+            failure, left = await failure_of(fetch), target.spec.engine_id
+
+        def kept() -> list[LocalEngine]:
+            gc.collect()
+            found = (one for one in gc.get_objects() if type(one) is LocalEngine)
+            return [one for one in found if one.engine_id == left]
+
+        await until(lambda: not kept(), within_s=5.0)
+
+    assert failure.stage == "resolving"

@@ -1,18 +1,25 @@
 """Somebody who only reaches the ports floods them: memory stays, and handoffs go on beside it."""
 
 import socket
+import uuid
 from contextlib import ExitStack
 
 import msgpack
 import psutil
 import pytest
+from msgspec.structs import replace
 
-from tests.agents import Agents
+from kvbus.geometry import BlockTable
+from kvbus.protocol import FetchPart, to_body
+from tests.agents import AgentProcess, Agents
 from tests.engines import pair, works
-from tests.security.wire import address_of, connected, frame
+from tests.plain_sockets import ask
+from tests.security.wire import address_of, bounded_growth, connected, frame
+from tests.vectors.golden import example
 
 pytestmark = pytest.mark.anyio
 NUM_DESCRIPTORS, NUM_HANDOFFS = 300, 5
+NUM_PARTS, PART_BYTES = 100, 1 << 20
 ASKED = {"v": 1, "op": "no.such", "secret": "s" * 32, "body": {}}
 
 
@@ -52,3 +59,13 @@ def test_refusals_are_logged_so_many_a_second_and_the_others_are_counted(fresh: 
 
     assert num_refused == 500
     assert len(prefill.logged("request.refused")) < 250
+
+
+def test_a_decode_agent_keeps_nothing_of_the_parts_that_it_refused(decode: AgentProcess) -> None:
+    part = replace(example(FetchPart), tables={"full": BlockTable(bytes(PART_BYTES))})
+
+    with bounded_growth(decode, most_bytes=NUM_PARTS * PART_BYTES // 2):
+        for _ in range(NUM_PARTS):
+            asked = to_body(replace(part, token=uuid.uuid4().hex))
+            refused = ask(decode.peer, "fetch_part", asked)
+            assert refused["error"]["code"] == "engine_unknown"

@@ -72,7 +72,7 @@ class DecodeService(Service):
         stories = FetchStories(self._table, self._reader.story_of)
         super().__init__(agent, self._table, driver, stories)
         self._costs = CostBook(agent, self.routes, chooser)
-        self._parts = PartServer(self._begin_part, self._dispatch)
+        self._parts = PartServer(self._part_requested, self._dispatch)
         self._others = PartClient(agent, config, peers, self._active, self._dispatch)
         driver.commands |= {
             ev.Ask: leases.ask,
@@ -155,9 +155,11 @@ class DecodeService(Service):
         self._peers.check_answers(PeerAddress.of(ticket), boot)
         key = ev.fetch_key(engine.engine_id, asked.fetch_id)
         others = engine.others
-        self._request(engine, asked, ticket, key, reply_to=call, meets=meets, others=others)
+        self._dispatch(
+            self._requested(engine, asked, ticket, key, reply_to=call, meets=meets, others=others)
+        )
 
-    def _begin_part(self, part: FetchPart, asker: Part) -> None:
+    def _part_requested(self, part: FetchPart, asker: Part) -> ev.Requested:
         """A part of another agent's fetch; its home has looked at what the ticket is for."""
         engine = self._agent.engines.part(part.engine_id, part.ranks, access=part.access)
         ticket = self._tickets.read(part.ticket)
@@ -165,12 +167,12 @@ class DecodeService(Service):
         if route is not None and route.memory_ids != part.memory_ids:
             self.routes.forget(route)  # a rank of the prefill engine has come back since
         asked = convert(part, StartFetch, from_attributes=True)
-        self._request(engine, asked, ticket, asker.key, reply_to=asker, access=part.access)
+        return self._requested(engine, asked, ticket, asker.key, reply_to=asker, access=part.access)
 
-    def _request(
+    def _requested(
         self, engine: LocalEngine, asked: StartFetch, ticket: Ticket, key: str, **more: Any
-    ) -> None:
-        """Hand it to the table; raises `LocalError`.
+    ) -> ev.Requested:
+        """The event that begins a fetch; raises `LocalError`.
 
         With the route if that is known, and with what can be read ahead of a lease.
         """
@@ -203,7 +205,7 @@ class DecodeService(Service):
             transport = self._agent.transport
             ahead = ahead_of(requested, route, choice, transport) if choice else None
             requested = structs.replace(requested, route=route, choice=choice, ahead=ahead)
-        self._dispatch(requested)
+        return requested
 
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)

@@ -14,9 +14,9 @@ import anyio
 from kvbus.agent.config import CLOSES_WITHIN_S
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, new_secret
-from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RequestRefused
+from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost
 from kvbus.protocol.engine import AgentRanks, Fetched
-from kvbus.protocol.message import Empty, Role
+from kvbus.protocol.message import Empty, Role, refusal, to_body
 from kvbus.protocol.peer import CancelPart, FetchPart, PartFetched
 from kvbus_decode.chunk import ActiveFetch
 from kvbus_decode.config import DecodeConfig
@@ -32,8 +32,7 @@ EXITS_WITHIN_S = 5.0
 MAX_ENDED = 4096
 """Parts that have ended or were cancelled before they came: they do not begin again."""
 
-OF_THE_CONNECTION = (ErrorCode.FORBIDDEN, ErrorCode.CLOSED, ErrorCode.STALE)
-"""With these a server refuses what it has begun, too: our key or its own end ended the session."""
+CANCELLED = PartFetched(0, "", code=ErrorCode.CANCELLED, message="the part was cancelled")
 
 Answer = PartFetched | KVBusError
 
@@ -54,11 +53,19 @@ class _Asked:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it is in flight at the other agent."""
-        if not self.is_sent or isinstance(self.answer, PartFetched | PeerLost):
-            return True
-        error = self.answer
-        return isinstance(error, RequestRefused) and error.code not in OF_THE_CONNECTION
+        """Whether nothing of it is in flight at the other agent.
+
+        A refusal proves nothing, whatever its code: the socket refuses calls that have begun, too.
+        """
+        return not self.is_sent or isinstance(self.answer, PartFetched | PeerLost)
+
+    @property
+    def failure(self) -> KVBusError | None:
+        """Why the part failed, or was never begun."""
+        answer = self.answer
+        if not isinstance(answer, PartFetched):
+            return answer
+        return refusal(to_body(answer)) if answer.code else None
 
     def note_sent(self) -> None:
         self.is_sent = True
@@ -70,16 +77,17 @@ class _Asked:
 
 # The other agent writes into the blocks of our engine. What ends that, and what does not:
 #
-#     its answer to the `fetch_part`        nothing is in flight there
+#     its reply to the `fetch_part`         nothing is in flight there, also if the part failed
 #     it was never sent                     nothing ever was
 #     a new boot id at its address          its process is gone, and a process that is gone writes
 #                                           nothing: its kernel has ended its queue pairs, too
 #     it is on this machine, and its port   killed: the kernel closes the port when the last thread
 #     stays closed for `_exits_s`           is gone. Ended: it closes the port first, then the
 #                                           transport, then it exits
-#     any other error of the `fetch_part`   nothing is known: our key was refused for a while, it
-#                                           hung up, we dropped the connection. The fetch fails at
-#                                           once, and its blocks are withheld
+#     any error of the `fetch_part`         nothing is known: it was not begun, or its session was
+#                                           ended while it runs (too many sessions, a key that is
+#                                           not trusted), or we dropped the connection. The fetch
+#                                           fails at once, and its blocks are withheld
 #
 # When the fetch fails, the `fetch_part` is sent no more, and `cancel_part` is asked, once, however
 # late its answer is: it is sent again when the connection is new, and asked anew when it is
@@ -172,8 +180,8 @@ class PartClient:
             return
         await part.wakes.wait()
         peer.client.take_back(request_id)
-        if isinstance(part.answer, KVBusError):
-            self._dispatch(ev.StepFailed(fetch.key, part.answer))
+        if part.failure is not None:
+            self._dispatch(ev.StepFailed(fetch.key, part.failure))
         if not part.has_ended:
             await self._wait_for_end(part)
 
@@ -223,40 +231,50 @@ class Part:
     """A part that is fetched here; ``key`` names it in the fetch table.
 
     ``calls`` ask for it: several, where the home has made a new connection. ``cancelled_by`` wants
-    to know its end, too. Its ``answer`` is said when its blocks are free.
+    to know its end, too. Its ``outcome`` is sent when its blocks are free.
     """
 
     key: str
     on_end: Callable[["Part"], None]
     calls: list[Call]
     cancelled_by: Call | None = None
-    answer: Answer | None = None
+    outcome: PartFetched | None = None
 
     def reply(self, fetched: Fetched) -> None:
-        if fetched.code:
-            self.answer = LocalError(fetched.message, code=ErrorCode(fetched.code))
-        else:
-            self.answer = PartFetched(num_bytes=fetched.num_bytes, path=fetched.path)
+        self.outcome = PartFetched(
+            num_bytes=fetched.num_bytes,
+            path=fetched.path,
+            code=fetched.code,
+            message=fetched.message,
+        )
         if fetched.blocks_free:
             self.end()
 
     def refuse(self, error: KVBusError) -> None:
-        self.answer = error
-        self.end()
+        """Refuse a part that the fetch table has not begun."""
+        self.on_end(self)
+        for call in self.calls:
+            call.refuse(error)
 
     def end(self) -> None:
         self.on_end(self)
 
 
 class PartServer:
-    """Has parts fetched for homes elsewhere; ``begin`` makes a fetch of one, or raises."""
+    """Has parts fetched for homes elsewhere; ``requested`` makes the event that begins one.
+
+    A part that is refused leaves nothing here: its caller may have shown no right to it. The home
+    cancels it, so that a late ``fetch_part`` does not begin it.
+    """
 
     def __init__(
-        self, begin: Callable[[FetchPart, Part], None], dispatch: Callable[[ev.Event], None]
+        self,
+        requested: Callable[[FetchPart, Part], ev.Requested],
+        dispatch: Callable[[ev.Event], None],
     ) -> None:
-        self._begin, self._dispatch = begin, dispatch
+        self._requested, self._dispatch = requested, dispatch
         self._live: dict[str, Part] = {}
-        self._ended: OrderedDict[str, Answer] = OrderedDict()
+        self._ended: OrderedDict[str, PartFetched] = OrderedDict()
 
     @property
     def num_live(self) -> int:
@@ -268,30 +286,25 @@ class PartServer:
         return self._live.get(key)
 
     def fetch(self, asked: FetchPart, call: Call) -> None:
-        """Fetch the part; asked again it goes on, or its answer is said again."""
+        """Fetch the part; a repeat joins it, or gets the outcome again. Raises `KVBusError`."""
         key = _key(asked.token)
-        if (answer := self._ended.get(key)) is not None:
-            _say(answer, call)
+        if (outcome := self._ended.get(key)) is not None:
+            call.reply(outcome)
             return
         if (live := self._live.get(key)) is not None:
             live.calls.append(call)
             return
-        self._live[key] = part = Part(key, self._end, [call])
-        try:
-            self._begin(asked, part)
-        except KVBusError as error:
-            part.refuse(error)
-        except Exception:  # a defect, which the server tells
-            part.refuse(LocalError("the part failed inside", code=ErrorCode.INTERNAL))
-            raise
+        part = Part(key, self._end, [call])
+        requested = self._requested(asked, part)
+        self._live[key] = part
+        self._dispatch(requested)
 
     def cancel(self, asked: CancelPart, call: Call) -> None:
         """End the part; answered when nothing of it is in flight, nor will be."""
         key = _key(asked.token)
         part = self._live.get(key)
         if part is None:
-            cancelled = LocalError("the part was cancelled", code=ErrorCode.CANCELLED)
-            self._remember(key, self._ended.get(key, cancelled))
+            self._remember(key, self._ended.get(key, CANCELLED))
             call.reply(Empty())
             return
         if part.cancelled_by is not None:
@@ -300,26 +313,20 @@ class PartServer:
         self._dispatch(ev.CancelRequested(key, None))  # what counts is the end of the part
 
     def _end(self, part: Part) -> None:
-        answer = part.answer or LocalError("nothing was read", code=ErrorCode.INTERNAL)
         del self._live[part.key]
-        self._remember(part.key, answer)
-        for call in part.calls:
-            _say(answer, call)
+        if part.outcome is not None:
+            self._remember(part.key, part.outcome)
+            for call in part.calls:
+                if not call.answered:  # a defect behind the begin was answered at once
+                    call.reply(part.outcome)
         if part.cancelled_by is not None:
             part.cancelled_by.reply(Empty())
 
-    def _remember(self, key: str, answer: Answer) -> None:
-        self._ended[key] = answer
+    def _remember(self, key: str, outcome: PartFetched) -> None:
+        self._ended[key] = outcome
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
 
 def _key(token: str) -> str:
     return ev.fetch_key("part", token)
-
-
-def _say(answer: Answer, call: Call) -> None:
-    if isinstance(answer, KVBusError):
-        call.refuse(answer)
-    else:
-        call.reply(answer)

@@ -240,8 +240,8 @@ class ReadEntry:
         return [ReleaseSlots(source, tuple(self.read_slots.pop(source))) for source in sources]
 
     def retire(self) -> None:
-        """Keep no legs, whose work holds descriptors and memory."""
-        self.wanted = ChunkWanted(self.key, self.wanted.engine, ())
+        """Keep no engine, no error with its frames, and no legs, which hold memory."""
+        self.wanted, self.error = ChunkWanted(self.key, None, ()), None
         self.rounds.clear()
 
 

@@ -209,8 +209,8 @@ class FetchEntry:
         return ev.ReadChunk(self.key, epoch, token, dict(self.tables), start, stop, last)
 
     def retire(self) -> None:
-        """Keep no tables, and not the request that is answered."""
-        self.tables, self.held = {}, None
+        """Keep no tables, and no request."""
+        self.tables, self.held, self.question = {}, None, None
         requested = self.requested
         self.requested = replace(
             requested,

@@ -258,7 +258,7 @@ def fail(
     """Report the end now; while something is in flight the blocks come later, by draining."""
     stage, in_flight = fetch.state, fetch.in_flight
     undecided = fetch.is_undecided and not isinstance(error, RequestRefused)
-    fetch.error, fetch.ends_as = error, ends_as
+    fetch.error, fetch.ends_as = error.without_frames(), ends_as
     fetch.enter(DRAINING if in_flight else ends_as, at.now)
     ends = [ev.StopReads(fetch.key)] if in_flight else give_back(fetch)
     return [*ends, fetch.report(stage, undecided=undecided)]
