@@ -34,13 +34,11 @@ from kvbus.agent.config import http_address
 from kvbus.agent.data_plane import is_loopback
 from kvbus.agent.status import SelfReport
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError
-from kvbus.protocol.tools import Cost, Live, Status, Trace
+from kvbus.protocol.tools import Cost, Status, Trace
 
 log = structlog.get_logger()
 
 MAX_CONNECTIONS, MAX_HEAD_BYTES, WHOLE_WITHIN_S, ANSWERS_WITHIN_S = 64, 16 << 10, 5.0, 2.0
-LIVE_S = 0.1
-"""So old may be what `/live` tells: all pages that ask within that time cost as much as one."""
 OPEN = ("/healthz", "/readyz")
 """They ask for no token: kubelets have none."""
 ALWAYS = {
@@ -121,7 +119,6 @@ class AgentPages:
         report: SelfReport,
     ) -> None:
         self._loop, self._registry, self._ping, self._report = loop, registry, ping, report
-        self._live: tuple[float, Live] | None = None
 
     def answer(self, path: str, query: Mapping[str, str], accept: str = "") -> Page:
         """What a thread of the server answers at ``path``, for an Accept header."""
@@ -179,10 +176,7 @@ class AgentPages:
 
     def _tell_live(self, wanted: str) -> Page:
         number = int(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) < 9 else 0
-        if self._live is None or time.monotonic() >= self._live[0] + LIVE_S:
-            finish = ask_loop(self._loop, self._report.live)
-            self._live = time.monotonic(), finish()
-        live = self._live[1]
+        live = ask_loop(self._loop, self._report.live).result()
         return _json(msgspec.structs.replace(live, recent=live.recent[:number]))
 
 

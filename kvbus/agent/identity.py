@@ -1,6 +1,7 @@
 """Which protocol an agent speaks, and which machine it runs on."""
 
 import os
+from functools import cache
 from pathlib import Path
 
 from kvbus.errors import ErrorCode, LocalError
@@ -28,6 +29,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # all the same; a machine that was cloned has that of the first. The kernel's boot id is one for all
 # containers of a kernel, and another after each boot. Where it is equal by mistake, as in machines
 # that were restored from one snapshot, the socket is not there, or its agent has another boot id.
+@cache
 def machine_id() -> str:
     """The boot id of the kernel; empty where it does not tell."""
     try:
@@ -41,6 +43,7 @@ def mount_namespace() -> str:
     return _namespace("mnt")
 
 
+@cache
 def _namespace(kind: str) -> str:
     try:
         return str((_NAMESPACES / kind).readlink())

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ from kvbus.agent.data_plane import (
 )
 from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.http import AgentPages, HttpServer
-from kvbus.agent.loop import in_thread
 from kvbus.agent.observe import Refusals
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
@@ -37,7 +37,7 @@ from kvbus.memory.attach import ENGINE_SOCKET, AttachServer
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.tools import AgentStatus, Status, Trace
+from kvbus.protocol.tools import AgentStatus, Live, Status, Trace
 from kvbus.transport import Transport, TransportLimits
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ BUS_READINGS = {
     "bus_busy": "Requests that were refused because too many were pending.",
     "bus_repeats": "Requests that came again, by a new connection, while they were in progress.",
     "peer_pings": "Signs of life that other agents have asked for.",
-    "replies_dropped": "Replies and notices whose peer was gone, or did not read.",
+    "replies_dropped": "Replies, notices and large requests whose peer was gone or did not read.",
     "attach_refused": "Connections to the attach socket that were turned away.",
 }
 
@@ -306,10 +306,12 @@ class Runtime(Agent):
     def _take_requests(self) -> None:
         def tell(asked: Status, call: Call) -> None:
             told = self.report.status(asked)
-            if asked.faults:
-                self.tasks.start_soon(self._tell_faults, told, call)
-            else:
+            if not asked.faults:
                 call.reply(told)
+            elif (live := self.report.live()).done():
+                call.reply(structs.replace(told, faults=live.result().status.faults))
+            else:
+                self.tasks.start_soon(self._tell_faults, told, live, call)
 
         def tell_peer(asked: Status, call: Call) -> None:
             if self.peer_socket.knows(call):
@@ -334,8 +336,8 @@ class Runtime(Agent):
             }
         )
 
-    async def _tell_faults(self, told: AgentStatus, call: Call) -> None:
-        live = await in_thread(self.report.live())
+    async def _tell_faults(self, told: AgentStatus, made: Future[Live], call: Call) -> None:
+        live = await asyncio.shield(asyncio.wrap_future(made))
         call.reply(structs.replace(told, faults=live.status.faults))
 
     def _end_sessions(self, lost: frozenset[str]) -> None:

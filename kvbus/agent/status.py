@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from shlex import quote
 
 from msgspec import structs
@@ -41,6 +43,8 @@ OLD_S = 600.0
 
 
 MAX_ERROR_CHARS = 1000
+LIVE_S = 0.1
+"""Maximum age of a `Live` that is served: requests within that time cost as much as one."""
 MOST_RECENT = 100
 """Handoffs that one look has: each takes some 0.02 ms, of the loop only while it is under way."""
 
@@ -59,6 +63,8 @@ class SelfReport:
     service: Service
     is_started: bool = False
     is_draining: bool = False
+    _live: tuple[float, Future[Live]] | None = None
+    _maker: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "live"))
 
     def status(self, asked: Status) -> AgentStatus:
         """What it holds now, and the story of what is asked for."""
@@ -121,11 +127,17 @@ class SelfReport:
             faults.append(Fault("no engine is attached", do))
         return faults
 
-    def live(self) -> Callable[[], Live]:
+    def live(self) -> Future[Live]:
         """Everything of now, and its newest offers or fetches, `MOST_RECENT` at most.
 
-        What is returned makes the rest of it in any thread.
+        It is up to `LIVE_S` old. A thread does most of the work.
         """
+        now_s = self.agent.loop.time()
+        if self._live is None or now_s >= self._live[0] + LIVE_S:
+            self._live = now_s, self._maker.submit(self._collect())
+        return self._live[1]
+
+    def _collect(self) -> Callable[[], Live]:
         families = list(self.agent.metrics.registry.collect())
         recent = self.service.stories.recent(MOST_RECENT)
         status, key_file = without_place(self.status(Status())), self.config.key_file

@@ -1,9 +1,17 @@
 """What is said to be wrong: of now first, of the last minutes with its time, of earlier nothing."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import anyio
+import pytest
+from prometheus_client import Metric
+from prometheus_client.registry import Collector
+
 from kvbus.agent.status import OLD_S, current_faults
-from kvbus.protocol import AgentRole, AgentStatus, Live, Span
+from kvbus.protocol import AgentRole, AgentStatus, Live, Span, Status
+from tests.prefill.inside import prefill_agent
 
 NOW_S, WALL_S = 5_000.0, 1_700_000_000.0
 PEER = "tcp://10.0.0.7:7701"
@@ -81,3 +89,29 @@ def test_blocks_are_withheld_by_a_prefill_agent_or_by_our_own_link() -> None:
 
     assert "A prefill agent is stopped" in theirs
     assert "they come back with the link" in ours
+
+
+class Collections(Collector):
+    """Counts how often the registry is read."""
+
+    number = 0
+
+    def collect(self) -> Iterator[Metric]:
+        self.number += 1
+        yield from ()
+
+
+@pytest.mark.anyio
+async def test_faults_that_many_ask_for_at_once_are_found_a_few_times(tmp_path: Path) -> None:
+    """Each search reads all metrics and the newest handoffs, for milliseconds of the loop."""
+    async with prefill_agent(tmp_path) as agent, agent.reader() as reader:
+        collections = Collections()
+        agent.runtime.metrics.registry.register(collections)
+        collections.number = 0
+        async with anyio.create_task_group() as tasks:
+            for _ in range(200):
+                tasks.start_soon(reader.ask, Status(faults=True))
+        told = await reader.ask(Status(faults=True))
+
+    assert not told.faults
+    assert 0 < collections.number < 50
