@@ -22,7 +22,7 @@ from kvbus.bus.sockets import (
 )
 from kvbus.bus.trust import ClientCurve, KeyPair
 from kvbus.errors import ConfigError, ErrorCode, LocalError, ProtocolError
-from kvbus.protocol.envelope import Notice, decode, encode_notice
+from kvbus.protocol.envelope import MAX_PEER_ITEMS, Notice, decode, encode_notice
 from kvbus.protocol.message import Message, from_body
 from kvbus.protocol.tools import Heartbeat
 
@@ -289,7 +289,7 @@ class _Feed(Connecting):
 def _read(frames: list[bytes]) -> Notice:
     if len(frames) != 2:
         raise ProtocolError(f"event has {len(frames)} frames")
-    event = decode(frames[1])
+    event = decode(frames[1], max_items=MAX_PEER_ITEMS)
     if not isinstance(event, Notice):
         raise ProtocolError("not an event")
     if event.op.encode() != frames[0]:

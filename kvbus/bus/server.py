@@ -20,8 +20,10 @@ from kvbus.bus.sockets import (
     SocketOptions,
     bound_endpoint,
     descriptor_of,
+    has_hung_up,
     key_of,
     max_request_bytes,
+    max_request_items,
     open_router,
 )
 from kvbus.bus.trust import is_of_same_user
@@ -60,6 +62,9 @@ Handlers = Mapping[type[Request[Any]], Handler | Shared]
 _GRACE_S = 0.05
 CLOSING = KVBusError("the server is closing", code=ErrorCode.CLOSED)
 _MAX_LEFT = 8
+# Nobody reads the answer to a request of a connection that has ended. A small one is handled all
+# the same, as it may give something back, such as the last `release` before a process exits.
+_LARGE_BYTES = 8 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +286,10 @@ class RequestServer(SocketActor):
         self._routes: dict[str, tuple[type[Request[Any]], Handler]] = {}
         self._places: dict[str, Places[Call]] = {}
         self._closing = False
-        self._max_bytes = max_request_bytes(endpoint)
+        self._max_bytes, self._max_items = (
+            max_request_bytes(endpoint),
+            max_request_items(endpoint),
+        )
         options = options or SocketOptions()
         self._has_keys = options.curve is not None
         socket = open_router(context, endpoint, options)
@@ -386,7 +394,10 @@ class RequestServer(SocketActor):
                 raise ProtocolError(f"message has {len(frames) - 1} frames or more")
             if len(frames[1]) > self._max_bytes:
                 raise too_large(len(frames[1]), self._max_bytes)
-            request = decode(frames[1])
+            if len(frames[1]) > _LARGE_BYTES and has_hung_up(self.pump.last):
+                self.counters.dropped += 1
+                return
+            request = decode(frames[1], max_items=self._max_items)
             if not isinstance(request, RequestFrame):
                 raise ProtocolError("only requests are answered here")
         except ProtocolError as error:

@@ -6,6 +6,7 @@ Refuses endpoints that cannot be bound or parsed, as `ConfigError`.
 import contextlib
 import errno
 import ipaddress
+import select
 import socket as tcp
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,12 @@ import zmq
 from kvbus.bus.pump import Socket
 from kvbus.bus.trust import AllowedPeers, ClientCurve, ServerCurve
 from kvbus.errors import ConfigError, LocalError
-from kvbus.protocol.envelope import MAX_FRAME_BYTES, MAX_PEER_REQUEST_BYTES
+from kvbus.protocol.envelope import (
+    MAX_FRAME_BYTES,
+    MAX_ITEMS,
+    MAX_PEER_ITEMS,
+    MAX_PEER_REQUEST_BYTES,
+)
 
 # A frame somewhat over the limit is read and answered; one far over it ends the connection.
 _OVER_BYTES = 64 * 1024
@@ -96,6 +102,11 @@ def max_request_bytes(endpoint: str) -> int:
     return MAX_PEER_REQUEST_BYTES if endpoint.startswith("tcp://") else MAX_FRAME_BYTES
 
 
+def max_request_items(endpoint: str) -> int:
+    """The most items of a request there."""
+    return MAX_PEER_ITEMS if endpoint.startswith("tcp://") else MAX_ITEMS
+
+
 def open_router(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
     """A ROUTER bound to ``endpoint`` that reports unroutable peers instead of dropping."""
     socket = _open(context, zmq.ROUTER, options)
@@ -156,6 +167,20 @@ def descriptor_of(frame: zmq.Frame) -> int | None:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
         return None
+
+
+def has_hung_up(frame: zmq.Frame | None) -> bool:
+    """Whether the connection that a frame came by has ended.
+
+    ZeroMQ hands out what it has queued all the same. A descriptor that is in use again gives the
+    state of its new connection.
+    """
+    fd = descriptor_of(frame) if frame is not None else None
+    if fd is None:
+        return False
+    look = select.poll()
+    look.register(fd, select.POLLRDHUP)
+    return bool(look.poll(0))
 
 
 def connect(socket: Socket, endpoint: str, allowed: AllowedPeers | None = None) -> None:

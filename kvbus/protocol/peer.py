@@ -82,7 +82,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
     """Its ranks at this agent, in order of their number."""
     addresses: tuple[dict[str, Address], ...] = ()
     """For each of ``ranks`` the address of each segment in the agent's process, by ``segment_id``.
-    A rank whose map is empty is *unregistered*. None of a reader."""
+    A rank whose map is empty is *unregistered*."""
 
 
 class HandshakeDone(Message, frozen=True):
@@ -131,8 +131,8 @@ class Handshake(Request[HandshakeDone], frozen=True):
     """Name of the decode agent."""
     engine_id: Id
     """The prefill engine, from the ticket, or from the status."""
-    reader: EngineMemory
-    """The decode engine, with the ranks at this agent."""
+    reader: EngineSpec
+    """The decode engine."""
     engine_instance: Text = ""
     """Its instance, from the same. Empty with ``ranks``."""
     offer_id: Text = ""

@@ -18,7 +18,7 @@ import msgspec
 from kvbus.errors import ErrorCode, LocalError, ProtocolError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Tables, WordName
-from kvbus.protocol.envelope import unpack_map
+from kvbus.protocol.envelope import MAX_PEER_ITEMS, unpack_map
 from kvbus.protocol.message import (
     AgentId,
     Endpoint,
@@ -124,7 +124,8 @@ class Ticket(Carried, frozen=True):
             return {}
         try:
             packed = base64.b64decode(self.blocks, validate=True)
-            tables = msgspec.convert(unpack_map(packed), Tables, builtin_types=(bytes,))
+            named = unpack_map(packed, max_items=MAX_PEER_ITEMS)
+            tables = msgspec.convert(named, Tables, builtin_types=(bytes,))
         except (ValueError, ProtocolError, msgspec.ValidationError) as error:
             message = f"blocks of the ticket are not block tables: {error}"
             raise ProtocolError(message, code=ErrorCode.INVALID) from error

@@ -1,6 +1,7 @@
 """Every bound of requests is an explicit refusal, and nobody else pays for it."""
 
 import asyncio
+import socket
 from typing import Any
 
 import anyio
@@ -10,11 +11,20 @@ import zmq
 
 from kvbus.bus import Call, ServerLimits, Shared
 from kvbus.errors import ErrorCode, LocalError, ProtocolError, RequestRefused
-from kvbus.protocol import MAX_FRAME_BYTES, Ping
-from tests.bus.conftest import Bus, Hold
+from kvbus.protocol import MAX_FRAME_BYTES, MAX_ITEMS, MAX_PEER_ITEMS, Ping, num_items
+from tests.agents import until
+from tests.bus.conftest import TCP, Bus, Hold
 from tests.bus.messages import Ask, AskNow, Echoed, asked, session_of
+from tests.security.wire import connected, frame
 
 pytestmark = pytest.mark.anyio
+ESTABLISHED, FIN_WAIT_1 = 1, 4
+UNKNOWN_TO_PEER = (ESTABLISHED, FIN_WAIT_1)
+"""In these states of a TCP connection the other side may not know of its end."""
+
+
+def state_of(wire: socket.socket) -> int:
+    return wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
 
 def with_limits(**limits: int) -> dict[str, Any]:
@@ -144,6 +154,48 @@ async def test_a_frame_at_the_limit_is_read_one_over_it_answered_and_one_far_ove
     assert next_heard["re"] == 3, "of the new connection"
     assert unsent.value.code is ErrorCode.TOO_LARGE
     assert server.counters.malformed == 1
+
+
+@pytest.mark.parametrize("at", [TCP, ""], ids=["tcp", "ipc"])
+async def test_items_over_the_bound_are_refused_by_the_header_that_announces_them(
+    bus: Bus, at: str
+) -> None:
+    """A list in `more`, which the operation does not know, fills the request up to the bound."""
+    server = bus.server(at=at)
+    peer, most = bus.raw(zmq.DEALER, server.endpoint), MAX_PEER_ITEMS if at else MAX_ITEMS
+    full = asked(1, more=[])
+    room = most - num_items(msgpack.packb(full))
+
+    async with bus.running(server):
+        fine = await peer.ask(asked(1, more=[0] * room))
+        over = await peer.ask(asked(2, more=[0] * (room + 1)))
+        # The end of the list is missing, which only the count of items does not notice.
+        peer.socket.send(msgpack.packb(asked(3, more=[0] * (2 * most)))[: most + 100])
+        announced = await peer.get()
+
+    assert "ok" in fine
+    assert over["error"]["code"] == announced["error"]["code"] == "too_large"
+    assert over["error"]["detail"]["limit"] == most
+
+
+async def test_large_requests_of_a_connection_that_has_ended_are_dropped(
+    bus: Bus, hold: Hold
+) -> None:
+    """ZeroMQ has queued them all. The small one may be the last `release` of a process."""
+    server = bus.server(hold, at=TCP)
+
+    with connected(server.endpoint, "DEALER") as wire:
+        for number in range(1, 33):
+            wire.sendall(frame(msgpack.packb(asked(number, fill=bytes(16 * 1024)))))
+        wire.sendall(frame(msgpack.packb(asked(33))))
+        wire.shutdown(socket.SHUT_WR)
+        await until(lambda: state_of(wire) not in UNKNOWN_TO_PEER)
+        async with bus.running(server):
+            await hold.arrived.get()
+            num_dropped = server.counters.dropped
+
+    assert [call.request_id for call in hold.calls] == [33]
+    assert num_dropped == 32
 
 
 @pytest.mark.parametrize(

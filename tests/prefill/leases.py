@@ -18,7 +18,6 @@ from kvbus.protocol import (
     CheckMemory,
     Claim,
     Digest,
-    EngineMemory,
     Granted,
     Handshake,
     HandshakeDone,
@@ -109,9 +108,7 @@ class Case:
             max_protocol=1,
             agent_id="decode",
             engine_id=self.source.spec.engine_id,
-            reader=EngineMemory(
-                self.source.spec, tuple(cache.rank for cache in self.source.caches)
-            ),
+            reader=self.source.spec,
             engine_instance=self.local.instance,
             offer_id=self.offer_id,
             secret=self.secret,

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from kvbus.errors import ErrorCode
-from kvbus.protocol import EngineMemory, Outcome, Ticket
+from kvbus.protocol import Outcome, Ticket
 from tests.agents import AgentProcess, until
 from tests.engines import Engine, engine, failure_of, pair, same, works
 from tests.plain_sockets import ask
@@ -25,13 +25,12 @@ OFFER_KEYS = ("engine_instance", "offer_id", "secret")
 
 def handshake(source: Engine, **right: Any) -> Body:
     """As a decode agent would, of an engine that fits."""
-    reader = EngineMemory(source.spec, tuple(cache.rank for cache in source.caches))
     return {
         "min_protocol": 1,
         "max_protocol": 1,
         "agent_id": "stranger",
         "engine_id": source.spec.engine_id,
-        "reader": msgspec.to_builtins(reader, builtin_types=(bytes,)),
+        "reader": msgspec.to_builtins(source.spec),
         **right,
     }
 

@@ -14,7 +14,7 @@ import anyio
 import msgpack
 
 from kvbus.errors import ErrorCode, KVBusError, ProtocolError
-from kvbus.protocol.envelope import unpack_map
+from kvbus.protocol.envelope import MAX_PEER_ITEMS, unpack_map
 from kvbus.protocol.message import error_body, refusal
 
 LENGTH_BYTES = 4
@@ -50,7 +50,7 @@ def decode_length(header: bytes) -> int:
 
 def decode_body(body: bytes) -> dict[str, Any]:
     """Return the map; ``ProtocolError`` for anything else."""
-    message = unpack_map(body)
+    message = unpack_map(body, max_items=MAX_PEER_ITEMS)
     if not all(isinstance(key, str) for key in message):  # bin is a key to msgpack as well
         raise ProtocolError("an attach message must be a map with string keys")
     return message

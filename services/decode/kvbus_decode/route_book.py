@@ -27,7 +27,7 @@ from kvbus.errors import (
 from kvbus.planning import check_compatible
 from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
+from kvbus.protocol.peer import Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.mapped import MappedMemory, MemoryBorrower
 from kvbus_decode.nixl_peers import NixlMemory, NixlPeers
@@ -254,12 +254,11 @@ class RouteBook(PeerWatcher):
         What is ``wanted`` are the engine, and the right to it. Raises `KVBusError`:
         ``peer_unreachable``, ``stale``, or a refusal.
         """
-        ours = shaken.engine.memory()
         handshake = Handshake(
             min_protocol=PROTOCOL_VERSION,
             max_protocol=PROTOCOL_VERSION,
             agent_id=self._agent.identity.agent_id,
-            reader=EngineMemory(engine=ours.engine, ranks=ours.ranks),
+            reader=shaken.engine.spec,
             machine=shaken.machine,
             **wanted,
         )

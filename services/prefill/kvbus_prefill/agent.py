@@ -163,7 +163,7 @@ class PrefillService(Service):
         check_protocol(handshake.min_protocol, handshake.max_protocol)
         engine = self._engine_for(handshake)
         memory, memory_id = engine.memory(), engine.memory_id
-        check_compatible(memory.engine, handshake.reader.engine)
+        check_compatible(memory.engine, handshake.reader)
         socket, metadata = self.lender.socket_for(engine), tuple[bytes, ...]()
         maps = not socket.closed and "" != handshake.machine == socket.machine
         if not maps:
@@ -174,7 +174,7 @@ class PrefillService(Service):
             "handshake.done",
             peer=handshake.agent_id,
             engine_id=handshake.engine_id,
-            reader=handshake.reader.engine.engine_id,
+            reader=handshake.reader.engine_id,
         )
         call.reply(
             HandshakeDone(
