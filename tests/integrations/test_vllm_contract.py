@@ -36,7 +36,7 @@ def test_the_connector_fits_the_vllm_that_was_written_down(recorded: dict[str, A
 def test_whatever_does_not_fit_is_named(recorded: dict[str, Any]) -> None:
     other = copy.deepcopy(recorded)
     del other["methods"]["on_new_request"]
-    other["methods"]["get_finished_count"]["parameters"].append("now")
+    other["methods"]["request_finished"]["parameters"].append("now")
     other["methods"]["build_prom_metrics"]["kinds"] = []
     other["methods"]["start"] = {"parameters": ["self"], "kinds": ["abstractmethod"]}
     other["imports"].remove("vllm.config:VllmConfig")
@@ -46,8 +46,8 @@ def test_whatever_does_not_fit_is_named(recorded: dict[str, Any]) -> None:
 
     assert sorted(found) == [
         "build_prom_metrics",
-        "get_finished_count",
         "on_new_request",
+        "request_finished",
         "start",
         "vllm.config",
         "vllm.v1.request",

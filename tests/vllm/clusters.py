@@ -64,7 +64,8 @@ class Side:
 class Shape:
     """Both sides, and what vLLM does with a request whose KV could not be loaded.
 
-    With ``alias`` the servers call kvbus' connector `NixlConnector`. ``turns`` is what the options
+    With ``alias`` the servers call kvbus' connector `NixlConnector`. With ``multi`` it and vLLM's
+    `ExampleConnector` are children of `MultiConnector`. ``turns`` is what the options
     say of conversations: then each server has an agent of each kind, and all agents have CURVE keys
     and sign their tickets.
     """
@@ -73,6 +74,7 @@ class Shape:
     decode: Side
     policy: str = "recompute"
     alias: bool = False
+    multi: bool = False
     turns: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -104,6 +106,12 @@ CLUSTERS: Mapping[str, Shape] = {
         Side("0", "hybrid", block_size=SMALLER, settings=_EXPIRES),
         Side("0|1", "hybrid", tp=2, block_size=LARGER),
         turns={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 15.0, **_TIMES_OUT},
+    ),
+    # Beside another connector, to twice as many ranks: what one rank reports is not the end then.
+    "multi": Shape(
+        Side("0", block_size=SMALLER, settings=_EXPIRES),
+        Side("0|1", tp=2, block_size=LARGER, settings=_TIMES_OUT),
+        multi=True,
     ),
     # By the attention that takes float32: vLLM prefers another one, where the machine has AMX.
     "mla": Shape(Side("0", "mla", flags=_ANY_DTYPE), Side("1", "mla", flags=_ANY_DTYPE)),
@@ -334,6 +342,22 @@ def _server(beside: Sequence[AgentProcess], side: Side, shape: Shape, models: Pa
             **shape.turns,
         },
     }
+    if shape.multi:
+        other = {"shared_storage_path": str(beside[0].folder / "example")}
+        children = [
+            {key: value for key, value in config.items() if key != "kv_load_failure_policy"},
+            {
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": other,
+            },
+        ]
+        config = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": shape.policy,
+            "kv_connector_extra_config": {"connectors": children},
+        }
     size = [] if side.block_size is None else ["--block-size", str(side.block_size)]
     flags = ["--tensor-parallel-size", str(side.tp), *size, *side.flags]
     flags += ["--kv-transfer-config", json.dumps(config)]

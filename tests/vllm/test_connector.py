@@ -1,5 +1,6 @@
 """What vLLM finds in the connector: its names, its methods, its metrics."""
 
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import REGISTRY
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
 from kvbus.integrations.vllm import KvbusConnector
@@ -20,6 +22,10 @@ from tests.integrations.vllm_contract import differences, record
 
 NOT_YET = {"supports_sleep_mode: vLLM does not call it"}
 """What a newer vLLM asks for."""
+NAMES = (
+    ("KvbusConnector", "kvbus.integrations.vllm"),
+    ("NixlConnector", "kvbus.integrations.vllm.nixl"),
+)
 
 
 def test_the_connector_fits_the_vllm_that_is_installed() -> None:
@@ -36,21 +42,44 @@ def test_the_connector_fits_the_vllm_that_is_installed() -> None:
     assert set(differences(record("installed", read))) <= NOT_YET
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        ("KvbusConnector", "kvbus.integrations.vllm"),
-        ("NixlConnector", "kvbus.integrations.vllm.nixl"),
-    ],
-)
+@pytest.mark.parametrize(("name", "module"), NAMES)
 def test_vllm_takes_the_connector_from_the_module_that_is_named(name: str, module: str) -> None:
     config = KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_role="kv_both")
 
-    found = KVConnectorFactory.get_connector_class(config)
+    assert KVConnectorFactory.get_connector_class(config) is KvbusConnector
 
-    assert found.__name__ == name
-    assert issubclass(found, KvbusConnector)
-    assert found is not NixlConnector
+
+@pytest.fixture
+def _plugin() -> None:
+    """vLLM has called kvbus' plugin, more than once."""
+    (plugin,) = entry_points(group="vllm.general_plugins", name="kvbus")
+    for _ in range(2):
+        plugin.load()()
+
+
+@pytest.mark.usefixtures("_plugin")
+def test_vllm_finds_the_connector_by_its_name_and_its_own_by_theirs() -> None:
+    by_name = KVConnectorFactory.get_connector_class_by_name
+
+    config = KVTransferConfig(kv_connector="KvbusConnector", kv_role="kv_both")
+
+    assert KVConnectorFactory.get_connector_class(config) is KvbusConnector
+    assert by_name("NixlConnector") is NixlConnector
+
+
+@pytest.mark.usefixtures("_plugin")
+@pytest.mark.parametrize(("name", "module"), NAMES)
+def test_the_api_server_reads_the_statistics_of_a_child_of_a_multi_connector(
+    name: str, module: str
+) -> None:
+    config = KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_role="kv_both")
+    found = KVConnectorFactory.get_connector_class(config)
+    figures = KvbusConnector.build_kv_connector_stats()
+    figures.add("loads", "completed")
+
+    read: Any = MultiConnector.build_kv_connector_stats({found.__name__: figures.to_dict()})
+
+    assert read.data == {found.__name__: figures}
 
 
 def test_sleep_mode_is_refused() -> None:

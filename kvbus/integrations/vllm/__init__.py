@@ -3,12 +3,13 @@
 What is here stands on vLLM's connector base class, that of 0.32 and later, and on `INSIDE_VLLM`.
 """
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvbus.integrations.vllm.connector import KvbusConnector
 
-__all__ = ["INSIDE_VLLM", "KvbusConnector"]
+__all__ = ["INSIDE_VLLM", "KvbusConnector", "register"]
 
 INSIDE_VLLM = {
     "vllm.config.vllm:VllmConfig": (
@@ -62,6 +63,19 @@ INSIDE_VLLM = {
 }
 """What the connector needs of vLLM besides: attributes and methods, by class. vLLM promises none of
 them, so the contract test looks for each in the versions that are written down."""
+
+
+def register() -> None:
+    """Register the connector in this process, under its name; vLLM calls this as a plugin.
+
+    `MultiConnector` finds the statistics of its children by name alone. Later calls do nothing.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
+        KVConnectorFactory,
+    )
+
+    with suppress(ValueError):  # the name is registered
+        KVConnectorFactory.register_connector("KvbusConnector", __name__, "KvbusConnector")
 
 
 def __getattr__(name: str) -> type:

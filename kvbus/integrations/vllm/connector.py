@@ -45,9 +45,6 @@ KVConnectorWorkerMetadata.register(StepDone)
 
 logger = logging.getLogger("vllm.kvbus")
 
-REPORTER = 0
-"""The rank that tells vLLM of failures: one does for all."""
-
 
 class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
     """Hands KV off through the agent at ``endpoint``; see docs/vllm.md."""
@@ -113,10 +110,13 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         return WorkerPlaces(tuple(self._place(link) for link in self._memory_links))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What the scheduler's side has sent to be told here."""
-        told = self._results if self._rank == REPORTER else NOTHING
+        """What the scheduler's side has sent to be reported here.
+
+        Each rank reports it: as a child of `MultiConnector` a connector cannot name fewer.
+        """
+        results = self._results
         return KVConnectorTransferResults(
-            finished_recving=set(told.received), failed_recving=set(told.failed)
+            finished_recving=set(results.received), failed_recving=set(results.failed)
         )
 
     def build_connector_worker_meta(self) -> StepDone | None:

@@ -201,10 +201,6 @@ class SchedulerSide:
             select, blocks_of = self._caches.select_transfer_block_ids, self._manager.get_block_ids
             self._offers.grow(done.step, lambda request_id: select(blocks_of(request_id)))
 
-    def get_finished_count(self) -> int | None:
-        """One worker reports for all, as the agent tells of a handoff once."""
-        return 1
-
     def has_pending_push_work(self) -> bool:
         """Whether vLLM is to go on with steps, to hear soon of offers that were read."""
         return self._offers.need_steps
