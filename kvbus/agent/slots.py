@@ -20,6 +20,7 @@ from kvbus.agent.config import AgentConfig
 from kvbus.agent.loop import in_thread
 from kvbus.errors import ConfigError, ErrorCode, GeometryError, LocalError, SegmentError
 from kvbus.memory.mapping import OwnedMemory
+from kvbus.memory.nvidia import check_has_gpu
 from kvbus.memory.room import check_memory
 from kvbus.transport import MemoryKind, Registration, Transport
 
@@ -206,7 +207,11 @@ def _gpu_memory(gpu: str, size_bytes: int, memory: MemoryKind) -> tuple[GpuSlots
 
 
 def cuda() -> Any:
-    """The package for memory of GPUs; it imports torch, which takes seconds."""
+    """Return the package for memory of GPUs. Raises `SegmentError` where there is no GPU.
+
+    Call it in a thread: it imports torch, which takes seconds and 120 MB.
+    """
+    check_has_gpu()
     from kvbus.memory import cuda as package  # noqa: PLC0415  # see above
 
     return package

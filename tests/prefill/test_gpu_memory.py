@@ -60,8 +60,7 @@ async def test_an_agent_without_cuda_says_what_it_lacks_and_serves_who_needs_non
         refused = await refusal(client)
 
         assert refused.code is ErrorCode.SEGMENT
-        assert all(word in refused.message for word in ("torch", "CUDA"))
-        assert "install" in refused.message or "driver" in refused.message
+        assert "NVIDIA driver" in refused.message
         assert agent.local(before).ready
         async with agent.engine() as after:
             assert agent.local(after).ready

@@ -1,6 +1,7 @@
 """Each negative vector gets its code from the codec, and from agents that answer the next frame."""
 
 import json
+from ctypes.util import find_library
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,3 +163,19 @@ def test_an_attach_message_that_makes_no_sense_ends_no_connection_but_one_too_la
             with pytest.raises(EOFError):
                 engine.receive()
         assert agent.metric("malformed_messages") == before + 2
+
+
+@pytest.mark.skipif(bool(find_library("cuda")), reason="there is a driver: see tests/gpu")
+def test_memory_of_a_gpu_is_refused_without_torch_where_there_is_none(fresh: Agents) -> None:
+    """Its import holds an agent's event loop up, and takes 120 MB for good."""
+    agent = fresh.prepare("prefill")
+    fresh.start(agent)
+    place = {"device": "GPU-0", "handle": bytes(64), "offset_bytes": 0, "size_bytes": 4096}
+
+    with Attached(agent.attach) as engine:
+        engine.hello()
+        error = engine.ask("cuda", {"segment_id": "kv", **place})["error"]
+
+    assert error["code"] == "segment"
+    assert agent.memory_maps("copy_runs") > 0
+    assert agent.memory_maps("torch") == 0

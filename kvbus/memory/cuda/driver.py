@@ -13,15 +13,14 @@ killed leaves behind. Handles of the driver are closed when we say so, and need 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 
 from kvbus.errors import SegmentError
+from kvbus.memory.nvidia import nvidia_driver
 
 HANDLE_BYTES = 64
 """Of a memory handle, and of an event's."""
-_LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1
 _NO_SUCH_MEMORY = (1, 500)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND
 
@@ -54,7 +53,7 @@ def allocation_of(address: int) -> tuple[int, int] | None:
     It may not of memory that another process allocated.
     """
     base, size, at = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(address)
-    code = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at)
+    code = nvidia_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at)
     if code in _NO_SUCH_MEMORY:
         return None
     _check(code, "cuMemGetAddressRange")
@@ -81,30 +80,15 @@ def close_memory(address: int) -> None:
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    try:
-        driver = ctypes.CDLL(_LIBRARY)
-    except OSError as error:
-        raise SegmentError(
-            f"this process finds no NVIDIA driver ({_LIBRARY}): in a container, start it with "
-            "access to the GPUs"
-        ) from error
-    code = driver.cuInit(ctypes.c_uint(0))
-    if code:
-        raise SegmentError(f"the NVIDIA driver does not start: CUDA error {code}", cuda_error=code)
-    return driver
-
-
 def _call(name: str, *arguments: object) -> None:
-    _check(getattr(_driver(), name)(*arguments), name.removesuffix("_v2"))
+    _check(getattr(nvidia_driver(), name)(*arguments), name.removesuffix("_v2"))
 
 
 def _check(code: int, name: str) -> None:
     if not code:
         return
     text = ctypes.c_char_p()
-    _driver().cuGetErrorName(ctypes.c_int(code), ctypes.byref(text))
+    nvidia_driver().cuGetErrorName(ctypes.c_int(code), ctypes.byref(text))
     known = text.value.decode() if text.value else f"CUDA error {code}"
     raise SegmentError(f"{name}: {known}", cuda_error=code)
 
