@@ -200,6 +200,13 @@ class Segments:
                 stream=await self._copy_stream(),
             )
 
+    def find_cuts(self) -> None:
+        """Report a truncated segment, though nothing here has touched it yet."""
+        for name, mapping in self.mappings.items():
+            if isinstance(mapping, SegmentMapping) and mapping.was_cut():
+                self._on_cut(name)
+                return
+
     # An engine's memory goes in two steps, as a transfer may be under way when the engine dies:
     #
     #     discard   at once: the bytes go, the addresses stay (zeros); live READs hit those

@@ -7,7 +7,9 @@ engine is sealed against truncation where the kernel allows that, and its pages 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import mmap
 import os
 import resource
 import stat
@@ -203,6 +205,17 @@ class SegmentMapping(MappedFile):
         """
         bus_errors.watch(self.address, self.size_bytes, on_cut)
         self._watcher = bus_errors
+
+    def was_cut(self) -> bool:
+        """Whether the file was truncated; False where the kernel cannot say (before Linux 5.14)."""
+        if self.sealed or self.discarded or self.closed:
+            return False
+        last = (self._address + self.size_bytes - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            libc.populate(last, 1, writable=False)
+        except OSError as error:
+            return error.errno == errno.EFAULT
+        return False
 
     def view(self) -> npt.NDArray[np.uint8]:
         """As every mapping; none of an engine that is gone."""

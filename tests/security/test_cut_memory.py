@@ -16,7 +16,7 @@ import pytest
 import kvbus
 from kvbus.errors import ErrorCode
 from tests.agents import AgentProcess, Agents, agents_ended, until
-from tests.engines import LARGE, NUM_LARGE_BLOCKS, engine, failure_of, make_spec, works
+from tests.engines import LARGE, NUM_LARGE_BLOCKS, begin, engine, failure_of, make_spec, works
 
 pytestmark = pytest.mark.anyio
 
@@ -125,6 +125,31 @@ async def test_a_prefill_engine_that_cuts_its_memory_fails_its_own_readers(
 
         assert failure.code in ENDED
         assert await works(other, target)
+
+
+async def test_reads_of_other_engines_complete_after_one_engine_cuts_its_memory(
+    fresh: Agents,
+) -> None:
+    """UCX gives up the connection that all engines of an agent share. No read has a lease."""
+    prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode", path="direct")
+    prefill.expected_trouble.add("segment.cut")
+    fresh.start(prefill, decode)
+    short: dict[str, Any] = {"num_tokens": 64, "block_ids": {"full": [1]}}
+    async with large(decode) as target, large(prefill) as other:
+        for _ in range(3):
+            assert await works(other, target)
+        with Hostile(prefill, "short-prefill") as hostile:
+            tickets = [hostile.said() for _ in range(2)]
+            await target.decode.fetch(tickets[0], **short).ended
+            hostile.cut()
+            failure = await failure_of(target.decode.fetch(tickets[1], **short))
+
+            for _ in range(3):
+                handoff = await begin(other, target)
+                await handoff.completed()
+
+    (line,) = decode.says("handoff.failed")
+    assert (line["ahead"], line["leased"], failure.code) == (True, False, ErrorCode.ENGINE_LOST)
 
 
 @pytest.mark.parametrize("shared_slow", [TCP, MAPPED], indirect=True, ids=["tcp", "mapped"])

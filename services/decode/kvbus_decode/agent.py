@@ -52,12 +52,18 @@ class DecodeService(Service):
         self._active: dict[str, ActiveFetch] = {}
         self._metrics = DecodeMetrics(agent.metrics)
         self._chooser = chooser = PathChooser(agent, config)
-        self._reader = Reader(
-            agent, config, chooser, self._metrics, active=self._active, on_end=self._dispatch
-        )
         self._peers = peers = PeerDirectory(agent, config)
         self._borrower = MemoryBorrower(agent, config)
-        self.routes = RouteBook(agent, peers, self._borrower)
+        self.routes = routes = RouteBook(agent, peers, self._borrower)
+        self._reader = Reader(
+            agent,
+            config,
+            chooser,
+            self._metrics,
+            routes,
+            active=self._active,
+            on_end=self._dispatch,
+        )
         self._leases = leases = LeaseClient(
             agent,
             config,
@@ -227,6 +233,8 @@ class DecodeService(Service):
         if not fetched.code:
             self._tickets.complete(requested.ticket)
             self._costs.observe(fetched, requested.ticket.endpoint)
+        elif fetched.code != ErrorCode.CANCELLED:
+            self.routes.forget_failed(requested.ticket, fetched.code)
         if fetched.blocks_free:
             self._end(report.fetch_id)
         else:

@@ -31,6 +31,14 @@ class ActiveFetch:
     choice: object = None
     """How it is read, chosen when its route is known."""
     replica_index: int = 0
+    chunk: ReadChunk | None = None
+    """The chunk that is read now."""
+    num_reconnects: int = 0
+    """How often the chunk was read again."""
+    is_cut_off: bool = False
+    """Whether NIXL lost a connection under the chunk."""
+    is_stopped: bool = False
+    """Whether nothing more may be read."""
 
     @property
     def fills_blocks(self) -> bool:

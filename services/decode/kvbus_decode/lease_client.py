@@ -142,8 +142,6 @@ class LeaseClient(PeerWatcher):
         ticket, message = command.ticket, command.message
         address = PeerAddress.of(ticket)
         if isinstance(message, Release):
-            if message.code != ErrorCode.CANCELLED:
-                self._routes.forget_failed(ticket, message.code)
             if (known := self._peers.find(address)) is not None:
                 known.ask(message, RELEASE_TIMEOUT_S, lambda _: None)
             return

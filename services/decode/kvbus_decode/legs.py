@@ -13,7 +13,7 @@ from kvbus.agent.copiers import Job, Work
 from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, PeerLost, RemoteError
 from kvbus.geometry import GroupSpec
 from kvbus.memory.copying import PagedMemory
 from kvbus.memory.run_copy import copy_runs
@@ -21,6 +21,7 @@ from kvbus.planning import Reads, RunPlan, Runs
 from kvbus.protocol.message import Empty
 from kvbus.transport import MemoryKind, Read, ReadOutcome, ReadStatus
 from kvbus_decode.chunk import Chunk
+from kvbus_decode.nixl_peers import NixlPeer, NixlPeers
 from kvbus_decode.read_table import (
     COPYING,
     READING,
@@ -49,6 +50,7 @@ class Means:
     """
 
     agent: Agent
+    nixl: NixlPeers
     dispatch: Callable[[Event], None]
     lease_s: float
     digests: dict[tuple[str, ...], float]
@@ -61,6 +63,7 @@ class ChunkLeg(Leg):
     chunk: Chunk
     means: Means
     transfer: Read | None = None
+    nixl_peer: NixlPeer | None = None
     work: Work | None = None
     aborted: bool = False
 
@@ -90,6 +93,7 @@ class ChunkLeg(Leg):
         if self.aborted or not len(descriptors.local):
             self.end_stage()
             return
+        self.nixl_peer = self.means.nixl.find(self.source.nixl_agent)
         self.transfer = self.means.agent.transport.read(
             self.source.nixl_agent,
             descriptors.local,
@@ -135,6 +139,10 @@ class ChunkLeg(Leg):
     def _on_read(self, outcome: ReadOutcome) -> None:
         self.transfer = None  # it holds its descriptors
         error: KVBusError | None = outcome.error
+        if isinstance(error, PeerLost):
+            self.chunk.fetch.is_cut_off = True
+            if self.nixl_peer is not None:
+                self.nixl_peer.is_broken = True
         if outcome.status is ReadStatus.ABORTED:
             error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
         self.end_stage(outcome.num_bytes, error)

@@ -55,10 +55,10 @@ class NixlMemory:
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
+class NixlPeer:
     """An agent that NIXL knows, all memory that it was told of, and the peer that told it last.
 
-    It ``is_broken`` once UCX has given it up.
+    It ``is_broken`` once UCX has given it up: another one takes its place before the next READ.
     """
 
     peer: Peer
@@ -79,7 +79,7 @@ class NixlPeers:
 
     def __init__(self, agent: Agent, used: Callable[[], Iterable[NixlMemory]]) -> None:
         self._transport, self._tasks, self._used = agent.transport, agent.tasks, used
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, NixlPeer] = {}
 
     async def add(self, peer: Peer, new: NixlMemory, *, deadline: float) -> None:
         """Make ``new`` known.
@@ -108,6 +108,9 @@ class NixlPeers:
                 if not new.misfits(memory.extents):
                     await self._load(peer, memory)
             await self._load(peer, new)
+
+    def find(self, name: str) -> NixlPeer | None:
+        return self._known.get(name)
 
     def break_off(self, name: str) -> None:
         """UCX has given the agent up: it is made again before it is used."""
@@ -150,7 +153,7 @@ class NixlPeers:
                 await asyncio.wrap_future(self._transport.add_peer(blob))
             except TransferFailed as error:
                 raise _unconnected(peer, error) from error
-        self._known.setdefault(memory.agent, _Known(peer)).extents.update(memory.extents)
+        self._known.setdefault(memory.agent, NixlPeer(peer)).extents.update(memory.extents)
 
     async def _remove(self, peer: Peer, name: str, deadline: float = 0.0) -> None:
         """Remove an agent, once what was posted to it has ended; raises `KVBusError`."""

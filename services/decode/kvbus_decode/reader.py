@@ -15,12 +15,20 @@ from collections.abc import Callable, Iterator, Mapping
 
 import anyio
 import structlog
+from msgspec import structs
 
 from kvbus.agent.engine import LocalEngine, engine_lost
-from kvbus.agent.loop import until
+from kvbus.agent.loop import guarded, until
 from kvbus.agent.service import Agent
 from kvbus.agent.slots import HOST
-from kvbus.errors import KVBusError, TransferFailed
+from kvbus.errors import (
+    ErrorCode,
+    KVBusError,
+    LocalError,
+    PeerLost,
+    RequestRefused,
+    TransferFailed,
+)
 from kvbus.planning import Path, Share, StagedPlan, cut_for_digests, cut_into_boxes
 from kvbus.table import Driver, Story
 from kvbus.table.events import Stopped
@@ -28,11 +36,12 @@ from kvbus_decode import read_table as ev
 from kvbus_decode.box_legs import BoxLeg, CompareLeg, StagedLeg, ZeroLeg, release_slots
 from kvbus_decode.chunk import ActiveFetch, Chunk, make_chunk
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.fetch.events import ReadChunk, ReadEnded
-from kvbus_decode.legs import DirectLeg, MappedLeg, Means
+from kvbus_decode.fetch.events import ReadChunk, ReadEnded, StopReads
+from kvbus_decode.legs import UNTOLD, DirectLeg, MappedLeg, Means
 from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.paths import PathChoice, PathChooser
 from kvbus_decode.route import Source
+from kvbus_decode.route_book import RouteBook
 
 log = structlog.get_logger()
 
@@ -42,6 +51,8 @@ thread and back takes 70.
 """
 GRACE_S = 2.0
 """How long READs of other peers may take to end; a slice of them is posted at most."""
+MAX_RECONNECTS, RECONNECT_S = 5, 0.05
+"""How often a chunk is read again over a new connection: at once, then after twice the pause."""
 RECYCLED_WITHIN_S, AGAIN_S = 30.0, 1.0
 EXIT_STATUS = 75
 """EX_TEMPFAIL: whatever supervises the agent starts the next, and nothing else has to be done."""
@@ -59,23 +70,26 @@ class Reader:
         config: DecodeConfig,
         chooser: PathChooser,
         metrics: DecodeMetrics,
+        routes: RouteBook,
         *,
         active: Mapping[str, ActiveFetch],
         on_end: Callable[[ReadEnded], None],
     ) -> None:
-        self._agent, self._chooser = agent, chooser
+        self._agent, self._chooser, self._routes = agent, chooser, routes
         self._active, self._on_end, self._one_in = active, on_end, config.digest_one_in
         self._table = ev.ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
-        self._dispatch = self.stop_reads = self._driver.dispatch
+        self._dispatch = self._driver.dispatch
         self._driver.commands |= {
             ev.Begin: lambda command: command.leg.begin(command),
             ev.Abort: lambda command: command.leg.abort(),
             ev.ReleaseSlots: lambda command: release_slots(command.source, command.slot_ids),
             ev.RecycleTransport: self._recycle,
-            ReadEnded: on_end,
         }
-        self._means = Means(agent, self._dispatch, config.lease_s, metrics.digests.values)
+        self._driver.commands[ReadEnded] = self._end
+        digests = metrics.digests.values
+        self._means = Means(agent, routes.nixl, self._dispatch, config.lease_s, digests)
+        self._reconnecting: dict[str, anyio.CancelScope] = {}
         self._is_recycling = False
 
     @property
@@ -91,7 +105,24 @@ class Reader:
 
         It has ended at once when no path can be taken, or it is short.
         """
-        key, fetch = command.fetch_id, self._active[command.fetch_id]
+        fetch = self._active[command.fetch_id]
+        fetch.chunk, fetch.num_reconnects = command, 0
+        self._read(fetch, command)
+
+    def stop_reads(self, command: StopReads) -> None:
+        """Begin nothing more of a fetch's chunk."""
+        key = command.fetch_id
+        if (fetch := self._active.get(key)) is not None:
+            fetch.is_stopped = True
+        if (reconnecting := self._reconnecting.pop(key, None)) is None:
+            self._dispatch(command)
+            return
+        reconnecting.cancel()
+        error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
+        self._on_end(ReadEnded(key, 0, error))
+
+    def _read(self, fetch: ActiveFetch, command: ReadChunk) -> None:
+        key, fetch.is_cut_off = command.fetch_id, False
         try:
             chunk = make_chunk(fetch, command, one_in=self._one_in)
             choice = self._chooser.path_of(chunk)
@@ -105,6 +136,52 @@ class Reader:
         rounds = tuple(map(tuple, (first, *filter(None, later))))
         engine, priority = chunk.route.engine, chunk.asked.priority
         self._dispatch(ev.ChunkWanted(key, engine, rounds, choice.path.value, priority))
+
+    # A reset connection, or another engine's memory that is gone, ends READs whose own memory is
+    # there. Nothing of them is in flight any more, so they are made again, unseen by the table:
+    #
+    #     fetch        reading ─────────────────────────────────────────▶ reading ... ended
+    #     read table   READ ─▶ lost, ended                     READ again ─▶ ended
+    #     here                      └─ ask the agent, connect NIXL ─┘
+    def _end(self, ended: ReadEnded) -> None:
+        """Report the end of a chunk, or read it again where NIXL has only lost the connection."""
+        fetch = self._active[ended.fetch_id]
+        is_cut_off = fetch.is_cut_off and isinstance(ended.error, PeerLost)
+        if fetch.is_stopped or not is_cut_off or fetch.num_reconnects == MAX_RECONNECTS:
+            self._on_end(ended)
+            return
+        scope = self._reconnecting[fetch.key] = anyio.CancelScope()
+        self._agent.tasks.start_soon(self._read_again, fetch, ended, scope)
+
+    async def _read_again(
+        self, fetch: ActiveFetch, ended: ReadEnded, scope: anyio.CancelScope
+    ) -> None:
+        pause_s = RECONNECT_S * 2**fetch.num_reconnects if fetch.num_reconnects else 0.0
+        fetch.num_reconnects += 1
+        route, chunk, failure = fetch.route, fetch.chunk, ended.error
+
+        async def reconnect() -> None:
+            nonlocal failure
+            await anyio.sleep(pause_s)
+            if route is not None:
+                offer_id = fetch.requested.ticket.offer_id
+                await self._routes.reconnect(route, offer_id, deadline=fetch.deadline)
+                failure = None
+
+        def fail(error: KVBusError) -> None:
+            nonlocal failure
+            if isinstance(error, RequestRefused) and error.code not in UNTOLD:
+                failure = error  # it says more
+
+        with scope:
+            await guarded(reconnect, fail)
+        if self._reconnecting.get(fetch.key) is not scope:  # it was stopped
+            return
+        del self._reconnecting[fetch.key]
+        if failure is None and chunk is not None:
+            self._read(fetch, chunk)
+        else:
+            self._on_end(structs.replace(ended, error=failure))
 
     def stop(self) -> None:
         self._dispatch(Stopped())

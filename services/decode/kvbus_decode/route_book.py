@@ -36,6 +36,9 @@ from kvbus_decode.route import Route, Source, placed_ranks
 
 log = structlog.get_logger()
 
+CONNECTED_WITHIN_S = 5.0
+"""How long the other agent serves a new connection of NIXL for a READ that has no lease."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Round:
@@ -76,7 +79,7 @@ class RouteBook(PeerWatcher):
 
     def __init__(self, agent: Agent, peers: PeerDirectory, borrower: MemoryBorrower) -> None:
         self._agent, self._peers, self.borrower = agent, peers, borrower
-        self._nixl = NixlPeers(agent, self._nixl_memory)
+        self.nixl = NixlPeers(agent, self._nixl_memory)
         self._routes: dict[RouteKey, Route] = {}
         self._turns = WeakValueDictionary[RouteKey, anyio.Lock]()
         """Where one handshake is under way, the others wait."""
@@ -123,6 +126,23 @@ class RouteBook(PeerWatcher):
             endpoint=peer.endpoint,
         )
 
+    # UCX gives up a whole connection when one READ finds no memory, or when the network resets it.
+    # It says so to the READs in flight and to those that are posted next. Only the agent whose
+    # memory is gone knows which engine's it was, so it is asked before anything is read again.
+    async def reconnect(self, route: Route, offer_id: str, *, deadline: float) -> None:
+        """Connect NIXL again to the agents of a route that it has lost.
+
+        Raises `KVBusError`: `RequestRefused` by an agent that has not the memory any more.
+        """
+        for source in route.sources:
+            known = self.nixl.find(source.nixl_agent)
+            if source.nixl is None or (known is not None and not known.is_broken):
+                continue
+            check = source.check(offer_id, progress_s=CONNECTED_WITHIN_S)
+            await source.peer.client.ask(check, timeout_s=CONNECTED_WITHIN_S)
+            with anyio.CancelScope(shield=True):  # others read from there as well
+                await self._connect_nixl(source.peer, source.nixl, deadline)
+
     def forget(self, route: Route) -> None:
         """The route is of no use: the next fetch shakes hands again."""
         self._keep_only(lambda _, known: known is not route)
@@ -140,7 +160,7 @@ class RouteBook(PeerWatcher):
             if key.agent_boot != ticket.agent_boot or not is_of_it:
                 return True
             for source in route.sources if is_broken else ():
-                self._nixl.break_off(source.nixl_agent)
+                self.nixl.break_off(source.nixl_agent)
             return False
 
         self._keep_only(is_wanted)
@@ -151,7 +171,7 @@ class RouteBook(PeerWatcher):
     def on_dropped(self, peer: Peer) -> None:
         """Drop the routes through it, and its NIXL agents."""
         self._keep_only(lambda _, route: all(source.peer is not peer for source in route.sources))
-        self._nixl.forget(peer)
+        self.nixl.forget(peer)
 
     def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
         """Drop the routes through its earlier process."""
@@ -160,7 +180,7 @@ class RouteBook(PeerWatcher):
                 source.peer is not peer or source.agent_boot == boot for source in route.sources
             )
         )
-        self._nixl.forget(peer)
+        self.nixl.forget(peer)
 
     def _forget_mapped(self, memory: MappedMemory) -> None:
         """Memory that is zeros now: routes that copy from it are made again."""
@@ -295,10 +315,7 @@ class RouteBook(PeerWatcher):
         if done.nixl_metadata and not (shaken.machine and isinstance(borrowed, MappedMemory)):
             memory = NixlMemory.of(done)
             await self._agent.data_plane.open()
-            await self._nixl.add(peer, memory, deadline=shaken.deadline)
-            if not self._peers.has(peer):
-                self._nixl.forget(peer)
-                raise peer.loss()
+            await self._connect_nixl(peer, memory, shaken.deadline)
             await self._agent.data_plane.end_if_exposed()
         return Source(
             peer=peer,
@@ -312,6 +329,12 @@ class RouteBook(PeerWatcher):
             mapped=borrowed if isinstance(borrowed, MappedMemory) else None,
             unmapped=borrowed if isinstance(borrowed, str) else "",
         )
+
+    async def _connect_nixl(self, peer: Peer, memory: NixlMemory, deadline: float) -> None:
+        await self.nixl.add(peer, memory, deadline=deadline)
+        if not self._peers.has(peer):
+            self.nixl.forget(peer)
+            raise peer.loss()
 
     def _keep(self, key: RouteKey, route: Route) -> None:
         """Remember a route, in place of those of the prefill engine's earlier processes.

@@ -135,7 +135,9 @@ class Packing:
         """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
         lost = self._lost.get(check.memory_id)
         if lost is None:
-            self._engine(check)
+            for process in list(self._engine(check).processes):
+                process.segments.find_cuts()
+            lost = self._lost.get(check.memory_id)
         else:
             lost.check_access(check.access)
         if check.progress_s:

@@ -3,8 +3,9 @@
     cutting_engine.py ATTACH ENGINE_ID ROLE [TICKET]
 
 ROLE is prefill or decode, or staged-prefill and staged-decode for unregistered memory. Prints the
-ticket of its offer, or nothing once its fetch of TICKET is on its way. Truncates when it is told a
-line, says so, and touches the memory no more.
+ticket of its offer, or nothing once its fetch of TICKET is on its way. As short-prefill it prints
+the tickets of two short offers. Truncates when it is told a line, says so, and touches the memory
+no more.
 """
 
 import json
@@ -28,12 +29,15 @@ def cut() -> None:
             os.ftruncate(int(fd.name), 0)
 
 
-async def main(
-    attach: Path, engine_id: str, memory: Memory, ticket: dict[str, object] | None
-) -> None:
+async def main(attach: Path, role: str, engine_id: str, ticket: dict[str, object] | None) -> None:
+    memory = Memory(apart=True, direct=not role.startswith("staged-"))
     spec = make_spec(groups=(LARGE,), engine_id=engine_id)
     async with engine(attach, spec, memory=memory, num_blocks=NUM_LARGE_BLOCKS, seed=1) as mine:
-        if ticket is None:
+        if role == "short-prefill":
+            for name in "ab":
+                offer = await mine.prefill.offer(name, num_tokens=64, block_ids={"full": [0]})
+                print(json.dumps(offer.ticket), flush=True)
+        elif ticket is None:
             offer = await mine.prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=BLOCKS)
             print(json.dumps(offer.ticket), flush=True)
         else:
@@ -47,5 +51,4 @@ async def main(
 
 
 attach_path, name, role, *rest = sys.argv[1:]
-memory = Memory(apart=True, direct=not role.startswith("staged-"))
-anyio.run(main, Path(attach_path), name, memory, json.loads(rest[0]) if rest else None)
+anyio.run(main, Path(attach_path), role, name, json.loads(rest[0]) if rest else None)
