@@ -79,6 +79,22 @@ class Host:
         names, values = (line.split() for line in page.stdout.splitlines() if line[:4] == "Tcp:")
         return int(values[names.index("ActiveOpens")])
 
+    def reset_connections(self, *, kept_ports: range) -> int:
+        """End its TCP connections as a firewall does, but for those of these ports; their number.
+
+        0 where the kernel cannot (CONFIG_INET_DIAG_DESTROY).
+        """
+        first, last = kept_ports[0], kept_ports[-1]
+        kept = (f"{end} >= :{first} and {end} <= :{last}" for end in ("sport", "dport"))
+        ended = subprocess.run(
+            [*self.command, "ss", "-KtnH", "state", "established", f"not ( {' or '.join(kept)} )"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=WITHIN_S,
+        )
+        return len(ended.stdout.splitlines())
+
     def set_cable(self, state: str) -> None:
         """Pull the cable out of the bridge, ``down``, or plug it in again, ``up``."""
         _ip("link", "set", self.port, state)

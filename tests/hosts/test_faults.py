@@ -13,6 +13,7 @@ from tests.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
     Engine,
+    begin,
     failure_of,
     pair,
     same,
@@ -79,6 +80,16 @@ async def test_a_host_is_cut_off_during_a_read(
         reader_agent.says("transport.linked")
     unlinked, linked = map(reader_agent.logged, ("transport.unlinked", "transport.linked"))
     assert len(unlinked) == len(linked) == (name == "d0"), "said once each"
+
+
+async def test_a_connection_that_is_reset_while_it_is_idle_fails_no_fetch(network: Network) -> None:
+    async with pair(network.at["p0"].attach, network.at["d0"].attach) as (source, target):
+        assert await works(source, target)
+        if not network.hosts["d0"].reset_connections(kept_ports=range(7701, 7704)):
+            pytest.skip("the kernel resets no connections")
+
+        handoff = await begin(source, target)
+        await handoff.completed()
 
 
 @pytest.mark.long
