@@ -14,7 +14,7 @@ from tests.engines import FULL, make_spec
 ROOT = Path(__file__).parents[2]
 PLACES = [(layer, part) for layer in (0, 1) for part in (KvPart.KEY, KvPart.VALUE)]
 BLOCKS, NUM_TOKENS = [7, 3, 9], 40
-"""What the engines of both pages offer."""
+"""What the engine of the page offers."""
 
 
 def examples(page: str) -> list[str]:
@@ -25,34 +25,19 @@ def tokens_of(view: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
     return view[block_ids].flatten(0, 1)[:NUM_TOKENS].clone()
 
 
-def received(decode: AgentProcess, spec: EngineSpec, ticket: Any, fetching: str) -> Any:
-    """What a decode engine of three blocks has once it has run ``fetching``, by layer and part."""
+def received(decode: AgentProcess, spec: EngineSpec, ticket: Any) -> Any:
+    """What a decode engine of three blocks fetches, by layer and part."""
     memory = RankMemory.allocate(spec, 0, KvLayout.parse("NHD"), num_blocks=3)
     cache = KvCache(spec, memory.rank, memory.tensor)
     with Link(decode.attach, spec, memory=memory) as link:
-        exec(fetching, {"link": link, "ticket": ticket})  # noqa: S102 - our own page
+        link.fetch(ticket, num_tokens=NUM_TOKENS, block_ids={"full": [0, 1, 2]}).ended.wait()
         return [tokens_of(cache.view(*place), [0, 1, 2]) for place in PLACES]
 
 
-def test_the_two_engines_of_the_readme_hand_over_their_kv(
-    prefill: AgentProcess, decode: AgentProcess
-) -> None:
-    offering, fetching = examples("README.md")
-    offering = offering.replace("/run/kvbus/prefill-0/attach.sock", str(prefill.attach))
-    offering = re.sub(r"\.\.\. +# compute.*", "cache.normal_()", offering)
-    offering = re.sub(r"\.\.\. +# send offer.ticket.*", "got = hand_over(cache, offer)", offering)
-    sent: list[torch.Tensor] = []
+def test_the_readme_shows_a_part_of_the_example_that_runs() -> None:
+    (shown,) = examples("README.md")
 
-    def hand_over(cache: torch.Tensor, offer: Any) -> Any:
-        sent.extend(tokens_of(cache[layer, part], BLOCKS) for layer in (0, 1) for part in (0, 1))
-        engine: EngineSpec = names["engine"]
-        spec = EngineSpec("decode-engine-0", engine.model, engine.tp_size, engine.groups)
-        return received(decode, spec, offer.ticket, fetching)
-
-    names: dict[str, Any] = {"hand_over": hand_over}
-    exec(offering, names)  # noqa: S102 - our own page
-
-    assert all(map(torch.equal, sent, names["got"]))
+    assert shown in (ROOT / "examples/handoff.py").read_text("utf-8")
 
 
 def test_the_engine_of_the_memory_page_hands_over_its_kv_through_the_ring(
@@ -60,14 +45,13 @@ def test_the_engine_of_the_memory_page_hands_over_its_kv_through_the_ring(
 ) -> None:
     example, *_ = examples("docs/memory.md")
     example = re.sub(r"\.\.\. +# send offer.ticket.*", "got = hand_over(offer.ticket)", example)
-    _, fetching = examples("README.md")
     cache = {place: torch.randn(10, 16, 6, 8).bfloat16() for place in PLACES}
     spec, ours = (make_spec(groups=(FULL,)) for _ in range(2))
     names: dict[str, Any] = {
         "engine": spec,
         "attach_path": prefill.attach,
         "cache": cache,
-        "hand_over": lambda ticket: received(decode, ours, ticket, fetching),
+        "hand_over": lambda ticket: received(decode, ours, ticket),
     }
     exec(example, names)  # noqa: S102 - our own page
 
