@@ -5,11 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.sglang.clusters import CLUSTERS, NUM_TOKENS, Cluster, cluster
-from tests.sglang.servers import SglangServer
+from tests.sglang.servers import ENVIRONMENT, STUBS, SglangServer
 from tests.vllm.models import FOR_SGLANG, written
 
 HERE = Path(__file__).parent
@@ -31,6 +32,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _sglang() -> None:
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed here: make test-sglang runs this")
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What SGLang's processes know of their place; a test may change it."""
+    monkeypatch.syspath_prepend(str(STUBS))
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    from kvbus.integrations.sglang import pools
+
+    sizes = ("attn_tp_size", "pp_size", "dp_size", "attn_cp_size", "attn_dcp_size")
+    place = {**dict.fromkeys(sizes, 1), "attn_tp_rank": 0, "pp_rank": 0}
+    monkeypatch.setattr(pools, "get_parallel", lambda: SimpleNamespace(**place))
+    return place
 
 
 @pytest.fixture(scope="session")

@@ -126,6 +126,7 @@ class Manager(CommonKVManager):
     window: int | None = None
     """Tokens of the sliding window, where some layers have one."""
     link: Link
+    scheduler: Any
 
     def begin(self, queue: Any) -> None:
         """Share the pools of ``queue``, the queue of SGLang that has this manager, and attach.
@@ -142,6 +143,7 @@ class Manager(CommonKVManager):
         self.is_decode = role is AgentRole.DECODE
         self.window = next((group.window for group in engine.groups if group.window), None)
         self.rows = queue.metadata_buffers
+        self.scheduler = queue.scheduler
         self._places: dict[str, AgentPlace] = {}
         self.link = Link(
             options.attach,
@@ -236,13 +238,17 @@ class Sender(CommonKVSender):
 
     kv_mgr: Manager
     conclude_state: Any
+    _early_send_wait_event: Any
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._offer: Offer | None = None
         self._noted = _noted.pop(self.bootstrap_room, None)
         self._unsent: list[int] = []
-        self._is_sealed = self._is_given_up = False
+        self._windows: dict[str, list[int]] = {}
+        self._writes: list[Any] = []
+        """Events of steps that may still write to unsent pages."""
+        self._has_all = self._is_sealed = self._is_given_up = False
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         super().init(num_kv_indices, aux_index)
@@ -268,35 +274,58 @@ class Sender(CommonKVSender):
         kv_indices: Any,
         state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
-        indices_event: object = None,
+        indices_event: Any = None,
     ) -> None:
         if self.conclude_state is not None:
             return
+        if indices_event is not None:
+            indices_event.synchronize()  # until then a stream copies the indices to the host
+        self._report()  # what was sent before has an event of its own
         self.curr_idx += len(kv_indices)
-        is_last = self.curr_idx == self.num_kv_indices
+        self._has_all = self.curr_idx == self.num_kv_indices
+        events, self._early_send_wait_event = [self._early_send_wait_event], None
+        if not self._has_all:
+            events.append(getattr(self.kv_mgr.scheduler, "launch_event", None))
+        self._writes += [event for event in events if event is not None]
         self._record_transfer_indices(kv_indices, state_indices)
-        offer, manager = self._offer, self.kv_mgr
-        if offer is None:
-            self._is_sealed = is_last
-            return
         self._unsent += kv_indices.tolist()
-        if manager.window is not None and not is_last:
+        self._windows = _windows(state_indices)
+        self._report()
+
+    # SGLang sends some pages while a step may still write to them. With overlap scheduling these
+    # are a cached prefix, before the next step is launched. With pipeline stages they are a chunk,
+    # once its own step is launched.
+    #
+    #   GPU        ── step that writes ─────▶ event ── next step ──▶
+    #   scheduler       send(prefix, event)                           send(the rest)
+    #
+    # Decode may read pages as soon as they are reported, so they wait here for the event. The
+    # all-reduces of a step keep the ranks together, so the event of this rank stands for all.
+    def _report(self) -> None:
+        """Report the pages that are written, and seal the offer once it has all of them."""
+        self._writes = [event for event in self._writes if not event.query()]
+        manager, pages, windows = self.kv_mgr, self._unsent, self._windows
+        if self._writes or self._is_sealed or not (pages or self._has_all):
+            return
+        if manager.window is not None and not self._has_all:
             return  # the pages of the window come with the last ones
-        windows, num_tokens = _windows(state_indices), self.curr_idx * manager.kv_args.page_size
-        if is_last and self._noted:
+        self._unsent, self._is_sealed = [], self._has_all
+        if self._offer is None or self._is_given_up:
+            return
+        num_tokens = self.curr_idx * manager.kv_args.page_size
+        if self._has_all and self._noted:
             num_tokens = self._noted.num_tokens
-        offer.extend(
+        self._offer.extend(
             num_tokens,
-            {pools.FULL: self._unsent, **windows},
-            first_blocks={name: self.curr_idx - len(pages) for name, pages in windows.items()},
+            {pools.FULL: pages, **windows},
+            first_blocks={name: self.curr_idx - len(ids) for name, ids in windows.items()},
         )
-        self._unsent = []
-        if is_last:
-            offer.seal()
-            self._is_sealed = True
+        if self._has_all:
+            self._offer.seal()
 
     def poll(self) -> Any:
         if self.conclude_state is None:
+            self._report()
             self.conclude_state = self._ended()
         if self.conclude_state is not None:
             return self.conclude_state
