@@ -237,3 +237,55 @@ def test_pages_whose_step_has_ended_are_reported_at_once(
     assert num_reported(agents, prefill, room) == 2 * PAGE
     sender.abort()
     ends(sender)
+
+
+def test_a_bootstrap_server_that_does_not_answer_holds_up_its_own_requests_alone(
+    managers: Managers, bootstrap: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    from kvbus.integrations.sglang import transfer
+
+    monkeypatch.setattr(transfer, "PLACE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(transfer, "RETRY_PLACE_AFTER_S", 60.0)
+    prefill, decode = managers("prefill"), managers("decode")
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        stuck = receiver_of(decode, next(ROOMS), address)
+        stuck.send_metadata(pages_of("decode"), ROW, None)
+        room = next(ROOMS)
+        sender, receiver = sender_of(prefill, room), receiver_of(decode, room, bootstrap())
+        receiver.send_metadata(pages_of("decode"), ROW, None)
+        write(prefill, 3.0)
+        sender.send(pages_of("prefill"))
+
+        assert ends(sender, receiver) == [KVPoll.Success] * 2
+        assert (key_pages(decode, "decode") == 3.0).all()
+        assert stuck.poll() == KVPoll.Transferring
+
+    assert ends(stuck) == [KVPoll.Failed]
+    the_next = receiver_of(decode, next(ROOMS), address)
+    the_next.send_metadata(pages_of("decode"), ROW, None)
+    assert the_next.poll() == KVPoll.Failed
+    for failed in (stuck, the_next):
+        why = decode.failure_records[failed.bootstrap_room]
+        assert f"the bootstrap server {address} does not name its agent" in why
+
+
+def test_an_abort_sends_no_request_to_a_bootstrap_server(managers: Managers) -> None:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    from kvbus.integrations.sglang.transfer import Receiver
+
+    decode = managers("decode")
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        receivers = [Receiver(decode, address, next(ROOMS)) for _ in range(3)]
+
+        for receiver in receivers:
+            receiver.abort()
+
+        assert [receiver.poll() for receiver in receivers] == [KVPoll.Failed] * 3
+        silent.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent.accept()

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import logging
 import os
+from asyncio import new_event_loop, run_coroutine_threadsafe
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from threading import Thread
+from time import monotonic
 from typing import Any
 
 import msgspec
-import requests
-from aiohttp import web
+from aiohttp import ClientSession, ClientTimeout, web
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
@@ -43,7 +47,9 @@ ELSEWHERE = "kvbus"
 """The ``bootstrap_host`` of a request whose prompt another engine than SGLang has prefilled."""
 GIVEN = "kvbus"
 """The key of ``custom_params`` of such a request, see `TicketAndToken`."""
-ASK_WITHIN_S = 5.0
+PLACE_TIMEOUT_S = 5.0
+RETRY_PLACE_AFTER_S = 1.0
+MAX_PLACES = 4096
 MAX_NOTED = 65_536
 
 
@@ -74,10 +80,45 @@ class Noted:
 
 
 class AgentPlace(msgspec.Struct):
-    """Where other agents reach the agent beside a server, and its key, if it has one."""
+    """Where other agents reach the agent beside a server, and its key, if it has one.
+
+    ``http_port`` is that of the server's API.
+    """
 
     endpoint: str
     server_key: str = ""
+    http_port: int | None = None
+
+
+class PlaceRequest:
+    """A request to a bootstrap server for its `AgentPlace`, answered later."""
+
+    def __init__(self, bootstrap_addr: str, answer: Future[AgentPlace]) -> None:
+        self._bootstrap_addr, self._answer, self._ended_at = bootstrap_addr, answer, 0.0
+        answer.add_done_callback(self._note_end)
+
+    def _note_end(self, _: object) -> None:
+        self._ended_at = monotonic()
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether it failed, and `RETRY_PLACE_AFTER_S` have passed."""
+        if not self._answer.done() or self._answer.exception() is None:
+            return False
+        return monotonic() - self._ended_at > RETRY_PLACE_AFTER_S
+
+    def place(self) -> AgentPlace | None:
+        """Return the answer, or None while there is none. Never waits; raises `KVBusError`."""
+        if not self._answer.done():
+            return None
+        error = self._answer.exception()
+        if error is None:
+            return self._answer.result()
+        raise KVBusError(
+            f"the bootstrap server {self._bootstrap_addr} does not name its agent: "
+            f"{str(error) or type(error).__name__}; start that server with "
+            "--disaggregation-transfer-backend kvbus, and its agent"
+        )
 
 
 _noted: OrderedDict[int, Noted] = OrderedDict()
@@ -113,6 +154,17 @@ def _polled() -> None:
     """SGLang asks each sender and receiver by itself, not the link for all that has ended."""
 
 
+def rendezvous_of(place: AgentPlace, room: int) -> dict[str, Any]:
+    """Return what a fetch sends as its ticket: the room's name, and the agent that knows it."""
+    named = Rendezvous(
+        transfer_id=name_of(room),
+        endpoint=place.endpoint,
+        server_key=place.server_key,
+        request_id=f"room-{room}",
+    )
+    return named.to_json()
+
+
 def name_of(room: int) -> str:
     """The name of the offer of a room, whose 63 bits are random: a router makes it."""
     return f"sglang-room-{room:016x}"
@@ -144,7 +196,10 @@ class Manager(CommonKVManager):
         self.window = next((group.window for group in engine.groups if group.window), None)
         self.rows = queue.metadata_buffers
         self.scheduler = queue.scheduler
-        self._places: dict[str, AgentPlace] = {}
+        self.places: dict[str, PlaceRequest] = {}
+        if self.is_decode and self.leads:
+            self._http_loop = new_event_loop()
+            Thread(target=self._http_loop.run_forever, name="kvbus-places", daemon=True).start()
         self.link = Link(
             options.attach,
             engine,
@@ -154,35 +209,36 @@ class Manager(CommonKVManager):
             logger=logger,
         ).start()
 
-    def meeting(self, bootstrap_addr: str, room: int) -> dict[str, Any]:
-        """What a fetch shows for a ticket: the room's name, and the agent that knows it.
+    def request_place(self, bootstrap_addr: str) -> PlaceRequest:
+        """Return the request for the agent of a prefill server, which may have been made before."""
+        request = self.places.get(bootstrap_addr)
+        if request is None or request.may_retry:
+            answer = run_coroutine_threadsafe(self._place_at(bootstrap_addr), self._http_loop)
+            request = self.places[bootstrap_addr] = PlaceRequest(bootstrap_addr, answer)
+        return request
 
-        The prefill server at ``bootstrap_addr`` tells of its agent, once. Raises `KVBusError`.
-        """
-        place = self._places.get(bootstrap_addr)
-        if place is None:
-            try:
-                answer = requests.get(f"http://{bootstrap_addr}{PLACE}", timeout=ASK_WITHIN_S)
-                answer.raise_for_status()
-                place = msgspec.json.decode(answer.content, type=AgentPlace)
-            except (requests.RequestException, msgspec.DecodeError) as error:
-                raise KVBusError(
-                    f"the prefill server at {bootstrap_addr} does not tell of its agent: is its "
-                    f"transfer backend kvbus? ({error})"
-                ) from error
-            self._places[bootstrap_addr] = place
-        met = Rendezvous(
-            transfer_id=name_of(room),
-            endpoint=place.endpoint,
-            server_key=place.server_key,
-            request_id=f"room-{room}",
-        )
-        return met.to_json()
+    async def _place_at(self, bootstrap_addr: str) -> AgentPlace:
+        timeout = ClientTimeout(total=PLACE_TIMEOUT_S)
+        async with (
+            ClientSession(timeout=timeout, raise_for_status=True) as session,
+            session.get(f"http://{bootstrap_addr}{PLACE}") as response,
+        ):
+            place = msgspec.json.decode(await response.read(), type=AgentPlace)
+        if (info := self.prefill_info_table.get(bootstrap_addr)) is not None:
+            info.prefill_http_port = place.http_port
+        return place
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """As SGLang's, which asks a prefill server of SGLang; other engines have none."""
-        if bootstrap_addr.startswith(f"{ELSEWHERE}:"):
-            self.prefill_info_table[bootstrap_addr] = PrefillServerInfo(
+        """Return True: the agents compare the engines, so SGLang does not wait for an answer.
+
+        The request for the agent's place starts here: SGLang allocates pages later.
+        """
+        table = self.prefill_info_table
+        if bootstrap_addr not in table:
+            if len(table) >= MAX_PLACES:
+                self.places.pop(oldest := next(iter(table)), None)
+                del table[oldest]
+            table[bootstrap_addr] = PrefillServerInfo(
                 attn_tp_size=self.attn_tp_size,
                 attn_cp_size=1,
                 dp_size=1,
@@ -191,7 +247,9 @@ class Manager(CommonKVManager):
                 kv_cache_dtype=None,
                 follow_bootstrap_room=True,
             )
-        return bool(super().try_ensure_parallel_info(bootstrap_addr))
+        if self.leads and not bootstrap_addr.startswith(f"{ELSEWHERE}:"):
+            self.request_place(bootstrap_addr)
+        return True
 
     def write_row(self, row: int, room: int, given: TicketAndToken) -> None:
         """Tell SGLang of the first token, as a prefill server of SGLang does."""
@@ -202,19 +260,12 @@ class Manager(CommonKVManager):
         rows.bootstrap_room[row, 0] = room
 
     def forget_place(self, bootstrap_addr: str) -> None:
-        """Ask again: the agent there was not reached."""
-        self._places.pop(bootstrap_addr, None)
+        """Request it again: the agent there was not reached."""
+        self.places.pop(bootstrap_addr, None)
 
 
 class BootstrapServer(CommonKVBootstrapServer):
     """Tells decode servers which agent is beside this prefill server."""
-
-    @property
-    def page_size(self) -> None:
-        """Not told, as decode servers of SGLang refuse another one than theirs; kvbus does not."""
-
-    @page_size.setter
-    def page_size(self, _: int | None) -> None: ...
 
     def _setup_routes(self) -> None:
         super()._setup_routes()
@@ -225,7 +276,7 @@ class BootstrapServer(CommonKVBootstrapServer):
             agent = await greet(Options.of_environment().attach)
         except KVBusError as error:
             return web.Response(text=f"no agent: {error.message}", status=503)
-        place = AgentPlace(endpoint=agent.peer_endpoint, server_key=agent.server_key)
+        place = AgentPlace(agent.peer_endpoint, agent.server_key, self.prefill_http_port)
         return web.json_response(msgspec.to_builtins(place))
 
 
@@ -372,6 +423,8 @@ class Receiver(CommonKVReceiver):
         super().__init__(*args, **named)
         self._noted = _noted.pop(self.bootstrap_room, None)
         self._fetch: Fetch | None = None
+        self._place: PlaceRequest | None = None
+        self._start: Callable[[Mapping[str, Any]], Fetch] | None = None
         self._is_asked = False
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -397,15 +450,29 @@ class Receiver(CommonKVReceiver):
                 tables[pools.METADATA] = []  # that engine has no such rows
             if not self.kv_mgr.leads:
                 return
-            self._fetch = self.kv_mgr.link.fetch(
-                self._ticket(),
+            if given is None:
+                self._place = self.kv_mgr.request_place(self.bootstrap_addr)
+            self._start = partial(
+                self.kv_mgr.link.fetch,
                 num_tokens=num_tokens,
                 first_token=min(first_token, num_tokens),
                 block_ids=tables,
                 timeout_s=self.kv_mgr.waiting_timeout,
                 prompt_digest=self._noted.digest if self._noted else "",
             )
-            self._fetch.ended.add_callback(_polled)
+        except KVBusError as error:
+            self._fail(str(error))
+        self._fetch_soon()
+
+    def _fetch_soon(self) -> None:
+        """Start the fetch, once the prefill server has named its agent."""
+        if self._start is None or self.conclude_state is not None:
+            return
+        try:
+            ticket = self._ticket()
+            if ticket is not None:
+                self._fetch, self._start = self._start(ticket), None
+                self._fetch.ended.add_callback(_polled)
         except KVBusError as error:
             self._fail(str(error))
 
@@ -433,14 +500,17 @@ class Receiver(CommonKVReceiver):
             )
         return given
 
-    def _ticket(self) -> dict[str, Any]:
-        """What a fetch shows; raises `KVBusError`."""
+    def _ticket(self) -> dict[str, Any] | None:
+        """What a fetch sends; None while it is not known. Raises `KVBusError`."""
         given = self._given()
         if given is not None:
             return given.ticket
-        return self.kv_mgr.meeting(self.bootstrap_addr, self.bootstrap_room)
+        request = self._place or self.kv_mgr.places.get(self.bootstrap_addr)
+        place = request.place() if request is not None else None
+        return rendezvous_of(place, self.bootstrap_room) if place is not None else None
 
     def poll(self) -> Any:
+        self._fetch_soon()
         if self.conclude_state is None:
             self.conclude_state = self._ended()
         if self.conclude_state is not None:
@@ -472,7 +542,9 @@ class Receiver(CommonKVReceiver):
             self._fetch.cancel(release_offer=True)
         elif self.kv_mgr.leads:
             try:
-                self.kv_mgr.link.release(self._ticket())
+                ticket = self._ticket()
+                if ticket is not None:
+                    self.kv_mgr.link.release(ticket)
             except KVBusError as error:
                 logger.warning("kvbus: room %s is not released: %s", self.bootstrap_room, error)
             self._fail("aborted")
