@@ -289,3 +289,40 @@ def test_an_abort_sends_no_request_to_a_bootstrap_server(managers: Managers) -> 
         silent.setblocking(False)
         with pytest.raises(BlockingIOError):
             silent.accept()
+
+
+def test_an_adapter_is_known_by_its_name_as_each_server_has_an_id_of_its_own(
+    managers: Managers, bootstrap: Callable[[], str]
+) -> None:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    prefill, decode, address = managers("prefill"), managers("decode"), bootstrap()
+    ids: dict[Any, dict[str, str]] = {}
+    for manager in (prefill, decode):
+        for name in ("sql", "chat"):
+            adapter = LoRARef(lora_name=name, lora_path=f"/models/{name}")
+            manager.scheduler.kv_event_lora_names.register(
+                lora_id=adapter.lora_id, lora_name=adapter.lora_name
+            )
+            ids.setdefault(manager, {})[name] = adapter.lora_id
+    outcomes = {}
+    for name in ("sql", "chat"):
+        room = next(ROOMS)
+        sender = sender_of(prefill, room, ids[prefill]["sql"])
+        receiver = receiver_of(decode, room, address, ids[decode][name])
+        receiver.send_metadata(pages_of("decode"), ROW, None)
+        sender.send(pages_of("prefill"))
+        outcomes[name] = ends(receiver)[0]
+        sender.abort()
+        ends(sender)
+
+        vllm = SimpleNamespace(
+            all_token_ids=list(range(NUM_TOKENS)),
+            lora_request=SimpleNamespace(lora_name="sql"),
+            mm_features=[],
+        )
+        assert sender._offer.message.prompt_digest == digest_of(vllm, NUM_TOKENS)
+
+    assert ids[prefill] != ids[decode]
+    assert outcomes == {"sql": KVPoll.Success, "chat": KVPoll.Failed}

@@ -133,7 +133,7 @@ def note_request(manager: Manager, request: Any) -> None:
     custom = request.sampling_params.custom_params
     _noted[request.bootstrap_room] = Noted(
         num_tokens=len(tokens),
-        digest=prompt_digest(tokens, [getattr(request, "lora_id", None) or ""]),
+        digest=prompt_digest(tokens, [manager.lora_name(request.lora_id)]),
         given=custom.get(GIVEN) if isinstance(custom, Mapping) else None,
         wants_logprobs=request.return_logprob,
         untold=[
@@ -208,6 +208,10 @@ class Manager(CommonKVManager):
             role=role,
             logger=logger,
         ).start()
+
+    def lora_name(self, lora_id: str | None) -> str:
+        """Return the adapter's name, as its id differs between servers; empty without one."""
+        return (self.scheduler.kv_event_lora_names.resolve(lora_id) or lora_id) if lora_id else ""
 
     def request_place(self, bootstrap_addr: str) -> PlaceRequest:
         """Return the request for the agent of a prefill server, which may have been made before."""
