@@ -19,6 +19,7 @@ USED = {
         *("PrefillBootstrapQueue", "_init_kv_manager", "add", "transfer_backend", "scheduler"),
         *("token_to_kv_pool", "metadata_buffers", "draft_token_to_kv_pool", "num_kv_tokens"),
         *("kv_manager", "_swa_payload", "translate_swa_indices_for_transfer"),
+        *("_early_send_wait_event", "indices_event"),
     ],
     "disaggregation/decode.py": [
         *("DecodePreallocQueue", "_init_kv_manager", "add", "transfer_backend", "scheduler"),
@@ -32,17 +33,23 @@ USED = {
         *("num_kv_indices", "aux_index", "bootstrap_room", "bootstrap_addr", "bootstrap_infos"),
         *("_record_transfer_indices", "ensure_abort_notified", "_setup_routes", "page_size"),
         *("get_parallel", "attn_dcp_size", "PrefillServerInfo", "try_ensure_parallel_info"),
-        "prefill_info_table",
+        *("prefill_info_table", "prefill_http_port", "_early_send_wait_event"),
     ],
     "mem_cache/memory_pool.py": [
         *("MHATokenToKVPool", "MLATokenToKVPool", "k_buffer", "v_buffer", "kv_buffer"),
         *("model_layer_ids", "start_layer", "layer_num", "store_dtype", "page_size", "data_ptrs"),
         *("_kv_buffer_descs", "_build_kv_buffer_descs", "_init_data_ptrs_and_strides"),
+        *("quant_method", "kv_cache_layout"),
     ],
+    "layers/quantization/fp4_kv_cache_quant_method.py": ["UnquantizedKVCacheMethod", "name"],
+    "mem_cache/events.py": ["KvEventLoraNames", "resolve", "lora_id", "lora_name"],
     "mem_cache/swa_memory_pool.py": [
         *("SWAKVPool", "full_kv_pool", "swa_kv_pool", "full_layer_nums", "page_size"),
     ],
-    "managers/scheduler.py": ["sliding_window_size", "server_args", "model_config"],
+    "managers/scheduler.py": [
+        *("sliding_window_size", "server_args", "model_config", "kv_event_lora_names"),
+    ],
+    "managers/scheduler_pp_mixin.py": ["launch_event"],
     "configs/model_config.py": [
         "get_total_num_kv_heads",
         "get_swa_num_kv_heads",

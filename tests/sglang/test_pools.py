@@ -1,5 +1,6 @@
 """What a pool of SGLang is to an agent, and which pools are none."""
 
+from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -9,23 +10,8 @@ import torch
 
 from kvbus.errors import ConfigError
 from kvbus.geometry import KvPart, validate_rank, validate_ranks
-from tests.sglang.servers import ENVIRONMENT, STUBS
 
 pytestmark = pytest.mark.filterwarnings("default")  # SGLang's imports warn
-
-
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What SGLang's processes know of their place; a test may change it."""
-    monkeypatch.syspath_prepend(str(STUBS))
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    from kvbus.integrations.sglang import pools
-
-    sizes = ("attn_tp_size", "pp_size", "dp_size", "attn_cp_size", "attn_dcp_size")
-    place = {**dict.fromkeys(sizes, 1), "attn_tp_rank": 0, "pp_rank": 0}
-    monkeypatch.setattr(pools, "get_parallel", lambda: SimpleNamespace(**place))
-    return place
 
 
 def scheduler_of(**different: Any) -> Any:
@@ -58,13 +44,30 @@ def queue_of(pool: Any, **different: Any) -> Any:
     return SimpleNamespace(**{**queue, **different})
 
 
-def latent_pool() -> Any:
+def head_pool(dtype: torch.dtype = torch.float32, quantised_by: str | None = None) -> Any:
+    from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import get_kv_cache_quant_method
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return MHATokenToKVPool(
+        size=64,
+        page_size=16,
+        dtype=dtype,
+        head_num=4,
+        head_dim=32,
+        layer_num=2,
+        device="cpu",
+        enable_memory_saver=False,
+        quant_method=get_kv_cache_quant_method(quantised_by) if quantised_by else None,
+    )
+
+
+def latent_pool(dtype: torch.dtype = torch.bfloat16) -> Any:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     return MLATokenToKVPool(
         size=64,
         page_size=16,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         kv_lora_rank=64,
         qk_rope_head_dim=16,
         layer_num=2,
@@ -73,14 +76,16 @@ def latent_pool() -> Any:
     )
 
 
-def pool_of_windows(full_layers: list[int], window_layers: list[int]) -> Any:
+def pool_of_windows(
+    full_layers: list[int], window_layers: list[int], dtype: torch.dtype = torch.float32
+) -> Any:
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     return SWAKVPool(
         size=64,
         size_swa=32,
         page_size=16,
-        dtype=torch.float32,
+        dtype=dtype,
         head_num=4,
         head_dim=8,
         swa_head_num=2,
@@ -231,6 +236,51 @@ def test_windows_alone_and_pools_of_windows_of_another_kind_are_refused(
         pools_of(queue_of(pool_of_windows([1], [0])))
     with pytest.raises(ConfigError, match="a pool of the kind MLATokenToKVPool"):
         pools_of(queue_of(strange))
+
+
+QUANTISED: dict[str, Callable[[], Any]] = {
+    "float8_e4m3fn": lambda: head_pool(torch.float8_e4m3fn),
+    "float8_e5m2": lambda: head_pool(torch.float8_e5m2),
+    "cpu_fp8_e4m3": lambda: head_pool(torch.float8_e4m3fn, "cpu_fp8_e4m3"),
+    "fp4_mx_block16": lambda: head_pool(torch.uint8, "fp4_mx_block16"),
+    "latent, float8_e4m3fn": lambda: latent_pool(torch.float8_e4m3fn),
+    "windows, float8_e5m2": lambda: pool_of_windows([1], [0], torch.float8_e5m2),
+}
+"""By what is in the message."""
+
+
+@pytest.mark.parametrize("named", QUANTISED)
+def test_a_quantised_pool_is_refused_and_the_message_says_what_to_set(
+    one_rank: dict[str, int], named: str
+) -> None:
+    from kvbus.integrations.sglang.pools import pools_of
+
+    dtype = named.rpartition(", ")[2]
+
+    with pytest.raises(ConfigError, match=rf"quantised pool \({dtype}\).*--kv-cache-dtype auto"):
+        pools_of(queue_of(QUANTISED[named]()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_pool_of_plain_numbers_is_not_refused(
+    one_rank: dict[str, int], dtype: torch.dtype
+) -> None:
+    from kvbus.integrations.sglang.pools import pools_of
+
+    found = pools_of(queue_of(head_pool(dtype)))
+
+    assert found.groups[0].dtype == str(dtype).removeprefix("torch.")
+
+
+def test_a_pool_in_another_layout_is_refused_by_name(
+    one_rank: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvbus.integrations.sglang.pools import pools_of
+
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+
+    with pytest.raises(ConfigError, match="layout hnd: unset SGLANG_USE_HND_KVCACHE"):
+        pools_of(queue_of(head_pool()))
 
 
 def test_a_server_without_an_agent_is_told_what_to_set() -> None:

@@ -7,7 +7,7 @@
 Whatever else a pool may be is refused by name, before a request comes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ FULL, WINDOW, METADATA = "full", "window", "metadata"
 AXES = {FULL: "block token head dim", WINDOW: "block token head dim", METADATA: "block dim"}
 KINDS = (MHATokenToKVPool, MLATokenToKVPool)
 """Pools whose buffers are [slot, head, dim]. Of their subclasses that is not known."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Tensors = Mapping[tuple[int | str, str], torch.Tensor]
 
@@ -102,6 +103,7 @@ def _refuse(queue: Any, pools: Mapping[str, Any]) -> None:
     unknown = [type(pool).__name__ for pool in pools.values() if type(pool) not in kinds]
     problems = {
         f"a pool of the kind {', '.join(unknown)}": bool(unknown),
+        **_pool_problems([] if unknown else pools.values()),
         "a model whose layers all have a sliding window": WINDOW in pools
         and queue.token_to_kv_pool.full_layer_nums == 0,
         "a draft model": queue.draft_token_to_kv_pool is not None,
@@ -119,6 +121,25 @@ def _refuse(queue: Any, pools: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"--disaggregation-transfer-backend kvbus does not hand over the KV of {what}"
             )
+
+
+def _pool_problems(pools: Iterable[Any]) -> dict[str, bool]:
+    """The problems of pools of a known kind. A quantised one may have scales beside its KV."""
+    problems: dict[str, bool] = {}
+    for pool in pools:
+        quant = getattr(pool, "quant_method", None)
+        name = getattr(quant, "name", "unquantized")
+        dtype = str(pool.dtype) if name == "unquantized" else name
+        layout = getattr(pool, "kv_cache_layout", "nhd")
+        problems |= {
+            f"a quantised pool ({dtype.removeprefix('torch.')}): start both servers with "
+            "--kv-cache-dtype auto, or bfloat16 where the checkpoint asks for fp8": (
+                name != "unquantized" or pool.dtype not in DTYPES
+            ),
+            f"a pool in the layout {layout}: unset SGLANG_USE_HND_KVCACHE and "
+            "SGLANG_AITER_KV_CACHE_LAYOUT": layout != "nhd",
+        }
+    return problems
 
 
 # To SGLang a window is what a token sees besides itself: the model's own, less one. So of a prompt
