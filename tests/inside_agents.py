@@ -26,7 +26,7 @@ async def inside_agent(
     """An agent that has started, until the block ends."""
     boot, loop = new_boot_id(), asyncio.get_running_loop()
     with _ucx_on_loopback():
-        transport = Transport(f"{role}/{boot}", deliver=loop.call_soon_threadsafe)
+        transport = Transport(f"{role}-{boot}", deliver=loop.call_soon_threadsafe)
         await asyncio.wrap_future(transport.start())
         staging = await StagingDevices.open(config, transport)
         try:

@@ -72,7 +72,7 @@ async def run_agent(
     interfaces = choose_interfaces(config)
     restrict_ucx(interfaces, config.data_ports)
     transport = Transport(
-        f"{config.agent_id}/{boot}",
+        f"{config.agent_id}-{boot}",
         limits=TransportLimits(slice_bytes=config.slice_bytes, here_bytes=HERE_BYTES),
         deliver=loop.call_soon_threadsafe,
         on_broken=_end_broken,

@@ -55,7 +55,7 @@ class BareAgent:
         self._words[:] = 0  # its pages are there from now on
         self._address = self._words.ctypes.data
         self._rows = rows or {}
-        self._agent = NixlAgent(f"bare/{os.getpid()}")
+        self._agent = NixlAgent(f"bare-{os.getpid()}")
         self._agent.register(Registration(1, self._address, size_bytes, 0, "DRAM"))
         self._peer, self._there = "", 0
         self._drives = threading.Event()

@@ -87,7 +87,7 @@ def load_backend() -> None:
     Raises `TransferFailed`.
     """
     with _translated("NIXL lists no backends"):
-        agent = _api.nixl_agent("kvbus/load", _api.nixl_agent_config(backends=[]))
+        agent = _api.nixl_agent("kvbus-load", _api.nixl_agent_config(backends=[]))
         types = agent.get_plugin_mem_types("UCX")
     if not types:
         raise TransferFailed("NIXL has no backend UCX that can be loaded")
@@ -114,7 +114,10 @@ def _ours(
 
 
 class NixlAgent:
-    """One NIXL agent with its UCX backend, driven by whoever calls `progress`."""
+    """One NIXL agent with its UCX backend, driven by whoever calls `progress`.
+
+    ``name`` must do as the name of a file: NIXL's telemetry writes one that is named so.
+    """
 
     def __init__(self, name: str) -> None:
         config = _api.nixl_agent_config(

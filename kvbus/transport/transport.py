@@ -312,7 +312,7 @@ class Transport:
     def _recycle(self) -> int:
         old = self._started()
         try:
-            new = self._new_scheduler(f"{self.name}/{self._num_retired + 1}")
+            new = self._new_scheduler(f"{self.name}-{self._num_retired + 1}")
             self._take_over(new)
             num_handles = old.num_handles
             self._retire(old)

@@ -17,7 +17,7 @@ from kvbus.agent.config import load_config
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, until
-from tests.engines import engine
+from tests.engines import engine, hand_over, pair
 from tests.faults.conftest import NOTHING, Started
 from tests.keyring import KeyRing
 
@@ -119,6 +119,23 @@ def ended(agent: AgentProcess) -> tuple[int, str]:
     status, said = agent.exit_status(), "\n".join(agent.lines())
     assert "Traceback" not in said
     return status, said
+
+
+@pytest.mark.anyio
+async def test_agents_hand_off_in_an_environment_that_is_made_for_other_programs(
+    fresh: Started, tmp_path: Path
+) -> None:
+    others = {"NIXL_TELEMETRY_ENABLE": "1", "NIXL_TELEMETRY_DIR": str(tmp_path)}
+    prefill, decode = fresh.both(env=others)
+
+    async with pair(prefill.attach, decode.attach) as engines:
+        fetched = await hand_over(*engines)
+
+    assert fetched.path == "direct"
+    names = {one.name for one in tmp_path.iterdir()}
+    assert {
+        f"{one.settings['agent_id']}-{one.started['boot_id']}" for one in (prefill, decode)
+    } <= names
 
 
 @pytest.mark.parametrize("taken", [*ADDRESSES, "runtime_dir"])

@@ -157,7 +157,7 @@ class SimAgent:
     async def _run(self) -> None:
         self.boot, self._stopping = new_boot_id(), anyio.Event()
         transport = cast(
-            "Transport", SimTransport(self._fabric, self.process, f"{self.name}/{self.boot}")
+            "Transport", SimTransport(self._fabric, self.process, f"{self.name}-{self.boot}")
         )
         config = self._config()
         staging = await StagingDevices.open(config, transport)

@@ -90,7 +90,7 @@ class Reader:
         self.threads: list[str] = []
         """On which thread each read has ended."""
         self._peers = peers
-        self.transport = Transport("reader/boot", limits=limits, deliver=self._deliver, **options)
+        self.transport = Transport("reader-boot", limits=limits, deliver=self._deliver, **options)
         self.transport.start().result(WITHIN_S)
         self.allocate(room)
 
@@ -104,7 +104,7 @@ class Reader:
         registered = self.transport.register(self.memory.ctypes.data, size_bytes)
         self.registration = registered.result(WITHIN_S)
 
-    def meet(self, name: str = "peer/1", size_bytes: int = MIB, seed: int = 1) -> Place:
+    def meet(self, name: str = "peer-1", size_bytes: int = MIB, seed: int = 1) -> Place:
         """Memory of a peer that is started for it."""
         self._peers.append(peer := Peer(name))
         return self.add(self.told(peer, size_bytes, seed))

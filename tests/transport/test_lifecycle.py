@@ -45,7 +45,7 @@ def test_a_clean_close_leaves_nothing_and_refuses_what_follows(make_reader: Make
         transport.metadata,
         lambda: transport.read("peer", NO_ROWS, NO_ROWS, on_end=print),
         lambda: transport.close(timeout_s=5),
-        lambda: Transport("never/started").read("peer", NO_ROWS, NO_ROWS, on_end=print),
+        lambda: Transport("never-started").read("peer", NO_ROWS, NO_ROWS, on_end=print),
     ):
         with pytest.raises(ClosedError):
             call()
@@ -57,7 +57,7 @@ def test_memory_that_was_registered_before_nixl_is_open_is_read_into_afterwards_
 ) -> None:
     place = make_reader().meet(size_bytes=4096)
     memory, ended = np.zeros(4096, np.uint8), Future[ReadOutcome]()
-    transport = Transport("opens/later")
+    transport = Transport("opens-later")
     transport.start(opens=False).result(WITHIN_S)
     own, given_back = [
         transport.register(memory.ctypes.data, size).result(WITHIN_S) for size in (4096, 64)
@@ -86,7 +86,7 @@ def test_callbacks_run_on_the_event_loop_and_one_that_raises_stops_none() -> Non
     async def read_some() -> tuple[list[ReadStatus], list[str]]:
         loop, complaints = asyncio.get_running_loop(), list[str]()
         loop.set_exception_handler(lambda _, context: complaints.append(str(context["exception"])))
-        transport = Transport("loop/boot", deliver=loop.call_soon_threadsafe)
+        transport = Transport("loop-boot", deliver=loop.call_soon_threadsafe)
         await asyncio.wrap_future(transport.start())
         ended: asyncio.Queue[ReadStatus] = asyncio.Queue()
 

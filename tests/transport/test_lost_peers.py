@@ -35,7 +35,7 @@ def test_a_stopped_peer_keeps_its_read_outstanding_and_holds_up_nobody_else(
 ) -> None:
     reader, place, read, ended = stopped
     transport = reader.transport
-    other = reader.meet("other/1", 4 * MIB, seed=4)
+    other = reader.meet("other-1", 4 * MIB, seed=4)
 
     of_others = [reader.read(other, (256 * MIB, 0, 4 * MIB)) for _ in range(5)]
     with pytest.raises(LocalError) as memory:
@@ -68,7 +68,7 @@ def test_a_stopped_peer_keeps_its_read_outstanding_and_holds_up_nobody_else(
 
 def test_a_peer_killed_mid_read_is_lost_and_another_is_still_readable(stopped: Stopped) -> None:
     reader, victim, _, ended = stopped
-    other = reader.meet("other/1", seed=2)
+    other = reader.meet("other-1", seed=2)
 
     victim.peer.end()
     outcome = ended.result(WITHIN_S)

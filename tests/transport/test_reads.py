@@ -139,7 +139,7 @@ def test_memory_is_readable_once_its_metadata_is_added_also_of_an_address_or_pee
     not_added = reader.read(later)
     reader.add(later)
     assert not_added.status is ReadStatus.FAILED
-    assert later.name == place.name == "peer/1"
+    assert later.name == place.name == "peer-1"
     assert reader.can_read(later)
 
     place.seed, place.metadata = 6, place.peer.metadata("refill", index=0, seed=6)

@@ -5,6 +5,7 @@ import resource
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,7 @@ def test_nothing_of_a_recycled_read_lands_when_its_peer_goes_on_and_what_was_pos
 ) -> None:
     monkeypatch.setenv("UCX_TLS", FABRICS[fabric])
     stuck = get_stuck(is_early=is_early, nic_writes=nic_writes)
-    other = stuck.reader.meet("other/1", LONG, seed=4)
+    other = stuck.reader.meet("other-1", LONG, seed=4)
 
     posted = stuck.read_behind(other)
     until(lambda: bool(stuck.behind[:4096].any()))
@@ -129,7 +130,7 @@ def test_what_waits_goes_on_and_what_does_not_end_in_time_fails(
     over_tcp: None, get_stuck: GetStuck
 ) -> None:
     stuck = get_stuck()
-    other = stuck.reader.meet("other/1", LONG, seed=4)
+    other = stuck.reader.meet("other-1", LONG, seed=4)
 
     recycled = stuck.reader.transport.recycle(grace_s=0.5)
     waiting = stuck.read_behind(other)
@@ -140,12 +141,26 @@ def test_what_waits_goes_on_and_what_does_not_end_in_time_fails(
     assert np.array_equal(stuck.behind, other.content)
 
 
+def test_an_agent_that_writes_telemetry_is_recycled(
+    over_tcp: None, get_stuck: GetStuck, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NIXL_TELEMETRY_ENABLE", "1")
+    monkeypatch.setenv("NIXL_TELEMETRY_DIR", str(tmp_path))
+    stuck = get_stuck()
+
+    stuck.recycle()
+    stuck.place.peer.go_on()
+
+    assert stuck.can_read_behind(stuck.place)
+    assert {"reader-boot", "reader-boot-1"} <= {one.name for one in tmp_path.iterdir()}
+
+
 def test_memory_and_peers_come_and_go_after_it_and_one_that_died_is_lost(
     over_tcp: None, get_stuck: GetStuck
 ) -> None:
     stuck = get_stuck()
     reader, place = stuck.reader, stuck.place
-    other = reader.meet("other/1", seed=4)
+    other = reader.meet("other-1", seed=4)
     stuck.recycle()
 
     reader.transport.deregister(reader.registration).result(WITHIN_S)
