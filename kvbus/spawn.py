@@ -29,6 +29,7 @@ from typing import IO, Any
 import anyio
 
 from kvbus.errors import ConfigError, LocalError, PeerLost
+from kvbus.variables import PREFIX
 
 END_TIMEOUT_S = 10.0
 NUM_TAIL_LINES = 8
@@ -178,7 +179,7 @@ class Child:
 
 def _inherited() -> dict[str, str]:
     """The environment without `KVBUS_…`: it may be that of an agent, in whose container we run."""
-    return {name: text for name, text in os.environ.items() if not name.startswith("KVBUS_")}
+    return {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
 
 
 def _how_ended(status: int) -> str:

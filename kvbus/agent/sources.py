@@ -14,10 +14,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from kvbus.errors import ConfigError
+from kvbus.variables import PREFIX, Variable
 
-PREFIX = "KVBUS_"
-OTHERS = frozenset({"ATTACH", "ROLE", "SERVER_KEY"})
-"""Variables of engines and of commands, without the prefix."""
 LIKE = 0.8
 """How like a key a wrong one has to be to be taken for it, from 0 to 1."""
 
@@ -86,10 +84,9 @@ def _of_file(path: Path | None) -> Iterable[tuple[str, Any]]:
 
 def _of_environment(kinds: Mapping[str, Any], knows_all: bool) -> Iterator[tuple[str, str, str]]:
     for name in sorted(os.environ):
-        rest = name.removeprefix(PREFIX)
-        if rest == name or rest in OTHERS:
+        if not name.startswith(PREFIX) or name in list(Variable):
             continue
-        key = rest.lower()
+        key = name.removeprefix(PREFIX).lower()
         if key in kinds:
             yield key, name, os.environ[name]
         elif knows_all:

@@ -14,8 +14,8 @@ from typing import IO
 
 from kvbus.protocol.engine import AgentRole
 from kvbus.spawn import Child
+from kvbus.variables import Variable
 
-ATTACH_VARIABLE, ROLE_VARIABLE = "KVBUS_ATTACH", "KVBUS_ROLE"
 END_S = 2.0
 MAX_LINE_BYTES = 1 << 20
 
@@ -26,7 +26,10 @@ class EngineCommand:
     def __init__(self, command: Sequence[str], attach_path: Path, role: AgentRole, log: Path):
         self.attach_path = attach_path
         self._command, self._log = command, log
-        self._env = {ATTACH_VARIABLE: str(attach_path), ROLE_VARIABLE: role.value}
+        self._env: dict[str, str] = {
+            Variable.ATTACH: str(attach_path),
+            Variable.ROLE: role.value,
+        }
         self._child: Child | None = None
         self._lines: list[list[str]] = []
         self._rest = b""

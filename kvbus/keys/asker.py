@@ -8,6 +8,7 @@ import typer
 from kvbus.bus import ClientCurve, KeyPair
 from kvbus.errors import ConfigError
 from kvbus.keys.files import read_public, read_secret
+from kvbus.variables import Variable
 
 KeyFile = Annotated[
     Path | None,
@@ -21,7 +22,7 @@ ServerKey = Annotated[
     str,
     typer.Option(
         metavar="KEY",
-        envvar="KVBUS_SERVER_KEY",
+        envvar=Variable.SERVER_KEY,
         help="The public key of the agent, or a key file that has it.",
     ),
 ]
@@ -29,7 +30,7 @@ ServerKeys = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY",
-        envvar="KVBUS_SERVER_KEY",
+        envvar=Variable.SERVER_KEY,
         help="The public key of the agent, or a key file that has it; for several agents once for "
         "each, in the same order.",
     ),

@@ -1,6 +1,7 @@
 """Where an agent's configuration comes from, which source wins, and what a mistake is told as."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,13 +131,26 @@ def test_what_is_of_another_agent_or_missing_is_named(
         load_config(DecodeConfig, None)
 
 
-def test_variables_of_commands_and_engines_are_left_alone(
-    environment: pytest.MonkeyPatch,
-) -> None:
-    for name in ("KVBUS_ATTACH", "KVBUS_ROLE", "KVBUS_SERVER_KEY"):
+def test_variables_of_commands_and_engines_are_ignored(environment: pytest.MonkeyPatch) -> None:
+    """Every variable that code or a page names is the key of an agent, or is ignored by it."""
+    of_keys = {variable(key) for kind in (PrefillConfig, DecodeConfig) for key in keys_of(kind)}
+    others = named_variables() - of_keys
+    assert {"KVBUS_ATTACH", "KVBUS_ENGINE_ID", "KVBUS_MODEL"} <= others
+
+    for name in others:
         environment.setenv(name, "tcp://10.0.0.1:80")
 
     assert load_config(DecodeConfig, None).agent_id == "d"
+
+
+def named_variables() -> set[str]:
+    """All variables of kvbus that its code and its pages name; ``KVBUS_KEY`` stands for any."""
+    root = Path(__file__).parents[2]
+    named = set[str]()
+    for folder, pattern in (("kvbus", "*.py"), ("services", "*.py"), ("docs", "*.md")):
+        for path in (root / folder).rglob(pattern):
+            named |= set(re.findall(r"\bKVBUS_[A-Z_]*[A-Z]\b", path.read_text()))
+    return named - {"KVBUS_KEY"}
 
 
 def variable(key: str) -> str:

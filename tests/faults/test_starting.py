@@ -125,17 +125,20 @@ def ended(agent: AgentProcess) -> tuple[int, str]:
 async def test_agents_hand_off_in_an_environment_that_is_made_for_other_programs(
     fresh: Started, tmp_path: Path
 ) -> None:
-    others = {"NIXL_TELEMETRY_ENABLE": "1", "NIXL_TELEMETRY_DIR": str(tmp_path)}
+    others = {
+        "KVBUS_ENGINE_ID": "prefill-0",
+        "KVBUS_MODEL": "llama",
+        "NIXL_TELEMETRY_DIR": str(tmp_path),
+        "NIXL_TELEMETRY_ENABLE": "1",
+    }
     prefill, decode = fresh.both(env=others)
 
     async with pair(prefill.attach, decode.attach) as engines:
         fetched = await hand_over(*engines)
 
     assert fetched.path == "direct"
-    names = {one.name for one in tmp_path.iterdir()}
-    assert {
-        f"{one.settings['agent_id']}-{one.started['boot_id']}" for one in (prefill, decode)
-    } <= names
+    for agent in (prefill, decode):
+        assert (tmp_path / f"{agent.settings['agent_id']}-{agent.started['boot_id']}").exists()
 
 
 @pytest.mark.parametrize("taken", [*ADDRESSES, "runtime_dir"])

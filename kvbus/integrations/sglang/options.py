@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbus.errors import ConfigError
+from kvbus.variables import Variable
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,16 @@ class Options:
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Options":
         """Raises `ConfigError` without an agent."""
-        attach = environment.get("KVBUS_ATTACH", "")
+        attach = environment.get(Variable.ATTACH, "")
         if not attach:
             raise ConfigError(
                 "--disaggregation-transfer-backend kvbus needs an agent beside this server: set "
-                "KVBUS_ATTACH to its attach socket, such as /run/kvbus/prefill-0/attach.sock",
-                key="KVBUS_ATTACH",
+                f"{Variable.ATTACH} to its attach socket, such as "
+                "/run/kvbus/prefill-0/attach.sock",
+                key=Variable.ATTACH,
             )
         return cls(
             attach=Path(attach),
-            model=environment.get("KVBUS_MODEL", ""),
-            engine_id=environment.get("KVBUS_ENGINE_ID", ""),
+            model=environment.get(Variable.MODEL, ""),
+            engine_id=environment.get(Variable.ENGINE_ID, ""),
         )
