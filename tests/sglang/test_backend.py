@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvbus.errors import ConfigError
 from kvbus.integrations.vllm.params import digest_of
 from kvbus.spawn import free_port
 from tests.agents import Agents, started, wait_until
@@ -326,3 +327,14 @@ def test_an_adapter_is_known_by_its_name_as_each_server_has_an_id_of_its_own(
 
     assert ids[prefill] != ids[decode]
     assert outcomes == {"sql": KVPoll.Success, "chat": KVPoll.Failed}
+
+
+def test_a_server_without_an_agent_is_told_what_to_set(
+    one_rank: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvbus.integrations.sglang.transfer import Manager
+
+    monkeypatch.delenv("KVBUS_ATTACH", raising=False)
+
+    with pytest.raises(ConfigError, match="KVBUS_ATTACH"):
+        Manager.__new__(Manager).begin(queue_of(None))
