@@ -238,7 +238,7 @@ def fill_with_sessions(pair: Spread, as_key: str, names: list[str]) -> None:
             ping = {"v": 1, "op": "ping", "id": 1, "boot": name, "secret": name, "body": {}}
             dealer.send(msgpack.packb(ping))
         for _ in names:
-            assert dealer.poll(REPLY_WITHIN_S * 1000)
+            assert dealer.poll(round(REPLY_WITHIN_S * 1000))
             dealer.recv()
 
 
