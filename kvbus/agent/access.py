@@ -11,6 +11,7 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.config import AgentConfig, bind_host, http_address, named
 from kvbus.agent.data_plane import is_loopback
+from kvbus.agent.loop import guarded
 from kvbus.agent.observe import AgentMetrics, LimitedLog
 from kvbus.bus import (
     Applicant,
@@ -145,7 +146,7 @@ class Access:
         """Look at the file again and again; who lost a role is told to ``on_change``."""
         while True:
             await anyio.sleep(LOOK_S)
-            await self._look()
+            await guarded(self._look, lambda _: None)  # such as: no thread can be started
 
     async def _admit(self, lines: LimitedLog, applicant: Applicant) -> bool:
         if self._trusted is None:

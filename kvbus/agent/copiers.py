@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
 
-import structlog
-
 from kvbus.agent.engine import LocalEngine, engine_lost
-from kvbus.agent.loop import until
+from kvbus.agent.loop import failure, started_threads, until
 from kvbus.agent.segments import RankMemory
 from kvbus.errors import KVBusError
 from kvbus.geometry import GroupSpec
 from kvbus.memory.copying import PagedMemory
 from kvbus.table import FairQueue, Key
-
-log = structlog.get_logger()
 
 LEAST_JOB_BYTES = 1 << 20
 """Takes longer than the way to another thread."""
@@ -55,7 +51,7 @@ class Work:
         try:
             job()
         except Exception as error:
-            self.stop(_failure(error))
+            self.stop(failure(error))
         return self.error is None and bool(self.jobs)
 
 
@@ -75,7 +71,7 @@ class Copiers:
         loop: asyncio.AbstractEventLoop,
         *,
         num_threads: int,
-        new_executor: Callable[[int, str], Executor] = ThreadPoolExecutor,
+        new_executor: Callable[[int, str], Executor] = started_threads,
     ) -> None:
         self._loop, self._num_threads = loop, num_threads
         self._threads = new_executor(num_threads, "kvbus-copy")
@@ -168,10 +164,27 @@ class Copiers:
         self._turn(work)
 
     def _queue(self, work: Work, turn: Callable[[], None]) -> None:
-        """A thread for each turn, but not each for its own."""
+        """A thread for each turn, but not each for its own. A turn that gets none has ended."""
+        is_added = False
+        try:
+            with self._lock:
+                self._waiting.add(work.turn, turn)
+                is_added = True
+            self._threads.submit(self._take_turn)
+        except Exception as error:
+            if is_added and not self._withdraw(work, turn):
+                return  # another thread has taken it
+            work.stop(failure(error))
+            self._loop.call_soon_threadsafe(self._leave, work)
+
+    def _withdraw(self, work: Work, turn: Callable[[], None]) -> bool:
+        """Whether the turn still waited; it does not any more."""
         with self._lock:
-            self._waiting.add(work.turn, turn)
-        self._threads.submit(self._take_turn)
+            try:
+                self._waiting.discard(work.turn, turn)
+            except KeyError:
+                return False
+        return True
 
     def _take_turn(self) -> None:
         with self._lock:
@@ -204,13 +217,5 @@ def _done_at_once(plan: Callable[[], Iterable[Job]]) -> KVBusError | None:
         for job in plan():
             job()
     except Exception as error:
-        return _failure(error)
+        return failure(error)
     return None
-
-
-def _failure(error: Exception) -> KVBusError:
-    """A defect is logged with its trace, and fails this copy alone."""
-    if isinstance(error, KVBusError):
-        return error
-    log.error("step.failed", exc_info=error)
-    return KVBusError(f"failed inside: {type(error).__name__}; the agent's log says more")

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
 from functools import partial
+from threading import Barrier
 from typing import TypeVar, TypeVarTuple, Unpack
 
 import anyio
@@ -33,8 +34,7 @@ class AgentLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._home = copy_context()
-        threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvbus-blocking")
-        self.set_default_executor(threads)
+        self.set_default_executor(started_threads(NUM_THREADS, "kvbus-blocking"))
 
     def call_soon_threadsafe(
         self,
@@ -44,6 +44,21 @@ class AgentLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         """As asyncio's, in the agent's own context."""
         return super().call_soon_threadsafe(callback, *args, context=context or self._home)
+
+
+def started_threads(number: int, name: str) -> ThreadPoolExecutor:
+    """Threads that all run already: no later limit on threads makes ``submit`` fail.
+
+    Raises `RuntimeError` when one cannot be started.
+    """
+    threads, all_run = ThreadPoolExecutor(number, name), Barrier(number)
+    try:
+        for _ in range(number):
+            threads.submit(all_run.wait)
+    except RuntimeError:
+        all_run.abort()
+        raise
+    return threads
 
 
 async def in_thread(function: Callable[[Unpack[Ts]], Result], *args: *Ts) -> Result:
@@ -68,8 +83,13 @@ async def guarded(
     """Await ``step``; ``on_failure`` gets the error that it ended with, if it did."""
     try:
         await step()
-    except KVBusError as error:
-        on_failure(error)
     except Exception as error:  # a task that fails would take the whole agent with it
-        log.exception("step.failed")
-        on_failure(KVBusError(f"failed inside: {type(error).__name__}; the agent's log says more"))
+        on_failure(failure(error))
+
+
+def failure(error: Exception) -> KVBusError:
+    """Return ``error`` as one of kvbus; a foreign one is a defect, and logged with its trace."""
+    if isinstance(error, KVBusError):
+        return error
+    log.error("step.failed", exc_info=error)
+    return KVBusError(f"failed inside: {type(error).__name__}; the agent's log says more")

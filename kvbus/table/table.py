@@ -310,14 +310,26 @@ class Driver(Generic[E]):
     """Feeds ``table``, and hands each command to the one of ``commands`` for its class.
 
     All in the event loop's thread. Replies go to the call that was asked with; ``commands`` has
-    what is done for the others, and is filled by its owner before the first event.
+    what is done for the others, and is filled by its owner before the first event. So is
+    ``answers``: for each kind of command that promises an event, the event in its place when the
+    command raised. A command that raises must have begun nothing.
+
+    ``on_defect`` gets what other commands raised; without it `dispatch` raises that.
     """
 
-    def __init__(self, table: Table[Any, Any, Any, Any], loop: Clock) -> None:
+    def __init__(
+        self,
+        table: Table[Any, Any, Any, Any],
+        loop: Clock,
+        *,
+        on_defect: Callable[[Exception], object] | None = None,
+    ) -> None:
         self.commands: dict[type[Any], Callable[[Any], None]] = {
             SendReply: _reply,
             Refuse: _refuse,
         }
+        self.answers: dict[type[Any], Callable[[Any, Exception], E]] = {}
+        self._on_defect = on_defect
         self._table, self._loop = table, loop
         self._events: deque[E | DeadlinePassed] = deque()
         self._running = False
@@ -347,8 +359,13 @@ class Driver(Generic[E]):
                 for command in self._table.handle(self._events.popleft(), self._loop.time()):
                     try:
                         self.commands[type(command)](command)
-                    except Exception as error:  # a defect: others may be awaited
-                        errors.append(error)
+                    except Exception as error:  # no thread, no memory, a defect: others go on
+                        if (answer := self.answers.get(type(command))) is not None:
+                            self._events.append(answer(command, error))
+                        elif self._on_defect is not None:
+                            self._on_defect(error)
+                        else:
+                            errors.append(error)
         finally:
             self._running = False
             if self._table.deadlines.bound < self._alarm_at:

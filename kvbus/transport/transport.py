@@ -235,7 +235,7 @@ class Transport:
             return read
         try:
             self._worker.post(lambda: self._started().add(job))
-        except LocalError:
+        except BaseException:
             self._num_started -= 1
             raise
         return read

@@ -5,10 +5,11 @@ That nothing lands then is shown in `tests/transport/test_recycling.py` as well.
 
 import resource
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 from kvbus.engine import Fetch, Offer
@@ -28,8 +29,33 @@ pytestmark = pytest.mark.anyio
 FABRICS = {"tcp": {"UCX_TLS": "tcp"}, "shared memory": {"UCX_TLS": "^cma"}}
 """With CMA the reader does all itself, and no peer holds it up."""
 EXIT_STATUS = 75
+ROOM_BYTES = 4 << 20
+"""Less than the stack of a thread has, 8 MiB."""
 FEW = 16
 """Descriptors: all of these are in use. With fewer, ZeroMQ cannot poll its sockets, and aborts."""
+
+
+@contextmanager
+def no_new_threads(pid: int) -> Iterator[None]:
+    """Leave the process no room for the stack of another thread, and some for all else."""
+    before = resource.prlimit(pid, resource.RLIMIT_AS)
+    most = psutil.Process(pid).memory_info().vms + ROOM_BYTES
+    resource.prlimit(pid, resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_AS, before)
+
+
+async def test_an_agent_copies_where_no_thread_can_be_started_any_more(fresh: Started) -> None:
+    prefill, decode = fresh.both(decode={"copy_threads": 4}, mapped=True)
+    async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
+        assert await works(source, target)
+        with no_new_threads(decode.pid):
+            for _ in range(2):
+                assert await works(source, target, LONG_TOKENS // 2)
+
+        assert decode.metric("copies") == 0
 
 
 @asynccontextmanager

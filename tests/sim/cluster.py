@@ -78,6 +78,7 @@ class Settings:
     part_s: float = 300e-6
     thread_s: float = 100e-6
     flips: float = 0.0
+    lacks: float = 0.0
 
 
 class Cluster:
@@ -88,7 +89,7 @@ class Cluster:
 
     def __init__(self, settings: Settings, seed: int) -> None:
         self.settings = settings
-        self.world = World(seed, thread_s=settings.thread_s)
+        self.world = World(seed, thread_s=settings.thread_s, lacks=settings.lacks)
         self.sockets = MemorySockets(self.world)
         self.network = Network(
             self.world, delay_s=settings.delay_s, breaks=settings.breaks, drops=settings.drops
@@ -365,13 +366,17 @@ class _Errors:
     """Takes the log: an error in it is a violation."""
 
     world: World | None = None
-    has_flips = False
+    expected: frozenset[str] = frozenset()
 
     def __call__(self, _: object, name: str, event: MutableMapping[str, Any]) -> str:
         loop = asyncio.get_running_loop() if asyncio._get_running_loop() is not None else None
         is_dead = isinstance(loop, SimLoop) and loop.is_dead
-        flipped = self.has_flips and event["event"] == "digest.failed"
-        if self.world is not None and name in ("error", "critical") and not (is_dead or flipped):
+        is_expected = event["event"] in self.expected
+        if (
+            self.world is not None
+            and name in ("error", "critical")
+            and not (is_dead or is_expected)
+        ):
             failure = event.pop("exc_info", None)
             self.world.failures.append(f"at {self.world.now:.6f} s: log: {event} {failure!r}")
         raise structlog.DropEvent
@@ -409,7 +414,8 @@ def cluster_of(settings: Settings, seed: int = 1) -> Iterator[Cluster]:
         cluster = Cluster(settings, seed)
         for module, names in {**IN_A_WORLD, **cluster.sockets.names()}.items():
             patches.enter_context(patch.multiple(module, **names))
-        ERRORS.world, ERRORS.has_flips = cluster.world, cluster.settings.flips > 0
+        expected = {"digest.failed": settings.flips, "step.failed": settings.lacks}
+        ERRORS.world, ERRORS.expected = cluster.world, frozenset(filter(expected.get, expected))
         try:
             cluster.start()
             yield cluster

@@ -9,10 +9,16 @@ from tests.examples import num_examples
 from tests.sim.cluster import D, Fault, FaultKind, P, cluster_of
 from tests.sim.engine import Shape
 from tests.sim.handoffs import Plan
-from tests.sim.worlds import HND, SORTS, quick, simulate
+from tests.sim.worlds import HND, RESTLESS, SORTS, Sort, quick, simulate, words
 
 pytestmark = pytest.mark.timeout(600)  # 15 s of CPU, on a machine that may have other work
 SEEDS = range(num_examples(12))
+LACKING = {
+    "direct": quick(lacks=0.05),
+    "packed": quick(decode=HND, lacks=0.05),
+    "mapped": words(decode=HND, lacks=0.05),
+}
+"""Some READs and threads cannot be started."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -20,6 +26,17 @@ SEEDS = range(num_examples(12))
 def test_bytes_and_ends_are_right_in_a_world(name: str, seed: int) -> None:
     cluster = simulate(SORTS[name], seed=100 + seed, num_handoffs=300)
 
+    assert cluster.ledger.ends["completed"] > 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LACKING)
+def test_blocks_come_back_where_memory_and_threads_are_lacking(name: str, seed: int) -> None:
+    sort = Sort(settings=LACKING[name], **RESTLESS)
+
+    cluster = simulate(sort, seed=seed, num_handoffs=200)
+
+    assert cluster.ledger.ends["failed internal"] > 2
     assert cluster.ledger.ends["completed"] > 5
 
 

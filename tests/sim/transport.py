@@ -132,6 +132,8 @@ class SimTransport:
     ) -> Read:
         if peer not in self._peers:
             raise LocalError("no such peer", peer=peer)
+        if self._world.luck.chance(self._world.lacks):
+            raise MemoryError
         num_parts = min(len(local), 1 + self._world.luck.below(MOST_PARTS))
         pieces = zip(
             np.array_split(local, num_parts), np.array_split(remote, num_parts), strict=True

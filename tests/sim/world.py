@@ -167,6 +167,8 @@ class SimExecutor(Executor):
     ) -> "Future[T]":
         done: Future[T] = Future()
         world = self._loop.world
+        if world.luck.chance(world.lacks):
+            raise RuntimeError("can't start new thread")
         took_s = world.luck.delay_s(world.thread_s)
         self._free_at = max(self._free_at, self._loop.time()) + took_s
 
@@ -185,12 +187,15 @@ def _settle(future: "Future[T] | asyncio.Future[T]", call: Callable[[], T]) -> N
 
 
 class World:
-    """The clock, the loops, and what happens outside of all processes."""
+    """The clock, the loops, and what happens outside of all processes.
 
-    def __init__(self, seed: int, *, thread_s: float = 100e-6) -> None:
+    ``lacks`` is the share of starts of threads and of READs for which there is no memory.
+    """
+
+    def __init__(self, seed: int, *, thread_s: float = 100e-6, lacks: float = 0.0) -> None:
         self.now = 0.0
         self.luck = Luck(seed)
-        self.thread_s = thread_s
+        self.thread_s, self.lacks = thread_s, lacks
         self.failures: list[str] = []
         self.num_steps = 0
         self._loops: list[SimLoop] = []

@@ -8,6 +8,7 @@ from msgspec import convert, structs
 
 from kvbus.agent.access import load_ticket_keys
 from kvbus.agent.engine import LocalEngine
+from kvbus.agent.loop import failure
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
@@ -89,6 +90,16 @@ class DecodeService(Service):
             ev.AskOthers: self._others.ask,
             ev.Notify: self._notify,
             ev.ReportFetched: self._report_fetched,
+        }
+        driver.answers |= {
+            ev.Ask: lambda command, error: ev.StepFailed(command.fetch_id, failure(error)),
+            ev.HoldPeer: lambda command, error: ev.StepFailed(
+                command.requested.fetch_id, failure(error)
+            ),
+            ev.ReadChunk: lambda command, error: ev.ReadEnded(command.fetch_id, 0, failure(error)),
+            ev.AskOthers: lambda command, error: ev.ReadEnded(
+                command.fetch_id, 0, failure(error), elsewhere=True
+            ),
         }
         agent.metrics.add_readings(self._readings, READINGS)
 

@@ -95,10 +95,7 @@ class BoxLeg(ChunkLeg):
         elif command.stage is READING:
             whole = Runs(few=((self.slots.address(slot), packed.address, packed.num_bytes),))
             rows = whole.reads(local_device=self.slots.device, remote_device=packed.device)
-            try:
-                self.read_rows((rows, self.slots.memory, packed.memory))
-            except KVBusError as error:
-                self.end_stage(error=error)
+            self.read_rows((rows, self.slots.memory, packed.memory))
         else:
             ranks = self.chunk.route.engine.ranks
             table = self.chunk.asked.tables[self.box.group]

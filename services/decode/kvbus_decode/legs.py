@@ -68,7 +68,7 @@ class ChunkLeg(Leg):
     aborted: bool = False
 
     def begin(self, command: Begin) -> None:
-        """Carry out the stage that is due."""
+        """Carry out the stage that is due; what this raises ends the stage."""
         raise NotImplementedError
 
     def abort(self) -> None:
@@ -108,11 +108,8 @@ class ChunkLeg(Leg):
         """Post the READs of ``rows``, of about ``num_runs``; many are planned in a thread."""
         if num_runs > MAX_INLINE_DESCRIPTORS:
             self.means.agent.tasks.start_soon(self._plan_aside, rows)
-            return
-        try:
+        else:
             self.read_rows(rows())
-        except KVBusError as error:
-            self.end_stage(error=error)
 
     async def _plan_aside(self, rows: Callable[[], Rows]) -> None:
         async def plan() -> None:

@@ -248,7 +248,9 @@ def _unmap(lent: Lent) -> None:
 
 
 async def _populate(memory: MappedMemory) -> None:
-    await anyio.to_thread.run_sync(memory.populate, abandon_on_cancel=True)
+    """Where no thread can be started, copies enter the pages themselves."""
+    with suppress(RuntimeError):
+        await anyio.to_thread.run_sync(memory.populate, abandon_on_cancel=True)
 
 
 def _connect(path: Path) -> FrameChannel:

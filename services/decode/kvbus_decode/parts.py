@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from kvbus.agent.config import CLOSES_WITHIN_S
+from kvbus.agent.loop import failure
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, new_secret
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost
@@ -175,8 +176,8 @@ class PartClient:
             request_id = peer.client.send(
                 part.question, timeout_s=math.inf, on_reply=part.settle, on_sent=part.note_sent
             )
-        except KVBusError as error:
-            self._dispatch(ev.StepFailed(fetch.key, error))
+        except Exception as error:
+            self._dispatch(ev.StepFailed(fetch.key, failure(error)))
             return
         await part.wakes.wait()
         peer.client.take_back(request_id)

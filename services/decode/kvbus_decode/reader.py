@@ -18,7 +18,7 @@ import structlog
 from msgspec import structs
 
 from kvbus.agent.engine import LocalEngine, engine_lost
-from kvbus.agent.loop import guarded, until
+from kvbus.agent.loop import failure, guarded, until
 from kvbus.agent.service import Agent
 from kvbus.agent.slots import HOST
 from kvbus.errors import (
@@ -78,7 +78,7 @@ class Reader:
         self._agent, self._chooser, self._routes = agent, chooser, routes
         self._active, self._on_end, self._one_in = active, on_end, config.digest_one_in
         self._table = ev.ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
-        self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
+        self._driver: Driver[ev.Event] = Driver(self._table, agent.loop, on_defect=failure)
         self._dispatch = self._driver.dispatch
         self._driver.commands |= {
             ev.Begin: lambda command: command.leg.begin(command),
@@ -87,6 +87,9 @@ class Reader:
             ev.RecycleTransport: self._recycle,
         }
         self._driver.commands[ReadEnded] = self._end
+        self._driver.answers[ev.Begin] = lambda command, error: ev.StageEnded(
+            command.leg, error=failure(error)
+        )
         digests = metrics.digests.values
         self._means = Means(agent, routes.nixl, self._dispatch, config.lease_s, digests)
         self._reconnecting: dict[str, anyio.CancelScope] = {}
@@ -130,8 +133,8 @@ class Reader:
                 return
             first = list(self._legs_of(chunk, choice))
             later = list(self._zero_legs(chunk)), list(self._compare_legs(chunk, choice.path))
-        except KVBusError as error:
-            self._on_end(ReadEnded(key, 0, error))
+        except Exception as error:  # nothing of it has begun
+            self._on_end(ReadEnded(key, 0, failure(error)))
             return
         rounds = tuple(map(tuple, (first, *filter(None, later))))
         engine, priority = chunk.route.engine, chunk.asked.priority

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvbus.agent.digests import Digests as Found
 from kvbus.agent.digests import Wanted, start_digest
 from kvbus.agent.engine import LocalEngine
+from kvbus.agent.loop import failure
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, Shared
@@ -79,6 +80,12 @@ class Packing:
         self._driver.commands |= {
             slots.StartGather: self._start_gather,
             slots.StartWipe: self._start_wipe,
+        }
+        self._driver.answers |= {
+            slots.StartGather: lambda command, error: slots.GatherEnded(
+                command.slot_id, failure(error)
+            ),
+            slots.StartWipe: lambda command, _: slots.WipeEnded(command.slot_id),
         }
         self._lost: dict[str, LocalEngine] = {}
         self._progress: ProgressToken | None = None

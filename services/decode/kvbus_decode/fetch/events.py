@@ -177,7 +177,7 @@ Event = Requested | FetchEvent | TableEvent
 
 
 class Ask(Value, frozen=True):
-    """Ask the agent that the fetch holds; exactly one `Answered` follows, or it has failed."""
+    """Ask the agent that the fetch holds; answer `Answered` or `StepFailed`, once."""
 
     fetch_id: str
     message: Request[Any]
