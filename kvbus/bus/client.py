@@ -38,6 +38,9 @@ from kvbus.protocol.engine import Ping
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode, encode_request, too_large
 from kvbus.protocol.message import R, Request, from_body, refusal
 
+PAUSE_S = 1.0
+"""An alarm that rings so late was held up by a pause of this process, or of its machine."""
+
 _T = TypeVar("_T")
 OnReply = Callable[[R | KVBusError], None]
 
@@ -70,7 +73,7 @@ class RequestClient(Connecting):
 
     ``on_boot`` is called with the server's boot id when it becomes known and whenever it changes,
     ``on_gone`` with it when its process is gone, also before it is known, as an empty one; what is
-    pending waits on.
+    pending waits on. ``on_moved`` is called with the new address when the server's name has one.
     ``on_notice`` is called for each notice, in order. Exceptions out of any callback go to
     ``on_fault``; without one they end `run`. The server is asked for a sign of life when nothing
     has come for ``ping_s``: it may be a new one, or not know this connection.
@@ -85,6 +88,7 @@ class RequestClient(Connecting):
         on_notice: Callable[[Notice], None] | None = None,
         on_boot: Callable[[str], None] | None = None,
         on_gone: Callable[[str], None] | None = None,
+        on_moved: Callable[[str], None] | None = None,
         on_fault: Callable[[Exception], None] | None = None,
         max_pending: int = 1024,
         ping_s: float = 2.0,
@@ -94,6 +98,7 @@ class RequestClient(Connecting):
         super().__init__(context, open_dealer(context, endpoint, options), endpoint, options)
         self.boot = boot
         self._tell_notice, self._tell_boot, self._tell_gone = on_notice, on_boot, on_gone
+        self._tell_moved = on_moved
         self._on_fault = on_fault or self._fail
         self._max_pending, self._ping_s = max_pending, ping_s
         self._max_bytes = max_request_bytes(endpoint)
@@ -105,11 +110,22 @@ class RequestClient(Connecting):
         self._last_id = secrets.randbelow(2**52)  # an integer for peers that have only floats
         self._was_connected = False
         self._look_at = math.inf
+        self._was_paused = False
+        self._ping_at = math.inf
+        self._silent_since, self._num_unanswered = math.inf, 0
 
     @property
     def num_pending(self) -> int:
         """How many requests wait for their reply."""
         return len(self._pending)
+
+    # A pause of this process lengthens the time since the last message, and the peer is not to
+    # blame. So silence is counted in pings, to which a pause adds none.
+    @property
+    def silent_s(self) -> float:
+        """For how long the other side has not answered pings."""
+        has_answered = self.heard_at != self._silent_since
+        return 0.0 if has_answered else self._num_unanswered * self._ping_s
 
     def note_alive(self, boot: str) -> None:
         """A heartbeat of the server came another way; another process is asked who it is."""
@@ -221,11 +237,14 @@ class RequestClient(Connecting):
         )
 
     def _keep_alive(self) -> None:
-        now = asyncio.get_running_loop().time()
-        silent_at = self.heard_at + self._ping_s
+        now, silent_at = asyncio.get_running_loop().time(), self.heard_at + self._ping_s
         if now >= silent_at:
+            if self._silent_since != self.heard_at:
+                self._silent_since, self._num_unanswered = self.heard_at, 0
+            self._num_unanswered += now < self._ping_at + PAUSE_S
             silent_at = now + self._ping_s
             self._ping()
+        self._ping_at = silent_at
         self._call_at(silent_at, self._keep_alive)
 
     # One look at all that is pending for many timeouts: nearly every request is answered before its
@@ -236,7 +255,12 @@ class RequestClient(Connecting):
 
     def _time_out(self) -> None:
         """Fail the requests whose time is over."""
-        now, self._look_at = asyncio.get_running_loop().time(), math.inf
+        now = asyncio.get_running_loop().time()
+        self._was_paused = not self._was_paused and now >= self._look_at + PAUSE_S
+        if self._was_paused:  # replies may have come meanwhile: ZeroMQ reads them first
+            self._look_again(now + PAUSE_S)
+            return
+        self._look_at = math.inf
         late = [number for number, pending in self._pending.items() if pending.ends_at <= now]
         for request_id in late:
             if (pending := self._pending.get(request_id)) is not None:
@@ -290,6 +314,9 @@ class RequestClient(Connecting):
         if before is not None:
             self._fail_all(PeerLost("peer came back as a new process", endpoint=self.endpoint))
         self._call_user(self._tell_boot, boot)
+
+    def _on_moved(self) -> None:
+        self._call_user(self._tell_moved, self.address)
 
     def _on_gone(self) -> None:
         self._call_user(self._tell_gone, self.peer_boot or "")

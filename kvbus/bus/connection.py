@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from enum import Enum
 
+import anyio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -22,7 +23,10 @@ from kvbus.bus.sockets import BusContext, Probe, SocketOptions, connect, host_of
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
-MAX_NAME_RETRY_S = 30.0
+NAME_PERIOD_S, MAX_NAME_PERIOD_S = 1.0, 5.0
+"""How often a name is looked up: first without a connection; last while the peer is silent, or the
+name server does not answer.
+"""
 BROKEN_OFF_S = 1.0
 GONE_S = 0.3
 """A process that ends and comes back by then was not gone, but is another."""
@@ -54,9 +58,9 @@ _FINAL = (_Event.REFUSED, _Event.MISMATCHED)
 class Connecting(SocketActor):
     """Base of what connects a socket to ``endpoint``; it is told by ``_on_...``, to be overridden.
 
-    A name is looked up once this runs, again until it has an address that is allowed; the socket
-    keeps that address. Only TCP is watched: ZeroMQ takes a refusal as final. Here it is `refusal`
-    until it is tried again: the key may be trusted by then.
+    A name is looked up once this runs, and again while its address does not answer. When it has
+    another one that is allowed, the socket moves there. Only TCP is watched: ZeroMQ takes a refusal
+    as final. Here it is `refusal` until it is tried again: the key may be trusted by then.
 
     Raises `ConfigError` for an endpoint that is none, and `LocalError` for one that ``options`` do
     not allow.
@@ -79,6 +83,8 @@ class Connecting(SocketActor):
         self._address = endpoint if is_numeric(endpoint) else ""
         self._earlier: deque[str] = deque(maxlen=MAX_EARLIER_BOOTS)
         self._naming: asyncio.Task[None] | None = None
+        self._must_look_up, self._looked_up = asyncio.Event(), asyncio.Event()
+        self._name_problem, self._left = "", ""
         self._retry_s = RETRY_S
         self._lost_at: float | None = None
         self._probe: Probe | None = None
@@ -113,6 +119,9 @@ class Connecting(SocketActor):
     def _on_error(self, error: KVBusError) -> None:
         """It is refused, or its name has no address."""
 
+    def _on_moved(self) -> None:
+        """The name has another address."""
+
     def _on_boot(self, boot: str, before: str | None) -> None:
         """The peer has another boot id than it had."""
 
@@ -122,19 +131,33 @@ class Connecting(SocketActor):
     @property
     def missing(self) -> str:
         """What keeps a request from its answer, in words; empty while there is a connection."""
+        if self._is_made:
+            return ""
         if not self._address:
-            return "the name server has not told its address"
-        return "" if self._is_made else "there is no connection"
+            return self._name_problem or "the name server has not told its address"
+        return "there is no connection" + (f", and {self._name_problem}" * bool(self._name_problem))
 
     @property
-    def silent_s(self) -> float:
-        """For how long nothing came from the other side."""
-        return max(0.0, self._loop.time() - self.heard_at) if self._loop else 0.0
+    def address(self) -> str:
+        """The endpoint with the address that the name has; empty before it has one."""
+        return self._address
 
     @property
     def is_gone_here(self) -> bool:
         """As `is_gone`, and it was on this machine, whose kernel says so: no network is between."""
         return self.is_gone and self._context.is_here(host_of(self._address).strip("[]"))
+
+    def look_again(self) -> None:
+        """Look the name up: what is at its address may be another agent by now."""
+        self._must_look_up.set()
+
+    async def has_moved(self, earlier: str) -> bool:
+        """Whether the name has another address than ``earlier``; looks it up if it has not."""
+        if self._naming is not None and self._address == earlier:
+            looked_up = self._looked_up
+            self.look_again()
+            await looked_up.wait()
+        return self._address != earlier
 
     def _hear(self, boot: str) -> bool:
         """Take note of a message; False for one of an earlier process, which changes nothing."""
@@ -152,7 +175,7 @@ class Connecting(SocketActor):
         self._loop, self.heard_at = loop, loop.time()
         self._pump.start(loop)
         if not self._address:
-            self._naming = loop.create_task(self._connect_by_name())
+            self._naming = loop.create_task(self._follow_name())
         if self._monitor is not None:
             self._monitor.start(loop)
 
@@ -160,6 +183,7 @@ class Connecting(SocketActor):
         self._end_probe()
         if self._naming is not None:
             self._naming.cancel()
+        self._looked_up.set()
         if self._monitor is not None:
             with contextlib.suppress(zmq.ZMQError):  # an endpoint that is none has closed it
                 self._socket.disable_monitor()
@@ -167,26 +191,70 @@ class Connecting(SocketActor):
             self._monitor = None
         self._pump.close()
 
-    async def _connect_by_name(self) -> None:
-        retry_s, port = RETRY_S, self.endpoint.rpartition(":")[2]
+    # A restarted pod has another address. Its old address refuses connections, drops packets, or
+    # belongs to another pod. So three things start a lookup:
+    #
+    #     refused, lost, another key   an event of the monitor
+    #     another pod                  a ticket with a boot id that is unknown there
+    #     dropped packets              silence
+    async def _follow_name(self) -> None:
         try:
-            while not self._address:
+            period_s = NAME_PERIOD_S
+            while not self.closed:
+                self._must_look_up.clear()
                 try:
-                    address = f"tcp://{await look_up(host_of(self.endpoint))}:{port}"
-                    if self._options.allowed is not None:
-                        self._options.allowed.check(address)  # it may have another address later
-                    self._address = address
+                    await self._find_address()
+                    self._name_problem, period_s = "", NAME_PERIOD_S
                 except KVBusError as error:
-                    self._on_error(error)
-                    await asyncio.sleep(retry_s)
-                    retry_s = min(2 * retry_s, MAX_NAME_RETRY_S)
-            connect(self._socket, self._address)
+                    self._name_problem = error.message
+                    period_s = min(2 * period_s, MAX_NAME_PERIOD_S)
+                    if not self._address or error.code is ErrorCode.FORBIDDEN:
+                        self._on_error(error)
+                looked_up, self._looked_up = self._looked_up, asyncio.Event()
+                looked_up.set()
+                await asyncio.sleep(RETRY_S)
+                await self._name_is_due(period_s)
         except Exception as error:  # a bug of ours: it must end the owner
             self._fail(error)
 
+    async def _name_is_due(self, period_s: float) -> None:
+        """Return when the name must be looked up, or there was silence for so long."""
+        loop = asyncio.get_running_loop()
+        began_at = now = loop.time()
+        while not self._must_look_up.is_set():
+            due_at = began_at + period_s
+            if self._is_made:
+                due_at = max(began_at, self.heard_at) + MAX_NAME_PERIOD_S
+            if due_at <= now:
+                return
+            with anyio.move_on_after(due_at - now):
+                await self._must_look_up.wait()
+            now = loop.time()
+
+    async def _find_address(self) -> None:
+        """Look the name up, and move to its address; raises `KVBusError`."""
+        found, port = await _look_up(host_of(self.endpoint)), self.endpoint.rpartition(":")[2]
+        addresses = [f"tcp://{one}:{port}" for one in found]
+        if self._address in addresses:
+            return
+        if self._options.allowed is not None:
+            self._options.allowed.check(addresses[0])
+        self._left, self._address = self._address, addresses[0]
+        if self._left:
+            with contextlib.suppress(zmq.ZMQError):  # it was refused there
+                self._socket.disconnect(self._left)
+            self._is_made, self.refusal = False, None
+            self._end_probe()
+            self._on_moved()
+        connect(self._socket, self._address)
+
     def _read_event(self, frames: list[bytes]) -> None:
         message = parse_monitor_message(frames)
+        if self._left and message["endpoint"] == self._left.encode():
+            return
         event, now = _Event(message["event"]), asyncio.get_running_loop().time()
+        if event is not _Event.MADE:
+            self.look_again()
         if event is _Event.NOT_TAKEN and self._lost_at is not None:
             self._probe_listener(lost_s=now - self._lost_at)
         elif event is _Event.MADE:
@@ -280,9 +348,13 @@ async def look_up(host: str) -> str:
 
     That is after `ANSWER_WITHIN_S` at the latest.
     """
+    return (await _look_up(host))[0]
+
+
+async def _look_up(host: str) -> list[str]:
     try:
         found = asyncio.wrap_future(_begin_to_look_up(host))
-        return (await asyncio.wait_for(found, ANSWER_WITHIN_S))[0]
+        return await asyncio.wait_for(found, ANSWER_WITHIN_S)
     except TimeoutError:
         reason = f"no answer within {ANSWER_WITHIN_S:g} s"
     except UnicodeError:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import zmq
 
 from kvbus.bus import AllowedPeers, SocketOptions
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, RemoteError
@@ -81,6 +82,78 @@ async def test_a_name_that_moves_is_looked_up_by_the_next_client_and_not_by_one_
     assert (first, again) == (Echoed(number=7), Echoed(number=8))
     assert getattr(moved, "code", None) is ErrorCode.FORBIDDEN
     assert names.asked == ["moves"] * 3
+
+
+def moved(endpoint: str) -> str:
+    return endpoint.replace("127.0.0.1", "127.0.0.2")
+
+
+async def test_a_client_and_a_subscriber_follow_a_name_to_its_next_address(
+    bus: Bus, names: NameServer, record: Record
+) -> None:
+    server, publisher = bus.server(at=TCP), bus.publisher(at=TCP)
+    there, heard = (
+        one.endpoint.replace("127.0.0.1", names.name("moves")) for one in (server, publisher)
+    )
+    addresses: list[str] = []
+    client = bus.client(at=there, on_moved=addresses.append)
+    others = SocketOptions(allowed=AllowedPeers(["127.0.0.1"]))
+    kept = bus.client("kept", at=there, options=others)
+
+    async with bus.running(client, kept, bus.subscriber(record, heard)):
+        async with bus.running(server, publisher):
+            await client.ask(Ask(), timeout_s=WITHIN_S)
+            await record.until("boot")
+        names.address = "127.0.0.2"
+        next_server = bus.server(at=moved(server.endpoint), boot="next")
+        next_publisher = bus.publisher("next", at=moved(publisher.endpoint))
+        async with bus.running(next_server, next_publisher):
+            await until(lambda: client.peer_boot == "next")
+            reply = await client.ask(Ask(number=7), timeout_s=WITHIN_S)
+            told = await record.told.get()
+            with pytest.raises(LocalError, match="is not in 'allowed_peers'"):
+                await kept.ask(Ask(), timeout_s=WITHIN_S)
+
+    assert reply == Echoed(number=7)
+    assert told == ("boot", heard, "next")
+    assert addresses == [moved(server.endpoint)]
+
+
+async def test_what_waits_at_an_address_that_does_not_answer_is_sent_to_the_next_one(
+    bus: Bus, names: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing refuses: the connection is there, and packets are dropped."""
+    monkeypatch.setattr("kvbus.bus.connection.MAX_NAME_PERIOD_S", 0.2)
+    silent = bus.raw(zmq.ROUTER, TCP)
+    endpoint = silent.socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+    client = bus.client(at=endpoint.replace("127.0.0.1", names.name("moves")))
+    outcomes: list[Echoed | KVBusError] = []
+
+    async with bus.running(client, bus.server(at=moved(endpoint))):
+        client.send(Ask(number=7), timeout_s=WITHIN_S, on_reply=outcomes.append)
+        await silent.asked()
+        names.address = "127.0.0.2"
+        await until(lambda: outcomes)
+
+    assert outcomes == [Echoed(number=7)]
+
+
+async def test_a_client_is_told_whether_its_name_has_another_address_by_now(
+    bus: Bus, names: NameServer
+) -> None:
+    """The earlier address may be another server's, which answers."""
+    server = bus.server(at=TCP)
+    client = bus.client(at=server.endpoint.replace("127.0.0.1", names.name("moves")))
+    next_server = bus.server(at=moved(server.endpoint), boot="next")
+
+    async with bus.running(server, next_server, client):
+        await client.ask(Ask(), timeout_s=WITHIN_S)
+        stayed = await client.has_moved(client.address)
+        names.address = "127.0.0.2"
+        has_moved = await client.has_moved(server.endpoint)
+        await until(lambda: client.peer_boot == "next")
+
+    assert (stayed, has_moved) == (False, True)
 
 
 async def test_lookups_are_bounded_and_one_that_is_not_answered_holds_up_nobody(

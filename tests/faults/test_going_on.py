@@ -8,13 +8,15 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import anyio
 import pytest
 
 from kvbus.engine import Link
 from kvbus.errors import ErrorCode, PeerLost
-from tests.agents import until
+from kvbus.spawn import free_port
+from tests.agents import AgentProcess, until
 from tests.engines import engine, hand_over, make_spec, pair, rank_link, spread_engine
 from tests.faults.conftest import Started, works_again
 
@@ -58,6 +60,52 @@ async def test_no_handoff_fails_while_either_agent_is_started_again(fresh: Start
             is_over = True
 
     assert not [line for agent in both for line in agent.logged("handoff.failed")]
+
+
+NAME_SERVER = """
+import os, socket
+known = socket.getaddrinfo
+def look_up(host, *more, **options):
+    with open(os.environ["MOVING_ADDRESS"]) as file:
+        return known(file.read() if host == "moving.test" else host, *more, **options)
+socket.getaddrinfo = look_up
+"""
+"""What Python runs at the start of an agent that has a name server of its own."""
+
+
+@pytest.mark.parametrize("earlier", ["ends", "lives on"])
+async def test_no_fetch_fails_when_a_name_leads_to_another_prefill_agent(
+    fresh: Started, tmp_path: Path, earlier: str
+) -> None:
+    """As with a pod that is started again. Another agent may have its earlier address by then."""
+    ports = [free_port() for _ in range(2)]
+
+    def prefill(address: str) -> AgentProcess:
+        binds = (f"tcp://{address}:{port}" for port in ports)
+        places = dict(zip(("peer_bind", "events_bind"), binds, strict=True))
+        named = {"advertise_host": "moving.test", "data_interfaces": ["lo"], "insecure": True}
+        return fresh.prefill(agent_id="prefill-0", **places, **named)
+
+    names = tmp_path / "address"
+    names.write_text("127.0.0.1")
+    (tmp_path / "sitecustomize.py").write_text(NAME_SERVER)
+    python_path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    env = {"MOVING_ADDRESS": str(names), "PYTHONPATH": python_path}
+    first, second, decode = prefill("127.0.0.1"), prefill("127.0.0.2"), fresh.decode(env=env)
+    fresh.start(first, second, decode)
+    for agent in (first, second):  # nobody but the decode agent knows the name
+        agent.started["peer"] = agent.settings["peer_bind"]
+    async with engine(decode.attach, seed=1) as target:
+        async with engine(first.attach, seed=2) as source:
+            await hand_over(source, target)
+        if earlier == "ends":
+            first.kill()
+        names.write_text("127.0.0.2")
+        async with engine(second.attach, seed=3) as source:
+            for _ in range(MORE):
+                await hand_over(source, target)
+
+    assert decode.says("peer.moved", address=f"tcp://127.0.0.2:{ports[0]}")
 
 
 @pytest.fixture

@@ -177,6 +177,32 @@ def test_fetches_from_a_silent_agent_fail_at_once_after_some_that_were_not_answe
 
 
 @seeds
+@pytest.mark.parametrize("frozen_s", [3.0, 7.0, FAULT_S])
+def test_a_decode_agent_that_was_paused_itself_blames_no_prefill_agent(
+    seed: int, frozen_s: float
+) -> None:
+    with cluster_of(quick(), seed) as world:
+        assert world.works()
+        world.suffer(Fault(FaultKind.FREEZE_AGENT, role=D, lasts_s=frozen_s))
+        plan = Plan(timeout_s=30.0, ttl_s=30.0)
+        handoffs = [world.give(plan, after_s=0.5 * number) for number in range(NUM_TRIED)]
+
+        assert {world.end_of(handoff) for handoff in handoffs} == {"completed"}
+
+
+@pytest.mark.parametrize("frozen_at_s", [0.0002 * step for step in range(3)])
+def test_a_reply_that_comes_while_its_reader_is_paused_is_read(frozen_at_s: float) -> None:
+    """The pause is longer than the agent waits for the reply."""
+    with cluster_of(PATIENT) as world:
+        handoff = world.give(Plan(timeout_s=30.0, ttl_s=30.0))
+        world.until(lambda: world.count(D, "fetches") == 1)
+        fault = Fault(FaultKind.FREEZE_AGENT, role=D, at_s=frozen_at_s, lasts_s=FAULT_S)
+        world.suffer(fault)
+
+        assert world.end_of(handoff) == "completed"
+
+
+@seeds
 @pytest.mark.parametrize(
     ("frozen_s", "forgets"),
     [(30.0, {}), (0.0, {"idle_peer_s": 2.0})],

@@ -197,7 +197,10 @@ class PeerDirectory(EventListener):
         peer = self._peers.get(address)
         if peer is None:
             return
-        if not peer.is_silent or boot not in (None, peer.client.peer_boot):
+        is_new = boot not in (None, peer.client.peer_boot)
+        if is_new:
+            peer.client.look_again()
+        if not peer.is_silent or is_new:
             if peer.is_refused:
                 log.info("peer.alive", peer=peer.endpoint)
             peer.is_refused = False
@@ -242,12 +245,14 @@ class PeerDirectory(EventListener):
         options = self._agent.access.connected(*address)
         if len(self._peers) >= self._config.max_peers:
             self._drop_idle()
+        endpoint = address.endpoint
         client = RequestClient(
             self._agent.context,
-            address.endpoint,
+            endpoint,
             boot=new_boot_id(),  # ids start again: an earlier one has used them
             on_boot=lambda boot: self._see_boot(peer, boot),
             on_gone=lambda boot: self._see_gone(peer, boot),
+            on_moved=lambda address: log.info("peer.moved", peer=endpoint, address=address),
             on_fault=_log_fault,
             max_pending=REQUESTS_OF_A_FETCH * self._config.max_handoffs,
             options=replace(options, allowed=self._allowed),

@@ -282,7 +282,7 @@ class RouteBook(PeerWatcher):
             machine=shaken.machine,
             **wanted,
         )
-        client, loop = peer.client, self._agent.loop
+        client, loop, address = peer.client, self._agent.loop, peer.client.address
 
         async def ask() -> HandshakeDone:
             timeout_s = max(1e-3, shaken.deadline - loop.time())
@@ -300,10 +300,15 @@ class RouteBook(PeerWatcher):
         except KVBusError as error:
             if boot is None or client.peer_boot in (None, boot) or client.refusal:
                 raise
-            raise _stale(client) from error
-        if boot not in (None, client.peer_boot):
-            raise _stale(client)
-        return done
+            refused: KVBusError | None = error
+        else:
+            if boot in (None, client.peer_boot):
+                return done
+            refused = None
+        with anyio.move_on_after(shaken.deadline - loop.time()):
+            if await client.has_moved(address):  # another agent has its earlier address
+                return await self._ask(peer, shaken, boot=boot, **wanted)
+        raise _stale(client) from refused
 
     async def _source(self, peer: Peer, boot: str, done: HandshakeDone, shaken: _Round) -> Source:
         placed = await in_thread(placed_ranks, done.memory)  # ms a rank

@@ -108,7 +108,7 @@ class WarmPeers(PeerWatcher):
         """Shake hands for each pair of engines; raises `KVBusError`."""
         began, num_routes = self._agent.loop.time(), 0
         peer = one.peer
-        if peer is None or peer.client.missing or not self._peers.has(peer):
+        if peer is None or not self._peers.has(peer):
             peer = self._hold(one, one.address)
         status = await peer.client.ask(Status(), timeout_s=self._timeout_s)
         if status.role is not AgentRole.PREFILL:
@@ -144,15 +144,10 @@ class WarmPeers(PeerWatcher):
             log.info("peer.warmed", peer=endpoint, num_routes=num_routes, seconds=seconds)
 
     def _hold(self, one: _Listed, address: PeerAddress) -> Peer:
-        """The peer at ``address``, in place of the one before; raises as `PeerDirectory.acquire`.
-
-        Where there is no connection the next one looks its name up again.
-        """
+        """The peer at ``address`` in place of the one before; raises as `PeerDirectory.acquire`."""
         before, one.peer = one.peer, None
         if before is not None:
             self._peers.release(before)
-            if before.client.missing and not before.num_users and self._peers.has(before):
-                self._peers.drop(before)
         one.peer = self._peers.acquire(address)
         return one.peer
 
