@@ -20,7 +20,7 @@ from kvbus_decode.warm import WarmPeers
 from tests.agents import until
 from tests.decode.neighbours import Neighbours, decode_agent
 from tests.engines import engine, works
-from tests.prefill.inside import prefill_agent
+from tests.prefill.inside import given_back, prefill_agent
 
 
 class Broken:
@@ -114,6 +114,32 @@ async def test_a_listed_agent_that_moved_is_met_where_its_name_leads_then(
                 await until(lambda: both.service.view(f"tcp://prefill:{port}").problem)
                 told[:] = ["127.0.0.1"]
                 await until(lambda: len(list(both.routes)) == 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "event missed"])
+async def test_routes_of_prefill_engines_that_ended_do_not_pile_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    if not is_told:
+        monkeypatch.setattr("kvbus_decode.peers.TOPICS", ("offer.sealed",))
+        monkeypatch.setattr("kvbus_decode.route_book.IDLE_ROUTE_S", 0.001)
+    (folder / "p").mkdir(mode=0o700)
+    (folder / "d").mkdir(mode=0o700)
+    async with (
+        prefill_agent(folder / "p", mapped=False, late_read_s=0.1) as source,
+        decode_agent(folder / "d", path="direct") as target,
+    ):
+        both, processes = Neighbours(source, target), set[Any]()
+        async with engine(target.config.attach_path, seed=1) as reader:
+            for _ in range(4):
+                async with engine(source.attach, seed=2) as read:
+                    assert await works(read, reader)
+                    assert len(list(both.routes)) == 1
+                    processes.update(both.processes())
+                if is_told:
+                    await until(lambda: not list(both.routes))
+        await until(lambda: all(map(given_back, processes)))
 
 
 def refused(lines: list[Any]) -> list[Any]:

@@ -19,8 +19,8 @@ from kvbus_decode.peers import Extent, Peer
 
 log = structlog.get_logger()
 
-MAX_EXTENTS = 1024
-"""When so many were registered by one peer, most of them are gone: it is made again."""
+MAX_ENDED_EXTENTS = 1024
+"""An agent is made again when NIXL remembers so many extents of it that no route reads."""
 RETRY_S, KEPT_RETRY_S = 0.02, 1.0
 
 
@@ -65,8 +65,8 @@ class NixlPeer:
     extents: set[Extent] = field(default_factory=set)
     is_broken: bool = False
 
-    def takes(self, new: NixlMemory) -> bool:
-        is_full = len(self.extents) >= MAX_EXTENTS
+    def takes(self, new: NixlMemory, used: Set[Extent]) -> bool:
+        is_full = len(self.extents - used) >= MAX_ENDED_EXTENTS
         return not (self.is_broken or is_full or new.misfits(self.extents))
 
 
@@ -95,7 +95,8 @@ class NixlPeers:
                 await self._load(peer, new)  # the name is no proof: only its own is added to it
                 return
             known.peer = peer
-            if known.takes(new):
+            others = {one for one in self._used() if one.agent == new.agent}
+            if known.takes(new, new.extents.union(*(one.extents for one in others))):
                 try:
                     await self._load(peer, new)
                 except TransferFailed:
@@ -104,7 +105,7 @@ class NixlPeers:
                     return
             log.info("peer.renewed", peer=peer.endpoint, nixl_agent=new.agent)
             await self._remove(peer, new.agent, deadline)
-            for memory in {one for one in self._used() if one.agent == new.agent}:
+            for memory in {one for one in self._used() if one.agent == new.agent}:  # as of now
                 if not new.misfits(memory.extents):
                     await self._load(peer, memory)
             await self._load(peer, new)

@@ -32,7 +32,7 @@ FORGET_PEER_S = 60.0
 REQUESTS_OF_A_FETCH = 8
 """At most so many of one wait for replies of one peer: a claim or renewal, packs, releases."""
 
-ENGINE_READY = "engine.ready"
+ENGINE_READY, ENGINE_LOST = "engine.ready", "engine.lost"
 TOPICS = (
     "offer.extended",
     "offer.sealed",
@@ -40,8 +40,9 @@ TOPICS = (
     "lease.expired",
     "lease.ended",
     ENGINE_READY,
+    ENGINE_LOST,
 )
-"""Of an offer that is read, or waited for while another reader has it; and of engines to meet."""
+"""Of an offer that is read, or waited for while another reader has it; and of engines."""
 
 Extent = tuple[int, int]
 """First and one-past-last address of registered memory."""

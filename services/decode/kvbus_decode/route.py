@@ -169,6 +169,8 @@ class Route:
         """The smallest box that the packed path can go in."""
         self._repeated_bytes = self._position_bytes - bytes_by_group(joined, prefill)
         self._next_replica_index = 0
+        self.used_at = 0.0
+        """When a fetch last took it."""
 
     @property
     def memory_ids(self) -> tuple[str, ...]:

@@ -26,15 +26,18 @@ from kvbus.errors import (
 )
 from kvbus.planning import check_compatible
 from kvbus.protocol.engine import AgentRanks
-from kvbus.protocol.envelope import PROTOCOL_VERSION
+from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
 from kvbus.protocol.peer import Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.mapped import MappedMemory, MemoryBorrower
 from kvbus_decode.nixl_peers import NixlMemory, NixlPeers
-from kvbus_decode.peers import Peer, PeerAddress, PeerDirectory, PeerWatcher
+from kvbus_decode.peers import ENGINE_LOST, Peer, PeerAddress, PeerDirectory, PeerWatcher
 from kvbus_decode.route import Route, Source, placed_ranks
 
 log = structlog.get_logger()
+
+MAX_ROUTES, IDLE_ROUTE_S = 4096, 600.0
+"""Routes of engines whose end was missed go when others are made: the least used, or by age."""
 
 CONNECTED_WITHIN_S = 5.0
 """How long the other agent serves a new connection of NIXL for a READ that has no lease."""
@@ -91,7 +94,10 @@ class RouteBook(PeerWatcher):
     def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
         """The route, if it is known and can be read."""
         route = self._routes.get(RouteKey.of(ticket, engine))
-        return route if route is not None and _can_be_read(route.sources) else None
+        if route is None or not _can_be_read(route.sources):
+            return None
+        route.used_at = self._agent.loop.time()
+        return route
 
     def between(self, endpoint: str, engine_id: str, engine: LocalEngine) -> Route | None:
         """The route from an engine of the agent there; without a name, the only one it has."""
@@ -172,6 +178,19 @@ class RouteBook(PeerWatcher):
         """Drop the routes through it, and its NIXL agents."""
         self._keep_only(lambda _, route: all(source.peer is not peer for source in route.sources))
         self.nixl.forget(peer)
+
+    def on_event(self, peer: Peer, event: Notice) -> None:
+        """Drop the routes from a prefill engine that has ended."""
+        if event.op != ENGINE_LOST:
+            return
+        name, instance = event.body.get("engine_id"), event.body.get("engine_instance")
+        self._keep_only(
+            lambda key, route: (
+                key.engine_id != name
+                or (route.home.peer is peer and key.engine_instance != instance)
+                or all(source.peer is not peer for source in route.sources)
+            )
+        )
 
     def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
         """Drop the routes through its earlier process."""
@@ -356,8 +375,11 @@ class RouteBook(PeerWatcher):
                 or known.engine_instance == key.engine_instance
             )
         )
-        self._routes[key] = route
-        home.refusal = ""
+        self._routes[key], home.refusal = route, ""
+        route.used_at = now = self._agent.loop.time()
+        self._keep_only(lambda _, other: now - other.used_at < IDLE_ROUTE_S)
+        if len(self._routes) > MAX_ROUTES:
+            del self._routes[min(self._routes, key=lambda one: self._routes[one].used_at)]
 
     def _is_good(self, source: Source) -> bool:
         """Whether the source is what it was when hands were shaken."""
