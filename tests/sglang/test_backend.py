@@ -273,12 +273,14 @@ def test_a_bootstrap_server_that_does_not_answer_holds_up_its_own_requests_alone
         assert f"the bootstrap server {address} does not name its agent" in why
 
 
-def test_an_abort_sends_no_request_to_a_bootstrap_server(managers: Managers) -> None:
+def test_an_abort_sends_no_request_to_a_bootstrap_server(
+    managers: Managers, bootstrap: Callable[[], str]
+) -> None:
     from sglang.srt.disaggregation.base.conn import KVPoll
 
     from kvbus.integrations.sglang.transfer import Receiver
 
-    decode = managers("decode")
+    prefill, decode, room = managers("prefill"), managers("decode"), next(ROOMS)
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         receivers = [Receiver(decode, address, next(ROOMS)) for _ in range(3)]
@@ -287,6 +289,10 @@ def test_an_abort_sends_no_request_to_a_bootstrap_server(managers: Managers) -> 
             receiver.abort()
 
         assert [receiver.poll() for receiver in receivers] == [KVPoll.Failed] * 3
+        sender, the_next = sender_of(prefill, room), receiver_of(decode, room, bootstrap())
+        the_next.send_metadata(pages_of("decode"), ROW, None)
+        sender.send(pages_of("prefill"))
+        assert ends(sender, the_next) == [KVPoll.Success] * 2  # its request followed
         silent.setblocking(False)
         with pytest.raises(BlockingIOError):
             silent.accept()
