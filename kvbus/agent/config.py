@@ -144,6 +144,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def attach_path(self) -> Path:
         return self.runtime_path / "attach.sock"
 
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield keys of this kind of agent that contradict others, each with why."""
+        yield from ()
+
 
 C = TypeVar("C", bound=AgentConfig)
 
@@ -225,6 +229,7 @@ def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
             f"{config.staging_bytes} is less than one slot of 'slot_bytes' = "
             f"{config.slot_bytes}; make it larger, or 0 to have no slots",
         )
+    yield from config.problems()
 
 
 @contextmanager

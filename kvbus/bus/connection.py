@@ -24,8 +24,8 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
 NAME_PERIOD_S, MAX_NAME_PERIOD_S = 1.0, 5.0
-"""How often a name is looked up: first without a connection; last while the peer is silent, or the
-name server does not answer.
+"""Seconds between lookups of a name: without a connection, and while the peer is silent or the name
+server fails.
 """
 BROKEN_OFF_S = 1.0
 GONE_S = 0.3
@@ -58,8 +58,8 @@ _FINAL = (_Event.REFUSED, _Event.MISMATCHED)
 class Connecting(SocketActor):
     """Base of what connects a socket to ``endpoint``; it is told by ``_on_...``, to be overridden.
 
-    A name is looked up once this runs, and again while its address does not answer. When it has
-    another one that is allowed, the socket moves there. Only TCP is watched: ZeroMQ takes a refusal
+    A name is looked up at the start, and again while its address does not answer. The socket moves
+    to a new address if that is allowed. Only TCP is watched: ZeroMQ takes a refusal
     as final. Here it is `refusal` until it is tried again: the key may be trusted by then.
 
     Raises `ConfigError` for an endpoint that is none, and `LocalError` for one that ``options`` do

@@ -29,7 +29,7 @@ WELL = (200, "ok\n")
 Refused = tuple[str, dict[str, Any], str]
 EXPOSED = {"peer_bind": "tcp://0.0.0.0:0", "advertise_host": "host"}
 """Whoever reaches this machine may connect."""
-USAGE = {"no number", "no port", "no address for others"}
+USAGE = {"no number", "no port", "no address for others", "more peers than places"}
 """What ends with status 2."""
 
 
@@ -57,6 +57,11 @@ def refused(folder: Path) -> dict[str, Refused]:
     return {
         "no number": ("decode", {"max_handoffs": "many"}, "max_handoffs"),
         "no port": ("decode", {"peer_bind": "tcp://127.0.0.1:99999"}, "peer_bind"),
+        "more peers than places": (
+            "decode",
+            {"peers": [f"tcp://10.0.0.{n}:7701" for n in range(3)], "max_peers": 2},
+            "key 'peers': lists 3 agents, .*; raise max_peers to 3 or more",
+        ),
         "no address for others": ("decode", {"peer_bind": "tcp://0.0.0.0:0"}, "advertise_host"),
         "a long path": ("decode", {"runtime_dir": long_path}, "107"),
         "no room": (

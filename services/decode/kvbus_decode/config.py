@@ -1,5 +1,6 @@
 """The keys of a decode agent's configuration; `kvbus.agent.config` reads and checks."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
@@ -66,6 +67,15 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether what was read is compared with what the prefill engine has, by digests, before a
     fetch completes: all of it, or a 64th. Bytes that differ fail it with `digest_mismatch`.
     """
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if len(self.peers) > self.max_peers:
+            yield (
+                "peers",
+                f"lists {len(self.peers)} agents, which stay connected, and max_peers = "
+                f"{self.max_peers} is less; raise max_peers to {len(self.peers)} or more, or list "
+                "fewer",
+            )
 
     @property
     def fetch_limits(self) -> FetchLimits:

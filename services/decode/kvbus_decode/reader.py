@@ -52,7 +52,9 @@ thread and back takes 70.
 GRACE_S = 2.0
 """How long READs of other peers may take to end; a slice of them is posted at most."""
 MAX_RECONNECTS, RECONNECT_S = 5, 0.05
-"""How often a chunk is read again over a new connection: at once, then after twice the pause."""
+"""Most repetitions of a chunk over new connections. The first one follows at once, the others after
+pauses that double.
+"""
 RECYCLED_WITHIN_S, AGAIN_S = 30.0, 1.0
 EXIT_STATUS = 75
 """EX_TEMPFAIL: whatever supervises the agent starts the next, and nothing else has to be done."""
@@ -140,8 +142,8 @@ class Reader:
         engine, priority = chunk.route.engine, chunk.asked.priority
         self._dispatch(ev.ChunkWanted(key, engine, rounds, choice.path.value, priority))
 
-    # A reset connection, or another engine's memory that is gone, ends READs whose own memory is
-    # there. Nothing of them is in flight any more, so they are made again, unseen by the table:
+    # A READ can fail although its memory is there: after a TCP reset, or when another engine has
+    # truncated its own. Nothing of it is in flight then. So the reader repeats it:
     #
     #     fetch        reading ─────────────────────────────────────────▶ reading ... ended
     #     read table   READ ─▶ lost, ended                     READ again ─▶ ended
