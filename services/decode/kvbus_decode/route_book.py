@@ -133,8 +133,8 @@ class RouteBook(PeerWatcher):
         )
 
     # UCX gives up a whole connection when one READ finds no memory, or when the network resets it.
-    # READs in flight fail, and so does the next one that is posted. Only the other agent knows which
-    # engine lost its memory. So the reader asks that agent before it repeats a READ.
+    # READs in flight fail, and so does the next one. Only the other agent knows which engine lost
+    # its memory. So the reader asks that agent before it repeats a READ.
     async def reconnect(self, route: Route, offer_id: str, *, deadline: float) -> None:
         """Connect NIXL again to the agents of a route that it has lost.
 
