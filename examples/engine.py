@@ -32,6 +32,7 @@ class Engine:
         self.blocks: dict[Offer | Fetch, list[int]] = {}
         self.wanted: dict[Fetch, int] = {}
         self.told: set[Offer | Fetch] = set()
+        self.lines: deque[str] = deque()
 
     def take(self, num_tokens: int) -> list[int]:
         return [self.free.popleft() for _ in range(-(-num_tokens // BLOCK))]
@@ -39,6 +40,12 @@ class Engine:
     def prefill(self, line: str) -> None:
         """Compute a prompt in two chunks, and offer it before the first."""
         tokens = list(line.encode())
+        if len(tokens) > BLOCK * NUM_BLOCKS:
+            print(f"the cache has no room for {len(tokens)} tokens", file=sys.stderr)
+            return
+        if len(tokens) > BLOCK * len(self.free):
+            self.lines.appendleft(line)  # wait until a reader has the KV of another prompt
+            return
         blocks = self.take(len(tokens))
         digest = prompt_digest(tokens)
         offer = self.link.offer(
@@ -92,12 +99,14 @@ class Engine:
         return bytes(keys.int().tolist()).decode()
 
     def run(self, role: str) -> None:
-        with self.link:
-            while self.blocks or not sys.stdin.closed:
+        with open(0, "rb", buffering=0) as stdin, self.link:  # select sees no buffered line
+            while self.blocks or self.lines or not stdin.closed:
                 self.step()
-                if not sys.stdin.closed and select.select([sys.stdin], [], [], 0.01)[0]:
-                    line = sys.stdin.readline()
-                    getattr(self, role)(line.strip()) if line else sys.stdin.close()
+                if select.select([] if stdin.closed else [stdin], [], [], 0.01)[0]:
+                    line = stdin.readline().decode()
+                    self.lines.append(line.strip()) if line else stdin.close()
+                if self.lines:
+                    getattr(self, role)(self.lines.popleft())
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from kvbus.engine.connection import Connection as Connection
 from kvbus.engine.connection import KeptConnection as KeptConnection
 from kvbus.engine.connection import greet as greet
 from kvbus.engine.fetches import Fetch, FetchOptions
+from kvbus.engine.later import Ended as Ended
 from kvbus.engine.later import Later as Later
 from kvbus.engine.later import Runner as Runner
 from kvbus.engine.link import Link

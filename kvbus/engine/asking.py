@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvbus.engine.connection import Connection, Events
+from kvbus.engine.later import Handle
 from kvbus.errors import (
     ClosedError,
     ErrorCode,
@@ -36,7 +37,7 @@ M = TypeVar("M", bound=Request[Any])
 def _ignore(_: object) -> None: ...
 
 
-class Pending(Generic[M]):
+class Pending(Handle, Generic[M]):
     """What an agent is asked; one that is busy is asked again until ``ask_until``."""
 
     def __init__(self, message: M, ask_until: float) -> None:

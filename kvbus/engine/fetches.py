@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -22,6 +23,7 @@ from kvbus.engine.later import Later, Runner
 from kvbus.engine.offers import BlockIds, check_groups
 from kvbus.errors import (
     AgentHungUp,
+    ClosedError,
     ErrorCode,
     FetchFailed,
     GeometryError,
@@ -99,8 +101,8 @@ class Fetch(Pending[StartFetch]):
         """``overdue_s`` is for how long an agent that answers nothing is waited for."""
         super().__init__(message, time.monotonic() + overdue_s)
         self.fetch_id, self.on_landed = message.fetch_id, on_landed
-        self.ended: Later[Fetched] = Later()
-        self.freed: Later[None] = Later()
+        self.ended: Later[Fetched] = Later(fetches.runner)
+        self.freed: Later[None] = Later(fetches.runner)
         self.connection: Connection | None = None
         """With the agent that may know of it."""
         self._fetches = fetches
@@ -110,8 +112,12 @@ class Fetch(Pending[StartFetch]):
 
     @property
     def are_blocks_free(self) -> bool:
-        """Whether nothing can write into the blocks any more."""
-        return self.freed.done() and self.freed.exception() is None
+        """Whether no agent can write into the blocks.
+
+        When `Link.ended` has reported the fetch before that, this changes with its next report.
+        """
+        is_free = self.freed.done() and self.freed.exception() is None
+        return is_free and not (self.awaits_report and not self.is_observed)
 
     def cancel(self, *, release_offer: bool = False) -> Later[None]:
         """Give up; `ended` raises with code ``cancelled``, unless it had ended before.
@@ -120,7 +126,7 @@ class Fetch(Pending[StartFetch]):
         blocks back now, and not when the offer expires. Also for a fetch that failed. What is
         returned need not be waited for.
         """
-        done: Later[None] = Later()
+        done: Later[None] = Later(self._fetches.runner)
         self._fetches.runner.post(partial(self._fetches.cancel, self, release_offer, done))
         return done
 
@@ -314,9 +320,10 @@ class _Releases:
         self._num_under_way = 0
 
     def add(self, ticket: dict[str, Any]) -> None:
-        """Release it, as soon as it is its turn."""
+        """Release it in its turn; in any thread, also before the link is open."""
         self._waiting.append(ticket)
-        self.begin()
+        with suppress(ClosedError):
+            self._fetches.runner.post(self.begin)
 
     # A fetch of no tokens of a sealed offer takes it, and so completes it. Of one that is never
     # sealed, or never made, it would wait: that one is cancelled, which withdraws the offer.
@@ -329,7 +336,8 @@ class _Releases:
             and self._num_under_way < MAX_RELEASES_AT_ONCE
         ):
             ticket = self._waiting.popleft()
-            stop = ticket.get("num_tokens", 0)
+            num_tokens = ticket.get("num_tokens", 0)
+            stop = num_tokens if isinstance(num_tokens, int) else 0  # else the agent refuses it
             fetch = fetches.new(ticket, num_tokens=stop, first_token=stop, block_ids={})
             self._num_under_way += 1
             fetch.ended.then(partial(self._on_ended, ticket, fetch))

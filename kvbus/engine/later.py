@@ -3,14 +3,15 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import anyio
 
-from kvbus.errors import ClosedError
+from kvbus.errors import ClosedError, LocalError
 
 T = TypeVar("T")
 
@@ -23,14 +24,16 @@ class Later(Generic[T]):
     In a thread `wait` for it, in any event loop ``await`` it, or have a call made. Who waits no
     more does not undo it. Once it has happened it lets go of the calls: who is called mostly has
     this, and such a cycle would be left to the engine's garbage collector.
+
+    ``runner`` makes it happen: a wait in its event loop would never end, and raises `LocalError`.
     """
 
-    __slots__ = ("_calls", "_error", "_lock", "_value", "is_observed", "on_observed")
+    __slots__ = ("_calls", "_error", "_lock", "_runner", "_value", "is_observed")
 
-    def __init__(self) -> None:
+    def __init__(self, runner: "Runner | None" = None) -> None:
         self.is_observed = False
-        """Whether somebody has asked for it here: then `Link.ended` does not tell of it."""
-        self.on_observed: Callable[[], object] | None = None
+        """Whether the engine waits for it, or has a callback: then `Link.ended` leaves it out."""
+        self._runner = runner
         self._lock = threading.Lock()
         self._calls: list[Callable[[], object]] | None = []
         """To be made when it happens; None since then."""
@@ -52,6 +55,8 @@ class Later(Generic[T]):
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
         """Its error, None with a result; waits as `wait` does."""
         if not self.done():
+            if self._runner is not None and timeout_s != 0:
+                self._runner.check_may_wait()
             happened = threading.Event()
             self.then(happened.set)
             if not happened.wait(timeout_s):
@@ -64,13 +69,14 @@ class Later(Generic[T]):
     def wait(self, timeout_s: float | None = None) -> T:
         """The result; raises the error, and `TimeoutError` after ``timeout_s``.
 
-        In an event loop, ``await`` it instead: this blocks its thread.
+        In an event loop, ``await`` it instead: this blocks its thread. Raises `LocalError` in the
+        event loop of the link, where it would block for ever.
         """
-        self._observe()
+        self.is_observed = True
         return self.result(timeout_s)
 
     def __await__(self) -> Generator[Any, None, T]:
-        self._observe()
+        self.is_observed = True
         if not self.done():
             loop = asyncio.get_running_loop()
             woken: asyncio.Future[None] = loop.create_future()
@@ -83,7 +89,7 @@ class Later(Generic[T]):
 
         At once, if it has. It must not wait. What it raises is logged.
         """
-        self._observe()
+        self.is_observed = True
         self.then(call)
 
     def then(self, call: Callable[[], object]) -> None:
@@ -107,12 +113,6 @@ class Later(Generic[T]):
         for call in calls:
             _make(call)
 
-    def _observe(self) -> None:
-        self.is_observed = True
-        call, self.on_observed = self.on_observed, None
-        if call is not None:
-            call()
-
 
 def _make(call: Callable[[], object]) -> None:
     try:
@@ -121,35 +121,57 @@ def _make(call: Callable[[], object]) -> None:
         log.exception("kvbus: a callback failed")
 
 
-class Handle(Protocol):
-    """Something that ends."""
+class Handle:
+    """Something that ends, and whose blocks are free then or later."""
+
+    ended: Later[Any]
+    freed: Later[None] | None = None
+    """None when the blocks are free with the end."""
+    awaits_report: bool | None = None
+    """None before the first report, True when another one follows, False after the last."""
 
     @property
-    def ended(self) -> Later[Any]:
-        """How it ended."""
+    def is_observed(self) -> bool:
+        """Whether the engine learns of its next state without a report."""
+        if self.freed is not None and self.awaits_report:
+            return self.freed.is_observed
+        return self.ended.is_observed
 
 
 H = TypeVar("H", bound=Handle)
 
 
+# Each state is reported once. The lock orders a report and the end of the blocks' use:
+#
+#     link's thread   settle `ended`  note           settle `freed`  note
+#     engine's thread                      take ①                         take ②
+#
+# ① finds `freed` unsettled, and sets `awaits_report`: the second `note` adds the handle again. A ①
+# behind `settle` reports both states at once, and then the second `note` adds nothing.
 class Ended(Generic[H]):
-    """What has ended, and is told of when somebody looks: unless somebody else is told."""
+    """Queue of the handles that ended and that the engine does not observe.
+
+    Before the first `take` it keeps no handle alive: an engine that polls its handles never calls.
+    """
 
     def __init__(self) -> None:
-        self._over: dict[H, None] = {}
+        self._lock = threading.Lock()
+        self._over: MutableMapping[H, None] = WeakKeyDictionary()
 
     def note(self, handle: H) -> None:
-        """It has ended, or its blocks are free."""
-        if not handle.ended.is_observed:
-            self._over[handle] = None
-            handle.ended.on_observed = partial(self._over.pop, handle, None)
+        """Add ``handle``, which has ended, or whose blocks are free now."""
+        with self._lock:
+            if handle.awaits_report is not False and not handle.is_observed:
+                self._over[handle] = None
 
     def take(self) -> list[H]:
-        """Those that ended since the last call."""
-        told = [one for one in list(self._over) if self._over.pop(one, self) is None]
-        for one in told:
-            one.ended.on_observed = None
-        return told
+        """Return the handles that were added since the last call."""
+        with self._lock:
+            over, self._over = self._over, {}
+            news = [one for one in over if not one.is_observed]
+            for one in news:
+                one.awaits_report = one.freed is not None and not one.freed.done()
+            return news
 
 
 def _wake(loop: asyncio.AbstractEventLoop, woken: "asyncio.Future[None]") -> None:
@@ -199,9 +221,17 @@ class Runner:
                 raise ClosedError("the link is closed")
             self._loop.call_soon_threadsafe(call)
 
+    def check_may_wait(self) -> None:
+        """Raise `LocalError` in the loop, which would wait for itself."""
+        if self._loop is not None and running_loop() is self._loop:
+            raise LocalError(
+                "cannot wait here: this event loop runs the link and would block itself; use "
+                "'await' (before 'offer.ticket': 'await offer')"
+            )
+
     def start(self, call: Callable[[], Awaitable[T]]) -> Later[T]:
         """Begin ``call`` in the loop; what it returns or raises comes later."""
-        later: Later[T] = Later()
+        later: Later[T] = Later(self)
         self.post(partial(self._start, call, later))
         return later
 

@@ -140,6 +140,7 @@ class Link:
                 asking.problem = LocalError("a worker's link neither offers nor fetches")
         self._keeper: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
+        self._closes_itself = False
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> Self:
         """Begin to attach, without waiting for it; once.
@@ -183,14 +184,19 @@ class Link:
     def close(self, timeout_s: float | None = None) -> None:
         """Leave the agent, within ``timeout_s`` or later; all that goes on ends. Idempotent.
 
-        For a link with a thread of its own.
+        In a callback it returns at once, and the link's thread closes the link. Raises `LocalError`
+        for a link that runs in an event loop of the engine: ``await aclose()`` there.
         """
+        if self._thread is None and self._keeper is not None:
+            raise LocalError("this link runs in an event loop of the engine: use 'await aclose()'")
         if self._thread is not None and self._thread.is_alive():
+            self._closes_itself = self._thread is threading.current_thread()
             with suppress(ClosedError):  # it ends by itself
                 self.runner.post(self._stop)
+            if self._closes_itself:
+                return
             self._thread.join(timeout_s)
-        for memory in self._owned:
-            memory.close()
+        self._close_memory()
 
     async def aclose(self) -> None:
         """As `close`, in an event loop: the one that the link was entered in."""
@@ -203,11 +209,19 @@ class Link:
             with anyio.CancelScope(shield=True):  # an agent that answers nothing is left soon
                 await asyncio.gather(keeper, return_exceptions=True)
                 await self.runner.aclose()
+        self._close_memory()
+
+    def _close_memory(self) -> None:
         for memory in self._owned:
             memory.close()
 
     def wait_open(self, timeout_s: float) -> bool:
-        """Whether everything was registered within ``timeout_s``."""
+        """Whether everything was registered within ``timeout_s``.
+
+        Raises `LocalError` in the event loop of the link while it is not open.
+        """
+        if not self.is_open and timeout_s > 0:
+            self.runner.check_may_wait()
         return self._is_open.wait(timeout_s)
 
     @property
@@ -304,16 +318,21 @@ class Link:
     def release(self, ticket: Mapping[str, Any]) -> None:
         """This ticket, or rendezvous, is not wanted: the prefill engine gets its blocks back now.
 
-        Returns at once, and never fails: it is tried again, with the next agent, too. An offer that
-        cannot be released expires by itself. Also right after a fetch that was refused or failed.
+        Returns at once, and never raises, also before the link is open and after its end. It is
+        tried again, with the next agent, too. An offer that cannot be released expires by itself.
+        Also right after a fetch that was refused or failed.
         """
-        self.runner.post(partial(self._fetches.releases.add, dict(ticket)))
+        self._fetches.releases.add(dict(ticket))
 
     def ended(self) -> list[Offer | Fetch]:
         """The offers and fetches that ended since the last call; never waits.
 
-        A fetch whose blocks were not free by then comes once more when they are. Those that
-        somebody waits for, or has a call made for, are left out.
+        Each is reported once. A fetch whose blocks were not free at its report
+        (`Fetch.are_blocks_free`) is reported a second time when they are, or when no agent will
+        ever say so. Handles that the engine waits for or has a callback for are left out.
+
+        Call it in each step, or never: from the first call on the link keeps what has ended until
+        the next call. Before that, it keeps no handle that the engine has dropped.
         """
         return self._over.take()
 
@@ -387,6 +406,8 @@ class Link:
         finally:
             loop.run_until_complete(self.runner.aclose())
             loop.close()
+        if self._closes_itself:
+            self._close_memory()
 
     def _stop(self) -> None:
         if self._keeper is not None:

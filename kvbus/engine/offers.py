@@ -80,9 +80,9 @@ class Offer(Pending[MakeOffer]):
     def __init__(self, runner: Runner, message: MakeOffer, ask_until: float) -> None:
         super().__init__(message, ask_until)
         self.request_id = message.request_id
-        self.made: Later[dict[str, Any]] = Later()
+        self.made: Later[dict[str, Any]] = Later(runner)
         """The ticket, once the agent has made the offer; an error when it did not."""
-        self.ended: Later[Outcome] = Later()
+        self.ended: Later[Outcome] = Later(runner)
         self.error: KVBusError | None = None
         """Why the agent or the link ended it before its time."""
         self._runner, self._ends = runner, _ends(message.tables)
@@ -99,7 +99,8 @@ class Offer(Pending[MakeOffer]):
     def ticket(self) -> dict[str, Any]:
         """The JSON-able ticket for the decode engine; waits until there is one, or raises why not.
 
-        In an event loop, ``await`` the offer before.
+        In an event loop, ``await`` the offer before. Raises `LocalError` in the event loop of the
+        link while there is none.
         """
         return self.made.wait()
 
@@ -202,7 +203,7 @@ class Offer(Pending[MakeOffer]):
             self.message = replace(self.message, word=0)
 
     def _send(self, message: Callable[[str], Request[Empty]]) -> Later[None]:
-        done: Later[None] = Later()
+        done: Later[None] = Later(self._runner)
         self._runner.post(partial(self._ask, message, done))
         return done
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.engine import Fetch
+from kvbus.engine import Ended, Fetch
 from kvbus.engine.asking import SILENT_S
 from kvbus.errors import (
     ClosedError,
@@ -290,6 +290,19 @@ async def test_blocks_that_the_home_said_are_free_later_stay_so_after_its_end() 
     connection.lose(GONE)
 
     await fetch.freed
+
+
+async def test_a_report_between_the_end_of_writes_and_its_note_is_the_only_one() -> None:
+    connection, fetch = fetching(False)
+    queue: Ended[Fetch] = Ended()
+    fetch.on_end = queue.note
+    reported: list[Fetch] = []
+    fetch.freed.then(lambda: reported.extend(queue.take()))
+    connection.answer(failed(fetch.fetch_id, blocks_free=False))
+    connection.notice(BlocksFreed(fetch.fetch_id))
+
+    assert (reported, queue.take()) == ([fetch], [])
+    assert fetch.are_blocks_free
 
 
 # The next agent

@@ -2,14 +2,17 @@
 
 import asyncio
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
-from kvbus.engine import Link, RankMemory
+from kvbus.engine import Fetch, Later, Link, Offer, RankMemory
 from kvbus.errors import ClosedError, FetchFailed, GeometryError, LocalError, PeerLost
+from tests.agents import wait_until
 from tests.engine.recording import SPEC
 from tests.memories import NHD
 
@@ -122,11 +125,86 @@ def test_a_workers_link_neither_offers_nor_fetches(nowhere: Path) -> None:
 def test_what_is_awaited_in_another_loop_comes_there(nowhere: Path) -> None:
     link = Link(nowhere, SPEC).start()
     link.wait_open(0.2)
+    offer = link.offer("r", **ONE)
 
     async def wait() -> None:
-        await link.offer("r", **ONE)
+        await offer
 
     with pytest.raises(PeerLost):
         asyncio.run(wait())
     link.close()
-    assert link.ended() != []
+    assert link.ended() == [offer]
+
+
+POLLS: dict[str, Callable[[Any], Any]] = {
+    "done": lambda handle: handle.ended.done(),
+    "error": lambda offer: offer.outcome or offer.error,
+    "notice": lambda fetch: fetch.notice,
+    "freed": lambda fetch: fetch.freed.done(),
+    "are_blocks_free": lambda fetch: fetch.are_blocks_free,
+}
+
+
+@pytest.mark.parametrize("poll", POLLS)
+def test_a_handle_that_was_polled_and_dropped_is_not_kept(nowhere: Path, poll: str) -> None:
+    link = Link(nowhere, SPEC).start()
+    link.wait_open(0.2)
+
+    def polled() -> weakref.ref[Offer | Fetch]:
+        handle = link.offer("r", **ONE) if poll == "error" else link.fetch({}, **ONE)
+        wait_until(lambda: POLLS[poll](handle), poll)
+        return weakref.ref(handle)
+
+    kept = polled()
+    wait_until(lambda: kept() is None, "no reference is left")
+    link.close()
+
+
+def test_from_the_first_look_on_each_end_is_reported_once_unless_it_is_observed(
+    nowhere: Path,
+) -> None:
+    link = Link(nowhere, SPEC).start()
+    link.wait_open(0.2)
+    assert link.ended() == []
+    heard: list[str] = []
+    dropped = [link.offer(name, **ONE).request_id for name in "ab"]
+    observed, late, fetch = link.offer("c", **ONE), link.offer("d", **ONE), link.fetch({}, **ONE)
+    observed.ended.add_callback(lambda: heard.append("c"))
+    link.close()  # what ends has ended
+    late.ended.add_callback(lambda: heard.append("d"))
+    reported = link.ended()
+
+    assert [one.request_id for one in reported if isinstance(one, Offer)] == dropped
+    assert reported[2:] == [fetch]
+    assert fetch.are_blocks_free
+    assert link.ended() == []
+    assert sorted(heard) == ["c", "d"]
+
+
+@pytest.mark.anyio
+async def test_what_would_block_the_loop_of_the_link_raises_and_names_await(nowhere: Path) -> None:
+    link = Link(nowhere, SPEC).start(asyncio.get_running_loop())
+    never: Later[None] = Later(link.runner)
+    calls: list[Callable[[], object]] = [
+        never.wait,
+        lambda: never.exception(WITHIN_S),
+        lambda: link.wait_open(WITHIN_S),
+        link.close,
+    ]
+    for call in calls:
+        with pytest.raises(LocalError, match="await"):
+            call()
+    with pytest.raises(TimeoutError):
+        never.wait(0)
+    assert not link.wait_open(0)
+    await link.aclose()
+    link.close()
+
+
+def test_release_never_raises(nowhere: Path) -> None:
+    link = Link(nowhere, SPEC)
+    link.release({})
+    link.start()
+    link.release({})
+    link.close()
+    link.release({})

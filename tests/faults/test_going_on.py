@@ -18,7 +18,7 @@ from kvbus.errors import ErrorCode, PeerLost
 from kvbus.spawn import free_port
 from tests.agents import AgentProcess, until
 from tests.engines import engine, hand_over, make_spec, pair, rank_link, spread_engine
-from tests.faults.conftest import Started, works_again
+from tests.faults.conftest import NOTHING, ONE_BLOCK, Started, works_again
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1800)]
 
@@ -146,6 +146,32 @@ async def test_what_waits_for_the_next_agent_fails_if_none_comes_in_time(fresh: 
         assert await anyio.to_thread.run_sync(prefill.exit_status) == 0
         with pytest.raises(PeerLost, match="is gone"):
             await link.offer("r", num_tokens=0, block_ids={})
+
+
+async def test_what_was_in_flight_at_killed_agents_is_reported_once_with_free_blocks(
+    fresh: Started,
+) -> None:
+    """Both links register with the agents that are started again."""
+    both = fresh.both()
+    async with pair(*(agent.attach for agent in both)) as (source, target):
+        links = source.control, target.control
+        assert [link.ended() for link in links] == [[], []]
+        offers = [await source.prefill.offer(name, **NOTHING, sealed=False) for name in "rs"]
+        fetches = [target.decode.fetch(offer.ticket, **ONE_BLOCK) for offer in offers]
+        await until(lambda: both[1].status()["counts"]["fetches"] == len(fetches))
+
+        for agent in both:
+            agent.kill()
+        for agent in both:
+            await anyio.to_thread.run_sync(agent.start)
+        await until(lambda: all(link.is_open and link.num_opened == 2 for link in links))
+
+        assert links[0].ended() == offers
+        assert all(isinstance(offer.error, PeerLost) for offer in offers)
+        assert links[1].ended() == fetches
+        assert all(fetch.are_blocks_free for fetch in fetches)
+        assert [link.ended() for link in links] == [[], []]
+        await works_again(source, target)
 
 
 @pytest.mark.parametrize("which", [HOME, OTHER], ids=["home", "other"])

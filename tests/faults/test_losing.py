@@ -4,13 +4,15 @@ What ends a handoff in its middle, by each way of its bytes, is in `tests/proces
 what is decided then in `tests/sim`. Here are the SDK, and signals at other moments.
 """
 
+import asyncio
 import signal
 from contextlib import AsyncExitStack
 from typing import Any
 
+import anyio
 import pytest
 
-from kvbus.engine import Link
+from kvbus.engine import Fetch, Link, Offer, Outcome
 from kvbus.engine.bounce import HostPrefill
 from kvbus.errors import AgentHungUp, ErrorCode, KVBusError, PeerLost
 from tests.agents import until
@@ -80,6 +82,75 @@ async def test_a_fetch_of_an_agent_that_is_stopped_for_good_ends_and_its_blocks_
         assert (failure.blocks_free, free_early) == (False, False)
         assert "not known" in failure.message
         assert heard == ["ended", "freed"]
+        await offer.withdraw()
+
+
+async def test_a_step_loop_learns_of_each_end_once_and_of_late_blocks_once(fresh: Started) -> None:
+    """``late`` is reported before its blocks are free, ``both`` when they are."""
+    prefill, decode = fresh.both()
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        link = target.control
+        offers = [await source.prefill.offer(name, **NOTHING, sealed=False) for name in "rs"]
+        late, both = (
+            link.fetch(offer.ticket, **ONE_BLOCK, timeout_s=timeout_s)
+            for offer, timeout_s in zip(offers, (0.5, 8.0), strict=True)
+        )
+        assert link.ended() == []
+        decode.signal(signal.SIGSTOP)
+        await until(late.ended.done)
+        first = link.ended()
+        assert not late.are_blocks_free
+        await until(both.ended.done)
+        decode.signal(signal.SIGCONT)
+        await until(lambda: late.freed.done() and both.freed.done())
+        told_early = late.are_blocks_free
+        second = link.ended()
+
+        assert (first, second) == ([late], [both, late])
+        assert not told_early, "what a report says stays so until the next one"
+        assert late.are_blocks_free
+        assert both.are_blocks_free
+        assert link.ended() == []
+        for offer in offers:
+            await offer.withdraw()
+
+
+async def test_all_calls_return_in_any_thread_and_loop_while_their_agents_are_stopped(
+    fresh: Started,
+) -> None:
+    """A call that waited for an agent would never return."""
+    both = fresh.both()
+    async with pair(*(agent.attach for agent in both)) as (source, target):
+        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
+        ticket = offer.ticket
+        for agent in both:
+            agent.signal(signal.SIGSTOP)
+
+        def make_calls(name: str) -> tuple[Offer, Fetch]:
+            given_up = source.prefill.offer(name, **ONE_BLOCK)
+            fetch = target.decode.fetch(ticket, **ONE_BLOCK)
+            waits = [offer.extend(0), given_up.withdraw(), fetch.cancel()]
+            target.decode.release({**ticket, "offer_id": "another"})
+            for link in (source.prefill, target.decode):
+                assert link.ended() == []
+            assert not any(one.done() for one in waits)
+            return given_up, fetch
+
+        async def make_calls_in_a_loop() -> tuple[Offer, Fetch]:
+            return make_calls("in a loop")
+
+        made = [
+            make_calls("here"),
+            await anyio.to_thread.run_sync(make_calls, "in a thread"),
+            await anyio.to_thread.run_sync(asyncio.run, make_calls_in_a_loop()),
+        ]
+        sealed = offer.seal()
+        for agent in both:
+            agent.signal(signal.SIGCONT)
+        for given_up, fetch in made:
+            assert await given_up.ended is Outcome.WITHDRAWN
+            assert (await failure_of(fetch)).code is ErrorCode.CANCELLED
+        await sealed
         await offer.withdraw()
 
 

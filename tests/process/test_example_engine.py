@@ -39,6 +39,18 @@ def test_prompts_come_over_as_the_kv_of_one_engine_in_the_other(
     assert offering.returncode == 0
 
 
+def test_a_prompt_waits_for_blocks_and_one_that_never_fits_is_left_out(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    """The cache has 256 tokens, so that two of these prompts do not fit at once."""
+    prompts = [letter * 200 for letter in "abc"]
+    with run("prefill", prefill, "\n".join(["d" * 257, *prompts])) as offering:
+        command = [sys.executable, str(ENGINE), "decode", str(decode.attach)]
+        answers = subprocess.check_output(command, stdin=offering.stdout, text=True)
+    assert answers.splitlines() == prompts
+    assert offering.returncode == 0
+
+
 def test_the_handoff_of_the_examples_prints_that_the_kv_is_equal(
     prefill: AgentProcess, decode: AgentProcess
 ) -> None:

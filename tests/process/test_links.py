@@ -1,5 +1,6 @@
 """A link with agents: states alone, groups left out, releases, numbers that come later."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from kvbus.engine import Link, Rendezvous, describe_tensors
+from kvbus.errors import ClosedError, LocalError
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
 from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, Agents, started, wait_until
@@ -42,6 +44,13 @@ def linked(agent: AgentProcess, *groups: GroupSpec) -> Iterator[Engine]:
     memory = describe_tensors(has, AXES, engine=spec)
     with Link(agent.attach, spec, memory=memory) as link:
         yield Engine(link, tensors["full"], tensors["row"])
+
+
+def link_of(name: str, agent: AgentProcess) -> Link:
+    """A link that is not open yet, of memory that no test looks at."""
+    spec = EngineSpec(name, "m", 1, (FULL,))
+    tensors = {"full": torch.zeros(2, 2, 8, 16, 2, 8)}
+    return Link(agent.attach, spec, memory=describe_tensors(tensors, AXES["full"], engine=spec))
 
 
 @contextmanager
@@ -114,6 +123,60 @@ def test_a_fetch_that_is_cancelled_while_its_agent_is_busy_releases_its_offer() 
 
         assert getattr(second.ended.exception(WITHIN_S), "code", "") == "cancelled"
         assert offer.ended.wait(WITHIN_S) is Outcome.COMPLETED
+
+
+def test_what_is_released_before_the_link_is_open_is_released_then(agents: Agents) -> None:
+    prefill, decode = agents.all[:2]
+    link = link_of("releases", decode)
+    with linked(prefill, FULL) as source:
+        offer = source.link.offer("r", **OFFERED)
+        link.release(offer.ticket)
+        with link:
+            assert offer.ended.wait(WITHIN_S) is Outcome.COMPLETED
+
+
+@pytest.mark.anyio
+async def test_in_the_loop_of_a_link_a_ticket_must_be_awaited_first(agents: Agents) -> None:
+    async with link_of("in-a-loop", agents.all[0]) as link:
+        offer = link.offer("r", **OFFERED)
+        for wait in (lambda: offer.ticket, offer.ended.wait, offer.extend(40).wait):
+            with pytest.raises(LocalError, match="await"):
+                wait()
+        assert (await offer).ticket
+        await offer.withdraw()
+        assert await offer.ended is Outcome.WITHDRAWN
+
+
+@pytest.mark.anyio
+async def test_release_does_not_raise_in_the_loop_of_its_link_for_a_ticket_that_is_none(
+    agents: Agents,
+) -> None:
+    async with link_of("releases-junk", agents.all[1]) as link:
+        for junk in ({"num_tokens": "many"}, {"transfer_id": 7}, {}):
+            link.release(junk)
+
+
+def test_a_callback_may_close_its_link_and_may_not_wait(agents: Agents) -> None:
+    num_threads = threading.active_count()
+    with linked(agents.all[0], FULL) as source:
+        offer, other = (source.link.offer(name, **OFFERED) for name in "rs")
+        closed = threading.Event()
+
+        def close() -> None:
+            with pytest.raises(LocalError, match="await"):
+                other.ended.wait()
+            source.link.close()
+            closed.set()
+
+        offer.ended.add_callback(close)
+        offer.withdraw()
+        wait_until(lambda: threading.active_count() == num_threads, "the end of the link's thread")
+
+        with pytest.raises(ClosedError):
+            source.link.offer("t", **OFFERED)
+        with pytest.raises(ClosedError):
+            other.ended.wait(WITHIN_S)
+    assert closed.is_set()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5, 40, 48])

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvbus.engine.bounce.copies import Copier, Direction, RequestBlocks
 from kvbus.engine.bounce.pool import PIECE_BYTES, HostPool, HostTables, piece_tokens
 from kvbus.engine.fetches import Fetch, FetchOptions, fetch_tables
-from kvbus.engine.later import Ended, Later
+from kvbus.engine.later import Ended, Handle, Later
 from kvbus.engine.link import Link
 from kvbus.engine.offers import BlockIds
 from kvbus.errors import ErrorCode, FetchFailed, KVBusError
@@ -79,7 +79,7 @@ class HostDecode:
         return fetch
 
 
-class HostFetch:
+class HostFetch(Handle):
     """One fetch of a decode engine that goes through host blocks.
 
     ``ended`` says success: the KV is in the engine's blocks, and valid. It raises `FetchFailed`;
@@ -102,8 +102,8 @@ class HostFetch:
         """``spans`` are the positions of each group that are loaded in the end; ``ask`` is told the
         host blocks, and whom to tell what has landed.
         """
-        self.ended: Later[Fetched] = Later()
-        self.freed: Later[None] = Later()
+        self.ended: Later[Fetched] = Later(host.link.runner)
+        self.freed: Later[None] = Later(host.link.runner)
         self._host, self._ask = host, ask
         self._spans, self._device_tables = spans, device_tables
         self._loaded = {name: start for name, (start, _) in spans.items()}
