@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvbus.errors import ConfigError, KVBusError
+from kvbus.errors import ConfigError, KVBusError, in_plain_words
 from kvbus.interrupt import raise_at_ctrl_c
 from kvbus.output import fail
 
@@ -63,6 +63,11 @@ COMMANDS = {
     ),
 }
 """The module of each command, where a function has its name, and the first line of its help."""
+PANELS = {
+    "Run": ("demo", "demo-prefill", "demo-decode", "keys"),
+    "Inspect": ("status", "trace", "doctor", "plan"),
+    "Develop": ("conform", "bench", "bench-prefill", "bench-decode"),
+}
 LOOKS: dict[str, Any] = {"rich_markup_mode": "markdown", "pretty_exceptions_enable": False}
 
 
@@ -73,13 +78,22 @@ class Commands(TyperGroup):
         """The command that the first argument names, and the arguments behind it."""
         name, command, rest = super().resolve_command(ctx, args)
         found = command and _imported(str(name))
+        if found:
+            _hide_types(found, ctx)
         raise_at_ctrl_c()
         return name, found, rest
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The options before a command."""
+        return _without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; what it raises is one line, with exit status 2 for a mistake in a call."""
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = in_plain_words(error.message)
+            raise
         except KVBusError as error:
             fail(error.message, status=2 if isinstance(error, ConfigError) else 1, cause=error)
 
@@ -93,6 +107,23 @@ def _imported(name: str) -> Any:
     return typer.main.get_command(found)
 
 
+def _hide_types(command: Any, ctx: Any) -> None:
+    _without_types(command.get_params(ctx))
+    for inner in getattr(command, "commands", {}).values():
+        _hide_types(inner, ctx)
+
+
+def _nothing(**_: Any) -> None: ...
+
+
+def _without_types(params: list[Any]) -> list[Any]:
+    """Have the help show no type of switches, and of arguments: their names say it."""
+    for param in params:
+        if getattr(param, "is_flag", param.param_type_name == "argument"):
+            param.display_type_rich = _nothing
+    return params
+
+
 app = typer.Typer(
     cls=Commands,
     help="Moves the KV cache of LLM requests from a prefill engine to a decode engine.",
@@ -100,8 +131,9 @@ app = typer.Typer(
     add_completion=False,
     **LOOKS,
 )
-for _name, (_, _line) in COMMANDS.items():
-    app.command(_name, help=_line)(lambda: None)
+for _panel, _names in PANELS.items():
+    for _name in _names:
+        app.command(_name, help=COMMANDS[_name][1], rich_help_panel=_panel)(lambda: None)
 
 
 def _print_version(wanted: bool) -> None:

@@ -19,6 +19,8 @@ caught, with ``from`` kept.
         └── FetchFailed         a fetch ended without its KV; ``stage`` says where
 """
 
+import re
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Self
 
@@ -253,3 +255,89 @@ def leaves(group: BaseExceptionGroup[KVBusError]) -> list[KVBusError]:
     for error in group.exceptions:
         found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
     return found
+
+
+def reason_of(error: Exception) -> str:
+    """Return what msgspec refused, in plain words: ``'tp' must be at most 8``."""
+    field, reason = field_and_reason(error)
+    return f"'{field}' {reason}" if field else reason
+
+
+def field_and_reason(error: Exception) -> tuple[str, str]:
+    """Return the field that msgspec refused, and a predicate that says why.
+
+    The field is a path, such as ``groups[].layers`` for one of any item of a list. It is empty
+    where the whole value is wrong.
+    """
+    found = _WHERE.fullmatch(str(error))
+    text, is_key, path = found.groups() if found else (str(error), None, "")
+    field = (path or "").replace("[...]", "[]").lstrip(".")
+    if about := _OF_A_FIELD.fullmatch(text):
+        is_missing, name = about.groups()
+        return f"{field}.{name}".lstrip("."), "is missing" if is_missing else "is unknown"
+    return field, f"has a key that {in_plain_words(text)}" if is_key else in_plain_words(text)
+
+
+def in_plain_words(message: str) -> str:
+    """Return a message of msgspec, pydantic or Python in plain words; other text as it is."""
+    for pattern, write in _MESSAGES:
+        if found := pattern.fullmatch(message):
+            return write(*found.groups())
+    return message
+
+
+_WHERE = re.compile(r"(?s)(.*?) - at `(?:(key)` in `)?\$([^`]*)`")
+_OF_A_FIELD = re.compile(r"Object (?:(missing required)|contains unknown) field `([^`]*)`")
+_KINDS = {
+    "array": "a list",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "an integer",
+    "integer": "an integer",
+    "null": "nil",
+    "number": "a number",
+    "object": "a map",
+    "str": "a string",
+}
+_UNITS = {"array": "items", "bytes": "bytes", "object": "entries", "str": "characters"}
+_BOUNDS = {"<=": "at most", ">=": "at least", "<": "less than", ">": "more than"}
+
+
+def _kinds(names: str) -> str:
+    return " or ".join(_KINDS.get(name, name) for name in names.split(" | "))
+
+
+_MESSAGES: tuple[tuple[re.Pattern[str], Callable[..., str]], ...] = (
+    (re.compile(r"Expected `([^`]+)`"), lambda kinds: f"must be {_kinds(kinds)}"),
+    (
+        re.compile(r"Expected `([^`]+)`, got `([^`]+)`"),
+        lambda kinds, kind: f"must be {_kinds(kinds)}, not {_kinds(kind)}",
+    ),
+    (
+        re.compile(r"Expected `[^`]+` ([<>]=?) (.+)"),
+        lambda bound, number: f"must be {_BOUNDS[bound]} {number}",
+    ),
+    (re.compile(r"Expected `\w+` of length >= 1"), lambda: "must not be empty"),
+    (
+        re.compile(r"Expected `(\w+)` of length ([<>]=) (\d+)"),
+        lambda kind, bound, n: f"must have {_BOUNDS[bound]} {int(n):,} {_UNITS[kind]}",
+    ),
+    (
+        re.compile(r"Expected `array` of length (\d+), got (\d+)"),
+        lambda wanted, number: f"must have {wanted} items, not {number}",
+    ),
+    (re.compile(r"Expected `str` matching regex (.+)"), lambda text: f"must match {text}"),
+    (re.compile(r"Invalid enum value (.+)"), lambda value: f"cannot be {value}"),
+    (re.compile(r"Input data was truncated"), lambda: "ends too early"),
+    (
+        re.compile(r"Input should be a valid (integer|number).*"),
+        lambda kind: f"must be {_KINDS[kind]}",
+    ),
+    (
+        re.compile(r"Input should be (greater|less) than or equal to (.+)"),
+        lambda than, number: f"must be at {'least' if than == 'greater' else 'most'} {number}",
+    ),
+    (re.compile(r"Value error, (.+?)\.?"), lambda reason: reason),
+    (re.compile(r"'utf-8' codec .+"), lambda: "is not UTF-8 text"),
+    (re.compile(r"\[Errno \d+\] (.+)"), lambda reason: reason),
+)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvbus.errors import ConfigError, KVBusError
+from kvbus.errors import ConfigError, KVBusError, reason_of
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, validate_engine
 
 MAX_RANKS = 2048
@@ -117,7 +117,7 @@ def read_engine(option: str, text: str) -> tuple[EngineSpec, KvLayout]:
 
 
 def _refusal(option: str, error: Exception) -> ConfigError:
-    message = str(error).replace("\n", " ")
+    message = reason_of(error).replace("\n", " ")
     help_at = "; --help says what a SPEC is" if isinstance(error, msgspec.MsgspecError) else ""
     return ConfigError(f"{option}: {message}{help_at}", option=option)
 

@@ -1,6 +1,7 @@
 """``kvbus``: each command is imported when it is called, and the list has the line of its help."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvbus.cli import COMMANDS, app
+from kvbus.cli import COMMANDS, PANELS, app
 
 HEAVY = ("zmq", "nixl", "numpy", "torch", "anyio")
 
@@ -37,6 +38,14 @@ def test_the_help_of_a_command_begins_with_its_line_of_the_list(name: str) -> No
 
     assert shown.exit_code == 0
     assert COMMANDS[name][1] in shown.stdout
+
+
+def test_the_help_shows_no_types_of_switches_and_the_commands_in_groups() -> None:
+    shown = [CliRunner().invoke(app, [*name, "--help"]).stdout for name in ([], ["keys", "show"])]
+
+    assert not [text for text in shown if "<bool>" in text or "<file>" in text]
+    assert [name for name in ("Run", "Inspect", "Develop") if f" {name} ─" not in shown[0]] == []
+    assert {name for names in PANELS.values() for name in names} == COMMANDS.keys()
 
 
 def test_a_command_that_there_is_not_is_told_with_one_that_is_like_it() -> None:
@@ -91,3 +100,24 @@ def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(
 
     assert (ended.stdout, ended.stderr) == ("in the middle\n", "")
     assert ended.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("demo --requests some", "'--requests': must be an integer"),
+        ("demo --requests 0", "'--requests': must be at least 1"),
+        ("demo --path slow", "'--path': 'slow' is not one of 'direct', 'staged', 'packed'"),
+        ("demo --prefill tp=some", "--prefill: 'tp' must be an integer, not a string"),
+        ("demo --prefill layout=DNH", "layout 'dnh' is not NHD, HND or a list of block, layer,"),
+        ("plan --from attention=some --to tp=1 --tokens 9", "'attention' cannot be 'some'"),
+        ("status --timeout soon", "'--timeout': must be a number"),
+        ("conform --role router -- x", "'--role': 'router' is not one of 'prefill', 'decode'"),
+    ],
+)
+def test_a_wrong_value_is_told_without_the_words_of_a_library(line: str, told: str) -> None:
+    ended = CliRunner().invoke(app, line.split(), env={"COLUMNS": "200"})
+
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert told in ended.stderr
+    assert not re.search(r"`|\$|Expected|Input should|Value error|not a valid|Errno", ended.stderr)

@@ -33,7 +33,7 @@ from prometheus_client.exposition import choose_encoder
 from kvbus.agent.config import http_address
 from kvbus.agent.data_plane import is_loopback
 from kvbus.agent.status import SelfReport
-from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError
+from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, reason_of
 from kvbus.protocol.tools import Cost, Status, Trace
 
 log = structlog.get_logger()
@@ -158,7 +158,7 @@ class AgentPages:
         try:
             return _json(report.service.cost(msgspec.convert(query, Cost, strict=False)))
         except msgspec.ValidationError as error:
-            raise LocalError(f"{path}: {error}", code=ErrorCode.INVALID) from error
+            raise LocalError(f"{path}: {reason_of(error)}", code=ErrorCode.INVALID) from error
 
     def _healthz(self) -> Page:
         """Whether the threads that move KV and messages answer; only a restart mends that."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from kvbus.errors import ConfigError
+from kvbus.errors import ConfigError, field_and_reason
 from kvbus.variables import PREFIX, Variable
 
 LIKE = 0.8
@@ -64,11 +64,10 @@ def kinds_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 def in_words(error: msgspec.ValidationError, value: object, hint: Any) -> str:
     """What is wrong with the value of a key, in words for people where msgspec has none."""
-    reason = str(error).partition(" - at `")[0]
-    if reason.startswith("Invalid enum value"):
-        choices = ", ".join(map(str, get_args(_bare(hint))))
-        return f"{value!r}: expected one of {choices}"
-    if "matching regex" in reason:
+    reason = field_and_reason(error)[1]
+    if reason.startswith("cannot be"):
+        return f"{value!r}: expected one of {', '.join(map(str, get_args(_bare(hint))))}"
+    if reason.startswith("must match"):
         return f"{value!r}: expected {_words_of(hint)}"
     return reason
 

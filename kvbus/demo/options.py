@@ -6,14 +6,15 @@ It imports no torch.
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from msgspec import Meta, Struct, to_builtins
 
-from kvbus.errors import ConfigError
+from kvbus.errors import ConfigError, reason_of
 from kvbus.geometry import EngineSpec, KvLayout
 from kvbus.planning.choose import Path
+from kvbus.protocol.engine import AgentRole
 from kvbus.spec_text import EngineWords, ModelWords, read_words
 
 MAX_TP = 8  # the model has at least as many query heads
@@ -74,6 +75,8 @@ def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> A
 class DemoOptions:
     """One run; requests take the prompts in turn. Raises `ConfigError` for what cannot be run."""
 
+    roles: ClassVar[tuple[AgentRole, ...]] = (AgentRole.PREFILL, AgentRole.DECODE)
+
     requests: Annotated[int, _number(RUN, 1, 100_000, "How many to serve.")] = 12
     concurrency: Annotated[int, _number(RUN, 1, 256, "How many at a time.")] = 4
     max_new_tokens: Annotated[
@@ -124,8 +127,7 @@ class DemoOptions:
     def sides(self) -> dict[str, SideWords]:
         """The words of both engines."""
         return {
-            role: read_words(f"--{role}", getattr(self, role), SideWords)
-            for role in ("prefill", "decode")
+            role: read_words(f"--{role}", getattr(self, role), SideWords) for role in self.roles
         }
 
     @cached_property
@@ -137,7 +139,8 @@ class DemoOptions:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {path} as UTF-8 text: {error}") from error
+            reason = getattr(error, "strerror", None) or reason_of(error)
+            raise ConfigError(f"cannot read {path}: {reason}") from error
         prompts = tuple(line for line in lines if line.strip())
         if not prompts:
             raise ConfigError(f"{path} has no prompts: write one a line")

@@ -72,7 +72,9 @@ class KvLayout:
         try:
             axes = (AxisName.BLOCK, *inner) if inner else tuple(map(AxisName, text.split(",")))
         except ValueError as error:
-            raise GeometryError(f"layout '{text}': {error}", field="axes") from error
+            raise GeometryError(
+                f"layout '{text}' is not NHD, HND or a list of {', '.join(AxisName)}", field="axes"
+            ) from error
         if cross_layer and AxisName.LAYER not in axes:
             after = axes.index(AxisName.BLOCK) + 1
             axes = (*axes[:after], AxisName.LAYER, *axes[after:])

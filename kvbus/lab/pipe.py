@@ -16,7 +16,7 @@ from typing import TypeVar
 import anyio
 import msgspec
 
-from kvbus.errors import ConfigError, PeerLost, RequestTimeout
+from kvbus.errors import ConfigError, PeerLost, RequestTimeout, reason_of
 from kvbus.output import write_text
 
 MAX_LINE_BYTES = 1 << 20
@@ -81,7 +81,7 @@ class Pipe:
             except msgspec.DecodeError as error:
                 text = line[:40].decode(errors="replace")
                 raise ConfigError(
-                    f"stdin: {text!r} is no line of {self.writer}: {error}"
+                    f"stdin: {text!r} is no line of {self.writer}: {reason_of(error)}"
                 ) from error
             yield message
 

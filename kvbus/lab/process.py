@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
-from kvbus.errors import ErrorCode, KVBusError, ProtocolError, RequestRefused, leaves
+from kvbus.errors import ErrorCode, KVBusError, ProtocolError, RequestRefused, leaves, reason_of
 from kvbus.protocol.engine import Fetched
 from kvbus.spawn import Child, write_agent_config
 
@@ -213,4 +213,4 @@ async def _lines(reader: asyncio.StreamReader, kind: type[M]) -> AsyncIterator[M
             try:
                 yield msgspec.json.decode(line, type=kind)
             except msgspec.DecodeError as error:
-                raise ProtocolError(f"{line[:200]!r} is no message: {error}") from error
+                raise ProtocolError(f"{line[:200]!r} is no message: {reason_of(error)}") from error

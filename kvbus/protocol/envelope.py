@@ -21,7 +21,7 @@ from typing import Annotated, Any, NoReturn
 import msgpack
 import msgspec
 
-from kvbus.errors import ErrorCode, ProtocolError
+from kvbus.errors import ErrorCode, ProtocolError, field_and_reason
 from kvbus.protocol.message import Message, Redacted
 
 PROTOCOL_VERSION = 1
@@ -114,13 +114,12 @@ def decode(frame: bytes, *, max_items: int = MAX_ITEMS) -> Envelope:
     try:
         envelope: Envelope = msgspec.convert(fields, kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
-        field = str(error).rsplit("`", 2)[1].removeprefix("$.")
-        raise _wrong(fields, field, str(error)) from error
+        raise _wrong(fields, *field_and_reason(error)) from error
     if isinstance(envelope, Reply) and (
         ("ok" in fields) == ("error" in fields) or envelope.ok is envelope.error
     ):
         field = "error" if "error" in fields else "ok"
-        raise _wrong(fields, field, "a reply has exactly one of 'ok' and 'error'")
+        raise _wrong(fields, field, "must be the only one of 'ok' and 'error'")
     return envelope
 
 
@@ -144,7 +143,7 @@ def too_large(num_bytes: int, limit_bytes: int = MAX_FRAME_BYTES) -> ProtocolErr
 def _refuse_version(fields: dict[str, Any]) -> NoReturn:
     version = fields.get("v")
     if type(version) is not int:
-        raise _wrong(fields, "v", "Expected `int`")
+        raise _wrong(fields, "v", "must be an integer")
     raise ProtocolError(
         f"message speaks version {version}, this side speaks {PROTOCOL_VERSION}",
         code=ErrorCode.UNSUPPORTED_VERSION,
@@ -155,7 +154,7 @@ def _refuse_version(fields: dict[str, Any]) -> NoReturn:
 
 
 def _wrong(fields: dict[str, Any], field: str, problem: str) -> ProtocolError:
-    message = f"field '{field}' of the envelope: {problem}"
+    message = f"field '{field}' of the envelope {problem}"
     return ProtocolError(message, request_id=readable_id(fields), field=field)
 
 

@@ -22,7 +22,14 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 
 import msgspec
 
-from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError, RequestRefused
+from kvbus.errors import (
+    ErrorCode,
+    KVBusError,
+    LocalError,
+    ProtocolError,
+    RequestRefused,
+    reason_of,
+)
 
 MAX_TEXT_CHARS = 4096
 MAX_DETAILS = 32
@@ -239,7 +246,8 @@ def from_body(kind: type[M], body: Mapping[str, Any]) -> M:
         return msgspec.convert(body, kind, builtin_types=(bytes,))
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         name = kind.op or kind.__name__
-        raise ProtocolError(f"{name}: {error}", code=ErrorCode.INVALID, op=name) from error
+        reason = reason_of(error)
+        raise ProtocolError(f"{name}: {reason}", code=ErrorCode.INVALID, op=name) from error
 
 
 def error_body(error: KVBusError) -> dict[str, Any]:

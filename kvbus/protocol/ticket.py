@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from kvbus.errors import ErrorCode, LocalError, ProtocolError
+from kvbus.errors import ErrorCode, LocalError, ProtocolError, reason_of
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Tables, WordName
 from kvbus.protocol.envelope import MAX_PEER_ITEMS, unpack_map
@@ -70,7 +70,9 @@ class Carried(Redacted, frozen=True):
             carried = msgspec.convert(fields, cls)
             msgspec.json.encode(carried)  # JSON can escape half a character, which cannot travel
         except (msgspec.ValidationError, OverflowError, UnicodeError) as error:
-            raise ProtocolError(f"{cls.what}: {error}", code=ErrorCode.INVALID) from error
+            raise ProtocolError(
+                f"{cls.what}: {reason_of(error)}", code=ErrorCode.INVALID
+            ) from error
         theirs: int = getattr(carried, "kvbus", 0)
         if theirs != TICKET_VERSION:
             raise ProtocolError(
@@ -127,7 +129,7 @@ class Ticket(Carried, frozen=True):
             named = unpack_map(packed, max_items=MAX_PEER_ITEMS)
             tables = msgspec.convert(named, Tables, builtin_types=(bytes,))
         except (ValueError, ProtocolError, msgspec.ValidationError) as error:
-            message = f"blocks of the ticket are not block tables: {error}"
+            message = f"blocks of the ticket are not block tables: {reason_of(error)}"
             raise ProtocolError(message, code=ErrorCode.INVALID) from error
         return tables
 

@@ -1,5 +1,6 @@
 """A body becomes a typed message or a refusal that names the field, and nothing else."""
 
+import re
 from typing import Any
 
 import msgpack
@@ -31,6 +32,8 @@ from tests.examples import num_examples
 from tests.protocol.strategies import MESSAGES, PLAIN, messages, value_or_refusal
 from tests.vectors.golden import example
 
+JARGON = re.compile(r"`|\$|Expected |Object |Invalid ")
+"""What only messages of msgspec have."""
 RIGHTS = {"secret", "token", "access", "ticket"}
 RIGHT = "b1946ac92492d2347c6235b4d2611184"
 OFFER: dict[str, Any] = {
@@ -65,6 +68,7 @@ def test_a_message_arrives_as_it_was_sent_and_any_other_value_is_taken_or_refuse
         assert other.code is ErrorCode.INVALID
         assert other.detail["op"] == (kind.op or kind.__name__)
         assert name in other.message
+        assert not JARGON.search(other.message)
     else:
         assert from_body(kind, packed(to_body(other))) == other
 

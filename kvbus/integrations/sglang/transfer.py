@@ -34,7 +34,7 @@ from sglang.srt.disaggregation.common.conn import (
 )
 
 from kvbus.engine import Fetch, Link, Offer, Rendezvous, greet, prompt_digest
-from kvbus.errors import KVBusError, ProtocolError
+from kvbus.errors import KVBusError, ProtocolError, reason_of
 from kvbus.integrations.sglang import pools
 from kvbus.integrations.sglang.options import Options
 from kvbus.protocol.engine import AgentRole, Outcome
@@ -489,8 +489,8 @@ class Receiver(CommonKVReceiver):
             given = msgspec.convert(noted.given if noted else None, TicketAndToken)
         except msgspec.ValidationError as error:
             raise ProtocolError(
-                f"custom_params['{GIVEN}']: {error}; bootstrap_host '{ELSEWHERE}' needs the ticket "
-                "and the first token of the engine that prefilled"
+                f"custom_params['{GIVEN}']: {reason_of(error)}; bootstrap_host '{ELSEWHERE}' needs "
+                "the ticket and the first token of the engine that prefilled"
             ) from error
         untold = list(noted.untold) if noted else []
         if noted and noted.wants_logprobs and given.first_logprob is None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 
 from kvbus.engine import AgentRanks, prompt_digest
-from kvbus.errors import ConfigError, ProtocolError
+from kvbus.errors import ConfigError, ProtocolError, reason_of
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import Readers, Secret
 from kvbus.protocol.ticket import Ticket
@@ -77,8 +77,8 @@ def read_options(extra_config: Mapping[str, Any], kv_role: str = "kv_both") -> C
         options = msgspec.convert(dict(extra_config), ConnectorOptions)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"kv_connector_extra_config: {error}; it needs 'endpoint', the path of the agent's "
-            "attach socket, or one for 'prefill' and one for 'decode', and knows "
+            f"kv_connector_extra_config: {reason_of(error)}; it needs 'endpoint', the path "
+            "of the agent's attach socket, or one for 'prefill' and one for 'decode', and knows "
             + ", ".join(ConnectorOptions.__struct_fields__)
         ) from error
     paths = [path for path, _ in options.agents]
@@ -142,7 +142,8 @@ def read_params(params: Mapping[str, Any]) -> HandoffParams:
         handoff = msgspec.convert(dict(params), HandoffParams)
     except msgspec.ValidationError as error:
         raise ProtocolError(
-            f"kv_transfer_params: {error}; pass those of the engine's response on unchanged"
+            f"kv_transfer_params: {reason_of(error)}; pass those of the engine's response "
+            "on unchanged"
         ) from error
     Ticket.from_json(handoff.ticket)
     return handoff
@@ -153,7 +154,7 @@ def read_offer_params(params: Mapping[str, Any]) -> OfferParams:
     try:
         return msgspec.convert(dict(params), OfferParams)
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"kv_transfer_params: {error}") from error
+        raise ProtocolError(f"kv_transfer_params: {reason_of(error)}") from error
 
 
 def read_trace(params: Mapping[str, Any], headers: Mapping[str, str] | None) -> str:
