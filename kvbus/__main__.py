@@ -1,5 +1,8 @@
 """The program ``kvbus``."""
 
+import io
+import sys
+
 from kvbus.interrupt import importing
 
 
@@ -8,6 +11,8 @@ def main() -> None:
     with importing():
         from kvbus.cli import app  # noqa: PLC0415 - Ctrl-C comes before the end of this import
 
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # for the help, which typer prints
         app()
 
 

@@ -4,13 +4,20 @@ A histogram is a count for each upper bound of a bucket, of all that does not ex
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+
+MIN_P99_SAMPLES = 100
 
 
 def quantile(samples: Iterable[float], fraction: float) -> float:
     """The smallest sample that at least ``fraction`` of all samples do not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+
+def p99(samples: Collection[float]) -> float | None:
+    """The 99th percentile; None of fewer than `MIN_P99_SAMPLES`, where it is the maximum."""
+    return quantile(samples, 0.99) if len(samples) >= MIN_P99_SAMPLES else None
 
 
 def added_counts(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import msgspec
 
-from kvbus.text import printable
+from kvbus.text import ascii_text, printable
 
 
 def write_json(value: object) -> None:
@@ -28,12 +28,13 @@ def json_text(value: object) -> str:
 def write_text(text: str) -> bool:
     """Text to stdout; whether it came there.
 
-    A pipe without a reader is no error, a full disk is told on stderr.
+    A pipe without a reader is no error, a full disk is told on stderr. What the encoding of stdout
+    lacks is escaped.
     """
     if sys.stdout is None:  # Python found it closed
         return False
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(text if can_write(text) else ascii_text(text))
         sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
@@ -41,6 +42,15 @@ def write_text(text: str) -> bool:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # some Pythons write what is left once more at exit
         os.close(nowhere)
+        return False
+    return True
+
+
+def can_write(text: str) -> bool:
+    """Whether the encoding of stdout has all of the text."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
         return False
     return True
 
@@ -67,7 +77,12 @@ def waiting_for(what: str, *, after_s: float = 3.0) -> Iterator[Callable[[str], 
         timers[0].cancel()
 
 
+def complain(message: str) -> None:
+    """One line of stderr about an error."""
+    sys.stderr.write(f"error: {printable(message)}\n")
+
+
 def fail(message: str, *, status: int, cause: Exception) -> NoReturn:
     """Say what is wrong in one line of stderr, and end with this exit status."""
-    sys.stderr.write(f"error: {printable(message)}\n")
+    complain(message)
     raise SystemExit(status) from cause

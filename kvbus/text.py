@@ -60,6 +60,11 @@ def printable(text: str) -> str:
     )
 
 
+def ascii_text(text: str) -> str:
+    """The text with escapes as of JSON for all that is not ASCII; JSON stays what it is."""
+    return "".join(one if one.isascii() else json.dumps(one)[1:-1] for one in text)
+
+
 def printable_values(_logger: object, _method: str, event: Mapping[str, Any]) -> dict[str, Any]:
     """A processor of structlog, ahead of a renderer that adds control characters of its own.
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,37 @@ def test_a_table_that_a_full_disk_does_not_take_is_told_in_a_line(
         Console().print(Table("a column"))
 
     assert capfd.readouterr().err == "error: cannot write to stdout: No space left on device\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_stdout_cannot_encode_is_escaped_and_json_stays_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+
+    write_json({PLAIN: HOSTILE})
+    Console().print(Table("ü"), PLAIN)
+    write_text("plain\n")
+
+    first, *rest = written.getvalue().decode(encoding).splitlines()
+    assert json.loads(first) == {PLAIN: HOSTILE}
+    assert rest[-1] == "plain"
+
+
+def test_the_help_of_a_command_is_shown_without_a_locale() -> None:
+    """It has the bullets of a list."""
+    poor = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvbus", "demo", "--help"],
+        capture_output=True,
+        check=False,
+        env={**os.environ, **poor},
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.isascii()
+    assert b"--prefill-chunk" in ended.stdout
 
 
 def test_what_is_waited_for_longer_than_a_while_is_told(

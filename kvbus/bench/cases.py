@@ -41,13 +41,14 @@ from kvbus.bench.figures import (
     Ways,
     in_turn,
     milliseconds,
+    percentiles,
     speed,
     stages,
 )
 from kvbus.bench.floor import floor
 from kvbus.bench.pairs import UNMAPPED, Bench, Pair, running
 from kvbus.errors import KVBusError, RequestTimeout
-from kvbus.histograms import added_counts, histogram_quantile, quantile
+from kvbus.histograms import added_counts, histogram_quantile
 from kvbus.output import waiting_for
 
 MIB = 1 << 20
@@ -69,6 +70,8 @@ VERY_BIG_BLOCKS = (4 << 30) // BIG.block_bytes
 
 CALM_S, IDLE_S = 1.0, 20.0
 
+RAW, NAIVE = "raw READ", "naive READ"
+"""A bare READ of the same descriptors as a handoff, and of all runs of a handoff."""
 OTHERS = ("mapped", UNMAPPED, "direct", "staged", "packed")
 
 
@@ -94,24 +97,24 @@ async def measure_transfer(
     for one in (pair, far):
         await one.verify(tables)
     ways: Ways = {
-        "raw": raw.read_s,
+        RAW: raw.read_s,
         "kvbus": partial(pair.timed, tables),
         UNMAPPED: partial(far.timed, tables),
         "memcpy": memcpy(rows.num_bytes),
     }
     times = await in_turn(scale.rounds, ways)
     seconds = {name: median(some) for name, some in times.items()}
-    of_raw_speed = {name: seconds["raw"] / some for name, some in seconds.items()}
+    of_raw_speed = {name: seconds[RAW] / some for name, some in seconds.items()}
     huge = {
-        "raw": await raw.reader.ask(float, "huge_share"),
+        RAW: await raw.reader.ask(float, "huge_share"),
         "kvbus": pair.reader.huge_share(),
     }
     return [
-        Figure("of raw speed, medians", of_raw_speed["kvbus"], least=of_raw),
-        Figure("unmapped, of raw speed, medians", of_raw_speed[UNMAPPED], least=unmapped),
+        Figure(f"kvbus vs {RAW}", of_raw_speed["kvbus"], "x", least=of_raw),
+        Figure(f"{UNMAPPED} vs {RAW}", of_raw_speed[UNMAPPED], "x", least=unmapped),
         *(Figure(f"{name}, in huge pages", share * 100, "%") for name, share in huge.items()),
         *(speed(name, rows.num_bytes, some) for name, some in seconds.items()),
-        Figure("kvbus of memcpy", seconds["memcpy"] / seconds["kvbus"]),
+        Figure("kvbus vs memcpy", seconds["memcpy"] / seconds["kvbus"], "x"),
         Figure("descriptors", len(rows.local)),
         *(milliseconds(f"{name} p50", some) for name, some in seconds.items()),
         *stages(pair.fetches),
@@ -137,28 +140,28 @@ async def measure_reshape(
     for name, label in {"auto": "", **{one: one for one in OTHERS}}.items():
         pairs[name] = await bench.pair(target, num_target, source=engine, label=label)
     num_bytes = num_tokens * target.token_bytes
-    ways = {"naive": raw.read_s, "memcpy": memcpy(num_bytes)}
+    ways = {NAIVE: raw.read_s, "memcpy": memcpy(num_bytes)}
     for name, pair in pairs.items():
         blocks = scattered_tokens(pair.source.shape, target, num_tokens)
         await pair.verify(blocks)
         ways[name] = partial(pair.timed, blocks)
     times = await in_turn(scale.rounds, ways)
     seconds = {name: median(one) for name, one in times.items()}
-    naive_s, auto_s, packed_s = (seconds[name] for name in ("naive", "auto", "packed"))
+    naive_s, auto_s, packed_s = (seconds[name] for name in (NAIVE, "auto", "packed"))
     unmapped_s = min(seconds["direct"], seconds["staged"], packed_s)
     best_s, of_best = min(seconds["mapped"], unmapped_s), 1 / 1.2
     return [
-        Figure("auto of naive", naive_s / auto_s, least=8.0),
-        Figure("auto of equal shapes", seconds["equal"] / auto_s, least=0.7),
-        Figure("auto of the best path", best_s / auto_s, least=of_best),
-        Figure("unmapped, of its best path", unmapped_s / seconds[UNMAPPED], least=of_best),
-        Figure("unmapped of naive", naive_s / seconds[UNMAPPED], least=packed),
-        Figure("packed of naive", naive_s / packed_s, least=packed),
-        Figure("staged of naive", naive_s / seconds["staged"]),
-        Figure("direct of naive", naive_s / seconds["direct"]),
+        Figure(f"auto vs {NAIVE}", naive_s / auto_s, "x", least=8.0),
+        Figure("auto vs equal shapes", seconds["equal"] / auto_s, "x", least=0.7),
+        Figure("auto vs the best path", best_s / auto_s, "x", least=of_best),
+        Figure(f"{UNMAPPED} vs its best path", unmapped_s / seconds[UNMAPPED], "x", least=of_best),
+        Figure(f"{UNMAPPED} vs {NAIVE}", naive_s / seconds[UNMAPPED], "x", least=packed),
+        Figure(f"packed vs {NAIVE}", naive_s / packed_s, "x", least=packed),
+        Figure(f"staged vs {NAIVE}", naive_s / seconds["staged"], "x"),
+        Figure(f"direct vs {NAIVE}", naive_s / seconds["direct"], "x"),
         *(speed(f"  {name}", num_bytes, some) for name, some in seconds.items()),
         *(milliseconds(f"  {name} p50", some) for name, some in seconds.items()),
-        Figure("naive descriptors", len(rows.local)),
+        Figure(f"descriptors of {NAIVE}", len(rows.local)),
     ]
 
 
@@ -181,18 +184,18 @@ async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
     async with floor(bench.folder) as bare:
         ways: Ways = {"floor": bare.hand_off, "handoff": partial(pair.timed, contiguous(1))}
         times = await in_turn(scale.count(NUM_SMALL), ways)
-    p50, p99 = ({name: quantile(some, q) for name, some in times.items()} for q in (0.5, 0.99))
+    handoff, bare_ones = times["handoff"], times["floor"]
+    ours, theirs = percentiles("handoff", handoff, most_p50=1.0), percentiles("floor", bare_ones)
     return [
-        milliseconds("handoff p50", p50["handoff"], most=1.0),
-        milliseconds("handoff p99", p99["handoff"]),
-        milliseconds("floor p50", p50["floor"]),
-        milliseconds("floor p99", p99["floor"]),
-        Figure("of the floor, p50", p50["handoff"] / p50["floor"], most=2.0),
-        Figure("of the floor, p99", p99["handoff"] / p99["floor"], most=3.0),
+        *ours,
+        *theirs,
+        *(
+            Figure(f"{one.name} vs floor", one.value / other.value, "x", most=most)
+            for one, other, most in zip(ours, theirs, (2.0, 3.0), strict=False)
+        ),
         *stages(pair.fetches),
-        milliseconds("offer to released p50", quantile(pair.released_s, 0.5)),
-        milliseconds("offer to released p99", quantile(pair.released_s, 0.99)),
-        Figure("handoffs", len(times["handoff"])),
+        *percentiles("offer to released", pair.released_s),
+        Figure("handoffs", len(handoff)),
     ]
 
 
@@ -223,13 +226,12 @@ async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
     agents_s = sum(each_s[name] for name in bench.agents)
     return [
         Figure("handoffs", len(seconds) / (ended_s - began_s), "1/s", least=4000),
-        milliseconds("handoff p50", quantile(seconds, 0.5)),
-        milliseconds("handoff p99", quantile(seconds, 0.99)),
-        *(Figure(f"{name} CPU", one_s * 1e6, "µs a handoff") for name, one_s in each_s.items()),
-        Figure("both agents CPU", agents_s * 1e6, "µs a handoff", most=300),
+        *percentiles("handoff", seconds),
+        *(Figure(f"{name} CPU", one_s * 1e6, "us each") for name, one_s in each_s.items()),
+        Figure("both agents CPU", agents_s * 1e6, "us each", most=300),
         Figure("floor handoffs", bare_rate, "1/s"),
-        Figure("floor agents CPU", bare_s * 1e6, "µs a handoff"),
-        Figure("of the floor, CPU of both agents", agents_s / bare_s),
+        Figure("floor agents CPU", bare_s * 1e6, "us each"),
+        Figure("both agents CPU vs floor", agents_s / bare_s, "x"),
     ]
 
 
@@ -270,7 +272,7 @@ async def measure_large(bench: Bench, scale: Scale) -> list[Figure]:
     whole, figures = contiguous(scale.count(VERY_BIG_BLOCKS)), list[Figure]()
     for label in ("", UNMAPPED):
         found = await _beside(bench, scale, [whole], label=label, lag={"max": 15.0}, load_s=LARGE_S)
-        figures += [replace(one, name=f"4 GiB, {label or 'mapped'}: {one.name}") for one in found]
+        figures += [replace(one, name=f"{label or 'mapped'}: {one.name}") for one in found]
     return figures
 
 
@@ -335,9 +337,8 @@ async def _beside(
             }.items()
         ),
         Figure("loop lags", min(max(counts.values()) for counts in lags.values())),
-        milliseconds("one block beside it p50", quantile(small_s, 0.5)),
-        milliseconds("one block beside it p99", quantile(small_s, 0.99), most=one_block),
-        Figure("one block handoffs", len(small_s)),
+        *percentiles("one-block handoff", small_s, most=one_block),
+        Figure("one-block handoffs", len(small_s)),
         milliseconds("large fetch p50", median(large_s)),
         speed("large fetches", num_bytes, took_s),
     ]
@@ -353,7 +354,7 @@ async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:
     await anyio.sleep(duration_s)
     after = bench.cpu_s()
     shares = {name: (after[name] - before[name]) / duration_s * 100 for name in bench.agents}
-    return [Figure(f"{name} CPU", n, "% of a core", most=1.0) for name, n in shares.items()]
+    return [Figure(f"{name} CPU", n, "% of core", most=1.0) for name, n in shares.items()]
 
 
 CASES: Mapping[str, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {

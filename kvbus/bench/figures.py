@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from kvbus.histograms import p99, quantile
 from kvbus.output import write_text
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ class Figure:
     def target(self) -> str:
         """In words; empty without one."""
         if self.least is not None:
-            return f"≥ {self.least:g}"
-        return "" if self.most is None else f"≤ {self.most:g}"
+            return f">= {_short(self.least)}"
+        return "" if self.most is None else f"<= {_short(self.most)}"
 
     @property
     def met(self) -> bool | None:
@@ -83,6 +84,10 @@ class Figure:
         }
 
 
+def _short(bound: float) -> str:
+    return f"{bound:.0f}" if bound >= 1000 else f"{bound:.3g}"
+
+
 def milliseconds(name: str, seconds: float, *, most: float | None = None) -> Figure:
     """A time, and the milliseconds that it is to be at most."""
     return Figure(name, seconds * 1e3, "ms", most)
@@ -97,35 +102,43 @@ STAGES = ("resolving", "queued", "claiming", "waiting", "reading", "taking")
 
 
 def stages(fetches: "Sequence[Taken]", prefix: str = "  ") -> list[Figure]:
-    """Medians of the agent's stages; what no stage has is between engine and agent."""
+    """Medians of the agent's stages, without those of 0; the rest is between engine and agent."""
     by_fetch = [[getattr(one.fetched.stages_s, stage) for stage in STAGES] for one in fetches]
     outside = [one.seconds - sum(times) for one, times in zip(fetches, by_fetch, strict=True)]
     by_stage = [*zip(*by_fetch, strict=True), outside]
     return [
         milliseconds(f"{prefix}{name} p50", median(times))
         for name, times in zip((*STAGES, "engine to agent"), by_stage, strict=True)
+        if any(times)
     ]
 
 
-LINE = "{:15} {:49} {:>10} {:13} {:8} {}"
-HEADING = LINE.format("case", "figure", "value", "unit", "target", "").rstrip() + "\n"
+def percentiles(
+    name: str, seconds: Sequence[float], *, most_p50: float | None = None, most: float | None = None
+) -> list[Figure]:
+    """The median, and the 99th percentile where there are samples enough for one."""
+    tail_s = p99(seconds)
+    found = [milliseconds(f"{name} p50", quantile(seconds, 0.5), most=most_p50)]
+    return found if tail_s is None else [*found, milliseconds(f"{name} p99", tail_s, most=most)]
+
+
+LINE = "  {:40} {:>9} {:9} {:8} {}"
 VERDICTS = {True: "ok", False: "missed", None: ""}
 
 
 def lines(case: str, figures: Sequence[Figure]) -> str:
-    """A line for each figure; the first names the case."""
+    """The name of the case, then a line of up to 80 columns for each figure."""
     found = (
         LINE.format(
-            "" if number else case,
             figure.name,
             f"{figure.value:,.{0 if isinstance(figure.value, int) or figure.value >= 100 else 3}f}",
             figure.unit,
             figure.target,
             VERDICTS[figure.met],
         )
-        for number, figure in enumerate(figures)
+        for figure in figures
     )
-    return "".join(line.rstrip() + "\n" for line in found)
+    return "".join(f"{line.rstrip()}\n" for line in (case, *found))
 
 
 class Sheet:
@@ -144,7 +157,7 @@ class Sheet:
     def show(self, figures: Sequence[Figure]) -> None:
         """Those of the case that was begun."""
         case = str(self.case)
-        write_text(("" if self.rows else HEADING) + lines(case, figures))
+        write_text(lines(case, figures))
         self.rows.extend(figure.row(case) for figure in figures)
 
 

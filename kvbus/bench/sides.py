@@ -27,7 +27,7 @@ from kvbus.bench.engine import (
     contiguous,
     scattered_tokens,
 )
-from kvbus.bench.figures import MAX_MIB, Figure, Sheet, milliseconds, speed, stages
+from kvbus.bench.figures import MAX_MIB, Figure, Sheet, milliseconds, percentiles, speed, stages
 from kvbus.engine import AgentRole, Outcome
 from kvbus.errors import ConfigError, FetchFailed, KVBusError, PeerLost, RequestTimeout
 from kvbus.histograms import quantile
@@ -176,10 +176,10 @@ def _figures(taken: Sequence[Taken]) -> Iterator[Figure]:
     """Of each path that the agent took, with the stages that limit it."""
     for path in sorted({one.fetched.path for one in taken}):
         some = [one for one in taken if one.fetched.path == path]
-        p50_s, p99_s = (quantile([one.seconds for one in some], q) for q in (0.5, 0.99))
+        seconds = [one.seconds for one in some]
+        p50_s = quantile(seconds, 0.5)
         yield speed(path, some[0].fetched.num_bytes, p50_s)
-        yield milliseconds(f"{path} p50", p50_s)
-        yield milliseconds(f"{path} p99", p99_s)
+        yield from percentiles(path, seconds)
         yield Figure(f"{path} handoffs", len(some))
         for stage in stages(some, f"  {path}: "):
             if stage.value >= SHOWN_SHARE * p50_s * 1e3:

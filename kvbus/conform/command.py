@@ -105,14 +105,19 @@ def exit_status_of(outcomes: Sequence[RuleOutcome]) -> int:
 
 
 def report_of(outcomes: Sequence[RuleOutcome]) -> str:
-    """All rules, then what was seen of those that failed, then the sentence."""
+    """All rules, then what was seen of those that failed, then the sentence.
+
+    Of an engine that did not even start the failure alone: it is why nothing else was tried.
+    """
     lines = []
-    for one in outcomes:
+    is_tried = any(one.verdict is Verdict.PASSED for one in outcomes)
+    for one in outcomes if is_tried else ():
         why = f" {one.seen[0]}." if one.verdict is Verdict.UNTRIED else ""
         lines.append(_filled(f"{one.verdict:<7} {one.name:<24} ", one.rule + why))
     for one in outcomes:
         if one.verdict is Verdict.FAILED:
-            lines += ["", f"failed {one.name}: {one.rule}", f"  page  {one.page}"]
+            lines += [*([""] if lines else []), f"failed {one.name}: {one.rule}"]
+            lines.append(f"  page  {one.page}")
             lines += [f"  seen  {seen}" for seen in one.seen]
             lines += [f"  times {one.num_wrong} of {one.num_looks} looks"]
     return "".join(f"{printable(line)}\n" for line in (*lines, "", sentence_of(outcomes)))

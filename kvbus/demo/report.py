@@ -14,7 +14,7 @@ import anyio
 import typer
 
 from kvbus.demo.options import DemoOptions, Step
-from kvbus.histograms import quantile
+from kvbus.histograms import p99, quantile
 from kvbus.lab.process import Taken
 from kvbus.output import write_json, write_text
 from kvbus.text import printable
@@ -58,6 +58,11 @@ class DemoReport:
         return {one.prompt for one in self.served if one.steps is not None} - self.alone.keys()
 
     @property
+    def num_uncompared(self) -> int:
+        """How many outputs were not compared with the model run alone."""
+        return sum(one.steps is not None and one.prompt in self.not_compared for one in self.served)
+
+    @property
     def num_unfinished(self) -> int:
         """How many requests have neither an output nor failed."""
         num_ended = sum(one.steps is not None or bool(one.failed) for one in self.served)
@@ -73,12 +78,17 @@ class DemoReport:
             "matched": sum(map(self._is_equal, self.served)),
             "failed": failures.total(),
             "failures": failures,
+            "uncompared": self.num_uncompared,
             "unfinished": self.num_unfinished,
             "trouble": self.trouble,
             "bytes": sum(one.fetched.num_bytes for one in taken),
             "handoff_ms": {
-                name: round(quantile(times_s, part) * 1e3, 3) if times_s else None
-                for name, part in (("p50", 0.5), ("p99", 0.99))
+                name: None if seconds is None else round(seconds * 1e3, 3)
+                for name, seconds in (
+                    ("p50", quantile(times_s, 0.5) if times_s else None),
+                    ("p99", p99(times_s)),
+                    ("max", max(times_s, default=None)),
+                )
             },
             "paths": Counter(one.fetched.path for one in taken),
             "leaked_blocks": None if self.leaks is None else sum(self.leaks.values()),
@@ -116,7 +126,7 @@ class DemoReport:
 
     def _lines(self) -> Iterator[str]:
         found = self.summary()
-        yield " → ".join(f"{role} {words}" for role, words in self.options.sides.items())
+        yield " -> ".join(f"{role} {words}" for role, words in self.options.sides.items())
         equal = f"{found['matched']} outputs equal to the model run alone, tokens and logits"
         yield f"{found['requests']} requests, {equal}"
         for one in self.served:
@@ -124,8 +134,14 @@ class DemoReport:
                 yield f"the output of request {one.request_id} differs"
         if found["paths"]:
             paths = ", ".join(f"{number} {path}" for path, number in found["paths"].items())
-            took = "{p50:.1f} ms (p50), {p99:.1f} ms (p99)".format(**found["handoff_ms"])
+            took = ", ".join(
+                f"{one_ms:.1f} ms ({name})"
+                for name, one_ms in found["handoff_ms"].items()
+                if one_ms is not None
+            )
             yield f"moved {found['bytes'] / 1e6:.1f} MB ({paths}); a handoff took {took}"
+        if self.num_uncompared:
+            yield f"{self.num_uncompared} finished and were not compared"
         if self.num_unfinished:
             yield f"{self.num_unfinished} did not finish"
         if self.leaks is None:

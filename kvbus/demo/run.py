@@ -24,13 +24,14 @@ import typer
 
 from kvbus.demo.options import DemoOptions, EngineSetup, Handed, Step, encode
 from kvbus.demo.report import DemoReport, Served
-from kvbus.errors import KVBusError, RequestRefused, RequestTimeout, leaves
+from kvbus.errors import ConfigError, KVBusError, RequestRefused, RequestTimeout, leaves
 from kvbus.geometry import num_blocks_for
 from kvbus.lab.pipe import Pipe
 from kvbus.lab.process import EngineChild, Settings, Taken, agent_process, engine_process
-from kvbus.memory.attach import connect_to_agent
+from kvbus.memory.attach import greet
 from kvbus.options import with_options
 from kvbus.output import waiting_for
+from kvbus.protocol.engine import AgentRole
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The deadlines of the agents; on a busy machine the defaults are too short.
@@ -60,6 +61,22 @@ class SideOptions(DemoOptions):
     path: None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrefillOptions(SideOptions):
+    """Those of `demo-prefill`."""
+
+    roles = (AgentRole.PREFILL,)
+    decode: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(SideOptions):
+    """Those of `demo-decode`."""
+
+    roles = (AgentRole.DECODE,)
+    prefill: str = ""
+
+
 @with_options(DemoOptions)
 def demo(options: DemoOptions) -> None:
     """Hand requests from a prefill engine to a decode engine; compare with the model run alone.
@@ -81,33 +98,38 @@ def demo(options: DemoOptions) -> None:
     report.end(is_ok=report.ok)
 
 
-@with_options(SideOptions)
-def demo_prefill(options: SideOptions) -> None:
+@with_options(PrefillOptions)
+def demo_prefill(options: PrefillOptions) -> None:
     """Offer requests at this machine's prefill agent; print their tickets, for demo-decode.
 
     Ends with status 0 once all of them have been read. `kvbus demo --help` explains a SPEC.
     """
-    _check_agent(options.attach)
+    _check_agent(options.attach, AgentRole.PREFILL)
     report = run(partial(_offer, options.attach), options)
     report.end(is_ok=not report.trouble)
 
 
-@with_options(SideOptions)
-def demo_decode(options: SideOptions) -> None:
+@with_options(DecodeOptions)
+def demo_decode(options: DecodeOptions) -> None:
     """Fetch what demo-prefill offered, by the lines on stdin; compare with the model run alone.
 
     Exit status 0: there were as many as requests, and all outputs are equal. Tell it all options of
     the model and the requests as demo-prefill. `kvbus demo --help` explains a SPEC.
     """
-    _check_agent(options.attach)
+    _check_agent(options.attach, AgentRole.DECODE)
     report = run(partial(_read, options.attach), options)
     report.print()
     report.end(is_ok=report.ok)
 
 
-def _check_agent(attach: Path) -> None:
-    """An engine waits for its agent, as those of `kvbus demo` start with theirs; a person not."""
-    connect_to_agent(attach).close()
+def _check_agent(attach: Path, role: AgentRole) -> None:
+    """Raise `KVBusError` unless an agent of ``role`` listens: an engine would wait for one."""
+    agent = anyio.run(greet, attach)
+    if agent.role is not role:
+        raise ConfigError(
+            f"--attach: a {agent.role} agent listens at {attach}; kvbus demo-{role} needs the "
+            f"socket of a {role} agent"
+        )
 
 
 class Run:

@@ -35,7 +35,7 @@ class DoctorOptions:
             metavar="FILE",
             help="Check the ports, folder and staging of this agent, and what memory it shares "
             "with others that run; may be repeated. Without it those of the agent of the "
-            "environment (KVBUS_AGENT_ID …), or of both agents' defaults.",
+            "environment (KVBUS_AGENT_ID ...), or of both agents' defaults.",
         ),
     ] = None
     only: Annotated[

@@ -362,7 +362,7 @@ def _clock(peer: AskedAgent) -> Finding:
         return _finding(peer, "clock", NOTE, found)
     is_apart = abs(clock.offset_s) >= APART_S and abs(clock.offset_s) > clock.error_s
     side = "behind" if clock.offset_s > 0 else "ahead of"
-    told = f"{time_text(abs(clock.offset_s))} {side} this machine's, ±{time_text(clock.error_s)}"
+    told = f"{time_text(abs(clock.offset_s))} {side} this machine's, +/-{time_text(clock.error_s)}"
     return Finding(
         "peer.clock",
         WARNING if is_apart else OK,

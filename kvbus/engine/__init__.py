@@ -8,7 +8,6 @@ map.
 from kvbus.bus import new_secret
 from kvbus.engine.connection import Connection as Connection
 from kvbus.engine.connection import KeptConnection as KeptConnection
-from kvbus.engine.connection import greet as greet
 from kvbus.engine.fetches import Fetch, FetchOptions
 from kvbus.engine.later import Ended as Ended
 from kvbus.engine.later import Later as Later
@@ -19,6 +18,7 @@ from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
 from kvbus.engine.storage import SharedStorage as SharedStorage
 from kvbus.engine.storage import share_tensor as share_tensor
 from kvbus.engine.storage import share_tensors as share_tensors
+from kvbus.memory.attach import greet as greet
 from kvbus.memory.cuda import CudaStorage as CudaStorage
 from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched, Outcome
 from kvbus.protocol.ticket import Rendezvous, prompt_digest

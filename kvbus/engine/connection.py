@@ -336,13 +336,3 @@ class KeptConnection:
             self._problem, AgentHungUp
         )
         return MAX_ABSENT_RETRY_S if is_absent else MAX_RETRY_S
-
-
-async def greet(attach: Path) -> Welcome:
-    """Who listens at ``attach``, and where its other sockets are.
-
-    Raises `PeerLost` or `RequestRefused` (``busy``) while it is not ready.
-    """
-    hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, engine_id="greeting", boot=new_boot_id())
-    async with AttachClient(attach) as client:
-        return from_body(Welcome, await client.call({"op": hello.op, "body": to_body(hello)}))

@@ -15,7 +15,7 @@ KeyFile = Annotated[
     typer.Option(
         metavar="FILE",
         envvar="KVBUS_KEY_FILE",
-        help="Our secret key, for an agent with keys; made by `kvbus keys new`.",
+        help="Secret key of this command, for an agent with keys; `kvbus keys new` makes one.",
     ),
 ]
 ServerKey = Annotated[

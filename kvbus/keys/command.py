@@ -15,9 +15,10 @@ from kvbus.console import Console
 from kvbus.errors import ConfigError
 from kvbus.keys.files import read, read_public, write_secret
 from kvbus.keys.trusted import MAX_BYTES, TrustedKey, TrustedKeys, revoke_trusted, write_trusted
-from kvbus.output import write_json, write_text
+from kvbus.output import complain, write_json, write_text
 from kvbus.protocol.message import Role
 
+MAX_PROBLEMS = 3
 DASH_FIRST = {"ignore_unknown_options": True}
 """One public key in 85 begins with a dash, and is no option."""
 
@@ -70,11 +71,13 @@ def show(
         table = Table("name", "roles", "public key", box=SIMPLE_HEAD, show_edge=False)
         for one in trusted:
             table.add_row(one.name, ", ".join(sorted(one.roles)), one.key)
-        console = Console()
         if table.row_count or not trusted.problems:
-            console.print(table)
-        for problem in trusted.problems:
-            console.print(problem, soft_wrap=True)
+            Console().print(table)
+    told = list(trusted.problems[:MAX_PROBLEMS])
+    if (num_more := len(trusted.problems) - len(told)) > 0:
+        told.append(f"{path}: {num_more} more lines are wrong")
+    for problem in told:
+        complain(problem)
     if trusted.problems:
         raise typer.Exit(1)
 

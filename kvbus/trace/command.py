@@ -18,7 +18,7 @@ from kvbus.clocks import ClockOffset, Exchange
 from kvbus.console import Console
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.asker import KeyFile, ServerKeys, curves_of
-from kvbus.output import waiting_for, write_json
+from kvbus.output import can_write, waiting_for, write_json
 from kvbus.protocol.ticket import UNKNOWN
 from kvbus.protocol.tools import OtherAgent, Span, Trace
 from kvbus.text import printable
@@ -243,7 +243,7 @@ def reasons(timeline: Timeline) -> dict[str, str]:
 def _heading(agent: AgentTrace) -> str:
     answer, error_ms = agent.answer, agent.clock.error_s * 1e3
     cut = ", older ones left out" if answer.cut else ""
-    return f"{answer.role} {answer.agent_id}  ± {error_ms:.3f} ms{cut}"
+    return f"{answer.role} {answer.agent_id}  +/- {error_ms:.3f} ms{cut}"
 
 
 def _lines(spans: Sequence[Span]) -> Iterator[Line]:
@@ -267,7 +267,8 @@ def _bar(spans: Sequence[Span], timeline: Timeline, num_columns: int) -> str:
     for span in spans:
         first = min(int((span.start_s - timeline.start_s) * scale), num_columns - 1)
         last = max(first + 1, round((end_of(span) - timeline.start_s) * scale))
-        cells[first:last] = BAR * (min(last, num_columns) - first)
+        bar = BAR if can_write(BAR) else "#"
+        cells[first:last] = bar * (min(last, num_columns) - first)
     return "".join(cells[:num_columns]).rstrip()
 
 

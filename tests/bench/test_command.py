@@ -52,7 +52,7 @@ def check(one: dict[str, Any]) -> None:
         assert one["met"] is None, one
         return
     sign, limit = one["target"].split()
-    is_met = one["value"] >= float(limit) if sign == "≥" else one["value"] <= float(limit)
+    is_met = one["value"] >= float(limit) if sign == ">=" else one["value"] <= float(limit)
     assert one["met"] is is_met, one
 
 
@@ -61,7 +61,7 @@ def check_speeds(case: Case) -> None:
     speeds = {name: one["value"] for name, one in case.items() if one["unit"] == "GB/s"}
     times = {name: case.get(f"{name} p50") for name in speeds}
     sizes = [speeds[name] * time["value"] for name, time in times.items() if time is not None]
-    ratios = [(name, *name.split(" of ")) for name in case if name.count(" of ") == 1]
+    ratios = [(name, *name.split(" vs ")) for name in case if name.count(" vs ") == 1]
     assert len(sizes) >= 2
     assert min(sizes) > 0
     assert sizes == pytest.approx(sizes[:1] * len(sizes), rel=1e-3)
@@ -77,20 +77,27 @@ def test_figures_of_a_case_fit_together() -> None:
     fixed = {name: one["value"] for name, one in found["fixed"].items()}
     scattered = {name: one["value"] for name, one in found["scattered-16k"].items()}
     assert list(found) == ["fixed", "scattered-16k", "tp-1-to-2"]
-    assert 0 < fixed["handoff p50"] <= fixed["handoff p99"]
-    assert 0 < fixed["offer to released p50"] <= fixed["offer to released p99"]
+    assert fixed["handoff p50"] > 0
+    assert fixed["offer to released p50"] > 0
+    assert not [name for name in fixed if "p99" in name], "of fewer than 100 handoffs"
     assert found["fixed"]["handoff p50"]["unit"] == "ms"
-    assert fixed["of the floor, p50"] == pytest.approx(
+    assert fixed["handoff p50 vs floor"] == pytest.approx(
         fixed["handoff p50"] / fixed["floor p50"], rel=1e-3
     )
     check_speeds(found["scattered-16k"])
-    for name in ("raw", "kvbus"):
+    for name in ("raw READ", "kvbus"):
         assert 0 <= scattered[f"{name}, in huge pages"] <= 100
     check_speeds(found["tp-1-to-2"])
-    assert scattered["raw"] * scattered["raw p50"] * 1e6 == pytest.approx(
+    assert scattered["raw READ"] * scattered["raw READ p50"] * 1e6 == pytest.approx(
         scattered["descriptors"] * (16 << 10), rel=1e-3
     )
-    assert found["tp-1-to-2"].keys() >= {"auto of naive", "mapped", "direct", "packed", "memcpy"}
+    assert found["tp-1-to-2"].keys() >= {
+        "auto vs naive READ",
+        "mapped",
+        "direct",
+        "packed",
+        "memcpy",
+    }
 
 
 @pytest.mark.timeout(300)

@@ -120,7 +120,8 @@ def figures(output: str) -> dict[str, Case]:
     """Those of each case in the JSON object at the end, by name; its lines show the same."""
     *shown, last = output.splitlines()
     rows: list[dict[str, Any]] = json.loads(last)["figures"]
-    assert len(shown) == (1 + len(rows) if rows else 0)
+    assert len(shown) == len(rows) + len({row["case"] for row in rows})
+    assert max(map(len, shown), default=0) <= 80
     found: dict[str, Case] = {}
     for row in rows:
         found.setdefault(row["case"], {})[row["name"].strip()] = row["value"]
@@ -130,8 +131,8 @@ def figures(output: str) -> dict[str, Case]:
 def num_bytes(case: Case, path: str) -> float:
     """What a handoff by this path had, by figures that fit together."""
     stages = [value for name, value in case.items() if name.startswith(f"{path}: ")]
-    assert 0 < case[f"{path} p50"] <= case[f"{path} p99"]
-    assert 0 < max(stages) <= case[f"{path} p99"], "the median of a part"
+    assert case[f"{path} p50"] > 0
+    assert max(stages) > 0
     return case[path] * case[f"{path} p50"] * 1e6
 
 
@@ -233,7 +234,7 @@ def line_of(case: str = "one-block", mib: int = 1) -> str:
     [
         (b"hello\n", 2, "'hello' is no line of kvbus bench-prefill: "),
         (b"\xff\n", 2, "is no line of kvbus bench-prefill: "),
-        (line_of(mib=1025).encode(), 2, "Expected `int` <= 1024"),
+        (line_of(mib=1025).encode(), 2, "must be at most 1024"),
         (line_of(case="of-tomorrow").encode(), 2, "there is no case 'of-tomorrow'"),
         (b"0" * ((1 << 20) + 1), 2, "is no line"),
         (b"", 1, "stdin ended before the last handoff: "),

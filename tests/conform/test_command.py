@@ -46,8 +46,10 @@ def test_an_engine_that_does_not_start_is_told_with_its_last_words() -> None:
     result = CliRunner().invoke(app, ["conform", *options], env={"COLUMNS": "200"})
 
     assert result.exit_code == 1
+    assert result.stdout.startswith("failed register.sessions: ")
     assert "exit status 7" in result.stdout
     assert "no GPU here" in result.stdout
+    assert "untried" not in result.stdout
 
 
 @pytest.mark.parametrize("command", ["/no/such", "no-such-program", "/etc/passwd"])

@@ -16,6 +16,8 @@ from tests.agents import wait_until
 
 ENDS_WITHIN_S = 100.0
 MID_RUN_WITHIN_S = 90.0
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+"""What a process finds that nobody gave a locale."""
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Demo:
         command = [sys.executable, "-c", "from kvbus.cli import app; app()", "demo", *arguments]
         process = subprocess.Popen(
             command,
-            env={**os.environ, "TMPDIR": str(self._folder), "COLUMNS": "80"},
+            env={**os.environ, "TMPDIR": str(self._folder), "COLUMNS": "80", **ASCII},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
-from kvbus.demo.options import DemoOptions
-from kvbus.demo.report import DemoReport
+from kvbus.demo.options import DemoOptions, Step
+from kvbus.demo.report import DemoReport, Served
 
 
 def kvbus(*arguments: str) -> Result:
@@ -19,10 +19,10 @@ def kvbus(*arguments: str) -> Result:
     ("arguments", "told"),
     [
         (["--prefill", "layout=ABC"], "--prefill: layout 'abc'"),
-        (["--prefill", "layers=3"], "--prefill: Object contains unknown field `layers`"),
+        (["--prefill", "layers=3"], "--prefill: 'layers' is unknown"),
         (["--path", "fast"], "'packed'"),
         (["--prompt-file", "/nowhere/at/all"], "cannot read /nowhere/at/all"),
-        (["--decode", "pp=5"], "--decode: Expected `int` <= 4"),
+        (["--decode", "pp=5"], "--decode: 'pp' must be at most 4"),
         (["--decode", "ring=0.2"], "--decode: a ring of 0.2 of a cache for 4 requests does not"),
     ],
 )
@@ -38,6 +38,34 @@ def test_the_version_is_that_of_the_package() -> None:
 
     assert result.exit_code == 0
     assert result.output.startswith("kvbus 0.")
+
+
+def test_outputs_that_were_not_compared_are_told_from_those_that_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As of a run that Ctrl-C ended."""
+    right, wrong = Step(1, "a"), Step(2, "b")
+    served = [
+        Served("r1", "compared", first=right, steps=[right]),
+        Served("r2", "compared", first=right, steps=[wrong]),
+        Served("r3", "not yet", first=right, steps=[right]),
+    ]
+    report = DemoReport(DemoOptions(requests=9), served, alone={"compared": [right, right]})
+
+    report.print()
+
+    told, found = capsys.readouterr().out, report.summary()
+    assert (found["matched"], found["uncompared"], found["unfinished"]) == (1, 1, 6)
+    assert "1 outputs equal" in told
+    assert "the output of request r2 differs" in told
+    assert "1 finished and were not compared\n6 did not finish" in told
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_side_offers_the_options_of_its_own_engine_only(role: str) -> None:
+    shown = kvbus(f"demo-{role}", "--help").output
+
+    assert ("--prefill " in shown, "--decode " in shown) == (role == "prefill", role == "decode")
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,11 @@ def test_every_output_equals_that_of_the_model_run_alone_and_is_told_with_what_w
     assert (status, figures["requests"], figures["matched"]) == (0, 5, 5)
     assert figures["bytes"] > 1_000_000
     assert sum(figures["paths"].values()) == 5
-    assert 0 < figures["handoff_ms"]["p50"] <= figures["handoff_ms"]["p99"]
+    assert 0 < figures["handoff_ms"]["p50"] <= figures["handoff_ms"]["max"]
+    assert figures["handoff_ms"]["p99"] is None, "of fewer than 100 handoffs"
     assert figures["leaked_blocks"] == 0
     words = "layout=NHD {} pp=1 block=16"
-    assert f"prefill {words.format('tp=1')} → decode {words.format('tp=2')}\n" in said
+    assert f"prefill {words.format('tp=1')} -> decode {words.format('tp=2')}\n" in said
 
 
 @pytest.mark.parametrize(

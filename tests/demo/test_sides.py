@@ -36,6 +36,20 @@ def test_that_there_is_no_agent_is_said_at_once(role: str, tmp_path: Path) -> No
     assert (alone.returncode, output, errors) == (1, "", told)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_agent_of_the_other_role_is_refused_before_the_first_request(
+    role: str, agents: Agents
+) -> None:
+    at_prefill, at_decode = (agent.attach for agent in agents.all)
+    other = at_decode if role == "prefill" else at_prefill
+
+    alone = side(role, other, stdin=subprocess.PIPE)
+    output, errors = alone.communicate("", timeout=ENDS_WITHIN_S)
+
+    assert (alone.returncode, output, errors.count("\n")) == (2, "", 1)
+    assert f"kvbus demo-{role} needs the socket of a {role} agent" in errors
+
+
 @pytest.mark.parametrize(("num_requests", "num_read"), [(4, 4), (30, 1)])
 def test_the_prefill_side_ends_with_a_message_when_nobody_reads_any_more(
     agents: Agents, num_requests: int, num_read: int

@@ -95,5 +95,6 @@ def test_a_file_with_a_line_that_is_left_out_is_shown_with_why(secret: Path) -> 
 
     shown = keys("show", secret.parent / "wrong")
 
-    assert shown.exit_code == 1
-    assert ":1: not a key" in shown.stdout
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert shown.stderr.startswith("error: ")
+    assert ":1: not a key" in shown.stderr

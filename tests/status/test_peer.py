@@ -252,13 +252,21 @@ def test_where_no_default_answers_it_says_what_was_asked_and_how_to_name_an_agen
     at = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("KVBUS_HTTP_BIND", at)
 
-    result = status("--every", "0.1")
+    for result in (status("--every", "0.1"), status("--every", "0.1", "--watch")):
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr == (
+            f"error: no agent answered (http://{at}: no answer: Connection refused); name one: "
+            "kvbus status HOST:PORT, its http_bind, or tcp://HOST:PORT, its peer address\n"
+        )
 
-    assert (result.exit_code, f"http://{at}: no answer" in result.stdout) == (1, True)
-    assert result.stderr == (
-        f"error: no agent answered at http://{at}; name one: kvbus status HOST:PORT, its "
-        "http_bind, or tcp://HOST:PORT, its peer address\n"
-    )
+
+def test_the_http_port_of_an_agent_is_told_from_its_peer_address(prefill: AgentProcess) -> None:
+    at = prefill.settings["http_bind"]
+
+    result = status(f"tcp://{at}", "--timeout", "1")
+
+    assert result.exit_code == 1
+    assert f"its http_bind is there: kvbus status {at}" in result.stderr
 
 
 def test_what_is_wrong_at_an_agent_is_told_with_what_to_do(fresh: Agents) -> None:
@@ -283,7 +291,7 @@ def test_a_port_that_asks_for_its_token_is_told_with_the_option_that_has_it(
     shown = status(str(agent.settings["http_bind"]))
 
     assert shown.exit_code == 1
-    assert "here by --token-file FILE" in " ".join(shown.stdout.split())
+    assert "here by --token-file FILE" in shown.stderr
 
 
 def test_lines_of_the_log_that_a_full_disk_loses_are_told(folder: Path) -> None:
@@ -312,7 +320,7 @@ def test_no_answer_is_one_line_and_status_1() -> None:
 
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
-        f"error: no agent answered at {endpoint} within 0.1 s; what looks at the way there: "
+        f"error: no agent answered at {endpoint} within 0.1 s; to check the way there, run "
         f"kvbus doctor --only peer --peer {endpoint}\n"
     )
 

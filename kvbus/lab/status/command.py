@@ -34,6 +34,7 @@ from kvbus.errors import (
     PeerLost,
     RemoteError,
     RequestTimeout,
+    reason_of,
 )
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.lab.status.screen import Between, View, screen
@@ -45,7 +46,8 @@ from kvbus.text import printable
 
 DEFAULTS = ("127.0.0.1:7703", "127.0.0.1:7713")
 """The http_bind of the printed configurations."""
-LOOK_AT_WAY = "what looks at the way there: kvbus doctor --only peer --peer"
+LOOK_AT_WAY = "to check the way there, run kvbus doctor --only peer --peer "
+NONE = "no answer"
 NAME_ONE = "name one: kvbus status HOST:PORT, its http_bind, or tcp://HOST:PORT, its peer address"
 ADDRESS = re.compile(r"(https?://)?((?:\[[\da-fA-F:.%]+\]|[^\s/:\[\]]+):\d{1,5})/?")
 MAX_BYTES = 16 << 20
@@ -132,7 +134,12 @@ def status(
                 agents = _http_agents(named, token_file)
                 _look(agents, every, timeout, again=watch, as_json=as_one_json)
     except RequestTimeout as error:
-        lost = f"no agent answered at {peer} within {timeout:g} s; {LOOK_AT_WAY} {peer}"
+        address = peer.removeprefix("tcp://")
+        is_http = not str(HttpAgent(f"http://{address}", "").look(min(timeout, 1.0))).startswith(
+            NONE
+        )
+        way = f"its http_bind is there: kvbus status {address}" if is_http else LOOK_AT_WAY + peer
+        lost = f"no agent answered at {peer} within {timeout:g} s; {way}"
         fail(lost, status=1, cause=error)
     except RemoteError as error:
         fail(f"{peer}: {error.code}: {error.message}", status=1, cause=error)
@@ -187,9 +194,9 @@ class HttpAgent:
                     return f"{answer.status}: {said}{here}"
                 self.last = msgspec.json.decode(answer.read(MAX_BYTES), type=Live)
         except (OSError, http.client.HTTPException) as error:
-            return f"no answer: {error}"
+            return f"{NONE}: {reason_of(error)}"
         except msgspec.MsgspecError as error:
-            return f"this is no kvbus agent of this version: {error}"
+            return f"this is no kvbus agent of this version: {reason_of(error)}"
         self.was_answered = True
         return Between(self.last, before)
 
@@ -199,7 +206,7 @@ def _look(
 ) -> None:
     """Print what is between two looks, once or ``again`` and again.
 
-    Ends the process where no agent has answered.
+    Ends the process where no agent has answered: at once, or at a terminal with the watch.
     """
 
     def look() -> dict[str, View]:
@@ -218,13 +225,14 @@ def _look(
                 while True:
                     time.sleep(every_s)
                     shown.update(screen(look()), refresh=True)
-        else:
+        elif any(agent.was_answered for agent in agents):
             time.sleep(every_s)
             while write_text(text_of(screen(look()))) and again:
                 time.sleep(every_s)
     finally:
         if not any(agent.was_answered for agent in agents):
-            lost = f"no agent answered at {' and '.join(agent.url for agent in agents)}; {NAME_ONE}"
+            why = "; ".join(f"{at}: {view}" for at, view in views.items())
+            lost = f"no agent answered ({why}); {NAME_ONE}"
             fail(lost, status=1, cause=PeerLost(lost))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
@@ -21,6 +22,9 @@ from kvbus.memory.attach.channel import (
     open_reply,
 )
 from kvbus.memory.attach.place import PeerIdentity, connect_to_agent
+from kvbus.protocol.attach import Hello, Welcome
+from kvbus.protocol.envelope import PROTOCOL_VERSION
+from kvbus.protocol.message import from_body, to_body
 
 _SO_PEERPIDFD = 77
 """Of Linux 6.5: it names processes of other namespaces, too."""
@@ -132,6 +136,16 @@ class AttachClient:
             self._unasked_reply = reply
         elif not (pending := self._pending.popleft()).done():
             pending.set_result(reply)
+
+
+async def greet(attach: Path) -> Welcome:
+    """Who listens at ``attach``, and where its other sockets are.
+
+    Raises `PeerLost` or `RequestRefused` (``busy``) while it is not ready.
+    """
+    hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, engine_id="greeting", boot=uuid.uuid4().hex)
+    async with AttachClient(attach) as client:
+        return from_body(Welcome, await client.call({"op": hello.op, "body": to_body(hello)}))
 
 
 def _pidfd(connected: socket.socket) -> int | None:
