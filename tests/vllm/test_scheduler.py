@@ -27,6 +27,7 @@ from tests.vllm.scheduled import (
     PROMPT,
     SMALLER,
     TO_DECODE,
+    WITHIN_S,
     EngineOf,
     Pair,
     pair_of,
@@ -399,6 +400,50 @@ def test_vllm_steps_on_for_a_while_after_an_offer_and_to_the_last_one_where_it_d
 
 
 @pytest.mark.parametrize(
+def test_a_running_request_waits_for_the_blocks_of_an_offer_that_is_being_read(
+    agents: Agents, engine_of: EngineOf
+) -> None:
+    """It waits as long as the last offers took: a busy machine may take longer for this one."""
+    with pair_of(agents, engine_of, num_requests=1) as engines:
+        prefill, decode, seeds = engines.prefill, engines.decode, iter(range(1000))
+
+        def is_read_in_time() -> bool:
+            prompt, other = (prompt_of(5 * SMALLER, next(seeds)) for _ in range(2))
+            params = engines.params(other)
+            prefill.answer(prompt_of(LENGTH, next(seeds)), 30)  # makes its reader late
+            decode.answer(other, 1, params)
+            grows = prefill.ask(prompt_of(150, next(seeds)), 150)
+            running = prefill.requests[-1]
+            prefill.until(lambda: prefill.num_free <= 7)
+            offers = prefill.ask(prompt, 1, TO_DECODE)
+            num_said = -1
+            while len(grows.tokens) > num_said or not offers.ended:
+                num_said = len(grows.tokens)
+                prefill.step()
+            loads = decode.ask(prompt, 1, offers.params)
+            engines.until_ended(loads, grows)
+            return running.num_preemptions == 0 and offers.params is not None
+
+        wait_until(is_read_in_time, "a running request that waits", WITHIN_S)
+
+
+def test_a_running_request_does_not_wait_for_an_offer_that_is_not_read(
+    agents: Agents, engine_of: EngineOf
+) -> None:
+    with pair_of(agents, engine_of, num_requests=1) as engines:
+        engines.decode.answer(PROMPT, 1, engines.params())
+        prompts = [prompt_of(LENGTH, seed) for seed in range(5)]
+        tickets = [engines.params(prompt) for prompt in prompts]
+        grows = engines.prefill.ask(prompt_of(60, seed=9), 100)
+        running = engines.prefill.requests[-1]
+
+        engines.prefill.until(lambda: running.num_preemptions)
+
+        for prompt, ticket in zip(prompts, tickets, strict=True):
+            engines.decode.answer(prompt, 1, ticket)
+        engines.prefill.until_ended(grows)
+
+
     ("of", "fields", "num_left"),
     [(None, {}, 0), (32, {}, 1), (32, EMBEDDINGS, 0), (32, {"prompt": [5]}, 0)],
     ids=["no window", "window", "embeddings", "one token"],

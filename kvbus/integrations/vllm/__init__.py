@@ -38,7 +38,9 @@ INSIDE_VLLM = {
         "_k_scale impl kv_cache kv_cache_dtype kv_lora_rank"
     ),
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": "do_kv_cache_update",
-    "vllm.v1.core.block_pool:BlockPool": "blocks evict_blocks free_blocks touch",
+    "vllm.v1.core.block_pool:BlockPool": (
+        "blocks evict_blocks free_blocks get_num_free_blocks touch"
+    ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool get_block_ids",
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_hash",

@@ -36,6 +36,9 @@ STEPS_ON_S = 1.0
 Those that are released later are freed when the next request comes, as nothing wakes vLLM.
 """
 
+LIVES_KEPT = 8
+"""How many of the last offers that were read say how long the next ones take."""
+
 BlockIds = Sequence[Sequence[int]]
 """By group, in order of position, from the request's first block."""
 
@@ -87,7 +90,8 @@ class RequestOffer:
     ``planned`` says after which steps how many tokens of its prompt are computed, ``told`` how many
     blocks of each group the offer has by now. ``held`` are those that vLLM keeps for its readers.
     It is ``unwanted`` when its reader has given it up, or computes what it names, or it was
-    withdrawn for a newer one. That of an ``answer`` waits for the next turn.
+    withdrawn for a newer one. That of an ``answer`` waits for the next turn. ``published_s`` is by
+    `time.monotonic`.
     """
 
     request: "Request"
@@ -97,6 +101,7 @@ class RequestOffer:
     offer: Offer = field(init=False)
     told: dict[str, int] = field(init=False)
     held: "list[KVCacheBlock]" = field(default_factory=list)
+    published_s: float = 0.0
     is_unwanted: bool = False
 
     @property
@@ -156,6 +161,8 @@ class RequestOffers:
     ) -> None:
         self._engine, self._link, self._pool, self._stats = engine, link, pool, stats
         self._drains, self._last_s = drains, 0.0
+        self._lives_s: deque[float] = deque(maxlen=LIVES_KEPT)
+        self._waits_since_s, self._waited_in = 0.0, -2
         self._reserved: dict[str, RequestOffer] = {}
         self._growing: dict[str, RequestOffer] = {}
         """Those of them that are read, by their name, while they are computed."""
@@ -277,6 +284,8 @@ class RequestOffers:
             return
         # As vLLM does it: the end of a prompt is dropped from the prefix cache first.
         self._pool.free_blocks(reversed(published.held))
+        if offer.outcome is Outcome.COMPLETED and not published.is_answer:
+            self._lives_s.append(time.monotonic() - published.published_s)
         self._stats.add(OFFERS, (offer.outcome or Outcome.FAILED).value)
         if offer.error is not None and not isinstance(offer.error, PeerLost):
             self._say_not_offered(published.request_id, offer.error)
@@ -291,12 +300,30 @@ class RequestOffers:
             return False
         return self._drains or time.monotonic() - self._last_s < STEPS_ON_S
 
+    # Most readers hold no lease, so the agent does not know when a read begins. An offer counts as
+    # being read for as long as the last ones took. If that is long, decode engines are busy, and
+    # preempting is better. The wait of a running request is bounded, too: vLLM may give the freed
+    # blocks to new requests.
+    def frees_soon(self, step: int) -> bool:
+        """Return whether the reader of an offer is about to free its blocks.
+
+        Call this in each ``step`` in which vLLM lacks a block for a running request.
+        """
+        now, within_s = time.monotonic(), max(self._lives_s, default=0.0)
+        if step > self._waited_in + 1:
+            self._waits_since_s = now
+        self._waited_in = step
+        published = [one.published_s for one in self._published.values() if not one.is_answer]
+        if not published or within_s > STEPS_ON_S:
+            return False
+        return now - max(published) < within_s > now - self._waits_since_s
+
     def _hold(self, published: RequestOffer, block_ids: BlockIds) -> None:
         blocks = [self._pool.blocks[one] for ids in block_ids for one in ids if one != NULL_BLOCK]
         self._pool.touch(blocks)
-        published.held = blocks
+        published.held, published.published_s = blocks, time.monotonic()
         if not published.is_answer:
-            self._last_s = time.monotonic()
+            self._last_s = published.published_s
 
     def _made(self, reserved: RequestOffer) -> Offer:
         """The offer, which has a ticket; raises why it has none.

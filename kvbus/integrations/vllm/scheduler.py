@@ -206,6 +206,16 @@ class SchedulerSide:
         return self._offers.need_steps
 
     def get_kv_connector_stats(self) -> KvbusStats | None:
+    def has_pending_block_frees(self) -> bool:
+        """Return whether vLLM shall wait for blocks in this step, and preempt no running request.
+
+        True also when blocks were freed just now: the next step finds them.
+        """
+        before = self._manager.block_pool.get_num_free_blocks()
+        self._hear()
+        has_more = self._manager.block_pool.get_num_free_blocks() > before
+        return has_more or self._offers.frees_soon(self._step)
+
         """What happened since the last call; a worker knows of nothing."""
         return self._stats.take()
 
