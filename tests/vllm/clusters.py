@@ -80,7 +80,8 @@ class Shape:
 
 _CHUNKED = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
 _ANY_DTYPE = ("--attention-backend", "CPU_MLA")
-_IN_WORDS = (*_CHUNKED, "--no-skip-tokenizer-init")
+_WORDS = ("--no-skip-tokenizer-init",)
+_IN_WORDS = (*_CHUNKED, *_WORDS)
 _EXPIRES = {"offer_ttl_s": 10.0}
 """For tickets that never reach the decode side's engine, as a client hung up too soon."""
 _TIMES_OUT = {"fetch_timeout_s": 10.0}
@@ -103,8 +104,8 @@ CLUSTERS: Mapping[str, Shape] = {
     # handoff goes to twice as many ranks, the next turn back. In float32, as everywhere: in
     # bfloat16 a model says other tokens at TP 2.
     "turns": Shape(
-        Side("0", "hybrid", block_size=SMALLER, settings=_EXPIRES),
-        Side("0|1", "hybrid", tp=2, block_size=LARGER),
+        Side("0", "hybrid", block_size=SMALLER, flags=_WORDS, settings=_EXPIRES),
+        Side("0|1", "hybrid", tp=2, block_size=LARGER, flags=_WORDS),
         turns={"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 15.0, **_TIMES_OUT},
     ),
     # Beside another connector, to twice as many ranks: what one rank reports is not the end then.

@@ -50,6 +50,7 @@ def with_images(*identifiers: str) -> Fields:
 
 LORA = {"lora_request": LoRARequest("one", 1, "/one")}
 EMBEDDINGS = {"prompt_embeds": torch.zeros(LENGTH, 8)}
+LOGPROBS = {"sampling": {"prompt_logprobs": 1}}
 OTHER: Mapping[str, tuple[Fields, list[int] | None, Fields]] = {
     "other text": ({}, PROMPT[::-1], {}),
     "one token other": ({}, [*PROMPT[:-1], 99], {}),
@@ -300,6 +301,15 @@ def test_a_decode_request_that_is_given_up_disturbs_no_other_and_leaves_nothing(
 
 def test_blocks_are_held_until_they_are_read_and_free_for_the_next_request_without_a_step(
     engines: Pair,
+def test_a_prompt_whose_log_probabilities_are_wanted_is_not_offered_with_a_window(
+    agents: Agents, engine_of: EngineOf
+) -> None:
+    """Decode computes all of it, for its own log probabilities."""
+    with pair_of(agents, engine_of, of=32) as engines:
+        assert engines.prefill.answer(PROMPT, 1, TO_DECODE, **LOGPROBS).params is None
+        engines.wait_no_offer()
+
+
 ) -> None:
     before = engines.prefill.num_free
     params = engines.params()
@@ -445,8 +455,8 @@ def test_a_running_request_does_not_wait_for_an_offer_that_is_not_read(
 
 
     ("of", "fields", "num_left"),
-    [(None, {}, 0), (32, {}, 1), (32, EMBEDDINGS, 0), (32, {"prompt": [5]}, 0)],
-    ids=["no window", "window", "embeddings", "one token"],
+    [(None, {}, 0), (32, {}, 1), (32, EMBEDDINGS, 0), (32, {"prompt": [5]}, 0), (32, LOGPROBS, 0)],
+    ids=["no window", "window", "embeddings", "one token", "its log probabilities"],
 )
 def test_with_a_window_the_last_token_of_a_prompt_of_tokens_is_left_to_decode(
     agents: Agents, engine_of: EngineOf, of: int | None, fields: Fields, num_left: int

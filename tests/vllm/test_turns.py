@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.calls import RefusedError
+from tests.vllm.calls import RefusedError, ask_in_words
 from tests.vllm.clusters import (
     ALL_THE_SAME,
     FOR_DECODE,
@@ -21,6 +21,7 @@ from tests.vllm.clusters import (
     works_again,
 )
 from tests.vllm.models import LONGEST, WINDOW
+from tests.vllm.routers import is_there
 
 CLUSTER = "turns"
 LENGTHS = (31, WINDOW // 2, WINDOW + 1, 3 * WINDOW + 5, 1500)
@@ -132,6 +133,18 @@ def test_a_turn_that_both_servers_get_at_once_reads_the_last_one(pair: Cluster) 
 
     assert list(decode.stream()) == pair.alone(prompt)
     assert computed(pair) - before == 500 + 1 - 1
+
+
+def test_log_probabilities_of_a_prompt_come_through_a_router(pair: Cluster) -> None:
+    """vLLM needs one for each token, so prefill must not leave the last one out."""
+    if not is_there("vllm-router"):
+        pytest.skip("vllm-router is not installed here: make test-vllm runs this")
+    ports, prompt = (pair.router("vllm-router"), pair.decode.port), prompt_of(3 * WINDOW, seed=80)
+    fields = {"echo": True, "logprobs": 1}
+
+    said = [ask_in_words(port, [prompt], NUM_TOKENS, **fields).completion() for port in ports]
+
+    assert said[0].tokens == said[1].tokens
 
 
 def test_a_prefill_request_that_is_refused_or_hangs_up_leaves_nothing(pair: Cluster) -> None:

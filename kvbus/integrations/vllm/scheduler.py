@@ -113,7 +113,7 @@ class SchedulerSide:
             self._loads.expect_turn(request, params)
         elif params.get(ASKS_TO_FETCH):
             self._loads.expect(request, params)
-        if asks_to_offer and self._has_windows:
+        if asks_to_offer and self._has_windows and self._is_for_decode(request):
             _leave_last_token(request)
 
     def get_num_new_matched_tokens(
@@ -163,7 +163,7 @@ class SchedulerSide:
         whole_blocks = not any(partial_blocks.intersection(each) for each in ids)
         self._loads.give_up(request.request_id)
         params = request.kv_transfer_params or {}
-        ends_well = request.status in HANDS_OFF_AFTER and has_tokens(request)
+        ends_well = request.status in HANDS_OFF_AFTER and self._is_for_decode(request)
         if params.get(ASKS_TO_OFFER):
             # a reader that knows the name of the offer hears of no gap
             if ends_well and (whole_blocks or not params.get(TRANSFER_ID)):
@@ -239,6 +239,15 @@ class SchedulerSide:
         cached = {one for one in partial if pool.blocks[one].block_hash is not None}
         pool.evict_blocks(cached)
         return bool(cached)
+
+    def _is_for_decode(self, request: "Request") -> bool:
+        """Return whether a decode engine can use the KV of the request.
+
+        For log probabilities of the prompt, vLLM computes the whole prompt and loads nothing. Then
+        prefill must compute the last token, too, and with windows its KV is of no use.
+        """
+        skips = self._has_windows and request.get_skip_reading_prefix_cache()
+        return has_tokens(request) and not skips
 
     def _hear(self) -> None:
         """Note what has ended."""
@@ -330,7 +339,7 @@ def _leave_last_token(request: "Request") -> None:
     The decode engine computes that one in any case, for its logits. With a sliding window it needs
     a token for it that vLLM drops once the last one was computed, if it is the last of its block.
     """
-    if request.num_prompt_tokens > 1 and has_tokens(request):
+    if request.num_prompt_tokens > 1:
         del request.prompt_token_ids[-1]
         del request._all_token_ids[-1]
         request.num_prompt_tokens -= 1
