@@ -36,6 +36,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -70,6 +71,7 @@ class Answer:
     num_found: int = 0
     num_computed: int = 0
     ended: bool = False
+    failed: bool = False
 
 
 @dataclass
@@ -211,6 +213,7 @@ class Scheduled:
                 answer = self.answers[each.request_id]
                 answer.tokens += each.new_token_ids
                 answer.ended = each.finish_reason is not None
+                answer.failed = each.finish_reason is FinishReason.ERROR
                 answer.params = each.kv_transfer_params
                 if each.prefill_stats is not None:
                     answer.num_found = each.prefill_stats.num_local_cached_tokens

@@ -57,7 +57,6 @@ OTHER: Mapping[str, tuple[Fields, list[int] | None, Fields]] = {
     "a lora": ({}, PROMPT, LORA),
     "no lora": (LORA, PROMPT, {}),
     "an image": ({}, PROMPT, with_images("one")),
-    "another image": (with_images("one"), PROMPT, with_images("two")),
     "embeddings": ({}, None, EMBEDDINGS),
 }
 """What the prefill request has, and another decode request with its ticket."""
@@ -85,6 +84,50 @@ def test_another_request_is_computed_and_the_same_one_is_loaded_after_it(
     assert (other.num_found + other.num_computed, same.num_computed) == (LENGTH, 1)
     assert other.tokens == what_follows(prompt or LENGTH * [0], 3)
     assert same.tokens == what_follows(PROMPT, 3)
+
+
+LACKING: Mapping[str, tuple[list[int], Fields]] = {
+    "no image": (PROMPT, {}),
+    "another image": (PROMPT, with_images("two")),
+    "placeholders that were not expanded": (PROMPT[3:], {}),
+    "other placeholders": ([9, *PROMPT[1:]], {}),
+}
+"""The decode request with the ticket of a prompt with an image."""
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_a_decode_request_without_the_image_of_its_ticket_ends_with_an_error(
+    with_encoders: Pair, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer would be fluent, of a model that has not seen the image."""
+    engines, (prompt, ours) = with_encoders, LACKING[kind]
+    params = engines.params(**with_images("one"))
+    beside = engines.decode.ask(prompt_of(LENGTH, 1), 3)
+
+    refused = engines.decode.answer(prompt, 3, params, **ours)
+    errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    right = engines.decode.answer(PROMPT, 3, params, **with_images("one"))
+    engines.decode.until_ended(beside)
+
+    assert (refused.failed, refused.tokens, refused.num_computed) == (True, [], 0)
+    assert ["The router must send the decode server the images" in error for error in errors] == [
+        True
+    ]
+    assert (right.num_computed, right.tokens) == (1, what_follows(PROMPT, 3))
+    assert beside.tokens == what_follows(prompt_of(LENGTH, 1), 3)
+    assert engines.decode.figures["loads_failed"] == ["requested"]
+
+
+def test_a_decode_request_that_has_the_image_is_computed_where_its_ticket_does_not_fit(
+    with_encoders: Pair,
+) -> None:
+    params = with_encoders.params(**with_images("one"))
+
+    answer = with_encoders.decode.answer(PROMPT[::-1], 3, params, **with_images("one"))
+    with_encoders.decode.answer(PROMPT, 1, params, **with_images("one"))
+
+    assert answer.num_computed == LENGTH
+    assert answer.tokens == what_follows(PROMPT[::-1], 3)
 
 
 def test_an_image_behind_what_was_prefilled_does_not_matter(with_encoders: Pair) -> None:
@@ -258,6 +301,15 @@ def test_what_prefill_does_not_end_well_is_not_offered(
     engines.wait_no_offer()
 
 
+def test_a_prompt_whose_log_probabilities_are_wanted_is_not_offered_with_a_window(
+    agents: Agents, engine_of: EngineOf
+) -> None:
+    """Decode computes all of it, for its own log probabilities."""
+    with pair_of(agents, engine_of, of=32) as engines:
+        assert engines.prefill.answer(PROMPT, 1, TO_DECODE, **LOGPROBS).params is None
+        engines.wait_no_offer()
+
+
 def test_a_prompt_with_embeddings_is_not_offered(engines: Pair) -> None:
     assert engines.prefill.answer(None, 1, TO_DECODE, **EMBEDDINGS).params is None
     engines.wait_no_offer()
@@ -301,15 +353,6 @@ def test_a_decode_request_that_is_given_up_disturbs_no_other_and_leaves_nothing(
 
 def test_blocks_are_held_until_they_are_read_and_free_for_the_next_request_without_a_step(
     engines: Pair,
-def test_a_prompt_whose_log_probabilities_are_wanted_is_not_offered_with_a_window(
-    agents: Agents, engine_of: EngineOf
-) -> None:
-    """Decode computes all of it, for its own log probabilities."""
-    with pair_of(agents, engine_of, of=32) as engines:
-        assert engines.prefill.answer(PROMPT, 1, TO_DECODE, **LOGPROBS).params is None
-        engines.wait_no_offer()
-
-
 ) -> None:
     before = engines.prefill.num_free
     params = engines.params()
@@ -355,6 +398,50 @@ def test_offered_blocks_are_given_to_no_other_and_who_finds_no_room_waits_for_th
         engines.prefill.until_ended(waits)
 
         assert [answer.num_computed for answer in said] == 6 * [1]
+
+
+def test_a_running_request_waits_for_the_blocks_of_an_offer_that_is_being_read(
+    agents: Agents, engine_of: EngineOf
+) -> None:
+    """It waits as long as the last offers took: a busy machine may take longer for this one."""
+    with pair_of(agents, engine_of, num_requests=1) as engines:
+        prefill, decode, seeds = engines.prefill, engines.decode, iter(range(1000))
+
+        def is_read_in_time() -> bool:
+            prompt, other = (prompt_of(5 * SMALLER, next(seeds)) for _ in range(2))
+            params = engines.params(other)
+            prefill.answer(prompt_of(LENGTH, next(seeds)), 30)  # makes its reader late
+            decode.answer(other, 1, params)
+            grows = prefill.ask(prompt_of(150, next(seeds)), 150)
+            running = prefill.requests[-1]
+            prefill.until(lambda: prefill.num_free <= 7)
+            offers = prefill.ask(prompt, 1, TO_DECODE)
+            num_said = -1
+            while len(grows.tokens) > num_said or not offers.ended:
+                num_said = len(grows.tokens)
+                prefill.step()
+            loads = decode.ask(prompt, 1, offers.params)
+            engines.until_ended(loads, grows)
+            return running.num_preemptions == 0 and offers.params is not None
+
+        wait_until(is_read_in_time, "a running request that waits", WITHIN_S)
+
+
+def test_a_running_request_does_not_wait_for_an_offer_that_is_not_read(
+    agents: Agents, engine_of: EngineOf
+) -> None:
+    with pair_of(agents, engine_of, num_requests=1) as engines:
+        engines.decode.answer(PROMPT, 1, engines.params())
+        prompts = [prompt_of(LENGTH, seed) for seed in range(5)]
+        tickets = [engines.params(prompt) for prompt in prompts]
+        grows = engines.prefill.ask(prompt_of(60, seed=9), 100)
+        running = engines.prefill.requests[-1]
+
+        engines.prefill.until(lambda: running.num_preemptions)
+
+        for prompt, ticket in zip(prompts, tickets, strict=True):
+            engines.decode.answer(prompt, 1, ticket)
+        engines.prefill.until_ended(grows)
 
 
 def test_decode_is_right_when_prefill_preempts_what_it_reads(
@@ -410,50 +497,6 @@ def test_vllm_steps_on_for_a_while_after_an_offer_and_to_the_last_one_where_it_d
 
 
 @pytest.mark.parametrize(
-def test_a_running_request_waits_for_the_blocks_of_an_offer_that_is_being_read(
-    agents: Agents, engine_of: EngineOf
-) -> None:
-    """It waits as long as the last offers took: a busy machine may take longer for this one."""
-    with pair_of(agents, engine_of, num_requests=1) as engines:
-        prefill, decode, seeds = engines.prefill, engines.decode, iter(range(1000))
-
-        def is_read_in_time() -> bool:
-            prompt, other = (prompt_of(5 * SMALLER, next(seeds)) for _ in range(2))
-            params = engines.params(other)
-            prefill.answer(prompt_of(LENGTH, next(seeds)), 30)  # makes its reader late
-            decode.answer(other, 1, params)
-            grows = prefill.ask(prompt_of(150, next(seeds)), 150)
-            running = prefill.requests[-1]
-            prefill.until(lambda: prefill.num_free <= 7)
-            offers = prefill.ask(prompt, 1, TO_DECODE)
-            num_said = -1
-            while len(grows.tokens) > num_said or not offers.ended:
-                num_said = len(grows.tokens)
-                prefill.step()
-            loads = decode.ask(prompt, 1, offers.params)
-            engines.until_ended(loads, grows)
-            return running.num_preemptions == 0 and offers.params is not None
-
-        wait_until(is_read_in_time, "a running request that waits", WITHIN_S)
-
-
-def test_a_running_request_does_not_wait_for_an_offer_that_is_not_read(
-    agents: Agents, engine_of: EngineOf
-) -> None:
-    with pair_of(agents, engine_of, num_requests=1) as engines:
-        engines.decode.answer(PROMPT, 1, engines.params())
-        prompts = [prompt_of(LENGTH, seed) for seed in range(5)]
-        tickets = [engines.params(prompt) for prompt in prompts]
-        grows = engines.prefill.ask(prompt_of(60, seed=9), 100)
-        running = engines.prefill.requests[-1]
-
-        engines.prefill.until(lambda: running.num_preemptions)
-
-        for prompt, ticket in zip(prompts, tickets, strict=True):
-            engines.decode.answer(prompt, 1, ticket)
-        engines.prefill.until_ended(grows)
-
-
     ("of", "fields", "num_left"),
     [(None, {}, 0), (32, {}, 1), (32, EMBEDDINGS, 0), (32, {"prompt": [5]}, 0), (32, LOGPROBS, 0)],
     ids=["no window", "window", "embeddings", "one token", "its log probabilities"],

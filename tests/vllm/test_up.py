@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 
 from tests.agents import wait_until
+from tests.vllm.calls import RefusedError
 from tests.vllm.clusters import (
     CHUNK_TOKENS,
     LARGER,
@@ -93,6 +94,20 @@ def test_the_prompt_of_a_wrong_ticket_is_computed_and_log_and_pages_tell_of_it(
     assert said == 2 * [pair.alone(prompt)]
     assert len(pair.decode.trouble()) > logged
     wait_until(have_grown, "all figures have grown", SETTLES_WITHIN_S)
+
+
+def test_a_request_without_the_images_of_its_ticket_is_an_error_where_others_are_computed(
+    pair: Cluster,
+) -> None:
+    """No model here takes images: the params name some of a prompt that has none."""
+    prompt = prompt_of(200, seed=60)
+    ticket = pair.ticket(prompt)
+
+    with pytest.raises(RefusedError) as refused:
+        pair.redeem(prompt, {**ticket, "images": "b" * 32})
+
+    assert refused.value.status == 500
+    assert pair.redeem(prompt, ticket) == pair.alone(prompt)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -57,10 +57,13 @@ INSIDE_VLLM = {
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": "extra_retained_tokens sliding_window",
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": "kv_cache_specs",
     "vllm.v1.outputs:KVConnectorOutput": "finished_recving kv_connector_worker_meta",
+    "vllm.v1.request:RequestStatus": "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR",
+    "vllm.v1.structured_output.request:StructuredOutputRequest": "grammar",
     "vllm.v1.request:Request": (
-        "_all_token_ids abort_immediately all_token_ids kv_transfer_params lora_request max_tokens "
-        "mm_features num_computed_tokens num_prompt_tokens num_tokens priority prompt_embeds "
-        "prompt_token_ids request_id sampling_params status trace_headers"
+        "_all_token_ids abort_immediately all_token_ids get_skip_reading_prefix_cache "
+        "kv_transfer_params lora_request max_tokens mm_features num_computed_tokens "
+        "num_prompt_tokens num_tokens priority prompt_embeds prompt_token_ids request_id "
+        "sampling_params status structured_output_request trace_headers"
     ),
 }
 """What the connector needs of vLLM besides: attributes and methods, by class. vLLM promises none of

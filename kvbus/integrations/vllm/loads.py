@@ -24,6 +24,7 @@ from kvbus.integrations.vllm.params import (
     HandoffParams,
     digest_of,
     has_tokens,
+    images_of,
     is_of_later_prompt,
     read_params,
     read_trace,
@@ -41,11 +42,16 @@ MOST_TICKETS = 4096
 """Tickets whose reader is known; of one that was forgotten the prefill agent says it was used."""
 
 
+class OtherImagesError(ProtocolError):
+    """A ticket is of a prompt with images that the decode request does not have."""
+
+
 @dataclass(slots=True, eq=False)
 class Load:
     """One load of the first ``num_tokens`` tokens of a prompt.
 
-    Without a ``handoff`` its params were refused, for a ``problem``, and it fails as loads do.
+    Without a ``handoff`` its params were refused, for a ``problem``, and it fails as loads do. One
+    that ``lacks_images`` must not be computed.
     Loads of a greater ``priority`` are more urgent. Fewer than ``min_tokens`` are not loaded.
     ``seen_at`` is when vLLM's scheduler got the request, by `time.monotonic`. Blocks in ``partial``
     may have a gap at their beginning, in front of a window.
@@ -55,6 +61,7 @@ class Load:
     num_tokens: int
     handoff: HandoffParams | None
     problem: str = ""
+    lacks_images: bool = False
     priority: int = 0
     traceparent: str = ""
     first_token: int = 0
@@ -99,17 +106,28 @@ class Loads:
         self._expected: dict[str, Load] = {}
         self._fetching: dict[Fetch, Load] = {}
         """Those into whose blocks something may write."""
+        self._refused: dict[str, str] = {}
+        """Why a request must end with an error, whatever vLLM does with failed loads."""
         self._partial: dict[str, Load] = {}
         self._failed: list[str] = []
         self._over: list[str] = []
         self._loaded: list[str] = []
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """A request has come whose KV is elsewhere."""
-        load = self._load_of(request, params)
-        # a ticket is of the first prompt of several: that the others have none is no problem
-        if load.handoff is not None or not is_of_later_prompt(load.request_id):
-            self._expected[load.request_id] = load
+        """Note a decode request whose KV is elsewhere.
+
+        Refuse a request that lacks images of its ticket: vLLM would compute their placeholders as
+        plain tokens, and the answer would be fluent and wrong.
+        """
+        self._expect(request, params)
+        load = self._expected.get(request.request_id)
+        if load is not None and load.lacks_images:
+            del self._expected[load.request_id]
+            self._refuse(load)
+
+    def refusal(self, request_id: str) -> str:
+        """Return why the request must end with an error; empty if it need not."""
+        return self._refused.get(request_id, "")
 
     def expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
         """A prompt to prefill that goes on a conversation whose KV a decode engine has.
@@ -124,7 +142,7 @@ class Loads:
                 request.request_id,
             )
             return
-        self.expect(request, params)
+        self._expect(request, params)
         load = self._expected.get(request.request_id)
         if load is not None:
             leaves_none = load.num_tokens >= request.num_prompt_tokens - 1
@@ -166,8 +184,8 @@ class Loads:
             fetch = self._fetch(load, stop, tables)
         except KVBusError as error:
             self._fail(load, REFUSED_AT, error.code, error.message)
-            self._stats.add(LOADS, Outcome.FAILED.value)
-            self._stats.add(LOADS_FAILED, REFUSED_AT)
+            self._failed.append(request_id)
+            self._count_refused()
             self._release(load)
             self._over.append(request_id)
             return
@@ -190,6 +208,7 @@ class Loads:
     def give_up(self, request_id: str) -> None:
         """The request has ended, by whatever reason; a load that runs is cancelled."""
         self.lose_blocks(request_id)
+        self._refused.pop(request_id, None)
         expected = self._expected.pop(request_id, None)
         if expected is not None and expected.handoff is not None:
             self._pass_on(expected)
@@ -238,12 +257,19 @@ class Loads:
             self.lose_blocks(request_id)
         return failed, over
 
+    def _expect(self, request: "Request", params: Mapping[str, Any]) -> None:
+        load = self._load_of(request, params)
+        # a ticket is of the first prompt of several: that the others have none is no problem
+        if load.handoff is not None or not is_of_later_prompt(load.request_id):
+            self._expected[load.request_id] = load
+
     def _load_of(self, request: "Request", params: Mapping[str, Any]) -> Load:
         num_wanted = request.num_prompt_tokens - self._has_windows
         try:
             handoff = self._handoff_of(request, params)
         except ProtocolError as error:
-            return Load(request.request_id, num_wanted, None, error.message)
+            lacks_images = isinstance(error, OtherImagesError)
+            return Load(request.request_id, num_wanted, None, error.message, lacks_images)
         return Load(
             request.request_id,
             min(num_wanted, handoff.remote_num_tokens),
@@ -313,6 +339,7 @@ class Loads:
             return
         if not load.is_given_up:
             self._fail(load, notice.stage, notice.code, notice.message)
+            self._failed.append(load.request_id)
             if not fetch.are_blocks_free:
                 logger.warning(
                     "kvbus: %s: its blocks stay withheld until no read can reach them", load.name()
@@ -325,7 +352,15 @@ class Loads:
             "kvbus: %s: its KV was not loaded: %s [%s, stage %s]", load.name(), message, code, stage
         )
         load.has_failed = True
-        self._failed.append(load.request_id)
+
+    def _refuse(self, load: Load) -> None:
+        self._fail(load, REFUSED_AT, ErrorCode.INVALID, load.problem)
+        self._count_refused()
+        self._refused[load.request_id] = load.problem
+
+    def _count_refused(self) -> None:
+        self._stats.add(LOADS, Outcome.FAILED.value)
+        self._stats.add(LOADS_FAILED, REFUSED_AT)
 
     def _release(self, load: Load) -> None:
         """The KV of a request is not needed: its prefill engine gets the blocks back."""
@@ -342,6 +377,12 @@ def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
     """Raise `ProtocolError` unless the prompt begins with the tokens of ``handoff``."""
     num_tokens = handoff.remote_num_tokens
     _check_tokens(request)
+    if handoff.images and images_of(request, num_tokens) != handoff.images:
+        raise OtherImagesError(
+            "the ticket is of a prompt with images, or other media, and this request has none of "
+            "them, or others. The router must send the decode server the images that it sends the "
+            "prefill server"
+        )
     if num_tokens > request.num_prompt_tokens:
         raise ProtocolError(
             f"the KV is of {num_tokens} tokens, the prompt here has only "

@@ -114,13 +114,14 @@ class HandoffParams(msgspec.Struct, frozen=True):
     """A ticket, and the tokens that its KV is of.
 
     ``prompt_digest`` is of the ``remote_num_tokens`` that the other engine has computed, see
-    `prompt_digest`. Without ``whole_blocks`` the first block of a window has a gap at its beginning
-    there, too.
+    `prompt_digest`. ``images`` is that of their images alone, see `images_of`. Without
+    ``whole_blocks`` the first block of a window has a gap at its beginning there, too.
     """
 
     ticket: dict[str, Any]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     prompt_digest: str
+    images: str = ""
     whole_blocks: bool = True
 
     def to_params(self, *, next_turn: bool = False) -> dict[str, Any]:
@@ -215,12 +216,19 @@ def digest_of(request: "Request", num_tokens: int) -> str:
     """
     lora = request.lora_request
     conditions = [lora.lora_name if lora is not None else ""]
-    conditions += [
-        feature.identifier
-        for feature in request.mm_features
-        if feature.mm_position.offset < num_tokens
-    ]
-    return prompt_digest(request.all_token_ids[:num_tokens], conditions)
+    return prompt_digest(
+        request.all_token_ids[:num_tokens], [*conditions, *_images_in(request, num_tokens)]
+    )
+
+
+def images_of(request: "Request", num_tokens: int) -> str:
+    """Return a digest of the images, or other media, in the first tokens; empty for none."""
+    identifiers = _images_in(request, num_tokens)
+    return prompt_digest([], identifiers) if identifiers else ""
+
+
+def _images_in(request: "Request", num_tokens: int) -> list[str]:
+    return [one.identifier for one in request.mm_features if one.mm_position.offset < num_tokens]
 
 
 class StepResults(NamedTuple):

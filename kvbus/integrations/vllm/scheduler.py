@@ -11,8 +11,9 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from kvbus.engine import AgentRole, Link, Offer
 from kvbus.errors import ProtocolError
@@ -32,6 +33,7 @@ from kvbus.integrations.vllm.params import (
     WorkerPlaces,
     digest_of,
     has_tokens,
+    images_of,
     is_later_sequence,
     is_of_later_prompt,
     ranks_elsewhere,
@@ -113,6 +115,7 @@ class SchedulerSide:
             self._loads.expect_turn(request, params)
         elif params.get(ASKS_TO_FETCH):
             self._loads.expect(request, params)
+            self._end_refused(request)
         if asks_to_offer and self._has_windows and self._is_for_decode(request):
             _leave_last_token(request)
 
@@ -123,6 +126,8 @@ class SchedulerSide:
 
         They are loaded beside the steps.
         """
+        if self._end_refused(request):
+            return None, False
         if self._uncache_partial():  # vLLM may just have found one of them for this request
             return None, False
         num_tokens = self._loads.matched(request.request_id, num_computed_tokens)
@@ -201,11 +206,6 @@ class SchedulerSide:
             select, blocks_of = self._caches.select_transfer_block_ids, self._manager.get_block_ids
             self._offers.grow(done.step, lambda request_id: select(blocks_of(request_id)))
 
-    def has_pending_push_work(self) -> bool:
-        """Whether vLLM is to go on with steps, to hear soon of offers that were read."""
-        return self._offers.need_steps
-
-    def get_kv_connector_stats(self) -> KvbusStats | None:
     def has_pending_block_frees(self) -> bool:
         """Return whether vLLM shall wait for blocks in this step, and preempt no running request.
 
@@ -216,6 +216,11 @@ class SchedulerSide:
         has_more = self._manager.block_pool.get_num_free_blocks() > before
         return has_more or self._offers.frees_soon(self._step)
 
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM is to go on with steps, to hear soon of offers that were read."""
+        return self._offers.need_steps
+
+    def get_kv_connector_stats(self) -> KvbusStats | None:
         """What happened since the last call; a worker knows of nothing."""
         return self._stats.take()
 
@@ -239,6 +244,13 @@ class SchedulerSide:
         cached = {one for one in partial if pool.blocks[one].block_hash is not None}
         pool.evict_blocks(cached)
         return bool(cached)
+
+    def _end_refused(self, request: "Request") -> bool:
+        """Have vLLM end the request if it was refused; return whether it was refused."""
+        reason = self._loads.refusal(request.request_id)
+        if reason:
+            _end_with_error(request, reason)
+        return bool(reason)
 
     def _is_for_decode(self, request: "Request") -> bool:
         """Return whether a decode engine can use the KV of the request.
@@ -297,7 +309,8 @@ class SchedulerSide:
             return None
         is_all = num_tokens == request.num_prompt_tokens
         digest = ticket["prompt_digest"] if is_all else digest_of(request, num_tokens)
-        return HandoffParams(ticket, num_tokens, digest, whole_blocks).to_params()
+        images = images_of(request, num_tokens)
+        return HandoffParams(ticket, num_tokens, digest, images, whole_blocks).to_params()
 
     def _offer_answer(
         self, request: "Request", block_ids: BlockIds, whole_blocks: bool
@@ -329,8 +342,20 @@ class SchedulerSide:
         if ticket is None:
             return None
         self._offers.bound_answers(max_blocks)
-        params = HandoffParams(ticket, num_tokens, ticket["prompt_digest"], whole_blocks)
+        images = images_of(request, num_tokens)
+        params = HandoffParams(ticket, num_tokens, ticket["prompt_digest"], images, whole_blocks)
         return params.to_params(next_turn=True)
+
+
+# `kv_load_failure_policy` is one setting for the whole server. With "recompute" vLLM has no call
+# that fails one request. But it ends a request with an error when its grammar failed to compile,
+# and checks that whenever it considers the request, before it computes anything.
+def _end_with_error(request: "Request", reason: str) -> None:
+    """Have vLLM end a waiting request with an error."""
+    refused = StructuredOutputRequest(StructuredOutputsParams(json_object=True))
+    refused.grammar = ProtocolError(reason)
+    request.structured_output_request = refused
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
 
 def _leave_last_token(request: "Request") -> None:
