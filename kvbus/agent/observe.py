@@ -12,12 +12,12 @@ import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import msgspec
 import structlog
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -229,10 +229,11 @@ class _Readings(Collector):
             yield GaugeMetricFamily(f"kvbus_{name}", self._meanings[name], value=value)
 
 
-# A handoff adds plain numbers, in the loop; what they are to Prometheus is made when somebody
-# looks. Its own counters and histograms take locks, and some 30 µs of each handoff.
+# A handoff adds plain numbers in the loop. A request for the page makes samples of them. The
+# counters and histograms of prometheus_client take 30 µs of each handoff. They also write into the
+# folder PROMETHEUS_MULTIPROC_DIR where it is set, and vLLM then serves our numbers as its own.
 class Tally(Collector):
-    """A counter: ``values`` are added to, by the values of its labels."""
+    """A counter: add to ``values`` in the event loop, by the values of its labels."""
 
     def __init__(self, name: str, meaning: str, labels: tuple[str, ...]) -> None:
         self._name, self._meaning, self._labels = name, meaning, labels
@@ -248,9 +249,12 @@ class Tally(Collector):
 class Times(Collector):
     """A histogram of seconds, or one for each value ``of`` its label."""
 
-    def __init__(self, name: str, meaning: str, label: str, of: Iterable[str]) -> None:
+    def __init__(
+        self, name: str, meaning: str, label: str, of: Iterable[str], buckets_s: Sequence[float]
+    ) -> None:
         self._name, self._meaning, self._labels = name, meaning, [label] if label else []
-        self._rows = {one: [0.0] * (len(STAGE_BUCKETS_S) + 2) for one in of}
+        self._buckets_s = buckets_s
+        self._rows = {one: [0.0] * (len(buckets_s) + 2) for one in of}
         """How many fell into each bucket, and the seconds of all of them."""
 
     def add(self, seconds: Mapping[str, float]) -> None:
@@ -258,12 +262,12 @@ class Times(Collector):
         for one, lasted_s in seconds.items():
             if lasted_s:
                 row = self._rows[one]
-                row[bisect_left(STAGE_BUCKETS_S, lasted_s)] += 1
+                row[bisect_left(self._buckets_s, lasted_s)] += 1
                 row[-1] += lasted_s
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._meaning, labels=self._labels)
-        bounds = [*map(floatToGoString, STAGE_BUCKETS_S), "+Inf"]
+        bounds = [*map(floatToGoString, self._buckets_s), "+Inf"]
         for one, (*counts, sum_s) in self._rows.items():
             buckets = list(zip(bounds, accumulate(counts), strict=True))
             family.add_metric([one] if self._labels else [], buckets, sum_s)
@@ -277,11 +281,10 @@ class AgentMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(LOST_LINES)
-        self.loop_lag_s = Histogram(
+        self.loop_lag_s = self.times(
             "kvbus_event_loop_lag_seconds",
             "How much later than asked for the event loop ran a timer.",
-            buckets=LAG_BUCKETS_S,
-            registry=self.registry,
+            buckets_s=LAG_BUCKETS_S,
         )
         lags_s = self._lags_s = deque([0.0], NUM_LAGS)
         meaning = "The largest of these in the last 15 s."
@@ -294,9 +297,15 @@ class AgentMetrics:
         return made
 
     def times(
-        self, name: str, meaning: str, *, label: str = "", of: Iterable[str] = ("",)
+        self,
+        name: str,
+        meaning: str,
+        *,
+        label: str = "",
+        of: Iterable[str] = ("",),
+        buckets_s: Sequence[float] = STAGE_BUCKETS_S,
     ) -> Times:
-        made = Times(name, meaning, label, of)
+        made = Times(name, meaning, label, of, buckets_s)
         self.registry.register(made)
         return made
 
@@ -307,7 +316,7 @@ class AgentMetrics:
             due = loop.time() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)  # less work than anyio's, ten times a second
             self._lags_s.append(max(0.0, loop.time() - due))
-            self.loop_lag_s.observe(self._lags_s[-1])
+            self.loop_lag_s.add({"": self._lags_s[-1]})
 
     def add_readings(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
         """Serve what ``read`` returns at each look; ``meanings`` has a sentence for each name."""

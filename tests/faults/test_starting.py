@@ -135,13 +135,18 @@ async def test_agents_hand_off_in_an_environment_that_is_made_for_other_programs
         "KVBUS_MODEL": "llama",
         "NIXL_TELEMETRY_DIR": str(tmp_path),
         "NIXL_TELEMETRY_ENABLE": "1",
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "of-vllm"),
     }
-    prefill, decode = fresh.both(env=others)
+    (tmp_path / "of-vllm").mkdir()
+    is_missing = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "missing")}
+    prefill, decode = fresh.both({"env": others}, {"env": others | is_missing})
 
     async with pair(prefill.attach, decode.attach) as engines:
         fetched = await hand_over(*engines)
 
     assert fetched.path == "direct"
+    assert prefill.metric("event_loop_lag_seconds_count") > 0
+    assert not list((tmp_path / "of-vllm").iterdir())
     for agent in (prefill, decode):
         assert (tmp_path / f"{agent.settings['agent_id']}-{agent.started['boot_id']}").exists()
 

@@ -202,20 +202,28 @@ class Packing:
     def _start_gather(self, command: slots.StartGather) -> None:
         asked, slot_id = command.asked, command.slot_id
         work: Gather = asked.work
+        lasted_s = 0.0
+
+        def gather(paged: PagedMemory) -> None:
+            nonlocal lasted_s
+            started_at = time.perf_counter()
+            paged.gather(asked.pack.table, asked.pack.box, asked.slots.view(command.slot))
+            lasted_s = time.perf_counter() - started_at
+
+        def end(error: KVBusError | None) -> None:
+            if lasted_s:
+                self._metrics.gather_s.add({"": lasted_s})
+                self._metrics.packed_bytes.values[()] += asked.num_bytes
+            self._driver.dispatch(slots.GatherEnded(slot_id, error))
+
         self._agent.copiers.start(
             asked.turn,
-            lambda: (partial(self._gather, asked, command.slot),),
-            lambda error: self._driver.dispatch(slots.GatherEnded(slot_id, error)),
+            lambda: (gather,),
+            end,
             engine=work.engine,
             memories=(work.memory,),
             group=work.group,
         )
-
-    def _gather(self, asked: slots.SlotWanted, slot: int, paged: PagedMemory) -> None:
-        started_at = time.perf_counter()
-        paged.gather(asked.pack.table, asked.pack.box, asked.slots.view(slot))
-        self._metrics.gather_s.observe(time.perf_counter() - started_at)
-        self._metrics.packed_bytes.inc(asked.num_bytes)
 
     def _start_wipe(self, command: slots.StartWipe) -> None:
         ended = slots.WipeEnded(command.slot_id)

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from msgspec.structs import replace
-from prometheus_client import Counter, Histogram
 
-from kvbus.agent.observe import STAGE_BUCKETS_S, AgentMetrics
+from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.spans import (
     Reading,
     Stories,
@@ -49,16 +48,9 @@ class PrefillMetrics:
         self.offer_life_s = agent.times(
             "kvbus_offer_life_seconds", "Time from an offer to its release."
         )
-        # These are counted in the threads that copy.
-        registry = agent.registry
-        self.packed_bytes = Counter(
-            "kvbus_packed_bytes", "Bytes gathered into staging slots.", registry=registry
-        )
-        self.gather_s = Histogram(
-            "kvbus_gather_seconds",
-            "Time of one gather into a staging slot, in its thread.",
-            buckets=STAGE_BUCKETS_S,
-            registry=registry,
+        self.packed_bytes = agent.tally("kvbus_packed_bytes", "Bytes gathered into staging slots.")
+        self.gather_s = agent.times(
+            "kvbus_gather_seconds", "Time of one gather into a staging slot, in its thread."
         )
 
 
