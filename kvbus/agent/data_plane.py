@@ -28,9 +28,6 @@ from kvbus.transport import Transport
 UCX_INTERFACES = "UCX_NET_DEVICES"
 """What UCX reads, as it starts, from the environment: device names with commas between them."""
 
-SET_HERE = {UCX_INTERFACES, "UCX_TCP_CONN_NB", "UCX_LOG_LEVEL"}
-"""Settings of UCX that an agent has without any doing of its user."""
-
 UCX_PORTS = "UCX_TCP_PORT_RANGE"
 
 log = structlog.get_logger()
@@ -61,13 +58,13 @@ class DataPlane:
         try:
             await asyncio.wrap_future(self.transport.open())
         except TransferFailed as error:
-            names = (name for name in sorted(os.environ) if name.startswith("UCX_"))
-            told = "".join(f", {name}={os.environ[name]}" for name in names if name not in SET_HERE)
             down = without_link(self.interfaces)
-            why = f"no link: {', '.join(down)}" if down else "UCX_LOG_LEVEL=info makes UCX say why"
+            why = "set UCX_LOG_LEVEL=info to see why"
+            if down:
+                why = f"without a link: {', '.join(down)}"
             closed = TransferFailed(
-                f"UCX does not start on data_interfaces = {list(self.interfaces)}{told}: {why} "
-                f"({error.message})",
+                f"UCX does not start on data_interfaces = {list(self.interfaces)}: "
+                f"{error.message}; {why}",
                 interfaces=",".join(self.interfaces),
             )
             log.error("data_plane.closed", reason=closed.message)

@@ -62,6 +62,8 @@ def _import_nixl() -> tuple[Any, Any]:
     return _api, _bindings
 
 
+_SET_HERE = {"UCX_NET_DEVICES", "UCX_TCP_CONN_NB", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"}
+"""Settings that an agent has without its user."""
 _api, _bindings = _import_nixl()
 _ERRORS: tuple[type[Exception], ...] = (
     *(
@@ -90,7 +92,7 @@ def load_backend() -> None:
         agent = _api.nixl_agent("kvbus-load", _api.nixl_agent_config(backends=[]))
         types = agent.get_plugin_mem_types("UCX")
     if not types:
-        raise TransferFailed("NIXL has no backend UCX that can be loaded")
+        raise TransferFailed(f"NIXL has no backend UCX that can be loaded{_settings()}")
 
 
 @contextlib.contextmanager
@@ -109,8 +111,17 @@ def _ours(
 ) -> KVBusError:
     name = type(error).__name__
     if isinstance(error, _bindings.nixlRemoteDisconnectError):
-        return PeerLost(f"{what}: the peer disconnected", nixl=name, peer=peer)
-    return as_error(f"{what}: {error}", nixl=name, peer=peer)
+        return PeerLost(f"{what}: the peer disconnected{_settings()}", nixl=name, peer=peer)
+    return as_error(f"{what}: {error}{_settings()}", nixl=name, peer=peer)
+
+
+# NIXL's errors have no cause: a setting that UCX cannot use shows as NIXL_ERR_BACKEND, at the start
+# or not before the first READ.
+def _settings() -> str:
+    """The user's settings of UCX and NIXL, for the end of an error."""
+    names = (one for one in sorted(os.environ) if one.startswith(("UCX_", "NIXL_")))
+    told = ", ".join(f"{one}={os.environ[one]}" for one in names if one not in _SET_HERE)
+    return f" (environment: {told})" if told else ""
 
 
 class NixlAgent:
@@ -254,5 +265,6 @@ class NixlAgent:
 
 def _is_done(state: str, peer: str) -> bool:
     if state == "ERR":
-        raise TransferFailed("the read failed: NIXL says ERR", nixl="ERR", peer=peer)
+        what = f"the read failed: NIXL says ERR{_settings()}"
+        raise TransferFailed(what, nixl="ERR", peer=peer)
     return state == "DONE"

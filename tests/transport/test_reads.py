@@ -168,3 +168,15 @@ def test_metadata_may_be_added_while_a_read_is_in_flight(over_tcp: None, meet: M
     assert ended.result(WITHIN_S).status is ReadStatus.DONE
     assert (reader.memory == place.content).all()
     assert reader.can_read(later)
+
+
+def test_a_read_that_ucx_cannot_post_names_the_settings_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, meet: Meet
+) -> None:
+    monkeypatch.setenv("UCX_PROTO_ENABLE", "n")
+    reader, place = meet()
+
+    error = reader.read(place).error
+
+    assert error is not None
+    assert "UCX_PROTO_ENABLE=n" in error.message
