@@ -48,6 +48,8 @@ class FaultKind(StrEnum):
     """A prefill engine leaves its agent, writes to its blocks, and comes back."""
     CUT = "cut"
     BREAK = "break"
+    RESET = "reset"
+    """The connections of an agent's transport are lost, with all READs that it has posted."""
 
 
 @dataclass(frozen=True)
@@ -303,6 +305,8 @@ class Cluster:
                 self.network.cut(*self._hosts(fault))
             case FaultKind.BREAK:
                 self.network.break_all(agent.host)
+            case FaultKind.RESET if agent.is_up:
+                self.fabric.transports[agent.agent.transport.name].reset()
 
     def _end_fault(self, fault: Fault, agent: SimAgent, engine: SimEngine) -> None:
         place = fault.role, fault.number

@@ -177,6 +177,32 @@ def test_fetches_from_a_silent_agent_fail_at_once_after_some_that_were_not_answe
 
 
 @seeds
+@pytest.mark.parametrize("num_resets", [1, 3])
+def test_a_read_whose_connection_is_reset_is_made_again(seed: int, num_resets: int) -> None:
+    with cluster_of(SLOW, seed) as world:
+        handoff = read(world)
+        for number in range(num_resets):
+            world.suffer(Fault(FaultKind.RESET, role=D, at_s=0.3 * number))
+
+        assert world.end_of(handoff) == "completed"
+        assert world.works()
+
+
+@seeds
+def test_a_fetch_that_ends_while_its_connection_is_made_anew_gives_its_blocks_back(
+    seed: int,
+) -> None:
+    with cluster_of(SLOW, seed) as world:
+        handoff = read(world)
+        world.suffer(Fault(FaultKind.CUT, lasts_s=FAULT_S), Fault(FaultKind.RESET, role=D))
+
+        assert world.end_of(handoff) == "failed lease_expired"
+        world.until(lambda: handoff.is_freed, within_s=SOON_S)
+        world.run(FAULT_S)
+        assert world.works()
+
+
+@seeds
 @pytest.mark.parametrize("frozen_s", [3.0, 7.0, FAULT_S])
 def test_a_decode_agent_that_was_paused_itself_blames_no_prefill_agent(
     seed: int, frozen_s: float

@@ -70,6 +70,7 @@ class SimTransport:
         self._fabric, self._world = fabric, fabric.network.world
         self._registrations: dict[int, Registration] = {}
         self._peers: set[str] = set()
+        self._broken: set[str] = set()
         self._jobs: set[_Job] = set()
         self._num_keys = self._num_recycled = 0
         self._is_held = False
@@ -118,7 +119,15 @@ class SimTransport:
         if any(job.peer == peer for job in self._jobs):
             return _failed(LocalError("in use", code=ErrorCode.BUSY))
         self._peers.discard(peer)
+        self._broken.discard(peer)
         return _done(None)
+
+    def reset(self) -> None:
+        """Lose all connections: READs fail until their peer is removed and added again."""
+        self._broken |= self._peers
+        for job in list(self._jobs):
+            job.error, job.posted = job.error or _lost(job.peer), []
+            self._end(job)
 
     def read(
         self,
@@ -130,8 +139,6 @@ class SimTransport:
         priority: int = 0,
         **_: Any,
     ) -> Read:
-        if peer not in self._peers:
-            raise LocalError("no such peer", peer=peer)
         if self._world.luck.chance(self._world.lacks):
             raise MemoryError
         num_parts = min(len(local), 1 + self._world.luck.below(MOST_PARTS))
@@ -139,6 +146,8 @@ class SimTransport:
             np.array_split(local, num_parts), np.array_split(remote, num_parts), strict=True
         )
         job = _Job(peer=peer, on_end=on_end, parts=list(pieces))
+        if peer not in self._peers - self._broken:
+            job.error = _lost(peer)
         self._jobs.add(job)
         self._post(job)
         return Read(partial(self._abort, job))
@@ -216,7 +225,7 @@ class SimTransport:
         source = self._fabric.transports[job.peer]
         if not source.process.is_alive:
             if has_seen_death:
-                job.error = job.error or PeerLost("the peer of a READ is gone", peer=job.peer)
+                job.error = job.error or _lost(job.peer)
                 self._terminate(job, local)
             else:
                 self._world.after(KILLED_S, self._land, job, local, remote, True)
@@ -277,6 +286,10 @@ class SimTransport:
             num_slices=job.num_slices,
         )
         self.process.loop.call_soon(job.on_end, outcome)
+
+
+def _lost(peer: str) -> PeerLost:
+    return PeerLost("the peer of a READ is gone", peer=peer)
 
 
 def _done(result: Any) -> Future[Any]:
