@@ -102,7 +102,7 @@ class AgentStatus(Message, frozen=True):
     sharing: Sharing | None = None
     """Whether memory is shared with agents of the same machine."""
     silent_peers: dict[str, float] = msgspec.field(default_factory=dict)
-    """Agents that do not answer, by endpoint: for how many seconds nothing came."""
+    """Agents that do not answer pings, by endpoint: for how many seconds."""
     engine_instances: dict[str, str] = msgspec.field(default_factory=dict)
     """Of each engine, its ``engine_instance`` in tickets."""
     peer_endpoint: Text = ""
