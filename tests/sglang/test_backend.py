@@ -1,5 +1,6 @@
 """Senders and receivers as SGLang's scheduler calls them, with real pools and real agents."""
 
+import gc
 import socket
 import threading
 import uuid
@@ -9,6 +10,7 @@ from contextlib import closing
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -333,6 +335,21 @@ def test_an_adapter_is_known_by_its_name_as_each_server_has_an_id_of_its_own(
 
     assert ids[prefill] != ids[decode]
     assert outcomes == {"sql": KVPoll.Success, "chat": KVPoll.Failed}
+
+
+def test_the_link_keeps_nothing_of_a_request_that_sglang_saw_end(
+    managers: Managers, bootstrap: Callable[[], str]
+) -> None:
+    prefill, decode, room = managers("prefill"), managers("decode"), next(ROOMS)
+    sender, receiver = sender_of(prefill, room), receiver_of(decode, room, bootstrap())
+    receiver.send_metadata(pages_of("decode"), ROW, None)
+    sender.send(pages_of("prefill"))
+    ends(sender, receiver)
+    kept = ref(sender._offer), ref(receiver._fetch)
+
+    del sender, receiver
+
+    wait_until(lambda: gc.collect() >= 0 and [one() for one in kept] == [None] * 2, "nothing")
 
 
 def test_a_server_without_an_agent_is_told_what_to_set(

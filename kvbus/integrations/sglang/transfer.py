@@ -94,31 +94,32 @@ class PlaceRequest:
     """A request to a bootstrap server for its `AgentPlace`, answered later."""
 
     def __init__(self, bootstrap_addr: str, answer: Future[AgentPlace]) -> None:
-        self._bootstrap_addr, self._answer, self._ended_at = bootstrap_addr, answer, 0.0
+        self._bootstrap_addr, self._ended_at = bootstrap_addr, 0.0
+        self._place: AgentPlace | None = None
+        self._error = ""
         answer.add_done_callback(self._note_end)
 
-    def _note_end(self, _: object) -> None:
-        self._ended_at = monotonic()
+    def _note_end(self, answer: Future[AgentPlace]) -> None:
+        error, self._ended_at = answer.exception(), monotonic()
+        if error is None:
+            self._place = answer.result()
+        else:
+            self._error = str(error) or type(error).__name__
 
     @property
     def may_retry(self) -> bool:
         """Whether it failed, and `RETRY_PLACE_AFTER_S` have passed."""
-        if not self._answer.done() or self._answer.exception() is None:
-            return False
-        return monotonic() - self._ended_at > RETRY_PLACE_AFTER_S
+        return bool(self._error) and monotonic() - self._ended_at > RETRY_PLACE_AFTER_S
 
     def place(self) -> AgentPlace | None:
         """Return the answer, or None while there is none. Never waits; raises `KVBusError`."""
-        if not self._answer.done():
-            return None
-        error = self._answer.exception()
-        if error is None:
-            return self._answer.result()
-        raise KVBusError(
-            f"the bootstrap server {self._bootstrap_addr} does not name its agent: "
-            f"{str(error) or type(error).__name__}; start that server with "
-            "--disaggregation-transfer-backend kvbus, and its agent"
-        )
+        if self._error:
+            raise KVBusError(
+                f"the bootstrap server {self._bootstrap_addr} does not name its agent: "
+                f"{self._error}; start that server with --disaggregation-transfer-backend kvbus, "
+                "and its agent"
+            )
+        return self._place
 
 
 _noted: OrderedDict[int, Noted] = OrderedDict()
@@ -148,10 +149,6 @@ def note_request(manager: Manager, request: Any) -> None:
 def _windows(state_indices: Sequence[Any] | None) -> dict[str, list[int]]:
     """The pages of a window by group: SGLang's states are these alone, as others are refused."""
     return {pools.WINDOW: state_indices[0].tolist()} if state_indices else {}
-
-
-def _polled() -> None:
-    """SGLang asks each sender and receiver by itself, not the link for all that has ended."""
 
 
 def rendezvous_of(place: AgentPlace, room: int) -> dict[str, Any]:
@@ -312,7 +309,7 @@ class Sender(CommonKVSender):
 
     def _made(self) -> Offer:
         room = self.bootstrap_room
-        offer = self.kv_mgr.link.offer(
+        return self.kv_mgr.link.offer(
             f"room-{room}",
             num_tokens=0,
             block_ids={} if self.aux_index is None else {pools.METADATA: [self.aux_index]},
@@ -321,8 +318,6 @@ class Sender(CommonKVSender):
             prompt_digest=self._noted.digest if self._noted else "",
             ttl_s=self.kv_mgr.bootstrap_timeout,
         )
-        offer.ended.add_callback(_polled)
-        return offer
 
     def send(
         self,
@@ -476,7 +471,6 @@ class Receiver(CommonKVReceiver):
             ticket = self._ticket()
             if ticket is not None:
                 self._fetch, self._start = self._start(ticket), None
-                self._fetch.ended.add_callback(_polled)
         except KVBusError as error:
             self._fail(str(error))
 
