@@ -21,6 +21,8 @@ STREAMED_BYTES = 1 << 20
 """A single run of so many bytes or more is copied by the kernel, which stores past the caches. A
 smaller one is copied by libc: a call of the kernel takes 5 µs, longer than what it saves.
 """
+MAX_ARRAY_BYTES = int(np.iinfo(np.intp).max)
+"""numpy makes no larger array. Runs of 64 KiB and more exceed it between the heap and a mapping."""
 _AT = np.zeros((2, 1), np.int64)
 
 
@@ -87,11 +89,15 @@ def copy_by_kernel(kernel: Kernel, lattice: Lattice) -> None:
 
 def copy_by_numpy(lattice: Lattice) -> None:
     """The same without a compiler: all runs are brought together, and then put in their places."""
-    if lattice.num_runs:
-        (from_runs, sources), (to_runs, targets) = (
-            _runs_from(side, lattice.run_bytes) for side in lattice.addresses()
-        )
-        to_runs[targets] = from_runs[sources]
+    if not lattice.num_runs:
+        return
+    addresses, run_bytes = lattice.addresses(), lattice.run_bytes
+    if (int(np.ptp(addresses, axis=1).max()) + 1) * run_bytes > MAX_ARRAY_BYTES:
+        for source, target in addresses.T.tolist():
+            ctypes.memmove(target, source, run_bytes)
+        return
+    (from_runs, sources), (to_runs, targets) = (_runs_from(side, run_bytes) for side in addresses)
+    to_runs[targets] = from_runs[sources]
 
 
 class _Runs:

@@ -54,7 +54,10 @@ class SharedSegment(MappedFile):
                 self.populate()  # what is mapped huge is seen then
                 self.uses_huge_pages = huge_bytes(self.address) > 0
         except OSError as error:
-            os.close(self._fd)
+            if self.closed:  # it is not mapped
+                os.close(self._fd)
+            else:
+                self.close()
             raise _refusal(error, size_bytes) from error
 
     @property

@@ -68,7 +68,8 @@ class Slices:
         """The next slice: local rows, remote rows, bytes."""
         start = self._next_row
         before = int(self._ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(self._ends, before + self._slice_bytes, side="right"))
+        most = np.uint64(before + self._slice_bytes)  # an int would convert the whole array
+        stop = int(np.searchsorted(self._ends, most, side="right"))
         stop = min(stop, start + self._slice_rows)
         self._next_row = stop
         num_bytes = int(self._ends[stop - 1]) - before

@@ -13,8 +13,9 @@ import anyio
 import pytest
 
 from kvbus.engine import Fetch, Link, Offer, Outcome
-from kvbus.engine.bounce import HostPrefill
+from kvbus.engine.bounce import HostBuffer, HostDecode, HostPool, HostPrefill, LocalCopier
 from kvbus.errors import AgentHungUp, ErrorCode, KVBusError, PeerLost
+from kvbus.lab.engine import device_copy
 from tests.agents import until
 from tests.engines import (
     LARGE,
@@ -37,7 +38,7 @@ from tests.faults.conftest import (
     Started,
 )
 from tests.host_engines import host_engine
-from tests.memories import Memory
+from tests.memories import Memory, private_cache
 
 pytestmark = pytest.mark.anyio
 
@@ -180,6 +181,28 @@ async def test_blocks_stay_in_doubt_when_an_agent_hangs_up_on_the_engine_and_liv
 
         assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
         assert not failure.blocks_free
+        await offer.withdraw()
+
+
+async def test_host_blocks_that_stay_in_doubt_are_logged_and_are_not_given_away(
+    fresh: Started, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = fresh.both()
+    spec, sizes = make_spec(), {"full": 4}
+    pool, buffer = HostPool(sizes), HostBuffer(spec, 0, sizes)
+    copier = LocalCopier([buffer], device_copy([private_cache(spec, 0, Memory(), 4)]))
+    rank = Link(decode.attach, spec, memory=buffer.memory, control=False)
+    async with engine(prefill.attach) as source, AsyncExitStack() as leave:
+        async with rank:
+            control = await leave.enter_async_context(Link(decode.attach, spec))
+            offer = await source.prefill.offer("r", **NOTHING, sealed=False)
+            fetch = HostDecode(control, pool, copier).fetch(offer.ticket, **ONE_BLOCK)
+            await until(lambda: decode.status()["counts"]["fetches"])
+        await failure_of(fetch)  # a rank has left, and with it the engine
+        await until(lambda: "host blocks are lost" in caplog.text)
+
+        assert f"{fetch.fetch_id}: its 1 host blocks" in caplog.text
+        assert pool.num_held == 1
         await offer.withdraw()
 
 

@@ -23,6 +23,7 @@ from kvbus.memory.attach import AttachClient
 from tests.examples import num_examples
 from tests.memory.conftest import Serving, serve
 
+NOBODY = 65534
 HELLO = b"\x80"  # an empty map
 LARGE = {"text": "x" * 60_000}
 
@@ -92,6 +93,18 @@ async def test_another_user_is_refused_although_the_file_modes_would_let_it_in(
     assert words["error"]["detail"] == {"uid": 65534}
     assert served.server.num_refused == 1
     assert (served.messages, served.closed) == ([], [])
+
+
+@pytest.mark.anyio
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+async def test_processes_of_the_effective_user_of_the_agent_are_attached(folder: Path) -> None:
+    os.chown(folder, NOBODY, -1)
+    os.seteuid(NOBODY)
+    try:
+        async with serve(folder / "attach.sock"), AttachClient(folder / "attach.sock") as client:
+            assert await client.call({}) == {"seen": 0}
+    finally:
+        os.seteuid(0)
 
 
 BROKEN: dict[str, tuple[list[tuple[bytes, int]], str, str]] = {

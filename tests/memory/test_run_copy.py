@@ -1,6 +1,8 @@
 """Runs are copied to the byte, by the kernel in C, by numpy and one by one, wherever they lie."""
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hatch_build
-from kvbus.memory import run_copy
+from kvbus.memory import libc, run_copy
 from kvbus.planning import Lattice, Runs
 from tests.memory.conftest import HAS_COMPILER
 from tests.memory.in_memory import InMemory, plan_between
@@ -87,6 +89,31 @@ def test_runs_of_any_length_and_alignment_are_copied_and_nothing_else(
     copy(Runs(lattices=(Lattice(addresses, units, inner, run_bytes),)))
 
     assert (target == expected).all()
+
+
+def test_long_runs_are_copied_between_places_far_apart(copy: Copy) -> None:
+    """One is where the kernel puts mappings, one 2**46 bytes below, as the heap is."""
+    size_bytes, zero = 1 << 20, np.zeros((2, 1), np.int64)
+    area, target = np.full(size_bytes, 3, np.uint8), np.zeros(2 * size_bytes, np.uint8)
+    with low_memory(size_bytes) as low:
+        ctypes.memset(low, 5, size_bytes)
+        places = np.array(
+            [[low, area.ctypes.data], [target.ctypes.data, target.ctypes.data + size_bytes]]
+        )
+        copy(Runs(lattices=(Lattice(places, zero, zero, size_bytes),)))
+
+    assert (target.reshape(2, -1) == [[5], [3]]).all()
+
+
+@contextmanager
+def low_memory(size_bytes: int) -> Iterator[int]:
+    """Private memory at an address that the kernel gives to nobody by itself."""
+    address = 1 << 40
+    libc.map_zeros_over(address, size_bytes)
+    try:
+        yield address
+    finally:
+        libc.unmap(address, size_bytes)
 
 
 @pytest.mark.parametrize("num_bytes", [1, run_copy.STREAMED_BYTES - 1, 5 * run_copy.STREAMED_BYTES])

@@ -69,6 +69,21 @@ def test_a_size_that_the_machine_or_a_limit_does_not_allow_is_refused_with_what_
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.usefixtures("nothing_leaks")
+def test_a_segment_that_fails_after_it_was_mapped_is_unmapped() -> None:
+    """It looks for huge pages in a file that cannot be opened any more."""
+    with Path(os.devnull).open("rb") as lowest:  # the kernel gives the lowest number that is free
+        next_fd = lowest.fileno()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_fd + 1, hard))
+    try:
+        with pytest.raises(SegmentError, match="ulimit -n"):
+            SharedSegment(4096, name="kvbus-not-left", huge_pages="advise")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "kvbus-not-left" not in Path("/proc/self/maps").read_text()
+
+
 def num_free_huge_pages() -> int:
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(meminfo["HugePages_Free"])

@@ -1,5 +1,7 @@
 """Slices against an oracle in plain Python."""
 
+import tracemalloc
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,3 +47,16 @@ def test_slices_are_those_that_one_cuts_by_hand(
         )
 
     assert taken == plain_slices(rows, slice_bytes, slice_rows)
+
+
+def test_a_slice_is_taken_without_a_copy_of_all_rows() -> None:
+    num_rows = 100_000
+    rows = np.full((num_rows, 3), 256, np.uint64)
+    slices = Slices(rows, rows, slice_bytes=8192, slice_rows=2048)
+    tracemalloc.start()
+    try:
+        slices.take()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < num_rows

@@ -4,11 +4,13 @@ KV is valid when the agent has confirmed it and all of it is loaded. A fetch has
 writes into the engine's blocks; host blocks stay with it while the agent may still write there.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Unpack
 
 import anyio
+import numpy as np
 from msgspec.structs import replace
 
 from kvbus.engine.bounce.copies import Copier, Direction, RequestBlocks
@@ -17,10 +19,12 @@ from kvbus.engine.fetches import Fetch, FetchOptions, fetch_tables
 from kvbus.engine.later import Ended, Handle, Later
 from kvbus.engine.link import Link
 from kvbus.engine.offers import BlockIds
-from kvbus.errors import ErrorCode, FetchFailed, KVBusError
+from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.planning import Spans, asked_states, tail_spans
 from kvbus.protocol.engine import Fetched
+
+log = logging.getLogger("kvbus.engine")
 
 
 class HostDecode:
@@ -157,7 +161,20 @@ class HostFetch(Handle):
         try:
             return await self._follow(fetch, tables)
         finally:  # nothing is loaded from there any more; the agent may still write there
-            fetch.freed.then(lambda: pool.release(tables) if fetch.are_blocks_free else None)
+            fetch.freed.then(partial(self._release, fetch.freed, tables))
+
+    def _release(self, freed: Later[None], tables: HostTables) -> None:
+        doubt = freed.exception()
+        if doubt is None:
+            self._host.pool.release(tables)
+        elif not isinstance(doubt, ClosedError):  # with the link the host buffer goes, too
+            log.warning(
+                "kvbus: fetch %s: its %d host blocks are lost until the engine restarts, as the "
+                "agent may still write into them: %s",
+                self.fetch_id,
+                sum(map(np.size, tables.values())),
+                doubt,
+            )
 
     def _on_landed(self, num_tokens: int) -> None:
         self._num_landed = num_tokens

@@ -117,7 +117,7 @@ class AttachServer:
         tasks.start_soon(self._converse, connection)
 
     def _refusal(self, peer: PeerIdentity) -> KVBusError | None:
-        if peer.uid != os.getuid():
+        if peer.uid != os.geteuid():
             log.warning("attach.user_refused", path=str(self.path), uid=peer.uid, pid=peer.pid)
             return LocalError(f"uid {peer.uid} may not attach here", uid=peer.uid)
         if len(self._connections) >= self._max_connections:
