@@ -25,6 +25,21 @@ static size_t block_stride(void) { return NUM_LAYERS * layer_stride(); }
 
 size_t cache_bytes(void) { return NUM_BLOCKS * block_stride(); }
 
+void *shared_memory(const char *name, size_t size, int *fd) {
+    *fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (*fd < 0 || posix_fallocate(*fd, 0, (off_t)size) ||
+        fcntl(*fd, F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK)) {
+        perror("cannot make shared memory");
+        exit(1);
+    }
+    void *mapped = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    if (mapped == MAP_FAILED) {
+        perror("cannot map shared memory");
+        exit(1);
+    }
+    return mapped;
+}
+
 /* New memory each time: nobody knows what an agent that is gone may still write into the old. */
 int cache_open(void) {
     static int fd = -1;
@@ -32,17 +47,7 @@ int cache_open(void) {
         munmap(memory, cache_bytes());
         close(fd);
     }
-    fd = memfd_create("kv", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (fd < 0 || posix_fallocate(fd, 0, (off_t)cache_bytes()) ||
-        fcntl(fd, F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK)) {
-        perror("cannot make KV memory");
-        exit(1);
-    }
-    memory = mmap(NULL, cache_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (memory == MAP_FAILED) {
-        perror("cannot map KV memory");
-        exit(1);
-    }
+    memory = shared_memory("kv", cache_bytes(), &fd);
     for (num_free = 0; num_free < NUM_BLOCKS; num_free++)
         free_ids[num_free] = NUM_BLOCKS - 1 - num_free;
     return fd;

@@ -19,6 +19,7 @@
 
 /* cache.c: one rank, one group; block, layer, part, token, head, dim in the order of the strides */
 
+enum { WORDS_BYTES = 4096 };
 enum { NUM_BLOCKS = 32, NUM_LAYERS = 2, NUM_PARTS = 2, NUM_HEADS = 2, HEAD_DIM = 8, ITEM_BYTES = 2 };
 enum { MAX_TOKENS = 512, MAX_JOB_BLOCKS = MAX_TOKENS };
 
@@ -32,6 +33,7 @@ typedef struct {
     unsigned first; /* block of the request that ids[0] is */
 } blocks;
 
+void *shared_memory(const char *name, size_t size, int *fd); /* sealed, all zeros */
 int cache_open(void);            /* new memory, all blocks free; its descriptor */
 size_t cache_bytes(void);
 void cache_pack_rank(msgpack_packer *pk);
@@ -79,4 +81,5 @@ void tell(const char *word, long name, const char *rest);
 
 void on_line(char *line);
 void on_notice(const char *op, const msgpack_object *body);
+int words_open(void); /* descriptor of its page of words; -1: it has none */
 void on_lost(void); /* everything that the agent had is over */

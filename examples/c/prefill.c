@@ -1,6 +1,7 @@
 /* The prefill role: offers what it is told to, and gets the blocks back when they are released. */
 #include "engine.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,11 +17,39 @@ typedef struct {
     unsigned counts[MAX_COUNTS], num_counts, step, ready;
     blocks table;
     char offer_id[MAX_ID];
+    uint64_t word; /* 0: it has none */
 } job;
 
 static job jobs[MAX_JOBS];
 
+/* The page of words: a decode agent of this machine takes an offer by its word, without a question.
+ * Each job has the word of its own number, and a new name for each offer. */
+
+enum { NUM_WORDS = 512 };
+static _Atomic uint64_t *words;
+
+int words_open(void) {
+    static int fd = -1;
+    if (!words)
+        words = shared_memory("words", WORDS_BYTES, &fd);
+    return fd;
+}
+
+static uint64_t word_open(const job *j) {
+    static uint64_t round;
+    uint64_t name = ++round * NUM_WORDS + (uint64_t)(j - jobs);
+    atomic_exchange(&words[name % NUM_WORDS], 4 * name + 3);
+    return name;
+}
+
+/* Nobody takes the offer from now on: its blocks may be written to. */
+static void word_close(const job *j) {
+    if (j->word)
+        atomic_exchange(&words[j->word % NUM_WORDS], 0);
+}
+
 static void end(job *j, const char *word, const char *rest) {
+    word_close(j);
     tell(word, j->name, rest);
     blocks_free(&j->table);
     j->name = 0;
@@ -118,12 +147,16 @@ static void offer(long name, char *rest) {
     msgpack_sbuffer body;
     msgpack_packer pk;
     begin(&body, &pk);
-    msgpack_pack_map(&pk, 4);
+    bool sealed = j->num_counts == 1;
+    if (sealed)
+        j->word = word_open(j);
+    msgpack_pack_map(&pk, 5);
+    pack_text(&pk, "word"), msgpack_pack_uint64(&pk, j->word);
     pack_text(&pk, "request_id"), pack_text(&pk, request_id);
     pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
     pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
     pack_text(&pk, "sealed");
-    j->num_counts == 1 ? msgpack_pack_true(&pk) : msgpack_pack_false(&pk);
+    sealed ? msgpack_pack_true(&pk) : msgpack_pack_false(&pk);
     ask(control, KVBUS_OP_OFFER, &body, on_offered, name);
     msgpack_sbuffer_destroy(&body);
 }

@@ -114,15 +114,17 @@ static bool say_hello(session *s) {
     return done;
 }
 
-static bool pass_memory(session *s, int memory) {
+static bool pass_memory(session *s, const char *id, size_t size, int memory) {
     msgpack_sbuffer message;
     msgpack_packer pk;
     begin(&message, &pk);
     msgpack_pack_map(&pk, 2);
     pack_text(&pk, "op"), pack_text(&pk, KVBUS_OP_SEGMENT);
-    pack_text(&pk, "body"), msgpack_pack_map(&pk, 2);
-    pack_text(&pk, "segment_id"), pack_text(&pk, "kv");
-    pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, cache_bytes());
+    pack_text(&pk, "body"), msgpack_pack_map(&pk, 3);
+    pack_text(&pk, "segment_id"), pack_text(&pk, id);
+    pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, size);
+    pack_text(&pk, "words");
+    strcmp(id, "words") ? msgpack_pack_false(&pk) : msgpack_pack_true(&pk);
     msgpack_unpacked reply;
     bool done = call(s->attach, &message, memory, &reply);
     msgpack_unpacked_destroy(&reply);
@@ -143,7 +145,8 @@ session *session_open(const char *path, int memory) {
     s->next_id = 1 + (first_id >> 12), s->heard = now();
     s->attach = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (connect(s->attach, (struct sockaddr *)&address, sizeof address) || !say_hello(s) ||
-        (memory >= 0 && !pass_memory(s, memory))) {
+        (memory >= 0 && !pass_memory(s, "kv", cache_bytes(), memory)) ||
+        (memory >= 0 && words_open() >= 0 && !pass_memory(s, "words", WORDS_BYTES, words_open()))) {
         session_close(s);
         return NULL;
     }

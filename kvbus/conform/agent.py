@@ -41,6 +41,7 @@ from kvbus.protocol.envelope import (
     unpack_map,
 )
 from kvbus.protocol.message import REQUESTS, Message, Socket, error_body, from_body
+from kvbus.protocol.word import WORDS_BYTES
 
 TICK_MS = 50
 BACKLOG = 64
@@ -140,6 +141,11 @@ class PlayedAgent:
     def places(self) -> list[RegionView]:
         """The memory of all ranks that can be mapped."""
         return [place for session in self.sessions for place in session.places]
+
+    @property
+    def words(self) -> memoryview | None:
+        """The page of words, as integers of 64 bits; None of an engine without one."""
+        return next((one.words for one in self.sessions if one.words is not None), None)
 
     @property
     def files(self) -> set[tuple[int, int]]:
@@ -326,8 +332,12 @@ class PlayedAgent:
         differs = f"segment {name!r} has {size:,} bytes, `segment` says {passed.size_bytes:,}"
         if not self.book.expect("attach.size", size == passed.size_bytes, differs):
             raise LocalError(differs, code=ErrorCode.SEGMENT)
-        session.segments[name] = mmap.mmap(fds[0], size)
-        session.files.add((status.st_dev, status.st_ino))
+        mapped = mmap.mmap(fds[0], size)
+        if not passed.words:
+            session.segments[name] = mapped
+            session.files.add((status.st_dev, status.st_ino))
+        elif self.book.expect("attach.size", size == WORDS_BYTES, f"words of {size:,} bytes"):
+            session.words = memoryview(mapped).cast("Q")
         return {"sealed": self._look_at_seals(name, fds[0])}
 
     def _look_at_seals(self, name: str, fd: int) -> bool:

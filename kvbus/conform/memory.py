@@ -96,6 +96,20 @@ class RegionView:
         return table.array().astype(np.int64)[entries], positions % self.group.block_size
 
 
+@dataclass(frozen=True, slots=True)
+class LiveWord:
+    """The word of an offer, as the agent has made it live."""
+
+    page: memoryview
+    number: int
+    value: int
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a decode agent could still take the offer."""
+        return bool(self.page[self.number] == self.value)
+
+
 def places_of(engine: EngineSpec, rank: RankSpec, segments: Segments) -> list[RegionView]:
     """The regions of a rank whose description was checked, those that can be mapped."""
     return [

@@ -4,10 +4,10 @@ import json
 from functools import partial
 
 from kvbus.conform.agent import OK, Answer, PlayedAgent, refusal
-from kvbus.conform.memory import covered
+from kvbus.conform.memory import LiveWord, covered
 from kvbus.conform.rules import PREFILL
 from kvbus.conform.session import EngineRequest
-from kvbus.conform.stage import Job, Kept, Stage, ticket_of
+from kvbus.conform.stage import MAX_BLOCKS, Job, Kept, Stage, ticket_of
 from kvbus.errors import GeometryError
 from kvbus.geometry import num_blocks_for
 from kvbus.protocol.engine import (
@@ -19,6 +19,7 @@ from kvbus.protocol.engine import (
     WithdrawOffer,
 )
 from kvbus.protocol.message import Message
+from kvbus.protocol.word import NUM_WORDS
 
 
 class OfferStage(Stage):
@@ -83,8 +84,38 @@ class OfferStage(Stage):
             return refusal("geometry", problem)
         if body.sealed:
             self._seal(job, body.num_tokens)
+        self._open_word(job, body)
         self._announce(job, body.num_tokens)
         return {"ok": {"offer_id": job.handoff_id, "ticket": ticket_of(job), "later": None}}
+
+    # The engine may write to the blocks of an offer that has ended only after it has closed the
+    # word. The agent sees this when the blocks come with another offer: the numbers of that one are
+    # in them by then. The played agent closes no word itself, as an agent that was killed.
+    def _look_at_words(self, job: Job) -> None:
+        for other in self.jobs.values():
+            if other.over and other.word and _share_blocks(other, job):
+                seen = f"that of request {other.name}, whose blocks request {job.name} has, is open"
+                self.book.expect("offer.word", not other.word.is_open, seen)
+                other.word = None
+
+    def _open_word(self, job: Job, body: MakeOffer) -> None:
+        """Check that the engine has named the word, and make it live."""
+        page, number = self.agent.words, body.word % NUM_WORDS
+        if not body.word:
+            return
+        if page is None:
+            self.book.expect("offer.word", False, "a word is named, and no page was passed")
+            return
+        named, found = body.word << 2 | 3, page[number]
+        seen = f"word {number} of request {job.name} has {found:#x}, not {named:#x}"
+        if self.book.expect("offer.word", found == named, seen):
+            page[number] = live = body.word << 2 | 1
+            job.word = LiveWord(page, number, live)
+
+    def lose(self, job: Job, *, same_memory: bool) -> None:
+        super().lose(job, same_memory=same_memory)
+        if not same_memory:
+            job.word = None
 
     def _on_extend(self, asked: EngineRequest, body: ExtendOffer) -> Answer:
         job = self._job(body.offer_id)
@@ -152,6 +183,7 @@ class OfferStage(Stage):
 
     def _announce(self, job: Job, num_tokens: int) -> None:
         """Check the numbers of all tokens that are ready now, and keep them."""
+        self._look_at_words(job)
         job.num_ready, job.kept = num_tokens, []
         for place, table, first, stop in covered(self.agent.places, job.tables, 0, num_tokens):
             if place.group.state and not job.sealed:
@@ -161,6 +193,13 @@ class OfferStage(Stage):
             wrong = place.difference(kv, place.numbers(job.name, start, stop), start)
             self.book.expect("offer.numbers", not wrong, f"request {job.name}: {wrong}")
             job.kept.append(Kept(place, table, start, kv))
+
+
+def _share_blocks(one: Job, other: Job) -> bool:
+    pairs = (
+        (one.tables[name], table) for name, table in other.tables.items() if name in one.tables
+    )
+    return any(set(ours.array()) & set(theirs.array()) for ours, theirs in pairs)
 
 
 def sizes(stage: OfferStage) -> None:
@@ -197,3 +236,22 @@ def blocks(stage: OfferStage) -> None:
     stage.seen_over(first)
     stage.end_well(*others)
     stage.use_all_blocks("offer.reused")
+
+
+def words(stage: OfferStage) -> None:
+    """The agent dies with an offer whose word is open; then all blocks are used at once."""
+    job = stage.taken(stage.begin(stage.block_size))
+    if job.word is None:
+        stage.book.untried("offer.word", "the engine names no words")
+        stage.end_well(job)
+        return
+    files = stage.agent.files
+    stage.agent.close()
+    stage.agent.open()
+    if stage.registered():
+        stage.lose(job, same_memory=bool(files & stage.agent.files))
+        caches = [stage.num_blocks(group.name) or 0 for group in stage.groups]
+        others = [stage.begin(stage.block_size) for _ in range(min([*caches, MAX_BLOCKS]))]
+        if others:
+            stage.taken(*others)
+            stage.end_well(*others)

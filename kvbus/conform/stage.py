@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvbus.conform.agent import PlayedAgent
-from kvbus.conform.memory import Bytes, RegionView
+from kvbus.conform.memory import Bytes, LiveWord, RegionView
 from kvbus.conform.rules import Rule
 from kvbus.conform.session import EngineRequest
 from kvbus.geometry import BlockTable, GroupSpec
@@ -40,7 +40,7 @@ class Job:
 
     It has a ``handoff_id`` once its request was taken, and is ``over`` once the blocks are the
     engine's. Of an offer ``num_ready`` tokens are announced, and ``kept`` is their KV; the blocks
-    of a fetch have the numbers of ``written`` now.
+    of a fetch have the numbers of ``written`` now. ``word`` is that of an offer that has one.
     """
 
     name: int
@@ -54,6 +54,7 @@ class Job:
     sealed: bool = False
     kept: list[Kept] = field(default_factory=list)
     written: int = 0
+    word: LiveWord | None = None
 
     @property
     def num_tokens(self) -> int:

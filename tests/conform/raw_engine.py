@@ -54,6 +54,11 @@ def packed(tables: Map) -> Map:
     }
 
 
+def named(job: Map) -> int:
+    """The word of an offer that the agent has not seen."""
+    return int(job["word"]) * 4 + 3
+
+
 def carried(ticket: Map) -> Map:
     """The ticket as this engine passes it on."""
     if FLAW == "ticket_letters":
@@ -73,6 +78,11 @@ class Engine:
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.memory: list[int] = []
+        self.words_fd: int = SHARED.memfd_create(b"words", 3)
+        os.ftruncate(self.words_fd, 4096)
+        fcntl.fcntl(self.words_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        self.words = memoryview(mmap.mmap(self.words_fd, 4096)).cast("Q")
+        self.num_words = 0
         self.maps: list[mmap.mmap] = []
         self.jobs: dict[str, Map] = {}
         self.later: list[tuple[float, Callable[[], None]]] = []
@@ -92,7 +102,7 @@ class Engine:
 
     def attach(self) -> None:
         """Come to the agent, each time with new memory: into the old an agent may still write."""
-        if FLAW != "same_memory" or not self.memory:
+        if FLAW not in ("same_memory", "word_when_lost") or not self.memory:
             self.memory = [self.segment() for _ in range(TP)]
             self.maps = [mmap.mmap(fd, SIZE_BYTES) for fd in self.memory]
         self.reset()
@@ -157,8 +167,15 @@ class Engine:
         if FLAW != "lost_not_told":
             for name in self.jobs:
                 tell(word, name, "lost")
+        for job in self.jobs.values():
+            self.close_word(job, is_lost=True)
         self.jobs.clear()
         self.attach()
+
+    def close_word(self, job: Map, *, is_lost: bool = False) -> None:
+        """What comes before another use of the blocks."""
+        if job.get("word") and ("word_when_lost" if is_lost else "word_when_released") != FLAW:
+            self.words[job["word"] % 512] = 0
 
     def read_lines(self) -> bool:
         try:
@@ -242,6 +259,10 @@ class Prefill(Engine):
             "tables": packed(job["tables"]),
             "sealed": len(counts) == 1,
         }
+        if len(counts) == 1:
+            self.num_words += 1
+            body["word"] = job["word"] = self.num_words
+            self.words[self.num_words % 512] = self.num_words if FLAW == "word" else named(job)
         if FLAW == "first_block" and len(counts) == 1:
             body["tables"]["tail"]["first_block"] = 0
         self.begin(name, "offer", body, self.on_offer)
@@ -298,6 +319,8 @@ class Prefill(Engine):
         self.look_at(op)
         if op == "released":
             job = self.jobs.pop(body["request_id"], None)
+            if job:
+                self.close_word(job)
             if job and FLAW != "blocks_lost":
                 self.give_back(job)
             if FLAW != "end_not_told":

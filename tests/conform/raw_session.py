@@ -136,6 +136,9 @@ class Session:
         if memory is not None:
             size = SIZE_BYTES + (4096 if FLAW == "wrong_size" else 0)
             self.call("segment", {"segment_id": "kv", "size_bytes": size}, memory)
+            if not self.rank:
+                words = {"segment_id": "words", "size_bytes": 4096, "words": True}
+                self.call("segment", words, self.engine.words_fd)
         body = {"engine": spec()}
         if self.rank is not None:
             body["rank"] = rank_spec(self.rank)
