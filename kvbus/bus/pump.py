@@ -7,13 +7,14 @@ the loop that follows on sends. Each look costs some system calls.
 
 import asyncio
 from collections.abc import Callable
+from time import perf_counter
 from typing import TypeAlias
 
 import zmq
 
 Socket: TypeAlias = zmq.Socket[bytes]
 
-_BATCH, _BATCH_BYTES = 128, 1 << 20
+_BATCH, _BATCH_BYTES, _BATCH_S = 128, 1 << 20, 0.003
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _MAX_FRAMES = 10  # a question of ZAP has 9
@@ -24,7 +25,7 @@ def _nothing() -> None: ...
 
 class Pump:
     """Hands each received message to ``on_frames``; one turn of the loop takes `_BATCH` frames, or
-    fewer when they are large.
+    fewer when they are large or take long, so that other sockets have their turns.
 
     Of a message of more than `_MAX_FRAMES` the first so many are handed over. ``last`` is the last
     frame that was received, for what ZeroMQ knows of its connection.
@@ -134,10 +135,12 @@ class Pump:
         """Take a batch, send what waits, and look what there is then."""
         get, recv = self._socket.get, self._socket.recv
         num_frames = num_bytes = 0
-        surely, events = signalled, -1
+        surely, events, ends_at = signalled, -1, perf_counter() + _BATCH_S
         self._in_turn = True
         try:
             while num_frames < _BATCH and num_bytes <= _BATCH_BYTES and self._loop is not None:
+                if num_frames and perf_counter() >= ends_at:
+                    break
                 # The frames of a message are there together; before its first one is to be asked.
                 if not self._frames and not surely:
                     events = int(get(_EVENTS))

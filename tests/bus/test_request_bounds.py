@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from typing import Any
 
 import anyio
@@ -199,12 +200,12 @@ async def test_large_requests_of_a_connection_that_has_ended_are_dropped(
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "fill", "most_in_a_turn"),
-    [(2000, b"", 64), (10, bytes(1 << 20), 1)],
-    ids=["many", "large"],
+    ("num_requests", "fill", "takes_s", "most_in_a_turn"),
+    [(2000, b"", 0.0, 64), (10, bytes(1 << 20), 0.0, 1), (20, b"", 0.004, 1)],
+    ids=["many", "large", "slow"],
 )
 async def test_a_chatty_peer_does_not_hold_the_loop(
-    bus: Bus, num_requests: int, fill: bytes, most_in_a_turn: int
+    bus: Bus, num_requests: int, fill: bytes, takes_s: float, most_in_a_turn: int
 ) -> None:
     """Between two batches of a flood the event loop gets its turn."""
     num_asked, turns = 0, list[int]()
@@ -213,6 +214,7 @@ async def test_a_chatty_peer_does_not_hold_the_loop(
     def handle(_: Ask, call: Call) -> None:
         nonlocal num_asked
         num_asked += 1
+        time.sleep(takes_s)
         asyncio.get_running_loop().call_soon(lambda: turns.append(num_asked))
         if call.request_id == num_requests:
             done.set()
