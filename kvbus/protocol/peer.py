@@ -296,6 +296,17 @@ class Forgo(Request[Empty], frozen=True):
     transfer_id: TransferId
 
 
+@request("cancel_request", Socket.PREFILL_PEER, at_once=True)
+class CancelRequest(Request[Empty], frozen=True):
+    """Tells the agent that you wait no longer for the reply to an earlier request of this session.
+    The agent frees what the request holds, and refuses it with ``cancelled``. Without this, a
+    ``meet`` that nobody waits for holds its place until ``wait_s`` is over.
+    """
+
+    request_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    """The ``id`` of that request. One that was answered, or never came, changes nothing."""
+
+
 class Packed(Message, frozen=True):
     """Reply to `Pack`. What is read after the end of the slot's lease is not valid."""
 

@@ -205,11 +205,12 @@ class TicketKeys:
         ours = (_signature(key, ticket).encode() for key in self._keys)
         if not any(hmac.compare_digest(one, shown) for one in ours):
             problem = "was altered, or signed with another key" if shown else "is not signed"
-            raise LocalError(
-                f"the ticket {problem}: 'ticket_keys' of the prefill agent and of this one must "
-                "have a key in common",
-                code=ErrorCode.FORBIDDEN,
+            remedy = (
+                "'ticket_keys' of the prefill agent and of this one must have a key in common"
+                if isinstance(ticket, Ticket)
+                else "the router must sign it with a key of 'ticket_keys', or send prefill first"
             )
+            raise LocalError(f"the {ticket.what} {problem}: {remedy}", code=ErrorCode.FORBIDDEN)
 
     def check_times(self, ticket: Ticket | Rendezvous, *, now_s: float) -> None:
         """Raise `LocalError` when the ticket is over, or from a time that has not come."""

@@ -12,11 +12,12 @@ import pytest
 from kvbus.engine import Fetch
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol import Outcome, Rendezvous
-from tests.agents import AgentProcess, until
+from tests.agents import AgentProcess, Agents, until
 from tests.engines import Engine, engine, failure_of, hand_over, pair
 
 pytestmark = pytest.mark.anyio
 
+MAX_HANDOFFS = 8
 NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {}, "sealed": False}
 
 
@@ -92,3 +93,26 @@ async def test_an_offer_of_another_prompt_is_not_met(
 
         assert (failure.stage, failure.code) == ("meeting", ErrorCode.FORBIDDEN)
         assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, request_id="r-7")
+
+
+@pytest.mark.parametrize("how", ["cancelled", "lost its engine"])
+async def test_a_fetch_that_waits_no_longer_gives_its_place_at_the_prefill_agent(
+    fresh: Agents, how: str
+) -> None:
+    prefill = fresh.prepare("prefill", max_handoffs=MAX_HANDOFFS)
+    fresh.start(prefill, decode := fresh.prepare("decode"))
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        async with engine(decode.attach) as other:
+            some = [begin(other, rendezvous(prefill), timeout_s=600.0) for _ in range(MAX_HANDOFFS)]
+            await until(lambda: prefill.metric("awaited_offers") == MAX_HANDOFFS)
+            for fetch in some if how == "cancelled" else ():
+                await fetch.cancel()
+        await until(lambda: not prefill.metric("awaited_offers"))
+
+        meets = rendezvous(prefill)
+        fetch = begin(target, meets)
+        await until(lambda: prefill.metric("awaited_offers") == 1)
+        name = {"transfer_id": meets["transfer_id"]}
+        offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [3]}, **name)
+        await fetch.ended
+        await offer.ended

@@ -38,7 +38,9 @@ LOCAL_REQUESTS = {
 }
 OF_COST = ("engine_unknown", "invalid")
 """What a request is refused with that observers may make, and that names engines."""
-HARMLESS = {"status", "trace", "cost", "ping", "unpack", "cancel_part", "forgo", "taken"}
+HARMLESS = {
+    "status", "trace", "cost", "ping", "unpack", "cancel_part", "cancel_request", "forgo", "taken",
+}  # fmt: skip
 """What anybody with the role may ask; slots, reads and names that are not there are given back."""
 NUM_HANDOFFS = 12
 SIDES = ("prefill", "decode")
@@ -136,11 +138,11 @@ class Liar:
         op = waiting.pop(reply["re"], None)
         if op is None:
             self.twice += 1
-        elif "ok" in reply:
+        elif code := reply["ok" if "ok" in reply else "error"].get("code"):
+            self.answers[code] += 1  # a part that failed is a reply with a code
+        else:
             self.answers["ok"] += 1
             self.accepted.add(op)
-        else:
-            self.answers[reply["error"]["code"]] += 1
 
 
 def what_is_true(

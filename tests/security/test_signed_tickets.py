@@ -11,9 +11,10 @@ from msgspec import structs
 from kvbus.engine import Fetch
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.geometry import BlockTable
-from kvbus.protocol import Rendezvous, Ticket, TicketKeys, packed_tables
+from kvbus.protocol import Outcome, Rendezvous, Ticket, TicketKeys, packed_tables
 from tests.agents import AgentProcess, Agents
 from tests.engines import Engine, failure_of, pair, same, works
+from tests.keyring import KeyRing
 from tests.security.conftest import TICKET_KEY, signed, trap_at
 from tests.security.wire import FORGED
 
@@ -165,3 +166,19 @@ async def test_an_allow_list_holds_without_keys(fresh: Agents) -> None:
             assert await works(source, target)
             await offer.withdraw()
         assert failure.code is ErrorCode.FORBIDDEN
+
+
+async def test_a_rendezvous_that_nobody_signed_ends_its_offer_at_an_agent_that_is_known(
+    engines: Pair, site: list[AgentProcess], ring: KeyRing
+) -> None:
+    source, target = engines
+    assert await works(source, target)
+    named = Rendezvous(uuid.uuid4().hex, site[0].peer, server_key=ring.pair("prefill").public)
+    offer = await source.prefill.offer("r", transfer_id=named.transfer_id, ttl_s=600.0, **NOTHING)
+
+    failure = await failure_of(target.decode.fetch(named.to_json(), **NOTHING))
+    outcome = await offer.ended
+
+    assert failure.code is ErrorCode.FORBIDDEN
+    assert "the rendezvous is not signed: the router must sign it" in failure.message
+    assert outcome is Outcome.WITHDRAWN

@@ -11,7 +11,7 @@ from kvbus.agent.engine import LocalEngine
 from kvbus.agent.loop import failure
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, new_secret
-from kvbus.errors import ErrorCode, LocalError
+from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.planning import asked_states
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
 from kvbus.protocol.peer import CancelPart, FetchPart
@@ -165,7 +165,11 @@ class DecodeService(Service):
 
     def _start_fetch(self, asked: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
-        shown = self._tickets.admit(asked, engine.engine_id)
+        try:
+            shown = self._tickets.admit(asked, engine.engine_id)
+        except KVBusError:
+            self._leases.decline(asked.ticket)
+            raise
         meets = shown if isinstance(shown, Rendezvous) else None
         ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
         boot = ticket.agent_boot if meets is None else None

@@ -39,6 +39,8 @@ class ActiveFetch:
     """Whether NIXL lost a connection under the chunk."""
     is_stopped: bool = False
     """Whether nothing more may be read."""
+    meet_id: int | None = None
+    """The `Meet` that waits for its reply."""
 
     @property
     def fills_blocks(self) -> bool:

@@ -6,7 +6,9 @@ Every answer goes back to the table as an event, exactly one for each command.
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
 
 import anyio
 import structlog
@@ -16,8 +18,8 @@ from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestTimeout
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Message
-from kvbus.protocol.peer import MAX_TAKEN, Met, Release, Take, WordsTaken
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.peer import MAX_TAKEN, Forgo, Meet, Met, Release, Take, WordsTaken
+from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.protocol.word import Word
 from kvbus_decode.chunk import ActiveFetch
 from kvbus_decode.config import DecodeConfig
@@ -92,6 +94,7 @@ class LeaseClient(PeerWatcher):
         requested, sent_at = fetch.requested, self._agent.loop.time()
 
         def settle(outcome: Message | KVBusError) -> None:
+            fetch.meet_id = None
             self._dispatch(
                 ev.Answered(
                     fetch_id=command.fetch_id,
@@ -117,7 +120,22 @@ class LeaseClient(PeerWatcher):
             settle(Empty())
             self._note_taken(home, message)
             return
-        home.ask(message, timeout_s, settle)
+        request_id = home.ask(message, timeout_s, settle)
+        if isinstance(message, Meet):
+            fetch.meet_id = request_id
+
+    def decline(self, shown: Mapping[str, Any]) -> None:
+        """Decline the offer of a rendezvous that is refused as nobody signed it.
+
+        Only an agent that is connected already is notified: what is not signed opens no connection.
+        """
+        if not Rendezvous.is_one(shown):
+            return
+        with suppress(KVBusError):
+            meets = Rendezvous.from_json(shown)
+            peer = self._peers.find(PeerAddress.of(meets.unknown_ticket()))
+            if peer is not None and not meets.signature:
+                peer.ask(Forgo(meets.transfer_id), RELEASE_TIMEOUT_S, lambda _: None)
 
     def _note_taken(self, home: Peer, take: Take) -> None:
         """Have its agent told, of all that this turn of the loop has taken at once."""
@@ -163,6 +181,8 @@ class LeaseClient(PeerWatcher):
         fetch = self._active.pop(fetch_id, None)
         if fetch is not None:
             self._forget_offer(fetch)
+            if fetch.meet_id is not None:
+                fetch.peers[0].cancel(fetch.meet_id)
             for peer in fetch.peers:
                 self._peers.release(peer)
 

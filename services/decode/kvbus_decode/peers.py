@@ -20,6 +20,7 @@ from kvbus.bus import (
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RemoteError
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import R, Request, Role
+from kvbus.protocol.peer import CancelRequest
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
 
@@ -29,6 +30,7 @@ SILENT_S, RETRY_S = 5.0, 1.0
 """A peer that is pinged and gave no sign of life for so long is silent."""
 FORGET_PEER_S = 60.0
 """One that is silent for so long, and is not used, is left; the next fetch connects again."""
+CANCEL_TIMEOUT_S = 5.0
 REQUESTS_OF_A_FETCH = 8
 """At most so many of one wait for replies of one peer: a claim or renewal, packs, releases."""
 
@@ -95,12 +97,18 @@ class Peer:
         """Whether it has answered no ping for a while."""
         return self.client.silent_s > SILENT_S
 
-    def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> None:
-        """Send a request; what keeps it from being sent goes to ``on_reply`` as well."""
+    def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int | None:
+        """Send a request and return its id; what prevents that goes to ``on_reply`` as well."""
         try:
-            self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
+            return self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
         except KVBusError as error:
             on_reply(error)
+            return None
+
+    def cancel(self, request_id: int) -> None:
+        """Wait no longer for a reply, and have the agent free what the request holds."""
+        self.client.take_back(request_id)
+        self.ask(CancelRequest(request_id), CANCEL_TIMEOUT_S, lambda _: None)
 
     def check_alive(self, boot: str) -> None:
         """Raise `PeerLost` when its process ``boot`` is gone."""

@@ -21,6 +21,7 @@ from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer, WithdrawOff
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.message import Empty, Message, check_right
 from kvbus.protocol.peer import (
+    CancelRequest,
     Claim,
     Forgo,
     Handshake,
@@ -91,6 +92,7 @@ class PrefillService(Service):
             Take: self._take,
             WordsTaken: self._end_taken,
             Meet: Shared(self._meet, self._config.max_handoffs),
+            CancelRequest: _cancel_request,
             **self._packing.handlers(),
         }
 
@@ -340,6 +342,14 @@ class PrefillService(Service):
             "registered_bytes": stats.registered_bytes,
             "memory_readers": self.lender.num_readers,
         }
+
+
+def _cancel_request(cancel: CancelRequest, call: Call) -> None:
+    """End a call of the same session, whose caller waits no longer."""
+    waiting = call.session.pending.get(cancel.request_id)
+    if waiting is not None and waiting is not call:
+        waiting.end(LocalError("it was cancelled", code=ErrorCode.CANCELLED))
+    call.reply(Empty())
 
 
 def check_tables(
