@@ -81,6 +81,8 @@ class LocalEngine:
     processes: set[EngineProcess] = field(default_factory=set)
     waiting: list[Call] = field(default_factory=list)
     lost: bool = False
+    shares_words: bool = True
+    """False once a reader that has the page of words lost its right to it."""
     _accesses: list[str] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +118,8 @@ class LocalEngine:
     @property
     def words(self) -> SegmentMapping | None:
         """The page of its offers' words: the only process of all of its ranks has passed it."""
-        return next((rank.words for rank in self.ranks.values() if rank.words is not None), None)
+        pages = (rank.words for rank in self.ranks.values() if self.shares_words)
+        return next((page for page in pages if page is not None), None)
 
     def memory(self) -> EngineMemory:
         """The ranks as a peer wants them."""

@@ -147,6 +147,8 @@ class LendMemory(Request[MemoryLent], frozen=True):
     access: MemoryAccess
     first: Size = 0
     """Number of the first segment that is wanted: how many you have."""
+    grant: Text = ""
+    """As in the reply to ``handshake``."""
     words: bool = False
     """Whether the [page of words](protocol-engine.md#words) is wanted, and no segment. Its
     descriptor comes alone; none comes when the engine has no page."""

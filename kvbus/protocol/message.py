@@ -77,7 +77,7 @@ MemoryAccess = Secret
 """What the handshake with this agent gave."""
 
 REDACTED = frozenset(
-    {"secret", "token", "access", "transfer_id", "signature", "ticket", "body", "ok"}
+    {"secret", "token", "access", "grant", "transfer_id", "signature", "ticket", "body", "ok"}
 )
 """Fields that are a right, or may hold one: no repr shows them."""
 

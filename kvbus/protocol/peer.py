@@ -111,6 +111,8 @@ class HandshakeDone(Message, frozen=True):
     """Of the engine's home: the other agents that have ranks of it."""
     memory_socket: MemorySocket = MemorySocket()
     """Where an agent of the same machine and user gets this memory."""
+    grant: Text = ""
+    """With keys: what ``lend`` shows there. It ties that connection to the key of this one."""
 
 
 @request(

@@ -34,6 +34,8 @@ from tests.prefill.test_offers import (
 )
 
 TICKET = SEALED.ticket
+REVOKED = offer.events.WordsRevoked("engine")
+"""The key of a reader that may write to the words."""
 
 
 @dataclass
@@ -148,6 +150,7 @@ def opened_with(page: Page) -> tuple[Any, Ticket]:
         (offer.events.WordTaken("o1", "own"), []),
         (WITHDRAW, ["ok"]),
         (asked(PeerWithdraw(**OF, secret=SECRET)), ["ok"]),
+        (REVOKED, []),
         (LOST, []),
         (STOPPED, []),
         (DUE, []),
@@ -190,7 +193,9 @@ def test_who_says_that_it_has_taken_what_it_has_not_changes_nothing(state: str) 
     assert "o1" in table.live
 
 
-@pytest.mark.parametrize("event", [claimed(), taken(), WITHDRAW, LOST, STOPPED, DUE], ids=str)
+@pytest.mark.parametrize(
+    "event", [claimed(), taken(), WITHDRAW, REVOKED, LOST, STOPPED, DUE], ids=str
+)
 def test_what_may_end_an_offer_or_gives_it_to_a_reader_closes_its_word_first(event: Any) -> None:
     page, table = Page(), offer.OfferTable(LIMITS)
     made, ticket = opened_with(page)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from kvbus.cli import app
 from kvbus.errors import ErrorCode
 from kvbus.keys import Role
-from kvbus.protocol import REQUESTS, Socket, Ticket
+from kvbus.protocol import REQUESTS, Outcome, Socket, Ticket
 from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
 from tests.engines import begin, engine, failure_of, pair, spread_engine, works
 from tests.keyring import KeyRing, envelope, hand_over
@@ -362,3 +362,33 @@ def test_commands_ask_agents_with_the_keys_of_their_options(
     for arguments, exit_code, said in wrong:
         refused = kvbus(*arguments)
         assert (refused.exit_code, said in refused.stderr) == (exit_code, True)
+
+
+async def test_a_revoked_reader_of_this_machine_takes_no_offer(
+    fresh: Agents, tmp_path: Path
+) -> None:
+    """Nor does its engine hold the blocks; another reader goes on."""
+    ring = KeyRing(tmp_path)
+    prefill = ring.prepare(fresh, Role.PREFILL, "prefill", mapped=True)
+    revoked, other = (
+        ring.prepare(fresh, Role.DECODE, name, mapped=True) for name in ("revoked", "other")
+    )
+    prefill.expected_trouble.add("words.closed")
+    fresh.start(prefill, revoked, other)
+    async with (
+        pair(prefill.attach, revoked.attach) as (source, target),
+        engine(other.attach) as another,
+    ):
+        assert await works(source, target)
+        assert await works(source, another)
+        assert prefill.metric("memory_readers") == 2
+        ring.revoke("revoked")
+        await until(lambda: prefill.metric("memory_readers") == 1)
+        handoff = await begin(source, target)
+        failure = await failure_of(handoff.fetch)
+        await handoff.offer.withdraw()
+        outcome = await handoff.offer.ended
+
+        assert failure.code is ErrorCode.FORBIDDEN
+        assert outcome is Outcome.WITHDRAWN
+        assert await works(source, another)

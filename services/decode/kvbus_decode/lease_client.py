@@ -320,6 +320,8 @@ def _takes_word(fetch: ActiveFetch, route: Route, take: Take) -> bool:
     ticket, memory = fetch.requested.ticket, route.home.mapped
     if not ticket.word or take.part or take.tables is None or memory is None or not memory.words:
         return False
+    if memory.closed:  # such as by an agent that has revoked our key
+        return False
     return Word(memory.words.swap, ticket).take(take.token)
 
 

@@ -60,6 +60,7 @@ WORDS: SegmentKey = (-1, "words")
 #
 #     the engine or its agent ends   end-of-file ──▶ `close`, then zeros under all addresses;
 #                                    `closed` says why before the first one is there
+#     its agent revokes our key      the same
 #     its file is cut                SIGBUS in a copy ──▶ zeros there, `closed` says so; the loop
 #                                    then hangs up, and all of it is zeros
 #     no route needs it              the route is dropped: nothing changes for a fetch that still
@@ -225,7 +226,7 @@ class MemoryBorrower:
         memory = reference()
         if memory is None:
             return
-        memory.close("the prefill engine, or its agent, has ended")
+        memory.close("the prefill engine or its agent has ended, or revoked our key")
         memory.hang_up()
         for place in [place for place, known in self._known.items() if known is memory]:
             del self._known[place]
@@ -280,6 +281,7 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
             engine_id=done.memory.engine.engine_id,
             memory_id=done.memory_id,
             access=done.access,
+            grant=done.grant,
             first=len(lent),
             words=has_all,
         )

@@ -69,7 +69,7 @@ class PrefillService(Service):
         }
         self._ticket_keys = load_ticket_keys(config.ticket_keys)
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
-        self.lender = MemoryLender(agent, config)
+        self.lender = MemoryLender(agent, config, self._close_words)
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
@@ -106,6 +106,10 @@ class PrefillService(Service):
         if not any(other.ready for other in self._agent.engines.engines.values()):
             self._driver.dispatch(ev.EnginesGone())
         self.lender.end_engine(engine)
+
+    def _close_words(self, engine: LocalEngine) -> None:
+        """Its readers ask from now on, and all that one took by a word is over."""
+        self._driver.dispatch(ev.WordsRevoked(engine.engine_id))
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """A reader may still be served late reads; its agent aborts them when its lease is over."""
@@ -192,6 +196,7 @@ class PrefillService(Service):
                 access=engine.access,
                 others=engine.others,
                 memory_socket=socket,
+                grant=self.lender.grant_for(call.session.key),
             )
         )
 

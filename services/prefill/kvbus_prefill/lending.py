@@ -1,11 +1,14 @@
 """Lends the memory of engines to decode agents of this machine, read-only, by a Unix socket.
 
 Other users are refused, readers without the right to the memory, and a second engine on one
-connection: its end is how a reader learns that the engine is gone.
+connection: its end is how a reader learns that the engine is gone, or its own key revoked.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import structlog
@@ -25,7 +28,7 @@ from kvbus.protocol.attach import (
     MemoryLent,
     MemorySocket,
 )
-from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.message import Role, check_right, from_body, to_body
 from kvbus.protocol.tools import Sharing
 from kvbus_prefill.config import PrefillConfig
 
@@ -36,12 +39,31 @@ MAX_PROCESS_CONNECTIONS = 192
 """One for each engine here that a decode agent reads; others find room besides."""
 
 
+# A connection is tied to the key of the handshake by a grant: the key, and a hash of it that only
+# this agent can make. A revoked key loses its connection, and its agent finds the memory closed. A
+# reader that is no kvbus keeps its maps all the same, and can swap in the page of words:
+#
+#     words      live ──────────┤ closed: what it took before is completed, the rest asks
+#     revoked                   ├─ hang up
+#     offers     with words     ├─ without words, while the engine lives
 class MemoryLender:
-    """The memory socket; ``socket_for`` is what a handshake tells of it."""
+    """The memory socket; ``socket_for`` is what a handshake tells of it.
 
-    def __init__(self, agent: Agent, config: PrefillConfig) -> None:
-        self._agent, self._config = agent, config
-        self._readers: dict[AttachConnection, LocalEngine] = {}
+    ``on_revoked`` is called with an engine whose words a revoked reader may write to.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        config: PrefillConfig,
+        on_revoked: Callable[[LocalEngine], None] = lambda _: None,
+    ) -> None:
+        self._agent, self._config, self._on_revoked = agent, config, on_revoked
+        self._readers: dict[AttachConnection, tuple[LocalEngine, str]] = {}
+        self._have_words: defaultdict[LocalEngine, set[str]] = defaultdict(set)
+        """The keys of readers that were lent its page."""
+        self._secret = secrets.token_bytes(32)
+        agent.access.on_change.append(self._hang_up_revoked)
         self._closed = "closed by the prefill agent's config (mapped = false)"
         self._server = AttachServer(
             agent.folder / MEMORY_SOCKET,
@@ -84,9 +106,39 @@ class MemoryLender:
 
     def end_engine(self, engine: LocalEngine) -> None:
         """The engine is gone: its readers see the end of their connections."""
-        for connection, lent in self._readers.items():
+        self._have_words.pop(engine, None)
+        for connection, (lent, _) in self._readers.items():
             if lent is engine:
                 connection.hang_up()
+
+    def grant_for(self, key: str) -> str:
+        """What a reader with this key shows; empty without keys."""
+        if self._agent.access.keys is None:
+            return ""
+        return f"{blake2b(key.encode(), key=self._secret, digest_size=16).hexdigest()} {key}"
+
+    def _check_grant(self, grant: str) -> str:
+        """The key that the grant was for; raises `LocalError` (``forbidden``)."""
+        key = grant.partition(" ")[2]
+        check_right(grant, self.grant_for(key))
+        if not self._may_read(key):
+            raise LocalError("the key is not trusted any more", code=ErrorCode.FORBIDDEN)
+        return key
+
+    def _may_read(self, key: str) -> bool:
+        access = self._agent.access
+        return access.keys is None or Role.DECODE in access.roles_of(key)
+
+    def _hang_up_revoked(self, keys: frozenset[str]) -> None:
+        revoked = {key for key in keys if not self._may_read(key)}
+        for connection, (_, key) in self._readers.items():
+            if key in revoked:
+                connection.hang_up()
+        for engine, readers in self._have_words.items():
+            if engine.shares_words and not revoked.isdisjoint(readers):
+                engine.shares_words = False
+                log.warning("words.closed", engine_id=engine.engine_id)
+                self._on_revoked(engine)
 
     async def _lend(
         self, connection: AttachConnection, message: dict[str, Any], _: list[int]
@@ -97,11 +149,12 @@ class MemoryLender:
                 f"a message here is '{LendMemory.op}' with a map 'body'", code=ErrorCode.UNKNOWN_OP
             )
         wanted = from_body(LendMemory, body)
-        engine = self._engine(wanted)
-        if self._readers.setdefault(connection, engine) is not engine:
+        engine, key = self._engine(wanted), self._check_grant(wanted.grant)
+        if self._readers.setdefault(connection, (engine, key)) != (engine, key):
             raise LocalError("this connection is for another engine", code=ErrorCode.STALE)
         if wanted.words:
             words = engine.words
+            self._have_words[engine].add(key)
             page = [words] if words is not None and words.lent_fd is not None else []
             answer = MemoryLent(self._agent.identity.agent_boot, ())
             return PassingAnswer(to_body(answer), _duplicates(page))

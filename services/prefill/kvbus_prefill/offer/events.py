@@ -60,6 +60,12 @@ class WordTaken(Value, frozen=True):
     token: str = ""
 
 
+class WordsRevoked(Value, frozen=True):
+    """A reader that may write to the engine's words has lost the right to take its offers."""
+
+    engine_id: str
+
+
 class Abandoned(Value, frozen=True):
     """A reader that waited for the offer of this name waits no longer."""
 
@@ -79,6 +85,7 @@ Event = (
     Asked[Any]
     | Opened
     | WordTaken
+    | WordsRevoked
     | Abandoned
     | EngineReady
     | EnginesGone

@@ -133,7 +133,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 offer = self.live.get(offer_id)
                 is_so = offer is not None and offer.word and offer.word.is_taken_by(token)
                 return [offer] if offer is not None and is_so else []
-            case EngineLost(engine_id):
+            case EngineLost(engine_id) | ev.WordsRevoked(engine_id):
                 return [one for one in self.live.values() if one.engine_id == engine_id]
             case ev.EngineReady():
                 self._engines_awaited_until = None

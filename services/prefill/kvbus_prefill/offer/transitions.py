@@ -121,7 +121,7 @@ def tell(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
 
 
 def ignore(_offer: OfferEntry, _event: ev.Event, _: Context) -> Commands:
-    """The reader has its ticket."""
+    """The reader has its ticket; or readers ask, as the word is closed."""
     return []
 
 
@@ -387,6 +387,7 @@ TRANSITIONS = transitions(
     ((SEALED,), (ExtendOffer, SealOffer), refuse_sealed, ()),
     (LIVE, (WithdrawOffer, PeerWithdraw, Forgo), withdraw, (RELEASED,)),
     (LIVE, (EngineLost, Stopped), end_with, (RELEASED,)),
+    (LIVE, (ev.WordsRevoked,), ignore, ()),
     ((OPEN,), (DeadlinePassed,), expire, (OPEN, RELEASED)),
     ((SEALED,), (DeadlinePassed,), expire, (SEALED, RELEASED)),
     (LIVE, (Claim,), claim, ()),
