@@ -55,6 +55,9 @@ class ErrorCode(StrEnum):
     """The right to it was not shown: the ticket's secret, the lease's token, the access to the
     memory, or a key of the right role. Do: leave tickets as the prefill engine gave them, and have
     the keys trusted on both sides."""
+    PROMPT_MISMATCH = "prompt_mismatch"
+    """The ticket is of another prompt than the fetch, or names no prompt where tickets are signed.
+    Do: have the router send each ticket with its own prompt."""
     TIMEOUT = "timeout"
     """It was not done in time. Do: try again, or compute the prompt."""
     CANCELLED = "cancelled"

@@ -83,6 +83,8 @@ enum {
 /* The right to it was not shown: the ticket's secret, the lease's token, the access to the memory, or a key
    of the right role. */
 #define KVBUS_CODE_FORBIDDEN "forbidden"
+/* The ticket is of another prompt than the fetch, or names no prompt where tickets are signed. */
+#define KVBUS_CODE_PROMPT_MISMATCH "prompt_mismatch"
 /* It was not done in time. */
 #define KVBUS_CODE_TIMEOUT "timeout"
 /* The engine cancelled it. */

@@ -353,7 +353,7 @@ class LimitedLog:
             log.warning("lines.left_out", num_lines=num_left_out)
 
 
-_MISTAKES = (ErrorCode.FORBIDDEN, ErrorCode.INVALID)
+_MISTAKES = (ErrorCode.FORBIDDEN, ErrorCode.PROMPT_MISMATCH, ErrorCode.INVALID)
 
 
 class Refusals:

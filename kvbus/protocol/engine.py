@@ -272,8 +272,8 @@ class Fetched(Message, frozen=True):
     "fetch",
     Socket.DECODE,
     at_once=True,
-    refusals="not_registered forbidden offer_completed offer_expired engine_not_ready geometry "
-    "unsupported_version fetch_exists peer_unreachable draining",
+    refusals="not_registered forbidden prompt_mismatch offer_completed offer_expired "
+    "engine_not_ready geometry unsupported_version fetch_exists peer_unreachable draining",
 )
 class StartFetch(Request[Fetched], frozen=True):
     """Asks for tokens ``first_token`` to ``num_tokens`` - 1 of the ticket's request. Answered when
@@ -302,7 +302,7 @@ class StartFetch(Request[Fetched], frozen=True):
     tokens of an open offer end; ``landed`` tells of each."""
     prompt_digest: Text = ""
     """The digest of the prompt; empty to take KV of any. A ticket with another one, or with none
-    where tickets are signed, is ``forbidden``."""
+    where tickets are signed, is refused (``prompt_mismatch``)."""
     priority: Priority = 0
     traceparent: Text = ""
     """As in ``offer``; when there is none, that of the ticket."""

@@ -68,6 +68,7 @@ def with_encoders(engines: Pair) -> Pair:
     for engine in (engines.prefill, engines.decode):
         engine.scheduler.max_num_encoder_input_tokens = LENGTH
         engine.scheduler.encoder_cache_manager = EncoderCacheManager(LENGTH)
+        engine.scheduler.connector.takes_images = True
     return engines
 
 
@@ -116,6 +117,22 @@ def test_a_decode_request_without_the_image_of_its_ticket_ends_with_an_error(
     assert (right.num_computed, right.tokens) == (1, what_follows(PROMPT, 3))
     assert beside.tokens == what_follows(prompt_of(LENGTH, 1), 3)
     assert engines.decode.figures["loads_failed"] == ["requested"]
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_at_once_a_decode_request_without_the_image_ends_with_an_error(
+    with_encoders: Pair, *, lacks: bool
+) -> None:
+    engines, image = with_encoders, with_images("one")
+    to_decode, to_prefill = engines.meeting()
+
+    loads = engines.decode.ask(PROMPT, 3, to_decode, **({} if lacks else image))
+    offers = engines.prefill.ask(PROMPT, 1, to_prefill, **image)
+    engines.until_ended(loads, offers)
+
+    assert loads.failed == lacks
+    assert loads.tokens == ([] if lacks else what_follows(PROMPT, 3))
+    assert loads.num_computed == (0 if lacks else 1)
 
 
 def test_a_decode_request_that_has_the_image_is_computed_where_its_ticket_does_not_fit(

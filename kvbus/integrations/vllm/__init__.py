@@ -20,8 +20,8 @@ INSIDE_VLLM = {
     "vllm.config.compilation:CompilationConfig": "static_forward_context",
     "vllm.config.kv_transfer:KVTransferConfig": "engine_id kv_connector_extra_config kv_role",
     "vllm.config.model:ModelConfig": (
-        "dtype get_total_num_hidden_layers get_total_num_kv_heads is_encoder_decoder model "
-        "quantization revision"
+        "dtype get_total_num_hidden_layers get_total_num_kv_heads is_encoder_decoder "
+        "is_multimodal_model model quantization revision"
     ),
     "vllm.config.parallel:ParallelConfig": (
         "decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size "

@@ -66,7 +66,13 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         )
         drains = vllm_config.shutdown_timeout > 0
         SchedulerSide.__init__(
-            self, options, engine, kv_cache_config, kv_role=transfer.kv_role, drains=drains
+            self,
+            options,
+            engine,
+            kv_cache_config,
+            kv_role=transfer.kv_role,
+            drains=drains,
+            takes_images=vllm_config.model_config.is_multimodal_model,
         )
         self._configs = vllm_config, kv_cache_config
         self._rank = 0

@@ -108,6 +108,8 @@ class Loads:
         """Those into whose blocks something may write."""
         self._refused: dict[str, str] = {}
         """Why a request must end with an error, whatever vLLM does with failed loads."""
+        self._mismatches: dict[str, str] = {}
+        """By request, the agent's message that the KV is of another prompt."""
         self._partial: dict[str, Load] = {}
         self._failed: list[str] = []
         self._over: list[str] = []
@@ -125,9 +127,14 @@ class Loads:
             del self._expected[load.request_id]
             self._refuse(load)
 
-    def refusal(self, request_id: str) -> str:
-        """Return why the request must end with an error; empty if it need not."""
-        return self._refused.get(request_id, "")
+    def refusal(self, request_id: str, *, takes_images: bool) -> str:
+        """Return why the request must end with an error; empty if it need not.
+
+        In a rendezvous, a digest that differs says no reason. If the model ``takes_images``, the
+        prefill request may have had an image that this request lacks.
+        """
+        mismatch = self._mismatches.get(request_id, "") if takes_images else ""
+        return self._refused.get(request_id, mismatch)
 
     def expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
         """A prompt to prefill that goes on a conversation whose KV a decode engine has.
@@ -209,6 +216,7 @@ class Loads:
         """The request has ended, by whatever reason; a load that runs is cancelled."""
         self.lose_blocks(request_id)
         self._refused.pop(request_id, None)
+        self._mismatches.pop(request_id, None)
         expected = self._expected.pop(request_id, None)
         if expected is not None and expected.handoff is not None:
             self._pass_on(expected)
@@ -340,6 +348,8 @@ class Loads:
         if not load.is_given_up:
             self._fail(load, notice.stage, notice.code, notice.message)
             self._failed.append(load.request_id)
+            if notice.code == ErrorCode.PROMPT_MISMATCH:
+                self._mismatches[load.request_id] = notice.message
             if not fetch.are_blocks_free:
                 logger.warning(
                     "kvbus: %s: its blocks stay withheld until no read can reach them", load.name()

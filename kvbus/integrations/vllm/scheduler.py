@@ -71,7 +71,9 @@ class SchedulerSide:
         *,
         kv_role: str,
         drains: bool,
+        takes_images: bool,
     ) -> None:
+        self.takes_images = takes_images
         self._options, self._engine, self._caches = options, engine, caches
         self._kv_role, self._drains = kv_role, drains
         self._has_windows = any(group.window is not None for group in engine.groups)
@@ -247,7 +249,7 @@ class SchedulerSide:
 
     def _end_refused(self, request: "Request") -> bool:
         """Have vLLM end the request if it was refused; return whether it was refused."""
-        reason = self._loads.refusal(request.request_id)
+        reason = self._loads.refusal(request.request_id, takes_images=self.takes_images)
         if reason:
             _end_with_error(request, reason)
         return bool(reason)

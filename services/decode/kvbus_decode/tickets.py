@@ -74,5 +74,5 @@ class TicketGate:
         if expected and known and ticket.prompt_digest != expected:
             raise LocalError(
                 "the ticket is of another prompt than the fetch, or names none",
-                code=ErrorCode.FORBIDDEN,
+                code=ErrorCode.PROMPT_MISMATCH,
             )
