@@ -30,8 +30,8 @@ class BlockTable(msgspec.Struct, frozen=True):
     tables](#block-tables).
     """
 
-    ids: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BLOCKS)]
-    """Block ids as little-endian uint32, 4 bytes each."""
+    ids: bytes
+    """Up to 1,048,576 block ids as little-endian uint32, 4 bytes each."""
     first_block: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)] = 0
     """Which block of the request the first id is."""
 
@@ -73,8 +73,7 @@ class BlockTable(msgspec.Struct, frozen=True):
 
         Raises `GeometryError` when it is not, or when the sum is more than a message may hold.
         """
-        if self.array().size + more.array().size > MAX_BLOCKS:
-            raise GeometryError(f"block table of more than {MAX_BLOCKS} blocks", limit=MAX_BLOCKS)
+        _check_number(self.array().size + more.array().size)
         if more.first_block != self.first_block + len(self):
             raise GeometryError(
                 f"extension starts at block {more.first_block}, "
@@ -97,7 +96,12 @@ class BlockTable(msgspec.Struct, frozen=True):
         return largest
 
     def check_ids(self, num_blocks: int) -> None:
-        """Raise `GeometryError` unless every id is below ``num_blocks`` and named once."""
+        """Raise `GeometryError` unless every id is below ``num_blocks`` and named once.
+
+        Also for more than `MAX_BLOCKS` ids.
+        """
+        if len(self.ids) > 4 * MAX_BLOCKS:
+            _check_number(len(self))
         largest, ids = self.check_below(num_blocks), self._ids()
         if isinstance(ids, tuple):
             num_distinct = len(set(ids))
@@ -139,6 +143,16 @@ class BlockTable(msgspec.Struct, frozen=True):
         if rest or num_ids > FEW_IDS:
             return self.array()
         return struct.unpack(f"<{num_ids}I", self.ids)
+
+
+def _check_number(num_blocks: int) -> None:
+    if num_blocks > MAX_BLOCKS:
+        raise GeometryError(
+            f"a block table has {num_blocks:,} blocks, {MAX_BLOCKS:,} at most: use larger blocks "
+            "(block size, page size), or hand off fewer tokens",
+            num_blocks=num_blocks,
+            limit=MAX_BLOCKS,
+        )
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvbus.engine import Fetch
-from kvbus.errors import ErrorCode
-from kvbus.geometry import BlockTable, GroupSpec
+from kvbus.errors import ErrorCode, RequestRefused
+from kvbus.geometry import MAX_BLOCKS, BlockTable, GroupSpec
 from kvbus.protocol import ExtendOffer, Outcome
 from tests.agents import AgentProcess, until
 from tests.engines import FULL, Engine, failure_of, pair, same, works
@@ -60,6 +60,23 @@ async def test_blocks_that_do_not_hold_the_tokens_are_refused_on_both_sides(
     assert prefill.metric("refusals_total", code="geometry") >= 1
     assert same(target.snapshot(), before)
     await offer.withdraw()
+
+
+async def test_a_table_of_too_many_blocks_is_refused_with_its_size_the_limit_and_a_remedy(
+    engines: Pair,
+) -> None:
+    source, target = engines
+    too_many = {"full": range(MAX_BLOCKS + 1)}
+    num_tokens = FULL.block_size * (MAX_BLOCKS + 1)
+
+    offer = await source.prefill.offer("short", num_tokens=16, block_ids={"full": [1]})
+    failure = await failure_of(fetch_of(target, offer.ticket, num_tokens, too_many))
+    await offer.withdraw()
+    with pytest.raises(RequestRefused) as refused:
+        await source.prefill.offer("r", num_tokens=num_tokens, block_ids=too_many).made
+
+    for message in (failure.message, refused.value.message):
+        assert "has 1,048,577 blocks, 1,048,576 at most: use larger blocks" in message
 
 
 async def test_what_a_sealed_offer_has_not_fails_its_fetch_and_touches_nothing(
