@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
+import psutil
 import structlog
 from anyio.abc import TaskGroup
 
@@ -252,9 +254,9 @@ class EngineDirectory:
         engine = self.engines.get(spec.engine_id) or LocalEngine(spec)
         taken = engine.control if wanted.rank is None else engine.ranks.get(wanted.rank.rank)
         if engine.spec != spec or taken is not None:
-            by = "with another spec" if engine.spec != spec else "by another process"
+            how = "with another spec by" if engine.spec != spec else "by"
             raise LocalError(
-                f"engine '{spec.engine_id}' is registered {by}",
+                f"engine '{spec.engine_id}' is registered {how} {_holders(engine)}",
                 code=ErrorCode.ENGINE_CONFLICT,
                 engine_id=spec.engine_id,
             )
@@ -344,6 +346,22 @@ class EngineDirectory:
                 self._kept.extend(mappings)
             except KVBusError as error:
                 log.error("segment.kept", engine_id=process.engine_id, error=error.message)
+
+
+def _holders(engine: LocalEngine) -> str:
+    """The processes of an engine, which of them are stopped, and how to free its id."""
+    pids = sorted({process.connection.peer.pid for process in engine.processes})
+    if not pids[0]:  # the kernel hides a process of another PID namespace
+        return "a process of another container: end it, or choose another engine_id"
+    named = ", ".join(f"{pid} (stopped)" if _is_stopped(pid) else str(pid) for pid in pids)
+    ended = " ".join(map(str, pids))
+    return f"process {named}: end it with 'kill -9 {ended}', or choose another engine_id"
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(psutil.Error):  # it has ended
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def _joined(process: EngineProcess) -> LocalEngine:

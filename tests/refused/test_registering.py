@@ -1,20 +1,24 @@
 """Engines that cannot be are refused when they register, those that do not fit when they meet."""
 
 import os
+import signal
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from msgspec.structs import replace
 
 from kvbus.engine import Connection, Link, RankMemory, share_tensor
-from kvbus.errors import ErrorCode
+from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import BlockTable, lay_out_rank
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import MakeOffer, Register, to_body
 from tests.agents import AgentProcess, until, wait_until
+from tests.engine_program import EngineConfig, EngineProcess
 from tests.engines import FULL, SMALL, engine, failure_of, make_spec, rank_link, same
 from tests.memories import NHD
 from tests.plain_sockets import Attached, ask, engine_socket
@@ -44,6 +48,32 @@ async def test_an_engine_is_what_its_first_process_said_and_offers_with_all_of_i
     assert refusals == [ErrorCode.ENGINE_CONFLICT] * 3
     assert too_early is ErrorCode.ENGINE_NOT_READY
     assert prefill.says("request.refused", op="register", code="engine_conflict")
+
+
+async def test_an_id_that_a_stopped_engine_holds_is_free_once_the_named_process_is_killed(
+    prefill: AgentProcess, tmp_path: Path
+) -> None:
+    spec = make_spec(engine_id=uuid.uuid4().hex)
+    config = EngineConfig("prefill", str(prefill.attach), spec, {FULL.name: 4})
+    program = EngineProcess(config, tmp_path / "log")
+    await program.start()
+    try:
+        await program.up.wait()
+        holder = psutil.Process(prefill.says("engine.attached", engine_id=spec.engine_id)[0]["pid"])
+        holder.send_signal(signal.SIGSTOP)
+        await until(lambda: holder.status() == psutil.STATUS_STOPPED)
+        with pytest.raises(RequestRefused) as refused:
+            await Link(prefill.attach, spec).__aenter__()
+    finally:
+        await program.kill()
+
+    assert refused.value.message.endswith(
+        f"is registered by process {holder.pid} (stopped): end it with 'kill -9 {holder.pid}', "
+        "or choose another engine_id"
+    )
+    prefill.says("engine.lost", engine_id=spec.engine_id)
+    async with Connection(prefill.attach, spec.engine_id) as control:
+        await control.request(Register(engine=spec))
 
 
 @pytest.mark.parametrize(
