@@ -7,8 +7,10 @@ refused, never with the secret.
 import json
 import os
 import stat
+import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -104,20 +106,39 @@ def _fields(path: Path, check: Check) -> Mapping[str, Any]:
 
 
 def create(path: Path, text: str, mode: int) -> None:
-    """A new file, whole or not at all; raises `ConfigError`, also when there is one already."""
+    """Make a new file, whole or not at all; raises `ConfigError`, also for one that exists."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                os.fchmod(file.fileno(), mode)
-                file.write(text)
-        except OSError:
-            path.unlink()  # else there would be one already, for who tries again
-            raise
+        _put(path, text, mode, os.link)
     except FileExistsError as error:
         raise ConfigError(f"{path} is there already; it was left as it is") from error
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def replace(path: Path, text: str, mode: int) -> None:
+    """Replace a file, whole or not at all; raises `OSError`."""
+    _put(path, text, mode, os.replace)
+
+
+# The process may be killed, and the machine may stop, between any two lines. Until the last step
+# `path` is as it was. What is left then has a name that no later call uses.
+def _put(path: Path, text: str, mode: int, move: Callable[[str, Path], None]) -> None:
+    descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        move(new, path)
+    finally:
+        with suppress(FileNotFoundError):  # it was moved
+            os.unlink(new)  # noqa: PTH108 - a text, as `mkstemp` returns it
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def read(path: Path, check: Check, most_bytes: int = MAX_FILE_BYTES) -> bytes:

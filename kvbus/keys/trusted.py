@@ -6,14 +6,17 @@ A line that is none trusts nobody, and no more; a file that cannot be read trust
 """
 
 import errno
+import fcntl
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbus.bus import require_key
 from kvbus.errors import ConfigError
-from kvbus.keys.files import create, read, require_unwritable
+from kvbus.keys.files import read, replace, require_unwritable
 from kvbus.protocol.message import Role
 
 MAX_BYTES = 1 << 20
@@ -51,20 +54,22 @@ Line = tuple[str, TrustedKey | ConfigError | None]
 
 def write_trusted(path: Path, trusted: TrustedKey) -> None:
     """Add a line, to a new file if there is none; raises `ConfigError`, also for a taken name."""
-    lines = _lines(path) if path.exists() else []
-    if any(isinstance(one, TrustedKey) and one.name == trusted.name for _, one in lines):
-        raise ConfigError(f"{path} has a key of the name {trusted.name!r} already")
-    _replace(path, [*(text for text, _ in lines), str(trusted)])
+    with _locked(path, create=True) as file:
+        lines = _lines(file)
+        if any(isinstance(one, TrustedKey) and one.name == trusted.name for _, one in lines):
+            raise ConfigError(f"{path} has a key of the name {trusted.name!r} already")
+        _replace(file, [*(text for text, _ in lines), str(trusted)])
 
 
 def revoke_trusted(path: Path, key: str) -> list[TrustedKey]:
     """Leave out the lines with this name or key, and return them; raises `ConfigError`."""
-    lines = _lines(path)
-    found = [one for _, one in lines if isinstance(one, TrustedKey)]
-    revoked = [one for one in found if key in (one.name, one.key)]
-    if revoked:
-        _replace(path, [text for text, one in lines if one not in revoked])
-    return revoked
+    with _locked(path) as file:
+        lines = _lines(file)
+        found = [one for _, one in lines if isinstance(one, TrustedKey)]
+        revoked = [one for one in found if key in (one.name, one.key)]
+        if revoked:
+            _replace(file, [text for text, one in lines if one not in revoked])
+        return revoked
 
 
 class TrustedKeys:
@@ -141,13 +146,26 @@ def _lines(path: Path) -> list[Line]:
     return lines
 
 
-def _replace(path: Path, lines: Iterable[str]) -> None:
-    """Who reads the file sees it as it was, or as it is now."""
+# The lock is of the file itself, so that nothing is left beside it. A writer that waited may have
+# locked what another one has replaced meanwhile.
+@contextmanager
+def _locked(path: Path, *, create: bool = False) -> Iterator[Path]:
+    """Keep other writers of the file out; yields its path without links. Raises `ConfigError`."""
     path = path.resolve()
-    new = path.with_name(f"{path.name}.new")
     try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        create(new, "".join(f"{line}\n" for line in lines), 0o644)
-        new.replace(path)
+        if create:
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        while True:
+            with path.open("a" if create else "r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    yield path
+                    return
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        verb = "write" if create else "read the key file"
+        raise ConfigError(f"cannot {verb} {path}: {error.strerror}") from error
+
+
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    """Write the file anew; a reader sees the earlier lines, or these."""
+    replace(path, "".join(f"{line}\n" for line in lines), 0o644)

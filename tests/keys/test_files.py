@@ -1,6 +1,9 @@
 """Key files: what is refused, with what to do about it, and never with the secret key."""
 
 import resource
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -147,6 +150,48 @@ def test_what_a_full_disk_does_not_take_is_not_there_and_can_be_written_later(
 
     assert left == before
     assert OTHER.public in path.read_text()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from kvbus.keys import Role, TrustedKey, revoke_trusted, write_trusted
+os.fsync = lambda _: os._exit(9)  # when all is written, and nothing is replaced
+path, key = Path(sys.argv[1]), sys.argv[2]
+if key == "decode-0":
+    revoke_trusted(path, key)
+else:
+    write_trusted(path, TrustedKey("decode-1", key, frozenset((Role.DECODE,))))
+"""
+
+
+@pytest.mark.parametrize("key", ["decode-0", OTHER.public])
+def test_a_writer_that_is_killed_changes_nothing(trusted: TrustedKeys, key: str) -> None:
+    before = trusted.path.read_text()
+
+    killed = subprocess.run([sys.executable, "-c", KILLED, trusted.path, key], check=False)
+    after = trusted.path.read_text()
+    write_trusted(trusted.path, TrustedKey("decode-2", OTHER.public, DECODE))
+    revoked = revoke_trusted(trusted.path, "decode-0")
+
+    assert (killed.returncode, after) == (9, before)
+    assert [one.name for one in revoked] == ["decode-0"]
+    assert trusted.path.read_text().split()[0] == "decode-2"
+
+
+def test_writers_at_the_same_time_lose_no_key(trusted: TrustedKeys) -> None:
+    names = [f"decode-{number}" for number in range(1, 41)]
+
+    def trust(name: str) -> None:
+        write_trusted(trusted.path, TrustedKey(name, OTHER.public, DECODE))
+        if int(name.partition("-")[2]) % 2:
+            revoke_trusted(trusted.path, name)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(trust, names))
+    trusted.refresh()
+
+    assert {one.name for one in trusted} == {"decode-0", *names[1::2]}
 
 
 def test_a_process_without_descriptors_trusts_whom_it_trusted(trusted: TrustedKeys) -> None:
