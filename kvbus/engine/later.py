@@ -6,7 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -236,10 +236,7 @@ class Runner:
         return later
 
     def _start(self, call: Callable[[], Awaitable[T]], later: Later[T]) -> None:
-        scope = anyio.CancelScope()
-        task = asyncio.get_running_loop().create_task(_run(call, later, scope))
-        self._tasks[task] = scope
-        task.add_done_callback(self._tasks.pop)
+        asyncio.get_running_loop().create_task(self._run(call, later))
 
     async def aclose(self) -> None:
         """From the loop: cancel what was started; nothing is posted any more. Idempotent.
@@ -248,18 +245,23 @@ class Runner:
         """
         with self._lock:
             self._is_closed = True
-        await asyncio.sleep(0)  # what was posted by now is called
+        for _ in range(2):  # what was posted by now is called, and its tasks begin
+            await asyncio.sleep(0)
         tasks = dict(self._tasks)
         for scope in tasks.values():
             scope.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-
-async def _run(call: Callable[[], Awaitable[T]], later: Later[T], scope: anyio.CancelScope) -> None:
-    try:
-        with scope:
-            later.settle(await call())
-    except Exception as error:
-        later.settle(error)
-    finally:
-        later.settle(ClosedError("the link was closed"))
+    async def _run(self, call: Callable[[], Awaitable[T]], later: Later[T]) -> None:
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        try:
+            # Made in the task: where an engine's environment has sniffio, anyio asks it for the
+            # event loop, and it knows of none in a callback.
+            with anyio.CancelScope() as scope:
+                self._tasks[task] = scope
+                later.settle(await call())
+        except Exception as error:
+            later.settle(error)
+        finally:
+            later.settle(ClosedError("the link was closed"))
+            self._tasks.pop(task, None)
