@@ -21,7 +21,7 @@ import psutil
 import structlog
 
 from kvbus.agent.config import AgentConfig, bind_host
-from kvbus.agent.loop import in_thread
+from kvbus.agent.loop import failure, in_thread
 from kvbus.errors import ConfigError, TransferFailed
 from kvbus.transport import Transport
 
@@ -76,12 +76,19 @@ class DataPlane:
         """Look again and again: UCX may open more."""
         while True:
             await anyio.sleep(LOOK_AGAIN_S)
-            try:
-                await self.look()
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    raise
+            await self._try_to_look()
+
+    async def _try_to_look(self) -> bool:
+        """Whether it could look; what prevents that is logged, and ends no agent."""
+        try:
+            await self.look()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
                 log.error("descriptors.exhausted", reason=error.strerror)
+            else:
+                failure(error)
+            return False
+        return True
 
     async def look(self) -> None:
         """Look where UCX listens, in a thread; one look serves all who waited for it to begin."""
@@ -103,6 +110,17 @@ class DataPlane:
     async def end_if_exposed(self) -> None:
         """End the process if UCX listens outside of the interfaces: it must serve no request."""
         await self.look()
+        self._end_if_outside()
+
+    async def end_once_exposed(self) -> None:
+        """As `end_if_exposed`, in a task of its own: look again until it is possible."""
+        is_seen = await self._try_to_look()
+        while not is_seen:
+            await anyio.sleep(LOOK_AGAIN_S)
+            is_seen = await self._try_to_look()
+        self._end_if_outside()
+
+    def _end_if_outside(self) -> None:
         if self.outside:
             reason = (
                 f"UCX listens at {self.outside}, which data_interfaces = {list(self.interfaces)} "

@@ -325,7 +325,8 @@ class EngineDirectory:
         """The bytes of a lost engine now, so that its processes know; at last the addresses."""
         processes = list(engine.processes)
         for process in processes:
-            await in_thread(process.segments.discard)
+            discard = partial(in_thread, process.segments.discard)
+            await guarded(discard, partial(_log_kept, process))
             process.connection.hang_up()
         await self._copiers.quiesce(engine)  # nothing else touches unregistered memory
         await self._unmap(process for process in processes if not process.segments.direct)
@@ -341,11 +342,13 @@ class EngineDirectory:
     async def _unmap(self, processes: Iterable[EngineProcess]) -> None:
         for process in processes:
             mappings = process.segments.registered()
-            try:
-                await process.segments.unmap()
-                self._kept.extend(mappings)
-            except KVBusError as error:
-                log.error("segment.kept", engine_id=process.engine_id, error=error.message)
+            await guarded(process.segments.unmap, partial(_log_kept, process))
+            self._kept.extend(mappings)
+
+
+def _log_kept(process: EngineProcess, error: KVBusError) -> None:
+    """Memory that cannot be given back costs memory, and not the agent."""
+    log.error("segment.kept", engine_id=process.engine_id, error=error.message)
 
 
 def _holders(engine: LocalEngine) -> str:

@@ -1,5 +1,6 @@
 """A decode agent maps the memory of a prefill engine of its machine, for as long as that lives."""
 
+import errno
 import gc
 import os
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from kvbus.engine import Link, RankMemory
 from kvbus.errors import ErrorCode
@@ -28,7 +30,7 @@ from tests.decode.neighbours import (
     files_at,
     neighbours,
 )
-from tests.engines import NUM_BLOCKS, failure_of, make_spec, works
+from tests.engines import NUM_BLOCKS, engine, failure_of, make_spec, works
 from tests.memories import NHD, Memory
 from tests.prefill.inside import given_back
 
@@ -294,3 +296,21 @@ async def test_a_decode_agent_keeps_nothing_of_an_engine_that_has_left(folder: P
         await until(lambda: not kept(), within_s=5.0)
 
     assert failure.stage == "resolving"
+
+
+async def test_agents_outlive_memory_that_they_cannot_give_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    async with neighbours(folder) as both:
+        theirs, ours = both.prefill.attach, both.decode.config.attach_path
+        with capture_logs() as lines:
+            async with engine(theirs, seed=1) as source, engine(ours, seed=2) as target:
+                assert await works(source, target)
+                monkeypatch.setattr("kvbus.memory.mapping.SegmentMapping.discard", refuse)
+            await until(lambda: sum(line["event"] == "segment.kept" for line in lines) >= 2)
+        monkeypatch.undo()
+        async with both.engines() as (source, target):
+            assert await works(source, target)

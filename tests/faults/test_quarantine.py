@@ -5,6 +5,7 @@ That nothing lands then is shown in `tests/transport/test_recycling.py` as well.
 
 import resource
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 
 from kvbus.engine import Fetch, Offer
 from kvbus.errors import ErrorCode
+from tests.agents import until
+from tests.chaos.links import PROXY_HOST, Link
 from tests.engines import (
     NUM_LARGE_BLOCKS,
     Engine,
@@ -29,6 +32,8 @@ pytestmark = pytest.mark.anyio
 FABRICS = {"tcp": {"UCX_TLS": "tcp"}, "shared memory": {"UCX_TLS": "^cma"}}
 """With CMA the reader does all itself, and no peer holds it up."""
 EXIT_STATUS = 75
+NUM_DRAINED, DRAIN_PERIOD_S = 6, 1.0
+CHECK = b"\xa2op\xa5check"
 ROOM_BYTES = 4 << 20
 """Less than the stack of a thread has, 8 MiB."""
 FEW = 16
@@ -107,6 +112,47 @@ async def test_the_blocks_of_a_stuck_read_come_back_and_nothing_lands_when_its_a
         assert await works(source, target, LONG_TOKENS)
     assert prefill.alive
     assert decode.alive
+
+
+class CountingLink(Link):
+    num_checks = 0
+    """How often the source was asked to drive what is read."""
+
+    async def _let(self, some: bytes, *, is_request: bool) -> None:
+        self.num_checks += is_request * some.count(CHECK)
+        await self._passes.wait()
+
+
+async def test_reads_of_one_source_that_drain_ask_it_once_a_second_together(fresh: Started) -> None:
+    fresh.start(prefill := fresh.prefill(**SLOW_READS, advertise_host=PROXY_HOST))
+    fresh.start(decode := fresh.decode(**SLOW_READS))
+    link = CountingLink(int(prefill.settings["peer_bind"].rpartition(":")[2]))
+    await link.open()
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        assert await works(source, target)
+        offers = [
+            await source.prefill.offer(f"r{at}", num_tokens=16, block_ids={"full": [at]})
+            for at in range(NUM_DRAINED)
+        ]
+        prefill.signal(signal.SIGSTOP)
+        fetches = [
+            target.decode.fetch(one.ticket, num_tokens=16, block_ids={"full": [at]}, timeout_s=1.0)
+            for at, one in enumerate(offers)
+        ]
+        failures = [await failure_of(fetch) for fetch in fetches]
+        began_at, before = time.monotonic(), link.num_checks
+        await until(lambda: link.num_checks >= before + NUM_DRAINED)
+        lasted_s, num_checks = time.monotonic() - began_at, link.num_checks - before
+        prefill.signal(signal.SIGCONT)
+        for fetch, offer in zip(fetches, offers, strict=True):
+            await fetch.freed
+            await offer.withdraw()
+            await offer.ended
+
+    assert not any(failure.blocks_free for failure in failures)
+    assert num_checks <= 2 + lasted_s / DRAIN_PERIOD_S
+    prefill.started["peer"] = prefill.settings["peer_bind"]  # it is looked at without the link
+    await link.close()
 
 
 async def test_an_agent_that_cannot_make_nixl_anew_ends_to_be_started_again(fresh: Started) -> None:

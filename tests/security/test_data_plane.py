@@ -52,8 +52,9 @@ def test_a_process_that_listens_elsewhere_ends() -> None:
     assert "UCX listens at 0.0.0.0:" in ended.stdout + ended.stderr
 
 
+@pytest.mark.parametrize("look", ["watch", "end_once_exposed"])
 async def test_where_ucx_listens_is_looked_at_again_when_there_are_descriptors(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
     monkeypatch.setattr("kvbus.agent.data_plane.LOOK_AGAIN_S", 0.01)
     plane = DataPlane(("lo",), Transport("unopened"))
@@ -64,7 +65,7 @@ async def test_where_ucx_listens_is_looked_at_again_when_there_are_descriptors(
         async with anyio.create_task_group() as tasks:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
             try:
-                tasks.start_soon(plane.watch)
+                tasks.start_soon(getattr(plane, look))
                 await until(lambda: logged)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -216,5 +216,7 @@ class _OpenPlane:
     async def end_if_exposed(self) -> None:
         """It is not."""
 
+    end_once_exposed = end_if_exposed
+
     async def watch(self) -> None:
         """Nothing changes."""

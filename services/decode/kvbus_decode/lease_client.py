@@ -25,7 +25,7 @@ from kvbus_decode.chunk import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.peers import Peer, PeerAddress, PeerDirectory, PeerWatcher
-from kvbus_decode.route import Route
+from kvbus_decode.route import Route, Source
 from kvbus_decode.route_book import RouteBook
 from kvbus_decode.tickets import TicketGate
 
@@ -62,6 +62,8 @@ class LeaseClient(PeerWatcher):
         self._tickets, self._active = tickets, active
         self._dispatch = dispatch
         self._by_offer: defaultdict[str, set[str]] = defaultdict(set)
+        self._draining: dict[str, ActiveFetch] = {}
+        self._is_driving = False
         self._taken: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
         """Of each agent's process, the offers that were taken by their words, with their tokens."""
 
@@ -174,11 +176,20 @@ class LeaseClient(PeerWatcher):
     # is live, and a little longer; for what is in flight after that it has to be asked.
     def drain(self, fetch_id: str) -> None:
         """It has failed, and something may still land: have its sources serve that."""
-        if (fetch := self._active.get(fetch_id)) is not None and fetch.route is not None:
-            self._agent.tasks.start_soon(self._drain, fetch, fetch.route)
+        if (fetch := self._active.get(fetch_id)) is None or fetch.route is None:
+            return
+        if not self._is_driving:
+            self._is_driving = True
+            self._agent.tasks.start_soon(self._drain)
+        known = self._drained_sources()
+        self._draining[fetch_id] = fetch
+        for place, source in self._drained_sources().items():
+            if place not in known:
+                self._drive(source)
 
     def end(self, fetch_id: str) -> None:
         fetch = self._active.pop(fetch_id, None)
+        self._draining.pop(fetch_id, None)
         if fetch is not None:
             self._forget_offer(fetch)
             if fetch.meet_id is not None:
@@ -305,14 +316,26 @@ class LeaseClient(PeerWatcher):
             check = source.check(fetch.requested.ticket.offer_id, progress_s=lease_s)
             source.peer.ask(check, lease_s, on_reply)
 
-    async def _drain(self, fetch: ActiveFetch, route: Route) -> None:
-        """Ask each agent until the blocks are free: what one refuses, the next may do."""
-        offer_id = fetch.requested.ticket.offer_id
-        while self._is_active(fetch):
-            for source in route.sources:
-                check = source.check(offer_id, progress_s=2 * DRAIN_PERIOD_S)
-                source.peer.ask(check, DRAIN_PERIOD_S, _note_refusal)
+    async def _drain(self) -> None:
+        """Ask each source until the blocks are free: what one refuses, the next may do."""
+        while self._draining:
             await anyio.sleep(DRAIN_PERIOD_S)
+            for source in self._drained_sources().values():
+                self._drive(source)
+        self._is_driving = False
+
+    def _drained_sources(self) -> dict[tuple[Peer, str, str], Source]:
+        """What draining fetches read, each memory once."""
+        routes = (fetch.route for fetch in self._draining.values() if fetch.route is not None)
+        return {
+            (source.peer, source.agent_boot, source.memory_id): source
+            for route in dict.fromkeys(routes)
+            for source in route.sources
+        }
+
+    def _drive(self, source: Source) -> None:
+        check = source.check("", progress_s=2 * DRAIN_PERIOD_S)
+        source.peer.ask(check, DRAIN_PERIOD_S, _note_refusal)
 
 
 def _takes_word(fetch: ActiveFetch, route: Route, take: Take) -> bool:

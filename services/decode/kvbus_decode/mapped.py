@@ -16,7 +16,7 @@ import structlog
 from kvbus.agent.config import MEMORY_SOCKET
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import machine_id, sharing
-from kvbus.agent.loop import in_thread
+from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.service import Agent
 from kvbus.agent.slots import HOST
 from kvbus.errors import (
@@ -214,7 +214,7 @@ class MemoryBorrower:
             self._end(reference)
             channel.close()
             with anyio.CancelScope(shield=True):
-                await in_thread(_unmap, lent)
+                await guarded(partial(in_thread, _unmap, lent), lambda _: None)
 
     def _see_cut(self, reference: MemoryRef) -> None:
         """In whatever thread has touched what is not there."""

@@ -321,7 +321,7 @@ class Reader:
         if is_unlinked:
             log.info("transport.linked", interfaces=interfaces)
         log.warning("transport.recycled", num_handles=ended)
-        await data_plane.end_if_exposed()
+        await data_plane.end_once_exposed()
         self._is_recycling = False
 
     async def _try_to_recycle(self) -> int | TransferFailed:
