@@ -165,7 +165,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("key", ["decode-0", OTHER.public])
+@pytest.mark.parametrize("key", ["decode-0", OTHER.public], ids=["revoke", "trust"])
 def test_a_writer_that_is_killed_changes_nothing(trusted: TrustedKeys, key: str) -> None:
     before = trusted.path.read_text()
 
