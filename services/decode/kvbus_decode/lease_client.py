@@ -39,6 +39,7 @@ WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
 Dispatch = Callable[[ev.Event], None]
 Settle = Callable[[Message | KVBusError], None]
+SourceKey = tuple[Peer, str, str]
 
 
 class LeaseClient(PeerWatcher):
@@ -63,6 +64,8 @@ class LeaseClient(PeerWatcher):
         self._dispatch = dispatch
         self._by_offer: defaultdict[str, set[str]] = defaultdict(set)
         self._draining: dict[str, ActiveFetch] = {}
+        self._driven: dict[SourceKey, Source] = {}
+        """What draining fetches read, each memory once."""
         self._is_driving = False
         self._taken: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
         """Of each agent's process, the offers that were taken by their words, with their tokens."""
@@ -181,10 +184,10 @@ class LeaseClient(PeerWatcher):
         if not self._is_driving:
             self._is_driving = True
             self._agent.tasks.start_soon(self._drain)
-        known = self._drained_sources()
         self._draining[fetch_id] = fetch
-        for place, source in self._drained_sources().items():
-            if place not in known:
+        for source in fetch.route.sources:
+            if (key := _key_of(source)) not in self._driven:
+                self._driven[key] = source
                 self._drive(source)
 
     def end(self, fetch_id: str) -> None:
@@ -320,22 +323,20 @@ class LeaseClient(PeerWatcher):
         """Ask each source until the blocks are free: what one refuses, the next may do."""
         while self._draining:
             await anyio.sleep(DRAIN_PERIOD_S)
-            for source in self._drained_sources().values():
+            routes = {fetch.route for fetch in self._draining.values() if fetch.route is not None}
+            sources = (source for route in routes for source in route.sources)
+            self._driven = {_key_of(source): source for source in sources}
+            for source in self._driven.values():
                 self._drive(source)
         self._is_driving = False
-
-    def _drained_sources(self) -> dict[tuple[Peer, str, str], Source]:
-        """What draining fetches read, each memory once."""
-        routes = (fetch.route for fetch in self._draining.values() if fetch.route is not None)
-        return {
-            (source.peer, source.agent_boot, source.memory_id): source
-            for route in dict.fromkeys(routes)
-            for source in route.sources
-        }
 
     def _drive(self, source: Source) -> None:
         check = source.check("", progress_s=2 * DRAIN_PERIOD_S)
         source.peer.ask(check, DRAIN_PERIOD_S, _note_refusal)
+
+
+def _key_of(source: Source) -> SourceKey:
+    return source.peer, source.agent_boot, source.memory_id
 
 
 def _takes_word(fetch: ActiveFetch, route: Route, take: Take) -> bool:
