@@ -218,7 +218,7 @@ def _listening() -> Iterator[tuple[str, int]]:
                     host, port, *_ = one.getsockname()
                     yield host.partition("%")[0], port
         except OSError as error:
-            if error.errno != errno.EBADF:  # it was closed meanwhile
+            if error.errno not in (errno.EBADF, errno.ENOTSOCK):  # closed meanwhile, or reused
                 raise
 
 

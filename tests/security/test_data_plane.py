@@ -1,6 +1,8 @@
 """Whoever connects to UCX over TCP owns the process: it listens on the named interfaces only."""
 
+import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +74,18 @@ async def test_where_ucx_listens_is_looked_at_again_when_there_are_descriptors(
                 tasks.cancel_scope.cancel()
 
     assert logged[0]["event"] == "descriptors.exhausted"
+
+
+async def test_a_socket_whose_number_became_that_of_a_file_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was closed while the descriptors were looked at."""
+    with socket.create_server(("127.0.0.1", 0)):
+        monkeypatch.setattr("os.dup", lambda _: os.open("/dev/null", os.O_RDONLY))
+        plane = DataPlane((), Transport("unopened"))
+        await plane.look()
+
+    assert not plane.endpoints
 
 
 @pytest.mark.parametrize("events", ["[::1]", "localhost", "lo"])
