@@ -84,7 +84,7 @@ class ErrorCode(StrEnum):
     """The agent has no engine of that name. Do: check the ticket, and whether the engine runs."""
     ENGINE_CONFLICT = "engine_conflict"
     """Another live process has that engine id or rank, or the specs of two sessions differ. Do:
-    wait until the old process is gone, or use another id."""
+    end the process that the message names, by `kill -9` if it is stopped, or use another id."""
     ENGINE_NOT_READY = "engine_not_ready"
     """Not all ranks of the engine are registered, or the agent has no engine that could make the
     offer. Do: try again a little later."""

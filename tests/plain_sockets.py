@@ -42,6 +42,7 @@ def ask_frames(endpoint: str, *frames: bytes, curve: Curve | None = None) -> dic
     """
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.set(zmq.LINGER, 0)
+        dealer.set(zmq.IPV6, "[" in endpoint)
         apply(dealer, curve)
         dealer.connect(endpoint)
         for _ in range(NUM_TRIES):

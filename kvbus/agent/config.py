@@ -1,6 +1,7 @@
 """Configuration of an agent: what was given into typed structs, and its addresses."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvbus.agent.sources import Given, gather, in_words, kinds_of, variable
+from kvbus.bus import with_brackets
 from kvbus.errors import ConfigError
 from kvbus.protocol.engine import AgentRole
 
@@ -47,12 +49,12 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Name of this agent in logs, metrics and tickets; unique in the cluster."""
     peer_bind: str
     """Where other agents reach this one, tcp://HOST:PORT; port 0 takes a free one, FIRST-LAST the
-    first free one of a range.
+    first free one of a range. HOST * is every address of this machine, IPv6 and IPv4.
     """
     events_bind: str
     """Where subscribers get this agent's events; as peer_bind."""
     advertise_host: str = ""
-    """Host name that others use; needed when an address above is a wildcard."""
+    """Host name or IP address that others use; needed when an address above is a wildcard."""
     key_file: str = ""
     """Secret key of this agent, of mode 0600; made by: kvbus keys new. Empty: its sockets are
     neither encrypted nor closed to anybody.
@@ -150,6 +152,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 C = TypeVar("C", bound=AgentConfig)
+_HOST = re.compile(r"[^\s/:\[\]]*|\[[0-9A-Fa-f:.]+(%[^\s/:\[\]]+)?\]")
 
 
 def load_config(kind: type[C], path: Path | None, *, settings: Iterable[str] = ()) -> C:
@@ -198,9 +201,20 @@ def convert_config(
         reason = in_words(error, fields.get(key), kinds_of(kind).get(key))
         named = f"key '{key}': " if key else ""
         raise ConfigError(f"{origins.get(key, source)}: {named}{reason}", key=key) from error
+    config = _with_brackets(config)
     for key, problem in _problems(config):
         raise ConfigError(f"{origins.get(key, source)}: key '{key}': {problem}", key=key)
     return config
+
+
+def _with_brackets(config: C) -> C:
+    """Put IPv6 addresses into brackets: Kubernetes and others name addresses without."""
+    binds = {key: getattr(config, key) for key in ("peer_bind", "events_bind")}
+    for key, address in binds.items():
+        host = bind_host(address)
+        binds[key] = address.replace(f"//{host}:", f"//{with_brackets(host)}:", 1)
+    host = with_brackets(config.advertise_host)
+    return msgspec.structs.replace(config, advertise_host=host, **binds)
 
 
 def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
@@ -217,6 +231,17 @@ def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
         is_wildcard = host in ("*", "0.0.0.0", "[::]")  # noqa: S104 - compared
         if is_wildcard and not config.advertise_host:
             yield "advertise_host", f"needed, because {key} binds every interface"
+        if host == "0.0.0.0" and config.advertise_host.startswith("["):  # noqa: S104 - compared
+            yield (
+                key,
+                f"'{address}' binds IPv4 alone, and advertise_host is IPv6: write tcp://*:PORT",
+            )
+    if not _HOST.fullmatch(config.advertise_host):
+        yield (
+            "advertise_host",
+            f"'{config.advertise_host}' is neither a host name nor an IP address; it has no tcp:// "
+            "and no port",
+        )
     host, _, port = config.http_bind.rpartition(":")
     if config.http_bind and not (host and _are_ports([port])):
         yield (

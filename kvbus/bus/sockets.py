@@ -208,6 +208,15 @@ def host_of(endpoint: str) -> str:
     return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
+def with_brackets(host: str) -> str:
+    """Return ``host`` as it stands in an endpoint: an IPv6 address has brackets there."""
+    try:
+        is_bare = ipaddress.ip_address(host.partition("%")[0]).version == 6
+    except ValueError:
+        return host
+    return f"[{host}]" if is_bare else host
+
+
 def bound_endpoint(socket: Socket) -> str:
     """The endpoint that a bound socket really has, with the port that the system chose."""
     endpoint = socket.get(zmq.LAST_ENDPOINT)
@@ -248,7 +257,8 @@ def _keep_alive(socket: Socket) -> None:
 def _bind(socket: Socket, endpoint: str) -> Socket:
     """Bind to ``endpoint``; of tcp://HOST:FIRST-LAST to the first port that is free."""
     with _closed_on_error(socket, f"cannot bind {endpoint}", endpoint):
-        socket.set(zmq.IPV6, "[" in endpoint)
+        # Of "*" ZeroMQ makes one socket for IPv6 and IPv4, or for IPv4 where there is no IPv6.
+        socket.set(zmq.IPV6, "[" in endpoint or host_of(endpoint) == "*")
         *others, last = port_range(endpoint)
         for one in others:
             with contextlib.suppress(zmq.ZMQError):
@@ -270,6 +280,10 @@ def port_range(endpoint: str) -> list[str]:
 def _require_port(endpoint: str) -> None:
     """Raise `ConfigError` for what is no endpoint, and for a name that has no port."""
     host, port = host_of(endpoint), endpoint.rpartition(":")[2]
+    if endpoint.startswith("tcp://") and (bracketed := with_brackets(host)) != host:
+        raise ConfigError(
+            f"cannot connect to {endpoint}: an IPv6 address needs brackets: tcp://{bracketed}:{port}"
+        )
     has_port = (
         "://" in endpoint and host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
     )

@@ -97,6 +97,8 @@ WRONG = [
     ("file", "peers = ['10.0.0.1:7701']", "expected tcp://HOST:PORT for each, and behind"),
     ("variable", "KVBUS_AGENT_ID=", "expected 1 to 64 letters of ASCII, digits, dots, "),
     ("setting", "log_level=loud", "key 'log_level': 'loud': expected one of debug, info, warning"),
+    ("setting", "advertise_host=tcp://host", "'tcp://host' is neither a host name nor an IP "),
+    ("setting", "advertise_host=10.0.0.1:7701", "it has no tcp:// and no port"),
     ("file", "http_bind = '[::]:99999'", "is not HOST:PORT, with a port up to 65535"),
 ]
 
@@ -117,6 +119,30 @@ def test_what_is_wrong_is_told_in_words_with_its_source_and_key(
         said = refusal(settings=(text,))
 
     assert told in said
+
+
+@pytest.mark.parametrize("host", ["fd00:7::1", "[fd00:7::1]", "fe80::1%eth0"])
+def test_an_ipv6_address_is_taken_with_and_without_brackets(
+    environment: pytest.MonkeyPatch, host: str
+) -> None:
+    """Kubernetes names the address of a pod without."""
+    environment.setenv("KVBUS_ADVERTISE_HOST", host)
+    environment.setenv("KVBUS_PEER_BIND", f"tcp://{host}:7701-7709")
+
+    config = load_config(DecodeConfig, None)
+
+    bracketed = f"[{host.strip('[]')}]"
+    assert config.advertise_host == bracketed
+    assert config.peer_bind == f"tcp://{bracketed}:7701-7709"
+
+
+def test_an_agent_that_binds_ipv4_alone_cannot_advertise_ipv6(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    environment.setenv("KVBUS_PEER_BIND", "tcp://0.0.0.0:7701")
+    environment.setenv("KVBUS_ADVERTISE_HOST", "fd00:7::1")
+
+    assert "binds IPv4 alone, and advertise_host is IPv6: write tcp://*:PORT" in refusal()
 
 
 def test_what_is_of_another_agent_or_missing_is_named(

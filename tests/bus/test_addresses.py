@@ -211,6 +211,11 @@ async def test_requests_and_events_reach_a_host_by_its_name(bus: Bus, record: Re
     assert told == ("boot", heard, "source")
 
 
+def test_an_ipv6_address_without_brackets_is_refused_with_brackets(bus: Bus) -> None:
+    with pytest.raises(ConfigError, match=r"needs brackets: tcp://\[fd00::1\]:7701"):
+        bus.client(at="tcp://fd00::1:7701")
+
+
 @pytest.mark.parametrize(
     "endpoint",
     ["tcp://host", "tcp://:7701", "tcp://host:0", "tcp://host:x", "127.0.0.1:7701", "host:7701"],

@@ -20,6 +20,7 @@ from tests.agents import AgentProcess, until
 from tests.engines import engine, hand_over, pair
 from tests.faults.conftest import NOTHING, Started
 from tests.keyring import KeyRing
+from tests.plain_sockets import ask
 
 KINDS: dict[str, type[Any]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 ADDRESSES = ("peer_bind", "events_bind", "http_bind")
@@ -149,6 +150,26 @@ async def test_agents_hand_off_in_an_environment_that_is_made_for_other_programs
     assert not list((tmp_path / "of-vllm").iterdir())
     for agent in (prefill, decode):
         assert (tmp_path / f"{agent.settings['agent_id']}-{agent.started['boot_id']}").exists()
+
+
+@pytest.mark.anyio
+async def test_a_wildcard_bind_is_reached_over_ipv6_and_over_ipv4(fresh: Started) -> None:
+    everywhere = {
+        "peer_bind": "tcp://*:0",
+        "events_bind": "tcp://*:0",
+        "advertise_host": "::1",
+        "data_interfaces": ["lo"],
+        "insecure": True,
+    }
+    prefill, decode = fresh.both(everywhere)
+
+    async with pair(prefill.attach, decode.attach) as engines:
+        fetched = await hand_over(*engines)
+
+    assert fetched.path == "direct"
+    assert prefill.peer.startswith("tcp://[::1]:")
+    over_ipv4 = prefill.peer.replace("[::1]", "127.0.0.1")
+    assert ask(over_ipv4, "status", {})["ok"]["counts"]["offers"] == 0
 
 
 @pytest.mark.parametrize("taken", [*ADDRESSES, "runtime_dir"])
