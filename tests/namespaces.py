@@ -80,12 +80,14 @@ class Host:
         return int(values[names.index("ActiveOpens")])
 
     def reset_connections(self, *, kept_ports: range) -> int:
-        """End its TCP connections as a firewall does, but for those of these ports; their number.
+        """End its TCP connections with other hosts, as a firewall does, and return their number.
 
-        0 where the kernel cannot (CONFIG_INET_DIAG_DESTROY).
+        Connections of the kept ports stay. Returns 0 where the kernel cannot end any
+        (CONFIG_INET_DIAG_DESTROY).
         """
         first, last = kept_ports[0], kept_ports[-1]
-        kept = (f"{end} >= :{first} and {end} <= :{last}" for end in ("sport", "dport"))
+        kept = [f"{end} >= :{first} and {end} <= :{last}" for end in ("sport", "dport")]
+        kept.append(f"dst {self.address}")
         ended = subprocess.run(
             [*self.command, "ss", "-KtnH", "state", "established", f"not ( {' or '.join(kept)} )"],
             capture_output=True,

@@ -91,7 +91,7 @@ async def test_an_offer_of_another_prompt_is_not_met(
         failure = await failure_of(fetch)
         await offer.withdraw()
 
-        assert (failure.stage, failure.code) == ("meeting", ErrorCode.FORBIDDEN)
+        assert (failure.stage, failure.code) == ("meeting", ErrorCode.PROMPT_MISMATCH)
         assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, request_id="r-7")
 
 
