@@ -212,7 +212,13 @@ def _listening() -> Iterator[tuple[str, int]]:
         try:
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(number)) as one:
+            duplicate = os.dup(number)
+            try:
+                one = socket.socket(fileno=duplicate)
+            except OSError:
+                os.close(duplicate)
+                raise
+            with one:
                 is_tcp = one.family in _IP_FAMILIES and one.type == socket.SOCK_STREAM
                 if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     host, port, *_ = one.getsockname()
