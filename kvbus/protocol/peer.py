@@ -241,6 +241,40 @@ class WordsTaken(Request[Empty], frozen=True):
     """By offer, the token in its word."""
 
 
+class CommitAnswer(Message, frozen=True):
+    committed: bool
+    """Whether a ``take`` with this token, or a swap of the offer's word, completed the read."""
+
+
+@request(
+    "committed",
+    Socket.PREFILL_PEER,
+    at_once=True,
+    refusals="forbidden engine_not_ready",
+)
+class CommitQuery(Request[CommitAnswer], frozen=True):
+    """Asks whether an earlier process of this decode agent took the offer, before a fetch is
+    repeated. Any process of the prefill agent answers, so it names no ``agent_boot``.
+
+    When the answer is no, only ``reader_boot`` may take the offer with this token: a ``take`` of
+    another process that arrives later is ``stale``. An offer that the agent does not know is not
+    committed; ``engine_not_ready`` while the agent waits for the engine's offers.
+    """
+
+    secret: OfferSecret
+    """The secret of the ticket; of a rendezvous, its ``transfer_id``."""
+    token: Secret
+    """That of the ``take``."""
+    reader_boot: Id
+    """Boot id of the decode agent that asks."""
+    offer_id: Text = ""
+    """The offer, from the ticket; empty for a rendezvous."""
+    engine_id: Text = ""
+    """The prefill engine, from the ticket; empty for a rendezvous."""
+    engine_instance: Text = ""
+    """Its instance, from the ticket; empty for a rendezvous."""
+
+
 @request("release", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
 class Release(Request[Empty], frozen=True):
     """Gives a lease back, with nothing in flight and nothing used."""

@@ -23,6 +23,8 @@ from kvbus.protocol.message import Empty, Message, check_right
 from kvbus.protocol.peer import (
     CancelRequest,
     Claim,
+    CommitAnswer,
+    CommitQuery,
     Forgo,
     Handshake,
     HandshakeDone,
@@ -91,6 +93,7 @@ class PrefillService(Service):
             **dict.fromkeys(about_offers, self._forward),
             Take: self._take,
             WordsTaken: self._end_taken,
+            CommitQuery: self._answer_committed,
             Meet: Shared(self._meet, self._config.max_handoffs),
             CancelRequest: _cancel_request,
             **self._packing.handlers(),
@@ -149,6 +152,9 @@ class PrefillService(Service):
         for offer_id, token in taken.tokens.items():
             self._driver.dispatch(ev.WordTaken(offer_id, token))
         call.reply(Empty())
+
+    def _answer_committed(self, asked: CommitQuery, call: Call) -> None:
+        call.reply(CommitAnswer(self._table.is_committed(asked, call.session.key)))
 
     def _meet(self, meet: Meet, call: Call) -> None:
         left = ev.Abandoned(transfer_id=meet.transfer_id, reply_to=call)

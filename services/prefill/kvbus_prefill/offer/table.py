@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import ExtendOffer, SealOffer
 from kvbus.protocol.message import check_right
-from kvbus.protocol.peer import Digest, Forgo, Meet, Pack, Release, Renew
+from kvbus.protocol.peer import CommitQuery, Digest, Forgo, Meet, Pack, Release, Renew
 from kvbus.table import Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
 from kvbus_prefill.offer import events as ev
@@ -87,6 +87,18 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         if offer.is_over:
             raise ended(offer)
         return offer
+
+    def is_committed(self, asked: CommitQuery, holder: str) -> bool:
+        """Whether a reader took the offer with this token; raises `LocalError` (``forbidden``)."""
+        offer = self.find(asked.offer_id)
+        if offer is None:
+            return False
+        check_right(asked.secret, offer.secret)
+        right = asked.token, holder
+        done = any(
+            one.is_done and (one.token, one.holder) == right for one in offer.leases.values()
+        )
+        return done or (offer.word is not None and offer.word.is_taken_by(asked.token))
 
     def _names_of(self, entry: OfferEntry) -> tuple[str, ...]:
         return tuple(filter(None, (entry.request_id, entry.transfer_id)))
