@@ -16,6 +16,7 @@ TEST_PROCESSES ?= 2
 SEED ?= 1
 MINUTES ?= 1
 HANDOFFS ?= 1000000
+EVENTS ?= 1000
 WORLD ?= all
 CAPS ?= small
 RUN_TESTS := $(BIN)/python -m tests.runner --processes $(TEST_PROCESSES)
@@ -29,7 +30,7 @@ PIP_SGLANG := $(BIN_SGLANG)/pip install --quiet --disable-pip-version-check --co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos soak mutants simulate test-vllm test-vllm-long test-sglang test-sglang-long vllm-contract check format bench docs schema clean
+.PHONY: help venv venv-vllm venv-sglang debian-packages demo test test-long chaos survivor soak mutants simulate test-vllm test-vllm-long test-sglang test-sglang-long vllm-contract check format bench docs schema clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -101,6 +102,9 @@ test-long: $(INSTALLED) $(KERNEL) ## Run all tests, with more examples and shape
 
 chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under load: SEED=1 MINUTES=20
 	@$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
+
+survivor: $(INSTALLED) $(KERNEL) ## Kill, stop, cut and move agents; no request may fail: SEED=1 EVENTS=1000
+	@$(BIN)/python -m tests.survivor --seed $(SEED) --events $(EVENTS)
 
 soak: $(INSTALLED) $(KERNEL) ## Hand off at full rate, and see whether the agents grow: MINUTES=60 CAPS=small
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --caps $(CAPS)

@@ -48,7 +48,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 class Forked(subprocess.Popen[bytes]):
     """`python -m MODULE`, its `main` in a process that is forked, where Popen starts a Python.
 
-    An agent, or another module of which most is imported by then.
+    An agent, or another module of which most is imported by then. A command may begin with a
+    runner, such as ``ip netns exec NAME``: each runner has a fork server of its own, which it runs.
     """
 
     imported: ClassVar[Sequence[str]] = AGENTS
@@ -57,9 +58,10 @@ class Forked(subprocess.Popen[bytes]):
         env, pipes = rest[5], rest[9:15]
         ends = (pipes[0], pipes[3], pipes[5])
         streams = [end if end != -1 else ours for ours, end in enumerate(ends)]
-        server = _server(self.imported)
+        at = args.index(sys.executable)
+        server = _server(self.imported, tuple(args[:at]))
         try:
-            self.pid = server.fork(args, os.environ if env is None else env, streams)
+            self.pid = server.fork(args[at:], os.environ if env is None else env, streams)
             self._child_created = True
         finally:
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]  # not in its stub
@@ -71,9 +73,9 @@ class ForkedEngine(Forked):
     imported = ENGINES
 
 
-def can_fork(env: Mapping[str, str]) -> bool:
+def can_fork(env: Mapping[str, str], runner: Sequence[str] = ()) -> bool:
     """Whether a process with this environment is the same from the fork server."""
-    return _read_at_import(env) == _read_at_import(_server(AGENTS).env)
+    return _read_at_import(env) == _read_at_import(_server(AGENTS, tuple(runner)).env)
 
 
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
@@ -83,12 +85,12 @@ def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
 class ForkServer:
     """A server, seen from pytest."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], runner: Sequence[str]) -> None:
         self.env = dict(os.environ)
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # Not its folder comes first on the path of imports, in which there is a module `plan`.
-            command = [sys.executable, "-P", __file__, *modules]
+            command = [*runner, sys.executable, "-P", __file__, *modules]
             env = {**self.env, **ONE_THREAD}
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
         atexit.register(self._end)
@@ -110,8 +112,8 @@ class ForkServer:
 
 
 @cache
-def _server(modules: Sequence[str]) -> ForkServer:
-    return ForkServer(modules)
+def _server(modules: Sequence[str], runner: Sequence[str]) -> ForkServer:
+    return ForkServer(modules, runner)
 
 
 def serve(modules: Sequence[str]) -> Callable[[], None]:

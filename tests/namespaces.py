@@ -9,18 +9,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 
-IP = shutil.which("ip")
+IP, TC = shutil.which("ip"), shutil.which("tc")
 HAVE_NAMESPACES = IP is not None and os.geteuid() == 0
 WITHIN_S = 20.0
 BRIDGED = "kv0"
 """The interface of a host on a bridge."""
 MOST_BRIDGES = 7
+NAMES, NAMES_BYTES = Path("/etc/netns"), 1024
 HEADER_BYTES = 14 + 20 + 32
 """Of Ethernet, IP, and TCP with time stamps."""
 
@@ -110,6 +112,34 @@ class Host:
         segments = 65_535 if told else 1  # a packet that hardware would cut passes every limit
         _ip("-n", self.name, "link", "set", BRIDGED, "gso_max_segs", str(segments))
 
+    def set_rate(self, mbit: int) -> None:
+        """Limit what the host sends, in Mbit/s."""
+        limit = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms")
+        command = [*self.command, str(TC), "qdisc", "replace", "dev", BRIDGED, "root", "tbf"]
+        subprocess.run([*command, *limit], check=True, timeout=WITHIN_S)
+
+    def move(self, address: str) -> "Host":
+        """Replace the address of the host; all its connections break."""
+        _ip("-n", self.name, "address", "del", f"{self.address}/24", "dev", BRIDGED)
+        _ip("-n", self.name, "address", "add", f"{address}/24", "dev", BRIDGED)
+        return replace(self, address=address)
+
+    def set_names(self, names: Mapping[str, str]) -> None:
+        """Set the addresses of host names for processes of this host.
+
+        Processes that `command` started before the first call use the names of the machine.
+        """
+        folder = NAMES / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f"{address} {name}" for name, address in names.items()]
+        text = "\n".join(["127.0.0.1 localhost", *lines, ""]).encode()
+        # In place, as the file is mounted; in one write, as a process may read it at any moment.
+        file = os.open(folder / "hosts", os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(file, text.ljust(NAMES_BYTES), 0)
+        finally:
+            os.close(file)
+
     def add_interface(self, name: str, address: str) -> None:
         """Give the host an interface that leads to nobody."""
         end = f"{name}end"
@@ -146,12 +176,15 @@ def bridged(*names: str) -> Iterator[dict[str, Host]]:
             port = f"kv{number}x{pid}b{which}"
             host = made[name] = Host(f"kvbus-{pid}b{which}-{name}", f"{net}.{number}", port)
             _ip("netns", "add", host.name)
+            stack.callback(shutil.rmtree, NAMES / host.name, ignore_errors=True)
             stack.callback(_ip, "netns", "del", host.name)
             _ip("-n", host.name, "link", "set", "lo", "up")
             _ip(
                 *("-n", host.name, "link", "add", BRIDGED, "type", "veth"),
                 *("peer", "name", host.port, "netns", str(pid)),
             )
+            # A connection that still closes keeps the namespace, and with it the port, for minutes.
+            stack.callback(_ip, "link", "del", host.port)
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", BRIDGED)
             _ip("link", "set", host.port, "master", bridge)
             host.set_interface("up")
@@ -181,6 +214,7 @@ def _remove_left() -> None:
         if kind == "kvbus" and pid.isdigit() and not psutil.pid_exists(int(pid)):
             with suppress(subprocess.CalledProcessError):  # another run removes it as well
                 _ip("netns", "del", f"kvbus-{rest}")
+            shutil.rmtree(NAMES / f"kvbus-{rest}", ignore_errors=True)
     for bridge in psutil.net_if_addrs():
         pid = bridge.removeprefix("kvbr").partition("b")[0]
         if bridge.startswith("kvbr") and pid.isdigit() and not psutil.pid_exists(int(pid)):
