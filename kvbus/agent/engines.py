@@ -21,7 +21,7 @@ from kvbus.agent.slots import StagingDevices
 from kvbus.bus import Call, EventPublisher, RequestServer
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import RankSpec, validate_engine, validate_rank
-from kvbus.memory.attach import AttachConnection
+from kvbus.memory.attach import AttachConnection, Lifeline, PassingAnswer
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment, Welcome
@@ -63,12 +63,13 @@ class EngineDirectory:
         staging: StagingDevices,
         copiers: Copiers,
         bus_errors: BusErrors,
+        lifeline: Lifeline,
         lend: bool,
         tasks: TaskGroup,
     ) -> None:
         self.engines: dict[str, LocalEngine] = {}
         self._new_segments = partial(Segments, transport, staging, bus_errors, lend=lend)
-        self._copiers, self._tasks = copiers, tasks
+        self._copiers, self._tasks, self._lifeline = copiers, tasks, lifeline
         self._identity: Welcome | None = None
         self._server: RequestServer
         self._publisher: EventPublisher
@@ -91,13 +92,14 @@ class EngineDirectory:
 
     async def on_attach_message(
         self, connection: AttachConnection, message: dict[str, Any], fds: list[int]
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | PassingAnswer:
         """Answer one message of the attach socket; raises the `KVBusError` that refuses it."""
         op, body = message.get("op"), message.get("body")
         if not isinstance(body, dict):
             raise ProtocolError("attach message needs 'op' and a map 'body'")
         if op == Hello.op:
-            return to_body(self._greet(connection, from_body(Hello, body)))
+            welcome = to_body(self._greet(connection, from_body(Hello, body)))
+            return PassingAnswer(welcome, [self._lifeline.new_read_end()])
         if op not in (PassSegment.op, PassCuda.op):
             raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
         answer: Message

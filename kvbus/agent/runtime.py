@@ -33,7 +33,7 @@ from kvbus.agent.slots import StagingDevices
 from kvbus.agent.status import SelfReport, without_place
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, new_context
 from kvbus.errors import ConfigError, ErrorCode, KVBusError
-from kvbus.memory.attach import ENGINE_SOCKET, AttachServer
+from kvbus.memory.attach import ENGINE_SOCKET, AttachServer, Lifeline
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION
@@ -66,6 +66,7 @@ async def run_agent(
     role: AgentRole, config: AgentConfig, boot: str, make_service: ServiceFactory
 ) -> None:
     """Run an agent until SIGTERM or SIGINT; raises `ConfigError` when it cannot start."""
+    lifeline = Lifeline()  # first, see there
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_failure)
     access = Access.open(config)
@@ -98,6 +99,7 @@ async def run_agent(
                     staging=staging,
                     data_plane=data_plane,
                     access=access,
+                    lifeline=lifeline,
                 )
                 runtime.bus_errors.install()  # until the process ends; UCX has its handler by now
                 await runtime.start(context, make_service)
@@ -164,6 +166,7 @@ class Runtime(Agent):
             staging=self.staging,
             copiers=self.copiers,
             bus_errors=self.bus_errors,
+            lifeline=self.lifeline,
             lend=self.role is AgentRole.PREFILL and self.config.mapped,
             tasks=self.tasks,
         )

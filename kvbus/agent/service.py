@@ -17,6 +17,7 @@ from kvbus.agent.slots import StagingDevices
 from kvbus.agent.spans import Stories
 from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.errors import ErrorCode, LocalError
+from kvbus.memory.attach import Lifeline
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.tools import Cost, PeerView, Predicted, Sharing
@@ -41,6 +42,7 @@ class Agent:
     staging: StagingDevices
     data_plane: DataPlane
     access: Access = field(default_factory=Access)
+    lifeline: Lifeline = field(default_factory=Lifeline)
     bus_errors: BusErrors = field(default_factory=BusErrors)
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     context: BusContext = field(init=False)

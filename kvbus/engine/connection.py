@@ -27,7 +27,7 @@ from kvbus.errors import (
     PeerLost,
     RequestRefused,
 )
-from kvbus.memory.attach import AttachClient
+from kvbus.memory.attach import AgentLife, AttachClient, close_fds
 from kvbus.memory.attach.place import check_folder
 from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.engine import AgentRole, Detach, Leaving
@@ -87,6 +87,7 @@ class Connection:
         self.boot = ""
         self.events = Events()
         self.lost: KVBusError | None = None
+        self.life = AgentLife()
         self.is_left = False
         """Whether the agent has said that it ends: what it did not answer was not begun."""
         self._path, self._engine_id, self._role = attach_path, engine_id, role
@@ -184,6 +185,7 @@ class Connection:
             self.boot, self._attach = new_boot_id(), AttachClient(self._path)
             try:
                 async with contextlib.AsyncExitStack() as attempt:
+                    attempt.callback(self._release_life)
                     await attempt.enter_async_context(self._attach)
                     welcome = await self._greet()
                     stack.push_async_callback(attempt.pop_all().aclose)
@@ -194,9 +196,17 @@ class Connection:
                     raise
             await anyio.sleep(ATTACH_RETRY_S)
 
+    def _release_life(self) -> None:
+        self.life.release()  # the last one: each attempt has its own
+
     async def _greet(self) -> Welcome:
         hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, self._engine_id, self.boot)
-        welcome = await self.pass_memory(hello)
+        body = {"op": hello.op, "body": to_body(hello)}
+        answer, fds = await self._attach.call_for_fds(body)
+        self.life.close()
+        self.life = AgentLife(fds.pop() if fds else None)
+        close_fds(fds)
+        welcome = from_body(Welcome, answer)
         if self._role not in (None, welcome.role):
             raise LocalError(
                 f"the agent at {self._path} is for {welcome.role} engines, not {self._role}"
@@ -211,7 +221,7 @@ class Connection:
         waited_s = 0.0
         while (more_s := self.events.ends_within_s() - waited_s) > 0:
             waited_s += more_s
-            if await self._attach.process_ended(more_s):
+            if await self.life.ended(more_s):
                 self._lose(PeerLost(f"the agent at {self._path} is gone"))
                 return
         self._lose(AgentHungUp(f"the agent at {self._path} hung up, and lives on"))

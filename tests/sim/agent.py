@@ -16,7 +16,7 @@ from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
 from kvbus.errors import KVBusError
-from kvbus.memory.attach import AttachConnection
+from kvbus.memory.attach import AttachConnection, PassingAnswer, close_fds
 from kvbus.protocol import AgentRole, to_body
 from kvbus.transport import Transport
 from kvbus_decode.agent import DecodeService
@@ -70,6 +70,8 @@ class SimAttach:
             reply = await self.agent.engines.on_attach_message(connection, asked, fds)
         except KVBusError as error:
             reply = error
+        if isinstance(reply, PassingAnswer):
+            close_fds(reply.fds)
         self.agent.world.after(0.0, on_reply, reply)
 
 

@@ -13,6 +13,8 @@ from kvbus.memory.attach.channel import decode_length as decode_length
 from kvbus.memory.attach.channel import encode_frame as encode_frame
 from kvbus.memory.attach.client import AttachClient as AttachClient
 from kvbus.memory.attach.client import greet as greet
+from kvbus.memory.attach.lifeline import AgentLife as AgentLife
+from kvbus.memory.attach.lifeline import Lifeline as Lifeline
 from kvbus.memory.attach.place import ENGINE_SOCKET as ENGINE_SOCKET
 from kvbus.memory.attach.place import check_folder as check_folder
 from kvbus.memory.attach.place import connect_to_agent as connect_to_agent

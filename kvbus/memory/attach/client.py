@@ -1,18 +1,16 @@
 """The engine's side of the attach socket: requests, their replies in order, the agent's end."""
 
 import asyncio
-import os
-import socket
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import anyio
 
-from kvbus.errors import ClosedError, PeerLost, ProtocolError, SegmentError
+from kvbus.errors import ClosedError, KVBusError, PeerLost, ProtocolError, SegmentError
 from kvbus.memory.attach.channel import (
     MAX_FDS,
     FrameChannel,
@@ -21,15 +19,14 @@ from kvbus.memory.attach.channel import (
     encode_frame,
     open_reply,
 )
-from kvbus.memory.attach.place import PeerIdentity, connect_to_agent
+from kvbus.memory.attach.place import connect_to_agent
 from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.message import from_body, to_body
 
-_SO_PEERPIDFD = 77
-"""Of Linux 6.5: it names processes of other namespaces, too."""
-
-PendingReply = asyncio.Future[dict[str, Any] | None]
+Reply = tuple[dict[str, Any], list[int]]
+"""A message, and the descriptors that came with it."""
+PendingReply = asyncio.Future[Reply | None]
 """Of one message, None when the agent is gone; stays in line when its caller gives up."""
 
 
@@ -48,41 +45,25 @@ class AttachClient:
         self._channel: FrameChannel | None = None
         self._sending = anyio.Lock()
         self._pending: deque[PendingReply] = deque()
-        self._unasked_reply: dict[str, Any] | None = None
-        self._pidfd: int | None = None
+        self._unasked_reply: Reply | None = None
 
     async def __aenter__(self) -> Self:
         connected = connect_to_agent(self.path)
         self._channel = channel = FrameChannel(connected)
         self._stack.callback(channel.close)
-        if (pidfd := _pidfd(connected)) is not None:
-            self._pidfd = pidfd
-            self._stack.callback(os.close, pidfd)
         tasks = await self._stack.enter_async_context(anyio.create_task_group())
         self._stack.callback(tasks.cancel_scope.cancel)
         tasks.start_soon(self._receive_replies, channel)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._channel = self._pidfd = None
+        self._channel = None
         await self._stack.aclose()  # told of no exception, its tasks do not wrap the caller's
 
     def hang_up(self) -> None:
         """The agent sees the end from now on; the block is still to be left."""
         if self._channel is not None:
             self._channel.hang_up()
-
-    async def process_ended(self, within_s: float) -> bool:
-        """Whether the agent's process, and not only its connection, is gone within that time.
-
-        One that the kernel does not name here never is.
-        """
-        with anyio.move_on_after(within_s):
-            if self._pidfd is not None:
-                await anyio.wait_readable(self._pidfd)
-                return True
-            await anyio.sleep_forever()
-        return False
 
     async def call(self, message: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
         """Send a message, with descriptors that stay the caller's; return what ``ok`` holds.
@@ -92,14 +73,30 @@ class AttachClient:
         cancelled while it waits for the reply is still done; one that is cancelled while it is
         sent ends the connection.
         """
+        answer, passed = await self.call_for_fds(message, fds)
+        close_fds(passed)
+        return answer
+
+    async def call_for_fds(self, message: dict[str, Any], fds: Sequence[int] = ()) -> Reply:
+        """As `call`, with the descriptors that came with the reply, which the caller closes."""
         if len(fds) > MAX_FDS:
             raise ProtocolError(f"a message carries at most {MAX_FDS} descriptors")
         frame = encode_frame(message)
         async with self._sending:
             pending = await self._send(frame, fds)
-        if (reply := await pending) is None:
+        try:
+            reply = await pending
+        except asyncio.CancelledError:
+            if pending.done() and not pending.cancelled():
+                _discard(pending.result())
+            raise
+        if reply is None:
             raise PeerLost(f"the agent at {self.path} is gone")
-        return open_reply(reply)
+        try:
+            return open_reply(reply[0]), reply[1]
+        except KVBusError:
+            _discard(reply)
+            raise
 
     async def _send(self, frame: bytes, fds: Sequence[int]) -> PendingReply:
         if self._channel is None:
@@ -122,8 +119,12 @@ class AttachClient:
         try:
             while True:
                 body, fds = await channel.receive()
-                close_fds(fds)
-                self._accept_reply(decode_body(body))
+                try:
+                    reply = decode_body(body)
+                except ProtocolError:
+                    close_fds(fds)
+                    raise
+                self._accept_reply((reply, fds))
         except (anyio.EndOfStream, ProtocolError):  # a broken format is as good as gone
             channel.hang_up()
         finally:
@@ -131,10 +132,13 @@ class AttachClient:
             while self._pending:
                 self._accept_reply(None)
 
-    def _accept_reply(self, reply: dict[str, Any] | None) -> None:
+    def _accept_reply(self, reply: Reply | None) -> None:
         if not self._pending:
+            _discard(reply)
             self._unasked_reply = reply
-        elif not (pending := self._pending.popleft()).done():
+        elif (pending := self._pending.popleft()).done():
+            _discard(reply)
+        else:
             pending.set_result(reply)
 
 
@@ -148,10 +152,6 @@ async def greet(attach: Path) -> Welcome:
         return from_body(Welcome, await client.call({"op": hello.op, "body": to_body(hello)}))
 
 
-def _pidfd(connected: socket.socket) -> int | None:
-    """What is readable once the process at the other end is gone; None if the kernel cannot say."""
-    with suppress(OSError):
-        return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    with suppress(OSError):
-        return os.pidfd_open(PeerIdentity.of(connected).pid)
-    return None
+def _discard(reply: Reply | None) -> None:
+    if reply is not None:
+        close_fds(reply[1])

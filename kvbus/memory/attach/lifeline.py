@@ -1,0 +1,85 @@
+"""The lifeline of an agent: a pipe that reaches end-of-file when its last process has ended."""
+
+import asyncio
+import os
+import weakref
+from collections.abc import Callable
+
+from kvbus.memory.attach.channel import close_fds
+
+
+# An agent may be several processes, and any of them may write into blocks of an engine. Each one
+# holds the write end of one pipe from its start to its end; engines hold the read end:
+#
+#     agent    control process ────────────────┤ SIGKILL
+#              data process    ──────────────────────┤ exits, as it lost the control process
+#     pipe     write ends: 2                   1     0 ─▶ end-of-file
+#     engine   attach connection ends ─────────┘     └─▶ no process of the agent can write
+#
+# A process that exits gives up its memory first, then its descriptors: when the last write end is
+# closed, no thread can run and no mapping is left. Descriptors of NICs close in the same pass, and
+# Linux closes low numbers last: so an agent makes the pipe before it opens any. A write end must
+# not leak to another program, which could outlive the agent: only `pass_fds` passes it on.
+class Lifeline:
+    """The agent's side: ``write_fd`` is for child processes that write into blocks."""
+
+    def __init__(self) -> None:
+        self._read_fd, self.write_fd = os.pipe()
+        weakref.finalize(self, close_fds, [self._read_fd, self.write_fd])
+
+    def new_read_end(self) -> int:
+        """Return a descriptor for an engine; the caller closes it."""
+        return os.dup(self._read_fd)
+
+
+class AgentLife:
+    """The engine's side, in the event loop that makes it.
+
+    ``fd`` is the read end, closed here; None when the agent passed none, and is never known to end.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.has_ended = False
+        self._fd, self._calls = fd, list[Callable[[], None]]()
+        if fd is not None:
+            asyncio.get_running_loop().add_reader(fd, self._end)
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call ``call`` once no process of the agent is left, at once if none is."""
+        if self.has_ended:
+            call()
+        else:
+            self._calls.append(call)
+
+    async def ended(self, within_s: float) -> bool:
+        """Wait for the end; return whether it came in time."""
+        over = asyncio.Event()
+        call = over.set
+        self.when_ended(call)
+        try:
+            await asyncio.wait_for(over.wait(), within_s)
+        except TimeoutError:
+            return self.has_ended
+        finally:
+            self._calls = [one for one in self._calls if one is not call]
+        return True
+
+    def release(self) -> None:
+        """Close the descriptor, unless a call still waits for the end."""
+        if not self._calls:
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; no call follows. Idempotent."""
+        self._calls = []
+        if self._fd is not None:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = None
+
+    def _end(self) -> None:
+        calls = self._calls
+        self.close()
+        self.has_ended = True
+        for call in calls:
+            call()
