@@ -121,6 +121,13 @@ class LocalEngine:
         pages = (rank.words for rank in self.ranks.values() if self.shares_words)
         return next((page for page in pages if page is not None), None)
 
+    def check_memory(self) -> None:
+        """Raise `LocalError` (``engine_lost``) if a process has truncated its memory."""
+        for process in list(self.processes):
+            process.segments.find_cuts()
+        if self.lost:
+            raise engine_lost()
+
     def memory(self) -> EngineMemory:
         """The ranks as a peer wants them."""
         return EngineMemory(

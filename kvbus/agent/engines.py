@@ -191,7 +191,7 @@ class EngineDirectory:
             raise _not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
         if instance not in (None, engine.instance):
             raise LocalError(
-                f"engine '{engine_id}' came back as a new process", code=ErrorCode.STALE
+                f"engine '{engine_id}' came back as a new process", code=ErrorCode.ENGINE_LOST
             )
         return engine
 

@@ -219,6 +219,8 @@ class StageTimes(msgspec.Struct, frozen=True):
     """Waiting for its turn."""
     meeting: float = 0.0
     """Waiting for the ticket."""
+    retrying: float = 0.0
+    """Ending attempts that failed, and pausing before the next ones."""
 
     @property
     def total(self) -> float:
@@ -266,6 +268,8 @@ class Fetched(Message, frozen=True):
     cached."""
     num_tokens: Size = 0
     """One past the last token that was wanted: what ``fetch`` said, or less with ``at_most``."""
+    attempts: Size = 1
+    """How often the agent tried. It repeats what may pass, until the deadline."""
 
 
 @request(

@@ -426,8 +426,8 @@ class Digest(Request[Digests], frozen=True):
 class CheckMemory(Request[Empty], frozen=True):
     """Asks whether the ranks of an engine that are at this agent are still those of the handshake.
     For agents that are not the engine's home: before the read, with each renewal of the lease, and
-    after the last byte. For any agent: before a READ is repeated whose connection was lost. The
-    agent looks then whether the engine has truncated its memory.
+    after the last byte. For any agent: while a read drains, and after mapped memory has gone. The
+    agent looks then whether the engine has truncated its memory, as at a handshake.
     """
 
     agent_boot: AgentBoot

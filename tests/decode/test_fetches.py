@@ -4,10 +4,13 @@ Each case is a script: events, some with the time and what must be said to them.
 """
 
 import math
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, RemoteError, RequestRefused
@@ -39,12 +42,14 @@ from kvbus.table.events import (
     Stopped,
 )
 from kvbus_decode import fetch
+from tests.examples import num_examples
 
 ev = fetch.events
 LIMITS = fetch.FetchLimits(max_fetches=2, request_timeout_s=5.0, busy_retry_s=0.25)
 TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32, "secret")
 MEETS = Rendezvous("transfer-id-of-32-characters-here", "tcp://p:1", request_id="r1")
 BUSY, TIMEOUT, STALE = ErrorCode.BUSY, ErrorCode.TIMEOUT, ErrorCode.STALE
+EXPIRED = ErrorCode.OFFER_EXPIRED
 
 
 def requested(fetch_id: str = "f1", *, boot: str = "boot", **changes: Any) -> ev.Requested:
@@ -82,9 +87,25 @@ MEET = Meet(transfer_id=MEETS.transfer_id, wait_s=1.0)
 
 
 def answered(
-    message: Request[Any], outcome: Any, *, fetch_id: str = "f1", at: float = 0.0, luck: float = 0.0
+    message: Request[Any],
+    outcome: Any,
+    *,
+    fetch_id: str = "f1",
+    attempt: int = 1,
+    at: float = 0.0,
+    luck: float = 0.0,
 ) -> ev.Answered:
-    return ev.Answered(fetch_id, message, outcome, TICKET, at, luck)
+    return ev.Answered(fetch_id, attempt, message, outcome, TICKET, at, luck)
+
+
+def step_failed(code: ErrorCode, attempt: int = 1) -> ev.StepFailed:
+    return ev.StepFailed("f1", attempt, RemoteError("no", code=code))
+
+
+def ready(
+    fetch_id: str = "f1", *, boot: str = "boot", attempt: int = 1, elsewhere: tuple[str, ...] = ()
+) -> ev.PeerReady:
+    return ev.PeerReady(fetch_id, attempt, boot, elsewhere)
 
 
 def grant(
@@ -94,18 +115,21 @@ def grant(
     after: int = 0,
     epoch: int = 1,
     fetch_id: str = "f1",
+    attempt: int = 1,
     at: float = 0.0,
 ) -> ev.Answered:
     """The answer to a claim, or to a renewal that has the blocks of ``after`` tokens."""
     is_sealed = num_tokens == 32 if sealed is None else sealed
     granted = Granted(epoch, 9.0, num_tokens, is_sealed, blocks(num_tokens, after), "token")
-    return answered(CLAIM, granted, fetch_id=fetch_id, at=at)
+    return answered(CLAIM, granted, fetch_id=fetch_id, attempt=attempt, at=at)
 
 
-def failed(code: ErrorCode, fetch_id: str = "f1", luck: float = 0.0, **more: Any) -> ev.Answered:
+def failed(
+    code: ErrorCode, luck: float = 0.0, *, refused: bool = False, attempt: int = 1, **more: Any
+) -> ev.Answered:
     """The answer to what the fetch has asked last."""
-    error = RemoteError("it did not work", code=code, **more)
-    return answered(CLAIM, error, fetch_id=fetch_id, luck=luck)
+    error = (RequestRefused if refused else RemoteError)("it did not work", code=code, **more)
+    return answered(CLAIM, error, attempt=attempt, luck=luck)
 
 
 def renew_failed(code: ErrorCode) -> ev.Answered:
@@ -116,13 +140,13 @@ def read(num_bytes: int = 4096, path: str = "direct", fetch_id: str = "f1") -> e
     return ev.ReadEnded(fetch_id, num_bytes, None, path)
 
 
-READY, READ, YES, HINT = ev.PeerReady("f1"), read(), answered(TAKE, Empty()), ev.OfferAdvanced("f1")
+READY, READ, YES, HINT = ready(), read(), answered(TAKE, Empty()), ev.OfferAdvanced("f1")
 MET = answered(MEET, TICKET)
 State = fetch.FetchState
 LAST_ASKED: dict[State, Request[Any]] = {State.MEETING: MEET, State.TAKING: TAKE}
 CANCEL = ev.CancelRequested("f1", "cancel")
 GIVE_UP = ev.CancelRequested("f1", "cancel", release_offer=True)
-NO_PART = GONE = ev.StepFailed("f1", RemoteError("no", code=ErrorCode.PEER_LOST))
+NO_PART, GONE = step_failed(ErrorCode.ENGINE_LOST), step_failed(ErrorCode.PEER_LOST)
 LOST, STOPPED = EngineLost("engine-d"), Stopped()
 NOT_READ = ev.ReadEnded("f1", 0, RemoteError("no", code=ErrorCode.TRANSFER_FAILED))
 DUE = DeadlinePassed()
@@ -137,6 +161,7 @@ WORDS = {
     SendReply: "ok",
     ev.StopReads: "stop",
     ev.AskOthers: "ask others",
+    ev.EndAttempt: "end",
     BlocksFreed: "freed",
     Landed: "landed",
     Meet: "meet",
@@ -168,6 +193,14 @@ def _word(command: ev.Command) -> str:
             return "hold" if command.timeout_s is None else "resolve"
         case ev.Ask(message=message) | ev.Tell(message=message) | ev.Notify(message=message):
             word = WORDS[type(message)]
+            if isinstance(message, Claim | Take | Renew) and message.agent_boot != "boot":
+                word += f" {message.agent_boot}"
+            if (
+                isinstance(message, Take)
+                and message.tables is not None
+                and message.offer_id == "o1"
+            ):
+                word += " with blocks"
             return word + (f" {message.num_tokens}" if isinstance(message, Landed) else "")
         case ev.ReadChunk():
             return f"read {command.start}-{command.stop}" + command.last * " last"
@@ -181,7 +214,8 @@ def _end(report: ev.ReportFetched) -> str:
     fetched = report.fetched
     how = f" {fetched.stage} {fetched.code}" if fetched.code else ""
     is_open = " drains" * (not fetched.blocks_free) + " ?" * report.undecided
-    return fetched.outcome.value + how + is_open
+    attempts = f", {fetched.attempts} attempts" * (fetched.attempts > 1)
+    return fetched.outcome.value + how + is_open + attempts
 
 
 def tell(table: fetch.FetchTable, event: ev.Event, now: float) -> list[ev.Command]:
@@ -192,7 +226,7 @@ def tell(table: fetch.FetchTable, event: ev.Event, now: float) -> list[ev.Comman
     if event.error is not None and known.state in LAST_ASKED:
         event = replace(event, message=LAST_ASKED[known.state])
     elif event.error is not None and known.state in (State.RESOLVING, State.QUEUED):
-        return table.handle(ev.StepFailed(event.fetch_id, event.error), now)
+        return table.handle(ev.StepFailed(event.fetch_id, event.attempt, event.error), now)
     elif known.held is not None:
         event = replace(event, message=RENEW)
     return table.handle(event, now)
@@ -260,7 +294,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "an engine that has all tokens reads nothing and takes":
         [requested(first_token=32), READY, (0, grant(), ["take"])],
     "a take that is refused fails the fetch though all bytes have landed":
-        [*ASKED, (0, failed(STALE), ["release", "failed taking stale ?"])],
+        [*ASKED, (0, failed(EXPIRED), ["release", "failed taking offer_expired ?"])],
     "a lease that is granted after the end is given back":
         [requested(), READY, CANCEL, (0, grant(epoch=4), ["release"])],
     "an offer that is sealed with too few tokens fails the fetch":
@@ -279,9 +313,10 @@ SCRIPTS: dict[str, list[Step]] = {
     # renewals, and news of the offer
     "a renewal that found its agent busy is sent again while the lease lasts":
         [*READING, HINT, (1, renew_failed(BUSY), []), (1.2, DUE, []), (1.3, DUE, ["renew"]),
-         (8.9, renew_failed(BUSY)), (9, DUE, ["stop", "failed reading lease_expired drains"])],
-    "a lease that runs out ends the read without waiting for its renewal":
-        [*READING, (3, DUE, ["renew"]), (9, DUE, ["stop", "failed reading lease_expired drains"])],
+         (8.9, renew_failed(BUSY)), (9, DUE, ["stop"])],
+    "a lease that runs out stops the read without waiting for its renewal":
+        [*READING, (3, DUE, ["renew"]), (9, DUE, ["stop"]), (9.5, DUE, []),
+         (10, READ, ["release", "end"]), (10, DUE, ["resolve"])],
     "a hint that overtakes the claim's answer makes it ask once more":
         [requested(), READY, (0, HINT, []), (0, grant(0), ["renew"])],
     "a hint that overtakes a renewal's answer makes it ask once more":
@@ -307,14 +342,14 @@ SCRIPTS: dict[str, list[Step]] = {
         [requested(timeout_s=1.0), READY, grant(),
          (1, READ, ["stop", "failed reading timeout drains", "release", "freed"])],
     # a yes that is asked for and does not come
-    "an end of the agent while a yes is on its way leaves open what became of the offer":
-        [*ASKED, (0, GONE, ["release", "failed taking peer_lost ?"])],
+    "an end of the engine while a yes is on its way leaves open what became of the offer":
+        [*ASKED, (0, LOST, ["release", "failed taking engine_lost ?"])],
     "a cancel while a yes is on its way leaves it open":
         [*ASKED, (0, CANCEL, ["ok", "release", "cancelled taking cancelled ?"])],
     "a refusal does not leave it open":
         [*ASKED,
-         (0, ev.StepFailed("f1", RequestRefused("no", code=STALE)),
-          ["release", "failed taking stale"])],
+         (0, ev.StepFailed("f1", 1, RequestRefused("no", code=EXPIRED)),
+          ["release", "failed taking offer_expired"])],
     # chunks of an offer that is still computed
     "chunks of the wanted size are told of as they land, after what follows them":
         [requested(first_token=3, chunk_tokens=8), READY, (0, grant(), ["read 3-8"]),
@@ -325,7 +360,7 @@ SCRIPTS: dict[str, list[Step]] = {
          HINT, (0, grant(32, after=8), ["read 8-16"])],
     "a chunk that did not land is not told of":
         [requested(chunk_tokens=8), READY, grant(),
-         (0, NOT_READ, ["release", "failed reading transfer_failed"])],
+         (0, NOT_READ, ["release", "end"])],
     "no chunk goes beyond the tokens that were asked for":
         [requested(), READY, (0, grant(40), ["read 0-32"])],
     "a fetch that has all tokens waits for the seal and then takes":
@@ -348,10 +383,10 @@ SCRIPTS: dict[str, list[Step]] = {
          (0, grant(32, sealed=False, after=32), ["stop", "failed reading invalid drains"])],
     "a fetch that failed between two chunks starts no other":
         [requested(), READY, grant(16), HINT, NOT_READ,
-         (0, replace(grant(32, after=16), message=RENEW), [])],
+         (0, replace(grant(32, after=16), message=RENEW), ["resolve"])],
     # reads by the ticket's own blocks
     "a short read asks once after its last byte":
-        [(0, ALONE, ["hold", "read 0-32 last"]), (0, READ, ["take"]),
+        [(0, ALONE, ["hold", "read 0-32 last"]), (0, READ, ["take with blocks"]),
          (0, YES, ["completed"])],
     "a read that takes long asks for the lease and takes under it":
         [ALONE, (LIMITS.claim_after_s, DUE, ["claim"]), (1, grant(at=1), []),
@@ -359,7 +394,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "a claim beside the read is followed by the take when both are there, read last":
         [(0, BESIDE, ["hold", "claim", "read 0-32 last"]), (0, grant(), []), (0, READ, ["take"])],
     "a read goes on while another reader has the lease and takes what that gave back":
-        [BESIDE, (0, failed(BUSY), []), (0.1, READ, ["take"])],
+        [BESIDE, (0, failed(BUSY), []), (0.1, READ, ["take with blocks"])],
     "a claim that was busy is sent again while the read lasts":
         [BESIDE, failed(BUSY), (0.25, DUE, ["claim"])],
     "a claim beside the read that is refused stops the read and drains":
@@ -367,7 +402,8 @@ SCRIPTS: dict[str, list[Step]] = {
          (0, failed(ErrorCode.OFFER_COMPLETED), ["stop", "failed reading offer_completed drains"]),
          (0, READ, ["freed"])],
     "a take that was busy is asked again after a moment until the deadline":
-        [ALONE, READ, (0, failed(BUSY), []), (0.25, DUE, ["take"]), (59.9, failed(BUSY)),
+        [ALONE, READ, (0, failed(BUSY), []), (0.25, DUE, ["take with blocks"]),
+         (59.9, failed(BUSY)),
          (60, DUE, ["failed taking timeout"])],
     "a take that is busy after the deadline is not sent again and was decided":
         [ALONE, READ, (60.5, failed(BUSY), ["failed taking timeout"])],
@@ -381,7 +417,7 @@ SCRIPTS: dict[str, list[Step]] = {
         [BESIDE, CANCEL, (0, grant(), []), (0, READ, ["release", "freed"])],
     "an engine that has all tokens takes the offer without a read or a lease":
         [(0, known(ahead=fetch.Ahead(TABLES, claims=True), first_token=32),
-          ["hold", "take"])],
+          ["hold", "take with blocks"])],
     # whose turn it is
     "a fetch beyond the bound holds its peer and claims nothing":
         [PLACE, known(), (0, known("f2"), ["hold f2"])],
@@ -398,7 +434,7 @@ SCRIPTS: dict[str, list[Step]] = {
     "agents have turns and the fetches of one have them in order":
         [PLACE, *[known(f"a{n}") for n in range(4)],
          *[known(f"b{n}", boot="b") for n in range(2)], (1.001, DUE, ["claim a1"]),
-         (2.002, DUE, ["claim b0"]), (3.003, DUE, ["claim a2"]), (4.004, DUE, ["claim b1"]),
+         (2.002, DUE, ["claim b b0"]), (3.003, DUE, ["claim a2"]), (4.004, DUE, ["claim b b1"]),
          (5.005, DUE, ["claim a3"])],
     "a queued fetch fails at its deadline and says where it was":
         [PLACE, known(), known("f2", timeout_s=0.5), (0.5, DUE, ["failed queued timeout f2"])],
@@ -428,14 +464,87 @@ SCRIPTS: dict[str, list[Step]] = {
          (0, READ, ["read 16-32 last"]), (0, OTHERS_DONE, ["landed 16"]),
          (0, READ, ["take", "landed 32"])],
     "a part that fails stops the others and the blocks come back with the last of them":
-        [*SPREAD, (0, NO_PART, ["stop", "failed reading peer_lost drains"]),
+        [*SPREAD, (0, NO_PART, ["stop", "failed reading engine_lost drains"]),
          (0, READ, []), (0, OTHERS_DONE, ["release", "freed"])],
     "a part that fails when all is here stops the others":
-        [*WAITS, (0, NO_PART, ["stop", "failed waiting peer_lost drains"]),
+        [*WAITS, (0, NO_PART, ["stop", "failed waiting engine_lost drains"]),
          (0, OTHERS_DONE, ["release", "freed"])],
     "a read that fails here stops the other agents":
-        [*SPREAD, (0, NOT_READ, ["stop", "failed reading transfer_failed drains"]),
-         (0, OTHERS_DONE, ["release", "freed"])],
+        [*SPREAD, (0, NOT_READ, ["stop"]), (0, OTHERS_DONE, ["release", "end"])],
+    "the next attempt starts when all parts have ended, and asks for them again":
+        [*SPREAD, (0, GONE, ["stop"]), (0, READ, []), (0.1, OTHERS_DONE, ["release", "end"]),
+         (0.1, DUE, ["resolve"]), (0.1, ready(attempt=2), ["claim"]),
+         (0.1, grant(attempt=2), ["ask others"]), (0.2, OTHERS_DONE, ["take"])],
+    "a part that fails for good ends an attempt that is already stopped":
+        [*SPREAD, (0, GONE, ["stop"]), (0, NO_PART, ["failed reading engine_lost drains"])],
+
+    # attempts
+    "an agent that is gone is found again, and its next process is named":
+        [*READING, (0, GONE, ["stop"]), (0.2, READ, ["release", "end"]), (0.2, DUE, ["resolve"]),
+         (0.3, ready(boot="new", attempt=2), ["claim new"]), (0.3, grant(attempt=2), ["take new"]),
+         (0.4, answered(TAKE, Empty(), attempt=2), ["completed, 2 attempts"])],
+    "tokens that landed are not read again":
+        [requested(chunk_tokens=8), READY, grant(), READ, (0, NOT_READ, ["release", "end"]),
+         (0, DUE, ["resolve"]), (0, ready(attempt=2), ["claim"]),
+         (0, grant(attempt=2), ["read 8-16"])],
+    "tokens that only a ticket named are read again":
+        [ALONE, READ, (0, failed(ErrorCode.DRAINING, refused=True), ["end"]), (0, DUE, ["resolve"]),
+         (0, ready(attempt=2), ["claim"]), (0, grant(attempt=2), ["read 0-32 last"])],
+    "tokens of an offer whose memory at other agents has changed are read again":
+        [requested(), ready(elsewhere=("m1",)), grant(16), READ, (0, GONE, ["release", "end"]),
+         (0, DUE, ["resolve"]), ready(attempt=2, elsewhere=("m2",)),
+         (0, grant(attempt=2), ["read 0-32 last"])],
+    "an offer may not shrink between two attempts":
+        [requested(), READY, grant(16), READ, GONE, DUE, ready(attempt=2),
+         (0, grant(8, attempt=2), ["release", "failed claiming invalid, 2 attempts"])],
+    "an answer to the attempt before changes nothing, but gives its lease back":
+        [requested(), READY, (0, GONE, ["end"]), (0, DUE, ["resolve"]),
+         (0, grant(), ["release"]), (0, ready(), []), (0, GONE, []),
+         (0, ready(attempt=2), ["claim"]), (0, failed(STALE), [])],
+    "a lease granted during the pause goes back":
+        [requested(), READY, GONE, DUE, ready(attempt=2), (0, step_failed(STALE, 2), ["end"]),
+         (0.01, grant(attempt=2), ["release"])],
+    "a lease granted to an attempt that drains goes back when it has drained":
+        [BESIDE, (0, GONE, ["stop"]), (0, grant(), []), (0, READ, ["release", "end"])],
+    "the pauses between attempts grow":
+        [requested(), (0, GONE, ["end"]), (0, DUE, ["resolve"]),
+         (0, step_failed(STALE, 2), ["end"]), (0.024, DUE, []), (0.05, DUE, ["resolve"]),
+         (1, step_failed(STALE, 3), ["end"]), (1.049, DUE, []), (1.1, DUE, ["resolve"])],
+    "an attempt that fails for good is the last":
+        [requested(), GONE, DUE, (0, step_failed(EXPIRED, 2),
+                                  ["failed resolving offer_expired, 2 attempts"])],
+    "without time for another attempt a fetch fails with what went wrong":
+        [requested(timeout_s=0.02), GONE, DUE,
+         (0, step_failed(STALE, 2), ["failed resolving stale, 2 attempts"])],
+    "a fetch that is cancelled in a pause ends at once":
+        [requested(), GONE, DUE, step_failed(STALE, 2),
+         (0.01, CANCEL, ["ok", "cancelled resolving cancelled, 2 attempts"])],
+    "a fetch that is cancelled while an attempt ends drains":
+        [*READING, GONE, (0, CANCEL, ["ok", "cancelled reading cancelled drains"]),
+         (0, READ, ["release", "freed"])],
+    "an attempt whose transfers never end is over at the deadline":
+        [*READING, GONE, (60, DUE, ["failed reading timeout drains"]),
+         (90, READ, ["release", "freed"])],
+    "a rendezvous asks the next process again":
+        [meeting(), (0, failed(ErrorCode.PEER_LOST), ["end"]), (0, DUE, ["hold", "meet"]),
+         (0, answered(MEET, TICKET, attempt=2), ["resolve"])],
+    "a rendezvous that no engine can make fails at once":
+        [meeting(), (0, failed(ErrorCode.ENGINE_NOT_READY), ["failed meeting engine_not_ready"])],
+    "a commit that got no answer is repeated first, and shows the blocks":
+        [*ASKED, (0, GONE, ["end"]), (0, DUE, ["hold", "take with blocks"]),
+         (0, answered(TAKE, Empty(), attempt=2), ["completed, 2 attempts"])],
+    "a commit that the next process does not know is repeated there":
+        [*ASKED, GONE, DUE, (0, failed(STALE, refused=True, attempt=2), ["end"]),
+         (0.05, DUE, ["resolve"]),
+         (0.1, ready(boot="new", attempt=3), ["take new with blocks"]),
+         (0.1, answered(TAKE, Empty(), attempt=3), ["completed, 3 attempts"])],
+    "a commit whose end is unknown leaves it open when the offer is gone":
+        [*ASKED, GONE, DUE, failed(STALE, refused=True, attempt=2), (0.05, DUE),
+         (0.1, step_failed(ErrorCode.OFFER_UNKNOWN, 3),
+          ["failed resolving offer_unknown ?, 3 attempts"])],
+    "a commit under a lease that ended is repeated under another":
+        [*ASKED, (0, failed(ErrorCode.LEASE_EXPIRED, refused=True), ["release", "end"]),
+         (0, DUE, ["resolve"]), (0, ready(attempt=2), ["claim"]), (0, grant(attempt=2), ["take"])],
     "the parts of an engine that is gone are waited for":
         [*WAITS, (0, LOST, ["stop", "failed waiting engine_lost drains"]),
          (0, OTHERS_DONE, ["release", "freed"])],
@@ -450,7 +559,7 @@ SCRIPTS: dict[str, list[Step]] = {
     **{f"{what} that no chunk can follow fails the fetch":
         [requested(), READY, grant(16), HINT,
          (0, grant(**news), ["stop", "failed reading invalid drains"]),
-         requested("f2"), ev.PeerReady("f2"), grant(16, fetch_id="f2"), read(fetch_id="f2"),
+         requested("f2"), ready("f2"), grant(16, fetch_id="f2"), read(fetch_id="f2"),
          ev.OfferAdvanced("f2"),
          (0, grant(**news, fetch_id="f2"), ["release", "failed waiting invalid f2"])]
         for what, news in NEWS.items()},
@@ -466,7 +575,7 @@ SCRIPTS: dict[str, list[Step]] = {
         for number, (before, words) in enumerate([
             ([requested(), READY], ["cancelled claiming cancelled", "withdraw"]),
             (READING, ["stop", "cancelled reading cancelled drains", "withdraw"]),
-            ([requested(), failed(TIMEOUT)], ["withdraw"]),
+            ([requested(), failed(EXPIRED)], ["withdraw"]),
             ([requested(), READY, CANCEL], ["withdraw"]),
             ([*ASKED, YES], []),
         ])},
@@ -492,7 +601,9 @@ SITUATIONS: dict[str, list[Step]] = {
     "for others": WAITS,
     "draining": [*READING, CANCEL],
     "completed": [*ASKED, YES],
-    "failed": [requested(), failed(TIMEOUT)],
+    "retrying": [*READING, GONE],
+    "pausing": [requested(), GONE, DUE, step_failed(STALE, 2)],
+    "failed": [requested(), failed(EXPIRED)],
 }
 ANYTHING: list[ev.Event] = [
     *(MET, READY, ev.TurnCame("f1"), grant(), failed(BUSY), failed(STALE)),
@@ -526,7 +637,7 @@ def test_whatever_comes_in_any_state_ends_a_fetch_once_and_frees_its_blocks_once
         assert "f1" not in table.live
 
 
-@pytest.mark.parametrize("end", [CANCEL, GONE, LOST, STOPPED, renew_failed(STALE)])
+@pytest.mark.parametrize("end", [CANCEL, NO_PART, LOST, STOPPED, renew_failed(EXPIRED)])
 def test_a_read_that_is_given_up_is_reported_now_and_its_blocks_when_it_is_terminal(
     end: ev.Event,
 ) -> None:
@@ -636,3 +747,161 @@ def test_a_retired_fetch_keeps_no_route_and_no_tables_alive() -> None:
     (retired,) = table.retired.values()
     assert retired.requested.route is None
     assert retired.requested.ahead is None
+
+
+class Peers:
+    """A prefill agent that restarts and loses answers, and the blocks that are read from it.
+
+    Each command is checked when it comes, and answered when the test says so. Bytes are right if
+    they came out of the offer's own blocks.
+    """
+
+    def __init__(self, draw: st.DataObject, event: ev.Requested, num_ready: int) -> None:
+        self.draw, self.now = draw, 0.0
+        self.table = fetch.FetchTable(LIMITS)
+        self.boot, self.epoch, self.num_ready = 0, 0, num_ready
+        self.leases: set[int] = set()
+        self.granted_to: dict[int, int] = {}
+        self.answered_boot: dict[int, str] = {}
+        self.waiting: list[ev.Ask | ev.HoldPeer] = []
+        self.chunk: ev.ReadChunk | None = None
+        self.right = [False] * 32
+        self.attempt, self.num_ends, self.is_freed = 1, 0, False
+        self.tell(event)
+
+    def tell(self, event: ev.Event) -> None:
+        for command in self.table.handle(event, self.now):
+            self.check(command)
+
+    def check(self, command: ev.Command) -> None:
+        match command:
+            case ev.HoldPeer() | ev.Ask():
+                assert self.chunk is None or command.attempt == self.attempt
+                self.attempt = command.attempt
+                if isinstance(command, ev.Ask) or command.timeout_s is not None:
+                    self.waiting.append(command)
+                if isinstance(command, ev.Ask) and isinstance(command.message, Claim | Renew):
+                    known = self.answered_boot.get(command.attempt, "boot 0")
+                    assert command.message.agent_boot == known
+                if isinstance(command, ev.Ask) and isinstance(command.message, Renew):
+                    assert self.granted_to[command.message.epoch] == self.attempt
+            case ev.ReadChunk():
+                assert self.chunk is None, "one chunk at a time"
+                assert not command.epoch or self.granted_to[command.epoch] == self.attempt
+                self.chunk = command
+            case ev.EndAttempt():
+                assert self.chunk is None
+            case ev.ReportFetched(fetched=fetched):
+                self.num_ends += 1
+                assert not (fetched.blocks_free and self.chunk)
+                self.is_freed |= fetched.blocks_free
+                assert fetched.code or all(self.right), "completed with wrong bytes"
+            case ev.Notify(message=BlocksFreed()):
+                assert self.chunk is None
+                assert not self.is_freed
+                self.is_freed = True
+
+    def code(self, *final: ErrorCode) -> ErrorCode:
+        passing = [ErrorCode.PEER_LOST, STALE, ErrorCode.TRANSFER_FAILED, ErrorCode.DRAINING, BUSY]
+        return self.draw.draw(st.sampled_from([*passing, *final]))
+
+    def end_read(self) -> None:
+        chunk = self.chunk
+        assert chunk is not None
+        self.chunk, error = None, None
+        if self.draw.draw(st.booleans()):
+            error = RemoteError("no", code=self.code())
+        else:
+            is_right = chunk.tables["full"].ids == blocks(chunk.stop)["full"].ids
+            self.right[chunk.start : chunk.stop] = [is_right] * (chunk.stop - chunk.start)
+        self.tell(ev.ReadEnded("f1", 64, error, "direct"))
+
+    def answer(self) -> None:
+        command = self.waiting.pop(self.draw.draw(st.integers(0, len(self.waiting) - 1)))
+        boot, is_lost = f"boot {self.boot}", self.draw.draw(st.booleans())
+        if isinstance(command, ev.HoldPeer):
+            if is_lost:
+                error = RemoteError("no", code=self.code())
+                self.tell(ev.StepFailed("f1", command.attempt, error))
+            else:
+                self.answered_boot.setdefault(command.attempt, boot)
+                self.tell(ev.PeerReady("f1", command.attempt, boot))
+            return
+        outcome: Any = self.outcome(command.message, command.attempt)
+        if is_lost:
+            outcome = RemoteError("no", code=ErrorCode.PEER_LOST)
+        self.tell(ev.Answered("f1", command.attempt, command.message, outcome, TICKET, self.now))
+
+    def outcome(self, message: Any, attempt: int) -> Any:
+        """What the process that is there now says."""
+        if message.agent_boot != f"boot {self.boot}":
+            return RequestRefused("another process", code=STALE)
+        offered = blocks(self.num_ready)
+        if isinstance(message, Take):
+            if message.tables is None and not self.leases:
+                return RequestRefused("no lease", code=STALE)
+            if self.num_ready < 32:
+                return RequestRefused("open", code=ErrorCode.OFFER_OPEN)
+            is_right = message.tables in (None, offered)
+            return Empty() if is_right else RequestRefused("other", code=ErrorCode.GEOMETRY)
+        if isinstance(message, Claim):
+            self.epoch += 1
+            self.leases.add(self.epoch)
+            known, epoch = 0, self.epoch
+            self.granted_to[epoch] = attempt
+        else:
+            known, epoch = message.known_blocks.get("full", 0), message.epoch
+        if epoch not in self.leases:
+            return RequestRefused("no lease", code=ErrorCode.LEASE_EXPIRED)
+        more = blocks(self.num_ready, known * 8)
+        return Granted(epoch, 9.0, self.num_ready, self.num_ready == 32, more, "token")
+
+    def restart(self) -> None:
+        self.boot += 1
+        self.leases.clear()
+        if self.draw.draw(st.booleans()):
+            self.tell(ev.StepFailed("f1", self.attempt, RemoteError("no", code=self.code())))
+
+    def go_on(self) -> None:
+        """One thing happens."""
+        happens: list[Callable[[], Any]] = [
+            self.restart,
+            lambda: self.pass_time(self.draw.draw(st.sampled_from([0.0, 0.06, 1.1, 4.0]))),
+            lambda: setattr(self, "num_ready", min(32, self.num_ready + 8)),
+            lambda: self.tell(HINT),
+        ]
+        if self.waiting:
+            happens += [self.answer] * 4
+        if self.chunk is not None:
+            happens += [self.end_read] * 3
+        self.draw.draw(st.sampled_from(happens))()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.tell(DUE)
+
+
+ALTERED = {"full": BlockTable.of([7, 101, 102, 103])}
+
+
+@settings(max_examples=num_examples(1200), deadline=None)
+@given(st.data())
+def test_attempts_follow_each_other_and_keep_only_what_counts(data: st.DataObject) -> None:
+    ahead = data.draw(
+        st.sampled_from(
+            [None, fetch.Ahead(TABLES, claims=True), fetch.Ahead(ALTERED, claims=False)]
+        )
+    )
+    first = requested(chunk_tokens=data.draw(st.sampled_from([0, 8])), boot="boot 0")
+    if ahead is not None:
+        first = known(ahead=ahead, boot="boot 0")
+    peers = Peers(data, first, num_ready=8 if ahead is None else 32)
+    for _ in range(data.draw(st.integers(0, 40))):
+        peers.go_on()
+    peers.pass_time(100.0)
+    if peers.chunk is not None:
+        peers.end_read()
+
+    assert peers.num_ends == 1
+    assert peers.is_freed
+    assert not peers.table.live

@@ -42,6 +42,7 @@ GOOD, POISON = 0x11, 0xEE
 WITHIN_S = 60.0
 PATIENCE_S = 5.0
 GONE = {ErrorCode.PEER_LOST, ErrorCode.STALE, ErrorCode.TRANSFER_FAILED, ErrorCode.PEER_UNREACHABLE}
+GIVES_UP_S = 5.0
 
 
 @dataclass
@@ -70,14 +71,16 @@ class Site:
         offer.ended.then(lambda: self.cache.fill(POISON))
         return offer
 
-    def fetch(self, offer: Offer, blocks: tuple[int, ...] = INTO) -> Fetch:
-        return self.fetch_by(offer.ticket, blocks)
+    def fetch(self, offer: Offer, blocks: tuple[int, ...] = INTO, **options: Any) -> Fetch:
+        return self.fetch_by(offer.ticket, blocks, **options)
 
-    def fetch_by(self, ticket: Mapping[str, Any], blocks: tuple[int, ...] = INTO) -> Fetch:
+    def fetch_by(
+        self, ticket: Mapping[str, Any], blocks: tuple[int, ...] = INTO, **options: Any
+    ) -> Fetch:
         for view in self.target.views().values():
             view[[*blocks]] = 0
         fetch: Fetch = self.target.decode.fetch(
-            ticket, num_tokens=NUM_TOKENS, block_ids={"full": blocks}
+            ticket, num_tokens=NUM_TOKENS, block_ids={"full": blocks}, **options
         )
         return fetch
 
@@ -193,14 +196,17 @@ async def test_an_offer_that_its_engine_has_ended_is_not_taken(
         offer = await site.offer()
         with monkeypatch.context() as patch:
             takes = hold_up(patch, moment, lambda: happens(site, offer))
-            fetch = site.fetch(offer)
+            # an agent that is killed is waited for until the deadline
+            timeout_s = GIVES_UP_S if happens is kill else None
+            fetch = site.fetch(offer, timeout_s=timeout_s)
             if happens is leave_a_stopped_agent:
                 await until(lambda: takes)
                 site.prefill.signal(signal.SIGCONT)
             failure = await failure_of(fetch)
 
         assert takes == [False]
-        assert failure.code in GONE | {ErrorCode.OFFER_WITHDRAWN, ErrorCode.ENGINE_LOST}
+        ended = {ErrorCode.OFFER_WITHDRAWN, ErrorCode.ENGINE_LOST}
+        assert failure.code in ({*GONE, ErrorCode.TIMEOUT} if happens is kill else ended)
 
 
 @pytest.mark.parametrize("happens", EVENTS.values(), ids=EVENTS)

@@ -227,7 +227,7 @@ async def test_blocks_are_free_when_an_agent_that_waited_for_its_transfers_has_e
 async def test_a_reader_that_comes_back_when_nobody_drives_its_read_any_more_harms_nobody(
     fresh: Started,
 ) -> None:
-    """Its blocks come back without another handoff, which would drive the prefill agent."""
+    """Its read ends without another handoff, which would drive the prefill agent."""
     prefill, decode = fresh.both(**ONE_POST)
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
         while True:
@@ -240,10 +240,8 @@ async def test_a_reader_that_comes_back_when_nobody_drives_its_read_any_more_har
         prefill.says("lease.expired", offer_id=offer.offer_id)
         await until(lambda: not prefill.metric("progress_tokens"))
         decode.signal(signal.SIGCONT)
-        failure = await failure_of(fetch)
-        await fetch.freed
-        await offer.withdraw()
+        await fetch.ended
         await offer.ended
 
-        assert failure.code in (ErrorCode.LEASE_EXPIRED, ErrorCode.STALE)
+        assert decode.logged("handoff.completed")[-1]["attempts"] > 1
         assert await works(source, target)

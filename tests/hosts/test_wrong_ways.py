@@ -116,7 +116,7 @@ async def test_the_data_of_an_agent_is_on_an_interface_that_leads_elsewhere(
             failure = await fails(*engines)
         found = look_at(network, "d0", wrong)
 
-    assert failure.code is ErrorCode.TRANSFER_FAILED
+    assert failure.code in (ErrorCode.TRANSFER_FAILED, ErrorCode.TIMEOUT)
     assert "data_interfaces" in failure.message
     assert found["peer.socket"]["severity"] == "ok"
     assert is_error(found["peer.data"], NOBODY, fix="data_interfaces")

@@ -8,7 +8,7 @@ All lanes are played at once, and what needs the cores in turn: most of it is wa
 """
 
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,8 @@ class Event:
     undo: Happen | None = None
     is_harmless: bool = False
     """Whether the same engines go on."""
+    is_survived: bool = False
+    """Whether the fetch completes all the same."""
     timeout_s: float | None = None
 
 
@@ -115,10 +117,16 @@ EVENTS = {
         timeout_s=DEADLINE_S,
     ),
     "decode agent stopped": Event(
-        DECODE, send(DECODE, signal.SIGSTOP), then=outlast_the_lease, is_harmless=True
+        DECODE,
+        send(DECODE, signal.SIGSTOP),
+        then=outlast_the_lease,
+        is_harmless=True,
+        is_survived=True,
     ),
-    "prefill agent killed": Event(PREFILL, kill(PREFILL), undo=restart(PREFILL)),
-    "decode agent killed": Event(DECODE, kill(DECODE), undo=restart(DECODE)),
+    "prefill agent killed": Event(
+        PREFILL, kill(PREFILL), undo=restart(PREFILL), timeout_s=DEADLINE_S
+    ),
+    "decode agent killed": Event(DECODE, kill(DECODE), undo=restart(DECODE), timeout_s=DEADLINE_S),
 }
 
 NO_ANSWER = {ErrorCode.LEASE_EXPIRED, ErrorCode.TIMEOUT}
@@ -126,14 +134,19 @@ LOST = {ErrorCode.ENGINE_LOST}
 LOST_IN_PART = {*LOST, ErrorCode.ENGINE_UNKNOWN, ErrorCode.STALE, ErrorCode.TRANSFER_FAILED}
 AT_THE_END = ("reading", "taking")
 """The bytes come without the prefill agent, which is missed when the lease is renewed, or taken."""
-GONE = {ErrorCode.PEER_LOST, ErrorCode.TRANSFER_FAILED, *NO_ANSWER}
+GONE = {
+    *(ErrorCode.PEER_LOST, ErrorCode.PEER_UNREACHABLE, ErrorCode.TRANSFER_FAILED),
+    *NO_ANSWER,
+}
+"""Of an agent that is killed, and not there again by the deadline."""
+TRIED = ("reading", "waiting", "resolving", "claiming", "taking")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the decode engine is told, one of ``codes``, and how the offer ends."""
+    """What the decode engine is told, one of ``codes`` (None: completed), and the offer's end."""
 
-    codes: set[ErrorCode]
+    codes: Set[ErrorCode | None]
     offer: Outcome | None
     """None when nobody is told, as the engine or its agent is gone."""
     stages: tuple[str, ...] = ("reading",)
@@ -164,15 +177,15 @@ EXPECTED = {
     },
     "decode agent stopped": dict.fromkeys(
         ("direct", "staged", "packed", "mapped"),
-        Expected({*NO_ANSWER, ErrorCode.STALE}, Outcome.COMPLETED),
+        Expected({None}, Outcome.COMPLETED, stages=("",)),
     ),
-    "prefill agent killed": dict.fromkeys(LANES, Expected(GONE, None))
-    | {"several agents": Expected(GONE, Outcome.WITHDRAWN)},
+    "prefill agent killed": dict.fromkeys(LANES, Expected(GONE, None, stages=TRIED))
+    | {"several agents": Expected(GONE, Outcome.WITHDRAWN, stages=TRIED)},
     "decode agent killed": dict.fromkeys(
         WAYS,
         Expected({ErrorCode.PEER_LOST}, Outcome.COMPLETED, stages=("lost",), is_withheld=False),
     )
-    | {"several agents": Expected(GONE, Outcome.COMPLETED, is_withheld=True)},
+    | {"several agents": Expected(GONE, Outcome.COMPLETED, stages=TRIED)},
 }
 """By event, and by lane."""
 
@@ -210,7 +223,9 @@ async def play(lane: Lane, event: Event, expected: Expected) -> Told:
         await until(lambda: not lane.num_mappings(other.spec.engine_id))
         async with lane.engine(event.role) as again:
             if event.role == DECODE:
-                told.offer = await read_again(handoff.offer, again)
+                if not event.is_survived:
+                    await read_again(handoff.offer, again)
+                told.offer = await handoff.offer.ended
             async with lane.turn:
                 assert await works(*in_order(event, staying, again))
     await to_thread.run_sync(lane.agents.check)
@@ -227,7 +242,10 @@ async def follow(handoff: Handoff, event: Event, told: Told, *, needs_undo: bool
     lane, offer, fetch = handoff.lane, handoff.offer, handoff.fetch
     if event.then is not None:
         await event.then(handoff)
-    await note_failure(handoff, told)
+    if event.is_survived:
+        await fetch.ended
+    else:
+        await note_failure(handoff, told)
     if not needs_undo:
         await fetch.freed
         told.is_withheld = False
@@ -263,14 +281,12 @@ async def note_failure(handoff: Handoff, told: Told) -> None:
     told.is_withheld = handoff.lane.is_withheld(handoff.target, handoff.fetch)
 
 
-async def read_again(offer: Any, target: Engine) -> Outcome:
-    """How an offer ends that another engine reads."""
+async def read_again(offer: Any, target: Engine) -> None:
+    """Have another engine read an offer."""
     fetch = target.decode.fetch(
         offer.ticket, num_tokens=LARGE.block_size, block_ids={LARGE.name: [1]}
     )
     await fetch.ended
-    outcome: Outcome = await offer.ended
-    return outcome
 
 
 Played = dict[str, Told | BaseException]

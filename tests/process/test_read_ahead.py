@@ -156,7 +156,7 @@ def questioned() -> Iterator[tuple[AgentProcess, AgentProcess, Tap]]:
     ("is_withdrawn", "codes"),
     [
         (True, {ErrorCode.OFFER_WITHDRAWN}),
-        (False, {ErrorCode.PEER_LOST, ErrorCode.STALE}),
+        (False, {ErrorCode.OFFER_UNKNOWN}),
     ],
     ids=["withdrawn", "prefill agent is new"],
 )

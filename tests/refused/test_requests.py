@@ -124,6 +124,15 @@ async def test_an_extension_that_is_refused_leaves_the_offer_as_it_was(engines: 
     assert sealed is ErrorCode.OFFER_SEALED
 
 
+async def test_a_ticket_is_good_whichever_process_of_its_agent_made_it(engines: Pair) -> None:
+    source, target = engines
+    offer = await source.prefill.offer("r", num_tokens=0, block_ids={"full": []})
+
+    await fetch_of(target, {**offer.ticket, "agent_boot": "an earlier one"}).ended
+
+    assert await offer.ended is Outcome.COMPLETED
+
+
 async def test_an_extension_that_is_refused_ends_an_offer_of_the_sdk(engines: Pair) -> None:
     source, _ = engines
     offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]}, sealed=False)
@@ -140,10 +149,9 @@ async def test_an_extension_that_is_refused_ends_an_offer_of_the_sdk(engines: Pa
     [
         ({"offer_id": "no such offer"}, ErrorCode.OFFER_UNKNOWN),
         ({"engine_id": "no such engine"}, ErrorCode.ENGINE_UNKNOWN),
-        ({"engine_instance": "an earlier one"}, ErrorCode.STALE),
+        ({"engine_instance": "an earlier one"}, ErrorCode.ENGINE_LOST),
         ({"secret": 32 * "0"}, ErrorCode.FORBIDDEN),
         ({"secret": "short"}, ErrorCode.INVALID),
-        ({"agent_boot": "an earlier one"}, ErrorCode.STALE),
         ({"endpoint": "ipc:///tmp/x:1"}, ErrorCode.INVALID),
         ({"kvbus": 2}, ErrorCode.UNSUPPORTED_VERSION),
         ({"offer_id": None}, ErrorCode.INVALID),

@@ -149,7 +149,7 @@ async def test_reads_of_other_engines_complete_after_one_engine_cuts_its_memory(
                 await handoff.completed()
 
     (line,) = decode.says("handoff.failed")
-    assert (line["ahead"], line["leased"], failure.code) == (True, False, ErrorCode.ENGINE_LOST)
+    assert (line["attempts"], line["leased"], failure.code) == (2, False, ErrorCode.ENGINE_LOST)
 
 
 @pytest.mark.parametrize("shared_slow", [TCP, MAPPED], indirect=True, ids=["tcp", "mapped"])

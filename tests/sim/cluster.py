@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import math
 import os
 import warnings
 from collections import Counter
@@ -97,8 +98,13 @@ class Cluster:
             self.world, delay_s=settings.delay_s, breaks=settings.breaks, drops=settings.drops
         )
         self.fabric = Fabric(self.network, settings.part_s, settings.flips)
+        self._num_faults, self._disturbed_at = 0, 0.0
         self.ledger = Ledger(
-            self.world, late_s=self._late_s, story=self._story, on_offered=self._on_offered
+            self.world,
+            late_s=self._late_s,
+            quiet_since=lambda: math.inf if self._num_faults else self._disturbed_at,
+            story=self._story,
+            on_offered=self._on_offered,
         )
         self.agents: dict[tuple[AgentRole, int], SimAgent] = {}
         self.engines: dict[tuple[AgentRole, int], SimEngine] = {}
@@ -106,7 +112,6 @@ class Cluster:
         """Also those that were killed: what they had is given back at the end, with no warning."""
         self._boots = 0
         self._pauses: list[tuple[str, float, float]] = []
-        self._num_faults = 0
         self.faults: Counter[str] = Counter()
         for number in range(settings.pairs):
             for role in (P, D):
@@ -325,6 +330,7 @@ class Cluster:
             case FaultKind.CUT:
                 self.network.heal(*self._hosts(fault))
         self._num_faults -= 1
+        self._disturbed_at = self.world.now
 
     def _hosts(self, fault: Fault) -> tuple[str, str]:
         return self.agents[P, fault.number].host, self.agents[D, fault.other].host

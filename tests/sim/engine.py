@@ -363,6 +363,8 @@ class PrefillEngine(SimEngine):
         self.cache.write(blocks, 0, handoff.content, ready)
         handoff.is_offered, handoff.offerer = True, self
         is_sealed = len(handoff.stops) == 1
+        if is_sealed:
+            handoff.sealed_at = self.world.now
         self._check_words()
         handoff.word = self._words.open() if is_sealed else 0
         self.send(
@@ -426,6 +428,7 @@ class PrefillEngine(SimEngine):
             return
         if number == len(handoff.stops):
             self.send(SealOffer(handoff.offer_id))
+            handoff.sealed_at = self.world.now
             return
         start, stop = handoff.stops[number - 1], handoff.stops[number]
         self.cache.write(handoff.source, start, handoff.content, stop)

@@ -1,5 +1,6 @@
 """What is handed off, what became of it, and what must be true of that."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvbus.errors import ErrorCode
 from kvbus.protocol import Outcome
 from tests.sim.world import World
 
@@ -21,6 +23,17 @@ GRACE_S = 1.0
 """How long behind its deadline a fetch may end by the last word on it: `TAKE_GRACE_S`."""
 LATE_S = 0.5
 """What messages to an engine, and a busy network, may take on top."""
+QUIET_S = 8.0
+"""When nothing has gone wrong for so long, a fetch of an offer that lives completes."""
+SPARE_S = 1.5
+"""A fetch that may be repeated fails this early at most: then no pause fits in any more."""
+PASSING = frozenset(
+    (
+        *(ErrorCode.PEER_LOST, ErrorCode.PEER_UNREACHABLE, ErrorCode.TRANSFER_FAILED),
+        *(ErrorCode.STALE, ErrorCode.LEASE_EXPIRED, ErrorCode.TIMEOUT, ErrorCode.BUSY),
+    )
+)
+"""What a fetch is repeated after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +75,7 @@ class Handoff:
     offer_id: str = ""
     word: int = 0
     is_offered: bool = False
+    sealed_at: float = math.inf
     offerer: "SimEngine | None" = field(default=None, repr=False)
     """The engine that has asked its agent, until it has its blocks back."""
     released: bool = False
@@ -91,8 +105,9 @@ class Handoff:
 class Ledger:
     """All handoffs that are not over; counts how they ended.
 
-    ``late_s`` says how long the decode side of a handoff was frozen since a time, ``story`` what
-    the agents know of it; ``on_offered`` gets its ticket.
+    ``late_s`` says how long the decode side of a handoff was frozen since a time, ``quiet_since``
+    since when nothing goes wrong, ``story`` what the agents know of a handoff; ``on_offered`` gets
+    its ticket.
     """
 
     def __init__(
@@ -100,6 +115,7 @@ class Ledger:
         world: World,
         *,
         late_s: Callable[[Handoff, float], float],
+        quiet_since: Callable[[], float],
         story: Callable[[Handoff], str],
         on_offered: Callable[[Handoff, dict[str, Any]], None],
     ) -> None:
@@ -108,7 +124,7 @@ class Ledger:
         self.num_started = 0
         self.live: dict[str, Handoff] = {}
         self.on_offered = on_offered
-        self._late_s, self._story = late_s, story
+        self._late_s, self._quiet_since, self._story = late_s, quiet_since, story
 
     def begin(self, plan: Plan) -> Handoff:
         number = self.num_started
@@ -170,10 +186,21 @@ class Ledger:
         took_s, allowed_s = self.world.now - handoff.asked_at, handoff.plan.timeout_s + GRACE_S
         if took_s > allowed_s + LATE_S + self._late_s(handoff, handoff.asked_at):
             self.fail(handoff, f"ended {took_s - allowed_s:.1f} s behind its deadline")
+        if outcome == "failed" and code in PASSING:
+            self._check_repeated(handoff)
         if outcome == "completed" and handoff.outcome not in (None, Outcome.COMPLETED):
             self.fail(handoff, f"completed, but its offer was {handoff.outcome}")
         if outcome == "completed" and not handoff.is_offered:
             self.fail(handoff, "completed without an offer")
+
+    def _check_repeated(self, handoff: Handoff) -> None:
+        """It had its time, and something kept it from its bytes."""
+        now, ends_at = self.world.now, handoff.asked_at + handoff.plan.timeout_s
+        if now < ends_at - SPARE_S:
+            self.fail(handoff, f"failed {ends_at - now:.1f} s before its deadline, not repeated")
+        began_at = max(self._quiet_since(), handoff.sealed_at, handoff.asked_at)
+        if not handoff.released and now - began_at > QUIET_S:
+            self.fail(handoff, f"failed though nothing went wrong for {now - began_at:.1f} s")
 
     def freed(self, handoff: Handoff) -> None:
         """The decode engine has its blocks back."""

@@ -26,7 +26,7 @@ from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.lease_client import LeaseClient
 from kvbus_decode.mapped import MemoryBorrower
-from kvbus_decode.observe import READINGS, DecodeMetrics, FetchStories, log_fetched
+from kvbus_decode.observe import READINGS, DecodeMetrics, FetchStories, log_fetched, log_retry
 from kvbus_decode.parts import Part, PartClient, PartServer
 from kvbus_decode.paths import CostBook, PathChooser, ahead_of
 from kvbus_decode.peers import PeerAddress, PeerDirectory
@@ -86,15 +86,18 @@ class DecodeService(Service):
             ev.Tell: leases.tell,
             ev.HoldPeer: leases.hold,
             ev.ReadChunk: self._reader.read_chunk,
+            ev.EndAttempt: self._end_attempt,
             ev.StopReads: self._stop_reads,
             ev.AskOthers: self._others.ask,
             ev.Notify: self._notify,
             ev.ReportFetched: self._report_fetched,
         }
         driver.answers |= {
-            ev.Ask: lambda command, error: ev.StepFailed(command.fetch_id, failure(error)),
+            ev.Ask: lambda command, error: ev.StepFailed(
+                command.fetch_id, command.attempt, failure(error)
+            ),
             ev.HoldPeer: lambda command, error: ev.StepFailed(
-                command.requested.fetch_id, failure(error)
+                command.requested.fetch_id, command.attempt, failure(error)
             ),
             ev.ReadChunk: lambda command, error: ev.ReadEnded(command.fetch_id, 0, failure(error)),
             ev.AskOthers: lambda command, error: ev.ReadEnded(
@@ -225,7 +228,14 @@ class DecodeService(Service):
             choice = self._chooser.choose(route, first_token, num_tokens)
             transport = self._agent.transport
             ahead = ahead_of(requested, route, choice, transport) if choice else None
-            requested = structs.replace(requested, route=route, choice=choice, ahead=ahead)
+            requested = structs.replace(
+                requested,
+                route=route,
+                choice=choice,
+                ahead=ahead,
+                boot=route.home.agent_boot,
+                elsewhere=route.memory_ids[1:],
+            )
         return requested
 
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
@@ -236,24 +246,30 @@ class DecodeService(Service):
         self._dispatch(ev.CancelRequested(key, call, cancel.release_offer))
 
     def _stop_reads(self, command: ev.StopReads) -> None:
+        self._leases.drain(command.fetch_id)
         self._others.stop(command)
         self._reader.stop_reads(command)
 
+    def _end_attempt(self, command: ev.EndAttempt) -> None:
+        self._leases.end_attempt(command)
+        self._metrics.count_retry(command.error.code)
+        if (fetch := self._table.find(command.fetch_id)) is not None:
+            log_retry(fetch.requested, command)
+
     def _report_fetched(self, report: ev.ReportFetched) -> None:
         """The engine first: it waits, while the log and the counters do not."""
-        fetch, requested = self._active[report.fetch_id], report.requested
-        fetched = structs.replace(report.fetched, whole_blocks=fetch.fills_blocks)
-        if requested.access or not fetch.engine.lost:  # else its sessions end unheard
+        fetch, requested = self._active.get(report.fetch_id), report.requested
+        fills_blocks = fetch is not None and fetch.fills_blocks
+        fetched = structs.replace(report.fetched, whole_blocks=fills_blocks)
+        if requested.access or not requested.engine.lost:  # else its sessions end unheard
             requested.reply_to.reply(fetched)
         if not fetched.code:
             self._tickets.complete(requested.ticket)
             self._costs.observe(fetched, requested.ticket.endpoint)
         elif fetched.code != ErrorCode.CANCELLED:
-            self.routes.forget_failed(requested.ticket, fetched.code)
+            self._leases.forget_route(report.fetch_id, fetched.code)
         if fetched.blocks_free:
             self._end(report.fetch_id)
-        else:
-            self._leases.drain(report.fetch_id)
         self._metrics.observe(report)
         log_fetched(structs.replace(report, fetched=fetched))
         if fetched.code and self._config.log_level == "debug":
@@ -267,8 +283,8 @@ class DecodeService(Service):
     def _notify(self, command: ev.Notify) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
         notice, part = command.message, self._parts.find(command.fetch_id)
-        if part is None:
-            self._active[command.fetch_id].engine.notify(notice)
+        if part is None and (fetch := self._active.get(command.fetch_id)) is not None:
+            fetch.engine.notify(notice)
         if isinstance(notice, BlocksFreed):
             log.info("blocks.freed", fetch_id=notice.fetch_id)
             if part is not None:

@@ -8,7 +8,7 @@ from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, Box, num_blocks_for
 from kvbus.planning import Spans, tail_spans
 from kvbus.protocol.engine import StartFetch
-from kvbus.protocol.ticket import UNKNOWN, Ticket
+from kvbus.protocol.ticket import Ticket
 from kvbus.table import Key
 from kvbus_decode.fetch.events import ReadChunk, Requested
 from kvbus_decode.peers import Peer
@@ -17,7 +17,7 @@ from kvbus_decode.route import Route, SourcePlan
 
 @dataclass(slots=True, eq=False)
 class ActiveFetch:
-    """One fetch that is under way, and what it uses; ``key`` names it in the table.
+    """An attempt of a fetch, and what it uses; ``key`` names the fetch in the table.
 
     ``peers`` are held until its end; the first is the agent that has the offer.
     """
@@ -26,19 +26,12 @@ class ActiveFetch:
     requested: Requested
     engine: LocalEngine
     deadline: float
+    attempt: int
     peers: list[Peer] = field(default_factory=list)
     route: Route | None = None
     choice: object = None
     """How it is read, chosen when its route is known."""
     replica_index: int = 0
-    chunk: ReadChunk | None = None
-    """The chunk that is read now."""
-    num_reconnects: int = 0
-    """How often the chunk was read again."""
-    is_cut_off: bool = False
-    """Whether NIXL lost a connection under the chunk."""
-    is_stopped: bool = False
-    """Whether nothing more may be read."""
     meet_id: int | None = None
     """The `Meet` that waits for its reply."""
 
@@ -50,9 +43,11 @@ class ActiveFetch:
         asked = self.requested.asked
         return self.route.spans.fills_blocks(asked.first_token, asked.num_tokens)
 
-    def is_of_another(self, boot: str) -> bool:
-        """Whether its offer is another process's than ``boot``, as far as both are known."""
-        return bool(boot) and self.requested.ticket.agent_boot not in (boot, UNKNOWN)
+    def reads_from(self, peer: Peer, boot: str) -> bool:
+        """Whether it reads from this process of ``peer``, or has a part there; empty: any."""
+        sources = self.route.sources if self.route is not None else ()
+        is_read = any(one.peer is peer and boot in ("", one.agent_boot) for one in sources)
+        return is_read or peer in self.peers[1:]
 
 
 def check_tables(

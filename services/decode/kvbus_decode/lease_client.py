@@ -8,6 +8,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,7 +16,7 @@ import structlog
 
 from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestTimeout
+from kvbus.errors import ErrorCode, KVBusError, RequestTimeout
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.peer import MAX_TAKEN, Forgo, Meet, Met, Release, Take, WordsTaken
@@ -24,6 +25,7 @@ from kvbus.protocol.word import Word
 from kvbus_decode.chunk import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.transitions import RETRIED
 from kvbus_decode.peers import Peer, PeerAddress, PeerDirectory, PeerWatcher
 from kvbus_decode.route import Route, Source
 from kvbus_decode.route_book import RouteBook
@@ -72,11 +74,16 @@ class LeaseClient(PeerWatcher):
 
     def hold(self, command: ev.HoldPeer) -> None:
         """Keep the peers of a fetch; find its route, by a handshake, where it is not known."""
-        requested, now = command.requested, self._agent.loop.time()
+        requested = command.requested
         fetch = self._active.get(requested.fetch_id)
         if fetch is None:
-            deadline = now + requested.timeout_s
-            fetch = ActiveFetch(requested.fetch_id, requested, requested.engine, deadline)
+            fetch = ActiveFetch(
+                key=requested.fetch_id,
+                requested=requested,
+                engine=requested.engine,
+                deadline=command.deadline,
+                attempt=command.attempt,
+            )
             self._active[fetch.key] = fetch
         else:  # the agent names where the offer is
             self._forget_offer(fetch)
@@ -85,7 +92,7 @@ class LeaseClient(PeerWatcher):
         try:
             self._hold_peers(fetch)
         except KVBusError as error:
-            self._dispatch(ev.StepFailed(fetch.key, error))
+            self._fail_step(fetch, error)
             return
         if command.timeout_s is not None:
             self._agent.tasks.start_soon(self._resolve, fetch, command.timeout_s)
@@ -103,6 +110,7 @@ class LeaseClient(PeerWatcher):
             self._dispatch(
                 ev.Answered(
                     fetch_id=command.fetch_id,
+                    attempt=command.attempt,
                     message=message,
                     outcome=self._admit(outcome, requested)
                     if isinstance(outcome, Met)
@@ -190,6 +198,17 @@ class LeaseClient(PeerWatcher):
                 self._driven[key] = source
                 self._drive(source)
 
+    def end_attempt(self, command: ev.EndAttempt) -> None:
+        self.forget_route(command.fetch_id, command.error.code)
+        self.end(command.fetch_id)
+
+    def forget_route(self, fetch_id: str, code: str) -> None:
+        """Have the next attempt, or fetch, shake hands again: the route may be what failed."""
+        fetch = self._active.get(fetch_id)
+        route = None if fetch is None else fetch.route
+        if route is not None and (code in RETRIED or route.others):
+            self._routes.forget(route)
+
     def end(self, fetch_id: str) -> None:
         fetch = self._active.pop(fetch_id, None)
         self._draining.pop(fetch_id, None)
@@ -209,27 +228,25 @@ class LeaseClient(PeerWatcher):
 
     def on_gap(self, boot: str) -> None:
         for fetch_id, fetch in list(self._active.items()):
-            if fetch.requested.ticket.agent_boot == boot:
+            if fetch.route is not None and fetch.route.home.agent_boot == boot:
                 self._dispatch(ev.OfferAdvanced(fetch_id))
 
     def on_gone(self, peer: Peer, boot: str) -> None:
-        """What is read from it has failed; a fetch of an offer of the next process goes on."""
-        lost = [
-            fetch.key
-            for fetch in self._active.values()
-            if peer in fetch.peers and not (fetch.peers[0] is peer and fetch.is_of_another(boot))
-        ]
+        """Fail the attempts that read from it. Requests wait for the next process."""
+        lost = [fetch for fetch in self._active.values() if fetch.reads_from(peer, boot)]
         level = log.warning if lost else log.info
         level("peer.lost", peer=peer.endpoint, peer_boot=boot, num_fetches=len(lost))
-        for fetch_id in lost:
-            self._dispatch(ev.StepFailed(fetch_id, peer.loss()))
+        for fetch in lost:
+            self._fail_step(fetch, peer.loss())
 
     def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
-        """What is read from its earlier process has failed; a handshake says so itself."""
-        error = RemoteError("the prefill agent is gone", code=ErrorCode.PEER_LOST)
+        """Fail the attempts that read from its earlier process."""
         for fetch in list(self._active.values()):
-            if fetch.route is not None and fetch.requested.ticket.agent_boot == earlier:
-                self._dispatch(ev.StepFailed(fetch.key, error))
+            if earlier and fetch.reads_from(peer, earlier):
+                self._fail_step(fetch, peer.loss())
+
+    def _fail_step(self, fetch: ActiveFetch, error: KVBusError) -> None:
+        self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, error))
 
     def _admit(self, met: Met, requested: ev.Requested) -> Ticket | KVBusError:
         """The ticket; an error if that may not be used here."""
@@ -240,14 +257,13 @@ class LeaseClient(PeerWatcher):
             return error
 
     def _hold_peers(self, fetch: ActiveFetch) -> None:
-        """Raises `LocalError`, and `PeerLost` when its home is gone: what is held goes with it."""
+        """Raises `LocalError`, and `RemoteError` for an agent that is not trusted."""
         requested = fetch.requested
         address = PeerAddress.of(requested.ticket)
         if fetch.peers and fetch.peers[0].address != address:
             self._peers.release(fetch.peers.pop())
         if not fetch.peers:
             fetch.peers.append(self._peers.acquire(address))
-        fetch.peers[0].check_alive(requested.ticket.agent_boot)
         if fetch.route is None and isinstance(requested.route, Route):
             self._hold_route(fetch, requested.route)
             fetch.choice = requested.choice
@@ -274,12 +290,10 @@ class LeaseClient(PeerWatcher):
             route = await self._routes.route(fetch.peers[0], ticket, engine, timeout_s=timeout_s)
             if self._is_active(fetch):
                 self._hold_route(fetch, route)
-                self._dispatch(ev.PeerReady(fetch.key))
+                boot, elsewhere = route.home.agent_boot, route.memory_ids[1:]
+                self._dispatch(ev.PeerReady(fetch.key, fetch.attempt, boot, elsewhere))
 
-        def fail(error: KVBusError) -> None:
-            self._dispatch(ev.StepFailed(fetch.key, error))
-
-        await guarded(find_route, fail)
+        await guarded(find_route, partial(self._fail_step, fetch))
 
     async def _take_of_many(
         self, fetch: ActiveFetch, route: Route, message: Take, timeout_s: float, settle: Settle
@@ -301,7 +315,6 @@ class LeaseClient(PeerWatcher):
 
         def fail(error: KVBusError) -> None:
             if self._is_active(fetch):
-                self._routes.forget(route)
                 settle(error)
 
         await guarded(ask_all, fail)
@@ -311,8 +324,7 @@ class LeaseClient(PeerWatcher):
 
         def on_reply(reply: Empty | KVBusError) -> None:
             if isinstance(reply, KVBusError) and reply.code not in WITHOUT_FAULT:
-                self._routes.forget(route)
-                self._dispatch(ev.StepFailed(fetch.key, reply))
+                self._fail_step(fetch, reply)
 
         for source in route.others:
             lease_s = self._config.lease_s

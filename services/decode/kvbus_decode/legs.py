@@ -136,10 +136,8 @@ class ChunkLeg(Leg):
     def _on_read(self, outcome: ReadOutcome) -> None:
         self.transfer = None  # it holds its descriptors
         error: KVBusError | None = outcome.error
-        if isinstance(error, PeerLost):
-            self.chunk.fetch.is_cut_off = True
-            if self.nixl_peer is not None:
-                self.nixl_peer.is_broken = True
+        if isinstance(error, PeerLost) and self.nixl_peer is not None:
+            self.nixl_peer.is_broken = True
         if outcome.status is ReadStatus.ABORTED:
             error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
         self.end_stage(outcome.num_bytes, error)

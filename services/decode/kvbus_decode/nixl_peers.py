@@ -113,11 +113,6 @@ class NixlPeers:
     def find(self, name: str) -> NixlPeer | None:
         return self._known.get(name)
 
-    def break_off(self, name: str) -> None:
-        """UCX has given the agent up: it is made again before it is used."""
-        if (known := self._known.get(name)) is not None:
-            known.is_broken = True
-
     def forget(self, peer: Peer) -> None:
         """Remove the agents of a peer that no route reads from, once nothing of them is in flight.
 

@@ -68,6 +68,11 @@ class DecodeMetrics:
             "good, by error code: it may have completed the offer.",
             "code",
         )
+        self._retries = agent.tally(
+            "kvbus_fetch_retries",
+            "Attempts of fetches that failed and were repeated, by error code.",
+            "code",
+        )
         self._bytes = agent.tally("kvbus_read_bytes", "Bytes that ended fetches have read.")
         self._stages_s = agent.times(
             "kvbus_stage_seconds",
@@ -82,6 +87,9 @@ class DecodeMetrics:
             "outcome",
         )
 
+    def count_retry(self, code: str) -> None:
+        self._retries.values[code,] += 1
+
     def observe(self, report: ev.ReportFetched) -> None:
         fetched = report.fetched
         self._handoffs.values[fetched.outcome.value, fetched.code] += 1
@@ -90,6 +98,18 @@ class DecodeMetrics:
         self._bytes.values[()] += fetched.num_bytes
         self._stages_s.add(structs.asdict(fetched.stages_s))
         self._handoff_s.add({"": fetched.stages_s.total})
+
+
+def log_retry(requested: ev.Requested, ended: ev.EndAttempt) -> None:
+    log.info(
+        "handoff.retried",
+        request_id=requested.ticket.request_id,
+        fetch_id=requested.asked.fetch_id,
+        engine_id=requested.engine_id,
+        attempt=ended.attempt,
+        code=ended.error.code,
+        reason=ended.error.message,
+    )
 
 
 def log_fetched(report: ev.ReportFetched) -> None:
@@ -111,6 +131,7 @@ def log_fetched(report: ev.ReportFetched) -> None:
         path=fetched.path,
         ahead=report.requested.ahead is not None,
         leased=report.leased,
+        attempts=fetched.attempts,
         blocks_free=fetched.blocks_free,
         total_ms=round(fetched.stages_s.total * 1e3, 3),
         **{f"{name}_ms": round(s * 1e3, 3) if s else 0.0 for name, s in stages_s.items()},
@@ -195,6 +216,7 @@ def _attributes(fetch: FetchEntry) -> dict[str, str | int | float]:
         "state": fetch.state.value,
         "num_tokens": requested.asked.num_tokens,
         "num_bytes": fetch.num_bytes,
+        "attempts": fetch.attempts,
         "path": fetch.path,
         "prefill_agent": ticket.agent_id,
         **trace_attributes(requested.asked.traceparent, ticket.traceparent),

@@ -177,12 +177,12 @@ class PartClient:
                 part.question, timeout_s=math.inf, on_reply=part.settle, on_sent=part.note_sent
             )
         except Exception as error:
-            self._dispatch(ev.StepFailed(fetch.key, failure(error)))
+            self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, failure(error)))
             return
         await part.wakes.wait()
         peer.client.take_back(request_id)
         if part.failure is not None:
-            self._dispatch(ev.StepFailed(fetch.key, part.failure))
+            self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, part.failure))
         if not part.has_ended:
             await self._wait_for_end(part)
 

@@ -159,11 +159,11 @@ def _names_all(requested: Requested) -> bool:
 
 
 def _unpacked(paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Those of ``paths`` that need no lease; raises `LocalError` when they have closed."""
+    """Those of ``paths`` that need no lease; raises `TransferFailed` when they have closed."""
     found = tuple(path for path in paths if path in UNPACKED)
     if not found:
         message = "the path that needs no lease has closed while the fetch waited"
-        raise LocalError(message, code=ErrorCode.ENGINE_LOST)
+        raise TransferFailed(message)
     return found
 
 

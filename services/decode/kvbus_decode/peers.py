@@ -28,6 +28,8 @@ log = structlog.get_logger()
 
 SILENT_S, RETRY_S = 5.0, 1.0
 """A peer that is pinged and gave no sign of life for so long is silent."""
+REFUSED_S = 30.0
+"""Fetches from an agent that was silent for this long are refused at once."""
 FORGET_PEER_S = 60.0
 """One that is silent for so long, and is not used, is left; the next fetch connects again."""
 CANCEL_TIMEOUT_S = 5.0
@@ -66,8 +68,8 @@ class PeerAddress(NamedTuple):
 # when nothing has come for a while), which process answers, and whether its port is closed.
 #
 #     heard within SILENT_S      it is asked
-#     silent, but connected      new fetches are refused at once; those that wait go on waiting, as
-#                                it may be stopped or cut off for a while
+#     silent                     fetches wait and retry: it may be stopped or cut off for a while;
+#                                after REFUSED_S new ones are refused at once
 #     its port is closed         that process is gone, and what was read from it: `on_gone`
 #     another boot id            so is the process before: `on_boot`
 @dataclass(slots=True, eq=False)
@@ -109,11 +111,6 @@ class Peer:
         """Wait no longer for a reply, and have the agent free what the request holds."""
         self.client.take_back(request_id)
         self.ask(CancelRequest(request_id), CANCEL_TIMEOUT_S, lambda _: None)
-
-    def check_alive(self, boot: str) -> None:
-        """Raise `PeerLost` when its process ``boot`` is gone."""
-        if self.client.is_gone and self.client.peer_boot == boot:
-            raise self.loss()
 
     def loss(self) -> PeerLost:
         """Why what needs it fails once its process is gone."""
@@ -198,10 +195,10 @@ class PeerDirectory(EventListener):
         return next(filter(None, refusals), "")
 
     def check_answers(self, address: PeerAddress, boot: str | None) -> None:
-        """Raise `RemoteError` (``peer_unreachable``) for an agent that is silent.
+        """Raise `RemoteError` (``peer_unreachable``) for an agent that was silent for `REFUSED_S`.
 
-        A fetch would only wait for it; pings find out when it answers again. A ticket of another
-        process there, ``boot``, is newer than what is known.
+        Fetches wait for an agent that may be restarting. After that, only pings find out when it
+        answers again. A ticket of another process there, ``boot``, is newer than what is known.
         """
         peer = self._peers.get(address)
         if peer is None:
@@ -209,7 +206,7 @@ class PeerDirectory(EventListener):
         is_new = boot not in (None, peer.client.peer_boot)
         if is_new:
             peer.client.look_again()
-        if not peer.is_silent or is_new:
+        if peer.client.silent_s <= REFUSED_S or is_new:
             if peer.is_refused:
                 log.info("peer.alive", peer=peer.endpoint)
             peer.is_refused = False

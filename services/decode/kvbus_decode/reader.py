@@ -15,20 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 import anyio
 import structlog
-from msgspec import structs
 
 from kvbus.agent.engine import LocalEngine, engine_lost
-from kvbus.agent.loop import failure, guarded, until
+from kvbus.agent.loop import failure, until
 from kvbus.agent.service import Agent
 from kvbus.agent.slots import HOST
-from kvbus.errors import (
-    ErrorCode,
-    KVBusError,
-    LocalError,
-    PeerLost,
-    RequestRefused,
-    TransferFailed,
-)
+from kvbus.errors import KVBusError, TransferFailed
 from kvbus.planning import Path, Share, StagedPlan, cut_for_digests, cut_into_boxes
 from kvbus.table import Driver, Story
 from kvbus.table.events import Stopped
@@ -37,7 +29,7 @@ from kvbus_decode.box_legs import BoxLeg, CompareLeg, StagedLeg, ZeroLeg, releas
 from kvbus_decode.chunk import ActiveFetch, Chunk, make_chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded, StopReads
-from kvbus_decode.legs import UNTOLD, DirectLeg, MappedLeg, Means
+from kvbus_decode.legs import DirectLeg, MappedLeg, Means
 from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.paths import PathChoice, PathChooser
 from kvbus_decode.route import Source
@@ -51,10 +43,6 @@ thread and back takes 70.
 """
 GRACE_S = 2.0
 """How long READs of other peers may take to end; a slice of them is posted at most."""
-MAX_RECONNECTS, RECONNECT_S = 5, 0.05
-"""Most repetitions of a chunk over new connections. The first one follows at once, the others after
-pauses that double.
-"""
 RECYCLED_WITHIN_S, AGAIN_S = 30.0, 1.0
 EXIT_STATUS = 75
 """EX_TEMPFAIL: whatever supervises the agent starts the next, and nothing else has to be done."""
@@ -88,13 +76,12 @@ class Reader:
             ev.ReleaseSlots: lambda command: release_slots(command.source, command.slot_ids),
             ev.RecycleTransport: self._recycle,
         }
-        self._driver.commands[ReadEnded] = self._end
+        self._driver.commands[ReadEnded] = on_end
         self._driver.answers[ev.Begin] = lambda command, error: ev.StageEnded(
             command.leg, error=failure(error)
         )
         digests = metrics.digests.values
         self._means = Means(agent, routes.nixl, self._dispatch, config.lease_s, digests)
-        self._reconnecting: dict[str, anyio.CancelScope] = {}
         self._is_recycling = False
 
     @property
@@ -110,26 +97,9 @@ class Reader:
 
         It has ended at once when no path can be taken, or it is short.
         """
-        fetch = self._active[command.fetch_id]
-        fetch.chunk, fetch.num_reconnects = command, 0
-        self._read(fetch, command)
-
-    def stop_reads(self, command: StopReads) -> None:
-        """Begin nothing more of a fetch's chunk."""
         key = command.fetch_id
-        if (fetch := self._active.get(key)) is not None:
-            fetch.is_stopped = True
-        if (reconnecting := self._reconnecting.pop(key, None)) is None:
-            self._dispatch(command)
-            return
-        reconnecting.cancel()
-        error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
-        self._on_end(ReadEnded(key, 0, error))
-
-    def _read(self, fetch: ActiveFetch, command: ReadChunk) -> None:
-        key, fetch.is_cut_off = command.fetch_id, False
         try:
-            chunk = make_chunk(fetch, command, one_in=self._one_in)
+            chunk = make_chunk(self._active[key], command, one_in=self._one_in)
             choice = self._chooser.path_of(chunk)
             if choice.path is Path.MAPPED and self._copies_now(chunk):
                 return
@@ -142,51 +112,9 @@ class Reader:
         engine, priority = chunk.route.engine, chunk.asked.priority
         self._dispatch(ev.ChunkWanted(key, engine, rounds, choice.path.value, priority))
 
-    # A READ can fail although its memory is there: after a TCP reset, or when another engine has
-    # truncated its own. Nothing of it is in flight then. So the reader repeats it:
-    #
-    #     fetch        reading ─────────────────────────────────────────▶ reading ... ended
-    #     read table   READ ─▶ lost, ended                     READ again ─▶ ended
-    #     here                      └─ ask the agent, connect NIXL ─┘
-    def _end(self, ended: ReadEnded) -> None:
-        """Report the end of a chunk, or read it again where NIXL has only lost the connection."""
-        fetch = self._active[ended.fetch_id]
-        is_cut_off = fetch.is_cut_off and isinstance(ended.error, PeerLost)
-        if fetch.is_stopped or not is_cut_off or fetch.num_reconnects == MAX_RECONNECTS:
-            self._on_end(ended)
-            return
-        scope = self._reconnecting[fetch.key] = anyio.CancelScope()
-        self._agent.tasks.start_soon(self._read_again, fetch, ended, scope)
-
-    async def _read_again(
-        self, fetch: ActiveFetch, ended: ReadEnded, scope: anyio.CancelScope
-    ) -> None:
-        pause_s = RECONNECT_S * 2**fetch.num_reconnects if fetch.num_reconnects else 0.0
-        fetch.num_reconnects += 1
-        route, chunk, failure = fetch.route, fetch.chunk, ended.error
-
-        async def reconnect() -> None:
-            nonlocal failure
-            await anyio.sleep(pause_s)
-            if route is not None:
-                offer_id = fetch.requested.ticket.offer_id
-                await self._routes.reconnect(route, offer_id, deadline=fetch.deadline)
-                failure = None
-
-        def fail(error: KVBusError) -> None:
-            nonlocal failure
-            if isinstance(error, RequestRefused) and error.code not in UNTOLD:
-                failure = error  # it says more
-
-        with scope:
-            await guarded(reconnect, fail)
-        if self._reconnecting.get(fetch.key) is not scope:  # it was stopped
-            return
-        del self._reconnecting[fetch.key]
-        if failure is None and chunk is not None:
-            self._read(fetch, chunk)
-        else:
-            self._on_end(structs.replace(ended, error=failure))
+    def stop_reads(self, command: StopReads) -> None:
+        """Begin nothing more of a fetch's chunk."""
+        self._dispatch(command)
 
     def stop(self) -> None:
         self._dispatch(Stopped())

@@ -39,9 +39,6 @@ log = structlog.get_logger()
 MAX_ROUTES, IDLE_ROUTE_S = 4096, 600.0
 """Routes of engines whose end was missed go when others are made: the least used, or by age."""
 
-CONNECTED_WITHIN_S = 5.0
-"""How long the other agent serves a new connection of NIXL for a READ that has no lease."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Round:
@@ -60,7 +57,6 @@ class RouteKey(NamedTuple):
     """What must not have changed for a route to be used again."""
 
     endpoint: str
-    agent_boot: str
     engine_id: str
     engine_instance: str
     memory_id: str
@@ -70,7 +66,6 @@ class RouteKey(NamedTuple):
         """From the engine that a ticket names into one that is here."""
         return cls(
             endpoint=ticket.endpoint,
-            agent_boot=ticket.agent_boot,
             engine_id=ticket.engine_id,
             engine_instance=ticket.engine_instance,
             memory_id=engine.memory_id,
@@ -92,9 +87,15 @@ class RouteBook(PeerWatcher):
         return iter(list(self._routes.values()))
 
     def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
-        """The route, if it is known and can be read."""
+        """The route, if it is known and can be read.
+
+        UCX gives up a whole connection when one READ finds no memory, or when the network resets
+        it. The next handshake makes it again.
+        """
         route = self._routes.get(RouteKey.of(ticket, engine))
         if route is None or not _can_be_read(route.sources):
+            return None
+        if not all(map(self._is_connected, route.sources)):
             return None
         route.used_at = self._agent.loop.time()
         return route
@@ -132,47 +133,21 @@ class RouteBook(PeerWatcher):
             endpoint=peer.endpoint,
         )
 
-    # UCX gives up a whole connection when one READ finds no memory, or when the network resets it.
-    # READs in flight fail, and so does the next one. Only the other agent knows which engine lost
-    # its memory. So the reader asks that agent before it repeats a READ.
-    async def reconnect(self, route: Route, offer_id: str, *, deadline: float) -> None:
-        """Connect NIXL again to the agents of a route that it has lost.
-
-        Raises `KVBusError`: `RequestRefused` by an agent that has not the memory any more.
-        """
-        for source in route.sources:
-            known = self.nixl.find(source.nixl_agent)
-            if source.nixl is None or (known is not None and not known.is_broken):
-                continue
-            check = source.check(offer_id, progress_s=CONNECTED_WITHIN_S)
-            await source.peer.client.ask(check, timeout_s=CONNECTED_WITHIN_S)
-            with anyio.CancelScope(shield=True):  # others read from there as well
-                await self._connect_nixl(source.peer, source.nixl, deadline)
-
     def forget(self, route: Route) -> None:
         """The route is of no use: the next fetch shakes hands again."""
         self._keep_only(lambda _, known: known is not route)
 
-    def forget_failed(self, ticket: Ticket, code: str) -> None:
-        """A fetch of this ticket failed: what may be the reason is made again.
-
-        A rank at another agent may have come back; or UCX has given up a connection, which all
-        routes from that agent share.
-        """
-        is_broken, spread = code == ErrorCode.PEER_LOST, ticket.engine_instance
-
-        def is_wanted(key: RouteKey, route: Route) -> bool:
-            is_of_it = is_broken or (key.engine_instance == spread and bool(route.others))
-            if key.agent_boot != ticket.agent_boot or not is_of_it:
-                return True
-            for source in route.sources if is_broken else ():
-                self.nixl.break_off(source.nixl_agent)
-            return False
-
-        self._keep_only(is_wanted)
-
     def forget_engine(self, engine: LocalEngine) -> None:
         self._keep_only(lambda key, _: key.memory_id != engine.memory_id)
+
+    def on_gone(self, peer: Peer, boot: str) -> None:
+        """Drop the routes through a process that is gone: a handshake waits for the next one."""
+        self._keep_only(
+            lambda _, route: all(
+                source.peer is not peer or boot not in ("", source.agent_boot)
+                for source in route.sources
+            )
+        )
 
     def on_dropped(self, peer: Peer) -> None:
         """Drop the routes through it, and its NIXL agents."""
@@ -253,14 +228,14 @@ class RouteBook(PeerWatcher):
         done = await self._ask(
             peer,
             shaken,
-            boot=ticket.agent_boot,
+            hint=ticket.agent_boot,
             engine_id=ticket.engine_id,
             engine_instance=ticket.engine_instance,
             offer_id=ticket.offer_id,
             secret=ticket.secret or None,
         )
         check_compatible(done.memory.engine, shaken.engine.spec)
-        home = await self._source(peer, ticket.agent_boot, done, shaken)
+        home = await self._source(peer, peer.client.peer_boot or "", done, shaken)
         self._peers.listen(peer, done.events_endpoint)
         return done, (home, *[await self._meet(other, done, shaken) for other in done.others])
 
@@ -286,12 +261,13 @@ class RouteBook(PeerWatcher):
             self._peers.release(peer)
 
     async def _ask(
-        self, peer: Peer, shaken: _Round, *, boot: str | None = None, **wanted: Any
+        self, peer: Peer, shaken: _Round, *, hint: str = "", **wanted: Any
     ) -> HandshakeDone:
-        """The reply of the process ``boot``, or of whatever process answers.
+        """Return the reply of the process that answers.
 
-        What is ``wanted`` are the engine, and the right to it. Raises `KVBusError`:
-        ``peer_unreachable``, ``stale``, or a refusal.
+        ``wanted`` are the engine, and the right to it. If another process than ``hint`` refuses, it
+        may be another agent at the earlier address: its name is resolved again. Raises
+        `KVBusError`: ``peer_unreachable``, or a refusal.
         """
         handshake = Handshake(
             min_protocol=PROTOCOL_VERSION,
@@ -309,25 +285,19 @@ class RouteBook(PeerWatcher):
 
         try:
             try:
-                done = await ask()
+                return await ask()
             except PeerLost:  # the first sign of a new process fails what that was asked as well
-                if boot not in (None, client.peer_boot):
-                    raise
-                done = await ask()
+                return await ask()
         except RequestTimeout as error:
             raise _unreachable(client) from error
         except KVBusError as error:
-            if boot is None or client.peer_boot in (None, boot) or client.refusal:
+            if not hint or client.peer_boot in (None, hint) or client.refusal:
                 raise
-            refused: KVBusError | None = error
-        else:
-            if boot in (None, client.peer_boot):
-                return done
-            refused = None
+            refused = error
         with anyio.move_on_after(shaken.deadline - loop.time()):
-            if await client.has_moved(address):  # another agent has its earlier address
-                return await self._ask(peer, shaken, boot=boot, **wanted)
-        raise _stale(client) from refused
+            if await client.has_moved(address):
+                return await self._ask(peer, shaken, hint=hint, **wanted)
+        raise refused
 
     async def _source(self, peer: Peer, boot: str, done: HandshakeDone, shaken: _Round) -> Source:
         placed = await in_thread(placed_ranks, done.memory)  # ms a rank
@@ -381,6 +351,11 @@ class RouteBook(PeerWatcher):
         if len(self._routes) > MAX_ROUTES:
             del self._routes[min(self._routes, key=lambda one: self._routes[one].used_at)]
 
+    def _is_connected(self, source: Source) -> bool:
+        """Whether NIXL has a connection to it, where it needs one."""
+        known = self.nixl.find(source.nixl_agent)
+        return source.nixl is None or (known is not None and not known.is_broken)
+
     def _is_good(self, source: Source) -> bool:
         """Whether the source is what it was when hands were shaken."""
         is_same = source.peer.boot in ("", source.agent_boot)
@@ -407,12 +382,4 @@ def _unreachable(client: RequestClient) -> RemoteError:
         f"no prefill agent answers at {where}: {look}",
         code=ErrorCode.PEER_UNREACHABLE,
         endpoint=where,
-    )
-
-
-def _stale(client: RequestClient) -> RemoteError:
-    return RemoteError(
-        "the ticket is of an earlier process of the prefill agent",
-        code=ErrorCode.STALE,
-        endpoint=client.endpoint,
     )

@@ -174,6 +174,7 @@ class PrefillService(Service):
         agent = self._agent
         check_protocol(handshake.min_protocol, handshake.max_protocol)
         engine = self._engine_for(handshake)
+        engine.check_memory()
         memory, memory_id = engine.memory(), engine.memory_id
         check_compatible(memory.engine, handshake.reader)
         socket, metadata = self.lender.socket_for(engine), tuple[bytes, ...]()

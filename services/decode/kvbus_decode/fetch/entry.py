@@ -40,6 +40,9 @@ class FetchState(StrEnum):
     TAKING = "taking"
     """All bytes have landed; only the prefill agent knows whether they are good."""
 
+    RETRYING = "retrying"
+    """An attempt has failed: its transfers end, then a pause passes, then the next one starts."""
+
     DRAINING = "draining"
     """The fetch has ended and said so, but bytes can still land: its blocks are not free."""
 
@@ -56,6 +59,8 @@ class FetchState(StrEnum):
 STAGES = tuple(FetchState)[: list(FetchState).index(FetchState.DRAINING)]
 ENDS = (FetchState.COMPLETED, FetchState.FAILED, FetchState.CANCELLED)
 UNDER_WAY = (FetchState.CLAIMING, FetchState.READING, FetchState.TAKING)
+LEASED = (FetchState.CLAIMING, FetchState.WAITING, FetchState.READING)
+"""States that a lease must outlast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,10 @@ class FetchEntry:
     ``question`` is what the prefill agent was asked last and has not answered, ``ask_at`` when it
     is asked next. ``hinted`` is True when news came in between: the answer may be older.
     ``held`` is the lease, which ends no later at ``lease_ends_at`` than at the prefill agent.
+    Requests name the process ``boot``, which the last handshake found; ``elsewhere`` are memory ids
+    of the prefill engine's ranks at other agents. ``attempts`` counts the attempts that started;
+    the last one that failed did so in state ``failed_in``.
+    A fetch is ``unconfirmed`` after a commit that got no answer; the next attempt repeats it.
     ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``in_doubt`` while only
     the ticket says so. ``num_read`` tokens have landed. In flight are the ``chunk``, and while
     ``others_read`` the parts of other agents. ``place`` is None before its turn, and after it let
@@ -101,6 +110,8 @@ class FetchEntry:
     requested: ev.Requested
     deadline: float
     answer_until: float
+    boot: str
+    elsewhere: tuple[str, ...]
     state: FetchState
     entered_at: float
     stages_s: dict[FetchState, float] = field(default_factory=dict)
@@ -117,6 +128,9 @@ class FetchEntry:
     in_doubt: bool = False
     num_read: int = 0
     last_was_read: bool = False
+    attempts: int = 1
+    failed_in: FetchState | None = None
+    unconfirmed: bool = False
     chunk: ev.ReadChunk | None = None
     others_read: bool = False
     num_bytes: int = 0
@@ -163,7 +177,7 @@ class FetchEntry:
     @property
     def is_undecided(self) -> bool:
         """Whether it was asked for a yes, and no answer has come."""
-        return isinstance(self.question, Take)
+        return self.unconfirmed or isinstance(self.question, Take)
 
     @property
     def ends_at(self) -> float:
@@ -180,7 +194,7 @@ class FetchEntry:
             times.append(self.place_until)
         if self.ask_at is not None:
             times.append(self.ask_at)
-        if self.held is not None and self.state is not FetchState.TAKING:
+        if self.held is not None and self.state in LEASED:
             times.append(self.lease_ends_at)
         return min(times)
 
@@ -275,6 +289,26 @@ class FetchEntry:
         self.lease_ends_at = sent_at + granted.lease_s
         self.ask_at = sent_at + granted.lease_s / 3
 
+    def drop_attempt(self) -> None:
+        """Forget what the next attempt finds again; keep the tokens that count.
+
+        A commit proves that the offer held since its first byte was read. That is not so for what
+        only a ticket named, unless the commit shows these tables.
+        """
+        self.question, self.held, self.hinted = None, None, False
+        self.requested = replace(self.requested, route=None, choice=None, ahead=None)
+        if self.unconfirmed:
+            return
+        self.tables = {}
+        if self.in_doubt:
+            self.in_doubt = self.sealed = False
+            self.num_ready = 0
+            self.read_again()
+
+    def read_again(self) -> None:
+        """Count no token as read."""
+        self.num_read, self.last_was_read, self.unconfirmed = 0, False, False
+
     def land(self, ended: ev.ReadEnded) -> None:
         """The chunk is over, and its tokens count when all its bytes have landed; or the parts."""
         self.num_bytes += ended.num_bytes
@@ -286,7 +320,7 @@ class FetchEntry:
             self.num_read += chunk.stop - chunk.start
             self.last_was_read = chunk.last
 
-    def report(self, stage: FetchState, *, undecided: bool = False) -> ev.ReportFetched:
+    def report(self, stage: FetchState, undecided: bool = False) -> ev.ReportFetched:
         """How the fetch ended; ``stage`` is the state that it ended in."""
         error, requested = self.error, self.requested
         fetched = Fetched(
@@ -301,6 +335,7 @@ class FetchEntry:
             path=self.path,
             stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
             num_tokens=requested.asked.num_tokens,
+            attempts=self.attempts,
         )
         return ev.ReportFetched(self.key, requested, fetched, self.held is not None, undecided)
 

@@ -65,7 +65,8 @@ class Requested(Value, frozen=True):
     known of it. ``has_state`` when it wants groups of opaque state: theirs is that of the last
     token, so it is read once the offer is sealed. ``engine`` has the blocks. ``route`` is how the
     prefill engine is read, None when the peer has to be resolved, or when this agent is not ready
-    to read; ``choice`` is the path that was chosen on it. ``ahead`` when the ticket's own blocks
+    to read; ``choice`` is the path that was chosen on it. With a route, ``boot`` and ``elsewhere``
+    are as in `PeerReady`. ``ahead`` when the ticket's own blocks
     can be read at once. With the ``take_token``, drawn for this fetch, a yes to its take is said
     again, and to no other. ``others`` are the agents that have other ranks of the engine. A part of
     another agent's fetch has the ``access`` to its engine, whose home is there.
@@ -85,6 +86,8 @@ class Requested(Value, frozen=True):
     engine: Any = None
     route: object = None
     choice: object = None
+    boot: str = ""
+    elsewhere: tuple[str, ...] = ()
     ahead: Ahead | None = None
 
     @property
@@ -98,9 +101,16 @@ def fetch_key(engine_id: str, name: str) -> str:
 
 
 class PeerReady(Value, frozen=True):
-    """The prefill agent is connected and its engine fits ours."""
+    """The prefill agent is connected and its engine fits ours.
+
+    ``boot`` is the process that answered the handshake. ``elsewhere`` are the memory ids of the
+    engine's ranks at other agents.
+    """
 
     fetch_id: str
+    attempt: int
+    boot: str
+    elsewhere: tuple[str, ...] = ()
 
 
 class TurnCame(Value, frozen=True):
@@ -119,6 +129,7 @@ class Answered(Value, frozen=True):
     """
 
     fetch_id: str
+    attempt: int
     message: Request[Any]
     outcome: Message | Ticket | KVBusError
     ticket: Ticket
@@ -132,9 +143,10 @@ class Answered(Value, frozen=True):
 
 
 class StepFailed(Value, frozen=True):
-    """The fetch cannot go on: its peer is gone, was not found, or lost the memory to read."""
+    """The attempt cannot go on: its peer is gone, was not found, or lost the memory to read."""
 
     fetch_id: str
+    attempt: int
     error: KVBusError
 
 
@@ -180,6 +192,7 @@ class Ask(Value, frozen=True):
     """Ask the agent that the fetch holds; answer `Answered` or `StepFailed`, once."""
 
     fetch_id: str
+    attempt: int
     message: Request[Any]
     timeout_s: float
 
@@ -202,6 +215,8 @@ class HoldPeer(Value, frozen=True):
     """
 
     requested: Requested
+    attempt: int
+    deadline: float
     timeout_s: float | None = None
 
 
@@ -228,6 +243,17 @@ class AskOthers(Value, frozen=True):
     """
 
     fetch_id: str
+
+
+class EndAttempt(Value, frozen=True):
+    """Give back what the attempt used, and do not use its route again.
+
+    It failed by ``error``. Nothing of it is in flight. `HoldPeer` follows, or the end of the fetch.
+    """
+
+    fetch_id: str
+    attempt: int
+    error: KVBusError
 
 
 class StopReads(Value, frozen=True):
@@ -268,6 +294,7 @@ Command = (
     | HoldPeer
     | ReadChunk
     | AskOthers
+    | EndAttempt
     | StopReads
     | Notify
     | ReportFetched

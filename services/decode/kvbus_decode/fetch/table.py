@@ -29,6 +29,8 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     #   requested ─▶ resolving ─▶ queued ─ place ─▶ claiming ─▶ reading ─▶ taking ─▶ end
     #   └▶ meeting ─▶ ┘           agent by agent        └─▶ waiting ─▶ ┘  (no place from here on)
     #
+    # An attempt that fails goes back to resolving, by way of retrying; see `retry_or_fail`.
+    #
     # The bound is on what begins. A fetch lets the next one begin when it ends, though its blocks
     # may still drain; when it cannot go on by itself, as its offer grows or has another reader;
     # and after `patience_s`, as its agent may have stopped. It goes on without a place. Places are
@@ -37,7 +39,10 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     def _handle(self, event: ev.Event, now: float) -> Commands:
         if isinstance(event, ev.FetchEvent):
             fetch = self.find(event.fetch_id)
-            commands = _answer_forgotten(event) if fetch is None else self._apply(fetch, event, now)
+            if fetch is None or getattr(event, "attempt", fetch.attempts) != fetch.attempts:
+                commands = _answer_late(event)
+            else:
+                commands = self._apply(fetch, event, now)
         elif isinstance(event, ev.Requested):
             commands = self._request(event, now)
         else:
@@ -90,10 +95,12 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             requested=event,
             deadline=deadline,
             answer_until=deadline + self.limits.take_grace_s,
+            boot=event.boot or event.ticket.agent_boot,
+            elsewhere=event.elsewhere,
             state=FetchState.QUEUED,
             entered_at=now,
         )
-        commands: Commands = [ev.HoldPeer(event)]
+        commands: Commands = [ev.HoldPeer(event, fetch.attempts, deadline)]
         if not event.has_met:
             fetch.state = FetchState.MEETING
             commands.append(ask(fetch, at))
@@ -136,12 +143,12 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return True
 
 
-def _answer_forgotten(event: ev.FetchEvent) -> Commands:
-    """What can still be done for a fetch that never was, or that was forgotten since."""
+def _answer_late(event: ev.FetchEvent) -> Commands:
+    """Answer an event of an earlier attempt, or of a fetch that is unknown or was forgotten."""
     match event:
         case ev.CancelRequested(fetch_id, reply_to) if reply_to is not None:
             error = LocalError(f"no fetch '{fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)
             return [Refuse(reply_to, error)]
-        case ev.Answered(message=Claim(), outcome=Granted() as granted, ticket=ticket):
-            return [release(ticket, granted.epoch, granted.token, ErrorCode.CANCELLED)]
+        case ev.Answered(message=Claim(agent_boot=boot), outcome=Granted() as granted):
+            return [release(event.ticket, boot, granted, ErrorCode.CANCELLED)]
     return []

@@ -14,6 +14,7 @@ the end of the fetch; only an agent that does not answer a claim is not there.
 
 import math
 from typing import Any
+from zlib import crc32
 
 from msgspec.structs import replace
 
@@ -25,11 +26,12 @@ from kvbus.protocol.ticket import Ticket
 from kvbus.table import transitions
 from kvbus.table.events import DeadlinePassed, EngineLost, SendReply, Stopped
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import ENDS, STAGES, Context, FetchEntry, FetchState
+from kvbus_decode.fetch.entry import ENDS, LEASED, STAGES, Context, FetchEntry, FetchState
 
 MEETING, RESOLVING, QUEUED = FetchState.MEETING, FetchState.RESOLVING, FetchState.QUEUED
 CLAIMING, WAITING = FetchState.CLAIMING, FetchState.WAITING
-READING, TAKING, DRAINING = FetchState.READING, FetchState.TAKING, FetchState.DRAINING
+READING, TAKING = FetchState.READING, FetchState.TAKING
+RETRYING, DRAINING = FetchState.RETRYING, FetchState.DRAINING
 COMPLETED, FAILED, CANCELLED = ENDS
 
 Commands = list[ev.Command]
@@ -39,6 +41,25 @@ REASON_SHARE = 0.9
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 2.0
 EARLY = (ErrorCode.BUSY, ErrorCode.OFFER_OPEN)
 """What was asked too early: another reader has the lease, or the seal has not come."""
+RETRIED = frozenset(
+    {
+        ErrorCode.PEER_LOST,
+        ErrorCode.PEER_UNREACHABLE,
+        ErrorCode.TRANSFER_FAILED,
+        ErrorCode.STALE,
+        ErrorCode.LEASE_EXPIRED,
+        ErrorCode.CLOSED,
+        ErrorCode.DRAINING,
+        ErrorCode.ENGINE_NOT_READY,
+        ErrorCode.TIMEOUT,
+        ErrorCode.BUSY,
+    }
+)
+"""What may pass: the next attempt can succeed. Everything else fails the fetch at once."""
+PASSING = RETRIED | {ErrorCode.CANCELLED}
+"""With what the transfers of a failed attempt end, which were stopped."""
+RETRY_S, MAX_RETRY_S = 0.05, 1.0
+"""The second pause between attempts, and the longest; the first one is 0."""
 
 READ_HINT = (
     ": not all bytes have come. If none ever do, see whether both hosts reach each other on what "
@@ -60,7 +81,7 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
     else:
         tables, ticket = {} if fetch.in_doubt else fetch.tables, fetch.requested.ticket
         message = Renew(
-            agent_boot=ticket.agent_boot,
+            agent_boot=fetch.boot,
             offer_id=ticket.offer_id,
             epoch=fetch.held.epoch,
             token=fetch.held.token,
@@ -69,18 +90,19 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
         )
     fetch.question, fetch.ask_at, fetch.hinted = message, None, False
     longest_s = at.limits.request_timeout_s if isinstance(message, Claim) else math.inf
-    return ev.Ask(fetch.key, message, min(longest_s, max(1e-3, fetch.answer_until - at.now)))
+    timeout_s = min(longest_s, max(1e-3, fetch.answer_until - at.now))
+    return ev.Ask(fetch.key, fetch.attempts, message, timeout_s)
 
 
 def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
     """By the ticket's secret.
 
-    While only the ticket names the blocks, the take has them compared; a lease names the offer's
-    own.
+    The take has the blocks compared where no lease of this process named them: only the ticket
+    did, or it is repeated.
     """
     requested, ticket, limits = fetch.requested, fetch.requested.ticket, at.limits
     shown: dict[str, Any] = {
-        "agent_boot": ticket.agent_boot,
+        "agent_boot": fetch.boot,
         "offer_id": ticket.offer_id,
         "reader_id": f"{limits.reader_boot}/{fetch.key}",
         "secret": ticket.secret,
@@ -92,7 +114,7 @@ def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
         return Claim(lease_s=limits.lease_s, **shown)
     if fetch.held is None or fetch.in_doubt:
         shown["tables"] = dict(fetch.tables)
-        shown["num_tokens"], shown["engine_id"] = ticket.num_tokens, ticket.engine_id
+        shown["num_tokens"], shown["engine_id"] = fetch.num_ready, ticket.engine_id
     return Take(token=requested.take_token, **shown)
 
 
@@ -103,8 +125,9 @@ def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Com
     may get lost. After the deadline nothing is asked.
     """
     error = event.error or RemoteError("the reply is of another kind", code=ErrorCode.INVALID)
-    if error.code not in EARLY or (fetch.is_undecided and not fetch.in_doubt):
-        return fail(fetch, error, at)
+    is_leased = fetch.held is not None and not fetch.in_doubt
+    if error.code not in EARLY or (fetch.is_undecided and is_leased):
+        return retry_or_fail(fetch, error, at)
     fetch.question, fetch.ask_at = None, at.now + _pause_s(event, at)
     if fetch.deadline <= at.now:
         return fail(fetch, _overdue(fetch), at)
@@ -138,9 +161,9 @@ def check_time(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Comman
     """The fetch's deadline, the lease's end, the next question, or the end of its place."""
     if fetch.ends_at <= at.now:
         return fail(fetch, _overdue(fetch), at)
-    if fetch.held is not None and fetch.state is not TAKING and fetch.lease_ends_at <= at.now:
+    if fetch.held is not None and fetch.state in LEASED and fetch.lease_ends_at <= at.now:
         message = "the lease ended before the read did"
-        return fail(fetch, RemoteError(message, code=ErrorCode.LEASE_EXPIRED), at)
+        return retry_or_fail(fetch, RemoteError(message, code=ErrorCode.LEASE_EXPIRED), at)
     return [ask(fetch, at)] if fetch.ask_at is not None and fetch.ask_at <= at.now else []
 
 
@@ -148,6 +171,8 @@ def _overdue(fetch: FetchEntry) -> RemoteError:
     message = f"the fetch did not end within its deadline, it was {fetch.state}"
     if fetch.state is READING:
         message += READ_HINT
+    if fetch.error is not None:
+        message += f", after {fetch.attempts} attempts; the last: {fetch.error.message}"
     return RemoteError(message, code=ErrorCode.TIMEOUT)
 
 
@@ -156,17 +181,25 @@ def take_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     if not isinstance(event.outcome, Ticket):
         return ask_later_or_fail(fetch, event, at)
     fetch.question, fetch.requested = None, replace(fetch.requested, ticket=event.outcome)
+    fetch.boot = event.outcome.agent_boot
     fetch.enter(RESOLVING, at.now)
     return [resolve(fetch, at)]
 
 
 def resolve(fetch: FetchEntry, at: Context) -> ev.HoldPeer:
     left_s = REASON_SHARE * (fetch.deadline - at.now)
-    return ev.HoldPeer(fetch.requested, max(1e-3, min(at.limits.request_timeout_s, left_s)))
+    timeout_s = max(1e-3, min(at.limits.request_timeout_s, left_s))
+    return ev.HoldPeer(fetch.requested, fetch.attempts, fetch.deadline, timeout_s)
 
 
-def queue(fetch: FetchEntry, _event: ev.PeerReady, at: Context) -> Commands:
-    """The peer is known: the claim waits for its turn, which may come at once."""
+def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
+    """The peer is known: the claim waits for its turn, which may come at once.
+
+    A commit says nothing of memory at other agents: where that is other memory, all is read again.
+    """
+    if event.elsewhere != fetch.elsewhere:
+        fetch.read_again()
+    fetch.boot, fetch.elsewhere = event.boot, event.elsewhere
     fetch.enter(QUEUED, at.now)
     return []
 
@@ -177,6 +210,9 @@ def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
     That claim comes after a while, where most reads end before. An engine that has all tokens only
     takes the offer.
     """
+    if fetch.unconfirmed:
+        fetch.enter(TAKING, at.now)
+        return [ask(fetch, at)]
     ahead = fetch.requested.ahead
     if ahead is None:
         fetch.enter(CLAIMING, at.now)
@@ -235,7 +271,7 @@ def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
     """
     fetch.land(event)
     if event.error is not None:
-        return fail(fetch, event.error, at)
+        return retry_or_fail(fetch, event.error, at)
     commands = [] if fetch.chunk is not None else go_on(fetch, at)
     asked = fetch.requested.asked
     if asked.chunk_tokens and fetch.num_read and not fetch.others_read:
@@ -248,20 +284,97 @@ def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     """A yes says that the KV is valid: the only way to this state."""
     if event.error is not None:
         return ask_later_or_fail(fetch, event, at)
+    fetch.error = None
     fetch.enter(COMPLETED, at.now)
     return [fetch.report(COMPLETED)]
+
+
+# Why an attempt may be repeated, and what it keeps:
+#
+#     attempt 1   acquire ─▶ lease   READ ──┤ error ─▶ stop ──┤ last transfer has ended
+#     attempt 2                                               └ pause ─▶ handshake ─▶ acquire ─▶ ...
+#
+# Nothing of an attempt is in flight when the next one starts, so no two attempts write to the
+# blocks. The lease, the route and the answers of an attempt are its own: events carry its number.
+# The tokens that it read stay. The commit at the end says that the offer was live and these were
+# its blocks, so it was live when they were read, whichever lease was held then.
+#
+# A commit that got no answer may have ended the offer, which a handshake or a lease would then
+# refuse. So the next attempt repeats the commit first, and shows the tables.
+def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
+    """An attempt failed: stop it, and start another one unless this error or the time is final."""
+    is_final = error.code not in RETRIED or fetch.deadline <= at.now
+    if is_final or (fetch.state is MEETING and error.code is ErrorCode.ENGINE_NOT_READY):
+        return fail(fetch, error, at)
+    fetch.unconfirmed |= fetch.state is TAKING and not isinstance(error, RequestRefused)
+    fetch.error, fetch.failed_in, fetch.ask_at = error.without_frames(), fetch.state, None
+    fetch.enter(RETRYING, at.now)
+    return [ev.StopReads(fetch.key)] if fetch.in_flight else _end_attempt(fetch, error, at)
+
+
+def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
+    """Nothing is in flight: give back what the attempt had, and pause.
+
+    The fetch fails now when there is no time for another attempt.
+    """
+    pause_s = 0.0
+    if fetch.attempts > 1:
+        jitter = crc32(f"{fetch.key} {fetch.attempts}".encode()) / 2**32
+        pause_s = min(RETRY_S * 2 ** min(fetch.attempts - 2, 8), MAX_RETRY_S) * (1 + jitter) / 2
+    if at.now + pause_s >= fetch.deadline:
+        return fail(fetch, error, at)
+    commands = [] if fetch.unconfirmed else give_back(fetch)
+    fetch.drop_attempt()
+    fetch.ask_at = at.now + pause_s
+    return [*commands, ev.EndAttempt(fetch.key, fetch.attempts, error)]
+
+
+def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
+    """The pause is over: start the next attempt. Or the deadline has come."""
+    if fetch.deadline <= at.now:
+        return fail(fetch, _overdue(fetch), at)
+    if fetch.ask_at is None or fetch.ask_at > at.now:
+        return []
+    fetch.attempts += 1
+    fetch.ask_at = None
+    commits = fetch.unconfirmed and not isinstance(fetch.error, RequestRefused)
+    if fetch.requested.has_met and not (commits and not fetch.elsewhere):
+        fetch.enter(RESOLVING, at.now)
+        return [resolve(fetch, at)]
+    fetch.enter(TAKING if commits else MEETING, at.now)
+    return [ev.HoldPeer(fetch.requested, fetch.attempts, fetch.deadline), ask(fetch, at)]
+
+
+def end_stopped_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
+    """A transfer of the failed attempt has ended; what it brought counts if it brought all."""
+    fetch.land(event)
+    if event.error is not None and event.error.code not in PASSING:
+        return fail(fetch, event.error, at)
+    if fetch.in_flight or fetch.error is None:
+        return []
+    return _end_attempt(fetch, fetch.error, at)
+
+
+def keep_or_release_lease(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
+    return (keep_late_lease if fetch.in_flight else release_late_lease)(fetch, event, at)
+
+
+def fail_if_final(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
+    """More of the failed attempt fails: what cannot pass ends the fetch."""
+    return [] if event.error.code in PASSING else fail(fetch, event.error, at)
 
 
 def fail(
     fetch: FetchEntry, error: KVBusError, at: Context, *, ends_as: FetchState = FAILED
 ) -> Commands:
     """Report the end now; while something is in flight the blocks come later, by draining."""
-    stage, in_flight = fetch.state, fetch.in_flight
-    undecided = fetch.is_undecided and not isinstance(error, RequestRefused)
+    stage, in_flight, is_stopped = fetch.state, fetch.in_flight, fetch.state is RETRYING
+    is_answered = isinstance(error, RequestRefused) and stage is TAKING
+    undecided = fetch.is_undecided and not is_answered
     fetch.error, fetch.ends_as = error.without_frames(), ends_as
     fetch.enter(DRAINING if in_flight else ends_as, at.now)
-    ends = [ev.StopReads(fetch.key)] if in_flight else give_back(fetch)
-    return [*ends, fetch.report(stage, undecided=undecided)]
+    ends = give_back(fetch) if not in_flight else [] if is_stopped else [ev.StopReads(fetch.key)]
+    return [*ends, fetch.report(fetch.failed_in or stage if is_stopped else stage, undecided)]
 
 
 def fail_for(
@@ -269,9 +382,9 @@ def fail_for(
 ) -> Commands:
     """The step that this state waits for did not work, or the engine or the agent is gone."""
     if isinstance(event, ev.StepFailed):
-        error: KVBusError = event.error
-    elif isinstance(event, EngineLost):
-        error = RemoteError("the decode engine is gone", code=ErrorCode.ENGINE_LOST)
+        return retry_or_fail(fetch, event.error, at)
+    if isinstance(event, EngineLost):
+        error: KVBusError = RemoteError("the decode engine is gone", code=ErrorCode.ENGINE_LOST)
     else:
         error = LocalError("the decode agent stops", code=ErrorCode.DRAINING)
     return fail(fetch, error, at)
@@ -292,7 +405,7 @@ def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Command
     ticket = fetch.requested.ticket
     message: Forgo | PeerWithdraw = Forgo(transfer_id=ticket.secret)
     if fetch.requested.has_met:
-        offer = {"agent_boot": ticket.agent_boot, "offer_id": ticket.offer_id}
+        offer = {"agent_boot": fetch.boot, "offer_id": ticket.offer_id}
         message = PeerWithdraw(**offer, secret=ticket.secret)
     return [*commands, ev.Tell(ticket, message)]
 
@@ -310,12 +423,12 @@ def free(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
 def give_back(fetch: FetchEntry) -> Commands:
     if fetch.held is None or fetch.error is None:
         return []
-    return [release(fetch.requested.ticket, fetch.held.epoch, fetch.held.token, fetch.error.code)]
+    return [release(fetch.requested.ticket, fetch.boot, fetch.held, fetch.error.code)]
 
 
-def release(ticket: Ticket, epoch: int, token: str, code: ErrorCode) -> ev.Tell:
-    offer = {"agent_boot": ticket.agent_boot, "offer_id": ticket.offer_id}
-    return ev.Tell(ticket, Release(**offer, epoch=epoch, token=token, code=code.value))
+def release(ticket: Ticket, boot: str, lease: Granted, code: ErrorCode) -> ev.Tell:
+    of = {"agent_boot": boot, "offer_id": ticket.offer_id}
+    return ev.Tell(ticket, Release(**of, epoch=lease.epoch, token=lease.token, code=code.value))
 
 
 def keep_late_lease(fetch: FetchEntry, event: ev.Answered, _: Context) -> Commands:
@@ -331,7 +444,7 @@ def release_late_lease(fetch: FetchEntry, event: ev.Answered, _: Context) -> Com
     if not isinstance(granted, Granted):
         return []
     code = fetch.error.code if fetch.error else ErrorCode.CANCELLED
-    return [release(event.ticket, granted.epoch, granted.token, code)]
+    return [release(event.ticket, fetch.boot, granted, code)]
 
 
 def ignore(_fetch: FetchEntry, _event: object, _: Context) -> Commands:
@@ -345,33 +458,49 @@ ANSWERS = (Meet, Claim, Renew, Take)
 HAPPENINGS = (ev.PeerReady, ev.TurnCame, ev.OfferAdvanced, ev.ReadEnded)
 LOSSES = (ev.StepFailed, EngineLost, Stopped)
 BEFORE_READS = (MEETING, RESOLVING, QUEUED, CLAIMING, TAKING)
-AFTER_A_GRANT = (WAITING, READING, TAKING, DRAINING, FAILED)
+AFTER_A_GRANT = (WAITING, READING, TAKING, RETRYING, DRAINING, FAILED)
 
 TRANSITIONS = transitions(
     (tuple(FetchState), (*ANSWERS, *HAPPENINGS, *LOSSES, DeadlinePassed), ignore, ()),
     (BEFORE_READS, LOSSES, fail_for, (FAILED,)),
-    ((WAITING,), LOSSES, fail_for, (DRAINING, FAILED)),
-    ((READING,), LOSSES, fail_for, (DRAINING,)),
+    (BEFORE_READS, (ev.StepFailed,), fail_for, (RETRYING, FAILED)),
+    ((WAITING,), LOSSES, fail_for, (RETRYING, DRAINING, FAILED)),
+    ((READING,), LOSSES, fail_for, (RETRYING, DRAINING)),
+    ((RETRYING,), (EngineLost, Stopped), fail_for, (DRAINING, FAILED)),
+    ((RETRYING,), (ev.StepFailed,), fail_if_final, (RETRYING, DRAINING, FAILED)),
     (BEFORE_READS, (ev.CancelRequested,), cancel, (CANCELLED,)),
-    ((WAITING,), (ev.CancelRequested,), cancel, (DRAINING, CANCELLED)),
+    ((WAITING, RETRYING), (ev.CancelRequested,), cancel, (DRAINING, CANCELLED)),
     ((READING,), (ev.CancelRequested,), cancel, (DRAINING,)),
     (ENDED, (ev.CancelRequested,), cancel, ()),
     ((MEETING,), (DeadlinePassed,), check_time, (MEETING, FAILED)),
     ((RESOLVING, QUEUED), (DeadlinePassed,), check_time, (FAILED,)),
-    ((CLAIMING,), (DeadlinePassed,), check_time, (CLAIMING, FAILED)),
-    ((WAITING,), (DeadlinePassed,), check_time, (WAITING, DRAINING, FAILED)),
-    ((READING,), (DeadlinePassed,), check_time, (READING, DRAINING)),
+    ((CLAIMING,), (DeadlinePassed,), check_time, (CLAIMING, RETRYING, FAILED)),
+    ((WAITING,), (DeadlinePassed,), check_time, (WAITING, RETRYING, DRAINING, FAILED)),
+    ((READING,), (DeadlinePassed,), check_time, (READING, RETRYING, DRAINING)),
     ((TAKING,), (DeadlinePassed,), check_time, (TAKING, FAILED)),
-    ((MEETING,), (Meet,), take_ticket, (MEETING, RESOLVING, FAILED)),
+    (
+        (RETRYING,),
+        (DeadlinePassed,),
+        retry,
+        (RETRYING, MEETING, RESOLVING, TAKING, DRAINING, FAILED),
+    ),
+    ((RETRYING,), (ev.ReadEnded,), end_stopped_read, (RETRYING, DRAINING, FAILED)),
+    ((RETRYING,), (Claim,), keep_or_release_lease, ()),
+    ((MEETING,), (Meet,), take_ticket, (MEETING, RESOLVING, RETRYING, FAILED)),
     ((RESOLVING,), (ev.PeerReady,), queue, (QUEUED,)),
     ((QUEUED,), (ev.TurnCame,), start, (CLAIMING, READING, TAKING)),
     ((CLAIMING,), (Claim,), take_grant, (CLAIMING, *AFTER_A_GRANT)),
     ((WAITING,), (Renew,), take_grant, AFTER_A_GRANT),
-    ((READING,), (Claim, Renew), take_grant, (READING, DRAINING)),
+    ((READING,), (Claim, Renew), take_grant, (READING, RETRYING, DRAINING)),
     ((CLAIMING, WAITING, READING, TAKING), (ev.OfferAdvanced,), note_news, ()),
-    ((READING,), (ev.ReadEnded,), end_read, (READING, CLAIMING, WAITING, TAKING, DRAINING, FAILED)),
+    (
+        (READING,),
+        (ev.ReadEnded,),
+        end_read,
+        (READING, CLAIMING, WAITING, TAKING, RETRYING, DRAINING, FAILED),
+    ),
     ((WAITING,), (ev.ReadEnded,), end_read, (WAITING, TAKING)),
-    ((TAKING,), (Take,), complete, (TAKING, COMPLETED, FAILED)),
+    ((TAKING,), (Take,), complete, (TAKING, RETRYING, COMPLETED, FAILED)),
     ((DRAINING,), (ev.ReadEnded,), free, (DRAINING, FAILED, CANCELLED)),
     ((DRAINING,), (Claim,), keep_late_lease, ()),
     (ENDS, (Claim,), release_late_lease, ()),
