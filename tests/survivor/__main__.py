@@ -7,7 +7,6 @@ It is 1, too, if an agent ended by itself, or if the events did not fit into the
 import argparse
 import asyncio
 import json
-import os
 import shutil
 import sys
 import time
@@ -15,7 +14,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from tests.agents import Agents, agents_ended
-from tests.forked import can_fork
 from tests.namespaces import HAVE_NAMESPACES, Host, bridged
 from tests.survivor.cluster import LOOK_S, Cluster
 from tests.survivor.draws import BOTH, KINDS, Event, draw_events
@@ -54,8 +52,6 @@ def main() -> None:
             {role: hosts[f"{role[0]}{number}"] for role in BOTH}
             for number in range(wanted.clusters)
         ]
-        for host in hosts.values():
-            can_fork(os.environ, host.command)  # starts its fork server, all side by side
         try:
             asyncio.run(run(wanted, by_cluster, agents, ledger))
         finally:

@@ -21,6 +21,7 @@ from kvbus.geometry import EngineSpec, GroupSpec, num_blocks_for
 from kvbus.keys import Role
 from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents, until
 from tests.engine_program import EngineConfig, EngineProcess, Told
+from tests.forked import can_fork
 from tests.keyring import KeyRing
 from tests.namespaces import BRIDGED, Host
 from tests.survivor.draws import BOTH, PREFILL, Event
@@ -164,6 +165,8 @@ class Cluster:
         ring = KeyRing(agents.folder / f"keys-{number}")
         ring.folder.mkdir()
         self._set_names()
+        for host in self.hosts.values():
+            can_fork(os.environ, host.command)  # starts a fork server and does not wait for it
         self.agents = {role: self._prepare(role, agents, ring) for role in BOTH}
         self.supervisors = {role: Supervisor(agent, self) for role, agent in self.agents.items()}
         self.engines = {
