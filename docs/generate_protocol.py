@@ -49,6 +49,7 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         geometry.Axis,
         geometry.BlockTable,
         engine.AgentRanks,
+        engine.EndedOffer,
         engine.StageTimes,
     ),
     "agent types": (

@@ -285,6 +285,7 @@ class Agents:
             "runtime_dir": str(folder / "run"),
             "http_bind": f"127.0.0.1:{free_port()}",
             "heartbeat_s": 0.2,
+            "engine_wait_s": 0.0,  # what is unknown is so at once
         }
         if role == "decode":
             defaults["mapped"] = False  # most tests are about what two machines do as well

@@ -20,9 +20,9 @@ enum {
 
 /* Engine socket, of all agents: what is asked, and what the answer has */
 
-/* engine, [rank], [others], [access], [role] -> nothing */
+/* engine, [rank], [others], [access], [role], [instance], [republishes] -> nothing */
 #define KVBUS_OP_REGISTER "register"
-/* nothing -> nothing */
+/* nothing -> memory */
 #define KVBUS_OP_READY "ready"
 /* nothing -> nothing */
 #define KVBUS_OP_DETACH "detach"
@@ -32,7 +32,8 @@ enum {
 /* Engine socket of a prefill agent: what is asked, and what the answer has */
 
 /* request_id, num_tokens, tables, [sealed], [ttl_s], [audience], [prompt_digest], [transfer_id], [readers],
-   [traceparent], [asked_s], [word] -> offer_id, ticket, [ticket_blocks] */
+   [traceparent], [asked_s], [word], [offer_id], [secret], [left_s] -> offer_id, ticket, [ticket_blocks],
+   [ttl_s] */
 #define KVBUS_OP_OFFER "offer"
 /* offer_id, num_tokens, [tables] -> nothing */
 #define KVBUS_OP_EXTEND "extend"
@@ -40,6 +41,8 @@ enum {
 #define KVBUS_OP_SEAL "seal"
 /* offer_id -> nothing */
 #define KVBUS_OP_WITHDRAW "withdraw"
+/* [ended] -> nothing */
+#define KVBUS_OP_REPUBLISHED "republished"
 
 /* Engine socket of a decode agent: what is asked, and what the answer has */
 
@@ -53,7 +56,7 @@ enum {
 
 /* Notices of the agent */
 
-/* offer_id, request_id, outcome */
+/* offer_id, request_id, outcome, [commits] */
 #define KVBUS_NOTICE_RELEASED "released"
 /* fetch_id, num_tokens */
 #define KVBUS_NOTICE_LANDED "landed"

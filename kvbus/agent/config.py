@@ -89,6 +89,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """File of mode 0600 with the token that all of http_bind but /healthz and /readyz asks for: as
     a bearer's, or as the password of any user.
     """
+    engine_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
+    """How long after its start an agent waits for engines that were attached before: requests for
+    them are refused with `engine_not_ready`, and repeated, until they register again.
+    """
     ready_needs_engine: bool = False
     """Whether /readyz is 503 until an engine is attached."""
     otlp_endpoint: Annotated[

@@ -9,6 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import structlog
 
@@ -18,7 +19,7 @@ from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
 from kvbus.memory.mapping import SegmentMapping
-from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol.engine import AgentRanks, Register
 from kvbus.protocol.message import Message, check_right
 from kvbus.protocol.peer import EngineMemory
 from kvbus.transport import Registration
@@ -38,6 +39,8 @@ class EngineProcess:
     segments: Segments
     session: Session | None = None
     engine: LocalEngine | None = None
+    memory: str = ""
+    """Names the memory of its rank."""
     detaching: bool = False
     gone: bool = False
 
@@ -72,10 +75,12 @@ class LocalEngine:
     memory_id: str = ""
     """Stands for the processes that hold the ranks here: a rank that came back is another."""
     instance: str = ""
-    """Stands for the control process, and may be told to anybody; empty before that came.
+    """Names the control session across restarts of this agent; empty before it has registered.
 
-    Its boot id may not: on the engine socket that is who it is.
+    It is public. The boot id of that process is not: on the engine socket it is a credential.
     """
+    republishes: bool = False
+    """Whether it is still publishing the offers that an earlier process of this agent had."""
     num_missing_ranks: int = field(init=False)
     """Ranks that are neither here nor at one of the others."""
     processes: set[EngineProcess] = field(default_factory=set)
@@ -84,6 +89,8 @@ class LocalEngine:
     shares_words: bool = True
     """False once a reader that has the page of words lost its right to it."""
     _accesses: list[str] = field(default_factory=list, repr=False)
+    _memories: dict[int, str] = field(default_factory=dict)
+    """By rank, what names its memory across restarts of this agent."""
 
     def __post_init__(self) -> None:
         self.num_missing_ranks = self.spec.num_ranks
@@ -93,9 +100,20 @@ class LocalEngine:
         return self.spec.engine_id
 
     @property
-    def ready(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether this is its home, and all of its processes here are registered and alive."""
         return self.control is not None and not self.num_missing_ranks and not self.lost
+
+    @property
+    def ready(self) -> bool:
+        """Whether other agents may use it: it is whole, and all of its live offers are here."""
+        return self.is_whole and not self.republishes
+
+    @property
+    def memory_name(self) -> str:
+        """Names the memory of the ranks here; a restart of this agent does not change it."""
+        names = " ".join(f"{number}={name}" for number, name in sorted(self._memories.items()))
+        return blake2b(names.encode(), digest_size=16).hexdigest()
 
     @property
     def access(self) -> str:
@@ -156,20 +174,24 @@ class LocalEngine:
         if not self.lost and self.control is not None:
             self.control.notify(notice)
 
-    def take_control(self, process: EngineProcess, others: tuple[AgentRanks, ...]) -> None:
-        """This is the engine's home from now on; every time that is another instance.
+    def take_control(self, process: EngineProcess, wanted: Register) -> None:
+        """This is the engine's home from now on.
 
-        Raises `GeometryError` unless ``others`` have each rank once, and leave one to be here.
+        Raises `GeometryError` unless the other agents have each rank once, and leave one to be
+        here.
         """
-        self._check_others(others)
+        self._check_others(wanted.others)
         self._check_whole()
-        self.control, self.others = process, others
+        self.control, self.others = process, wanted.others
         self._count_missing()
-        self.instance = uuid.uuid4().hex
+        self.instance = wanted.instance or uuid.uuid4().hex
+        self.republishes = wanted.republishes
         self._accesses.append(new_secret())
 
-    def add_rank(self, memory: RankMemory, access: str | None) -> None:
+    def add_rank(self, memory: RankMemory, access: str | None, name: str) -> None:
         """A process has registered a rank; who shows ``access`` may ask about it.
+
+        ``name`` is that of its memory.
 
         Raises `GeometryError` for a rank that is elsewhere, or with which the KV is not whole.
         """
@@ -182,6 +204,7 @@ class LocalEngine:
         self._check_whole(memory.rank)
         if access is not None:
             self._accesses.append(access)
+        self._memories[number] = name
         self.ranks = dict(sorted([*self.ranks.items(), (number, memory)]))
         self.memory_id = uuid.uuid4().hex
         self._count_missing()

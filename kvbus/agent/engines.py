@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -25,13 +26,15 @@ from kvbus.memory.attach import AttachConnection, Lifeline, PassingAnswer
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment, Welcome
-from kvbus.protocol.engine import AwaitReady, Detach, Register
+from kvbus.protocol.engine import AwaitReady, Detach, RanksReady, Register
 from kvbus.protocol.message import Empty, Message, from_body, to_body
 from kvbus.protocol.tools import EngineEvent, Status
 from kvbus.transport import Transport
 
 log = structlog.get_logger()
 
+MOST_ENDED = 4096
+"""Instances of engines that are known to have ended."""
 MOST_KEPT = 4096
 """Mappings of zeros that stay when their engine is gone, of those that the machine allows."""
 
@@ -53,7 +56,8 @@ class EngineDirectory:
     """All local engines; the agent's attach handler, and the handler of registration requests.
 
     With ``lend`` other agents of this machine can be passed their memory, too. Engines are let in
-    once `open` was called.
+    once `open` was called. While this agent ``is_young``, engines of its earlier process may still
+    register again.
     """
 
     def __init__(
@@ -66,10 +70,14 @@ class EngineDirectory:
         lifeline: Lifeline,
         lend: bool,
         tasks: TaskGroup,
+        is_young: Callable[[], bool] = lambda: False,
     ) -> None:
         self.engines: dict[str, LocalEngine] = {}
         self._new_segments = partial(Segments, transport, staging, bus_errors, lend=lend)
         self._copiers, self._tasks, self._lifeline = copiers, tasks, lifeline
+        self._is_young = is_young
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        """Names of control sessions that have ended, and of memory that was cut, oldest first."""
         self._identity: Welcome | None = None
         self._server: RequestServer
         self._publisher: EventPublisher
@@ -162,14 +170,14 @@ class EngineDirectory:
         return process
 
     def engine_of(self, call: Call) -> LocalEngine:
-        """The ready engine whose control process asks; raises `LocalError` when there is none."""
+        """The whole engine whose control process asks; raises `LocalError` when there is none."""
         process = self.process_of(call)
         engine = _joined(process)
         if engine.lost:
             raise engine_lost()
         if engine.control is not process:
             raise _not_registered("this is not the control session")
-        if not engine.ready:
+        if not engine.is_whole:
             raise LocalError(
                 f"{engine.num_missing_ranks} of {engine.spec.num_ranks} ranks are not registered",
                 code=ErrorCode.ENGINE_NOT_READY,
@@ -186,18 +194,43 @@ class EngineDirectory:
 
     def engine(self, engine_id: str, *, instance: str | None = None) -> LocalEngine:
         """The ready engine with that id, and instance if given; raises `LocalError` if none."""
+        engine = self.engines.get(engine_id)
+        is_other = engine is not None and engine.instance not in ("", instance)
+        if instance is not None and (is_other or instance in self._ended):
+            raise LocalError(
+                f"the process of engine '{engine_id}' that made the offer has ended",
+                code=ErrorCode.ENGINE_LOST,
+                engine_id=engine_id,
+            )
         engine = self._known(engine_id)
         if not engine.ready:
             raise _not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
-        if instance not in (None, engine.instance):
-            raise LocalError(
-                f"engine '{engine_id}' came back as a new process", code=ErrorCode.ENGINE_LOST
-            )
         return engine
+
+    def awaits_offers_of(self, engine_id: str) -> bool:
+        """Whether the engine may still publish offers again; any engine, when it is empty."""
+        engine = self.engines.get(engine_id)
+        if engine is not None:
+            return not engine.ready
+        is_any = not engine_id and any(one.republishes for one in self.engines.values())
+        return is_any or self._is_young()
+
+    def check_published(self, engine_id: str, instance: str) -> None:
+        """Raise `LocalError` unless the engine, if it is here, has published its offers again.
+
+        That is ``engine_not_ready``, or ``engine_lost`` for one that has ended.
+        """
+        try:
+            self.engine(engine_id, instance=instance)
+        except LocalError as error:
+            if error.code is not ErrorCode.ENGINE_UNKNOWN:
+                raise
 
     def _known(self, engine_id: str) -> LocalEngine:
         if engine_id not in self.engines:
-            raise _not_here(engine_id, ErrorCode.ENGINE_UNKNOWN)
+            is_awaited = self._is_young()
+            code = ErrorCode.ENGINE_NOT_READY if is_awaited else ErrorCode.ENGINE_UNKNOWN
+            raise _not_here(engine_id, code)
         return self.engines[engine_id]
 
     def register(self, wanted: Register, call: Call) -> None:
@@ -205,7 +238,8 @@ class EngineDirectory:
         process = self.process_of(call)
         engine = self._join(process, wanted)
         if wanted.rank is None:
-            engine.take_control(process, wanted.others)
+            engine.take_control(process, wanted)
+            self._ended.pop(engine.instance, None)
             self._add(engine, process, call)
         else:
             step = partial(self._register_rank, engine, wanted.rank, wanted, process, call)
@@ -214,12 +248,18 @@ class EngineDirectory:
     def await_ready(self, _: AwaitReady, call: Call) -> None:
         """Answer when the caller's engine is ready."""
         engine = _joined(self.process_of(call))
-        if engine.ready:
-            call.reply(Empty())
+        if engine.is_whole:
+            call.reply(RanksReady(engine.memory_name))
         elif engine.lost:
             raise engine_lost()
         else:
             engine.waiting.append(call)
+
+    def see_republished(self, engine: LocalEngine) -> None:
+        """All of its live offers are here: other agents may use it from now on."""
+        if engine.republishes:
+            engine.republishes = False
+            self._announce(engine)
 
     def detach(self, _: Detach, call: Call) -> None:
         """The end-of-file that follows is meant."""
@@ -277,7 +317,9 @@ class EngineDirectory:
         joined = self._join(process, wanted)  # another process may have come in between
         if process.gone or engine.lost:
             raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
-        joined.add_rank(memory, wanted.access)
+        is_named = wanted.instance and wanted.instance not in self._ended
+        process.memory = wanted.instance if is_named else uuid.uuid4().hex
+        joined.add_rank(memory, wanted.access, process.memory)
         self._add(joined, process, call)
 
     def _add(self, engine: LocalEngine, process: EngineProcess, call: Call) -> None:
@@ -286,12 +328,16 @@ class EngineDirectory:
         engine.processes.add(process)
         process.engine = engine
         call.reply(Empty())
+        if engine.is_whole:
+            self._announce(engine)
+            waiting, engine.waiting = engine.waiting, []
+            for one in waiting:
+                one.reply(RanksReady(engine.memory_name))
+
+    def _announce(self, engine: LocalEngine) -> None:
         if engine.ready:
             self._tell("engine.ready", engine)
             self._user.on_engine_ready(engine)
-            waiting, engine.waiting = engine.waiting, []
-            for one in waiting:
-                one.reply(Empty())
 
     def _tell(self, event: str, engine: LocalEngine, *, logged_as: str = "") -> None:
         name, instance = engine.engine_id, engine.instance
@@ -307,15 +353,22 @@ class EngineDirectory:
         if process is None or (process.engine is not None and process.engine.lost):
             return
         log.error("segment.cut", engine_id=process.engine_id, segment_id=segment_id)
+        self._note_ended(process.memory)
         if process.engine is not None:
             self._lose(process.engine, meant=False)
         connection.hang_up()
+
+    def _note_ended(self, name: str) -> None:
+        self._ended[name] = None
+        if len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
 
     def _lose(self, engine: LocalEngine, *, meant: bool) -> None:
         if engine.lost:
             return
         engine.lost = True
         del self.engines[engine.engine_id]
+        self._note_ended(engine.instance)
         for call in engine.waiting:
             call.refuse(engine_lost())
         self._tell("engine.lost", engine, logged_as="engine.detached" if meant else "")

@@ -169,6 +169,7 @@ class Runtime(Agent):
             lifeline=self.lifeline,
             lend=self.role is AgentRole.PREFILL and self.config.mapped,
             tasks=self.tasks,
+            is_young=partial(_is_before, self.loop, self.loop.time() + self.config.engine_wait_s),
         )
         attach = AttachServer(
             self.config.attach_path,
@@ -372,6 +373,10 @@ class Runtime(Agent):
             "replies_dropped": sum(c.dropped for c in servers),
             "attach_refused": attach.num_refused,
         }
+
+
+def _is_before(loop: asyncio.AbstractEventLoop, when: float) -> bool:
+    return loop.time() < when
 
 
 def _port(endpoint: str) -> int:

@@ -75,7 +75,7 @@ class PlayedAgent:
         self.log: list[EngineRequest] = []
         self.answering: dict[str, Callable[[EngineRequest, Any], Answer | None]] = {
             Register.op: self._on_register,
-            AwaitReady.op: lambda *_: OK,
+            AwaitReady.op: lambda *_: {"ok": {"memory": "the ranks", "later": None}},
             Ping.op: lambda *_: OK,
             Detach.op: lambda *_: OK,
         }

@@ -15,6 +15,7 @@ from kvbus.protocol.engine import (
     MakeOffer,
     Outcome,
     Released,
+    Republished,
     SealOffer,
     WithdrawOffer,
 )
@@ -34,6 +35,7 @@ class OfferStage(Stage):
             ExtendOffer.op: self._on_extend,
             SealOffer.op: self._on_seal,
             WithdrawOffer.op: self._on_withdraw,
+            Republished.op: lambda *_: OK,
         }
 
     def say(self, job: Job) -> None:
@@ -76,7 +78,10 @@ class OfferStage(Stage):
         named = f"request_id is {body.request_id!r}, which was not told"
         if not self.book.expect("offer.answered", job is not None, named) or job is None:
             return refusal("invalid", named)
-        job.tables, job.handoff_id = dict(body.tables), f"offer-{job.name}"
+        if body.left_s is not None:
+            self._look_at_again(job, body)
+        job.tables, job.rights = dict(body.tables), (body.offer_id, body.secret)
+        job.handoff_id = body.offer_id or f"offer-{job.name}"
         problem = self._wrong_tables(job, body.num_tokens)
         wanted = f"request {job.name}: {body.num_tokens} tokens where {job.counts} were told"
         self.book.expect("offer.tables", body.num_tokens in job.counts, wanted)
@@ -113,9 +118,29 @@ class OfferStage(Stage):
             job.word = LiveWord(page, number, live)
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
-        super().lose(job, same_memory=same_memory)
+        job.over = not job.again  # the engine was quick
         if not same_memory:
             job.word = None
+
+    # An engine ends an offer with its agent, or publishes it again to the next one. Then all of it
+    # is looked at once more, and it ends well.
+    def settle_lost(self, job: Job) -> bool:
+        self.wait(lambda: self.told_over(job) or job.again)
+        if not job.again:
+            self.book.untried("offer.again", "the engine ends its offers with their agent")
+            return bool(self.told_over(job))
+        is_said = self.wait(lambda: self.agent.asked(Republished.op))
+        seen = f"no `republished` after request {job.name}, which was published again"
+        return self.book.expect("offer.again", is_said, seen) and self.end_well(job)
+
+    def _look_at_again(self, job: Job, body: MakeOffer) -> None:
+        same = bool(body.offer_id) and (body.offer_id, body.secret) == job.rights
+        seen = f"request {job.name} has another offer_id or secret than before"
+        self.book.expect("offer.again", same, seen)
+        whole = (body.num_tokens, body.sealed) == (job.num_ready, job.sealed)
+        seen = f"request {job.name} has {body.num_tokens} tokens, it had {job.num_ready}"
+        self.book.expect("offer.again", whole, seen)
+        job.over, job.again = False, True
 
     def _on_extend(self, asked: EngineRequest, body: ExtendOffer) -> Answer:
         job = self._job(body.offer_id)
@@ -250,6 +275,7 @@ def words(stage: OfferStage) -> None:
     stage.agent.open()
     if stage.registered():
         stage.lose(job, same_memory=bool(files & stage.agent.files))
+        stage.settle_lost(job)
         caches = [stage.num_blocks(group.name) or 0 for group in stage.groups]
         others = [stage.begin(stage.block_size) for _ in range(min([*caches, MAX_BLOCKS]))]
         if others:

@@ -173,7 +173,7 @@ def _comes_back(stage: Stage, job: Job, rule: str, files: set[tuple[int, int]]) 
         return False
     stage.lose(job, same_memory=bool(files & stage.agent.files))
     if not ended:
-        told = stage.wait(lambda: stage.told_over(job))
+        told = stage.settle_lost(job)
         word = f"no line `{stage.over_word} {job.name} ...` though its agent is gone"
         stage.book.expect("ends.told", told, word)
     works = stage.goes_on(stage.begin(20))

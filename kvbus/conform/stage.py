@@ -40,7 +40,8 @@ class Job:
 
     It has a ``handoff_id`` once its request was taken, and is ``over`` once the blocks are the
     engine's. Of an offer ``num_ready`` tokens are announced, and ``kept`` is their KV; the blocks
-    of a fetch have the numbers of ``written`` now. ``word`` is that of an offer that has one.
+    of a fetch have the numbers of ``written`` now. ``word`` is that of an offer that has one. An
+    offer may be published ``again`` after its agent was lost.
     """
 
     name: int
@@ -55,6 +56,8 @@ class Job:
     kept: list[Kept] = field(default_factory=list)
     written: int = 0
     word: LiveWord | None = None
+    rights: tuple[str, str | None] = "", None
+    again: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +115,10 @@ class Stage(ABC):
     def lose(self, job: Job, *, same_memory: bool) -> None:
         """The agent has hung up on the engine, which is back, with the same memory or with new."""
         job.over = True
+
+    def settle_lost(self, job: Job) -> bool:
+        """Whether the engine says in time that the lost job is over."""
+        return self.wait(lambda: self.told_over(job))
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -36,7 +37,7 @@ from kvbus.memory.cuda import CudaEvent, CudaStorage
 from kvbus.memory.run_copy import swap_word
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol.attach import PassCuda, PassSegment, Welcome
-from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Register
+from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Register, Republished
 from kvbus.protocol.word import WORDS_BYTES
 
 WORDS_ID = "kvbus-words"
@@ -89,7 +90,7 @@ class Link:
         if not (control or self._memory):
             raise LocalError("a link is of a scheduler, or of memory, or of both")
         self.engine = engine
-        self._others = tuple(others)
+        self._others, self._instance = tuple(others), uuid.uuid4().hex
         self._patience_s = request_timeout_s
         self._connect = partial(
             Connection,
@@ -362,15 +363,28 @@ class Link:
 
     async def _register(self, connection: Connection) -> None:
         """As the engine's scheduler; after the first time, however long a rank takes."""
-        role = connection.agent.role
-        await connection.request(Register(engine=self.engine, others=self._others, role=role))
-        while True:
+        role, offers = connection.agent.role, self._offers
+        republishes = role is AgentRole.PREFILL and offers.republishes
+        register = Register(
+            engine=self.engine,
+            others=self._others,
+            role=role,
+            instance=self._instance,
+            republishes=republishes,
+        )
+        await connection.request(register)
+        memory = ""
+        while not memory:
             try:
-                await connection.request(AwaitReady())
-                return
+                memory = (await connection.request(AwaitReady())).memory
             except RequestTimeout:
                 if self.num_opened == 0:
                     raise
+        if role is AgentRole.PREFILL:
+            offers.check_memory(memory)
+            offers.opened(connection)
+        if republishes:
+            await connection.request(Republished(offers.ended_lately()))
 
     def _note_open(self, connection: Connection) -> None:
         role = connection.agent.role
@@ -434,6 +448,7 @@ class AttachedRank:
         self.words: SharedSegment | None = None
         self.number = memory.rank.rank
         self._engine, self._memory, self._access = engine, memory, access
+        self._instance = uuid.uuid4().hex
         self.event: CudaEvent | None = None
         if {segment.segment_id for segment in memory.rank.segments} != memory.storages.keys():
             raise GeometryError("storages and the rank's segments have different ids")
@@ -455,9 +470,13 @@ class AttachedRank:
         if self.words is not None and connection.agent.role is AgentRole.PREFILL:
             page = PassSegment(WORDS_ID, self.words.size_bytes, words=True)
             await connection.pass_memory(page, self.words.fd)
-        await connection.request(
-            Register(engine=self._engine, rank=self._memory.rank, access=self._access)
+        register = Register(
+            engine=self._engine,
+            rank=self._memory.rank,
+            access=self._access,
+            instance=self._instance,
         )
+        await connection.request(register)
 
     async def _pass_cuda(
         self, connection: Connection, segment_id: str, storage: CudaStorage

@@ -37,6 +37,11 @@ WordName = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Clock = float
 """When the engine asked for this first, in seconds of ``CLOCK_MONOTONIC``. A time that cannot be
 true, or was over an hour ago, is ignored."""
+CommitMark = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Commits = Annotated[tuple[CommitMark, ...], msgspec.Meta(max_length=2048)]
+"""The [marks](#publish-again) of the commits of an offer, one for each reader."""
+MAX_ENDED = 1024
+"""Of one message: the offers that were committed last."""
 
 
 class AgentRole(StrEnum):
@@ -88,10 +93,24 @@ class Register(Request[Empty], frozen=True):
     about the rank, 128 random bits. All sessions of the engine with one agent say the same."""
     role: AgentRole | None = None
     """What the engine is. An agent of the other role refuses it (``config``)."""
+    instance: Text = ""
+    """Names the control session, or the memory of the rank: random, and the same each time that
+    this process registers it. Empty lets the agent choose; then the engine cannot publish offers
+    again."""
+    republishes: bool = False
+    """Of a control session at a prefill agent: whether it [publishes again](#publish-again) what an
+    earlier process of the agent had. Until ``republished`` readers are refused with
+    ``engine_not_ready``."""
+
+
+class RanksReady(Message, frozen=True):
+    memory: Id
+    """Names the memory of the ranks at this agent. Another value means that a rank has other
+    memory than before: offers of the earlier one are lost."""
 
 
 @request("ready", Socket.ENGINE, refusals="not_registered engine_lost")
-class AwaitReady(Request[Empty], frozen=True):
+class AwaitReady(Request[RanksReady], frozen=True):
     """Answered when the control session and all ranks that ``others`` does not name are registered,
     so give it a long timeout.
     """
@@ -117,6 +136,8 @@ class OfferMade(Message, frozen=True):
     ticket_blocks: Size = 0
     """Of an open offer: how many blocks the engine may name in the ticket. Once all tokens are
     computed it may set ``num_tokens`` and ``blocks`` to what it is about to seal."""
+    ttl_s: Seconds = 120.0
+    """The ``ttl_s`` of the offer, or what the agent chose."""
 
 
 @request(
@@ -156,6 +177,14 @@ class MakeOffer(Request[OfferMade], frozen=True):
     asked_s: Clock | None = None
     word: WordName = 0
     """The name of the offer's [word](#words); 0 for none. Only of a sealed offer for one reader."""
+    offer_id: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """The name of the offer: random, and never used for another one. Sent again with the same
+    ``secret``, the request has no further effect. Empty lets the agent choose."""
+    secret: Secret | None = None
+    """The right to the offer: 128 random bits. Nil lets the agent choose."""
+    left_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
+    """Of an offer that is [published again](#publish-again): the seconds that are left of
+    ``ttl_s``. The agent waits at least 10 s, for a reader that had a lease."""
 
 
 @request(
@@ -200,6 +229,29 @@ class Released(Message, frozen=True):
     """As in ``offer``."""
     outcome: Outcome
     """``completed``, ``withdrawn`` or ``expired``."""
+    commits: Commits = ()
+
+
+class EndedOffer(Redacted, frozen=True):
+    """An offer that its readers have committed."""
+
+    offer_id: OfferId
+    request_id: Id
+    """As in ``offer``."""
+    secret: Secret
+    """The right to the offer, from its ticket."""
+    commits: Commits
+    transfer_id: Secret | None = None
+    """As in ``offer``."""
+
+
+@request("republished", Socket.PREFILL, refusals="not_registered")
+class Republished(Request[Empty], frozen=True):
+    """All live offers of the engine are published again: readers may use it from now on."""
+
+    ended: Annotated[tuple[EndedOffer, ...], msgspec.Meta(max_length=MAX_ENDED)] = ()
+    """Offers that were committed shortly before. A reader whose reply was lost may repeat its
+    request."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):

@@ -292,7 +292,7 @@ class Release(Request[Empty], frozen=True):
     Socket.PREFILL_PEER,
     askers=(Role.DECODE, Role.ROUTER),
     at_once=True,
-    refusals="stale forbidden offer_unknown",
+    refusals="stale forbidden offer_unknown engine_not_ready",
 )
 class PeerWithdraw(Request[Empty], frozen=True):
     """Ends an offer whose request was aborted; for routers."""

@@ -41,17 +41,20 @@ _LIVE, _TAKEN, _NAMED = 1, 2, 3
 #
 # A live word is a hash of the ticket, which has a secret. So whoever shows a ticket that was
 # altered, or one of an offer that had the word before, finds another value, and asks the agent.
+# The mark of a commit is a hash of the reader's token and the offer's secret, so an engine that
+# closes the word of a lost agent's offer finds who committed it.
 #
 # What the agent hears has no order: the end of an engine may come behind the take of a reader that
 # has read what was written after it. The word tells.
 class Word:
     """The word that ``ticket`` names."""
 
-    __slots__ = ("_found", "_live", "_number", "_swap")
+    __slots__ = ("_found", "_live", "_number", "_secret", "_swap")
 
     def __init__(self, swap: Swap, ticket: Ticket) -> None:
         told = msgspec.msgpack.encode(msgspec.structs.replace(ticket, traceparent=""))
         self._swap, self._number = swap, ticket.word % NUM_WORDS
+        self._secret = ticket.secret
         self._live = _value(told, b"", _LIVE)
         self._found: int | None = None
 
@@ -65,7 +68,8 @@ class Word:
 
     def take(self, token: str) -> bool:
         """Whether the offer was there to be taken; it is no more."""
-        return self._swap(self._number, self._live, self._taken_by(token)) == self._live
+        mark = commit_mark(self._secret, token)
+        return self._swap(self._number, self._live, mark) == self._live
 
     def close(self) -> ErrorCode | None:
         """From now on nobody takes it. Returns what has become of the offer: a reader has taken it,
@@ -74,15 +78,16 @@ class Word:
         self._found = self._swap(self._number, self._live, 0)
         if self._found == self._live:
             return None
-        is_taken = self._found & 3 == _TAKEN
-        return ErrorCode.OFFER_COMPLETED if is_taken else ErrorCode.ENGINE_LOST
+        return ErrorCode.OFFER_COMPLETED if self.commits else ErrorCode.ENGINE_LOST
+
+    @property
+    def commits(self) -> tuple[int, ...]:
+        """The mark of the commit that was found when the word was closed, if there was one."""
+        return (self._found,) if self._found and self._found & 3 == _TAKEN else ()
 
     def is_taken_by(self, token: str) -> bool:
         """Whether a reader with this token has taken the offer."""
-        return self._swap(self._number, 0, 0) == self._taken_by(token)
-
-    def _taken_by(self, token: str) -> int:
-        return _value(token.encode(), self._live.to_bytes(8, "little"), _TAKEN)
+        return self._swap(self._number, 0, 0) == commit_mark(self._secret, token)
 
 
 class WordNames:
@@ -101,18 +106,31 @@ class WordNames:
         self._put(name % NUM_WORDS, _named(name))
         return name
 
-    def close(self, name: int) -> None:
-        """From now on nobody takes the offer: its blocks may be written to."""
-        self._put(name % NUM_WORDS, 0)
-        self._free.append(name % NUM_WORDS)
+    def close(self, name: int) -> tuple[int, ...]:
+        """Close the word of an offer: from now on no reader commits by it.
 
-    def _put(self, number: int, value: int) -> None:
-        """Whatever is there; but who has taken an offer is left there until the next one."""
+        Return the mark of the commit that was there, if there was one.
+        """
+        found = self._put(name % NUM_WORDS, 0)
+        self._free.append(name % NUM_WORDS)
+        return (found,) if found & 3 == _TAKEN else ()
+
+    def _put(self, number: int, value: int) -> int:
+        """Whatever is there, which is returned; a commit is left there until the next offer."""
         expected = 0
         while (found := self._swap(number, expected, value)) != expected:
             if not value and found & 3 == _TAKEN:
-                return
+                return found
             expected = found
+        return expected
+
+
+def commit_mark(secret: str, token: str) -> int:
+    """Return the mark of a commit with ``token`` of the offer that has this ``secret``.
+
+    A word holds it after the commit. Its engine keeps it for the next agent, see `Republished`.
+    """
+    return _value(token.encode(), blake2b(secret.encode(), digest_size=16).digest(), _TAKEN)
 
 
 def _named(name: int) -> int:
@@ -121,4 +139,4 @@ def _named(name: int) -> int:
 
 def _value(content: bytes, key: bytes, kind: int) -> int:
     digest = blake2b(content, key=key, digest_size=8).digest()
-    return int.from_bytes(digest, "little") & ~3 | kind
+    return int.from_bytes(digest, "little") % 2**63 & ~3 | kind

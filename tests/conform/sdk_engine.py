@@ -1,24 +1,27 @@
 """An engine on a link of kvbus's SDK, of both roles: one loop, as a scheduler has.
 
-It is the engine that docs/conformance.md wants, and its link finds an agent that comes back.
+It is the engine that docs/conformance.md wants, and its link finds an agent that comes back. With
+``other_secret`` it has a flaw: it publishes its offers again with another secret.
 """
 
 import json
 import os
 import select
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from kvbus.engine import Fetch, KvCache, Link, Offer, RankMemory
 from kvbus.errors import ErrorCode, PeerLost, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, StatePart, num_blocks_for, state_group
-from kvbus.protocol import Fetched, Outcome
+from kvbus.protocol import Fetched, MakeOffer, Outcome
 
 ATTACH, ROLE = os.environ["KVBUS_ATTACH"], os.environ["KVBUS_ROLE"]
 OPTIONS: Any = {"attach_timeout_s": 30.0, "agent_wait_s": 0.0}
@@ -207,7 +210,14 @@ def run(engine: Prefill | Decode) -> None:
         engine.take()
 
 
+def with_another_secret(offer: Offer, again: Any = Offer.again) -> MakeOffer:
+    message: MakeOffer = again(offer)
+    return msgspec.structs.replace(message, secret="0" * 32)
+
+
 def main() -> None:
+    if sys.argv[1:] == ["other_secret"]:
+        setattr(Offer, "again", with_another_secret)  # noqa: B010 - mypy refuses the assignment
     memories = [
         RankMemory.allocate(SPEC, rank, KvLayout.parse("HND"), num_blocks=NUM_BLOCKS)
         for rank in range(SPEC.tp_size)

@@ -138,9 +138,19 @@ def test_an_engine_without_a_flaw_breaks_no_rule(plays: Plays, number: int) -> N
     ended = plays.ended(ALL, number)
 
     assert ended.seen("failed") == {}
-    # A prefill engine with blocking calls has one request at a time.
-    assert set(ended.seen("untried")) <= ({"requests.order"} if number >= 2 else set())
+    # A prefill engine with blocking calls has one request at a time. That on bare sockets ends its
+    # offers with their agent.
+    untried = [{"offer.again"}, set[str](), {"requests.order"}, {"requests.order"}]
+    assert set(ended.seen("untried")) <= untried[number]
     assert ended.status == 0
+
+
+def test_an_engine_that_publishes_its_offers_again_with_another_secret_breaks_the_rule(
+    plays: Plays,
+) -> None:
+    play = Play("prefill", (*SDK, "other_secret"), ("--scene", "new_agent"))
+
+    assert list(plays.ended([play], 0).seen("failed")) == ["offer.again"]
 
 
 @pytest.mark.parametrize("number", range(len(WHOLE), len(ALL)))

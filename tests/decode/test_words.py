@@ -28,6 +28,7 @@ from kvbus.protocol import Outcome, Rendezvous, Request, Word
 from kvbus.protocol.peer import MAX_TAKEN, Take, WordsTaken
 from kvbus_decode import config
 from kvbus_decode.peers import Peer
+from tests import plain_sockets
 from tests.agents import AgentProcess, Agents, until, wait_until
 from tests.decode.neighbours import before_each_copy, decode_agent
 from tests.engines import NUM_BLOCKS, Engine, engine, failure_of, make_spec
@@ -143,9 +144,10 @@ def wait_poisoned(site: Site) -> None:
     wait_until(lambda: bool((site.cache == POISON).all()), "the blocks are written over")
 
 
-def kill(site: Site, _: Offer) -> None:
+def kill(site: Site, offer: Offer) -> None:
+    """The offer outlives its agent, until it is withdrawn."""
     site.prefill.kill()
-    wait_poisoned(site)
+    withdraw(site, offer)
 
 
 def withdraw(site: Site, offer: Offer) -> None:
@@ -158,6 +160,31 @@ def leave_a_stopped_agent(site: Site, _: Offer) -> None:
     site.prefill.signal(signal.SIGSTOP)
     site.link.close()
     wait_poisoned(site)
+
+
+async def test_an_offer_that_was_taken_by_its_word_before_a_crash_is_not_offered_again(
+    folder: Path, fresh: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent was stopped, so it could not report that; the next one is told of it."""
+    async with site_of(folder, fresh, monkeypatch) as site:
+        offer = await site.offer()
+        right = {"offer_id": offer.offer_id, "secret": offer.ticket["secret"]}
+        site.prefill.signal(signal.SIGSTOP)
+        await site.fetch(offer).ended
+        has_all, had_ended = site.has_all(), offer.ended.done()
+        site.prefill.kill()
+        ended = await offer.ended
+        await anyio.to_thread.run_sync(site.prefill.start)
+        await until(lambda: site.link.num_opened == 2 and site.link.is_open)
+        boot = plain_sockets.ask(site.prefill.peer, "status", {})["boot"]
+        claim = {"agent_boot": boot, "reader_id": "another", "lease_s": 1.0, **right}
+        refused = plain_sockets.ask(site.prefill.peer, "claim", claim)["error"]
+
+        assert has_all
+        assert not had_ended
+        assert ended is Outcome.COMPLETED
+        assert refused["code"] == ErrorCode.OFFER_COMPLETED
+        assert await site.works()
 
 
 MOMENTS = ("before the copy", "before the take")

@@ -1,5 +1,6 @@
 """What the SDK asks an agent for: tables, refusals, agents that are busy, end, or are gone."""
 
+import contextlib
 import gc
 import math
 import time
@@ -8,24 +9,38 @@ from functools import partial
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
+from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.engine import Ended, Fetch
+from kvbus.engine import Ended, Fetch, Offer
 from kvbus.engine.asking import SILENT_S
 from kvbus.errors import (
     ClosedError,
     ErrorCode,
     GeometryError,
     KVBusError,
+    LocalError,
     PeerLost,
     RequestRefused,
     RequestTimeout,
 )
 from kvbus.geometry import BlockTable
-from kvbus.protocol import BlocksFreed, Fetched, MakeOffer, Outcome, Released
+from kvbus.memory.segment import SharedSegment
+from kvbus.protocol import (
+    WORDS_BYTES,
+    BlocksFreed,
+    Fetched,
+    MakeOffer,
+    OfferMade,
+    Outcome,
+    Released,
+    Word,
+    commit_mark,
+)
 from tests.agents import until
 from tests.engine.recording import (
     FULL,
@@ -40,6 +55,7 @@ from tests.engine.recording import (
     failed,
 )
 from tests.engines import failure_of
+from tests.prefill.tickets import ticket_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(40)]
 
@@ -143,11 +159,10 @@ async def test_an_offer_that_was_made_after_its_caller_was_cancelled_is_not_forg
         tasks.cancel_scope.cancel()
 
     connection.on_replies[0](MADE)
-    connection.lose(GONE)
+    connection.notice(Released(MADE.offer_id, "r", Outcome.EXPIRED))
 
     assert offer.offer_id == "offer-1"
-    with pytest.raises(PeerLost):
-        await offer.ended
+    assert await offer.ended is Outcome.EXPIRED
 
 
 # An agent that has no room
@@ -361,6 +376,152 @@ async def test_an_offer_that_its_agent_did_not_make_is_made_by_the_next_one(how:
 
     assert (await offer).offer_id == MADE.offer_id
     assert [one.request_id for one in (*first.sent, *second.sent)] == ["r", "r"]
+
+
+# Offers that outlive their agent
+
+
+async def made_at(connection: Recording, **asked: Any) -> tuple[RecordedOffers, Offer]:
+    """An offer that the agent of ``connection`` has, and its reply to what follows is lost."""
+    offers = RecordedOffers(connection, agent_wait_s=HINT_S)
+    offer = await offers.offer(16, {"full": [7]}, sealed=False, **asked)
+    connection.reply = None
+    return offers, offer
+
+
+async def test_an_offer_is_published_again_as_it_is_by_then_and_goes_on() -> None:
+    first, second = Recording(), Recording()
+    offers, offer = await made_at(first, ttl_s=60.0)
+    lost = offer.extend(32, {"full": [3]})
+    first.lose(GONE)
+    while_away = [offer.extend(48, {"full": [9]}), offer.seal()]
+    ticket = offer.ticket
+    await checkpoint()
+    opened_at = len(first.sent)
+    offers.opened(second)
+    for one in (lost, *while_away):
+        await one
+    behind = offer.withdraw()
+    await behind
+    second.notice(Released(offer.offer_id, "r", Outcome.WITHDRAWN))
+
+    made, again = first.sent[0], second.sent[0]
+    assert opened_at == 2
+    assert (again.offer_id, again.secret) == (made.offer_id, made.secret)
+    assert (again.num_tokens, again.sealed, again.word) == (48, True, 0)
+    assert again.tables == {"full": BlockTable.of([7, 3, 9])}
+    assert 50.0 < again.left_s <= 120.0
+    assert offer.ticket == ticket
+    assert [one.op for one in second.sent[1:]] == ["withdraw"]
+    assert await offer.ended is Outcome.WITHDRAWN
+
+
+async def test_an_offer_that_is_withdrawn_without_an_agent_ends_at_once_for_good() -> None:
+    first, second = Recording(), Recording()
+    offers, offer = await made_at(first)
+    first.lose(GONE)
+    await offer.withdraw()
+    had_ended = offer.ended.done()
+    offers.opened(second)
+
+    assert had_ended
+    assert offer.outcome is Outcome.WITHDRAWN
+    assert second.sent == []
+
+
+@pytest.mark.parametrize("then", ["made", "refused", "lost"])
+async def test_an_offer_that_an_agent_may_have_again_ends_only_when_that_is_known(
+    then: str,
+) -> None:
+    """Its reader may get a yes there, for bytes that must not be written until then."""
+    first, second, third = Recording(), Recording(reply=None), Recording()
+    offers, offer = await made_at(first)
+    first.lose(GONE)
+    offers.opened(second)
+    offer.withdraw()
+    await anyio.sleep(2 * HINT_S)
+    ended_early = offer.ended.done()
+    if then == "made":
+        second.on_replies[0](MADE)
+        second.notice(Released(MADE.offer_id, "r", Outcome.WITHDRAWN))
+    elif then == "refused":
+        second.on_replies[0](RequestRefused("no", code=ErrorCode.GEOMETRY))
+    else:
+        second.lose(GONE)
+    await until(offer.ended.done)
+    offers.opened(third)
+
+    assert not ended_early
+    assert third.sent == []
+
+
+async def test_an_offer_without_an_agent_expires_after_its_time_and_the_wait_for_one() -> None:
+    first, second = Recording(), Recording()
+    offers, offer = await made_at(first)
+    offer.expires_at = 0.0
+    first.lose(GONE)
+    had_ended = offer.ended.done()
+    outcome = await offer.ended
+    offers.opened(second)
+
+    assert not had_ended
+    assert outcome is Outcome.EXPIRED
+    assert second.sent == []
+
+
+async def test_an_offer_in_memory_that_was_replaced_is_lost() -> None:
+    first, second = Recording(), Recording()
+    offers, offer = await made_at(first)
+    offers.check_memory("one")
+    first.lose(GONE)
+    offers.check_memory("one")
+    had_ended = offer.ended.done()
+    offers.check_memory("another")
+    offers.opened(second)
+
+    assert not had_ended
+    with pytest.raises(LocalError, match="other memory"):
+        await offer.ended
+    assert second.sent == []
+
+
+async def test_a_commit_that_the_lost_agent_did_not_report_is_found_in_the_word() -> None:
+    """It is never offered again, and the next agent is told of it."""
+    first, second = Recording(reply=None), Recording()
+    with contextlib.closing(SharedSegment(WORDS_BYTES)) as page:
+        offers = RecordedOffers(first, words=page)
+        offer = offers.offer(16, {"full": [7]})
+        asked = first.sent[0]
+        ticket = ticket_for(asked, asked.offer_id, asked.secret)
+        word = Word(page.swap, msgspec.structs.replace(ticket, word=asked.word))
+        word.open(asked.word)
+        first.on_replies[0](OfferMade(asked.offer_id, ticket.to_json()))
+        assert word.take("a token")
+        first.lose(GONE)
+        had_ended = offer.outcome
+        offers.opened(second)
+
+        assert had_ended is Outcome.COMPLETED
+        assert second.sent == []
+        (ended,) = offers.ended_lately()
+        assert (ended.offer_id, ended.secret) == (asked.offer_id, asked.secret)
+        assert ended.commits == (commit_mark(asked.secret, "a token"),)
+
+
+async def test_no_reader_commits_an_offer_by_its_word_once_the_agent_is_lost() -> None:
+    first = Recording(reply=None)
+    with contextlib.closing(SharedSegment(WORDS_BYTES)) as page:
+        offers = RecordedOffers(first, words=page)
+        offer = offers.offer(16, {"full": [7]})
+        asked = first.sent[0]
+        ticket = ticket_for(asked, asked.offer_id, asked.secret)
+        word = Word(page.swap, msgspec.structs.replace(ticket, word=asked.word))
+        word.open(asked.word)
+        first.on_replies[0](OfferMade(asked.offer_id, ticket.to_json()))
+        first.lose(GONE)
+
+        assert not word.take("a token")
+        await offer.withdraw()
 
 
 async def test_what_has_ended_and_was_heard_of_is_gone_without_a_garbage_collector() -> None:

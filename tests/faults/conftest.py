@@ -12,8 +12,9 @@ from kvbus.errors import ErrorCode, FetchFailed, RequestRefused
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.engines import LARGE, NUM_LARGE_BLOCKS, Engine, begin
 
-PREFILL: dict[str, Any] = {"late_read_s": 1.0, "drain_timeout_s": 20.0}
-DECODE: dict[str, Any] = {"lease_s": 3.0, "request_timeout_s": 5.0, "drain_timeout_s": 20.0}
+COMMON: dict[str, Any] = {"drain_timeout_s": 20.0, "engine_wait_s": 10.0}
+PREFILL: dict[str, Any] = {**COMMON, "late_read_s": 1.0}
+DECODE: dict[str, Any] = {**COMMON, "lease_s": 3.0, "request_timeout_s": 5.0}
 TCP: dict[str, Any] = {"env": {"UCX_TLS": "tcp"}}
 SLOW_READS: dict[str, Any] = {**TCP, "slice_bytes": 4096}
 ONE_POST: dict[str, Any] = {**TCP, "slice_bytes": 64 << 20}

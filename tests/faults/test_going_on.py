@@ -13,12 +13,21 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvbus.engine import Link
+from kvbus.engine import Link, Outcome
 from kvbus.errors import ErrorCode, PeerLost
 from kvbus.spawn import free_port
 from tests.agents import AgentProcess, until
-from tests.engines import engine, hand_over, make_spec, pair, rank_link, spread_engine
-from tests.faults.conftest import NOTHING, ONE_BLOCK, Started, works_again
+from tests.engines import (
+    Handoff,
+    begin,
+    engine,
+    hand_over,
+    make_spec,
+    pair,
+    rank_link,
+    spread_engine,
+)
+from tests.faults.conftest import NOTHING, ONE_BLOCK, Started, end_offer, works_again
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1800)]
 
@@ -148,7 +157,78 @@ async def test_what_waits_for_the_next_agent_fails_if_none_comes_in_time(fresh: 
             await link.offer("r", num_tokens=0, block_ids={})
 
 
-async def test_what_was_in_flight_at_killed_agents_is_reported_once_with_free_blocks(
+async def kill_and_start(agent: AgentProcess) -> None:
+    agent.kill()
+    await anyio.to_thread.run_sync(agent.start)
+
+
+async def read_whole(handoff: Handoff) -> None:
+    """It completes with the right bytes, and its offer ends.
+
+    An agent that is killed between the yes and its report leaves the offer as it was.
+    """
+    await handoff.fetch.ended
+    assert handoff.has_landed()
+    await end_offer(handoff.offer)
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["by NIXL", "mapped"])
+async def test_what_a_killed_prefill_agent_offered_is_read_from_the_next_one(
+    fresh: Started, mapped: bool
+) -> None:
+    """By the same tickets: a sealed offer, and an open one that grows while there is no agent."""
+    prefill, decode = fresh.both(decode={"mapped": mapped})
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        await hand_over(source, target)
+        blocks = source.whole_blocks(3, 40)
+        sealed = await source.prefill.offer("sealed", num_tokens=40, block_ids=blocks)
+        await kill_and_start(prefill)
+        await read_whole(await begin(source, target, offer=sealed, timeout_s=WITHIN_S))
+
+        grows = await begin(source, target, ready=10, timeout_s=WITHIN_S)
+        await until(lambda: prefill.status()["counts"]["leases"] == 1)
+        prefill.kill()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(grows.seal, 20)
+            await anyio.to_thread.run_sync(prefill.start)
+        await read_whole(grows)
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["by NIXL", "mapped"])
+async def test_no_handoff_fails_while_the_prefill_agent_is_killed_and_started_again(
+    fresh: Started, mapped: bool
+) -> None:
+    prefill, decode = fresh.both(decode={"mapped": mapped})
+    num_completed, is_over = 0, False
+
+    async with AsyncExitStack() as stack:
+        agents = prefill.attach, decode.attach
+        pairs = [
+            await stack.enter_async_context(pair(*agents, agent_wait_s=WITHIN_S))
+            for _ in range(NUM_PAIRS)
+        ]
+
+        async def work(number: int) -> None:
+            nonlocal num_completed
+            while not is_over:
+                await read_whole(await begin(*pairs[number], timeout_s=WITHIN_S))
+                num_completed += 1
+
+        async def goes_on() -> None:
+            wanted = num_completed + MORE
+            await until(lambda: num_completed >= wanted, WITHIN_S)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(NUM_PAIRS):
+                tasks.start_soon(work, number)
+            for _ in range(2 * NUM_RESTARTS):
+                await goes_on()
+                await kill_and_start(prefill)
+            await goes_on()
+            is_over = True
+
+
+async def test_offers_outlive_killed_agents_and_fetches_are_reported_once_with_free_blocks(
     fresh: Started,
 ) -> None:
     """Both links register with the agents that are started again."""
@@ -166,8 +246,13 @@ async def test_what_was_in_flight_at_killed_agents_is_reported_once_with_free_bl
             await anyio.to_thread.run_sync(agent.start)
         await until(lambda: all(link.is_open and link.num_opened == 2 for link in links))
 
+        assert links[0].ended() == []
+        assert both[0].status()["counts"]["offers"] == len(offers)
+        for offer in offers:
+            await offer.withdraw()
+        await until(lambda: all(offer.ended.done() for offer in offers))
         assert links[0].ended() == offers
-        assert all(isinstance(offer.error, PeerLost) for offer in offers)
+        assert all(offer.outcome is Outcome.WITHDRAWN for offer in offers)
         assert links[1].ended() == fetches
         assert all(fetch.are_blocks_free for fetch in fetches)
         assert [link.ended() for link in links] == [[], []]

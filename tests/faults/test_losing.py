@@ -14,7 +14,7 @@ import pytest
 
 from kvbus.engine import Fetch, Link, Offer, Outcome
 from kvbus.engine.bounce import HostBuffer, HostDecode, HostPool, HostPrefill, LocalCopier
-from kvbus.errors import AgentHungUp, ErrorCode, KVBusError, PeerLost
+from kvbus.errors import AgentHungUp, ErrorCode, KVBusError
 from kvbus.lab.engine import device_copy
 from tests.agents import until
 from tests.engines import (
@@ -43,7 +43,9 @@ from tests.memories import Memory, private_cache
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_save_after_its_agent_has_gone_says_so_and_frees_the_ring(fresh: Started) -> None:
+async def test_a_save_after_its_offer_has_expired_with_its_agent_says_so_and_frees_the_ring(
+    fresh: Started,
+) -> None:
     fresh.start(prefill := fresh.prefill())
     ring: dict[str, Any] = {"num_blocks": 512, "ring_blocks": {"full": 512}}
     spec = make_spec(groups=(LARGE,))
@@ -51,11 +53,10 @@ async def test_a_save_after_its_agent_has_gone_says_so_and_frees_the_ring(fresh:
         prefill.attach, spec, memory=Memory(), piece_bytes=1 << 20, agent_wait_s=0.2, **ring
     ) as source:
         assert isinstance(source.host, HostPrefill)
-        offer = await source.host.offer("r", num_tokens=LONG_TOKENS // 2)
+        offer = await source.host.offer("r", num_tokens=LONG_TOKENS // 2, ttl_s=0.3)
 
         prefill.kill()
-        with pytest.raises(PeerLost):
-            await offer.ended
+        assert await offer.ended is Outcome.EXPIRED
         with pytest.raises(KVBusError, match="its offer has ended"):
             await offer.save(LARGE.block_size, {"full": [1]})
 

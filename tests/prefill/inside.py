@@ -25,6 +25,7 @@ SETTINGS: dict[str, Any] = {
     "agent_id": "prefill",
     **BINDS,
     "late_read_s": 0.01,
+    "engine_wait_s": 0.0,
     "staging_bytes": 4 * 65536,
     "slot_bytes": 65536,
 }

@@ -15,9 +15,13 @@ from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable, Box
 from kvbus.protocol import (
     Claim,
+    CommitAnswer,
+    CommitQuery,
+    EndedOffer,
     ExtendOffer,
     Granted,
     MakeOffer,
+    Meet,
     Outcome,
     Pack,
     PeerWithdraw,
@@ -27,6 +31,7 @@ from kvbus.protocol import (
     SealOffer,
     Take,
     WithdrawOffer,
+    commit_mark,
 )
 from kvbus.table.events import (
     DeadlinePassed,
@@ -41,7 +46,7 @@ from kvbus_prefill import offer
 from tests.prefill.tickets import ticket_for
 
 ev = offer.events
-SECRET, TOKEN = "secret", "token"
+SECRET, TOKEN, NAME = "secret", "token", "name"
 LIMITS = offer.OfferLimits(max_offers=2, max_lease_s=4.0, max_hold_s=10.0, max_parts=2)
 COMPLETED, WITHDRAWN, EXPIRED = Outcome.COMPLETED, Outcome.WITHDRAWN, Outcome.EXPIRED
 BUSY, STALE, FORBIDDEN = ErrorCode.BUSY, ErrorCode.STALE, ErrorCode.FORBIDDEN
@@ -49,10 +54,12 @@ OFFER_OPEN, LEASE_EXPIRED = ErrorCode.OFFER_OPEN, ErrorCode.LEASE_EXPIRED
 DONE, GEOMETRY = ErrorCode.OFFER_COMPLETED, ErrorCode.GEOMETRY
 
 
-def opened(offer_id: str = "o1", *, ttl_s: float = 8.0, **changes: Any) -> ev.Opened:
+def opened(
+    offer_id: str = "o1", *, request: str = "", ttl_s: float = 8.0, **changes: Any
+) -> ev.Opened:
     """A sealed offer of 32 tokens, with 8 s to live."""
     fields = {"num_tokens": 32, "tables": {"full": BlockTable.of([3, 4])}, **changes}
-    message = MakeOffer(request_id=f"request-{offer_id}", **fields)
+    message = MakeOffer(request_id=request or f"request-{offer_id}", **fields)
     return ev.Opened(message, "open", ticket_for(message, offer_id, SECRET), ttl_s)
 
 
@@ -192,6 +199,8 @@ def said(commands: list[ev.Command]) -> list[Any]:
         match command:
             case Refuse():
                 words.append(command.error.code)
+            case SendReply(_, CommitAnswer(committed)):
+                words.append(committed)
             case SendReply():
                 words.append("ok")
             case ev.BeginLease():
@@ -246,6 +255,24 @@ BEFORE_ALL = opened(tables={"full": BlockTable.of([3, 4], first_block=2)}, num_t
 STATE = box((3,), 0, stop=1, is_state=True)
 PACKED = ["may be packed"]
 TAKE_ENDS = ["ok", "end 1 offer_completed", COMPLETED]
+TWICE = opened("o2", request="request-o1")
+AGAIN = opened(left_s=0.5)
+"""An offer of an earlier process of the agent, with half a second to live."""
+LATER: Process = ("decode-0", "second boot")
+
+
+def before(*tokens: str, transfer_id: str | None = None) -> ev.Restored:
+    """An offer that these tokens have committed at an earlier process of the agent."""
+    marks = tuple(commit_mark(SECRET, token) for token in tokens)
+    return ev.Restored("engine", EndedOffer("o1", "request-o1", SECRET, marks, transfer_id))
+
+
+def query(token: str = "own", secret: str = SECRET, **named: str) -> ev.Asked[Any]:
+    """Whether the offer was committed with this token, by the later process of the reader."""
+    message = CommitQuery(secret, token, LATER[1], **{"offer_id": "o1", **named})
+    return asked(message)
+
+
 # fmt: off
 SCRIPTS: dict[str, list[Step]] = {
     # takes under a lease
@@ -311,11 +338,45 @@ SCRIPTS: dict[str, list[Step]] = {
         [opened(ttl_s=1.0), claimed(lease_s=4.0),
          *[(now, claimed(lease_s=4.0)) for now in (3, 6, 9)],
          (10, DUE, ["end 4 lease_expired", EXPIRED])],
+    # a restart of the agent
+    "an offer that is published again waits for a reader though its time is over":
+        [AGAIN, (LIMITS.reader_return_s - 0.1, DUE, []), (LIMITS.reader_return_s, DUE, [EXPIRED])],
+    "an offer that is published again takes the place of another one if need be":
+        [opened("o2"), opened("o3"), (0, AGAIN, ["ok"])],
+    "an offer that is sent again is the same one":
+        [SEALED, claimed(), (1, SEALED, ["ok"]), (1, held(), TAKE_ENDS)],
+    "an offer that has ended is reported again when it is sent again":
+        [SEALED, taken(), (1, AGAIN, ["ok", COMPLETED]), (1, taken(), ["ok"])],
+    "an offer outlives the end of its engine's connection and the end of its agent":
+        [SEALED, claimed(), (1, LOST, ["end 1 engine_lost", WITHDRAWN]), (2, AGAIN, ["ok"]),
+         (3, taken(), ["ok", COMPLETED])],
+    "the id of an offer is not that of another one":
+        [SEALED, (1, opened(request="another"), [ErrorCode.OFFER_EXISTS]), WITHDRAW,
+         (1, opened(request="another"), [ErrorCode.OFFER_EXISTS])],
+    "a commit whose reply was lost with the agent is answered by the next one":
+        [before("own"), (1, taken(), ["ok"]), (1, taken(token="another"), [DONE]),
+         (1, claimed(), [DONE])],
+    "what this agent has completed itself it does not enter again":
+        [SEALED, taken(), before("own", "another"), (1, taken(token="another"), [DONE])],
+    "an offer that was committed before is not there for who awaits it":
+        [asked(Meet(NAME, 1.0)), (0, before("own", transfer_id=NAME), [DONE])],
+    # whether an earlier process of the reader has committed
+    "a commit is known by its token and the secret":
+        [SEALED, taken(), (1, query(), [True]), (1, query(token="other"), [False]),
+         (1, query(secret="wrong"), [FORBIDDEN])],
+    "so it is at the next agent":
+        [before("own"), (1, query(), [True]), (1, query(token="other"), [False])],
+    "of a rendezvous it is known by its name":
+        [before("own", transfer_id=NAME), (1, query(secret=NAME, offer_id=""), [True])],
+    "after a no only the later process of the reader commits with the token":
+        [SEALED, (1, query(), [False]), (2, taken(process=("decode-0", "first boot")), [STALE]),
+         (3, taken(token="another's", process=("decode-1", "boot"), blocks=None), [STALE]),
+         (3, taken(process=LATER), ["ok", COMPLETED])],
     # who may read, and who must wait
     "one offer more than the limit is busy":
         [opened("o1"), opened("o2"), (0, opened("o3"), [BUSY])],
     "a request is not offered twice until its first offer is released":
-        [SEALED, (0, SEALED, [ErrorCode.OFFER_EXISTS]), WITHDRAW, (0, SEALED, ["ok"])],
+        [SEALED, (0, TWICE, [ErrorCode.OFFER_EXISTS]), WITHDRAW, (0, TWICE, ["ok"])],
     "an agent that drains takes no new offers and finishes the old ones":
         [SEALED, claimed(), DrainStarted(), (1, opened("o2"), [ErrorCode.DRAINING]),
          (1, held(), TAKE_ENDS)],
@@ -451,7 +512,8 @@ def test_every_request_is_answered_once_in_every_state_and_the_end_is_final(situ
             assert len(answers) == (event in ANYTHING)
         releases = [one for words in all_said for one in words if isinstance(one, Outcome)]
         assert len(releases) <= (situation != "released")
-        assert ("o1" in table.live) == (not releases and situation != "released")
+        is_live = not releases and situation != "released" and first is not STOPPED
+        assert ("o1" in table.live) == is_live
 
 
 LATE: dict[str, Callable[[int], ev.Event]] = {

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anyio
 import psutil
 import pytest
 import torch
@@ -16,8 +17,16 @@ from kvbus.engine import Connection, Link, RankMemory, share_tensor
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import BlockTable, lay_out_rank
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import MakeOffer, Register, to_body
-from tests.agents import AgentProcess, until, wait_until
+from kvbus.protocol import (
+    AwaitReady,
+    CommitQuery,
+    Handshake,
+    MakeOffer,
+    Register,
+    Republished,
+    to_body,
+)
+from tests.agents import AgentProcess, Agents, until, wait_until
 from tests.engine_program import EngineConfig, EngineProcess
 from tests.engines import FULL, SMALL, engine, failure_of, make_spec, rank_link, same
 from tests.memories import NHD
@@ -48,6 +57,50 @@ async def test_an_engine_is_what_its_first_process_said_and_offers_with_all_of_i
     assert refusals == [ErrorCode.ENGINE_CONFLICT] * 3
     assert too_early is ErrorCode.ENGINE_NOT_READY
     assert prefill.says("request.refused", op="register", code="engine_conflict")
+
+
+async def test_readers_are_told_to_ask_again_until_an_engine_has_published_its_offers_again(
+    prefill: AgentProcess,
+) -> None:
+    spec, secret = make_spec(), 32 * "5"
+    rank, _ = rank_link(prefill.attach, spec, 0)
+    shake = Handshake(1, 1, "decode", spec.engine_id, spec, "the instance", "the offer", secret)
+    other = replace(shake, offer_id="another")
+    query = CommitQuery(secret, secret, "boot", "another", spec.engine_id, "the instance")
+
+    def answers() -> list[str]:
+        replies = [ask(prefill.peer, one.op, to_body(one)) for one in (shake, other, query)]
+        return [reply.get("error", {"code": "ok"})["code"] for reply in replies]
+
+    async with rank:
+        async with Connection(prefill.attach, spec.engine_id) as control:
+            register = Register(engine=spec, instance="the instance", republishes=True)
+            await control.request(register)
+            await control.request(AwaitReady())
+            tables = {"full": BlockTable.of([])}
+            offer = MakeOffer("r", 0, tables, offer_id="the offer", secret=secret, left_s=5.0)
+            await control.request(offer)
+            before = await anyio.to_thread.run_sync(answers)
+            await control.request(Republished())
+            after = await anyio.to_thread.run_sync(answers)
+        gone = await anyio.to_thread.run_sync(answers)
+
+    assert before == ["engine_not_ready"] * 3
+    assert after == ["ok", "offer_unknown", "ok"]
+    assert gone == ["engine_lost", "engine_lost", "ok"]
+
+
+async def test_an_agent_that_has_just_started_awaits_engines_that_it_does_not_know(
+    fresh: Agents,
+) -> None:
+    agents = [fresh.prepare("prefill", engine_wait_s=seconds) for seconds in (600.0, 0.0)]
+    fresh.start(*agents)
+    spec = make_spec()
+    shake = Handshake(1, 1, "decode", spec.engine_id, spec, "instance", "offer", 32 * "5")
+
+    codes = [ask(one.peer, "handshake", to_body(shake))["error"]["code"] for one in agents]
+
+    assert codes == ["engine_not_ready", "offer_unknown"]
 
 
 async def test_an_id_that_a_stopped_engine_holds_is_free_once_the_named_process_is_killed(

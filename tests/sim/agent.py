@@ -1,5 +1,6 @@
 """An agent as a simulated process: the product's own, but its transport, threads and sockets."""
 
+import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -92,8 +93,18 @@ def _copiers(loop: SimLoop, *, num_threads: int) -> Copiers:
     return Copiers(loop, num_threads=num_threads, new_executor=lambda *_: SimExecutor(loop))
 
 
+class _LoopClock:
+    """The clock of the process that looks at it."""
+
+    @staticmethod
+    def monotonic() -> float:
+        return asyncio.get_running_loop().time()
+
+
 IN_A_WORLD: dict[str, dict[str, Any]] = {
-    "kvbus.agent.runtime": {"AttachServer": _NoAttachServer, "Copiers": _copiers}
+    "kvbus.agent.runtime": {"AttachServer": _NoAttachServer, "Copiers": _copiers},
+    "kvbus.engine.offers": {"time": _LoopClock},
+    "kvbus.engine.asking": {"time": _LoopClock},
 }
 """What a module makes by these names in a simulated process."""
 

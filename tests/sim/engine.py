@@ -1,4 +1,4 @@
-"""Engines as simulated processes: they offer and fetch by messages, and have real memory.
+"""Engines as simulated processes, with real memory: they offer by the SDK, and fetch by messages.
 
 A prefill engine poisons blocks at the moment that it is told that they are released; a decode
 engine those that it gets back, and looks whether they are still as they were when it uses them
@@ -8,8 +8,10 @@ again: so a byte that is read or lands too late is seen.
 import asyncio
 import math
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -17,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbus.bus import RequestClient, new_boot_id
-from kvbus.errors import KVBusError
+from kvbus.engine import Connection, Offer, Runner
+from kvbus.engine.offers import Offers, offer_message
+from kvbus.errors import ClosedError, KVBusError, PeerLost
 from kvbus.geometry import (
     AxisName,
     BlockTable,
@@ -37,21 +41,15 @@ from kvbus.protocol import (
     AwaitReady,
     BlocksFreed,
     CancelFetch,
-    ExtendOffer,
     Fetched,
     Hello,
-    MakeOffer,
-    Message,
     Notice,
-    OfferMade,
     Outcome,
     PassSegment,
     Register,
-    Released,
-    SealOffer,
+    Republished,
+    Request,
     StartFetch,
-    WithdrawOffer,
-    WordNames,
     from_body,
 )
 from tests.sim.agent import SimAgent, SimAttach
@@ -190,6 +188,7 @@ class SimEngine:
         self.cache = Cache(self.spec, shape, world)
         self.is_ready = False
         self.agent: SimAgent | None = None
+        self._instances = [uuid.uuid4().hex for _ in self.cache.ranks]
         self._find_agent = find_agent
         self._client: RequestClient | None = None
         self._attached: list[SimAttach] = []
@@ -227,7 +226,7 @@ class SimEngine:
     def lose_all(self) -> None:
         """What the agent, or this process, was at has ended without a word."""
 
-    def see(self, notice: Message) -> None:
+    def see(self, notice: Notice) -> None:
         """A notice of the agent."""
 
     async def _run(self) -> None:
@@ -253,8 +252,12 @@ class SimEngine:
     async def _open(self, agent: SimAgent, tasks: Any) -> None:
         for rank in self.cache.ranks:
             memory = await self._session(agent, tasks, self.segments_of(rank))
-            await self._ask(memory, Register(engine=self.spec, rank=rank))
+            instance = self._instances[rank.rank]
+            await self._ask(memory, Register(engine=self.spec, rank=rank, instance=instance))
         self._client = control = await self._session(agent, tasks, [])
+        await self._register(control)
+
+    async def _register(self, control: RequestClient) -> None:
         await self._ask(control, Register(engine=self.spec))
         await self._ask(control, AwaitReady())
 
@@ -285,12 +288,12 @@ class SimEngine:
     async def _pass(self, attach: SimAttach, message: Any, fds: list[int]) -> None:
         await self._answer(lambda on_reply: attach.pass_on(message, fds, on_reply))
 
-    async def _ask(self, client: RequestClient, message: Any) -> None:
-        await self._answer(
+    async def _ask(self, client: RequestClient, message: Any) -> Any:
+        return await self._answer(
             lambda on_reply: client.send(message, timeout_s=REQUEST_S, on_reply=on_reply)
         )
 
-    async def _answer(self, ask: Callable[[Callable[[Any], None]], object]) -> None:
+    async def _answer(self, ask: Callable[[Callable[[Any], None]], object]) -> Any:
         answered: asyncio.Future[Any] = self.process.loop.create_future()
         lost = asyncio.ensure_future(self._lost.wait())
         ask(lambda reply: self._settle(answered, reply))
@@ -299,7 +302,7 @@ class SimEngine:
         if not answered.done():
             answered.cancel()
             raise _HungUpError
-        answered.result()
+        return answered.result()
 
     def _settle(self, answered: "asyncio.Future[Any]", reply: Any) -> None:
         def settle() -> None:
@@ -325,9 +328,8 @@ class SimEngine:
             self._hang_up()
 
     def _take(self, notice: Notice) -> None:
-        kinds: dict[str, type[Message]] = {kind.op: kind for kind in (Released, BlocksFreed)}
-        if notice.op in kinds and self._client is not None:
-            self.see(from_body(kinds[notice.op], notice.body))
+        if self._client is not None:
+            self.see(notice)
 
     def _expect_any(self, reply: Any) -> None:
         """Either way is right: the offer, or the fetch, may have ended."""
@@ -337,20 +339,86 @@ class _HungUpError(Exception):
     """The agent has ended while it was attached to."""
 
 
+class SimConnection(Connection):
+    """The connection of a link that has no attach socket of its own."""
+
+    def __init__(self, client: RequestClient, engine_id: str) -> None:
+        super().__init__("/nowhere", engine_id)
+        self._requests = client
+
+    def send(
+        self, message: Request[Any], on_reply: Callable[[Any], None], *, timeout_s: float = 0.0
+    ) -> None:
+        if self.lost is not None:
+            raise self.lost
+        self._requests.send(message, timeout_s=timeout_s or REQUEST_S, on_reply=on_reply)
+
+    def lose(self, error: KVBusError) -> None:
+        """It ends; what waits fails first, as that of a real one does."""
+        if self.lost is None:
+            self.lost = self._requests.closed_by = error
+            self._requests.close()
+            self.events.on_lost(error)
+
+
 class PrefillEngine(SimEngine):
-    """Offers what handoffs want, in one piece or several."""
+    """Offers what handoffs want, in one piece or several, as a `Link` does."""
 
     role = AgentRole.PREFILL
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._page = SharedSegment(WORDS_BYTES)
-        self._words = WordNames(self._page.swap)
+        self._runner = Runner()
+        self._connection: SimConnection | None = None
+        self._is_leaving = False
+        self._new_link()
         super().__init__(*args, **options)
+        self._runner.begin(self.process.loop)
+
+    def _new_link(self) -> None:
+        self._offers, self._instance = Offers(self._page), uuid.uuid4().hex
 
     def segments_of(self, rank: RankSpec) -> Iterator[tuple[PassSegment, SharedSegment]]:
         yield from super().segments_of(rank)
         if rank.rank == 0:
             yield PassSegment("words", WORDS_BYTES, words=True), self._page
+
+    async def _register(self, control: RequestClient) -> None:
+        offers = self._offers
+        republishes = offers.republishes
+        register = Register(engine=self.spec, instance=self._instance, republishes=republishes)
+        await self._ask(control, register)
+        ready = await self._ask(control, AwaitReady())
+        self._connection = SimConnection(control, self.name)
+        offers.check_memory(ready.memory)
+        for handoff in self.ledger.offered_by(self):
+            handoff.has_moved = True
+        offers.opened(self._connection)
+        if republishes:
+            await self._ask(control, Republished(offers.ended_lately()))
+
+    def leave(self) -> None:
+        self._is_leaving = not self.process.loop.is_frozen
+        super().leave()
+
+    def crash(self) -> None:
+        self._connection = None
+        super().crash()
+
+    def lose_all(self) -> None:
+        """The agent is gone; or this process is, or has closed its link."""
+        if not self.process.is_alive:
+            for handoff in self.ledger.offered_by(self):
+                self.ledger.release(handoff, None)
+            return
+        connection, self._connection = self._connection, None
+        error = ClosedError("the link is closed") if self._is_leaving else PeerLost("it is gone")
+        if connection is not None:
+            connection.lose(error)
+        if self._is_leaving:
+            self._is_leaving = False
+            self._offers.closed()
+            self._new_link()
 
     def offer(self, handoff: Handoff) -> None:
         plan = handoff.plan
@@ -362,60 +430,50 @@ class PrefillEngine(SimEngine):
         ready = handoff.stops[0]
         self.cache.write(blocks, 0, handoff.content, ready)
         handoff.is_offered, handoff.offerer = True, self
-        is_sealed = len(handoff.stops) == 1
-        if is_sealed:
+        if len(handoff.stops) == 1:
             handoff.sealed_at = self.world.now
         self._check_words()
-        handoff.word = self._words.open() if is_sealed else 0
-        self.send(
-            MakeOffer(
-                request_id=handoff.name,
-                num_tokens=ready,
-                tables={GROUP: self._table(handoff, 0, ready)},
-                sealed=is_sealed,
-                ttl_s=plan.ttl_s,
-                word=handoff.word,
-                transfer_id=plan.transfer_id,
-            ),
-            lambda reply: self._offered(handoff, reply),
+        message = offer_message(
+            handoff.name,
+            ready,
+            {GROUP: self._ids(handoff, 0, ready)},
+            sealed=len(handoff.stops) == 1,
+            ttl_s=plan.ttl_s,
+            transfer_id=plan.transfer_id,
         )
+        offer = handoff.offer = Offer(self._runner, message, self.process.loop.time() + REQUEST_S)
+        offer.on_end = partial(self._take_back, handoff)
+        offer.made.then(partial(self._offered, handoff, offer))
+        self._offers.ask(offer)
 
     def _check_words(self) -> None:
         """Who could take an offer has its blocks."""
-        live = {one.word % NUM_WORDS for one in self.ledger.offered_by(self)}
+        offers = [one.offer for one in self.ledger.offered_by(self)]
+        live = {offer.message.word % NUM_WORDS for offer in offers if offer is not None}
         words = self._page.view().view(np.uint64)
         if lost := {*np.flatnonzero(words & 3 == 1).tolist()} - live:
             self.world.fail(f"words {lost} are live, and their blocks the engine's")
 
     def withdraw(self, handoff: Handoff) -> None:
-        if handoff.offer_id and not handoff.released:
-            self.send(WithdrawOffer(handoff.offer_id))
+        if handoff.offer is not None:
+            handoff.offer.withdraw()
 
-    def see(self, notice: Message) -> None:
-        if isinstance(notice, Released):
-            self._take_back(self.ledger.find(notice.request_id), notice.outcome)
+    def see(self, notice: Notice) -> None:
+        if self._connection is not None:
+            self._connection.events.on_notice(notice)
 
-    def lose_all(self) -> None:
-        for handoff in self.ledger.offered_by(self):
-            self._take_back(handoff, None)
-
-    def _take_back(self, handoff: Handoff, outcome: Outcome | None) -> None:
-        blocks, handoff.source = handoff.source, []
-        self.ledger.release(handoff, outcome)
+    def _take_back(self, handoff: Handoff, offer: Offer) -> None:
         if not self.process.is_alive:  # what was killed writes nothing
             return
-        if handoff.word:
-            self._words.close(handoff.word)
+        blocks, handoff.source = handoff.source, []
+        self.ledger.release(handoff, offer.outcome)
         self.cache.give_back(blocks)
 
-    def _offered(self, handoff: Handoff, reply: Any) -> None:
-        if handoff.released:  # its session has ended
+    def _offered(self, handoff: Handoff, offer: Offer) -> None:
+        if offer.made.exception() is not None:
             return
-        if not isinstance(reply, OfferMade):
-            self._take_back(handoff, None)
-            return
-        handoff.offer_id = reply.offer_id
-        self.ledger.on_offered(handoff, reply.ticket)
+        handoff.offer_id = offer.offer_id
+        self.ledger.on_offered(handoff, offer.ticket)
         if len(handoff.stops) > 1:
             self.world.after(handoff.plan.gap_s, self._on_loop, self._go_on, handoff, 1)
 
@@ -424,23 +482,23 @@ class PrefillEngine(SimEngine):
             self.process.loop.call_soon(call, *args)
 
     def _go_on(self, handoff: Handoff, number: int) -> None:
-        if handoff.released or not self.process.is_alive:
+        offer = handoff.offer
+        if handoff.released or offer is None or not self.process.is_alive:
             return
         if number == len(handoff.stops):
-            self.send(SealOffer(handoff.offer_id))
+            offer.seal()
             handoff.sealed_at = self.world.now
             return
         start, stop = handoff.stops[number - 1], handoff.stops[number]
         self.cache.write(handoff.source, start, handoff.content, stop)
-        tables = {GROUP: self._table(handoff, start, stop)}
-        self.send(ExtendOffer(handoff.offer_id, stop, tables if len(tables[GROUP]) else {}))
+        ids = self._ids(handoff, start, stop)
+        offer.extend(stop, {GROUP: ids} if ids else {})
         self.world.after(handoff.plan.gap_s, self._on_loop, self._go_on, handoff, number + 1)
 
-    def _table(self, handoff: Handoff, start: int, stop: int) -> BlockTable:
+    def _ids(self, handoff: Handoff, start: int, stop: int) -> list[int]:
         """The blocks that tokens [0, stop) need beyond those of [0, start)."""
         size = self.spec.groups[0].block_size
-        first, last = -(-start // size), -(-stop // size)
-        return BlockTable.of(handoff.source[first:last], first_block=first)
+        return handoff.source[-(-start // size) : -(-stop // size)]
 
 
 class DecodeEngine(SimEngine):
@@ -476,9 +534,9 @@ class DecodeEngine(SimEngine):
         if handoff.fetcher is not None and not handoff.is_ended:
             self.send(CancelFetch(handoff.name, handoff.plan.gives_up_offer))
 
-    def see(self, notice: Message) -> None:
-        if isinstance(notice, BlocksFreed):
-            handoff = self.ledger.find(notice.fetch_id)
+    def see(self, notice: Notice) -> None:
+        if notice.op == BlocksFreed.op:
+            handoff = self.ledger.find(from_body(BlocksFreed, notice.body).fetch_id)
             if not handoff.is_ended or handoff.is_freed:
                 self.ledger.fail(handoff, "blocks were freed twice, or before the end")
             self._give_back(handoff)

@@ -14,6 +14,7 @@ from kvbus.protocol import Outcome
 from tests.sim.world import World
 
 if TYPE_CHECKING:
+    from kvbus.engine import Offer
     from tests.sim.engine import SimEngine
 
 Content: TypeAlias = npt.NDArray[np.uint8]
@@ -34,6 +35,8 @@ PASSING = frozenset(
     )
 )
 """What a fetch is repeated after."""
+UNKNOWN = (ErrorCode.OFFER_UNKNOWN, ErrorCode.ENGINE_UNKNOWN)
+"""What no fetch is told while its prefill engine holds the offer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,9 @@ class Handoff:
     source: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)
     offer_id: str = ""
-    word: int = 0
+    offer: "Offer | None" = field(default=None, repr=False)
+    has_moved: bool = False
+    """Whether it was published again: a commit before that may be unknown."""
     is_offered: bool = False
     sealed_at: float = math.inf
     offerer: "SimEngine | None" = field(default=None, repr=False)
@@ -160,7 +165,7 @@ class Ledger:
         handoff.released, handoff.outcome, handoff.offerer = True, outcome, None
         if not (handoff.offer_id or handoff.plan.meets):  # nobody has heard of it
             handoff.is_ended = handoff.is_freed = True
-        if handoff.ended_as == "completed" and outcome not in (None, Outcome.COMPLETED):
+        if handoff.ended_as == "completed" and not self._may_be_read(handoff):
             self.fail(handoff, f"completed, but its offer was {outcome}")
         self._close_if_over(handoff)
 
@@ -188,7 +193,9 @@ class Ledger:
             self.fail(handoff, f"ended {took_s - allowed_s:.1f} s behind its deadline")
         if outcome == "failed" and code in PASSING:
             self._check_repeated(handoff)
-        if outcome == "completed" and handoff.outcome not in (None, Outcome.COMPLETED):
+        if outcome == "failed" and code in UNKNOWN and handoff.is_offered and not handoff.released:
+            self.fail(handoff, "its offer lives, and the agent does not know it")
+        if outcome == "completed" and not self._may_be_read(handoff):
             self.fail(handoff, f"completed, but its offer was {handoff.outcome}")
         if outcome == "completed" and not handoff.is_offered:
             self.fail(handoff, "completed without an offer")
@@ -210,6 +217,9 @@ class Ledger:
     def fail(self, handoff: Handoff, what: str) -> None:
         """Something that must not be, with what the agents know of the handoff."""
         self.world.fail(f"{handoff.name}: {what}\n{handoff.plan}\n{self._story(handoff)}")
+
+    def _may_be_read(self, handoff: Handoff) -> bool:
+        return handoff.has_moved or handoff.outcome in (None, Outcome.COMPLETED)
 
     def _close_if_over(self, handoff: Handoff) -> None:
         if handoff.released and handoff.is_ended and handoff.is_freed:

@@ -33,13 +33,13 @@ def read(world: Cluster, *, timeout_s: float = 30.0) -> Handoff:
 
 WAITING = {
     "prefill agent frozen": (FaultKind.FREEZE_AGENT, P),
+    "prefill agent crashed": (FaultKind.CRASH_AGENT, P),
+    "prefill agent drained": (FaultKind.DRAIN_AGENT, P),
     "decode agent frozen": (FaultKind.FREEZE_AGENT, D),
     "the way between them cut": (FaultKind.CUT, P),
 }
 """What happens to whom while a fetch waits for tokens that come when it is over."""
 GONE = {
-    "prefill agent crashed": (FaultKind.CRASH_AGENT, P, "failed offer_unknown", None),
-    "prefill agent drained": (FaultKind.DRAIN_AGENT, P, "failed offer_unknown", Outcome.WITHDRAWN),
     "prefill engine crashed": (FaultKind.CRASH_ENGINE, P, "failed engine_lost", None),
     "decode agent crashed": (FaultKind.CRASH_AGENT, D, "lost", Outcome.EXPIRED),
     "decode agent drained": (FaultKind.DRAIN_AGENT, D, "failed draining", Outcome.EXPIRED),

@@ -30,6 +30,9 @@ NULL_BLOCK = 0
 """vLLM's placeholder for the blocks that a window has left behind: there is no KV in it."""
 TICKET_WITHIN_S = 1.0
 """How long the end of a request waits for its ticket, unless it is known that the agent hangs."""
+AGENT_WITHIN_S = 10.0
+"""How long after the loss of the agent the ends of requests wait for the next one, in all. An agent
+that is restarted is there after 2 or 3 s."""
 STEPS_ON_S = 1.0
 """How long vLLM goes on with steps after an offer: most are read by then, and their blocks free.
 
@@ -168,6 +171,8 @@ class RequestOffers:
         """Those of them that are read, by their name, while they are computed."""
         self._published: dict[Offer, RequestOffer] = {}
         self._late: Offer | None = None
+        self._agent_by_s = 0.0
+        link.when_changed(self._note_agent)
 
     def reserve(
         self,
@@ -329,14 +334,13 @@ class RequestOffers:
         """The offer, which has a ticket; raises why it has none.
 
         The ticket is there, as a rule. An agent that hangs makes the engine wait once, until it has
-        answered.
+        answered. An agent that is lost makes it wait for the next one.
         """
         if reserved.offer.ended.done():
             self._ask_again(reserved)
         offer = reserved.offer
-        answers = self._link.is_open and (self._late is None or self._late.made.done())
         try:
-            offer.made.wait(TICKET_WITHIN_S if answers else 0.0)
+            offer.made.wait(self._wait_s())
         except TimeoutError as error:
             self._late = offer
             why = self._link.problem or "the agent has not answered in time"
@@ -344,6 +348,18 @@ class RequestOffers:
         if offer.ended.done():
             raise offer.error or LocalError("its ticket expired in that moment")
         return offer
+
+    def _wait_s(self) -> float:
+        """How long the ticket is worth a wait."""
+        if not self._link.is_open:
+            return max(0.0, self._agent_by_s - time.monotonic())
+        answers = self._late is None or self._late.made.done()
+        return TICKET_WITHIN_S if answers else 0.0
+
+    def _note_agent(self) -> None:
+        """In the link's thread: the agent was lost, or the next one is there."""
+        if not self._link.is_open:
+            self._agent_by_s = time.monotonic() + AGENT_WITHIN_S
 
     def _ask_again(self, reserved: RequestOffer) -> None:
         """Its offer has ended: expired, or gone with its agent. The next one has no name any more.

@@ -17,13 +17,18 @@ from kvbus.bus import Call, Handlers, Shared, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, GroupSpec
 from kvbus.planning import check_compatible
-from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer, WithdrawOffer
+from kvbus.protocol.engine import (
+    ExtendOffer,
+    MakeOffer,
+    Republished,
+    SealOffer,
+    WithdrawOffer,
+)
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.message import Empty, Message, check_right
 from kvbus.protocol.peer import (
     CancelRequest,
     Claim,
-    CommitAnswer,
     CommitQuery,
     Forgo,
     Handshake,
@@ -83,15 +88,17 @@ class PrefillService(Service):
         return {
             MakeOffer: self._open,
             **dict.fromkeys((ExtendOffer, SealOffer, WithdrawOffer), self._change),
+            Republished: self._end_republishing,
         }
 
     def peer_handlers(self) -> Handlers:
         """A reader shakes hands, uses a lease or wants boxes packed, or a router withdraws."""
-        about_offers = (Claim, Renew, Release, PeerWithdraw, Forgo)
+        about_offers = (Claim, Renew, Release, Forgo)
         return {
             Handshake: self._shake_hands,
             **dict.fromkeys(about_offers, self._forward),
             Take: self._take,
+            PeerWithdraw: self._withdraw,
             WordsTaken: self._end_taken,
             CommitQuery: self._answer_committed,
             Meet: Shared(self._meet, self._config.max_handoffs),
@@ -154,7 +161,23 @@ class PrefillService(Service):
         call.reply(Empty())
 
     def _answer_committed(self, asked: CommitQuery, call: Call) -> None:
-        call.reply(CommitAnswer(self._table.is_committed(asked, call.session.key)))
+        awaits = self._agent.engines.awaits_offers_of(asked.engine_id)
+        if awaits and self._table.may_be_published(asked):
+            raise _not_ready()
+        self._forward(asked, call)
+
+    def _end_republishing(self, told: Republished, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        for ended in told.ended:
+            self._driver.dispatch(ev.Restored(engine.engine_id, ended))
+        self._agent.engines.see_republished(engine)
+        call.reply(Empty())
+
+    def _withdraw(self, message: PeerWithdraw, call: Call) -> None:
+        awaits = self._agent.engines.awaits_offers_of("")
+        if awaits and self._table.find(message.offer_id) is None:
+            raise _not_ready()
+        self._forward(message, call)
 
     def _meet(self, meet: Meet, call: Call) -> None:
         left = ev.Abandoned(transfer_id=meet.transfer_id, reply_to=call)
@@ -229,6 +252,8 @@ class PrefillService(Service):
         if not handshake.offer_id and handshake.secret is None:
             self._check_ahead()
             return engines.engine(wanted, instance=handshake.engine_instance)
+        if self._table.find(handshake.offer_id) is None:
+            engines.check_published(wanted, handshake.engine_instance)
         offer = self._table.check_reader(handshake.offer_id, handshake.secret)
         engine = engines.engine(wanted, instance=handshake.engine_instance)
         check_right(wanted, offer.engine_id)
@@ -260,10 +285,10 @@ class PrefillService(Service):
             endpoint=identity.peer_endpoint,
             engine_id=engine.engine_id,
             engine_instance=engine.instance,
-            offer_id=new_secret(),
+            offer_id=offer.offer_id or new_secret(),
             request_id=offer.request_id,
             num_tokens=offer.num_tokens,
-            secret=new_secret(),
+            secret=offer.secret or new_secret(),
             server_key=identity.server_key,
             audience=offer.audience,
             prompt_digest=offer.prompt_digest,
@@ -354,6 +379,13 @@ class PrefillService(Service):
             "registered_bytes": stats.registered_bytes,
             "memory_readers": self.lender.num_readers,
         }
+
+
+def _not_ready() -> LocalError:
+    return LocalError(
+        "engines of this agent have still to publish their offers again",
+        code=ErrorCode.ENGINE_NOT_READY,
+    )
 
 
 def _cancel_request(cancel: CancelRequest, call: Call) -> None:

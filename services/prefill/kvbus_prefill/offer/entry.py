@@ -16,7 +16,7 @@ from kvbus.protocol.message import check_right
 from kvbus.protocol.peer import Claim, Digest, Granted, Pack, PeerWithdraw, Release, Renew, Take
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import OfferEvent
-from kvbus.protocol.word import Word
+from kvbus.protocol.word import Word, commit_mark
 from kvbus.table import Context as AnyContext
 from kvbus.table import Story
 from kvbus_prefill.offer import events as ev
@@ -52,6 +52,9 @@ class OfferLimits:
     last engine is lost, as it may come back; one that found no offer may ask again after
     ``early_retry_s``. Of names that were used ``max_names`` are known. An offer has at most
     ``max_parts`` leases of parts that are live or done.
+
+    An offer that is published again lives for at least ``reader_return_s``, as a reader that had a
+    lease may acquire another one.
     """
 
     max_offers: int = 4096
@@ -62,6 +65,7 @@ class OfferLimits:
     max_wait_s: float = 30.0
     engine_grace_s: float = 2.0
     early_retry_s: float = 0.001
+    reader_return_s: float = 10.0
     max_names: int = 16_384
     max_parts: int = 1024
 
@@ -113,7 +117,8 @@ class OfferEntry:
     but not beyond ``hold_ends_at``. ``leases`` are by epoch: those that are live or done, and as
     many others of the last numbers as it has readers; ``epoch`` is the last number. ``ended_by`` is
     how the offer ended, for those who come late. Until its ``word`` is closed, a reader may have
-    taken it.
+    taken it. ``taken`` are the marks of commits that no lease shows. A commit with a token in
+    ``denied`` counts only from the process with that boot id.
     """
 
     offer_id: str
@@ -138,6 +143,8 @@ class OfferEntry:
     outcome: Outcome | None = None
     ended_by: ErrorCode = ErrorCode.OFFER_UNKNOWN
     word: Word | None = None
+    taken: tuple[int, ...] = ()
+    denied: dict[str, str] = field(default_factory=dict, repr=False)
     story: Story = field(default_factory=Story, compare=False)
 
     @property
@@ -163,6 +170,21 @@ class OfferEntry:
     def num_done(self) -> int:
         """How many readers have everything."""
         return sum(lease.is_done and not lease.is_part for lease in self.leases.values())
+
+    @property
+    def commits(self) -> tuple[int, ...]:
+        """The marks of all commits."""
+        tokens = (lease.token for lease in self.leases.values() if lease.is_done)
+        return (*self.taken, *(commit_mark(self.secret, token) for token in tokens))
+
+    def has_committed(self, token: str, holder: str) -> bool:
+        """Whether a reader has committed the offer with this token."""
+        right = token, holder
+        if any(one.is_done and (one.token, one.holder) == right for one in self.leases.values()):
+            return True
+        if self.word is not None and not self.word.is_closed:
+            return self.word.is_taken_by(token)
+        return bool(self.taken) and commit_mark(self.secret, token) in self.taken
 
     def retire(self) -> None:
         """Keep no tables: a late message asks how it ended, and no more."""
@@ -296,11 +318,22 @@ class OfferEntry:
 
     def release(self, outcome: Outcome, code: ErrorCode) -> ev.Commands:
         """End the offer, its live leases first, so that no one else has its blocks."""
-        revoked = [self.end_lease(lease, "revoked", code) for lease in self.live_leases]
+        return [*self.end(outcome, code), self.report()]
+
+    def end(self, outcome: Outcome, code: ErrorCode) -> ev.Commands:
+        """As `release`, without a report to its engine."""
+        revoked: ev.Commands = [
+            self.end_lease(lease, "revoked", code) for lease in self.live_leases
+        ]
         self.state, self.outcome, self.ended_by = OfferState.RELEASED, outcome, code
-        released = Released(self.offer_id, self.request_id, outcome)
-        report = ev.ReportReleased(self.engine_id, released, self.num_tokens, self.opened_at)
-        return [*revoked, report]
+        return revoked
+
+    def report(self) -> ev.ReportReleased:
+        """Report to the engine how the offer ended."""
+        outcome = self.outcome or Outcome.WITHDRAWN
+        commits = self.commits if outcome is Outcome.COMPLETED else ()
+        released = Released(self.offer_id, self.request_id, outcome, commits)
+        return ev.ReportReleased(self.engine_id, released, self.num_tokens, self.opened_at)
 
     def published(self, op: str) -> ev.Publish:
         """The event ``op`` with what subscribers may know of this offer."""

@@ -6,7 +6,7 @@ A request is its own event: `Asked` carries its message as it came.
 from typing import Any, Generic, TypeVar
 
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import MakeOffer, Released
+from kvbus.protocol.engine import EndedOffer, MakeOffer, Released
 from kvbus.protocol.message import Message
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import OfferEvent
@@ -53,6 +53,13 @@ class Opened(Value, frozen=True):
     word: Word | None = None
 
 
+class Restored(Value, frozen=True):
+    """An engine publishes an offer again that an earlier process of the agent has completed."""
+
+    engine_id: str
+    ended: EndedOffer
+
+
 class WordTaken(Value, frozen=True):
     """A reader says that it has taken the offer by its word, or the table finds it so itself."""
 
@@ -84,6 +91,7 @@ class EnginesGone(Value, frozen=True):
 Event = (
     Asked[Any]
     | Opened
+    | Restored
     | WordTaken
     | WordsRevoked
     | Abandoned

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.engine import ExtendOffer, SealOffer
+from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer
 from kvbus.protocol.message import check_right
-from kvbus.protocol.peer import CommitQuery, Digest, Forgo, Meet, Pack, Release, Renew
+from kvbus.protocol.peer import CommitAnswer, CommitQuery, Digest, Forgo, Meet, Pack, Release, Renew
 from kvbus.table import Table
-from kvbus.table.events import DrainStarted, EngineLost, Refuse, Stopped
+from kvbus.table.events import DrainStarted, EngineLost, Refuse, SendReply, Stopped
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry, OfferLimits, OfferState
 from kvbus_prefill.offer.events import Commands
@@ -20,8 +20,10 @@ NAMES_KEPT_S = 600.0
 """How long a name that was used or given up is remembered: an engine may come to it late."""
 
 
-KEEPING = (Meet, Renew, Release, ExtendOffer, SealOffer, ev.Abandoned)
+KEEPING = (MakeOffer, Meet, Renew, Release, ExtendOffer, SealOffer, ev.Abandoned)
 """What neither ends an offer nor gives it to a reader."""
+OUTLIVED = (ErrorCode.ENGINE_LOST, ErrorCode.DRAINING)
+"""Ends of an offer here that its engine outlives, and the offer with it."""
 
 
 class UsedName(NamedTuple):
@@ -88,35 +90,59 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             raise ended(offer)
         return offer
 
-    def is_committed(self, asked: CommitQuery, holder: str) -> bool:
-        """Whether a reader took the offer with this token; raises `LocalError` (``forbidden``)."""
+    def may_be_published(self, asked: CommitQuery) -> bool:
+        """Whether the agent has no such offer; its engine may still publish it again."""
+        return self._committed(asked) is None
+
+    def _committed(self, asked: CommitQuery) -> OfferEntry | None:
+        """The offer of a query, the last one of its name for a rendezvous.
+
+        Raises `LocalError` (``forbidden``).
+        """
+        if not asked.offer_id:
+            return next(reversed(self.named(asked.secret)), None)
         offer = self.find(asked.offer_id)
-        if offer is None:
-            return False
-        check_right(asked.secret, offer.secret)
-        right = asked.token, holder
-        done = any(
-            one.is_done and (one.token, one.holder) == right for one in offer.leases.values()
-        )
-        return done or (offer.word is not None and offer.word.is_taken_by(asked.token))
+        if offer is not None:
+            check_right(asked.secret, offer.secret)
+        return offer
+
+    # A no is binding. A commit of the reader's earlier process may still arrive, and would end the
+    # offer under the second read; then the second commit, with the same token, would get a yes.
+    #
+    #     earlier process   commit ──────────────────────────▶ stale
+    #     next process            query: no ──▶ reads again ──▶ commit: yes
+    #     offer                   └ denied: the token, but to the next process
+    def _answer_committed(self, event: ev.Asked[CommitQuery]) -> Commands:
+        asked, offer = event.message, self._committed(event.message)
+        is_committed = offer is not None and offer.has_committed(asked.token, event.holder)
+        if offer is not None and not is_committed and not offer.is_over:
+            offer.denied[asked.token] = asked.reader_boot
+        return [SendReply(event.reply_to, CommitAnswer(is_committed))]
 
     def _names_of(self, entry: OfferEntry) -> tuple[str, ...]:
         return tuple(filter(None, (entry.request_id, entry.transfer_id)))
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
         """A handler that refuses does so by raising; it changes no more than how long to wait."""
+        if isinstance(event, ev.Restored):
+            return self._restore(event, now)
         if not isinstance(event, ev.Asked | ev.Opened):
             return self._apply_all(self._hit_by(event, now), event, now)
         try:
             if isinstance(event, ev.Opened):
                 return self._apply(self._admit(event), event, now)
-            if isinstance(event.message, Meet | Forgo):
-                return self._answer_by_name(event, event.message, now)
-            offer = self._known(event.message.offer_id)
-            offer.check_right(event)
-            return self._apply(offer, event, now)
+            return self._answer(event, now)
         except KVBusError as error:
             return [Refuse(event.reply_to, error)]
+
+    def _answer(self, event: ev.Asked[Any], now: float) -> Commands:
+        if isinstance(event.message, Meet | Forgo):
+            return self._answer_by_name(event, event.message, now)
+        if isinstance(event.message, CommitQuery):
+            return self._answer_committed(event)
+        offer = self._known(event.message.offer_id)
+        offer.check_right(event)
+        return self._apply(offer, event, now)
 
     # What may end an offer, or give it to a reader, closes its word first (`kvbus.protocol.word`).
     # If the reader or the engine was faster, what comes then comes to an offer that is over.
@@ -161,6 +187,14 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         """The offer that is about to be made, which readers may wait for; raises `LocalError`."""
         ticket, name = event.ticket, event.message.transfer_id or ""
         request = ticket.engine_id, ticket.request_id
+        if (known := self.find(ticket.offer_id)) is not None:
+            theirs = ticket.engine_id, ticket.request_id, ticket.secret
+            if (known.engine_id, known.request_id, known.secret) != theirs:
+                raise LocalError("another offer has this offer_id", code=ErrorCode.OFFER_EXISTS)
+            if known.ended_by not in OUTLIVED:
+                return known
+            self._forget(known.offer_id)
+            self._used_names.pop(name, None)
         offer, used = self._named.get(name), self._used_names.get(name)
         if self.draining:
             raise draining()
@@ -176,19 +210,22 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 code=ErrorCode.OFFER_EXISTS,
                 offer_id=self._requests[request],
             )
-        if self.num_offers >= self.limits.max_offers:
+        is_again = event.message.left_s is not None  # another agent of this size had them all
+        if self.num_offers >= self.limits.max_offers * (2 if is_again else 1):
             raise LocalError(
                 f"{self.num_offers} offers are live, which is the limit",
                 code=ErrorCode.BUSY,
                 max_offers=self.limits.max_offers,
             )
         self._requests[request] = ticket.offer_id
-        if offer is None:
-            return self._enter(OfferEntry(ticket.offer_id, name))
-        del self.live[offer.offer_id]  # it was awaited under another id
-        self.deadlines.set(offer.offer_id, None)
-        offer.offer_id = ticket.offer_id
-        return self._enter(offer)
+        return self._enter_as(ticket.offer_id, name)
+
+    def _restore(self, event: ev.Restored, now: float) -> Commands:
+        """Enter an offer that has ended; one that is known here ended here."""
+        offer_id, name = event.ended.offer_id, event.ended.transfer_id or ""
+        if self.find(offer_id) is not None:
+            return []
+        return self._apply(self._enter_as(offer_id, name), event, now)
 
     def _answer_by_name(self, event: ev.Asked[Any], message: Meet | Forgo, now: float) -> Commands:
         """The offer is awaited, made, over, or not known yet."""
@@ -235,6 +272,16 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             self._named[offer.transfer_id] = offer
         return offer
 
+    def _enter_as(self, offer_id: str, name: str) -> OfferEntry:
+        """One that is about to be made, and may be awaited by its name."""
+        offer = self._named.get(name)
+        if offer is None or offer.state is not OfferState.AWAITED:
+            return self._enter(OfferEntry(offer_id, name))
+        del self.live[offer.offer_id]  # it was awaited under another id
+        self.deadlines.set(offer.offer_id, None)
+        offer.offer_id = offer_id
+        return self._enter(offer)
+
     def _known(self, offer_id: str) -> OfferEntry:
         offer = self.find(offer_id)
         if offer is None or offer.state is OfferState.AWAITED:
@@ -250,7 +297,9 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         if offer.outcome is None:
             del self.live[offer.offer_id]
         else:
-            del self._requests[offer.engine_id, offer.request_id]
+            request = offer.engine_id, offer.request_id
+            if self._requests.get(request) == offer.offer_id:
+                del self._requests[request]
             super()._retire(offer)
         if not name or offer.ended_by is ErrorCode.OFFER_UNKNOWN:
             return

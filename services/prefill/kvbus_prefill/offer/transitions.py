@@ -106,14 +106,42 @@ def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
     if offer.word is not None:
         offer.word.open(message.word)
     offer.num_tokens, offer.tables = message.num_tokens, dict(message.tables)
-    offer.opened_at, offer.expires_at = at.now, at.now + event.ttl_s
+    left_s = event.ttl_s
+    if message.left_s is not None:
+        left_s = max(message.left_s, at.limits.reader_return_s)
+    offer.opened_at, offer.expires_at = at.now, at.now + left_s
     waiting, offer.waiting = offer.waiting, {}
     fields = ticket.to_json()
     return [
-        SendReply(event.reply_to, OfferMade(offer.offer_id, fields, event.ticket_blocks)),
+        made(event),
         *(SendReply(reply_to, Met(fields)) for reply_to in waiting),
         offer.published("offer.opened"),
     ]
+
+
+def made(event: ev.Opened) -> SendReply:
+    ticket = event.ticket
+    body = OfferMade(ticket.offer_id, ticket.to_json(), event.ticket_blocks, event.ttl_s)
+    return SendReply(event.reply_to, body)
+
+
+def make_again(_offer: OfferEntry, event: ev.Opened, _: Context) -> Commands:
+    """The reply was lost; the offer is as its engine left it."""
+    return [made(event)]
+
+
+def report_again(offer: OfferEntry, event: ev.Opened, _: Context) -> Commands:
+    """The report of its end was lost."""
+    return [made(event), offer.report()]
+
+
+def restore(offer: OfferEntry, event: ev.Restored, _: Context) -> Commands:
+    """An earlier process of the agent has completed it: only repeated requests are answered."""
+    known = event.ended
+    offer.state, offer.engine_id, offer.request_id = RELEASED, event.engine_id, known.request_id
+    offer.secret, offer.taken = known.secret, known.commits
+    offer.outcome, offer.ended_by = Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED
+    return [Refuse(reply_to, ended(offer)) for reply_to in offer.waiting]
 
 
 def tell(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
@@ -160,10 +188,13 @@ def withdraw(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
 
 
 def end_with(offer: OfferEntry, event: EngineLost | Stopped, _: Context) -> Commands:
-    """The engine is gone, and what it offered with it; or the agent ends, after its readers."""
-    is_engine = isinstance(event, EngineLost)
-    code = ErrorCode.ENGINE_LOST if is_engine else ErrorCode.DRAINING
-    return offer.release(Outcome.WITHDRAWN, code)
+    """The engine is gone, and what it offered with it; or the agent ends.
+
+    In the second case the offer lives on in its engine, which publishes it again.
+    """
+    if isinstance(event, EngineLost):
+        return offer.release(Outcome.WITHDRAWN, ErrorCode.ENGINE_LOST)
+    return offer.end(Outcome.WITHDRAWN, ErrorCode.DRAINING)
 
 
 def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
@@ -277,8 +308,10 @@ def _check_room(offer: OfferEntry, message: Claim | Take, ending: list[Lease], a
 def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
     """The reader has everything; the last of the readers ends the offer, and no part does."""
     message, own, outlived = event.message, list[Lease](), list[Lease]()
+    if offer.denied.get(message.token, message.reader_boot) != message.reader_boot:
+        raise LocalError("a later process of the reader repeats the read", code=ErrorCode.STALE)
     if offer.leases:  # as a rule there is none: what a ticket names is read without one
-        if _has_taken(offer, event):
+        if offer.has_committed(message.token, event.holder):
             return [done(event)]
         own, outlived = _leases_of(offer, event)
     if message.tables is None and not own:
@@ -299,6 +332,10 @@ def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
 
 def end_taken(offer: OfferEntry, _event: ev.WordTaken, _: Context) -> Commands:
     """Its reader has everything, and said so in the word."""
+    if offer.word is not None:
+        if not offer.word.is_closed:
+            offer.word.close()
+        offer.taken = offer.word.commits
     return offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
 
 
@@ -327,12 +364,6 @@ def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
         code=(mine and mine[-1]) or ErrorCode.STALE,
         offer_id=offer.offer_id,
     )
-
-
-def _has_taken(offer: OfferEntry, event: ev.Asked[Take]) -> bool:
-    """Whether it was told so already, and only the reply was lost."""
-    right = event.message.token, event.holder
-    return any(one.is_done and (one.token, one.holder) == right for one in offer.leases.values())
 
 
 def refuse_early_take(offer: OfferEntry, _event: ev.Asked[Take], at: Context) -> Commands:
@@ -364,7 +395,8 @@ def refuse_ended(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Command
 
 def take_again(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
     """The reply to the reader's take was lost: say it again, to no one else."""
-    return [done(event)] if _has_taken(offer, event) else refuse_ended(offer, event, at)
+    is_own = offer.has_committed(event.message.token, event.holder)
+    return [done(event)] if is_own else refuse_ended(offer, event, at)
 
 
 def withdraw_again(_offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
@@ -380,6 +412,8 @@ TRANSITIONS = transitions(
     ((AWAITED,), (ev.EnginesGone, DrainStarted, Stopped), turn_away, (RELEASED,)),
     ((AWAITED,), (Forgo,), give_up, (RELEASED,)),
     ((AWAITED,), (MakeOffer,), make, LIVE),
+    ((AWAITED,), (ev.Restored,), restore, (RELEASED,)),
+    (LIVE, (MakeOffer,), make_again, ()),
     (LIVE, (Meet,), tell, ()),
     (LIVE, (ev.Abandoned,), ignore, ()),
     ((OPEN,), (ExtendOffer,), extend, ()),
@@ -397,6 +431,7 @@ TRANSITIONS = transitions(
     ((SEALED,), (Take,), take, (SEALED, RELEASED)),
     ((SEALED,), (ev.WordTaken,), end_taken, (RELEASED,)),
     ((RELEASED,), (Take,), take_again, ()),
+    ((RELEASED,), (MakeOffer,), report_again, ()),
     ((RELEASED,), (WithdrawOffer, PeerWithdraw, Forgo), withdraw_again, ()),
     ((RELEASED,), (ExtendOffer, SealOffer, Claim, Renew, Release), refuse_ended, ()),
 )
