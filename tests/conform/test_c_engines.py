@@ -105,7 +105,8 @@ def test_an_engine_in_c_breaks_no_rule(plays: Plays, built: Path, number: int) -
     ended = plays.ended([Play(role, (str(built / role),)) for role in ROLES], number)
 
     assert ended.seen("failed") == {}
-    assert ended.seen("untried") == {}
+    # That of prefill ends its offers with their agent.
+    assert set(ended.seen("untried")) == ({"offer.again"} if ROLES[number] == "prefill" else set())
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -179,8 +179,7 @@ EXPECTED = {
         ("direct", "staged", "packed", "mapped"),
         Expected({None}, Outcome.COMPLETED, stages=("",)),
     ),
-    "prefill agent killed": dict.fromkeys(LANES, Expected(GONE, None, stages=TRIED))
-    | {"several agents": Expected(GONE, Outcome.WITHDRAWN, stages=TRIED)},
+    "prefill agent killed": dict.fromkeys(LANES, Expected(GONE, Outcome.WITHDRAWN, stages=TRIED)),
     "decode agent killed": dict.fromkeys(
         WAYS,
         Expected({ErrorCode.PEER_LOST}, Outcome.COMPLETED, stages=("lost",), is_withheld=False),

@@ -47,24 +47,44 @@ def hands_off_again(engines: Pair) -> None:
     wait_until(loads, "a handoff", WITHIN_S)
 
 
-def test_without_its_agent_prefill_offers_nothing_and_holds_no_block_until_the_next_one_comes(
-    engines: Pair, caplog: pytest.LogCaptureFixture
+def test_without_its_agent_prefill_keeps_what_it_offered_and_offers_the_rest_to_the_next_one(
+    engines: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engines.params()
+    """It waits for the next agent once, and no longer than it may."""
+    monkeypatch.setattr("kvbus.integrations.vllm.offers.AGENT_WITHIN_S", 1.0)
+    offered = engines.params()
     engines.agents.all[0].kill()
 
-    assert engines.prefill.answer(PROMPT, 1, TO_DECODE).params is None
+    prompts = [prompt_of(LENGTH, seed) for seed in range(1, NUM_BEHIND)]
+    missed = [engines.prefill.answer(prompt, 1, TO_DECODE).params for prompt in prompts]
 
-    engines.prefill.until_all_free()
+    assert missed == [None] * len(prompts)
     assert "its KV is not offered" in caplog.text
-    prompt = prompt_of(LENGTH, seed=1)
+    prompt = prompt_of(LENGTH, seed=0)
     waits = engines.prefill.ask(prompt, 1, TO_DECODE)
     engines.prefill.step()
     engines.agents.all[0].start()
-    wait_until(lambda: engines.num_offers, "it is asked for what waits", WITHIN_S)
+    wait_until(lambda: engines.num_offers == 2, "it is asked for what waits", WITHIN_S)
     engines.prefill.until_ended(waits)
     assert engines.decode.answer(prompt, 2, waits.params).num_computed == 1
+    assert engines.decode.answer(PROMPT, 2, offered).num_computed == 1
+    engines.prefill.until_all_free()
     assert "already offered" not in caplog.text
+
+
+def test_a_request_that_ends_while_its_agent_is_started_again_waits_for_its_ticket(
+    engines: Pair,
+) -> None:
+    engines.params()
+    prefill = engines.agents.all[0]
+    prefill.kill()
+    prefill.launch()
+    prompt = prompt_of(LENGTH, seed=1)
+
+    params = engines.prefill.answer(prompt, 1, TO_DECODE).params
+
+    prefill.wait_started()
+    assert engines.decode.answer(prompt, 2, params).num_computed == 1
 
 
 @BY_SIGNAL
