@@ -47,9 +47,9 @@ enum {
 /* Engine socket of a decode agent: what is asked, and what the answer has */
 
 /* fetch_id, ticket, num_tokens, tables, [first_token], [timeout_s], [zero_tail], [chunk_tokens],
-   [prompt_digest], [priority], [traceparent], [asked_s], [wanted_s], [at_most] -> fetch_id, request_id,
-   outcome, stage, blocks_free, [code], [message], [num_bytes], [path], [stages_s], [whole_blocks],
-   [num_tokens], [attempts] */
+   [prompt_digest], [priority], [traceparent], [asked_s], [wanted_s], [token], [repeated], [at_most] ->
+   fetch_id, request_id, outcome, stage, blocks_free, [code], [message], [num_bytes], [path], [stages_s],
+   [whole_blocks], [num_tokens], [attempts] */
 #define KVBUS_OP_FETCH "fetch"
 /* fetch_id, [release_offer] -> nothing */
 #define KVBUS_OP_CANCEL "cancel"

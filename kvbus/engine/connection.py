@@ -60,10 +60,6 @@ class Events:
     def on_lost(self, error: KVBusError) -> None:
         """The connection has ended; what waits must not wait any longer."""
 
-    def ends_within_s(self) -> float:
-        """For how long the end of an agent that hung up is waited for."""
-        return ENDS_WITHIN_S
-
 
 class Connection:
     """A connection with the agent at ``attach_path``; open within ``async with``.
@@ -216,15 +212,11 @@ class Connection:
         return welcome
 
     async def _watch(self) -> None:
-        """What is begun while the agent's end is waited for makes it wait longer."""
         await self._attach.closed.wait()
-        waited_s = 0.0
-        while (more_s := self.events.ends_within_s() - waited_s) > 0:
-            waited_s += more_s
-            if await self.life.ended(more_s):
-                self._lose(PeerLost(f"the agent at {self._path} is gone"))
-                return
-        self._lose(AgentHungUp(f"the agent at {self._path} hung up, and lives on"))
+        if await self.life.ended(ENDS_WITHIN_S):
+            self._lose(PeerLost(f"the agent at {self._path} is gone"))
+        else:
+            self._lose(AgentHungUp(f"the agent at {self._path} hung up, and lives on"))
 
     async def _watch_silence(self, client: RequestClient) -> None:
         while self.lost is None:

@@ -17,19 +17,18 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from msgspec.structs import replace
 
+from kvbus.bus import new_secret
 from kvbus.engine.asking import Asking, Pending
 from kvbus.engine.connection import Connection
 from kvbus.engine.later import Later, Runner
 from kvbus.engine.offers import BlockIds, check_groups
 from kvbus.errors import (
-    AgentHungUp,
     ClosedError,
     ErrorCode,
     FetchFailed,
     GeometryError,
     KVBusError,
     LocalError,
-    PeerLost,
     RequestRefused,
 )
 from kvbus.geometry import BlockTable, EngineSpec
@@ -41,8 +40,8 @@ from kvbus.protocol.tools import known_trace
 
 REQUESTED = "requested"
 """The stage of a fetch that the agent did not begin."""
-DOUBT_S = 8.0
-"""More than an agent waits for transfers when it stops."""
+LOST = "lost"
+"""The stage of a fetch whose agent was lost; no agent came back in time."""
 MAX_RELEASES_AT_ONCE = 8
 MAX_RELEASES = 4096
 RELEASE_WITHIN_S = 10.0
@@ -82,13 +81,17 @@ class Fetch(Pending[StartFetch]):
     """One fetch of a decode engine; its calls return at once, in any thread.
 
     ``ended`` says success: the KV is in the blocks, and valid. It raises `FetchFailed`, also for a
-    refusal by the agent (stage ``requested``) and when the agent ended first (stage ``lost``).
+    refusal by the agent (stage ``requested``).
 
-    ``freed`` follows, or comes with it: nothing can write into the blocks any more. It comes, too,
-    when the agent is gone. But if other agents have ranks of this engine, or the agent only hung
-    up, or the link was closed from here, somebody may still write, and nobody will say when that is
-    over: then it raises why the connection ended (`PeerLost`, `AgentHungUp`, `ClosedError`). Do not
-    use the blocks again; close the engine's links and register new memory.
+    A fetch survives its agent: the link repeats it with the next one, in the time that is left. It
+    fails with stage ``lost`` when no agent comes back in that time, when the link is closed, and
+    when the agent lives on but has ended the connection.
+
+    ``freed`` follows, or comes with it: nothing can write into the blocks any more. After the loss
+    of the agent, it comes when all processes of that agent have ended. It raises why the connection
+    ended (`PeerLost`, `AgentHungUp`, `ClosedError`) when the blocks stay in doubt: other agents may
+    have ranks of this engine, the agent lives on, or the link was closed. Do not use the blocks
+    again; close the engine's links and register new memory.
     """
 
     def __init__(
@@ -106,6 +109,8 @@ class Fetch(Pending[StartFetch]):
         self.connection: Connection | None = None
         """With the agent that may know of it."""
         self._fetches = fetches
+        self.timer: asyncio.TimerHandle | None = None
+        """Ends it if no agent comes back in time."""
         self.notice: Fetched | None = None
         """How it ended, None before that. Its stage is ``lost`` when its agent ended first,
         ``silent`` when its agent is stopped."""
@@ -130,11 +135,24 @@ class Fetch(Pending[StartFetch]):
         self._fetches.runner.post(partial(self._fetches.cancel, self, release_offer, done))
         return done
 
+    @property
+    def is_repeated(self) -> bool:
+        return self.message.repeated > 0
+
+    def repeat(self) -> None:
+        """Called by `Fetches`: the next agent gets it, as all processes of the last have ended."""
+        self.message = replace(self.message, repeated=self.message.repeated + 1)
+
     def renew(self) -> None:
         """It has less time left than it had when it was asked for first."""
         if self.message.timeout_s is not None:
             left_s = max(1e-3, self.ask_until - time.monotonic())
             self.message = replace(self.message, timeout_s=left_s)
+
+    def left_s(self, least_s: float) -> float:
+        """Seconds until its deadline; one without a deadline has at least ``least_s``."""
+        left_s = self.ask_until - time.monotonic()
+        return max(0.0 if self.message.timeout_s is not None else least_s, left_s)
 
     def end(self, fetched: Fetched) -> None:
         """Called by `Fetches`: the fetch ended."""
@@ -175,7 +193,9 @@ class Fetches(Asking[Fetch]):
         self._patience_s = patience_s
         self.releases = _Releases(self, logger)
         self._fetches: dict[str, Fetch] = {}
-        """Those that an agent may know of, until their blocks are free."""
+        """Those that the agent may know of, until their blocks are free."""
+        self._away: dict[Fetch, Connection] = {}
+        """Those that a lost agent may know of, until its last process has ended."""
 
     def new(
         self,
@@ -197,6 +217,7 @@ class Fetches(Asking[Fetch]):
         on_landed = fields.pop("on_landed", None)
         fields["fetch_id"] = fields.get("fetch_id") or uuid.uuid4().hex
         fields["traceparent"] = known_trace(fields.get("traceparent", ""))
+        fields["token"] = new_secret()
         message = StartFetch(
             ticket=dict(ticket),
             num_tokens=num_tokens,
@@ -234,20 +255,30 @@ class Fetches(Asking[Fetch]):
 
     def refused(self, one: Fetch, error: KVBusError) -> None:
         """Its blocks are free, unless an agent may know of it."""
-        blocks_free = one.fetch_id not in self._fetches
-        one.end(failed(one, error, stage=REQUESTED, blocks_free=blocks_free))
+        is_lost = one.is_repeated and not isinstance(error, RequestRefused)
+        self._end(one, failed(one, error, stage=LOST if is_lost else REQUESTED), error)
+
+    def wait(self, one: Fetch, error: KVBusError) -> None:
+        """A fetch that an agent has begun waits for the next one as long as it has time."""
+        if one.is_repeated and self._is_followed:
+            left_s = one.left_s(self._agent_wait_s)
+            self._later(one, left_s, partial(self.refused, one, error), error)
+        else:
+            super().wait(one, error)
 
     def cancel(self, fetch: Fetch, release_offer: bool, done: Later[None]) -> None:
-        if self.forget(fetch):
+        is_away, is_waiting = fetch in self._away, self.forget(fetch)
+        if is_away or is_waiting:
             error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
-            ended = failed(fetch, error, stage=REQUESTED, blocks_free=True)
-            fetch.end(replace(ended, outcome=Outcome.CANCELLED))
+            ended = failed(fetch, error, stage=LOST if is_away or fetch.is_repeated else REQUESTED)
+            self._end(fetch, replace(ended, outcome=Outcome.CANCELLED), error)
         is_refused = fetch.notice is not None and fetch.notice.stage == REQUESTED
         is_taken = fetch.notice is not None and fetch.notice.outcome is Outcome.COMPLETED
         connection = fetch.connection
         if (
             connection is None
             or connection.lost is not None
+            or is_waiting
             or (is_refused and fetch.are_blocks_free)
         ):  # no agent knows of it
             if release_offer and not is_taken:
@@ -283,24 +314,92 @@ class Fetches(Asking[Fetch]):
             if fetch.notice is None and now >= fetch.ask_until:
                 fetch.end(failed(fetch, error, stage="silent", blocks_free=False))
 
-    def ends_within_s(self) -> float:
-        """An agent that stops waits for its transfers; their blocks are free when it is gone."""
-        return DOUBT_S if self._fetches else super().ends_within_s()
-
+    # A fetch is repeated when its agent is lost, so two agents write into the same blocks, though
+    # never at the same time (a process of agent 1 may outlive the one that the link knows):
+    #
+    #     agent 1    reads ──────┤ SIGKILL ····· reads on ┤
+    #     lifeline   ────────────────────────────────────┤ end-of-file
+    #     agent 2            starts, registers the memory │     committed? no   reads ─┤ commit
+    #     link       fetch ──────┤ lost: waits            └▶ fetch, repeated = 1        └▶ completed
+    #     blocks     agent 1's ──────────────────────────┤  agent 2's ────────────────┤ the engine's
+    #
+    # The end-of-file separates the two. So does it separate agent 1 from the next owner of the
+    # blocks, if the engine cancels the fetch or its time ends while there is no agent: then the end
+    # is reported at once, and the blocks at the end-of-file. What agent 1 wrote does not matter to
+    # agent 2, which reads all of it again, unless agent 1 has committed: then it wrote everything.
+    # A request of agent 1 may still be in a socket. A late commit of agent 1 is refused once agent
+    # 2 has asked (`CommitQuery`), so it cannot free the blocks that agent 2 reads.
+    #
+    # Ranks at other agents are written by these. They end what an earlier home has asked for before
+    # agent 2 goes on (`CancelPart`); without an agent 2 the blocks stay in doubt.
     def on_lost(self, error: KVBusError) -> None:
-        """A process that is gone does not write; other agents, or one that only lost us, may."""
-        is_left = self.connection is not None and self.connection.is_left
+        """Keep what the agent may know of, for the next one."""
+        connection, fetches = self.connection, list(self._fetches.values())
         super().on_lost(error)
-        fetches, self._fetches = self._fetches, {}
-        is_gone = isinstance(error, PeerLost) and not isinstance(error, AgentHungUp)
-        blocks_free = is_gone and not self._has_others
-        for fetch in fetches.values():
-            if fetch.notice is None and is_left:
+        self._fetches = {}
+        if connection is None:
+            return
+        for fetch in fetches:
+            if isinstance(error, ClosedError) or not self._is_followed:
+                self._lose(fetch, error)
+            elif fetch.notice is None and connection.is_left:  # it was not begun
                 self.wait(fetch, error)
+            else:
+                self._away[fetch] = connection
+                if fetch.notice is None:
+                    fail = partial(self._overdue, fetch, error)
+                    fetch.timer = asyncio.get_running_loop().call_later(
+                        fetch.left_s(self._agent_wait_s), fail
+                    )
+        connection.life.when_ended(partial(self._on_agent_ended, connection, error))
+
+    def greeted(self, connection: Connection) -> None:
+        """The agent at the path has said who it is: maybe the one that hung up, which lives on."""
+        boot = connection.agent.agent_boot
+        for fetch, earlier in list(self._away.items()):
+            if earlier.lost is not None and earlier.agent.agent_boot == boot:
+                self._lose(fetch, earlier.lost)
+
+    def closed(self) -> None:
+        super().closed()
+        for fetch, connection in list(self._away.items()):
+            self._lose(fetch, ClosedError("the link was closed"))
+            connection.life.close()
+
+    def _on_agent_ended(self, connection: Connection, error: KVBusError) -> None:
+        """No process of a lost agent writes any more: repeat what it has not finished."""
+        for fetch in [one for one, earlier in self._away.items() if earlier is connection]:
+            self._forget_away(fetch)
+            if fetch.notice is not None:
+                fetch.free(error if self._has_others else None)
                 continue
-            if fetch.notice is None:
-                fetch.end(failed(fetch, error, stage="lost", blocks_free=blocks_free))
-            fetch.free(None if blocks_free else error)
+            fetch.repeat()
+            if self.connection is None:
+                self.wait(fetch, error)
+            else:
+                self._ask_again(fetch)
+
+    def _overdue(self, fetch: Fetch, error: KVBusError) -> None:
+        fetch.end(failed(fetch, error, stage=LOST, blocks_free=False))
+
+    def _lose(self, fetch: Fetch, error: KVBusError) -> None:
+        """Nobody will say when its blocks are free."""
+        self._forget_away(fetch)
+        fetch.end(failed(fetch, error, stage=LOST, blocks_free=False))
+        fetch.free(error)
+
+    def _forget_away(self, fetch: Fetch) -> None:
+        self._away.pop(fetch, None)
+        if fetch.timer is not None:
+            fetch.timer.cancel()
+
+    def _end(self, fetch: Fetch, ended: Fetched, error: KVBusError) -> None:
+        """End it here. Its blocks are free, unless an agent may write into them."""
+        is_in_doubt = fetch.is_repeated and self._has_others
+        is_known = fetch in self._away or self._fetches.get(fetch.fetch_id) is fetch
+        fetch.end(replace(ended, blocks_free=not (is_in_doubt or is_known)))
+        if is_in_doubt and not is_known:
+            fetch.free(error)
 
     def _free(self, fetch_id: str) -> None:
         fetch = self._fetches.pop(fetch_id, None)
@@ -354,7 +453,7 @@ class _Releases:
     def _on_ended(self, ticket: dict[str, Any], fetch: Fetch) -> None:
         self._num_under_way -= 1
         notice = fetch.notice
-        if notice is None or notice.stage == "lost" or notice.code in AGENT_ENDED:
+        if notice is None or notice.stage == LOST or notice.code in AGENT_ENDED:
             self._waiting.append(ticket)  # the next agent does it
             if self._fetches.connection is fetch.connection:
                 return
@@ -368,7 +467,7 @@ class _Releases:
         self.begin()
 
 
-def failed(fetch: Fetch, error: KVBusError, *, stage: str, blocks_free: bool) -> Fetched:
+def failed(fetch: Fetch, error: KVBusError, *, stage: str, blocks_free: bool = True) -> Fetched:
     """How a fetch ended that no agent has ended."""
     return Fetched(
         fetch_id=fetch.fetch_id,

@@ -364,6 +364,7 @@ class Link:
     async def _register(self, connection: Connection) -> None:
         """As the engine's scheduler; after the first time, however long a rank takes."""
         role, offers = connection.agent.role, self._offers
+        self._fetches.greeted(connection)
         republishes = role is AgentRole.PREFILL and offers.republishes
         register = Register(
             engine=self.engine,

@@ -338,7 +338,7 @@ class StartFetch(Request[Fetched], frozen=True):
     """
 
     fetch_id: Id
-    """The engine's name of this fetch, never used again."""
+    """The engine's name of this fetch, never used again but to repeat it."""
     ticket: dict[str, Any]
     """A [ticket](#ticket) or a [rendezvous](#rendezvous)."""
     num_tokens: Tokens
@@ -365,6 +365,12 @@ class StartFetch(Request[Fetched], frozen=True):
     asked_s: Clock | None = None
     wanted_s: Clock | None = None
     """Since when the engine has had the request, by the same clock."""
+    token: Secret | None = None
+    """The token of the fetch's ``take``: random, and new for each fetch. The agent draws one when
+    it is nil; then the fetch cannot be repeated."""
+    repeated: Size = 0
+    """How often the engine has repeated this fetch, as its agent was lost; see [Repeat a
+    fetch](#repeat-a-fetch)."""
     at_most: bool = False
     """Whether ``num_tokens`` is only a bound: of an offer sealed with fewer, these are fetched. Not
     with windows, or with ranks at other agents."""

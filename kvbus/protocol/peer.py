@@ -244,6 +244,8 @@ class WordsTaken(Request[Empty], frozen=True):
 class CommitAnswer(Message, frozen=True):
     committed: bool
     """Whether a ``take`` with this token, or a swap of the offer's word, completed the read."""
+    num_tokens: Tokens = 0
+    """Tokens of the offer, if so."""
 
 
 @request(
@@ -493,6 +495,8 @@ class FetchPart(Request[PartFetched], frozen=True):
     priority: Priority = 0
     traceparent: Text = ""
     """As in ``fetch``."""
+    origin: Secret | None = None
+    """Names all parts that this process of the home asks this agent for in one fetch."""
 
 
 @request("cancel_part", Socket.DECODE_PEER, refusals="busy")
@@ -503,4 +507,5 @@ class CancelPart(Request[Empty], frozen=True):
     """
 
     token: Secret
-    """That of the ``fetch_part``."""
+    """That of the ``fetch_part``, or its ``origin``: the next process of the home ends what the
+    one before has asked for."""

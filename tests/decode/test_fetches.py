@@ -19,6 +19,8 @@ from kvbus.protocol import (
     AgentRanks,
     BlocksFreed,
     Claim,
+    CommitAnswer,
+    CommitQuery,
     Empty,
     Forgo,
     Granted,
@@ -157,6 +159,9 @@ OTHERS = (AgentRanks("tcp://other:1", (1,), "access-of-16-chars"),)
 SPREAD: list[Any] = [requested(others=OTHERS), READY, grant()]
 WAITS: list[Any] = [*SPREAD, READ]
 OTHERS_DONE = ev.ReadEnded("f1", 4096, None, "direct", elsewhere=True)
+AGAIN, SPREAD_AGAIN = requested(repeated=1), requested(repeated=1, others=OTHERS)
+QUERY = CommitQuery(secret="secret", token="own", reader_boot="next", offer_id="o1")
+COMMITTED, DENIED = (answered(QUERY, CommitAnswer(is_so, 32)) for is_so in (True, False))
 WORDS = {
     SendReply: "ok",
     ev.StopReads: "stop",
@@ -167,6 +172,8 @@ WORDS = {
     Meet: "meet",
     Claim: "claim",
     Renew: "renew",
+    CommitQuery: "query",
+    ev.EndEarlierParts: "end parts",
     Take: "take",
     Forgo: "forgo",
     Release: "release",
@@ -549,6 +556,32 @@ SCRIPTS: dict[str, list[Step]] = {
         [*WAITS, (0, LOST, ["stop", "failed waiting engine_lost drains"]),
          (0, OTHERS_DONE, ["release", "freed"])],
 
+    # a fetch that an earlier process of the agent had
+    "a repeated fetch reads once it is known that the earlier process did not commit it":
+        [(0, AGAIN, ["hold", "query"]), (0, DENIED, ["resolve"]), (0, READY, ["claim"]),
+         (0, grant(), ["read 0-32 last"]), (0, READ, ["take"]), (0, YES, ["completed"])],
+    "a repeated fetch that the earlier process has committed completes without a read":
+        [AGAIN, (0, COMMITTED, ["completed"])],
+    "a repeated fetch whose route is known begins after the answer":
+        [(0, known(repeated=2), ["hold", "query"]), (0, DENIED, ["claim"])],
+    "a repeated rendezvous asks for its ticket after the answer":
+        [(0, meeting(repeated=1), ["hold", "query"]), (0, DENIED, ["meet"]), (0, MET, ["resolve"])],
+    "a query is repeated until there is an answer, and leaves nothing open":
+        [AGAIN, (0, answered(QUERY, RemoteError("no", code=ErrorCode.ENGINE_NOT_READY)), ["end"]),
+         (0, DUE, ["hold", "query"]), (1, step_failed(ErrorCode.PEER_LOST, 2), ["end"]),
+         (60, DUE, ["failed taking timeout, 2 attempts"])],
+    "an attempt after the answer does not ask again":
+        [AGAIN, DENIED, READY, (0, GONE, ["end"]), (0, DUE, ["resolve"])],
+    "the parts of the earlier process end before anything else":
+        [(0, SPREAD_AGAIN, ["hold", "end parts"]), (0, OTHERS_DONE, ["query"]),
+         (0, COMMITTED, ["completed"])],
+    "blocks drain while parts of the earlier process are in flight":
+        [SPREAD_AGAIN, (0, CANCEL, ["ok", "stop", "cancelled taking cancelled drains"]),
+         (0, OTHERS_DONE, ["freed"])],
+    "an attempt that fails meanwhile waits for the parts of the earlier process":
+        [SPREAD_AGAIN, (0, GONE, ["stop"]), (0, OTHERS_DONE, ["end"]),
+         (0, DUE, ["hold", "query"])],
+
     # what comes late, or does not fit
     "a yes that was asked for by the deadline completes the fetch a little later":
         [requested(timeout_s=1.0), READY, grant(), (0.999, READ), (1.99, DUE, []),
@@ -601,12 +634,24 @@ SITUATIONS: dict[str, list[Step]] = {
     "for others": WAITS,
     "draining": [*READING, CANCEL],
     "completed": [*ASKED, YES],
+    "repeated": [AGAIN],
+    "repeated elsewhere": [SPREAD_AGAIN],
     "retrying": [*READING, GONE],
     "pausing": [requested(), GONE, DUE, step_failed(STALE, 2)],
     "failed": [requested(), failed(EXPIRED)],
 }
 ANYTHING: list[ev.Event] = [
-    *(MET, READY, ev.TurnCame("f1"), grant(), failed(BUSY), failed(STALE)),
+    *(
+        COMMITTED,
+        DENIED,
+        OTHERS_DONE,
+        MET,
+        READY,
+        ev.TurnCame("f1"),
+        grant(),
+        failed(BUSY),
+        failed(STALE),
+    ),
     *(renew_failed(TIMEOUT), HINT, YES, CANCEL, GIVE_UP, GONE, LOST, STOPPED, DUE),
 ]
 LAST: list[tuple[float, ev.Event]] = [

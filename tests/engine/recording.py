@@ -11,8 +11,9 @@ from typing import Any
 from kvbus.engine import Connection, Fetch, Offer, Runner
 from kvbus.engine.fetches import Fetches
 from kvbus.engine.offers import Offers, offer_message
-from kvbus.errors import ErrorCode, KVBusError, RequestRefused
+from kvbus.errors import AgentHungUp, ErrorCode, KVBusError, PeerLost, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
+from kvbus.memory.attach import AgentLife
 from kvbus.protocol import (
     Empty,
     Fetched,
@@ -33,11 +34,19 @@ MADE, ANSWER = OfferMade("offer-1", {}), Empty()
 PATIENCE_S = 30.0
 
 
+class RecordedLife(AgentLife):
+    """That of an agent without processes, which ends when the test says so."""
+
+    def end(self) -> None:
+        self._end()
+
+
 class Recording(Connection):
     """``reply`` answers each request at once, but a fetch if it is `ANSWER`; None leaves all so."""
 
     def __init__(self, reply: Message | None = ANSWER) -> None:
         super().__init__("/nowhere", SPEC.engine_id)
+        self.life: RecordedLife = RecordedLife()
         self.reply = reply
         self.sent: list[Any] = []
         self.on_replies: list[Callable[[Any], None]] = []
@@ -70,6 +79,8 @@ class Recording(Connection):
         self.lost = error
         for number in sorted(self._unanswered):
             self.on_replies[number](error)
+        if isinstance(error, PeerLost) and not isinstance(error, AgentHungUp):
+            self.life.end()
         self.events.on_lost(error)
 
     def answer(self, fetched: Fetched) -> None:
@@ -132,6 +143,11 @@ class RecordedOffers(Offers):
         offer = Offer(runner(), message, message.asked_s + PATIENCE_S)
         self.ask(offer)
         return offer
+
+
+def completed(fetch_id: str) -> Fetched:
+    """The answer to a fetch that completed."""
+    return Fetched(fetch_id, "r", Outcome.COMPLETED, "completed", True)
 
 
 def failed(fetch_id: str, *, blocks_free: bool) -> Fetched:

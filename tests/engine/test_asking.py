@@ -6,6 +6,7 @@ import math
 import time
 import weakref
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import anyio
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from kvbus.engine import Ended, Fetch, Offer
 from kvbus.engine.asking import SILENT_S
 from kvbus.errors import (
+    AgentHungUp,
     ClosedError,
     ErrorCode,
     GeometryError,
@@ -33,7 +35,6 @@ from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import (
     WORDS_BYTES,
     BlocksFreed,
-    Fetched,
     MakeOffer,
     OfferMade,
     Outcome,
@@ -51,6 +52,7 @@ from tests.engine.recording import (
     RecordedOffers,
     Recording,
     busy,
+    completed,
     draining,
     failed,
 )
@@ -60,8 +62,10 @@ from tests.prefill.tickets import ticket_for
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(40)]
 
 HINT_S = 0.05
+TIMEOUT_S = 0.2
 WITHIN_S = 30.0
 GONE, CLOSED = PeerLost("the agent is gone"), ClosedError("the session was closed")
+HUNG_UP = AgentHungUp("the agent hung up, and lives on")
 DRAINS, FREE = False, True
 """What the home agent says of the blocks of a fetch that failed."""
 
@@ -263,7 +267,8 @@ async def test_an_offer_waits_for_room_unless_its_agent_is_gone() -> None:
 
 def fetching(has_others: bool) -> tuple[Recording, Fetch]:
     connection = Recording()
-    return connection, RecordedFetches(connection, has_others=has_others).fetch()
+    fetches = RecordedFetches(connection, has_others=has_others)
+    return connection, fetches.fetch(timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +347,82 @@ async def test_a_fetch_that_its_agent_did_not_begin_goes_on_with_the_next_one(ho
 
     assert [one.fetch_id for one in new.sent] == [fetch.fetch_id]
     assert fetch.notice == failed(fetch.fetch_id, blocks_free=True)
+
+
+@pytest.mark.parametrize("num_lost", [1, 3])
+async def test_a_fetch_is_repeated_once_every_process_of_its_agent_has_ended(num_lost: int) -> None:
+    connections = [Recording() for _ in range(num_lost + 1)]
+    fetches = RecordedFetches(connections[0])
+    fetch = fetches.fetch(timeout_s=WITHIN_S)
+    sent_early = []
+    for lost, following in pairwise(connections):
+        lost.lose(HUNG_UP)
+        fetches.opened(following)
+        sent_early += following.sent
+        lost.life.end()
+    connections[-1].answer(completed(fetch.fetch_id))
+
+    asked = [one for connection in connections for one in connection.sent]
+    assert sent_early == []
+    assert [one.repeated for one in asked] == list(range(num_lost + 1))
+    assert {(one.fetch_id, one.token) for one in asked} == {(fetch.fetch_id, asked[0].token)}
+    assert [one.timeout_s for one in asked] == sorted((o.timeout_s for o in asked), reverse=True)
+    assert (await fetch.ended).outcome is Outcome.COMPLETED
+    assert fetch.are_blocks_free
+
+
+@pytest.mark.parametrize("how", ["cancelled", "overdue"])
+async def test_blocks_of_a_fetch_that_ends_while_its_agent_is_away_are_free_after_its_processes(
+    how: str,
+) -> None:
+    lost, following = Recording(), Recording()
+    fetches = RecordedFetches(lost)
+    fetch = fetches.fetch(timeout_s=WITHIN_S if how == "cancelled" else TIMEOUT_S)
+    lost.lose(HUNG_UP)
+    fetches.opened(following)
+    if how == "cancelled":
+        await fetch.cancel()
+    failure = await failure_of(fetch)
+    free_early = fetch.freed.done()
+    lost.life.end()
+    await fetch.freed
+
+    assert failure.stage == "lost"
+    assert failure.code == (ErrorCode.CANCELLED if how == "cancelled" else ErrorCode.PEER_LOST)
+    assert (failure.blocks_free, free_early) == (False, False)
+    assert following.sent == []
+
+
+async def test_blocks_are_in_doubt_when_the_link_is_closed_while_a_process_of_its_agent_lives() -> (
+    None
+):
+    connection = Recording()
+    fetches = RecordedFetches(connection)
+    fetch = fetches.fetch()
+    connection.lose(HUNG_UP)
+    fetches.closed()
+
+    assert not (await failure_of(fetch)).blocks_free
+    with pytest.raises(ClosedError):
+        await fetch.freed
+
+
+async def test_a_repeated_fetch_waits_for_an_agent_with_room_and_for_the_next_one() -> None:
+    lost, full, ending, last = (Recording() for _ in range(4))
+    fetches = RecordedFetches(lost)
+    fetch = fetches.fetch(timeout_s=WITHIN_S)
+    lost.lose(GONE)
+    fetches.opened(full)
+    full.on_replies[0](busy(retry_after_s=HINT_S))
+    await until(lambda: len(full.sent) == 2)
+    full.lose(GONE)
+    fetches.opened(ending)
+    ending.on_replies[0](draining())
+    fetches.opened(last)
+
+    asked = [*full.sent, *ending.sent, *last.sent]
+    assert [one.repeated for one in asked] == [1, 1, 2, 2]
+    assert fetch.notice is None
 
 
 @pytest.mark.parametrize("how", ["cancelled", "no next agent", "closed"])
@@ -602,8 +683,8 @@ async def test_what_is_cancelled_of_an_agent_that_is_gone_is_released_by_the_nex
     fetches = RecordedFetches(old)
     fetch = fetches.fetch(ticket={"request_id": "r", "num_tokens": 3})
     old.lose(GONE)
-    await fetch.freed
     await fetch.cancel(release_offer=True)
+    await fetch.freed
     fetches.opened(new)
 
     assert [(one.ticket, one.first_token, one.num_tokens) for one in new.sent] == [
@@ -615,7 +696,7 @@ async def test_a_completed_fetch_releases_nothing_when_its_agent_is_gone() -> No
     old, new = Recording(), Recording()
     fetches = RecordedFetches(old)
     fetch = fetches.fetch(ticket={"request_id": "r", "num_tokens": 3})
-    old.answer(Fetched(fetch.fetch_id, "r", Outcome.COMPLETED, "completed", True))
+    old.answer(completed(fetch.fetch_id))
     old.lose(GONE)
     await fetch.cancel(release_offer=True)
     fetches.opened(new)

@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvbus.bus import RequestClient, new_boot_id
 from kvbus.engine import Connection, Offer, Runner
@@ -223,6 +224,13 @@ class SimEngine:
             attach.end()
         self._attached = []
 
+    def on_ready(self) -> None:
+        """There is an agent, again or for the first time."""
+
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        if self.process.is_alive:
+            self.process.loop.call_soon(call, *args)
+
     def lose_all(self) -> None:
         """What the agent, or this process, was at has ended without a word."""
 
@@ -243,6 +251,7 @@ class SimEngine:
                     await anyio.sleep(LOOK_S)
                 else:
                     self.agent, self.is_ready = agent, True
+                    self.on_ready()
                     await self._lost.wait()
                 self._client, self.is_ready = None, False
                 self.lose_all()
@@ -477,10 +486,6 @@ class PrefillEngine(SimEngine):
         if len(handoff.stops) > 1:
             self.world.after(handoff.plan.gap_s, self._on_loop, self._go_on, handoff, 1)
 
-    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
-        if self.process.is_alive:
-            self.process.loop.call_soon(call, *args)
-
     def _go_on(self, handoff: Handoff, number: int) -> None:
         offer = handoff.offer
         if handoff.released or offer is None or not self.process.is_alive:
@@ -506,6 +511,11 @@ class DecodeEngine(SimEngine):
 
     role = AgentRole.DECODE
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._away: dict[Handoff, None] = {}
+        """What waits for the next agent."""
+        super().__init__(*args, **options)
+
     def fetch(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
         plan = handoff.plan
         blocks = self.cache.take(plan.first_token, plan.num_tokens) if self.is_ready else None
@@ -515,23 +525,33 @@ class DecodeEngine(SimEngine):
         handoff.target = blocks
         handoff.fetcher, handoff.asked_at = self, self.world.now
         first = plan.first_token // self.spec.groups[0].block_size
-        self.send(
-            StartFetch(
-                fetch_id=handoff.name,
-                ticket=ticket,
-                num_tokens=plan.num_tokens,
-                tables={GROUP: BlockTable.of(blocks, first_block=first)},
-                first_token=plan.first_token,
-                timeout_s=plan.timeout_s,
-                chunk_tokens=plan.chunk_tokens,
-                priority=plan.priority,
-            ),
-            lambda reply: self._answered(handoff, reply),
-            timeout_s=math.inf,
+        handoff.asked = StartFetch(
+            fetch_id=handoff.name,
+            ticket=ticket,
+            num_tokens=plan.num_tokens,
+            tables={GROUP: BlockTable.of(blocks, first_block=first)},
+            first_token=plan.first_token,
+            timeout_s=plan.timeout_s,
+            chunk_tokens=plan.chunk_tokens,
+            token=f"token-of-{handoff.name:>16}",
+            priority=plan.priority,
         )
+        self._ask_for(handoff)
+
+    def _ask_for(self, handoff: Handoff) -> None:
+        def on_reply(reply: Any) -> None:
+            if handoff.asked is asked:
+                self._answered(handoff, reply)
+
+        asked = handoff.asked
+        self.send(asked, on_reply, timeout_s=math.inf)
 
     def cancel(self, handoff: Handoff) -> None:
-        if handoff.fetcher is not None and not handoff.is_ended:
+        if handoff.fetcher is None or handoff.is_ended:
+            return
+        if handoff in self._away:
+            self._end_away(handoff, "cancelled")
+        else:
             self.send(CancelFetch(handoff.name, handoff.plan.gives_up_offer))
 
     def see(self, notice: Notice) -> None:
@@ -542,11 +562,42 @@ class DecodeEngine(SimEngine):
             self._give_back(handoff)
 
     def lose_all(self) -> None:
+        """An agent that has ended writes nothing: the next one has what it did not finish."""
+        is_gone = self.agent is not None and not self.agent.process.is_alive
         for handoff in self.ledger.fetched_by(self):
+            if handoff in self._away and self.process.is_alive:
+                continue
+            if is_gone and self.process.is_alive and not handoff.is_ended:
+                self._away[handoff] = None
+                handoff.repeated += 1
+                handoff.asked = replace(handoff.asked, repeated=handoff.repeated)
+                self.world.after(self._left_s(handoff), self._on_loop, self._see_deadline, handoff)
+                continue
             if not handoff.is_ended:
                 self.ledger.end(handoff, "lost", "")
             if not handoff.is_freed:
                 self._give_back(handoff)
+        if not self.process.is_alive:
+            self._away.clear()
+
+    def on_ready(self) -> None:
+        away, self._away = list(self._away), {}
+        for handoff in away:
+            left_s = max(1e-3, self._left_s(handoff))
+            handoff.asked = replace(handoff.asked, timeout_s=left_s)
+            self._ask_for(handoff)
+
+    def _left_s(self, handoff: Handoff) -> float:
+        return max(0.0, handoff.asked_at + handoff.plan.timeout_s - self.world.now)
+
+    def _see_deadline(self, handoff: Handoff) -> None:
+        if handoff in self._away and not self._left_s(handoff):
+            self._end_away(handoff, "lost")
+
+    def _end_away(self, handoff: Handoff, outcome: str) -> None:
+        del self._away[handoff]
+        self.ledger.end(handoff, outcome, "")
+        self._give_back(handoff)
 
     def _answered(self, handoff: Handoff, reply: Any) -> None:
         if isinstance(reply, Fetched):

@@ -86,8 +86,12 @@ class Handoff:
     released: bool = False
     outcome: Outcome | None = None
     """Of the offer; None when its engine or agent was gone."""
+    asked: Any = field(default=None, repr=False)
+    """The last request for it, of its decode engine."""
     fetcher: "SimEngine | None" = field(default=None, repr=False)
     """As ``offerer``."""
+    repeated: int = 0
+    """How often it was asked for again, as the decode agent was lost."""
     is_ended: bool = False
     is_freed: bool = False
     """Whether the decode engine has its blocks back."""

@@ -4,13 +4,14 @@ The services are the product's own; each world ends with nothing held anywhere, 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvbus.protocol import AgentRole, Outcome
-from tests.sim.cluster import Cluster, D, Fault, FaultKind, P, cluster_of
+from tests.sim.cluster import Cluster, D, Fault, FaultKind, P, Settings, cluster_of
 from tests.sim.handoffs import Handoff, Plan
-from tests.sim.worlds import LEASE_S, QUARANTINE_S, quick
+from tests.sim.worlds import LEASE_S, QUARANTINE_S, quick, words
 
 FAULT_S, LONG_S = 10.0, 60.0
 NUM_TRIED = 8
@@ -21,6 +22,14 @@ PATIENT = quick(prefill_config={"max_lease_s": 600.0}, decode_config={"lease_s":
 GROWS = Plan(num_tokens=16, num_pieces=2, gap_s=2 * LONG_S, timeout_s=20.0, ttl_s=30.0)
 """Its second half comes so late that a fetch of it waits."""
 
+CRASHING: dict[str, tuple[Settings, dict[str, Any]]] = {
+    "sealed": (quick(), {}),
+    "by word": (words(), {}),
+    "growing": (quick(), {"num_pieces": 3, "gap_s": 0.002, "chunk_tokens": 8}),
+    "rendezvous": (quick(), {"meets": True, "transfer_id": "of-one-request-1"}),
+    "late messages": (quick(delay_s=2e-3), {}),
+}
+"""Worlds, and handoffs in them, in which a decode agent crashes at any point."""
 seeds = pytest.mark.parametrize("seed", range(3))
 
 
@@ -36,12 +45,12 @@ WAITING = {
     "prefill agent crashed": (FaultKind.CRASH_AGENT, P),
     "prefill agent drained": (FaultKind.DRAIN_AGENT, P),
     "decode agent frozen": (FaultKind.FREEZE_AGENT, D),
+    "decode agent crashed": (FaultKind.CRASH_AGENT, D),
     "the way between them cut": (FaultKind.CUT, P),
 }
 """What happens to whom while a fetch waits for tokens that come when it is over."""
 GONE = {
     "prefill engine crashed": (FaultKind.CRASH_ENGINE, P, "failed engine_lost", None),
-    "decode agent crashed": (FaultKind.CRASH_AGENT, D, "lost", Outcome.EXPIRED),
     "decode agent drained": (FaultKind.DRAIN_AGENT, D, "failed draining", Outcome.EXPIRED),
     "decode engine crashed": (FaultKind.CRASH_ENGINE, D, "lost", Outcome.EXPIRED),
 }
@@ -64,6 +73,20 @@ def test_a_fetch_that_waits_outlives_what_its_offer_outlives(seed: int, fault: s
         world.suffer(Fault(kind, role=role, lasts_s=FAULT_S))
 
         assert world.end_of(handoff) == "completed"
+
+
+@pytest.mark.parametrize("crashed_at_s", [0.0002 * step for step in range(50)])
+@pytest.mark.parametrize("name", CRASHING)
+def test_a_fetch_completes_whenever_its_agent_crashes(name: str, crashed_at_s: float) -> None:
+    settings, more = CRASHING[name]
+    with cluster_of(settings) as world:
+        assert world.works()
+        handoff = world.give(Plan(num_tokens=24, timeout_s=LONG_S, ttl_s=LONG_S, **more))
+        world.until(lambda: handoff.asked is not None)
+        world.suffer(Fault(FaultKind.CRASH_AGENT, role=D, at_s=crashed_at_s, lasts_s=0.1))
+
+        assert world.end_of(handoff) == "completed"
+        assert world.works()
 
 
 @seeds

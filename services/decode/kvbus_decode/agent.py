@@ -89,6 +89,7 @@ class DecodeService(Service):
             ev.EndAttempt: self._end_attempt,
             ev.StopReads: self._stop_reads,
             ev.AskOthers: self._others.ask,
+            ev.EndEarlierParts: self._others.end_earlier,
             ev.Notify: self._notify,
             ev.ReportFetched: self._report_fetched,
         }
@@ -101,6 +102,9 @@ class DecodeService(Service):
             ),
             ev.ReadChunk: lambda command, error: ev.ReadEnded(command.fetch_id, 0, failure(error)),
             ev.AskOthers: lambda command, error: ev.ReadEnded(
+                command.fetch_id, 0, failure(error), elsewhere=True
+            ),
+            ev.EndEarlierParts: lambda command, error: ev.ReadEnded(
                 command.fetch_id, 0, failure(error), elsewhere=True
             ),
         }
@@ -220,7 +224,7 @@ class DecodeService(Service):
             ticket=ticket,
             timeout_s=asked.timeout_s or self._config.fetch_timeout_s,
             has_state=bool(asked_states(engine.spec.groups, asked.tables)),
-            take_token=new_secret(),
+            take_token=asked.token or new_secret(),
             **more,
         )
         route = self.routes.find(ticket, engine) if requested.has_met else None

@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import anyio
 
@@ -124,13 +125,24 @@ class PartClient:
     def ask(self, command: ev.AskOthers) -> None:
         fetch = self._active[command.fetch_id]
         parts = self._asked[fetch.key] = [
-            _Asked(
-                PeerAddress(other.endpoint, other.server_key, Role.DECODE),
-                self._question(fetch, other),
-            )
+            _Asked(_address(other), self._question(fetch, other))
             for other in fetch.requested.others
         ]
         self._agent.tasks.start_soon(self._fetch, fetch, parts)
+
+    def end_earlier(self, command: ev.EndEarlierParts) -> None:
+        """End what the earlier processes of this agent have asked for."""
+        fetch = self._active[command.fetch_id]
+        self._agent.tasks.start_soon(self._end_earlier, fetch)
+
+    async def _end_earlier(self, fetch: ActiveFetch) -> None:
+        requested, timeout_s = fetch.requested, self._left_s(fetch)
+        async with anyio.create_task_group() as tasks:
+            for other in requested.others:
+                for number in range(requested.asked.repeated):
+                    origin = _origin(requested, other, number)
+                    tasks.start_soon(self._wait_for_end, _address(other), origin, timeout_s)
+        self._dispatch(ev.ReadEnded(fetch.key, elsewhere=True))
 
     def stop(self, command: ev.StopReads) -> None:
         for one in self._asked.get(command.fetch_id, ()):
@@ -150,11 +162,15 @@ class PartClient:
             first_token=asked.first_token,
             num_tokens=asked.num_tokens,
             tables=asked.tables,
-            timeout_s=max(1e-3, fetch.deadline - self._agent.loop.time()),
+            timeout_s=self._left_s(fetch),
             zero_tail=asked.zero_tail,
             priority=asked.priority,
             traceparent=asked.traceparent,
+            origin=_origin(requested, other, asked.repeated),
         )
+
+    def _left_s(self, fetch: ActiveFetch) -> float:
+        return max(1e-3, fetch.deadline - self._agent.loop.time())
 
     async def _fetch(self, fetch: ActiveFetch, parts: list[_Asked]) -> None:
         async with anyio.create_task_group() as tasks:
@@ -184,20 +200,22 @@ class PartClient:
         if part.failure is not None:
             self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, part.failure))
         if not part.has_ended:
-            await self._wait_for_end(part)
+            question = part.question
+            await self._wait_for_end(part.address, question.token, question.timeout_s)
 
-    async def _wait_for_end(self, part: _Asked) -> None:
+    async def _wait_for_end(self, address: PeerAddress, token: str, timeout_s: float) -> None:
+        """Cancel a part; return when the agent at ``address`` does not write for it any more."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch, part, tasks.cancel_scope)
-            await self._cancel(part)
+            tasks.start_soon(self._watch, address, timeout_s, tasks.cancel_scope)
+            await self._cancel(address, token)
             tasks.cancel_scope.cancel()
 
-    async def _cancel(self, part: _Asked) -> None:
+    async def _cancel(self, address: PeerAddress, token: str) -> None:
         """Return when the other agent says that the part has ended, or is a new process."""
-        cancel, has_ended = CancelPart(token=part.question.token), False
+        cancel, has_ended = CancelPart(token=token), False
         while not has_ended:
             try:
-                peer = self._peers.acquire(part.address)
+                peer = self._peers.acquire(address)
             except KVBusError:  # its key is not trusted any more
                 await anyio.sleep(PAUSE_S)
                 continue
@@ -211,16 +229,18 @@ class PartClient:
             finally:
                 self._peers.release(peer)
 
-    async def _watch(self, part: _Asked, waiting: anyio.CancelScope) -> None:
+    async def _watch(
+        self, address: PeerAddress, timeout_s: float, waiting: anyio.CancelScope
+    ) -> None:
         """Cancel ``waiting`` when there was no connection for so long that nothing is written."""
         loop, alone_since = self._agent.loop, math.inf
         while True:
-            peer, now = self._peers.find(part.address), loop.time()
+            peer, now = self._peers.find(address), loop.time()
             client = None if peer is None else peer.client
             is_alone = client is None or client.closed or bool(client.missing)
             alone_since = min(alone_since, now) if is_alone else math.inf
             is_killed = client is not None and client.is_gone_here
-            cut_off_s = self._drains_s + part.question.timeout_s
+            cut_off_s = self._drains_s + timeout_s
             if now - alone_since >= (self._exits_s if is_killed else cut_off_s):
                 waiting.cancel()
                 return
@@ -229,7 +249,7 @@ class PartClient:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A part that is fetched here; ``key`` names it in the fetch table.
+    """A part that is fetched here; ``key`` names it in the fetch table, ``origin`` its home there.
 
     ``calls`` ask for it: several, where the home has made a new connection. ``cancelled_by`` wants
     to know its end, too. Its ``outcome`` is sent when its blocks are free.
@@ -238,6 +258,7 @@ class Part:
     key: str
     on_end: Callable[["Part"], None]
     calls: list[Call]
+    origin: str = ""
     cancelled_by: Call | None = None
     outcome: PartFetched | None = None
 
@@ -288,14 +309,14 @@ class PartServer:
 
     def fetch(self, asked: FetchPart, call: Call) -> None:
         """Fetch the part; a repeat joins it, or gets the outcome again. Raises `KVBusError`."""
-        key = _key(asked.token)
-        if (outcome := self._ended.get(key)) is not None:
+        key, origin = _key(asked.token), _key(asked.origin) if asked.origin else ""
+        if (outcome := self._ended.get(key, self._ended.get(origin))) is not None:
             call.reply(outcome)
             return
         if (live := self._live.get(key)) is not None:
             live.calls.append(call)
             return
-        part = Part(key, self._end, [call])
+        part = Part(key, self._end, [call], origin)
         requested = self._requested(asked, part)
         self._live[key] = part
         self._dispatch(requested)
@@ -303,15 +324,16 @@ class PartServer:
     def cancel(self, asked: CancelPart, call: Call) -> None:
         """End the part; answered when nothing of it is in flight, nor will be."""
         key = _key(asked.token)
-        part = self._live.get(key)
-        if part is None:
+        part = next((one for one in self._live.values() if key in (one.key, one.origin)), None)
+        if part is None or part.key != key:
             self._remember(key, self._ended.get(key, CANCELLED))
+        if part is None:
             call.reply(Empty())
             return
         if part.cancelled_by is not None:
             part.cancelled_by.refuse(LocalError("it was asked again", code=ErrorCode.BUSY))
         part.cancelled_by = call
-        self._dispatch(ev.CancelRequested(key, None))  # what counts is the end of the part
+        self._dispatch(ev.CancelRequested(part.key, None))  # what counts is the end of the part
 
     def _end(self, part: Part) -> None:
         del self._live[part.key]
@@ -327,6 +349,19 @@ class PartServer:
         self._ended[key] = outcome
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
+
+
+def _address(other: AgentRanks) -> PeerAddress:
+    return PeerAddress(other.endpoint, other.server_key, Role.DECODE)
+
+
+def _origin(requested: ev.Requested, other: AgentRanks, repeated: int) -> str:
+    """Return the ``origin`` of parts that the home asks for when it has the fetch for that time.
+
+    An earlier process of the home has made the same from the token of the fetch.
+    """
+    named = f"{requested.take_token} {other.endpoint} {repeated}"
+    return blake2b(named.encode(), digest_size=16).hexdigest()
 
 
 def _key(token: str) -> str:

@@ -10,7 +10,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Fetched, Outcome, StageTimes
 from kvbus.protocol.message import Request
-from kvbus.protocol.peer import Claim, Granted, Take
+from kvbus.protocol.peer import Claim, CommitAnswer, Granted, Take
 from kvbus.table import Context as AnyContext
 from kvbus.table import Key, Story
 from kvbus_decode.fetch import events as ev
@@ -100,7 +100,9 @@ class FetchEntry:
     Requests name the process ``boot``, which the last handshake found; ``elsewhere`` are memory ids
     of the prefill engine's ranks at other agents. ``attempts`` counts the attempts that started;
     the last one that failed did so in state ``failed_in``.
-    A fetch is ``unconfirmed`` after a commit that got no answer; the next attempt repeats it.
+    A fetch that an earlier process of the agent had is ``repeated``, until the prefill agent
+    reports that this process did not commit it. A fetch is ``unconfirmed`` after a commit that got
+    no answer; the next attempt repeats it.
     ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``in_doubt`` while only
     the ticket says so. ``num_read`` tokens have landed. In flight are the ``chunk``, and while
     ``others_read`` the parts of other agents. ``place`` is None before its turn, and after it let
@@ -130,6 +132,7 @@ class FetchEntry:
     last_was_read: bool = False
     attempts: int = 1
     failed_in: FetchState | None = None
+    repeated: bool = False
     unconfirmed: bool = False
     chunk: ev.ReadChunk | None = None
     others_read: bool = False
@@ -304,6 +307,14 @@ class FetchEntry:
             self.in_doubt = self.sealed = False
             self.num_ready = 0
             self.read_again()
+
+    def note_committed(self, answer: CommitAnswer) -> None:
+        """An earlier process of the agent has all tokens: those that the offer had at its seal."""
+        asked = self.requested.asked
+        self.error = None
+        if asked.at_most and answer.num_tokens < asked.num_tokens:
+            wanted = max(asked.first_token, answer.num_tokens)
+            self.requested = replace(self.requested, asked=replace(asked, num_tokens=wanted))
 
     def read_again(self) -> None:
         """Count no token as read."""

@@ -245,6 +245,15 @@ class AskOthers(Value, frozen=True):
     fetch_id: str
 
 
+class EndEarlierParts(Value, frozen=True):
+    """End what earlier processes of this agent have asked other agents for, as of `AskOthers`.
+
+    Answer `ReadEnded` elsewhere, once, when nothing of it is in flight.
+    """
+
+    fetch_id: str
+
+
 class EndAttempt(Value, frozen=True):
     """Give back what the attempt used, and do not use its route again.
 
@@ -294,6 +303,7 @@ Command = (
     | HoldPeer
     | ReadChunk
     | AskOthers
+    | EndEarlierParts
     | EndAttempt
     | StopReads
     | Notify

@@ -101,7 +101,14 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             entered_at=now,
         )
         commands: Commands = [ev.HoldPeer(event, fetch.attempts, deadline)]
-        if not event.has_met:
+        if event.asked.repeated:
+            fetch.state, fetch.repeated = FetchState.TAKING, True
+            if event.others:
+                fetch.others_read = True
+                commands.append(ev.EndEarlierParts(fetch.key))
+            else:
+                commands.append(ask(fetch, at))
+        elif not event.has_met:
             fetch.state = FetchState.MEETING
             commands.append(ask(fetch, at))
         elif event.route is None:

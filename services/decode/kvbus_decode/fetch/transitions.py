@@ -21,7 +21,18 @@ from msgspec.structs import replace
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError, RequestRefused
 from kvbus.protocol.engine import BlocksFreed, Landed
 from kvbus.protocol.message import Empty, Request
-from kvbus.protocol.peer import Claim, Forgo, Granted, Meet, PeerWithdraw, Release, Renew, Take
+from kvbus.protocol.peer import (
+    Claim,
+    CommitAnswer,
+    CommitQuery,
+    Forgo,
+    Granted,
+    Meet,
+    PeerWithdraw,
+    Release,
+    Renew,
+    Take,
+)
 from kvbus.protocol.ticket import Ticket
 from kvbus.table import transitions
 from kvbus.table.events import DeadlinePassed, EngineLost, SendReply, Stopped
@@ -76,6 +87,8 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
     if fetch.state is MEETING:
         name = fetch.requested.ticket.secret  # the rendezvous says no more of the ticket
         message: Request[Any] = Meet(transfer_id=name, wait_s=max(0.0, fetch.deadline - at.now))
+    elif fetch.repeated:
+        message = _commit_query(fetch, at)
     elif fetch.state is TAKING or fetch.held is None:
         message = _claim_or_take(fetch, at)
     else:
@@ -89,9 +102,25 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
             known_blocks={group: len(table) for group, table in tables.items()},
         )
     fetch.question, fetch.ask_at, fetch.hinted = message, None, False
-    longest_s = at.limits.request_timeout_s if isinstance(message, Claim) else math.inf
+    is_short = isinstance(message, Claim | CommitQuery)
+    longest_s = at.limits.request_timeout_s if is_short else math.inf
     timeout_s = min(longest_s, max(1e-3, fetch.answer_until - at.now))
     return ev.Ask(fetch.key, fetch.attempts, message, timeout_s)
+
+
+def _commit_query(fetch: FetchEntry, at: Context) -> CommitQuery:
+    requested, ticket = fetch.requested, fetch.requested.ticket
+    named = {
+        "offer_id": ticket.offer_id,
+        "engine_id": ticket.engine_id,
+        "engine_instance": ticket.engine_instance,
+    }
+    return CommitQuery(
+        secret=ticket.secret,
+        token=requested.take_token,
+        reader_boot=at.limits.reader_boot,
+        **(named if requested.has_met else {}),
+    )
 
 
 def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
@@ -289,6 +318,40 @@ def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     return [fetch.report(COMPLETED)]
 
 
+# A fetch of a process that was lost: its link repeats it, with the token that the earlier process
+# showed in its commit. The bytes of that process are in the blocks if it has sent a commit, as it
+# did so after the last byte. So a commit that the prefill agent has granted completes the fetch:
+#
+#     process 1   READ ─▶ commit ─┬─┤ lost      yes, or the word: committed ─▶ completed
+#     process 2                   │   query ─▶ ┤
+#     prefill                     └▶ yes / no   no: all is read again, with this token
+#
+# A no holds: the prefill agent refuses a commit of process 1 that comes later, as it would free the
+# blocks under the second read, and grant the second commit, which shows the same token.
+def take_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
+    """The earlier process has completed the fetch, or it is one like any other."""
+    if not isinstance(event.outcome, CommitAnswer):
+        return ask_later_or_fail(fetch, event, at)
+    fetch.question, fetch.ask_at, fetch.repeated = None, None, False
+    if event.outcome.committed:
+        fetch.note_committed(event.outcome)
+        fetch.enter(COMPLETED, at.now)
+        return [fetch.report(COMPLETED)]
+    if fetch.requested.has_met and fetch.requested.route is not None:
+        fetch.enter(QUEUED, at.now)
+        return []
+    fetch.enter(RESOLVING if fetch.requested.has_met else MEETING, at.now)
+    return [resolve(fetch, at) if fetch.requested.has_met else ask(fetch, at)]
+
+
+def end_earlier_parts(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
+    """No other agent writes for an earlier process of this one: ask whether that has committed."""
+    fetch.land(event)
+    if event.error is not None:
+        return fail(fetch, event.error, at)
+    return [ask(fetch, at)] if fetch.repeated else []
+
+
 # Why an attempt may be repeated, and what it keeps:
 #
 #     attempt 1   acquire ─▶ lease   READ ──┤ error ─▶ stop ──┤ last transfer has ended
@@ -306,7 +369,8 @@ def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands
     is_final = error.code not in RETRIED or fetch.deadline <= at.now
     if is_final or (fetch.state is MEETING and error.code is ErrorCode.ENGINE_NOT_READY):
         return fail(fetch, error, at)
-    fetch.unconfirmed |= fetch.state is TAKING and not isinstance(error, RequestRefused)
+    has_asked = fetch.state is TAKING and not fetch.repeated
+    fetch.unconfirmed |= has_asked and not isinstance(error, RequestRefused)
     fetch.error, fetch.failed_in, fetch.ask_at = error.without_frames(), fetch.state, None
     fetch.enter(RETRYING, at.now)
     return [ev.StopReads(fetch.key)] if fetch.in_flight else _end_attempt(fetch, error, at)
@@ -338,10 +402,13 @@ def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
     fetch.attempts += 1
     fetch.ask_at = None
     commits = fetch.unconfirmed and not isinstance(fetch.error, RequestRefused)
-    if fetch.requested.has_met and not (commits and not fetch.elsewhere):
+    if fetch.repeated:
+        fetch.enter(TAKING, at.now)
+    elif fetch.requested.has_met and not (commits and not fetch.elsewhere):
         fetch.enter(RESOLVING, at.now)
         return [resolve(fetch, at)]
-    fetch.enter(TAKING if commits else MEETING, at.now)
+    else:
+        fetch.enter(TAKING if commits else MEETING, at.now)
     return [ev.HoldPeer(fetch.requested, fetch.attempts, fetch.deadline), ask(fetch, at)]
 
 
@@ -453,23 +520,23 @@ def ignore(_fetch: FetchEntry, _event: object, _: Context) -> Commands:
 
 
 ENDED = (DRAINING, *ENDS)
-ANSWERS = (Meet, Claim, Renew, Take)
+ANSWERS = (Meet, Claim, Renew, Take, CommitQuery)
 """An answer is known by the class of its question."""
 HAPPENINGS = (ev.PeerReady, ev.TurnCame, ev.OfferAdvanced, ev.ReadEnded)
 LOSSES = (ev.StepFailed, EngineLost, Stopped)
-BEFORE_READS = (MEETING, RESOLVING, QUEUED, CLAIMING, TAKING)
+BEFORE_READS = (MEETING, RESOLVING, QUEUED, CLAIMING)
 AFTER_A_GRANT = (WAITING, READING, TAKING, RETRYING, DRAINING, FAILED)
 
 TRANSITIONS = transitions(
     (tuple(FetchState), (*ANSWERS, *HAPPENINGS, *LOSSES, DeadlinePassed), ignore, ()),
     (BEFORE_READS, LOSSES, fail_for, (FAILED,)),
     (BEFORE_READS, (ev.StepFailed,), fail_for, (RETRYING, FAILED)),
-    ((WAITING,), LOSSES, fail_for, (RETRYING, DRAINING, FAILED)),
+    ((WAITING, TAKING), LOSSES, fail_for, (RETRYING, DRAINING, FAILED)),
     ((READING,), LOSSES, fail_for, (RETRYING, DRAINING)),
     ((RETRYING,), (EngineLost, Stopped), fail_for, (DRAINING, FAILED)),
     ((RETRYING,), (ev.StepFailed,), fail_if_final, (RETRYING, DRAINING, FAILED)),
     (BEFORE_READS, (ev.CancelRequested,), cancel, (CANCELLED,)),
-    ((WAITING, RETRYING), (ev.CancelRequested,), cancel, (DRAINING, CANCELLED)),
+    ((WAITING, TAKING, RETRYING), (ev.CancelRequested,), cancel, (DRAINING, CANCELLED)),
     ((READING,), (ev.CancelRequested,), cancel, (DRAINING,)),
     (ENDED, (ev.CancelRequested,), cancel, ()),
     ((MEETING,), (DeadlinePassed,), check_time, (MEETING, FAILED)),
@@ -477,7 +544,14 @@ TRANSITIONS = transitions(
     ((CLAIMING,), (DeadlinePassed,), check_time, (CLAIMING, RETRYING, FAILED)),
     ((WAITING,), (DeadlinePassed,), check_time, (WAITING, RETRYING, DRAINING, FAILED)),
     ((READING,), (DeadlinePassed,), check_time, (READING, RETRYING, DRAINING)),
-    ((TAKING,), (DeadlinePassed,), check_time, (TAKING, FAILED)),
+    ((TAKING,), (DeadlinePassed,), check_time, (TAKING, DRAINING, FAILED)),
+    (
+        (TAKING,),
+        (CommitQuery,),
+        take_commit_answer,
+        (TAKING, MEETING, RESOLVING, QUEUED, RETRYING, COMPLETED, FAILED),
+    ),
+    ((TAKING,), (ev.ReadEnded,), end_earlier_parts, (TAKING, FAILED)),
     (
         (RETRYING,),
         (DeadlinePassed,),
