@@ -244,9 +244,14 @@ class Offer(Pending[MakeOffer]):
     def as_ended(self, commits: tuple[int, ...]) -> EndedOffer:
         """Called by `Offers`: what the next agent needs to know of one that was committed."""
         message = self.message
-        secret = message.secret or ""
+        grown = [one.num_tokens for one in self._changes if isinstance(one, ExtendOffer)]
         return EndedOffer(
-            self.offer_id or message.offer_id, self.request_id, secret, commits, message.transfer_id
+            self.offer_id or message.offer_id,
+            self.request_id,
+            message.secret or "",
+            commits,
+            message.transfer_id,
+            num_tokens=max([message.num_tokens, *grown]),
         )
 
     def give_up(self, error: KVBusError) -> None:

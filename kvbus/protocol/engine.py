@@ -243,6 +243,8 @@ class EndedOffer(Redacted, frozen=True):
     commits: Commits
     transfer_id: Secret | None = None
     """As in ``offer``."""
+    num_tokens: Tokens = 0
+    """Tokens of the offer, at its seal."""
 
 
 @request("republished", Socket.PREFILL, refusals="not_registered")

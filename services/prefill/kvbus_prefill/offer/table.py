@@ -100,7 +100,8 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         Raises `LocalError` (``forbidden``).
         """
         if not asked.offer_id:
-            return next(reversed(self.named(asked.secret)), None)
+            named = reversed(self.named(asked.secret))
+            return next((one for one in named if one.transfer_id == asked.secret), None)
         offer = self.find(asked.offer_id)
         if offer is not None:
             check_right(asked.secret, offer.secret)
@@ -112,12 +113,18 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     #     earlier process   commit ──────────────────────────▶ stale
     #     next process            query: no ──▶ reads again ──▶ commit: yes
     #     offer                   └ denied: the token, but to the next process
-    def _answer_committed(self, event: ev.Asked[CommitQuery]) -> Commands:
+    def _answer_committed(self, event: ev.Asked[CommitQuery], now: float) -> Commands:
         asked, offer = event.message, self._committed(event.message)
         is_committed = offer is not None and offer.has_committed(asked.token, event.holder)
-        if offer is not None and not is_committed and not offer.is_over:
-            offer.denied[asked.token] = asked.reader_boot
-        return [SendReply(event.reply_to, CommitAnswer(is_committed))]
+        if offer is None or not is_committed:
+            if offer is not None and not offer.is_over:
+                offer.denied[asked.token] = asked.reader_boot
+            return [SendReply(event.reply_to, CommitAnswer(committed=False))]
+        commands: Commands = [SendReply(event.reply_to, CommitAnswer(True, offer.num_tokens))]
+        if offer.word is None or offer.is_over:
+            return commands
+        taken = ev.WordTaken(offer.offer_id, asked.token)  # its reader ended before it said so
+        return commands + self._apply(offer, taken, now)
 
     def _names_of(self, entry: OfferEntry) -> tuple[str, ...]:
         return tuple(filter(None, (entry.request_id, entry.transfer_id)))
@@ -139,7 +146,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         if isinstance(event.message, Meet | Forgo):
             return self._answer_by_name(event, event.message, now)
         if isinstance(event.message, CommitQuery):
-            return self._answer_committed(event)
+            return self._answer_committed(event, now)
         offer = self._known(event.message.offer_id)
         offer.check_right(event)
         return self._apply(offer, event, now)

@@ -140,6 +140,7 @@ def restore(offer: OfferEntry, event: ev.Restored, _: Context) -> Commands:
     known = event.ended
     offer.state, offer.engine_id, offer.request_id = RELEASED, event.engine_id, known.request_id
     offer.secret, offer.taken = known.secret, known.commits
+    offer.num_tokens = known.num_tokens
     offer.outcome, offer.ended_by = Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED
     return [Refuse(reply_to, ended(offer)) for reply_to in offer.waiting]
 
