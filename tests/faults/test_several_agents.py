@@ -338,4 +338,5 @@ def test_a_part_that_comes_after_its_cancellation_is_refused(decode: AgentProces
 
     assert cancelled["ok"] == {}
     assert after["ok"]["code"] == "cancelled"
-    assert another["error"]["code"] == "engine_unknown"
+    # an agent that has just started waits for its engines
+    assert another["error"]["code"] in ("engine_unknown", "engine_not_ready")
