@@ -173,7 +173,7 @@ EXPECTED = {
         "shared memory": Expected(
             NO_ANSWER, Outcome.WITHDRAWN, stages=AT_THE_END, is_withheld=False
         ),
-        "packed": Expected(NO_ANSWER, Outcome.WITHDRAWN),
+        "packed": Expected(GONE, Outcome.WITHDRAWN, stages=TRIED),
     },
     "decode agent stopped": dict.fromkeys(
         ("direct", "staged", "packed", "mapped"),
