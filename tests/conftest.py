@@ -17,6 +17,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from hypothesis import Phase, settings
 from kvbus.spawn import never_give
 from tests.agents import AgentProcess, Agents, agents_ended, started
 from tests.examples import PROFILE, num_examples
+from tests.moves import enforce_all
 
 phases = [phase for phase in Phase if phase is not Phase.explain]
 for name in ("kvbus", "long"):
@@ -32,6 +34,9 @@ for name in ("kvbus", "long"):
 settings.load_profile(PROFILE)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if find_spec("kvbus_decode") and find_spec("kvbus_prefill"):
+    enforce_all()
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # gw0, gw1 and so on
     number, num_workers = int(worker[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from tests.moves import enforce_all
 from tests.sim.world import Violation
 from tests.sim.worlds import SORTS, simulate
 
@@ -27,6 +28,7 @@ def main(
     world: Annotated[str, typer.Option(help=f"all, or one of {', '.join(SORTS)}.")] = "all",
 ) -> None:
     """Simulate handoffs between agents in worlds of many seeds, and check bytes and ends."""
+    enforce_all()
     names = list(SORTS) if world == "all" else [world]
     began = time.process_time()
     counts = {name: Counter[str]() for name in names}
