@@ -55,12 +55,12 @@ def test_without_its_agent_prefill_keeps_what_it_offered_and_offers_the_rest_to_
     offered = engines.params()
     engines.agents.all[0].kill()
 
-    prompts = [prompt_of(LENGTH, seed) for seed in range(1, NUM_BEHIND)]
+    prompts = [prompt_of(LENGTH, seed) for seed in range(1, 5)]
     missed = [engines.prefill.answer(prompt, 1, TO_DECODE).params for prompt in prompts]
 
     assert missed == [None] * len(prompts)
     assert "its KV is not offered" in caplog.text
-    prompt = prompt_of(LENGTH, seed=0)
+    prompt = prompt_of(LENGTH, seed=NUM_BEHIND)
     waits = engines.prefill.ask(prompt, 1, TO_DECODE)
     engines.prefill.step()
     engines.agents.all[0].start()
@@ -75,7 +75,7 @@ def test_without_its_agent_prefill_keeps_what_it_offered_and_offers_the_rest_to_
 def test_a_request_that_ends_while_its_agent_is_started_again_waits_for_its_ticket(
     engines: Pair,
 ) -> None:
-    engines.params()
+    offered = engines.params()
     prefill = engines.agents.all[0]
     prefill.kill()
     prefill.launch()
@@ -85,6 +85,7 @@ def test_a_request_that_ends_while_its_agent_is_started_again_waits_for_its_tick
 
     prefill.wait_started()
     assert engines.decode.answer(prompt, 2, params).num_computed == 1
+    assert engines.decode.answer(PROMPT, 2, offered).num_computed == 1
 
 
 @BY_SIGNAL
