@@ -330,6 +330,8 @@ def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
 # blocks under the second read, and grant the second commit, which shows the same token.
 def take_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     """The earlier process has completed the fetch, or it is one like any other."""
+    if not isinstance(fetch.question, CommitQuery):
+        return []
     if not isinstance(event.outcome, CommitAnswer):
         return ask_later_or_fail(fetch, event, at)
     fetch.question, fetch.ask_at, fetch.repeated = None, None, False
