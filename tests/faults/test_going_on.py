@@ -253,8 +253,10 @@ async def test_offers_outlive_killed_agents_and_fetches_are_reported_once_with_f
         await until(lambda: all(offer.ended.done() for offer in offers))
         assert links[0].ended() == offers
         assert all(offer.outcome is Outcome.WITHDRAWN for offer in offers)
+        for fetch in fetches:
+            await until(lambda fetch=fetch: fetch.are_blocks_free)  # type: ignore[misc]
         assert links[1].ended() == fetches
-        assert all(fetch.are_blocks_free for fetch in fetches)
+        assert {fetch.notice.code for fetch in fetches if fetch.notice} == {"offer_withdrawn"}
         assert [link.ended() for link in links] == [[], []]
         await works_again(source, target)
 

@@ -180,6 +180,8 @@ def note_news(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Comma
 
     A read ahead of the lease needs none.
     """
+    if fetch.repeated and fetch.others_read:  # parts of the earlier process end first
+        return []
     if fetch.question is None and (fetch.held is not None or fetch.chunk is None):
         return [ask(fetch, at)]
     fetch.hinted = True
@@ -330,7 +332,7 @@ def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
 # blocks under the second read, and grant the second commit, which shows the same token.
 def take_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     """The earlier process has completed the fetch, or it is one like any other."""
-    if not isinstance(fetch.question, CommitQuery):
+    if not isinstance(fetch.question, CommitQuery):  # it was not asked in this state
         return []
     if not isinstance(event.outcome, CommitAnswer):
         return ask_later_or_fail(fetch, event, at)
