@@ -57,9 +57,9 @@ class Link:
     shows it. An answer is waited for, and an agent without room is asked, for
     ``request_timeout_s``.
 
-    The link outlives its agent: once one listens at the path again, the memory, which is the
-    engine's, and the engine are registered with it. Offers and fetches wait for that for
-    ``agent_wait_s``; those that a lost agent had begun have ended, and are told of once.
+    The link outlives its agent. Once an agent listens at the path again, the link registers the
+    engine and its memory, publishes live offers again, and repeats live fetches. A fetch ends at
+    its deadline. An offer ends at its ``ttl_s``, but not before ``agent_wait_s``.
 
     Entering it raises why the first attempt failed, such as `PeerLost` when no agent listens within
     ``attach_timeout_s``. `start` does not wait, and an engine that can do without an agent looks at
