@@ -25,6 +25,7 @@ from kvbus.errors import (
     GeometryError,
     KVBusError,
     LocalError,
+    PeerLost,
     RequestRefused,
 )
 from kvbus.geometry import BlockTable, EngineSpec
@@ -342,6 +343,8 @@ class Offer(Pending[MakeOffer]):
         connection = self._connection
         if not isinstance(reply, KVBusError):
             done.settle(None)
+        elif self.ended.done() and isinstance(reply, PeerLost):
+            done.settle(self.error)  # without one, the agent had done it before it was lost
         elif connection is None or self.ended.done():
             done.settle(reply)
         elif connection.lost is not None or reply.code in AGENT_ENDS:
