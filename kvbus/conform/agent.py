@@ -88,6 +88,7 @@ class PlayedAgent:
         """Come up as a new process of the agent."""
         self._num_boots += 1
         self.boot = f"{self._num_boots:032x}"
+        self._lifeline = list(os.pipe())
         self._router = self._context.socket(zmq.ROUTER)
         self._router.set(zmq.SNDHWM, 0)
         self._router.set(zmq.RCVHWM, 0)
@@ -111,6 +112,7 @@ class PlayedAgent:
         self._listener.close()
         self.engine.attach_path.unlink()
         self._router.close()
+        close_all(self._lifeline)
 
     def hang_up(self) -> None:
         """End all attach connections, and so all sessions."""
@@ -261,13 +263,15 @@ class PlayedAgent:
         if whole is None:
             return
         packed, fds = whole
+        had_boot = bool(session.boot)
         try:
             answer = {"ok": self._attach_answer(session, packed, fds)}
         except KVBusError as error:
             answer = {"error": error_body(error)}
         finally:
             close_all(fds)
-        session.write(msgpack.packb(answer))
+        is_hello = session.boot and not had_boot
+        session.write(msgpack.packb(answer), self._lifeline[:1] if is_hello else ())
         if len(packed) > MAX_BODY_BYTES:
             session.close()
 

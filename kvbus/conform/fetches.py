@@ -60,10 +60,15 @@ class FetchStage(Stage):
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
         """In the same memory the blocks are not free: the agent's process has not ended."""
-        super().lose(job, same_memory=same_memory)
+        job.over = not job.again  # the engine was quick
         self.book.expect("fetch.lost_blocks", True)
         if same_memory:
             self._lost.append((self.agent.boot, job))
+
+    def settle_lost(self, job: Job) -> bool:
+        """An engine ends a fetch with its agent, or repeats it: then all is read once more."""
+        self.wait(lambda: self.told_over(job) or job.again)
+        return self.end_well(job) if job.again else bool(self.told_over(job))
 
     def land(self, job: Job) -> None:
         """The right numbers are there; the engine is told, if it asked for that."""
@@ -139,7 +144,10 @@ class FetchStage(Stage):
         if job is None:
             return refusal("invalid", "no such ticket was given")
         again = f"fetch id {body.fetch_id!r} was used before"
-        self.book.expect("fetch.id", body.fetch_id not in self._fetch_ids, again)
+        if body.repeated and body.fetch_id == job.handoff_id:
+            job.over, job.again = False, True
+        else:
+            self.book.expect("fetch.id", body.fetch_id not in self._fetch_ids, again)
         tokens = (body.first_token, body.num_tokens)
         wanted = f"tokens {tokens}, not {(job.first_token, job.num_tokens)}"
         self.book.expect("fetch.tokens", tokens == (job.first_token, job.num_tokens), wanted)

@@ -5,6 +5,7 @@ import mmap
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,10 +82,12 @@ class Session:
         self._read, self._fds = bytearray(), []
         return whole
 
-    def write(self, packed: bytes) -> None:
-        """Send a message."""
+    def write(self, packed: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a message, and duplicates of ``fds``."""
         try:
-            self._socket.send(len(packed).to_bytes(LENGTH_BYTES, "little") + packed)
+            socket.send_fds(
+                self._socket, [len(packed).to_bytes(LENGTH_BYTES, "little") + packed], fds
+            )
         except OSError:
             self.close()
 
