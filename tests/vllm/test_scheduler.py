@@ -34,7 +34,7 @@ from tests.vllm.scheduled import (
     prompt_of,
     what_follows,
 )
-from tests.vllm.tickets import DO_NOT_FIT, WRONG, unreachable
+from tests.vllm.tickets import DO_NOT_FIT, WRONG, of_earlier_process, unreachable
 
 Fields = Mapping[str, Any]
 
@@ -168,6 +168,13 @@ def test_the_prompt_of_a_wrong_ticket_is_computed_and_the_right_one_is_good_afte
 
     assert (wrong.num_computed, right.num_computed, len(errors)) == (LENGTH, 1, 1)
     assert wrong.tokens == right.tokens == what_follows(PROMPT, 3)
+
+
+def test_a_ticket_of_an_earlier_process_of_the_agent_is_good(engines: Pair) -> None:
+    answer = engines.decode.answer(PROMPT, 3, of_earlier_process(engines.params()))
+
+    assert answer.num_computed == 1
+    assert answer.tokens == what_follows(PROMPT, 3)
 
 
 def test_a_load_that_fails_is_not_taken_for_a_good_one_where_steps_are_scheduled_ahead(

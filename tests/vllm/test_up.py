@@ -111,7 +111,7 @@ def test_a_request_without_the_images_of_its_ticket_is_an_error_where_others_are
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_what_an_agent_does_not_survive_decode_computes_and_goes_on_with_the_next_one(
+def test_requests_survive_the_kill_of_an_agent_that_is_started_again(
     pair: Cluster, role: str
 ) -> None:
     prompts = [prompt_of(400, seed=90 + 10 * len(role) + number) for number in range(4)]
@@ -119,10 +119,10 @@ def test_what_an_agent_does_not_survive_decode_computes_and_goes_on_with_the_nex
     calls = pair.stuck(prompts)
 
     killed.kill()
+    killed.start()
 
     if role == "decode":
         pair.prefill_agent.signal(signal.SIGCONT)
     said = [call.completion().tokens for call in calls]
     assert said == [pair.alone(prompt) for prompt in prompts]
-    killed.start()
     works_again(pair, seed=3000 + 1000 * len(role))

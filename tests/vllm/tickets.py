@@ -43,6 +43,11 @@ def _without(missing: str) -> Callable[[Params], Params]:
     return left
 
 
+def of_earlier_process(params: Params) -> Params:
+    """Issued by a process of the agent that has ended. Its engine has published the offer again."""
+    return _with(agent_boot=uuid.uuid4().hex)(params)
+
+
 def unreachable(params: Params) -> Params:
     """Of an agent that is not there: it is looked for until the fetch's deadline."""
     return _with(endpoint=f"tcp://127.0.0.1:{free_port()}")(params)
@@ -56,7 +61,6 @@ WRONG: Mapping[str, Callable[[Params], Params]] = {
     "of vLLM's own connector": lambda _: OF_NIXL_CONNECTOR,
     "of another engine": _with(engine_id="nobody"),
     "of an engine that has restarted": _with(engine_instance=uuid.uuid4().hex),
-    "of an agent that has restarted": _with(agent_boot=uuid.uuid4().hex),
     "with another secret": _with(secret=uuid.uuid4().hex),
     "of an unknown offer": _with(offer_id=uuid.uuid4().hex),
     "of another version": _with(kvbus=999),
