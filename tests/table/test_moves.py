@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from kvbus.table import transitions
-from kvbus_decode.fetch.table import FetchTable
-from kvbus_decode.fetch.transitions import DRAINING, READING, RETRYING
+from kvbus_decode.fetch import FetchState, FetchTable
 from tests.moves import MoveError, enforce
 
 
@@ -42,7 +41,7 @@ def test_a_handler_that_leaves_the_states_of_its_row_fails(
 def test_the_tables_of_the_product_are_checked_here() -> None:
     from kvbus_decode.fetch import events as ev
 
-    row = FetchTable.transitions[READING, ev.StepFailed]
+    row = FetchTable.transitions[FetchState.READING, ev.StepFailed]
 
-    assert row.to == (RETRYING, DRAINING)
+    assert row.to == (FetchState.RETRYING, FetchState.DRAINING)
     assert hasattr(row.handler, "__wrapped__")
