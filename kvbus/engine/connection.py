@@ -30,7 +30,7 @@ from kvbus.errors import (
 from kvbus.memory.attach import AgentLife, AttachClient, close_fds
 from kvbus.memory.attach.place import check_folder
 from kvbus.protocol.attach import Hello, Welcome
-from kvbus.protocol.engine import AgentRole, Detach, Leaving
+from kvbus.protocol.engine import AgentRole, Detach
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
 from kvbus.protocol.message import R, Request, from_body, to_body
 
@@ -84,8 +84,6 @@ class Connection:
         self.events = Events()
         self.lost: KVBusError | None = None
         self.life = AgentLife()
-        self.is_left = False
-        """Whether the agent has said that it ends: what it did not answer was not begun."""
         self._path, self._engine_id, self._role = attach_path, engine_id, role
         self._attach_timeout_s, self._request_timeout_s = attach_timeout_s, request_timeout_s
         self._attach = AttachClient(attach_path)
@@ -111,7 +109,7 @@ class Connection:
                 context,
                 self._welcome.engine_endpoint,
                 boot=self.boot,
-                on_notice=self._take_notice,
+                on_notice=lambda notice: self.events.on_notice(notice),  # noqa: PLW0108 - replaced
                 max_pending=MAX_PENDING,
             )
             tasks.start_soon(self._client.run)
@@ -167,12 +165,6 @@ class Connection:
         if self._client is None:
             raise ClosedError("the connection is not open")
         return self._client
-
-    def _take_notice(self, notice: Notice) -> None:
-        if notice.op == Leaving.op:
-            self.is_left = True
-        else:
-            self.events.on_notice(notice)
 
     async def _attach_within_time(self, stack: contextlib.AsyncExitStack) -> Welcome:
         """While no agent listens, or it is not ready, try again until the deadline."""

@@ -342,8 +342,6 @@ class Fetches(Asking[Fetch]):
         for fetch in fetches:
             if isinstance(error, ClosedError) or not self._is_followed:
                 self._lose(fetch, error)
-            elif fetch.notice is None and connection.is_left:  # it was not begun
-                self.wait(fetch, error)
             else:
                 self._away[fetch] = connection
                 if fetch.notice is None:

@@ -328,9 +328,8 @@ async def test_a_report_between_the_end_of_writes_and_its_note_is_the_only_one()
 # The next agent
 
 
-@pytest.mark.parametrize("how", ["draining", "left", "lost"])
+@pytest.mark.parametrize("how", ["draining", "unanswered", "lost"])
 async def test_a_fetch_that_its_agent_did_not_begin_goes_on_with_the_next_one(how: str) -> None:
-    """One that says that it leaves has begun nothing that it did not answer."""
     old, new = Recording(), Recording()
     fetches = RecordedFetches(old)
     if how == "lost":
@@ -339,8 +338,7 @@ async def test_a_fetch_that_its_agent_did_not_begin_goes_on_with_the_next_one(ho
     if how == "draining":
         old.on_replies[0](draining())
         old.lose(GONE)
-    elif how == "left":
-        old.is_left = True
+    elif how == "unanswered":
         old.lose(GONE)
     fetches.opened(new)
     new.answer(failed(fetch.fetch_id, blocks_free=True))
@@ -566,17 +564,25 @@ async def test_an_offer_in_memory_that_was_replaced_is_lost() -> None:
     assert second.sent == []
 
 
+def offer_with_word(
+    offers: RecordedOffers, first: Recording, page: SharedSegment
+) -> tuple[Offer, MakeOffer, Word]:
+    """Return an offer that the first agent has made, its request, and its word, which is open."""
+    offer = offers.offer(16, {"full": [7]})
+    asked = first.sent[0]
+    ticket = ticket_for(asked, asked.offer_id, asked.secret)
+    word = Word(page.swap, msgspec.structs.replace(ticket, word=asked.word))
+    word.open(asked.word)
+    first.on_replies[0](OfferMade(asked.offer_id, ticket.to_json()))
+    return offer, asked, word
+
+
 async def test_a_commit_that_the_lost_agent_did_not_report_is_found_in_the_word() -> None:
     """It is never offered again, and the next agent is told of it."""
     first, second = Recording(reply=None), Recording()
     with contextlib.closing(SharedSegment(WORDS_BYTES)) as page:
         offers = RecordedOffers(first, words=page)
-        offer = offers.offer(16, {"full": [7]})
-        asked = first.sent[0]
-        ticket = ticket_for(asked, asked.offer_id, asked.secret)
-        word = Word(page.swap, msgspec.structs.replace(ticket, word=asked.word))
-        word.open(asked.word)
-        first.on_replies[0](OfferMade(asked.offer_id, ticket.to_json()))
+        offer, asked, word = offer_with_word(offers, first, page)
         assert word.take("a token")
         first.lose(GONE)
         had_ended = offer.outcome
@@ -586,19 +592,28 @@ async def test_a_commit_that_the_lost_agent_did_not_report_is_found_in_the_word(
         assert second.sent == []
         (ended,) = offers.ended_lately()
         assert (ended.offer_id, ended.secret) == (asked.offer_id, asked.secret)
-        assert ended.commits == (commit_mark(asked.secret, "a token"),)
+        assert ended.commits == (commit_mark(asked.secret or "", "a token"),)
+
+
+async def test_a_call_of_an_offer_that_ended_before_its_agent_was_lost_does_not_fail() -> None:
+    first = Recording(reply=None)
+    offers = RecordedOffers(first)
+    offer = offers.offer(16, {"full": [7]})
+    asked = first.sent[0]
+    first.on_replies[0](OfferMade(asked.offer_id, {}))
+    withdrawn = offer.withdraw()
+    first.notice(Released(asked.offer_id, "r", Outcome.COMPLETED))
+    first.lose(GONE)
+
+    await withdrawn
+    assert offer.outcome is Outcome.COMPLETED
 
 
 async def test_no_reader_commits_an_offer_by_its_word_once_the_agent_is_lost() -> None:
     first = Recording(reply=None)
     with contextlib.closing(SharedSegment(WORDS_BYTES)) as page:
         offers = RecordedOffers(first, words=page)
-        offer = offers.offer(16, {"full": [7]})
-        asked = first.sent[0]
-        ticket = ticket_for(asked, asked.offer_id, asked.secret)
-        word = Word(page.swap, msgspec.structs.replace(ticket, word=asked.word))
-        word.open(asked.word)
-        first.on_replies[0](OfferMade(asked.offer_id, ticket.to_json()))
+        offer, _, word = offer_with_word(offers, first, page)
         first.lose(GONE)
 
         assert not word.take("a token")
