@@ -64,7 +64,7 @@ BOTH = (
     Rule(
         "ends.told",
         "when-the-attach-connection-ends",
-        "What a lost agent had is ended, not waited for.",
+        "What a lost agent had ends, or is repeated with the next agent.",
     ),
     Rule("ends.stop", "attach-socket", "It ends when it is told to, with exit status 0."),
 )
