@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -33,7 +34,7 @@ from kvbus.transport import Transport
 
 log = structlog.get_logger()
 
-MOST_ENDED = 4096
+MAX_ENDED_NAMES = 4096
 """Instances of engines that are known to have ended."""
 MOST_KEPT = 4096
 """Mappings of zeros that stay when their engine is gone, of those that the machine allows."""
@@ -106,8 +107,12 @@ class EngineDirectory:
         if not isinstance(body, dict):
             raise ProtocolError("attach message needs 'op' and a map 'body'")
         if op == Hello.op:
-            welcome = to_body(self._greet(connection, from_body(Hello, body)))
-            return PassingAnswer(welcome, [self._lifeline.new_read_end()])
+            hello, life = from_body(Hello, body), self._lifeline.new_read_end()
+            try:
+                return PassingAnswer(to_body(self._greet(connection, hello)), [life])
+            except KVBusError:
+                os.close(life)
+                raise
         if op not in (PassSegment.op, PassCuda.op):
             raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
         answer: Message
@@ -360,7 +365,7 @@ class EngineDirectory:
 
     def _note_ended(self, name: str) -> None:
         self._ended[name] = None
-        if len(self._ended) > MOST_ENDED:
+        if len(self._ended) > MAX_ENDED_NAMES:
             self._ended.popitem(last=False)
 
     def _lose(self, engine: LocalEngine, *, meant: bool) -> None:

@@ -6,7 +6,6 @@ publishes it again to the next one.
 
 import asyncio
 import math
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, TypedDict, Unpack
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from kvbus.bus import new_secret
 from kvbus.engine.asking import NOT_BEGUN, Asking, Pending
 from kvbus.engine.connection import Connection
 from kvbus.engine.later import Later, Runner
@@ -570,8 +570,8 @@ def offer_message(
         num_tokens=num_tokens,
         tables=tables_of(block_ids, first_blocks),
         asked_s=time.monotonic(),
-        offer_id=secrets.token_hex(16),
-        secret=secrets.token_hex(16),
+        offer_id=new_secret(),
+        secret=new_secret(),
         **fields,
     )
 

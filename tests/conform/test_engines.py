@@ -112,6 +112,8 @@ CASES = [
     *(("decode", flaw, *case) for flaw, case in {**FLAWS, **OF_DECODE}.items()),
     *(("prefill", flaw, *case) for flaw, case in OF_PREFILL.items()),
 ]
+BROKEN_BY_THE_SDK = "offer.again"
+"""The raw engine publishes no offer again, so the SDK's engine breaks this rule."""
 TOO_EARLY = {
     *("reuse_withdrawn", "reuses_offered", "reuses_early", "reuses_cancelled", "same_memory"),
 }
@@ -150,7 +152,7 @@ def test_an_engine_that_publishes_its_offers_again_with_another_secret_breaks_th
 ) -> None:
     play = Play("prefill", (*SDK, "other_secret"), ("--scene", "new_agent"))
 
-    assert list(plays.ended([play], 0).seen("failed")) == ["offer.again"]
+    assert list(plays.ended([play], 0).seen("failed")) == [BROKEN_BY_THE_SDK]
 
 
 @pytest.mark.parametrize("number", range(len(WHOLE), len(ALL)))
@@ -180,4 +182,4 @@ def test_every_rule_has_a_flaw_that_breaks_it(plays: Plays) -> None:
 
     rules = [plays.ended(of_each_role, number).rules for number in range(len(ROLES))]
 
-    assert {rule for *_, rule in CASES} | {"offer.again"} == rules[0].keys() | rules[1].keys()
+    assert {BROKEN_BY_THE_SDK, *(rule for *_, rule in CASES)} == rules[0].keys() | rules[1].keys()

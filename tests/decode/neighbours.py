@@ -118,10 +118,13 @@ async def neighbours(
         yield Neighbours(source, target)
 
 
-async def begin(source: Engine, target: Engine, num_tokens: int) -> tuple[Offer, Fetch]:
+async def begin(
+    source: Engine, target: Engine, num_tokens: int, **options: Any
+) -> tuple[Offer, Fetch]:
     theirs, ours = source.some_blocks(3, num_tokens), target.some_blocks(4, num_tokens)
     offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
-    return offer, target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours)
+    fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours, **options)
+    return offer, fetch
 
 
 def before_each_copy(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:

@@ -195,7 +195,7 @@ async def test_zeros_are_not_confirmed_though_the_lease_lives(
         assert await works(source, target)
         with monkeypatch.context() as patched:
             before_each_copy(patched, lambda: end_memory(both))
-            offer, fetch = await begin(source, target, num_tokens)
+            offer, fetch = await begin(source, target, num_tokens, timeout_s=5.0)
             failure = await failure_of(fetch)
             await offer.withdraw()
             await offer.ended

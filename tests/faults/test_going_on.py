@@ -6,9 +6,10 @@ With ``KVBUS_RESTARTS=20`` each agent is started again as often.
 import fcntl
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -18,6 +19,7 @@ from kvbus.errors import ErrorCode, PeerLost
 from kvbus.spawn import free_port
 from tests.agents import AgentProcess, until
 from tests.engines import (
+    Engine,
     Handoff,
     begin,
     engine,
@@ -37,36 +39,49 @@ WAIT_S = 0.3
 HOME, OTHER = 0, 1
 
 
+GoesOn = Callable[[], Awaitable[None]]
+
+
+@asynccontextmanager
+async def under_load(
+    attach: Sequence[Path], hand_one: Callable[[Engine, Engine], Awaitable[object]], **options: Any
+) -> AsyncIterator[GoesOn]:
+    """Pairs of engines hand over until the block ends; it gets what waits for `MORE` of these."""
+    num_completed, is_over = 0, False
+
+    async def work(source: Engine, target: Engine) -> None:
+        nonlocal num_completed
+        while not is_over:
+            await hand_one(source, target)
+            num_completed += 1
+
+    async def goes_on() -> None:
+        wanted = num_completed + MORE
+        await until(lambda: num_completed >= wanted, WITHIN_S)
+
+    async with AsyncExitStack() as stack:
+        pairs = [
+            await stack.enter_async_context(pair(*attach, **options)) for _ in range(NUM_PAIRS)
+        ]
+        async with anyio.create_task_group() as tasks:
+            for source, target in pairs:
+                tasks.start_soon(work, source, target)
+            yield goes_on
+            await goes_on()
+            is_over = True
+
+
 async def test_no_handoff_fails_while_either_agent_is_started_again(fresh: Started) -> None:
     """An agent that is told to end has time to finish, and the engines wait for the next one."""
     both = fresh.both(decode={"mapped": True})
-    num_completed, is_over = 0, False
 
-    async with AsyncExitStack() as stack:
-        attach = [agent.attach for agent in both]
-        pairs = [await stack.enter_async_context(pair(*attach)) for _ in range(NUM_PAIRS)]
-
-        async def work(number: int) -> None:
-            nonlocal num_completed
-            while not is_over:
-                await hand_over(*pairs[number])
-                num_completed += 1
-
-        async def goes_on() -> None:
-            wanted = num_completed + MORE
-            await until(lambda: num_completed >= wanted, WITHIN_S)
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(NUM_PAIRS):
-                tasks.start_soon(work, number)
-            for agent in both * NUM_RESTARTS:
-                await goes_on()
-                agent.signal(signal.SIGTERM)
-                assert await anyio.to_thread.run_sync(agent.exit_status) == 0
-                agent.launch()
-                await anyio.to_thread.run_sync(agent.wait_started)
+    async with under_load([agent.attach for agent in both], hand_over) as goes_on:
+        for agent in both * NUM_RESTARTS:
             await goes_on()
-            is_over = True
+            agent.signal(signal.SIGTERM)
+            assert await anyio.to_thread.run_sync(agent.exit_status) == 0
+            agent.launch()
+            await anyio.to_thread.run_sync(agent.wait_started)
 
     assert not [line for agent in both for line in agent.logged("handoff.failed")]
 
@@ -199,33 +214,15 @@ async def test_no_handoff_fails_while_the_prefill_agent_is_killed_and_started_ag
     fresh: Started, mapped: bool
 ) -> None:
     prefill, decode = fresh.both(decode={"mapped": mapped})
-    num_completed, is_over = 0, False
 
-    async with AsyncExitStack() as stack:
-        agents = prefill.attach, decode.attach
-        pairs = [
-            await stack.enter_async_context(pair(*agents, agent_wait_s=WITHIN_S))
-            for _ in range(NUM_PAIRS)
-        ]
+    async def hand_one(source: Engine, target: Engine) -> None:
+        await read_whole(await begin(source, target, timeout_s=WITHIN_S))
 
-        async def work(number: int) -> None:
-            nonlocal num_completed
-            while not is_over:
-                await read_whole(await begin(*pairs[number], timeout_s=WITHIN_S))
-                num_completed += 1
-
-        async def goes_on() -> None:
-            wanted = num_completed + MORE
-            await until(lambda: num_completed >= wanted, WITHIN_S)
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(NUM_PAIRS):
-                tasks.start_soon(work, number)
-            for _ in range(2 * NUM_RESTARTS):
-                await goes_on()
-                await kill_and_start(prefill)
+    attach = prefill.attach, decode.attach
+    async with under_load(attach, hand_one, agent_wait_s=WITHIN_S) as goes_on:
+        for _ in range(2 * NUM_RESTARTS):
             await goes_on()
-            is_over = True
+            await kill_and_start(prefill)
 
 
 async def test_offers_outlive_killed_agents_and_fetches_are_reported_once_with_free_blocks(

@@ -107,7 +107,7 @@ async def test_an_agent_without_the_ranks_is_named_when_hands_are_shaken(
             await elsewhere.__aenter__()
         offer = await control.offer("r", **BLOCK)
 
-        failure = await failure_of(target.decode.fetch(offer.ticket, **BLOCK))
+        failure = await failure_of(target.decode.fetch(offer.ticket, timeout_s=5.0, **BLOCK))
         await offer.withdraw()
 
     unreachable = ErrorCode.PEER_UNREACHABLE, ErrorCode.ENGINE_UNKNOWN

@@ -5,14 +5,15 @@ import os
 import weakref
 from collections.abc import Callable
 
+from kvbus.errors import ErrorCode, LocalError
 from kvbus.memory.attach.channel import close_fds
 
 
-# An agent may be several processes, and any of them may write into blocks of an engine. Each one
-# holds the write end of one pipe from its start to its end; engines hold the read end:
+# A child process of an agent may write into blocks of an engine, too, and outlive the agent. So
+# each process holds the write end of one pipe from its start to its end; engines hold the read end:
 #
-#     agent    control process ────────────────┤ SIGKILL
-#              data process    ──────────────────────┤ exits, as it lost the control process
+#     agent    ────────────────────────────────┤ SIGKILL
+#     child    ──────────────────────────────────────┤ exits, as it lost the agent
 #     pipe     write ends: 2                   1     0 ─▶ end-of-file
 #     engine   attach connection ends ─────────┘     └─▶ no process of the agent can write
 #
@@ -28,8 +29,12 @@ class Lifeline:
         weakref.finalize(self, close_fds, [self._read_fd, self.write_fd])
 
     def new_read_end(self) -> int:
-        """Return a descriptor for an engine; the caller closes it."""
-        return os.dup(self._read_fd)
+        """Return a descriptor, which the caller closes. Raises `LocalError` (``busy``)."""
+        try:
+            return os.dup(self._read_fd)
+        except OSError as error:
+            message = f"the agent has no descriptor left for an engine: {error.strerror}"
+            raise LocalError(message, code=ErrorCode.BUSY) from error
 
 
 class AgentLife:
