@@ -60,7 +60,7 @@ class FetchStage(Stage):
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
         """In the same memory the blocks are not free: the agent's process has not ended."""
-        job.over = not job.again  # the engine was quick
+        super().lose(job, same_memory=same_memory)
         self.book.expect("fetch.lost_blocks", True)
         if same_memory:
             self._lost.append((self.agent.boot, job))

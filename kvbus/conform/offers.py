@@ -118,7 +118,7 @@ class OfferStage(Stage):
             job.word = LiveWord(page, number, live)
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
-        job.over = not job.again  # the engine was quick
+        super().lose(job, same_memory=same_memory)
         if not same_memory:
             job.word = None
 

@@ -114,7 +114,7 @@ class Stage(ABC):
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
         """The agent has hung up on the engine, which is back, with the same memory or with new."""
-        job.over = True
+        job.over = not job.again  # the engine was quick
 
     def settle_lost(self, job: Job) -> bool:
         """Whether the engine says in time that the lost job is over."""

@@ -47,7 +47,9 @@ from tests.prefill.tickets import ticket_for
 
 ev = offer.events
 SECRET, TOKEN, NAME = "secret", "token", "name"
-LIMITS = offer.OfferLimits(max_offers=2, max_lease_s=4.0, max_hold_s=10.0, max_parts=2)
+LIMITS = offer.OfferLimits(
+    max_offers=2, max_lease_s=4.0, max_hold_s=10.0, max_parts=2, max_denied=2
+)
 COMPLETED, WITHDRAWN, EXPIRED = Outcome.COMPLETED, Outcome.WITHDRAWN, Outcome.EXPIRED
 BUSY, STALE, FORBIDDEN = ErrorCode.BUSY, ErrorCode.STALE, ErrorCode.FORBIDDEN
 OFFER_OPEN, LEASE_EXPIRED = ErrorCode.OFFER_OPEN, ErrorCode.LEASE_EXPIRED
@@ -372,6 +374,9 @@ SCRIPTS: dict[str, list[Step]] = {
         [SEALED, (1, query(), [False]), (2, taken(process=("decode-0", "first boot")), [STALE]),
          (3, taken(token="another's", process=("decode-1", "boot"), blocks=None), [STALE]),
          (3, taken(process=LATER), ["ok", COMPLETED])],
+    "so many tokens may be denied, and no more":
+        [SEALED, (1, query(token="0"), [False]), (1, query(token="1"), [False]),
+         (2, query(token="one more"), [BUSY]), (2, query(token="0"), [False])],
     # who may read, and who must wait
     "one offer more than the limit is busy":
         [opened("o1"), opened("o2"), (0, opened("o3"), [BUSY])],

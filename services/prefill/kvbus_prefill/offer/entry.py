@@ -13,7 +13,17 @@ from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome, Released
 from kvbus.protocol.message import check_right
-from kvbus.protocol.peer import Claim, Digest, Granted, Pack, PeerWithdraw, Release, Renew, Take
+from kvbus.protocol.peer import (
+    Claim,
+    CommitQuery,
+    Digest,
+    Granted,
+    Pack,
+    PeerWithdraw,
+    Release,
+    Renew,
+    Take,
+)
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import OfferEvent
 from kvbus.protocol.word import Word, commit_mark
@@ -68,6 +78,8 @@ class OfferLimits:
     reader_return_s: float = 10.0
     max_names: int = 16_384
     max_parts: int = 1024
+    max_denied: int = 1024
+    """Tokens of one offer that are denied to earlier processes of readers."""
 
 
 Context = AnyContext[OfferLimits]
@@ -185,6 +197,16 @@ class OfferEntry:
         if self.word is not None and not self.word.is_closed:
             return self.word.is_taken_by(token)
         return bool(self.taken) and commit_mark(self.secret, token) in self.taken
+
+    def deny(self, asked: CommitQuery, max_denied: int) -> None:
+        """Grant a commit with this token to no process but the one that asks.
+
+        Raises `LocalError` (``busy``) when too many tokens are denied.
+        """
+        if len(self.denied) >= max_denied and asked.token not in self.denied:
+            message = f"{max_denied} readers of the offer repeat their fetches, which is the limit"
+            raise LocalError(message, code=ErrorCode.BUSY)
+        self.denied[asked.token] = asked.reader_boot
 
     def retire(self) -> None:
         """Keep no tables: a late message asks how it ended, and no more."""

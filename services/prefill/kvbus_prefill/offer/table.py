@@ -118,7 +118,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         is_committed = offer is not None and offer.has_committed(asked.token, event.holder)
         if offer is None or not is_committed:
             if offer is not None and not offer.is_over:
-                offer.denied[asked.token] = asked.reader_boot
+                offer.deny(asked, self.limits.max_denied)
             return [SendReply(event.reply_to, CommitAnswer(committed=False))]
         commands: Commands = [SendReply(event.reply_to, CommitAnswer(True, offer.num_tokens))]
         if offer.word is None or offer.is_over:
