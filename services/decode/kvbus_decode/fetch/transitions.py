@@ -199,12 +199,16 @@ def check_time(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Comman
 
 
 def _overdue(fetch: FetchEntry) -> RemoteError:
+    """A peer that was not found again says why: the error of the attempt before is the cause."""
+    code = ErrorCode.TIMEOUT
     message = f"the fetch did not end within its deadline, it was {fetch.state}"
     if fetch.state is READING:
         message += READ_HINT
     if fetch.error is not None:
         message += f", after {fetch.attempts} attempts; the last: {fetch.error.message}"
-    return RemoteError(message, code=ErrorCode.TIMEOUT)
+        if fetch.state is RESOLVING:
+            code = fetch.error.code
+    return RemoteError(message, code=code)
 
 
 def take_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
