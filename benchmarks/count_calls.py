@@ -10,14 +10,14 @@ What counts:
 - all threads of both agents and of both engines, from the decode engine's call of `fetch` until the
   fetch is completed, the offer is released, and the agents are calm. The offer was made before;
 - a call of one function by another, once for each such pair in a process, however often it is done;
-- functions of the rooms that move a handoff: engine, agent, table, transport, both services.
+- functions of the rooms that move a handoff: engine, agent, table, data, both services.
   Neither messaging (bus, protocol) nor arithmetic (geometry, planning, memory), nor properties,
-  methods with names like ``__len__``, lambdas and comprehensions;
+  methods with names like ``__len__``, lambdas and comprehensions. The data processes of the agents
+  are not recorded;
 - what happens in more than half of the rounds, so no heartbeat.
 
 Beside it stand all calls: of all rooms, properties and the like included, each time that they are
-done. A coroutine is called when it starts, not when it resumes, and a pass of the transport's
-waiting thread that repeats the one before counts once.
+done. A coroutine is called when it starts, not when it resumes.
 """
 
 import argparse
@@ -41,9 +41,9 @@ from kvbus.spawn import write_agent_config
 
 ROOMS = (
     "kvbus/agent/",
+    "kvbus/data/",
     "kvbus/engine/",
     "kvbus/table/",
-    "kvbus/transport/",
     "kvbus_decode/",
     "kvbus_prefill/",
 )

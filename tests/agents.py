@@ -138,7 +138,9 @@ class AgentProcess:
         self.wait_started()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal; a stop is waited for."""
+        """Send a signal; its data process is stopped and continued with it."""
+        if number in (signal.SIGSTOP, signal.SIGCONT) and (data_pid := self.data_pid):
+            os.kill(data_pid, number)
         self._running.process.send_signal(number)
         if number is signal.SIGSTOP:
             os.waitpid(self.pid, os.WUNTRACED)
@@ -222,10 +224,25 @@ class AgentProcess:
         spans: list[dict[str, Any]] = answer["spans"]
         return spans
 
+    @property
+    def data_pid(self) -> int:
+        """Its data process; 0 while none runs."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        for pid in map(int, children):
+            with suppress(OSError):  # it has just been reaped
+                if b"kvbus.data" in Path(f"/proc/{pid}/cmdline").read_bytes():  # empty: a zombie
+                    return pid
+        return 0
+
     def memory_maps(self, name: str) -> int:
-        """How many mappings of files with ``name`` in theirs the process has."""
-        maps = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
-        return sum(name in line for line in maps)
+        """How many mappings of files with ``name`` in theirs its processes have."""
+        pids = [pid for pid in (self.pid, self.data_pid) if pid]
+        maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in pids]
+        return sum(name in line for lines in maps for line in lines)
+
+    def num_files(self, name: str) -> int:
+        """How many descriptors of files with ``name`` in theirs its control process has."""
+        return sum(name in str(one.readlink()) for one in Path(f"/proc/{self.pid}/fd").iterdir())
 
     def idle(self) -> bool:
         """Whether it holds no offer, lease or fetch, and no transfer."""

@@ -1,6 +1,6 @@
 """Agents and engines that start in a quarter of the time: forked from who has imported them.
 
-    pytest ──exec──▶ fork server, one for agents and one for engines
+    pytest ──exec──▶ fork server, one each for agents, data processes and engines
       │                   │ fork
       │                   ├──▶ a process that ends at once
       │                   │      │ fork
@@ -35,6 +35,7 @@ AGENTS = (
     *("kvbus_prefill.__main__", "kvbus_decode.__main__"),
     *("kvbus.agent.command", "kvbus_prefill.agent", "kvbus_decode.agent"),
 )
+DATA = ("kvbus.data.__main__", "kvbus.data.loop")
 ENGINES = ("tests.engine_program",)
 READ_AT_IMPORT = ("PYTHON", "NIXL_", "LD_", "MALLOC_", "GLIBC_")
 """How the variables begin that must be there before Python, or NIXL, starts."""
@@ -71,6 +72,12 @@ class ForkedEngine(Forked):
     """The same, of what needs torch and the SDK."""
 
     imported = ENGINES
+
+
+class ForkedData(Forked):
+    """The same, of data processes."""
+
+    imported = DATA
 
 
 def can_fork(env: Mapping[str, str], runner: Sequence[str] = ()) -> bool:

@@ -1,10 +1,11 @@
 """Host memory that an agent in this process takes for a GPU's: what is not CUDA itself is real.
 
 Only four things are replaced: opening a handle, the stream that copies run on, the choice of the
-memory for slots, and the engine's event.
+memory for slots, and the engine's event. So its data process is a thread of the test's process.
 """
 
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -13,18 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from kvbus.agent import segments, slots
+from kvbus.data import memories, slots
 from kvbus.engine import Connection, KvCache
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
 from kvbus.memory.cuda import CudaMapping, GpuMover
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import PassCuda, Register
+from tests import inside_agents
 from tests.engines import NUM_BLOCKS, Engine, make_spec
 from tests.memories import NHD
 from tests.strict_links import StrictLink
 
 GPU = "GPU-stand-in"
+WITHIN_S = 30.0
 T = TypeVar("T")
 
 
@@ -49,6 +52,8 @@ class StandIn:
         self.num_open = self.num_copies = 0
         self.slots: list[SharedSegment] = []
         self.events: list[tuple[bytes, ...]] = []
+        self.may_copy = threading.Event()
+        self.may_copy.set()
 
     def open(
         self, _device: str, handle: bytes, *, offset_bytes: int, size_bytes: int
@@ -65,6 +70,7 @@ class StandIn:
     def run(self, copy: Callable[[], T], *, gone: Callable[[], bool]) -> T:
         assert not gone()
         self.num_copies += 1
+        assert self.may_copy.wait(WITHIN_S)
         return copy()
 
     def ordinal(self, gpu: str) -> int:
@@ -78,8 +84,8 @@ class StandIn:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """A GPU for every agent of this process."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """A GPU for every agent of this process that is made later."""
     made = StandIn()
     package = SimpleNamespace(
         CudaMapping=made.open,
@@ -88,9 +94,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
         GpuSlots=made.open_slots,
         gpu_ordinal=made.ordinal,
     )
-    for module in (segments, slots):
+    for module in (memories, slots):
         monkeypatch.setattr(module, "cuda", lambda: package)
-    return made
+    monkeypatch.setattr(inside_agents, "spawner", inside_agents.thread_spawner)
+    yield made
+    for slots_memory in made.slots:
+        slots_memory.close()
 
 
 @asynccontextmanager

@@ -1,8 +1,12 @@
-"""An agent inside the test's process, with everything real but the process."""
+"""An agent whose control process is the test's; its data process is a real child."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from threading import Thread
 
 import anyio
 import pytest
@@ -12,8 +16,14 @@ from kvbus.agent.data_plane import UCX_INTERFACES, DataPlane
 from kvbus.agent.runtime import Runtime, ServiceFactory
 from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
+from kvbus.data.channel import channel_to_data
+from kvbus.data.child import spawner
+from kvbus.data.client import DataProcess, OnExit, OnMessage, Spawn
+from kvbus.data.loop import DataLoop
+from kvbus.data.messages import ToData
+from kvbus.errors import ClosedError
+from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol import AgentRole
-from kvbus.transport import Transport
 
 BINDS = {"peer_bind": "tcp://127.0.0.1:0", "events_bind": "tcp://127.0.0.1:0"}
 INTERFACE = "lo"
@@ -24,21 +34,29 @@ async def inside_agent(
     role: AgentRole, config: AgentConfig, make_service: ServiceFactory, context: BusContext
 ) -> AsyncIterator[Runtime]:
     """An agent that has started, until the block ends."""
-    boot, loop = new_boot_id(), asyncio.get_running_loop()
     with _ucx_on_loopback():
-        transport = Transport(f"{role}-{boot}", deliver=loop.call_soon_threadsafe)
-        await asyncio.wrap_future(transport.start())
-        staging = await StagingDevices.open(config, transport)
+        data = DataProcess(
+            spawner(asyncio.get_running_loop()),
+            new_boot=new_boot_id,
+            name=config.agent_id,
+            slice_bytes=config.slice_bytes,
+            copy_threads=config.copy_threads,
+        )
         try:
             async with anyio.create_task_group() as tasks:
                 runtime = Runtime(
                     role=role,
                     config=config,
-                    boot=boot,
-                    transport=transport,
+                    boot=new_boot_id(),
+                    data=data,
                     tasks=tasks,
-                    staging=staging,
-                    data_plane=DataPlane((INTERFACE,), transport),
+                    staging=StagingDevices(
+                        data,
+                        staging_bytes=config.staging_bytes,
+                        slot_bytes=config.slot_bytes,
+                        only=config.exposure == "staging",
+                    ),
+                    data_plane=DataPlane((INTERFACE,), data),
                 )
                 await runtime.start(context, make_service)
                 yield runtime
@@ -46,8 +64,46 @@ async def inside_agent(
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
-                await asyncio.wrap_future(transport.close(timeout_s=2.0))
-                staging.close()
+                await data.close()
+
+
+def thread_spawner(loop: asyncio.AbstractEventLoop) -> Spawn:
+    """Return what starts a data process as a thread of this process."""
+    return partial(DataThread, loop)
+
+
+class DataThread:
+    """What a data process does, in a thread of this process, for tests that replace its parts."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        _boot: str,
+        on_message: OnMessage,
+        on_exit: OnExit,
+    ) -> None:
+        self._loop, self._on_message, self._on_exit = loop, on_message, on_exit
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = channel_to_data(self._ours)
+        self.pid = os.getpid()
+        loop.add_reader(self._ours, self._read)
+        Thread(target=self._run, args=(theirs,), daemon=True).start()
+
+    def send(self, message: ToData, fds: Sequence[int] = ()) -> None:
+        self._channel.send(message, fds)
+
+    def kill(self) -> None:
+        self._loop.remove_reader(self._ours)
+        self._channel.close()
+
+    def _read(self) -> None:
+        while (received := self._channel.receive()) is not None:
+            self._on_message(received[0])
+
+    def _run(self, theirs: socket.socket) -> None:
+        with theirs, suppress(ClosedError):
+            DataLoop(theirs, BusErrors()).run()
+        self._loop.call_soon_threadsafe(self._on_exit, "killed")
 
 
 @contextmanager

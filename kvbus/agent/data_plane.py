@@ -1,17 +1,15 @@
 """Keeps the TCP ports of UCX to the interfaces that the config names, and looks whether they are.
 
 UCX over TCP never asks whether an address was registered: whoever connects to one of its ports
-reads and writes any memory of this process. Left alone, UCX listens on every interface.
+reads and writes any memory of the data process. Left alone, UCX listens on every interface.
 """
 
-import asyncio
-import errno
 import ipaddress
 import os
 import socket
-import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,8 +20,9 @@ import structlog
 
 from kvbus.agent.config import AgentConfig, bind_host
 from kvbus.agent.loop import failure, in_thread
-from kvbus.errors import ConfigError, TransferFailed
-from kvbus.transport import Transport
+from kvbus.data import messages as wire
+from kvbus.data.client import DataProcess
+from kvbus.errors import ConfigError, KVBusError, TransferFailed
 
 UCX_INTERFACES = "UCX_NET_DEVICES"
 """What UCX reads, as it starts, from the environment: device names with commas between them."""
@@ -34,29 +33,39 @@ log = structlog.get_logger()
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 LOOK_AGAIN_S = 10.0
+HUNG_AFTER_S = 300.0
+"""A data process that answers nothing for so long is replaced: NIXL may take minutes to register
+memory, and not more.
+"""
+MAX_OPENS = 3
+"""Data processes that may end while they open NIXL, before an agent does not start."""
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 @dataclass(slots=True)
 class DataPlane:
-    """The interfaces that UCX may use, and the ports of the agent that are not UCX's."""
+    """The interfaces that UCX may use, and where it listens."""
 
     interfaces: tuple[str, ...]
-    transport: Transport
-    other_ports: Callable[[], Collection[int]] = frozenset
+    data: DataProcess
     endpoints: tuple[str, ...] = ()
     """HOST:PORT of each TCP socket at which UCX listens, as of the last look."""
     outside: str = ""
     """Those of them that are outside of the interfaces."""
     _turn: anyio.Lock = field(default_factory=anyio.Lock)
     _began_at: float = 0.0
+    _asked_at: float | None = None
 
     async def open(self) -> None:
-        """Have UCX listen, if it does not; raises `TransferFailed` that says what it lacks."""
-        if self.transport.is_open:
+        """Have UCX listen, if it does not; raises `TransferFailed` that says what it lacks.
+
+        Waits for a data process where none is running.
+        """
+        await self.data.until_running()
+        if self.data.is_open and self.data.nixl_error is None:
             return
         try:
-            await asyncio.wrap_future(self.transport.open())
+            await self._open_nixl()
         except TransferFailed as error:
             down = without_link(self.interfaces)
             why = "set UCX_LOG_LEVEL=info to see why"
@@ -72,33 +81,61 @@ class DataPlane:
         await self.end_if_exposed()
         log.info("data_plane.opened", data=list(self.endpoints))
 
+    async def _open_nixl(self) -> None:
+        """Open NIXL; try again when the data process ends meanwhile. Raises `TransferFailed`."""
+        for tries_left in reversed(range(MAX_OPENS)):
+            await self.data.until_running()
+            boot = self.data.boot
+            try:
+                await self.data.open_nixl()
+            except TransferFailed:
+                if self.data.boot == boot or not tries_left:
+                    raise
+            else:
+                return
+
     async def watch(self) -> None:
-        """Look again and again: UCX may open more."""
+        """Look again and again: UCX may open more, and the data process may hang."""
         while True:
             await anyio.sleep(LOOK_AGAIN_S)
-            await self._try_to_look()
+            _report_descriptors()
+            with anyio.move_on_after(HUNG_AFTER_S) as within:
+                await self._try_to_look()
+            if within.cancelled_caught:
+                self.data.kill(f"it had not answered for {HUNG_AFTER_S:.0f} s")
+
+    @property
+    def silent_s(self) -> float:
+        """For how many seconds the data process has not answered."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     async def _try_to_look(self) -> bool:
-        """Whether it could look; what prevents that is logged, and ends no agent."""
+        """Look, and log what prevents it: that ends no agent. Return whether to try again."""
         try:
             await self.look()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                log.error("descriptors.exhausted", reason=error.strerror)
-            else:
-                failure(error)
+        except TransferFailed:  # the data process has ended; its end is in the log
             return False
-        return True
+        except (KVBusError, OSError) as error:
+            log.error("data_plane.unseen", reason=failure(error).message)
+            return True
+        return False
 
     async def look(self) -> None:
-        """Look where UCX listens, in a thread; one look serves all who waited for it to begin."""
+        """Ask the data process where UCX listens; one look serves all that wait for it to begin.
+
+        Raises `TransferFailed` when there is none.
+        """
         asked_at = time.monotonic()
         async with self._turn:
             if self._began_at < asked_at:
-                self._began_at = time.monotonic()
-                ours = self.other_ports()
-                find = partial(_find, ours, self.interfaces)
-                self.endpoints, self.outside = await in_thread(find)
+                self._began_at = self._asked_at = time.monotonic()
+                try:
+                    reply = await self.data.call(wire.ListListening())
+                finally:
+                    self._asked_at = None
+                sockets = reply.result.sockets if isinstance(reply.result, wire.Listening) else ()
+                self.endpoints = tuple(f"{host}:{port}" for host, port in sockets)
+                self.outside = await in_thread(partial(_outside, sockets, self.interfaces))
 
     def is_down(self) -> bool:
         """Whether none of the interfaces has a link now; one that cannot be asked counts as linked.
@@ -108,16 +145,18 @@ class DataPlane:
         return len(without_link(self.interfaces)) == len(self.interfaces)
 
     async def end_if_exposed(self) -> None:
-        """End the process if UCX listens outside of the interfaces: it must serve no request."""
-        await self.look()
+        """End the process if UCX listens outside of the interfaces: it must serve no request.
+
+        A data process that ends meanwhile listens no more; the next one is looked at as it starts.
+        """
+        with suppress(TransferFailed):
+            await self.look()
         self._end_if_outside()
 
-    async def end_once_exposed(self) -> None:
-        """As `end_if_exposed`, in a task of its own: look again until it is possible."""
-        is_seen = await self._try_to_look()
-        while not is_seen:
+    async def look_at_next(self) -> None:
+        """As `end_if_exposed`, at a data process that has just started."""
+        while await self._try_to_look():  # noqa: ASYNC110 - no event would be for it alone
             await anyio.sleep(LOOK_AGAIN_S)
-            is_seen = await self._try_to_look()
         self._end_if_outside()
 
     def _end_if_outside(self) -> None:
@@ -130,12 +169,17 @@ class DataPlane:
             os._exit(1)
 
 
-def _find(ours: Collection[int], interfaces: Iterable[str]) -> tuple[tuple[str, ...], str]:
-    """Where this process listens but for our ports, and which of it is outside of interfaces."""
-    ends = sorted(end for end in _listening() if end[1] not in ours)
+def _report_descriptors() -> None:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        log.error("descriptors.exhausted", reason=error.strerror)
+
+
+def _outside(sockets: Iterable[tuple[str, int]], interfaces: Iterable[str]) -> str:
+    """Those of the sockets that are outside of the interfaces."""
     allowed = _addresses(interfaces)
-    outside = [f"{host}:{port}" for host, port in ends if host not in allowed]
-    return tuple(f"{host}:{port}" for host, port in ends), ", ".join(outside)
+    return ", ".join(f"{host}:{port}" for host, port in sockets if host not in allowed)
 
 
 def is_on_loopback(config: AgentConfig) -> bool:
@@ -200,32 +244,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host in ("localhost", *_loopback_interfaces())  # ZeroMQ binds to interfaces too
-
-
-def _listening() -> Iterator[tuple[str, int]]:
-    """Host and port of each TCP socket at which this process listens.
-
-    Its descriptors are asked: what Linux lists has the sockets of the whole machine, maybe 100,000.
-    """
-    for path in Path("/proc/self/fd").iterdir():
-        number = int(path.name)
-        try:
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                continue
-            duplicate = os.dup(number)
-            try:
-                one = socket.socket(fileno=duplicate)
-            except OSError:
-                os.close(duplicate)
-                raise
-            with one:
-                is_tcp = one.family in _IP_FAMILIES and one.type == socket.SOCK_STREAM
-                if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    host, port, *_ = one.getsockname()
-                    yield host.partition("%")[0], port
-        except OSError as error:
-            if error.errno not in (errno.EBADF, errno.ENOTSOCK):  # closed meanwhile, or reused
-                raise
 
 
 def _from_environment() -> tuple[str, ...]:

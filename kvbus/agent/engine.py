@@ -18,11 +18,10 @@ from kvbus.bus import Call, Session, new_secret
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
-from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory.mapping import WordsPage
 from kvbus.protocol.engine import AgentRanks, Register
 from kvbus.protocol.message import Message, check_right
 from kvbus.protocol.peer import EngineMemory
-from kvbus.transport import Registration
 
 log = structlog.get_logger()
 
@@ -130,11 +129,12 @@ class LocalEngine:
         return {rank.device for rank in self.ranks.values()}
 
     @property
-    def registrations(self) -> list[Registration]:
-        return [reg for rank in self.ranks.values() for reg in rank.registrations]
+    def is_direct(self) -> bool:
+        """Whether NIXL reads or writes blocks of a rank here."""
+        return any(rank.direct for rank in self.ranks.values())
 
     @property
-    def words(self) -> SegmentMapping | None:
+    def words(self) -> WordsPage | None:
         """The page of its offers' words: the only process of all of its ranks has passed it."""
         pages = (rank.words for rank in self.ranks.values() if self.shares_words)
         return next((page for page in pages if page is not None), None)

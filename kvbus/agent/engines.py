@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
+import anyio
 import psutil
 import structlog
 from anyio.abc import TaskGroup
 
-from kvbus.agent.copiers import Copiers
 from kvbus.agent.engine import EngineProcess, LocalEngine, engine_lost
 from kvbus.agent.identity import check_protocol
-from kvbus.agent.loop import guarded, in_thread
+from kvbus.agent.loop import guarded
 from kvbus.agent.segments import Segments
 from kvbus.agent.slots import StagingDevices
 from kvbus.bus import Call, EventPublisher, RequestServer
+from kvbus.data.client import DataProcess
+from kvbus.data.messages import Cut
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import RankSpec, validate_engine, validate_rank
 from kvbus.memory.attach import AttachConnection, Lifeline, PassingAnswer
 from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.mapping import SegmentMapping
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment, Welcome
 from kvbus.protocol.engine import AwaitReady, Detach, RanksReady, Register
 from kvbus.protocol.message import Empty, Message, from_body, to_body
 from kvbus.protocol.tools import EngineEvent, Status
-from kvbus.transport import Transport
 
 log = structlog.get_logger()
 
+STARTS_WITHIN_S = 5.0
+"""How long an engine waits for the data process of an agent that is starting."""
+
 MAX_ENDED_NAMES = 4096
 """Instances of engines that are known to have ended."""
-MOST_KEPT = 4096
-"""Mappings of zeros that stay when their engine is gone, of those that the machine allows."""
 
 
 class EngineUser(Protocol):
@@ -56,36 +57,40 @@ class EngineUser(Protocol):
 class EngineDirectory:
     """All local engines; the agent's attach handler, and the handler of registration requests.
 
-    With ``lend`` other agents of this machine can be passed their memory, too. Engines are let in
-    once `open` was called. While this agent ``is_young``, engines of its earlier process may still
-    register again.
+    Engines are let in once `open` was called. While this agent ``is_young``, engines of its earlier
+    process may still register again.
     """
 
     def __init__(
         self,
         *,
-        transport: Transport,
+        data: DataProcess,
         staging: StagingDevices,
-        copiers: Copiers,
         bus_errors: BusErrors,
         lifeline: Lifeline,
-        lend: bool,
         tasks: TaskGroup,
         is_young: Callable[[], bool] = lambda: False,
     ) -> None:
         self.engines: dict[str, LocalEngine] = {}
-        self._new_segments = partial(Segments, transport, staging, bus_errors, lend=lend)
-        self._copiers, self._tasks, self._lifeline = copiers, tasks, lifeline
+        self._new_segments = partial(Segments, data, staging, bus_errors)
+        self._tasks, self._lifeline = tasks, lifeline
         self._is_young = is_young
         self._ended: OrderedDict[str, None] = OrderedDict()
         """Names of control sessions that have ended, and of memory that was cut, oldest first."""
+        self._is_open = anyio.Event()
         self._identity: Welcome | None = None
         self._server: RequestServer
         self._publisher: EventPublisher
         self._user: EngineUser
         self._by_connection: dict[AttachConnection, EngineProcess] = {}
         self._by_boot: dict[str, EngineProcess] = {}
-        self._kept: deque[SegmentMapping] = deque(maxlen=MOST_KEPT)
+
+    @property
+    def registered_bytes(self) -> int:
+        """Engines' memory that NIXL is told of."""
+        ranks = (rank for engine in self.engines.values() for rank in engine.ranks.values())
+        sizes = (one.size_bytes for rank in ranks if rank.direct for one in rank.rank.segments)
+        return sum(sizes)
 
     def open(
         self,
@@ -96,6 +101,7 @@ class EngineDirectory:
         user: EngineUser,
     ) -> None:
         """Let engines in from now on; they are told ``identity``."""
+        self._is_open.set()
         self._identity, self._server = identity, server
         self._publisher, self._user = publisher, user
 
@@ -107,6 +113,8 @@ class EngineDirectory:
         if not isinstance(body, dict):
             raise ProtocolError("attach message needs 'op' and a map 'body'")
         if op == Hello.op:
+            with anyio.move_on_after(STARTS_WITHIN_S):
+                await self._is_open.wait()
             hello, life = from_body(Hello, body), self._lifeline.new_read_end()
             try:
                 return PassingAnswer(to_body(self._greet(connection, hello)), [life])
@@ -135,7 +143,7 @@ class EngineDirectory:
         if process.engine is not None:
             self._lose(process.engine, meant=process.detaching)
         else:
-            self._tasks.start_soon(self._unmap, [process])
+            self._tasks.start_soon(self._discard, process)
 
     # A reader's take and the end of an engine come by different sockets. An agent that was stopped
     # finds both when it goes on, and may read the take first:
@@ -151,6 +159,12 @@ class EngineDirectory:
             connection = engine.control.connection
             if connection.has_hung_up:
                 self.on_attach_closed(connection)
+
+    def find_cuts(self, engine_id: str) -> None:
+        """Lose an engine that has truncated its memory."""
+        engine = self.engines.get(engine_id)
+        for process in list(engine.processes) if engine is not None else ():
+            process.segments.find_cuts()
 
     def admit(self, call: Call) -> None:
         """Who has not said hello on the attach socket may ask for the status, and no more.
@@ -318,13 +332,17 @@ class EngineDirectory:
         call: Call,
     ) -> None:
         validate_rank(engine.spec, rank)
-        memory = await process.segments.register(rank)
-        joined = self._join(process, wanted)  # another process may have come in between
-        if process.gone or engine.lost:
-            raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
-        is_named = wanted.instance and wanted.instance not in self._ended
-        process.memory = wanted.instance if is_named else uuid.uuid4().hex
-        joined.add_rank(memory, wanted.access, process.memory)
+        memory = await process.segments.register(engine.spec, rank)
+        try:
+            joined = self._join(process, wanted)  # another process may have come in between
+            if process.gone or engine.lost:
+                raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
+            is_named = wanted.instance and wanted.instance not in self._ended
+            process.memory = wanted.instance if is_named else uuid.uuid4().hex
+            joined.add_rank(memory, wanted.access, process.memory)
+        except KVBusError:
+            process.segments.remove(memory)
+            raise
         self._add(joined, process, call)
 
     def _add(self, engine: LocalEngine, process: EngineProcess, call: Call) -> None:
@@ -349,9 +367,27 @@ class EngineDirectory:
         log.info(logged_as or event, engine_id=name, engine_instance=instance)
         self._publisher.publish(event, EngineEvent(name, instance))
 
-    # Who touched the memory got zeros and goes on: a copy of ours that will be reported as done, or
-    # a READ of a peer. The news was put into the loop before either, so the offers of the engine
-    # have ended when somebody asks whether the zeros were any good.
+    def check_memory(self) -> None:
+        """Lose engines whose memory a data process that was restarted cannot map again."""
+        for process in self._by_boot.values():
+            end = partial(self._see_unmapped, process)
+            self._tasks.start_soon(guarded, process.segments.check, end)
+
+    def _see_unmapped(self, process: EngineProcess, error: KVBusError) -> None:
+        if not process.gone and error.code is not ErrorCode.ENGINE_LOST:
+            log.error("engine.unmapped", engine_id=process.engine_id, reason=error.message)
+            if process.engine is not None:
+                self._lose(process.engine, meant=False)
+            process.connection.hang_up()
+
+    def on_cut(self, cut: Cut) -> bool:
+        """The data process found a segment truncated; return whether it is of an engine here."""
+        for process in self._by_boot.values():
+            if process.segments.has(cut.memory):
+                self._see_cut(process.connection, cut.segment_id)
+                return True
+        return False
+
     def _see_cut(self, connection: AttachConnection, segment_id: str) -> None:
         """The KV of an engine is gone, by its own doing."""
         process = self._by_connection.get(connection)
@@ -377,33 +413,21 @@ class EngineDirectory:
         for call in engine.waiting:
             call.refuse(engine_lost())
         self._tell("engine.lost", engine, logged_as="engine.detached" if meant else "")
-        self._copiers.forget(engine)
         self._user.on_engine_lost(engine)
         self._tasks.start_soon(self._give_back, engine)
 
     async def _give_back(self, engine: LocalEngine) -> None:
-        """The bytes of a lost engine now, so that its processes know; at last the addresses."""
-        processes = list(engine.processes)
-        for process in processes:
-            discard = partial(in_thread, process.segments.discard)
-            await guarded(discard, partial(_log_kept, process))
-            process.connection.hang_up()
-        await self._copiers.quiesce(engine)  # nothing else touches unregistered memory
-        await self._unmap(process for process in processes if not process.segments.direct)
-        if engine.registrations:
+        """Release the bytes of a lost engine now, then hang up; last, release the addresses."""
+        for process in list(engine.processes):
+            await self._discard(process)
+            process.connection.hang_up()  # so its processes know that the bytes are gone
+        if engine.is_direct:
             await self._user.quiesce(engine)
-        await self._unmap(process for process in processes if process.segments.direct)
+        for process in engine.processes:
+            process.segments.remove()
 
-    # A reader that was stopped for longer than anybody waits for it has READs at UCX here, which go
-    # on when it does. Over TCP UCX copies in this process, from addresses alone: where nothing is
-    # mapped any more that ends the process, and where another engine's memory came to lie it sends
-    # that. So the addresses that NIXL was told of stay what they are since the engine was lost,
-    # zeros that take no memory. Only the oldest of very many go.
-    async def _unmap(self, processes: Iterable[EngineProcess]) -> None:
-        for process in processes:
-            mappings = process.segments.registered()
-            await guarded(process.segments.unmap, partial(_log_kept, process))
-            self._kept.extend(mappings)
+    async def _discard(self, process: EngineProcess) -> None:
+        await guarded(process.segments.discard, partial(_log_kept, process))
 
 
 def _log_kept(process: EngineProcess, error: KVBusError) -> None:

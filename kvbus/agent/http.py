@@ -106,19 +106,15 @@ def ask_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
 
 
 class AgentPages:
-    """What an agent answers; its report and its metrics are read in ``loop``, their owner.
-
-    ``ping`` asks the transport's thread.
-    """
+    """What an agent answers; its report and its metrics are read in ``loop``, their owner."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         registry: CollectorRegistry,
-        ping: Callable[[], Future[None]],
         report: SelfReport,
     ) -> None:
-        self._loop, self._registry, self._ping, self._report = loop, registry, ping, report
+        self._loop, self._registry, self._report = loop, registry, report
 
     def answer(self, path: str, query: Mapping[str, str], accept: str = "") -> Page:
         """What a thread of the server answers at ``path``, for an Accept header."""
@@ -161,18 +157,15 @@ class AgentPages:
             raise LocalError(f"{path}: {reason_of(error)}", code=ErrorCode.INVALID) from error
 
     def _healthz(self) -> Page:
-        """Whether the threads that move KV and messages answer; only a restart mends that."""
-        pong, until = self._ping(), time.monotonic() + ANSWERS_WITHIN_S  # both have the same time
-        problems = []
+        """Whether the event loop answers; only a restart mends that.
+
+        The agent itself replaces a data process.
+        """
         try:
             ask_loop(self._loop, lambda: None)
         except KVBusError as error:
-            problems.append(error.message)
-        if not wait([pong], max(0.0, until - time.monotonic())).done:
-            problems.append(f"the transport has not answered within {ANSWERS_WITHIN_S:g} s")
-        elif (failure := pong.exception()) is not None:
-            problems.append(str(failure))
-        return _verdict(problems)
+            return _verdict([error.message])
+        return _verdict([])
 
     def _tell_live(self, wanted: str) -> Page:
         number = int(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) < 9 else 0

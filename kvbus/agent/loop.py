@@ -23,8 +23,8 @@ log = structlog.get_logger()
 Result = TypeVar("Result")
 Ts = TypeVarTuple("Ts")
 
-NUM_THREADS = 40
-"""For what would block the event loop, but for copies, which have threads of their own."""
+NUM_THREADS = 8
+"""For what would block the event loop: name servers, files, memory that engines pass."""
 LOOK_S = 0.02
 
 

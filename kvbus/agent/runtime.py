@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -16,8 +16,7 @@ import structlog
 from msgspec import structs
 
 from kvbus.agent.access import EVENTS, PEER, Access, load_http_token
-from kvbus.agent.config import CLOSES_WITHIN_S, AgentConfig, named
-from kvbus.agent.copiers import Copiers
+from kvbus.agent.config import AgentConfig, named
 from kvbus.agent.data_plane import (
     DataPlane,
     choose_interfaces,
@@ -28,17 +27,27 @@ from kvbus.agent.data_plane import (
 from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.http import AgentPages, HttpServer
 from kvbus.agent.observe import Refusals
+from kvbus.agent.processes import READINGS as PROCESS_READINGS
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
 from kvbus.agent.status import SelfReport, without_place
-from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, new_context
+from kvbus.bus import (
+    BusContext,
+    Call,
+    EventPublisher,
+    RequestServer,
+    new_boot_id,
+    new_context,
+)
+from kvbus.data.child import spawner
+from kvbus.data.client import DataProcess
+from kvbus.data.messages import Cut, Log
 from kvbus.errors import ConfigError, ErrorCode, KVBusError
 from kvbus.memory.attach import ENGINE_SOCKET, AttachServer, Lifeline
 from kvbus.protocol.attach import Welcome
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Leaving, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.tools import AgentStatus, Live, Status, Trace
-from kvbus.transport import Transport, TransportLimits
 
 if TYPE_CHECKING:
     from kvbus.agent.otlp import SpanSender
@@ -48,8 +57,8 @@ log = structlog.get_logger()
 ServiceFactory = Callable[[Agent], Service]
 Signals = AsyncIterator[signal.Signals]
 
-HERE_BYTES = 256 << 10
-"""READs up to this are posted by the event loop."""
+MOST_FILES = 1 << 16
+"""Files that an agent may open at most; it holds one for each segment of an engine."""
 MAX_ENGINE_PROCESSES = 64
 """Most attach connections of local engines at a time."""
 BUS_READINGS = {
@@ -60,65 +69,65 @@ BUS_READINGS = {
     "replies_dropped": "Replies, notices and large requests whose peer was gone or did not read.",
     "attach_refused": "Connections to the attach socket that were turned away.",
 }
+DATA_READINGS = {**PROCESS_READINGS, "registered_bytes": "Memory registered with NIXL."}
 
 
 async def run_agent(
     role: AgentRole, config: AgentConfig, boot: str, make_service: ServiceFactory
 ) -> None:
-    """Run an agent until SIGTERM or SIGINT; raises `ConfigError` when it cannot start."""
+    """Run an agent until SIGTERM or SIGINT; raises `KVBusError` when it cannot start."""
     lifeline = Lifeline()  # first, see there
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_failure)
     access = Access.open(config)
     interfaces = choose_interfaces(config)
     restrict_ucx(interfaces, config.data_ports)
-    transport = Transport(
-        f"{config.agent_id}-{boot}",
-        limits=TransportLimits(slice_bytes=config.slice_bytes, here_bytes=HERE_BYTES),
-        deliver=loop.call_soon_threadsafe,
-        on_broken=_end_broken,
-        nic_writes=has_rdma(interfaces),
+    _allow_files()
+    data = DataProcess(
+        spawner(loop, held_fds=(lifeline.write_fd,)),
+        new_boot=new_boot_id,
+        name=config.agent_id,
+        slice_bytes=config.slice_bytes,
+        copy_threads=config.copy_threads,
     )
-    await asyncio.wrap_future(transport.start(opens=False))
-    data_plane = DataPlane(interfaces, transport)
-    if not is_one_machine(config):
-        await data_plane.open()
     try:
         with (
             anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
             new_context() as context,
         ):
-            staging = await StagingDevices.open(config, transport)
             async with anyio.create_task_group() as tasks:
                 runtime = Runtime(
                     role=role,
                     config=config,
                     boot=boot,
-                    transport=transport,
+                    data=data,
                     tasks=tasks,
-                    staging=staging,
-                    data_plane=data_plane,
+                    staging=StagingDevices(
+                        data,
+                        staging_bytes=config.staging_bytes,
+                        slot_bytes=config.slot_bytes,
+                        only=config.exposure == "staging",
+                        nic_reads_gpu=has_rdma(interfaces),
+                    ),
+                    data_plane=DataPlane(interfaces, data),
                     access=access,
                     lifeline=lifeline,
                 )
-                runtime.bus_errors.install()  # until the process ends; UCX has its handler by now
+                runtime.bus_errors.install()  # until the process ends
                 await runtime.start(context, make_service)
                 _settle_interpreter()
                 await runtime.end(signals)
                 tasks.cancel_scope.cancel()
     finally:
-        closing = transport.close(timeout_s=CLOSES_WITHIN_S)
         with anyio.CancelScope(shield=True):
-            num_handles = await asyncio.wrap_future(closing)
-        if num_handles:
-            log.warning("transport.handles_left", num_handles=num_handles)
+            await data.close()
         log.info("agent.stopped")
 
 
-def _end_broken(error: Exception) -> None:
-    """Without its transport an agent can neither read nor be read: let a supervisor start anew."""
-    log.critical("transport.broken", exc_info=error)
-    os._exit(1)
+def _allow_files() -> None:
+    """Raise the limit of open files: an agent keeps the descriptors of its engines' memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
 
 
 def _settle_interpreter() -> None:
@@ -126,7 +135,7 @@ def _settle_interpreter() -> None:
 
     Measured at 1,400 handoffs a second: collections that walk the imported modules pause the loop
     for up to 150 ms; without them the p99 falls from 170 to 65 ms. The switch interval is how long
-    a busy loop may keep the transport's thread from posting; 5 ms by default.
+    a thread, as of the HTTP port, may keep the loop from running; 5 ms by default.
     """
     gc.collect()
     gc.freeze()
@@ -157,17 +166,17 @@ class Runtime(Agent):
     http: HttpServer | None = None
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
-        """Bind every socket, then let engines in."""
+        """Bind every socket while the data process starts, then let engines in."""
         self.context, self.loop = context, asyncio.get_running_loop()
         self.folder = self.config.runtime_path
-        self.copiers = Copiers(self.loop, num_threads=self.config.copy_threads)
+        self.data.on_change, self.data.on_log = self._note_data, _log_data
+        self.data.on_cut = self._on_cut
+        self.tasks.start_soon(self.data.run)
         self.engines = engines = EngineDirectory(
-            transport=self.transport,
+            data=self.data,
             staging=self.staging,
-            copiers=self.copiers,
             bus_errors=self.bus_errors,
             lifeline=self.lifeline,
-            lend=self.role is AgentRole.PREFILL and self.config.mapped,
             tasks=self.tasks,
             is_young=partial(_is_before, self.loop, self.loop.time() + self.config.engine_wait_s),
         )
@@ -180,11 +189,13 @@ class Runtime(Agent):
         )
         await self.tasks.start(attach.serve)
         self._bind()
-        self.data_plane.other_ports = self._own_ports
         self.sender = self._start_sender()
         self.service = make_service(self)
         self.report = SelfReport(self.config, self, self.service)
         self._serve_http()
+        await self.staging.open()
+        if not is_one_machine(self.config):
+            await self.data_plane.open()
         engines.open(
             self.identity, server=self.engine_socket, publisher=self.publisher, user=self.service
         )
@@ -194,8 +205,8 @@ class Runtime(Agent):
             self.tasks.start_soon(owner.run)
         self.tasks.start_soon(self.metrics.watch_loop_lag)
         self.metrics.add_readings(partial(self._bus_readings, attach), BUS_READINGS)
+        self.metrics.add_readings(self._data_readings, DATA_READINGS)
         self.access.on_change.append(self._end_sessions)
-        await self.data_plane.end_if_exposed()
         self.tasks.start_soon(self.data_plane.watch)
         self.report.is_started = True
         log.info(
@@ -273,9 +284,26 @@ class Runtime(Agent):
         host = self.config.advertise_host
         return f"tcp://{host}:{_port(endpoint)}" if host else endpoint
 
-    def _own_ports(self) -> set[int]:
-        ports = {_port(self.peer_socket.endpoint), _port(self.publisher.endpoint)}
-        return ports | {self.http.server_address[1]} if self.http else ports
+    def _note_data(self) -> None:
+        """A data process has started, or ended."""
+        status = self.data.status()
+        if status.pid:
+            log.info("data.started", data_pid=status.pid, num_restarts=status.num_restarts)
+            if status.num_restarts:
+                self.tasks.start_soon(self.staging.check)
+                self.engines.check_memory()
+            if self.data.is_open:
+                self.tasks.start_soon(self.data_plane.look_at_next)
+        elif not self.data.is_closing:
+            self.processes.note_end()
+            if self.data.was_replaced:
+                log.warning("data.ended", reason=status.last_end)
+            else:
+                log.error("data.ended", reason=status.last_end)
+
+    def _on_cut(self, cut: Cut) -> None:
+        if not self.engines.on_cut(cut):
+            self.service.on_cut(cut)
 
     def _start_sender(self) -> "SpanSender | None":
         """What takes spans, if a collector is named. Raises `ConfigError` without kvbus[otel]."""
@@ -302,8 +330,7 @@ class Runtime(Agent):
         token = load_http_token(self.config)
         if not self.config.http_bind:
             return
-        registry, ping = self.metrics.registry, self.transport.ping
-        pages = AgentPages(self.loop, registry, ping=ping, report=self.report)
+        pages = AgentPages(self.loop, self.metrics.registry, report=self.report)
         with named("http_bind"):
             self.http = HttpServer(self.config.http_bind, pages, token)
 
@@ -373,6 +400,15 @@ class Runtime(Agent):
             "replies_dropped": sum(c.dropped for c in servers),
             "attach_refused": attach.num_refused,
         }
+
+    def _data_readings(self) -> dict[str, float]:
+        registered = self.engines.registered_bytes + self.staging.registered_bytes
+        is_open = self.data.is_open and self.data.is_running
+        return {**self.processes.readings(), "registered_bytes": registered * is_open}
+
+
+def _log_data(line: Log) -> None:
+    getattr(log, line.level)(line.event, process="data", **line.fields)
 
 
 def _is_before(loop: asyncio.AbstractEventLoop, when: float) -> bool:

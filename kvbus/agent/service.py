@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 from anyio.abc import TaskGroup
 
 from kvbus.agent.access import Access
-from kvbus.agent.copiers import Copiers
 from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.engines import EngineDirectory, EngineUser
 from kvbus.agent.loop import until
 from kvbus.agent.observe import AgentMetrics
+from kvbus.agent.processes import ProcessReport
 from kvbus.agent.slots import StagingDevices
 from kvbus.agent.spans import Stories
 from kvbus.bus import BusContext, EventPublisher, Handlers
+from kvbus.data.client import DataProcess
+from kvbus.data.messages import Cut
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.memory.attach import Lifeline
 from kvbus.memory.bus_errors import BusErrors
@@ -23,7 +25,6 @@ from kvbus.protocol.attach import Welcome
 from kvbus.protocol.tools import Cost, PeerView, Predicted, Sharing
 from kvbus.table import Driver, Table
 from kvbus.table.events import DrainStarted
-from kvbus.transport import Transport
 
 if TYPE_CHECKING:
     from kvbus.agent.otlp import SpanSender
@@ -37,7 +38,7 @@ class Agent:
     spans.
     """
 
-    transport: Transport
+    data: DataProcess
     tasks: TaskGroup
     staging: StagingDevices
     data_plane: DataPlane
@@ -48,11 +49,14 @@ class Agent:
     context: BusContext = field(init=False)
     loop: asyncio.AbstractEventLoop = field(init=False)
     folder: Path = field(init=False)
-    copiers: Copiers = field(init=False)
     engines: EngineDirectory = field(init=False)
     identity: Welcome = field(init=False)
+    processes: ProcessReport = field(init=False)
     publisher: EventPublisher = field(init=False)
     sender: "SpanSender | None" = None
+
+    def __post_init__(self) -> None:
+        self.processes = ProcessReport(self.data)
 
 
 class Service(EngineUser):
@@ -105,6 +109,9 @@ class Service(EngineUser):
     def sharing(self) -> Sharing:
         """What memory it lends to others of this machine, or maps of theirs."""
         raise NotImplementedError
+
+    def on_cut(self, cut: Cut) -> None:
+        """Handle that another agent's memory, mapped by the data process, was truncated."""
 
     def silent_peers(self) -> dict[tuple[str, str], float]:
         """Agents that do not answer, by endpoint and CURVE key, and for how many seconds."""

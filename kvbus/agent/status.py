@@ -11,6 +11,7 @@ from msgspec import structs
 from prometheus_client.metrics_core import Metric
 
 from kvbus.agent.config import AgentConfig
+from kvbus.agent.data_plane import is_one_machine
 from kvbus.agent.observe import LOST_LINES
 from kvbus.agent.service import Agent, Service
 from kvbus.keys.files import key_options
@@ -43,6 +44,7 @@ OLD_S = 600.0
 
 
 MAX_ERROR_CHARS = 1000
+SILENT_S = 10.0
 LIVE_S = 0.1
 """Maximum age of a `Live` that is served: requests within that time cost as much as one."""
 MOST_RECENT = 100
@@ -51,7 +53,7 @@ MOST_RECENT = 100
 
 def without_place(status: AgentStatus) -> AgentStatus:
     """What anybody may hear: not where NIXL listens, nor the user, namespaces and paths."""
-    return structs.replace(status, data_endpoints=(), sharing=None, faults=())
+    return structs.replace(status, data_endpoints=(), sharing=None, faults=(), processes=())
 
 
 @dataclass(slots=True)
@@ -90,6 +92,7 @@ class SelfReport:
             events_endpoint=agent.identity.events_endpoint,
             echo=asked.echo,
             view=view,
+            processes=agent.processes.processes(),
         )
 
     def trace(self, asked: Trace) -> Traced:
@@ -109,11 +112,21 @@ class SelfReport:
 
     def unready(self) -> list[Fault]:
         """Why it should be given no work now; empty when it should."""
-        faults, plane = [], self.agent.data_plane
+        faults, plane, data = [], self.agent.data_plane, self.agent.data
         if not self.is_started:
             faults.append(Fault("the agent is starting", "Wait."))
         if self.is_draining:
             faults.append(Fault("the agent is draining, and ends soon", "Use another one."))
+        if not data.is_running:
+            what = f"the data process does not run: {data.problem}"
+            do = "The agent starts it again, after up to 10 s. Its log and the kernel's say more."
+            faults.append(Fault(what, do))
+        elif data.nixl_error is not None and not is_one_machine(self.config):
+            what = f"NIXL does not start: {data.nixl_error.message}"
+            faults.append(Fault(what, "See to the network of data_interfaces: kvbus doctor."))
+        elif plane.silent_s > SILENT_S:
+            what = f"the data process has not answered for {plane.silent_s:.0f} s"
+            faults.append(Fault(what, "See whether it is stopped (SIGSTOP), or memory is short."))
         if plane.outside:
             what = f"UCX listens at {plane.outside}, which data_interfaces does not allow"
             do = "See to the UCX_ settings of the environment: strangers can read memory there."
@@ -140,7 +153,8 @@ class SelfReport:
     def _collect(self) -> Callable[[], Live]:
         families = list(self.agent.metrics.registry.collect())
         recent = self.service.stories.recent(MOST_RECENT)
-        status, key_file = without_place(self.status(Status())), self.config.key_file
+        full, key_file = self.status(Status()), self.config.key_file
+        status = structs.replace(without_place(full), processes=full.processes)
         server_key, silent = self.agent.identity.server_key, self.service.silent_peers()
         key_options_of = {at: key_options(key_file, key) for at, key in silent}
         faults = [*self.unready(), *self._key_faults(), *_log_faults()]
@@ -213,14 +227,15 @@ def current_faults(
             if is_linked
             else "This agent itself is cut off: they come back with the link.",
         )
-    ago_s = wall_s - metrics.get("kvbus_recycled_timestamp_seconds", 0.0)
+    ago_s = wall_s - metrics.get("kvbus_data_end_timestamp_seconds", 0.0)
     if ago_s < OLD_S:
-        times = metrics.get("kvbus_recycled_transports", 1.0)
+        times = metrics.get("kvbus_data_restarts", 1.0)
+        reasons = [one.last_end for one in live.status.processes if one.last_end]
         yield Fault(
-            "transfers never ended, and NIXL was made anew, "
-            f"last {_age(ago_s)} ago ({times:.0f} times since the start)",
-            "See to the network between the agents, and to agents that were stopped (SIGSTOP) "
-            "or cut off.",
+            f"the data process has ended, last {_age(ago_s)} ago ({times:.0f} times since the "
+            f"start): {', '.join(reasons) or 'the log says why'}",
+            "Requests went on. If it ends again and again: the agent's log and the kernel's say "
+            "why; see to the network of data_interfaces, and to memory.",
         )
     yield from _failures([spans[0] for spans in live.recent if spans], live.now_s)
 

@@ -19,12 +19,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvbus.data import nixl_agent
+from kvbus.data.messages import MemoryKind
+from kvbus.data.nixl import Registration
+from kvbus.data.scheduler import ReadLimits
+from kvbus.data.slicing import Rows
 from kvbus.errors import TransferFailed
 from kvbus.lab.process import run_program, serve
 from kvbus.memory.segment import huge_bytes
-from kvbus.transport.nixl_agent import NixlAgent, load_backend
-from kvbus.transport.slicing import Rows
-from kvbus.transport.types import MemoryKind, Registration, TransportLimits
 
 WORD_BYTES = 8
 LONG_BYTES = 8 << 20
@@ -50,13 +52,14 @@ class BareAgent:
     def __init__(
         self, size_bytes: int = NUM_PLACES * LONG_BYTES, rows: Mapping[str, Rows] | None = None
     ) -> None:
-        load_backend()
+        new_agent = nixl_agent.load()
         self._words = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint64)
         self._words[:] = 0  # its pages are there from now on
         self._address = self._words.ctypes.data
         self._rows = rows or {}
-        self._agent = NixlAgent(f"bare-{os.getpid()}")
-        self._agent.register(Registration(1, self._address, size_bytes, 0, "DRAM"))
+        self._agent = new_agent(f"bare-{os.getpid()}")
+        self._registration = Registration(self._address, size_bytes, 0, "DRAM")
+        self._agent.register(self._registration)
         self._peer, self._there = "", 0
         self._drives = threading.Event()
 
@@ -65,7 +68,7 @@ class BareAgent:
         self._words[:] = np.arange(len(self._words))
         self.drive()
         threading.Thread(target=self._progress, daemon=True).start()
-        return MemoryLocation(self._address, self._agent.metadata(None))
+        return MemoryLocation(self._address, self._agent.metadata([self._registration]))
 
     def drive(self) -> None:
         """Drive NIXL from now on."""
@@ -79,7 +82,7 @@ class BareAgent:
         """Drive NIXL as often as an agent does, without an end."""
         while self._drives.wait():
             self._agent.progress()
-            time.sleep(TransportLimits().poll_s)
+            time.sleep(ReadLimits().poll_s)
 
     def huge_share(self) -> float:
         """The part of its memory that lies in huge pages."""

@@ -65,9 +65,11 @@ class BusErrors:
         self._watched.pop(address, None)
 
     def install(self) -> None:
-        """Handle SIGBUS from now on, after libraries that do so too. Raises ``OSError``."""
-        handler = ctypes.cast(self._handler, ctypes.c_void_p).value
-        _sigaction(_Action(handler=handler, flags=_SA_SIGINFO), self._before)
+        """Handle SIGBUS from now on; call it again after libraries that do. Raises ``OSError``."""
+        handler, before = ctypes.cast(self._handler, ctypes.c_void_p).value, _Action()
+        _sigaction(_Action(handler=handler, flags=_SA_SIGINFO), before)
+        if before.handler != handler:
+            self._before = before
 
     def restore(self) -> None:
         """Leave SIGBUS to whoever had it before."""

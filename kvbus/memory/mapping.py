@@ -7,9 +7,7 @@ engine is sealed against truncation where the kernel allows that, and its pages 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import mmap
 import os
 import resource
 import stat
@@ -23,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvbus.errors import ClosedError, SegmentError
+from kvbus.errors import ClosedError, ErrorCode, SegmentError
 from kvbus.memory import libc
 from kvbus.memory.bus_errors import BusErrors, OnCut
-from kvbus.memory.room import check_mappings, check_memory
+from kvbus.memory.room import check_memory
 from kvbus.memory.run_copy import swap_word
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ POPULATE_WITHIN_S = 2.0
 """An engine waits for it while it registers."""
 _POPULATED_AT_ONCE_BYTES = 1 << 28
 _DISCARDED_AT_ONCE_BYTES = 1 << 25
-_LENT_PERCENT = 50  # of the files that a process may open: the others are for its sockets
+_SEGMENTS_PERCENT = 75  # of the files that a process may open: the others are for its sockets
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 
 
@@ -158,45 +156,83 @@ class MappedFile(OwnedMemory):
             raise ClosedError("the segment was closed")
 
 
+class PassedFile:
+    """A segment that an engine passed: its descriptor, checked, and not mapped.
+
+    Takes over ``fd``. An event loop makes it in a thread, as to reserve pages takes long. Raises
+    `SegmentError`, with code ``busy`` when the descriptors of this process are used up.
+
+    ``sealed`` is False when the owner of the file can still truncate it. ``is_lendable`` says
+    whether other processes can get it, read-only.
+    """
+
+    def __init__(self, fd: int, *, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        try:
+            with _segment_errors(size_bytes, borrowed=False):
+                self.sealed = _check_segment(fd, size_bytes)
+                self.is_lendable = _try_reopen(fd)
+                _check_descriptors(fd, size_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd = fd
+
+    @property
+    def is_closed(self) -> bool:
+        return self.fd < 0
+
+    def was_cut(self) -> bool:
+        """Return whether the file was truncated."""
+        return not (self.sealed or self.is_closed) and os.fstat(self.fd).st_size < self.size_bytes
+
+    # The descriptor that an engine passed is open for writing. One that is opened anew, by its name
+    # in /proc, has a mode of its own: who gets KV cannot map it writable by mistake.
+    def reopen(self, *, writable: bool = False) -> int:
+        """Return a new descriptor, for reading only unless ``writable``.
+
+        Raises ``OSError``, and `ClosedError` once it is closed.
+        """
+        if self.is_closed:
+            raise ClosedError("the engine has ended")
+        return _reopen(self.fd, os.O_RDWR if writable else os.O_RDONLY)
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent. It takes long when the memory goes with it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class WordsPage(MappedFile):
+    """A page of words that an engine passed. Raises ``OSError``."""
+
+    def __init__(self, passed: PassedFile) -> None:
+        super().__init__(passed.fd, passed.size_bytes)
+        self._passed = passed
+
+    def reopen(self) -> int:
+        """Return a new descriptor for reading and writing. Raises as `PassedFile.reopen`."""
+        return self._passed.reopen(writable=True)
+
+
 class SegmentMapping(MappedFile):
     """A segment that another process passed, mapped here; ``discarded`` once its bytes are gone.
 
-    Takes over ``fd`` and closes it, also when it raises. That of an engine is entered into the page
-    table, so that no read has to, for two seconds at most, and takes longer when the engine left
-    pages unreserved: an event loop calls it in a thread. With ``lend`` it keeps ``lent_fd`` for
-    agents that map the segment too, until the memory is discarded; None when there is no room for
-    it. It is open for reading only, and for writing, too, when it is of ``words``. ``borrowed``
-    says that it is such an agent's: to be read only. Raises ``SegmentError``.
+    Takes over ``fd`` and closes it, also when it raises. It takes long when the engine left pages
+    unreserved: an event loop calls it in a thread. ``borrowed`` says that it is another agent's: to
+    be read only. Raises ``SegmentError``.
 
     ``sealed`` is False when who made the file can still truncate it (torch's shared storage cannot
     be sealed): then the next access here is SIGBUS, which `survive_cuts` is for.
     """
 
-    lent_fd: int | None = None
-
-    def __init__(
-        self,
-        fd: int,
-        *,
-        size_bytes: int,
-        lend: bool = False,
-        words: bool = False,
-        borrowed: bool = False,
-    ) -> None:
+    def __init__(self, fd: int, *, size_bytes: int, borrowed: bool = False) -> None:
         self.discarded = False
         self._watcher: BusErrors | None = None
         with _taken_over(fd, size_bytes, borrowed=borrowed):
-            if not borrowed:  # who borrows maps several, and looks once
-                check_mappings()
-            self.sealed = _seal_against_shrinking(fd)
-            _check_file(fd, size_bytes)
-            check_memory(_missing_bytes(fd, size_bytes))
-            if not borrowed:
-                os.posix_fallocate(fd, 0, size_bytes)
+            self.sealed = _check_segment(fd, size_bytes, reserve=not borrowed)
             super().__init__(fd, size_bytes, writable=not borrowed)
-            if not borrowed:
-                self.populate()
-            self.lent_fd = _reopened(fd, os.O_RDWR if words else os.O_RDONLY) if lend else None
 
     def survive_cuts(self, bus_errors: BusErrors, on_cut: OnCut) -> None:
         """Have this process live when somebody truncates the file; ``on_cut`` is told of it.
@@ -205,17 +241,6 @@ class SegmentMapping(MappedFile):
         """
         bus_errors.watch(self.address, self.size_bytes, on_cut)
         self._watcher = bus_errors
-
-    def was_cut(self) -> bool:
-        """Whether the file was truncated; False where the kernel cannot say (before Linux 5.14)."""
-        if self.sealed or self.discarded or self.closed:
-            return False
-        last = (self._address + self.size_bytes - 1) // mmap.PAGESIZE * mmap.PAGESIZE
-        try:
-            libc.populate(last, 1, writable=False)
-        except OSError as error:
-            return error.errno == errno.EFAULT
-        return False
 
     def view(self) -> npt.NDArray[np.uint8]:
         """As every mapping; none of an engine that is gone."""
@@ -243,17 +268,55 @@ class SegmentMapping(MappedFile):
             self._forget()
 
     def _forget(self) -> None:
-        """The file's bytes are not here any more: nobody cuts them, and they are lent no longer."""
+        """The file's bytes are not here any more: nobody cuts them."""
         if self._watcher is not None:
             self._watcher.unwatch(self._address)
-        fd, self.lent_fd = self.lent_fd, None
-        if fd is not None:
-            os.close(fd)
+
+
+def _check_segment(fd: int, size_bytes: int, *, reserve: bool = True) -> bool:
+    """Check a segment, and reserve its pages; return whether it is sealed."""
+    sealed = _seal_against_shrinking(fd)
+    _check_file(fd, size_bytes)
+    missing_bytes = _missing_bytes(fd, size_bytes)
+    check_memory(missing_bytes)
+    if reserve and missing_bytes > 0:
+        os.posix_fallocate(fd, 0, size_bytes)
+    return sealed
+
+
+def _check_descriptors(fd: int, size_bytes: int) -> None:
+    """Raise `SegmentError` (``busy``) unless enough descriptors are left for connections."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The kernel gives the lowest number that is free, so this one tells how many are open.
+    if fd * 100 >= limit * _SEGMENTS_PERCENT:
+        raise SegmentError(
+            f"cannot keep a segment of {size_bytes} bytes: the agent has {fd} of {limit} files "
+            "open; raise its limit (ulimit -n, or LimitNOFILE of systemd), or pass fewer segments",
+            code=ErrorCode.BUSY,
+            limit=limit,
+        )
+
+
+def _try_reopen(fd: int) -> bool:
+    try:
+        os.close(_reopen(fd, os.O_RDONLY))
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
 def _taken_over(fd: int, size_bytes: int, *, borrowed: bool) -> Iterator[None]:
     """Close the descriptor of what is mapped; an ``OSError`` is a `SegmentError`."""
+    try:
+        with _segment_errors(size_bytes, borrowed=borrowed):
+            yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _segment_errors(size_bytes: int, *, borrowed: bool) -> Iterator[None]:
     whose = "the other agent's" if borrowed else "the engine's"
     needs = "its descriptor must be open for reading and writing, and memory be free"
     try:
@@ -263,24 +326,10 @@ def _taken_over(fd: int, size_bytes: int, *, borrowed: bool) -> Iterator[None]:
             f"cannot map {whose} segment of {size_bytes} bytes: {error.strerror}"
             f"{'' if borrowed else f'; {needs}'}"
         ) from error
-    finally:
-        os.close(fd)
 
 
-# The descriptor that an engine passed is open for writing. One that is opened anew, by its name in
-# /proc, has a mode of its own: who gets KV cannot map it writable by mistake.
-def _reopened(fd: int, mode: int) -> int | None:
-    """The file, open in this mode; None when this process should open no more."""
-    try:
-        lent_fd = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
-    except OSError:
-        return None
-    # The kernel gives the lowest number that is free, so this one tells how many are open.
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if lent_fd * 100 < most * _LENT_PERCENT:
-        return lent_fd
-    os.close(lent_fd)
-    return None
+def _reopen(fd: int, mode: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
 
 
 def _seal_against_shrinking(fd: int) -> bool:

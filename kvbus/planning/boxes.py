@@ -7,7 +7,6 @@ know the same pieces, whatever their layouts, block sizes and ranks are. They ar
 """
 
 from collections.abc import Iterable, Iterator
-from hashlib import blake2b
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -172,6 +171,8 @@ def _shape(box: Box) -> tuple[int, int, int]:
 
 
 def _seed(offer_id: str, group: str) -> np.uint64:
+    from hashlib import blake2b  # noqa: PLC0415 - loads 3 MB, which only digests need
+
     named = f"{offer_id}/{group}".encode()
     return np.uint64(int.from_bytes(blake2b(named, digest_size=8).digest(), "little"))
 

@@ -208,17 +208,25 @@ class _Bundle:
 
         Targets ascend where the offsets nest.
         """
-        ends = [np.arange(start - start % size + size, stop, size) for size in self._sizes]
-        starts = np.concatenate([np.array([start], dtype=np.int64), *ends])
-        if len(ends) > 1:
-            starts = np.unique(starts)
-        lengths = np.diff(starts, append=stop)
-        sides = (self.form.source, source), (self.form.target, target)
-        units = np.stack([side.offsets(table, starts) for side, table in sides])
-        for length in np.unique(lengths).tolist():
-            alike = units[:, lengths == length]
-            in_order = alike[:, np.argsort(alike[1], kind="stable")]
+        starts = self._unit_starts(start, stop)
+        units = np.empty((2, starts.size), np.int64)
+        units[0] = self.form.source.offsets(source, starts)
+        units[1] = self.form.target.offsets(target, starts)
+        lengths = np.empty_like(starts)
+        np.subtract(starts[1:], starts[:-1], out=lengths[:-1])
+        lengths[-1] = stop - starts[-1]
+        for length in sorted(set(lengths.tolist())):
+            is_alike = lengths == length
+            alike = units if is_alike.all() else units[:, is_alike]
+            in_order = alike.take(np.argsort(alike[1], kind="stable"), axis=1)
             yield replace(self._unit(length)[0], units=in_order)
+
+    def _unit_starts(self, start: int, stop: int) -> Offsets:
+        """Return ``start``, and where blocks of either side begin behind it."""
+        every = [np.arange(start - start % size, stop, size) for size in self._sizes]
+        for some in every:
+            some[0] = start
+        return every[0] if len(every) == 1 else np.unique(np.concatenate(every))
 
     def _unit(self, num_tokens: int) -> tuple[Lattice, tuple[Run, ...]]:
         """The runs of one unit at offset 0, over all pairs; the second is empty when they are many.

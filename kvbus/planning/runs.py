@@ -69,10 +69,14 @@ class Lattice:
     def addresses(self) -> Offsets:
         """Of each run, shape (2, num_runs): outer offsets step slowest, inner ones fastest."""
         found = np.empty((2, self.num_runs), dtype=np.int64)
-        for side, row in enumerate(found):
+        self.write(*found)
+        return found
+
+    def write(self, sources: Offsets, targets: Offsets) -> None:
+        """Write the addresses of each run, in the order of `addresses`."""
+        for side, row in enumerate((sources, targets)):
             corners = self.outer[side][:, None] + self.units[side]
             np.add(corners[:, :, None], self.inner[side], out=row.reshape(self.shape))
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +146,12 @@ class Runs:
     def reads(self, *, local_device: int = 0, remote_device: int = 0) -> Reads:
         """As READs into the targets, neighbours merged, in ascending local address."""
         if self.lattices:
-            every = [
-                np.stack((targets, sources, np.full_like(targets, run_bytes)))
-                for (sources, targets), run_bytes in self.by_length()
-            ]
-            targets, sources, sizes = _merged(np.concatenate(every, axis=1))
+            found, end = np.empty((3, sum(one.num_runs for one in self.lattices)), np.int64), 0
+            for one in self.lattices:
+                at, end = end, end + one.num_runs
+                one.write(sources=found[1, at:end], targets=found[0, at:end])
+                found[2, at:end] = one.run_bytes
+            targets, sources, sizes = _merged(found)
         else:
             few = np.array(_merged_few(self.few), dtype=np.int64)
             targets, sources, sizes = few.reshape(-1, 3).T

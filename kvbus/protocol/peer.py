@@ -119,7 +119,7 @@ class HandshakeDone(Message, frozen=True):
     "handshake",
     Socket.PREFILL_PEER,
     refusals=f"unsupported_version {OF_OFFER} engine_unknown engine_not_ready incompatible "
-    "geometry transfer_failed",
+    "geometry transfer_failed busy",
 )
 class Handshake(Request[HandshakeDone], frozen=True):
     """A decode agent introduces one of its engines to one prefill engine, at each agent that has
@@ -230,6 +230,10 @@ class Take(Request[Empty], frozen=True):
     reader_boot: ReaderBoot = ""
     part: bool = False
     """As of a ``claim``: the take ends the lease, and not the offer."""
+    nixl_agent: Text = ""
+    """The handshake's ``nixl_agent`` that was read from; empty when nothing was read with NIXL.
+    Another one than the agent has now is ``stale``.
+    """
 
 
 @request("taken", Socket.PREFILL_PEER, at_once=True, refusals="stale")
@@ -350,7 +354,7 @@ class Packed(Message, frozen=True):
 
     slot_id: SlotId
     address: Address
-    """Where the box starts in the agent's process, within the handshake's ``nixl_metadata``."""
+    """Where the box starts in the agent's data process, within ``nixl_metadata``."""
     num_bytes: Size
     """Bytes of the box in its order, parts of blocks outside the box included."""
     slot_lease_s: Seconds
@@ -365,7 +369,7 @@ class Packed(Message, frozen=True):
     "pack",
     Socket.PREFILL_PEER,
     refusals="stale forbidden offer_unknown offer_open lease_expired offer_withdrawn offer_expired "
-    "engine_lost draining geometry timeout config",
+    "engine_lost draining geometry timeout config transfer_failed",
 )
 class Pack(Request[Packed], frozen=True):
     """Asks for a box of what one rank holds, gathered into a staging slot; see [Packed
@@ -405,7 +409,7 @@ class Digests(Message, frozen=True):
     """For each chosen piece, in order, its digest: 8 bytes, little-endian."""
 
 
-@request("digest", Socket.PREFILL_PEER, refusals=f"{OF_OFFER} offer_open geometry")
+@request("digest", Socket.PREFILL_PEER, refusals=f"{OF_OFFER} offer_open geometry transfer_failed")
 class Digest(Request[Digests], frozen=True):
     """Asks for digests of a box of what one rank holds now; see [Digests](#digests)."""
 
@@ -441,6 +445,8 @@ class CheckMemory(Request[Empty], frozen=True):
     progress_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
     """Seconds from now for which the agent drives reads of the offer; 0 when nothing more is
     read."""
+    nixl_agent: Text = ""
+    """As of a ``take``."""
 
 
 class PartFetched(Message, frozen=True):

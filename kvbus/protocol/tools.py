@@ -85,6 +85,22 @@ class Fault(msgspec.Struct, frozen=True):
     """What to do about it."""
 
 
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """One process of an agent: ``control``, or ``data`` that moves the KV."""
+
+    name: Text
+    pid: Size = 0
+    """0 while it does not run."""
+    cpu_s: AnySeconds = 0.0
+    """CPU time since it was started."""
+    memory_bytes: Size = 0
+    """Memory, without KV and other shared memory."""
+    num_restarts: Size = 0
+    """How often it was started again."""
+    last_end: Text = ""
+    """Why the one before ended, for people."""
+
+
 class AgentStatus(Message, frozen=True):
     agent_id: AgentId
     role: AgentRole
@@ -114,6 +130,8 @@ class AgentStatus(Message, frozen=True):
     """What the agent knows of the ``peer`` that it was asked about."""
     faults: tuple[Fault, ...] = ()
     """What is wrong now, if that was asked for. Only for the senders that are told ``sharing``."""
+    processes: tuple[ProcessStatus, ...] = ()
+    """The agent's processes. Only for the senders that are told ``sharing``."""
 
 
 @request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)

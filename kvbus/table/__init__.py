@@ -3,10 +3,9 @@
 table         live and retired entries, transitions, deadlines, stories, one way to apply an event,
               and what drives a table in an event loop
 events        events and commands that more than one table has
-fair          whose turn it is of those that wait, who has which slot or place
 """
 
-from kvbus.table.fair import FAIR_TURN, FairPool, FairQueue, Key, Party, Places
+from kvbus.fair import FAIR_TURN, FairPool, FairQueue, Key, Party, Places
 from kvbus.table.table import Context, Driver, Story, Table, Transition, transitions
 
 __all__ = [

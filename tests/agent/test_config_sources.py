@@ -228,3 +228,9 @@ def test_the_command_takes_settings_and_refuses_a_wrong_one(
 
     assert ended.returncode == 2
     assert ended.stderr == "error: --set lease_z: there is no such key; did you mean lease_s?\n"
+
+
+def test_staging_memory_smaller_than_a_slot_is_refused_with_both_keys(path: Path) -> None:
+    settings = ("staging_bytes=1024", "slot_bytes=4096")
+
+    assert re.search(r"'staging_bytes': 1024 .* 'slot_bytes' = 4096", refusal(path, settings))

@@ -10,7 +10,7 @@ from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
 from kvbus.agent.status import OLD_S, current_faults
-from kvbus.protocol import AgentRole, AgentStatus, Live, Span, Status
+from kvbus.protocol import AgentRole, AgentStatus, Live, ProcessStatus, Span, Status
 from tests.prefill.inside import prefill_agent
 
 NOW_S, WALL_S = 5_000.0, 1_700_000_000.0
@@ -31,6 +31,7 @@ def faults(
         draining=False,
         counts={},
         silent_peers=silent or {},
+        processes=(ProcessStatus("data", last_end="killed by SIGSEGV"),),
     )
     recent = [
         [Span(name="fetch", start_s=NOW_S - ago_s - 1, end_s=NOW_S - ago_s, error=error)]
@@ -54,14 +55,14 @@ def test_failed_handoffs_say_when_the_last_one_was_unless_that_is_long_ago() -> 
     assert not faults((OLD_S + 1, "timeout: t"), (OLD_S + 9, "busy: b"), (1.0, ""))
 
 
-def test_nixl_made_anew_is_a_fault_for_some_minutes() -> None:
-    recycled: Any = {"kvbus_recycled_transports": 2.0}
+def test_a_data_process_that_ended_is_a_fault_for_some_minutes() -> None:
+    ended: Any = {"kvbus_data_restarts": 2.0}
 
-    ((what, _),) = faults(**recycled, kvbus_recycled_timestamp_seconds=WALL_S - 42)
+    ((what, _),) = faults(**ended, kvbus_data_end_timestamp_seconds=WALL_S - 42)
 
-    assert "last 42 s ago (2 times since the start)" in what
-    assert not faults(**recycled, kvbus_recycled_timestamp_seconds=WALL_S - OLD_S)
-    assert not faults(kvbus_recycled_transports=0.0, kvbus_recycled_timestamp_seconds=0.0)
+    assert "last 42 s ago (2 times since the start): killed by SIGSEGV" in what
+    assert not faults(**ended, kvbus_data_end_timestamp_seconds=WALL_S - OLD_S)
+    assert not faults(kvbus_data_restarts=0.0, kvbus_data_end_timestamp_seconds=0.0)
 
 
 def test_what_is_wrong_now_stands_before_what_was() -> None:
@@ -69,10 +70,10 @@ def test_what_is_wrong_now_stands_before_what_was() -> None:
         (1.0, "timeout: t"),
         silent={PEER: 1.0},
         kvbus_quarantined_blocks=50.0,
-        kvbus_recycled_timestamp_seconds=WALL_S,
+        kvbus_data_end_timestamp_seconds=WALL_S,
     )
 
-    words = ["has not answered for 1 s", "50 blocks are withheld", "made anew", "handoffs failed"]
+    words = ["has not answered for 1 s", "50 blocks are withheld", "has ended", "handoffs failed"]
     assert [word in what for word, (what, _) in zip(words, found, strict=True)] == 4 * [True]
 
 

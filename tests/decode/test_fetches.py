@@ -105,9 +105,14 @@ def step_failed(code: ErrorCode, attempt: int = 1) -> ev.StepFailed:
 
 
 def ready(
-    fetch_id: str = "f1", *, boot: str = "boot", attempt: int = 1, elsewhere: tuple[str, ...] = ()
+    fetch_id: str = "f1",
+    *,
+    boot: str = "boot",
+    attempt: int = 1,
+    elsewhere: tuple[str, ...] = (),
+    nixl: str = "",
 ) -> ev.PeerReady:
-    return ev.PeerReady(fetch_id, attempt, boot, elsewhere)
+    return ev.PeerReady(fetch_id, attempt, boot, elsewhere, nixl)
 
 
 def grant(
@@ -140,6 +145,10 @@ def renew_failed(code: ErrorCode) -> ev.Answered:
 
 def read(num_bytes: int = 4096, path: str = "direct", fetch_id: str = "f1") -> ev.ReadEnded:
     return ev.ReadEnded(fetch_id, num_bytes, None, path)
+
+
+def read_from(nixl: str) -> ev.ReadEnded:
+    return replace(READ, nixl_agent=nixl)
 
 
 READY, READ, YES, HINT = ready(), read(), answered(TAKE, Empty()), ev.OfferAdvanced("f1")
@@ -208,6 +217,8 @@ def _word(command: ev.Command) -> str:
                 and message.offer_id == "o1"
             ):
                 word += " with blocks"
+            if isinstance(message, Take) and message.nixl_agent:
+                word += f" of {message.nixl_agent}"
             return word + (f" {message.num_tokens}" if isinstance(message, Landed) else "")
         case ev.ReadChunk():
             return f"read {command.start}-{command.stop}" + command.last * " last"
@@ -501,6 +512,27 @@ SCRIPTS: dict[str, list[Step]] = {
         [requested(), ready(elsewhere=("m1",)), grant(16), READ, (0, GONE, ["release", "end"]),
          (0, DUE, ["resolve"]), ready(attempt=2, elsewhere=("m2",)),
          (0, grant(attempt=2), ["read 0-32 last"])],
+    "tokens of an earlier data process are read again":
+        [requested(), ready(nixl="A"), grant(16), read_from("A"), (0, GONE, ["release", "end"]),
+         (0, DUE, ["resolve"]), ready(attempt=2, nixl="B"),
+         (0, grant(attempt=2), ["read 0-32 last"]), (0, read_from("B"), ["take of B"])],
+    "tokens that another attempt read from the same data process, or mapped, are not":
+        [requested(), ready(nixl="A"), grant(16), read_from("A"), (0, GONE, ["release", "end"]),
+         (0, DUE, ["resolve"]), ready(attempt=2, nixl="A"),
+         (0, grant(attempt=2), ["read 16-32 last"]), (0, READ, ["take of A"])],
+    "a commit of what an earlier data process sent is refused, and all is read again":
+        [requested(), ready(nixl="A"), grant(), (0, read_from("A"), ["take of A"]),
+         (0, failed(STALE, refused=True), ["release", "end"]), (0, DUE, ["resolve"]),
+         ready(attempt=2, nixl="B"), (0, grant(attempt=2), ["read 0-32 last"])],
+    "a commit without an answer is repeated before anything is read from the next data process":
+        [requested(), ready(nixl="A"), grant(), read_from("A"), (0, GONE, ["end"]),
+         (0, DUE, ["hold", "take with blocks of A"]),
+         (0, failed(STALE, refused=True, attempt=2), ["end"]),
+         (0.1, DUE, ["resolve"]),
+         (0.1, ready(attempt=3, nixl="B"), ["take with blocks of A"]),
+         (0.1, failed(STALE, refused=True, attempt=3), ["end"]), (0.3, DUE, ["resolve"]),
+         (0.3, ready(attempt=4, nixl="B"), ["claim"]),
+         (0.3, grant(attempt=4), ["read 0-32 last"])],
     "an offer may not shrink between two attempts":
         [requested(), READY, grant(16), READ, GONE, DUE, ready(attempt=2),
          (0, grant(8, attempt=2), ["release", "failed claiming invalid, 2 attempts"])],
@@ -798,16 +830,18 @@ class Peers:
     """A prefill agent that restarts and loses answers, and the blocks that are read from it.
 
     Each command is checked when it comes, and answered when the test says so. Bytes are right if
-    they came out of the offer's own blocks.
+    they came out of the offer's own blocks, in the data process that the attempt knows.
     """
 
     def __init__(self, draw: st.DataObject, event: ev.Requested, num_ready: int) -> None:
         self.draw, self.now = draw, 0.0
         self.table = fetch.FetchTable(LIMITS)
-        self.boot, self.epoch, self.num_ready = 0, 0, num_ready
+        self.boot, self.data, self.epoch, self.num_ready = 0, 0, 0, num_ready
         self.leases: set[int] = set()
         self.granted_to: dict[int, int] = {}
         self.answered_boot: dict[int, str] = {}
+        self.nixl = {1: "data 0"}
+        """What each attempt reads from."""
         self.waiting: list[ev.Ask | ev.HoldPeer] = []
         self.chunk: ev.ReadChunk | None = None
         self.right = [False] * 32
@@ -858,8 +892,10 @@ class Peers:
             error = RemoteError("no", code=self.code())
         else:
             is_right = chunk.tables["full"].ids == blocks(chunk.stop)["full"].ids
+            is_right &= self.nixl[self.attempt] == f"data {self.data}"
             self.right[chunk.start : chunk.stop] = [is_right] * (chunk.stop - chunk.start)
-        self.tell(ev.ReadEnded("f1", 64, error, "direct"))
+        nixl = self.nixl[self.attempt]
+        self.tell(ev.ReadEnded("f1", 64, error, "direct", nixl_agent=nixl))
 
     def answer(self) -> None:
         command = self.waiting.pop(self.draw.draw(st.integers(0, len(self.waiting) - 1)))
@@ -870,7 +906,8 @@ class Peers:
                 self.tell(ev.StepFailed("f1", command.attempt, error))
             else:
                 self.answered_boot.setdefault(command.attempt, boot)
-                self.tell(ev.PeerReady("f1", command.attempt, boot))
+                nixl = self.nixl[command.attempt] = f"data {self.data}"
+                self.tell(ev.PeerReady("f1", command.attempt, boot, nixl_agent=nixl))
             return
         outcome: Any = self.outcome(command.message, command.attempt)
         if is_lost:
@@ -879,7 +916,8 @@ class Peers:
 
     def outcome(self, message: Any, attempt: int) -> Any:
         """What the process that is there now says."""
-        if message.agent_boot != f"boot {self.boot}":
+        nixl = message.nixl_agent if isinstance(message, Take) else ""
+        if message.agent_boot != f"boot {self.boot}" or nixl not in ("", f"data {self.data}"):
             return RequestRefused("another process", code=STALE)
         offered = blocks(self.num_ready)
         if isinstance(message, Take):
@@ -901,6 +939,10 @@ class Peers:
         more = blocks(self.num_ready, known * 8)
         return Granted(epoch, 9.0, self.num_ready, self.num_ready == 32, more, "token")
 
+    def restart_data(self) -> None:
+        """READs of the attempt may end well, but with other bytes."""
+        self.data += 1
+
     def restart(self) -> None:
         self.boot += 1
         self.leases.clear()
@@ -911,6 +953,7 @@ class Peers:
         """One thing happens."""
         happens: list[Callable[[], Any]] = [
             self.restart,
+            self.restart_data,
             lambda: self.pass_time(self.draw.draw(st.sampled_from([0.0, 0.06, 1.1, 4.0]))),
             lambda: setattr(self, "num_ready", min(32, self.num_ready + 8)),
             lambda: self.tell(HINT),
@@ -939,7 +982,7 @@ def test_attempts_follow_each_other_and_keep_only_what_counts(data: st.DataObjec
     )
     first = requested(chunk_tokens=data.draw(st.sampled_from([0, 8])), boot="boot 0")
     if ahead is not None:
-        first = known(ahead=ahead, boot="boot 0")
+        first = known(ahead=ahead, boot="boot 0", nixl_agent="data 0")
     peers = Peers(data, first, num_ready=8 if ahead is None else 32)
     for _ in range(data.draw(st.integers(0, 40))):
         peers.go_on()

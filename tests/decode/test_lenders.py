@@ -24,6 +24,9 @@ from structlog.testing import capture_logs
 from kvbus.agent.config import convert_config
 from kvbus.agent.identity import machine_id
 from kvbus.agent.slots import HOST
+from kvbus.bus import new_boot_id
+from kvbus.data.child import spawner
+from kvbus.data.client import DataProcess
 from kvbus.errors import LocalError
 from kvbus.geometry import lay_out_rank
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer, encode_frame
@@ -80,11 +83,16 @@ class Borrowing:
 @pytest.fixture
 async def here(folder: Path) -> AsyncIterator[Borrowing]:
     config = convert_config(DecodeConfig, {"agent_id": "decode", **BINDS}, source="the test")
+    loop = asyncio.get_running_loop()
+    data = DataProcess(
+        spawner(loop), new_boot=new_boot_id, name="decode", slice_bytes=PAGE, copy_threads=1
+    )
+    data.start_one()
     async with anyio.create_task_group() as tasks:
-        loop = asyncio.get_running_loop()
-        agent: Any = SimpleNamespace(tasks=tasks, loop=loop, bus_errors=BusErrors())
+        agent: Any = SimpleNamespace(tasks=tasks, loop=loop, bus_errors=BusErrors(), data=data)
         yield Borrowing(MemoryBorrower(agent, config), folder)
         tasks.cancel_scope.cancel()
+    await data.close()
 
 
 def file_of(size_bytes: int | None) -> int:

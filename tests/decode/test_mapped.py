@@ -1,12 +1,15 @@
 """A decode agent maps the memory of a prefill engine of its machine, for as long as that lives."""
 
+import asyncio
 import errno
 import gc
 import os
+import signal
 import weakref
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import anyio
@@ -15,12 +18,12 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from kvbus.engine import Link, RankMemory
-from kvbus.errors import ErrorCode
 from kvbus.geometry import Segment, lay_out_rank
 from kvbus.memory.libc import map_zeros_over
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import Outcome, Trace
-from tests.agents import until
+from tests import inside_agents
+from tests.agents import until, wait_until
 from tests.decode.neighbours import (
     Neighbours,
     before_each_copy,
@@ -187,21 +190,48 @@ def end_memory(both: Neighbours) -> None:
         map_zeros_over(first, end - first)
 
 
-@pytest.mark.parametrize("num_tokens", [16, MANY_TOKENS], ids=["on the loop", "in a thread"])
-async def test_zeros_are_not_confirmed_though_the_lease_lives(
+@contextmanager
+def before_one_copy(both: Neighbours, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """End the memory before the next copy of this process, or while the data process has not begun
+    one.
+    """
+    is_over, data = Event(), both.decode.data
+
+    def end_once() -> None:
+        if not is_over.is_set():
+            is_over.set()
+            end_memory(both)
+
+    before_each_copy(patch, end_once)
+    os.kill(data.status().pid, signal.SIGSTOP)
+
+    def end_in_time() -> None:
+        wait_until(lambda: is_over.is_set() or data.num_jobs > 0, "the copy has begun")
+        loop.call_soon_threadsafe(end_once)
+        is_over.wait()
+        os.kill(data.status().pid, signal.SIGCONT)
+
+    loop, thread = asyncio.get_running_loop(), Thread(target=end_in_time)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("num_tokens", [16, MANY_TOKENS], ids=["here", "in the data process"])
+async def test_a_copy_of_memory_that_ended_meanwhile_does_not_count_and_is_made_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     async with neighbours(folder) as both, both.engines() as (source, target):
         assert await works(source, target)
-        with monkeypatch.context() as patched:
-            before_each_copy(patched, lambda: end_memory(both))
-            offer, fetch = await begin(source, target, num_tokens, timeout_s=5.0)
-            failure = await failure_of(fetch)
-            await offer.withdraw()
+        with monkeypatch.context() as patched, before_one_copy(both, patched):
+            offer, fetch = await begin(source, target, num_tokens)
+            fetched = await fetch.ended
             await offer.ended
 
-        assert failure.code is ErrorCode.TRANSFER_FAILED
-        assert "the memory that was copied from is gone: it was cut" in failure.message
+        assert fetched.attempts == 2
+        assert fetched.path == "mapped"
 
 
 async def drop_the_peer(both: Neighbours, _: Any) -> None:
@@ -301,6 +331,7 @@ async def test_agents_outlive_memory_that_they_cannot_give_back(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
+    monkeypatch.setattr(inside_agents, "spawner", inside_agents.thread_spawner)
     async with neighbours(folder) as both:
         theirs, ours = both.prefill.attach, both.decode.config.attach_path
         with capture_logs() as lines:

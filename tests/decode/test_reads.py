@@ -115,8 +115,8 @@ def done(commands: list[ev.Command], of: Chunk) -> list[str]:
         match command:
             case ev.ReleaseSlots():
                 words.append(f"release {command.slot_ids[0]}")
-            case ev.RecycleTransport():
-                words.append("recycle")
+            case ev.ReplaceDataProcess():
+                words.append("replace")
             case ReadEnded():
                 error = "" if command.error is None else f" {command.error.code}"
                 words.append(f"end {command.num_bytes} {command.path}{error}".replace("  ", " "))
@@ -208,13 +208,14 @@ SCRIPTS: dict[str, list[Step]] = {
     "a key has one read at a time":
         [chunk("direct"), (chunk("direct"), ["end 0 invalid"])],
     # reads that do not end
-    "reads that drain for too long have the transport recycled once for all of them":
+    "reads that drain for too long end with the data process, once for all of them":
         [PATIENT, chunk("direct", key="one"), (10, stopped, ["abort 0"]),
          chunk("direct", key="other"), (10, stopped, ["abort 0"]), (69, due, []),
-         (70, due, ["recycle"]), (129, due, []), (130, due, ["recycle"]),
+         (70, due, ["replace"]), (129, due, []), (130, due, ["replace"]),
          (131, landed(0, 0, ABORTED), ["end 0 cancelled"])],
-    "copies need no other transport":
-        [PATIENT, chunk("mapped"), (1, stopped, ["abort 0"]), (1000, due, [])],
+    "a copy that does not end, as its process hangs, ends with that":
+        [PATIENT, chunk("mapped"), (1, stopped, ["abort 0"]), (61, due, ["replace"]),
+         (62, copied(0, 3, ABORTED), ["end 3 any cancelled"])],
     # digests
     "digests are made and compared when all has landed and was zeroed":
         [(chunk("direct", later=("zeroing", "comparing")), ["post 0"]), (landed(0), ["copy 1"]),

@@ -116,9 +116,13 @@ CASES = {
         of_pod("kvbus_quarantined_blocks", "0x50 8x10"),
         of_pod("kvbus_quarantined_blocks", "0 8 8 0x57"),
     ),
-    "KvbusTransportRecycled": Case(
-        of_pod("kvbus_recycled_transports", "0x30 1x30"),
-        of_pod("kvbus_recycled_transports", "3x60"),
+    "KvbusDataProcessRestarts": Case(
+        of_pod("kvbus_data_restarts", "0x30 5x30"),
+        of_pod("kvbus_data_restarts", "0x30 1x30"),
+    ),
+    "KvbusDataProcessDown": Case(
+        of_pod("kvbus_data_running", "1x50 0x10"),
+        of_pod("kvbus_data_running", "1x55 0x1 1x4"),
     ),
     "KvbusPeersSilent": Case(
         of_pod("kvbus_silent_peers", "0x50 1x10"), of_pod("kvbus_silent_peers", "0x57 1x3")

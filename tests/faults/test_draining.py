@@ -91,7 +91,7 @@ async def test_an_agent_in_which_a_copy_hangs_ends_and_its_blocks_stay_in_doubt(
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
         handoff = await begin(source, target, LONG_TOKENS)
-        await until(lambda: decode.metric("copies") == 1)
+        await until(lambda: decode.metric("data_jobs") == 1)
 
         decode.signal(signal.SIGTERM)
         failure = await failure_of(handoff.fetch)

@@ -174,7 +174,7 @@ async def test_blocks_stay_in_doubt_when_an_agent_hangs_up_on_the_engine_and_liv
             control = await leave.enter_async_context(Link(decode.attach, ours))
             offer = await source.prefill.offer("r", **large)
             fetch = control.fetch(offer.ticket, **large)
-            await until(lambda: decode.metric("outstanding_handles") > 0)
+            await until(lambda: decode.metric("data_jobs") > 0)
 
         failure = await failure_of(fetch)  # a rank has left, and with it the engine
         with pytest.raises(AgentHungUp):

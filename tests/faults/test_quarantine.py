@@ -60,7 +60,7 @@ async def test_an_agent_copies_where_no_thread_can_be_started_any_more(fresh: St
             for _ in range(2):
                 assert await works(source, target, LONG_TOKENS // 2)
 
-        assert decode.metric("copies") == 0
+        assert decode.metric("data_jobs") == 0
 
 
 @asynccontextmanager

@@ -7,14 +7,17 @@ import os
 import resource
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvbus.errors import ClosedError, SegmentError
+from kvbus.errors import ClosedError, ErrorCode, SegmentError
 from kvbus.memory.libc import unmap
-from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory.mapping import PassedFile, SegmentMapping
 from kvbus.memory.segment import SharedSegment
 
 SIZE_BYTES = 1 << 24  # so large that nothing else takes the addresses once they are free
@@ -53,8 +56,12 @@ def segment() -> Iterator[SharedSegment]:
         yield segment
 
 
-def mapped(segment: SharedSegment, *, lend: bool = False) -> SegmentMapping:
-    return SegmentMapping(os.dup(segment.fd), size_bytes=segment.size_bytes, lend=lend)
+def mapped(segment: SharedSegment) -> SegmentMapping:
+    return SegmentMapping(os.dup(segment.fd), size_bytes=segment.size_bytes)
+
+
+def passed(segment: SharedSegment) -> PassedFile:
+    return PassedFile(os.dup(segment.fd), size_bytes=segment.size_bytes)
 
 
 def for_reading(fd: int) -> int:
@@ -66,6 +73,7 @@ def test_both_mappings_are_the_same_memory_whose_pages_are_there_and_whose_descr
 ) -> None:
     fd = os.dup(segment.fd)
     with SegmentMapping(fd, size_bytes=SIZE_BYTES) as mapping:
+        mapping.populate()
         resident = resident_bytes(mapping.address)
         segment.view()[1] = 11
         mapping.view()[2] = 22
@@ -89,8 +97,9 @@ def test_an_unsealed_file_is_sealed_against_shrinking_before_it_is_believed() ->
     os.close(fd)
 
 
-ENGINES, BORROWED = {"borrowed": False}, {"borrowed": True}
-BOTH = [ENGINES, BORROWED]
+Kind = Callable[..., object]
+PASSED, ENGINES, BORROWED = PassedFile, SegmentMapping, partial(SegmentMapping, borrowed=True)
+ALL: list[Kind] = [PASSED, ENGINES, BORROWED]
 
 
 def of_size(size_bytes: int) -> Callable[[], int]:
@@ -122,35 +131,35 @@ def read_only() -> int:
 @pytest.mark.parametrize(
     ("kinds", "make", "claimed_bytes", "why"),
     [
-        *((BOTH, of_size(4096), size, "claimed") for size in (4095, 4097, 8192)),
-        *((BOTH, of_size(4096), size, "claimed|makes no sense") for size in (0, -1, 1 << 70)),
-        (BOTH, lambda: os.open("/proc/self/status", os.O_RDONLY), 4096, "not a memory file"),
-        (BOTH, lambda: os.open("/proc", os.O_RDONLY), 4096, "not a memory file"),
-        (BOTH, lambda: os.eventfd(0), 4096, "not a memory file"),
-        ([ENGINES], read_only, 4096, "reading and writing|cannot be mapped"),
+        *((ALL, of_size(4096), size, "claimed") for size in (4095, 4097, 8192)),
+        *((ALL, of_size(4096), size, "claimed|makes no sense") for size in (0, -1, 1 << 70)),
+        (ALL, lambda: os.open("/proc/self/status", os.O_RDONLY), 4096, "not a memory file"),
+        (ALL, lambda: os.open("/proc", os.O_RDONLY), 4096, "not a memory file"),
+        (ALL, lambda: os.eventfd(0), 4096, "not a memory file"),
+        ([PASSED, ENGINES], read_only, 4096, "reading and writing|cannot be mapped"),
         ([ENGINES], unwritable, 4096, "reading and writing|cannot be mapped"),
     ],
 )
 def test_what_is_no_memory_file_or_of_another_size_or_cannot_be_written_is_refused_and_closed(
-    kinds: list[dict[str, bool]], make: Callable[[], int], claimed_bytes: int, why: str
+    kinds: list[Kind], make: Callable[[], int], claimed_bytes: int, why: str
 ) -> None:
     for kind in kinds:
         fd = make()
         with pytest.raises(SegmentError, match=why):
-            SegmentMapping(fd, size_bytes=claimed_bytes, **kind)
+            kind(fd, size_bytes=claimed_bytes)
 
         assert not is_open(fd)
 
 
-@pytest.mark.parametrize("kind", BOTH, ids=["an engine's", "borrowed"])
+@pytest.mark.parametrize("kind", ALL, ids=["passed", "an engine's", "borrowed"])
 def test_a_sparse_file_larger_than_the_machine_is_refused_before_it_is_filled_or_read(
-    kind: dict[str, bool],
+    kind: Kind,
 ) -> None:
     """Open for reading only, so that a mapping which tries to fill it fails and takes nothing."""
     whole = of_size(1 << 40)()
     fd = for_reading(whole)
     with pytest.raises(SegmentError, match="does not fit"):
-        SegmentMapping(fd, size_bytes=1 << 40, **kind)
+        kind(fd, size_bytes=1 << 40)
 
     assert not is_open(fd)
     os.close(whole)
@@ -209,9 +218,8 @@ def test_who_is_lent_a_segment_sees_what_the_engine_writes_and_can_write_nothing
     segment: SharedSegment,
 ) -> None:
     segment.view()[:] = 7
-    with mapped(segment, lend=True) as ours:
-        assert ours.lent_fd is not None
-        fd = os.dup(ours.lent_fd)
+    with closing(passed(segment)) as ours:
+        fd = ours.reopen()
         with pytest.raises(PermissionError):
             mmap.mmap(fd, SIZE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
@@ -227,37 +235,52 @@ def test_who_is_lent_a_segment_sees_what_the_engine_writes_and_can_write_nothing
             assert map_of(theirs.address)[0].split()[1] == "r--s"
 
 
-@pytest.mark.parametrize("end", [SegmentMapping.discard, SegmentMapping.close])
 def test_a_segment_is_lent_no_longer_than_it_is_the_engines(
-    segment: SharedSegment, end: Callable[[SegmentMapping], None], num_open_fds: Callable[[], int]
+    segment: SharedSegment, num_open_fds: Callable[[], int]
 ) -> None:
     before = num_open_fds()
-    ours = mapped(segment, lend=True)
-    while_lent = num_open_fds()
+    ours = passed(segment)
+    while_held = num_open_fds()
 
-    end(ours)
-
-    assert ours.lent_fd is None
-    assert (while_lent, num_open_fds()) == (before + 1, before)
+    ours.close()
     ours.close()
 
+    with pytest.raises(ClosedError):
+        ours.reopen()
+    assert (while_held, num_open_fds()) == (before + 1, before)
 
-def test_half_of_the_files_that_a_process_may_open_are_left_for_its_sockets(
+
+def test_a_quarter_of_the_files_that_a_process_may_open_is_left_for_its_sockets(
     segment: SharedSegment,
 ) -> None:
-    fds, lent = [os.dup(segment.fd) for _ in range(20)], []
+    fds = [os.dup(segment.fd) for _ in range(20)]
+    kept: list[ErrorCode | None] = []
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        for most in (2 * max(fds), 2 * max(fds) + 100):
+        for most in (max(fds) + 4, 2 * max(fds) + 100):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-            with mapped(segment, lend=True) as ours:
-                lent.append(ours.lent_fd is not None)
+            try:
+                passed(segment).close()
+            except SegmentError as refused:
+                kept.append(refused.code)
+            else:
+                kept.append(None)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for fd in fds:
             os.close(fd)
 
-    assert lent == [False, True]
+    assert kept == [ErrorCode.BUSY, None]
+
+
+def test_a_file_that_its_owner_truncates_is_seen_as_cut_without_being_touched() -> None:
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(SIZE_BYTES)
+        with closing(PassedFile(os.dup(file.fileno()), size_bytes=SIZE_BYTES)) as ours:
+            before = ours.was_cut()
+            file.truncate(SIZE_BYTES - 1)
+
+            assert (ours.sealed, before, ours.was_cut()) == (False, False, True)
 
 
 CUT = {  # arguments; what the process says, and how it ends

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
 from typing import IO
@@ -12,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode
-from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory.mapping import PassedFile, SegmentMapping, WordsPage
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import NUM_WORDS, WORDS_BYTES, Ticket, Word, WordNames
 
@@ -34,9 +35,13 @@ TICKET = Ticket(
 )
 
 
-def passed(fd: int, *, lend: bool = False) -> SegmentMapping:
-    """The page as another process has it."""
-    return SegmentMapping(os.dup(fd), size_bytes=WORDS_BYTES, lend=lend, words=True)
+@contextmanager
+def passed(fd: int) -> Iterator[WordsPage]:
+    """The page as an agent has it."""
+    file = PassedFile(os.dup(fd), size_bytes=WORDS_BYTES)
+    with WordsPage(file) as page:
+        yield page
+    file.close()
 
 
 def live_word(page: SharedSegment, names: WordNames) -> tuple[int, Word]:
@@ -49,10 +54,9 @@ def live_word(page: SharedSegment, names: WordNames) -> tuple[int, Word]:
 
 @pytest.mark.usefixtures("nothing_leaks")
 def test_what_one_side_swaps_the_other_sees_until_either_closes_its_page() -> None:
-    with SharedSegment(WORDS_BYTES) as ours, passed(ours.fd, lend=True) as theirs:
+    with SharedSegment(WORDS_BYTES) as ours, passed(ours.fd) as theirs:
         names = WordNames(ours.swap)
-        assert theirs.lent_fd is not None
-        lent = passed(theirs.lent_fd)
+        lent = SegmentMapping(theirs.reopen(), size_bytes=WORDS_BYTES)
         name = names.open()
         agent, reader = (Word(one.swap, replace(TICKET, word=name)) for one in (theirs, lent))
         agent.open(name)

@@ -1,17 +1,15 @@
 """Fixtures of the prefill agent's tests."""
 
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import anyio
 import pytest
 
-from kvbus.agent import digests
-from kvbus.agent.digests import digest_pieces
-from kvbus.memory.copying import PagedMemory
-from tests.prefill.inside import WITHIN_S, PrefillAgent, prefill_agent
+from tests.agents import until
+from tests.prefill.inside import PrefillAgent, prefill_agent
 from tests.prefill.leases import Case, leased
 
 
@@ -34,39 +32,25 @@ async def case(agent: PrefillAgent) -> AsyncIterator[Case]:
 
 
 class HeldUp:
-    """Copies into slots, or digests, that stand in their thread until they may go on."""
+    """The data process of an agent, which is stopped: its jobs end only after `go_on`."""
 
-    def __init__(self) -> None:
-        self.begun, self.may_end = threading.Event(), threading.Event()
+    def __init__(self, agent: PrefillAgent) -> None:
+        self._data, self._pid = agent.runtime.data, agent.data_pid
+        os.kill(self._pid, signal.SIGSTOP)
 
     async def wait_begun(self) -> None:
-        assert await anyio.to_thread.run_sync(self.begun.wait, WITHIN_S)
+        """Return when there is a job."""
+        await until(lambda: self._data.num_jobs)
 
-    def late(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, as soon as it may go on."""
-
-        def wait(*arguments: Any) -> Any:
-            self.begun.set()
-            assert self.may_end.wait(WITHIN_S)
-            return call(*arguments)
-
-        return wait
+    def go_on(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
 
 
-@pytest.fixture
-def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
-    """From now on every copy stands still before it begins."""
-    held = HeldUp()
-    monkeypatch.setattr(PagedMemory, "gather", held.late(PagedMemory.gather))
-    yield held
-    held.may_end.set()
-
-
-@pytest.fixture
-def held_up_digests(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
-    """From now on digests are made in threads, and stand still before."""
-    held = HeldUp()
-    monkeypatch.setattr(digests, "SHORT_BYTES", 0)
-    monkeypatch.setattr(digests, "digest_pieces", held.late(digest_pieces))
-    yield held
-    held.may_end.set()
+@contextmanager
+def held_up(agent: PrefillAgent) -> Iterator[HeldUp]:
+    """Within, no copy and no digest begins before `HeldUp.go_on`."""
+    held = HeldUp(agent)
+    try:
+        yield held
+    finally:
+        held.go_on()

@@ -1,5 +1,6 @@
-"""A prefill agent inside the test's process, so that a test can hold a copy up in its thread."""
+"""A prefill agent whose control process is the test's."""
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from kvbus.agent.engine import EngineProcess, LocalEngine
 from kvbus.agent.runtime import Runtime
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.geometry import EngineSpec
+from kvbus.memory.mapping import PassedFile
 from kvbus.protocol import AgentRole, R, Request
 from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.config import PrefillConfig
@@ -32,8 +34,13 @@ SETTINGS: dict[str, Any] = {
 
 
 def given_back(process: EngineProcess) -> bool:
-    """Whether nothing of the process's memory is mapped here any more."""
-    return all(mapping.closed for mapping in process.segments.mappings.values())
+    """Whether the agent holds nothing of the process's memory any more."""
+    passed = process.segments.passed.values()
+    memories = process.engine.ranks.values() if process.engine is not None else ()
+    files_closed = all(one.is_closed for one in passed if isinstance(one, PassedFile))
+    return files_closed and all(
+        one.defined.is_removed and not one.defined.num_jobs for one in memories
+    )
 
 
 @dataclass
@@ -65,6 +72,16 @@ class PrefillAgent:
     @property
     def boot(self) -> str:
         return self.runtime.boot
+
+    @property
+    def data_pid(self) -> int:
+        """The running data process."""
+        return self.runtime.data.status().pid
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        """Bytes of the data process."""
+        with Path(f"/proc/{self.data_pid}/mem").open("rb") as memory:
+            return os.pread(memory.fileno(), num_bytes, address)
 
     @property
     def counts(self) -> dict[str, int]:

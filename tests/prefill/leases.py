@@ -10,7 +10,6 @@ import msgspec
 import torch
 
 from kvbus.agent.engine import LocalEngine
-from kvbus.agent.slots import HOST
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
 from kvbus.geometry import BlockTable, Box, KvPart
@@ -130,7 +129,10 @@ class Case:
         slot_ids = tuple(one.slot_id for one in packed)
         await self.reader.ask(Unpack(agent_boot=self.agent.boot, slot_ids=slot_ids))
 
-    async def take(self) -> None:
+    async def ask_check(self, **changes: Any) -> None:
+        await self.reader.ask(self.check(**changes))
+
+    async def take(self, **changes: Any) -> None:
         """Under the lease."""
         take = Take(
             agent_boot=self.agent.boot,
@@ -139,14 +141,12 @@ class Case:
             secret=self.secret,
             token=SECRET,
         )
-        await self.reader.ask(take)
+        await self.reader.ask(changed(take, changes))
 
     def slot(self, packed: Packed) -> torch.Tensor:
         """The bytes of the box."""
-        staging = self.agent.runtime.staging.at(HOST)
-        slots = range(staging.num_slots)
-        (number,) = (slot for slot in slots if staging.address(slot) == packed.address)
-        return torch.from_numpy(staging.view(number)[: packed.num_bytes])
+        content = self.agent.read(packed.address, packed.num_bytes)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def wanted(self) -> torch.Tensor:
         """What `BOX` holds, token by token, as bytes."""

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from kvbus.agent.slots import HOST
 from kvbus.bus import new_boot_id
-from kvbus.engine import RankMemory
+from kvbus.engine import Connection, RankMemory
 from kvbus.errors import ErrorCode, LocalError, RequestRefused, SegmentError
+from kvbus.geometry import lay_out_rank
 from kvbus.memory.attach import AttachClient
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import Hello, PassCuda, PassSegment, to_body
+from kvbus.protocol import Hello, PassCuda, PassSegment, Register, to_body
 from tests.agents import until
+from tests.engines import NUM_BLOCKS, make_spec
 from tests.gpu_stand_in import GPU, StandIn, engine_on, gpu
 from tests.memories import NHD
 from tests.prefill.inside import SETTINGS, PrefillAgent, prefill_agent
@@ -27,7 +30,7 @@ pytestmark = pytest.mark.anyio
 __all__ = ["gpu"]
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: see tests/gpu")
-PASSED = {
+PASSED: dict[str, Any] = {
     "segment_id": "kv",
     "device": GPU,
     "handle": bytes(64),
@@ -104,7 +107,7 @@ async def test_the_sdk_says_what_it_cannot_do_without_cuda_memory(agent: Prefill
 
 
 async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its_engines(
-    agent: PrefillAgent, gpu: StandIn
+    gpu: StandIn, agent: PrefillAgent
 ) -> None:
     async with (
         engine_on(gpu, agent.attach, seed=1) as source,
@@ -116,31 +119,35 @@ async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu_of_all_its
     ):
         done, packed, other = await case.shake(), await case.packed(), await here.packed()
         in_use = agent.counts["slots"]
-        slots = agent.runtime.staging.at(GPU)
-        number = (packed.address - slots.address(0)) // slots.slot_bytes
-        content = torch.from_numpy(slots.view(number)[: packed.num_bytes])
 
-        assert torch.equal(content, case.wanted())
+        assert torch.equal(case.slot(packed), case.wanted())
         assert torch.equal(here.slot(other), here.wanted())
         assert (gpu.num_copies, gpu.events) == (1, 2 * [(bytes(64),)])
         assert done.memory.addresses == ({},)
         assert case.local.devices == agent.local(neighbour).devices == {GPU}
-        staging = agent.runtime.staging
-        assert staging.registrations(case.local.devices) == [slots.registration]
-        assert slots.registration not in staging.registrations(here.local.devices)
+        staging, engines = agent.runtime.staging, agent.runtime.engines
+        assert staging.of(case.local.devices) == [staging.at(GPU)]
+        assert staging.of(here.local.devices) == [staging.at(HOST)]
         assert packed.slot_id != other.slot_id
         await case.give_back(packed)
         await here.take()
         assert (in_use, agent.counts["slots"]) == (2, 0)
-        registered_bytes = 2 * SETTINGS["staging_bytes"] + on_host.memories()[0].numel()
-        assert agent.runtime.transport.stats().registered_bytes == registered_bytes
+        assert staging.registered_bytes == 2 * SETTINGS["staging_bytes"]
+        assert engines.registered_bytes == on_host.memories()[0].numel()
 
 
 async def test_a_handle_that_does_not_open_is_refused_and_nothing_is_kept(
-    agent: PrefillAgent, gpu: StandIn
+    gpu: StandIn, agent: PrefillAgent
 ) -> None:
-    async with greeted(agent) as client:
-        refused = await refusal(client)
+    spec = make_spec()
+    rank = lay_out_rank(spec, 0, NHD, num_blocks=NUM_BLOCKS)
+    segment = rank.segments[0]
+    place = {"segment_id": segment.segment_id, "size_bytes": segment.size_bytes}
+    async with Connection(agent.attach, spec.engine_id) as connection:
+        await connection.pass_memory(PassCuda(**PASSED | place))
 
-    assert (refused.code, refused.message) == (ErrorCode.SEGMENT, "no such handle")
+        with pytest.raises(RequestRefused, match="no such handle") as refused:
+            await connection.request(Register(engine=spec, rank=rank))
+
+    assert refused.value.code is ErrorCode.SEGMENT
     assert gpu.num_open == 0

@@ -25,15 +25,12 @@ DUE = DeadlinePassed()
 class Memory:
     """Of a device."""
 
-    memory: Literal["DRAM", "VRAM"] = "DRAM"
-    device: int = 0
+    memory_kind: Literal["DRAM", "VRAM"] = "DRAM"
+    nixl_device: int = 0
+    device: str = "host"
 
     def address(self, slot: int) -> int:
         return 100 * slot
-
-    def view(self, slot: int) -> Any: ...
-
-    def wipe(self, slot: int) -> None: ...
 
 
 HOST, GPU = Memory(), Memory("VRAM", 1)

@@ -112,7 +112,7 @@ class SpreadLane(Lane):
         return spread_engine(self.side(role), spec, num_blocks=NUM_LARGE_BLOCKS, seed=len(role))
 
     async def wait_under_way(self) -> None:
-        await until(lambda: self.decode[-1].metric("outstanding_handles"))
+        await until(lambda: self.decode[-1].metric("data_jobs"))
 
     async def leave(self, one: Engine) -> None:
         assert isinstance(one, SpreadEngine)

@@ -6,40 +6,27 @@ Whatever would free it later, a lease, a deadline, or the time for late reads, i
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import count
 from typing import Any
 
-import anyio
 import pytest
 
 from kvbus.errors import ErrorCode
 from tests.agents import AgentProcess, Agents, until
 from tests.engine_program import EngineConfig, EngineProcess, fetch_order
-from tests.engines import (
-    LARGE,
-    NUM_LARGE_BLOCKS,
-    Engine,
-    hand_over,
-    make_spec,
-    pair,
-    start_long_read,
-    works,
-)
+from tests.engines import LARGE, NUM_LARGE_BLOCKS, make_spec, pair, works
 from tests.process.lanes import OVER_TCP, SLICES
 
 pytestmark = pytest.mark.anyio
 
-FAR_S, SOON_S = 120.0, 60.0
+FAR_S = 120.0
 LATER: dict[str, dict[str, Any]] = {
     "prefill": {"late_read_s": FAR_S, "max_lease_s": FAR_S},
     "decode": {"lease_s": FAR_S, "request_timeout_s": FAR_S, "fetch_timeout_s": FAR_S},
 }
 PATHS: dict[str, dict[str, Any]] = {
     "packed": {**OVER_TCP, "path": "packed"},
-    "direct": {**OVER_TCP, "path": "direct"},
     "mapped": {**SLICES, "path": "mapped", "mapped": True},
 }
-NUM_OFFERS = 4
 BLOCKS = {LARGE.name: NUM_LARGE_BLOCKS}
 ALL = NUM_LARGE_BLOCKS * LARGE.block_size
 SPEC = make_spec(tp=2, groups=(LARGE,))
@@ -116,61 +103,3 @@ async def test_an_engine_is_freed_at_once_whichever_process_of_it_is_killed(
             assert decode.says("handoff.failed", engine_id=engine_id, code="engine_lost")
             await until(lambda: not prefill.status()["counts"]["leases"])
         assert await works(*others)
-
-
-@pytest.mark.parametrize("path", ["direct", "mapped"])
-async def test_kill_of_a_prefill_engine_fails_its_fetches_at_once_and_no_other(
-    agents: Agents,
-) -> None:
-    """Some are read at the kill, one starts after it. Other engines have a READ in flight."""
-    prefill, decode = agents.all
-    key = count(NUM_OFFERS + 1)
-    async with (
-        in_processes(prefill, *WHOLE) as (doomed,),
-        in_processes(decode, *WHOLE) as (target,),
-        pair(prefill.attach, decode.attach) as busy,
-        pair(prefill.attach, decode.attach, groups=(LARGE,), num_blocks=NUM_LARGE_BLOCKS) as long,
-    ):
-        orders = []
-        for number in range(1, NUM_OFFERS + 1):
-            num_tokens = ALL // 32 if number == NUM_OFFERS else ALL * 5 // 16
-            offered = doomed.ask(number, {"do": "offer", "steps": [num_tokens]})
-            ticket = (await offered.made)["ticket"]
-            orders.append(fetch_order(number, doomed.config.spec, ticket, num_tokens))
-        offer, reading = await start_long_read(*long)
-        async with handing_over(*busy) as completed:
-            fetches = [target.ask(next(key), order) for order in orders[:-1]]
-            await until(lambda: "-> reading" in str(decode.status(fetch_id=orders[0]["fetch_id"])))
-            await doomed.kill()
-            with anyio.fail_after(SOON_S):
-                await until(
-                    lambda: prefill.logged("engine.lost", engine_id=doomed.config.spec.engine_id)
-                )
-                fetches.append(target.ask(next(key), orders[-1]))
-                ends = [await fetched.ended for fetched in fetches]
-                freed = [await fetched.freed for fetched in fetches]
-            after = len(completed)
-            await until(lambda: len(completed) > after)
-        await reading.ended
-        await offer.ended
-
-        assert [end["code"] for end in ends] == [ErrorCode.ENGINE_LOST] * NUM_OFFERS, ends
-        assert all(each["is_free"] for each in freed)
-        assert all(one.control.num_opened == 1 for one in (*busy, *long))
-        assert await works(*long)
-
-
-@asynccontextmanager
-async def handing_over(source: Engine, target: Engine) -> AsyncIterator[list[int]]:
-    """Hand over all the time; a handoff that fails fails the test."""
-    completed, is_over = list[int](), anyio.Event()
-
-    async def keep_on() -> None:
-        while not is_over.is_set():
-            await hand_over(source, target)
-            completed.append(len(completed))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(keep_on)
-        yield completed
-        is_over.set()

@@ -58,7 +58,7 @@ async def test_kv_of_one_machine_is_copied_on_cold_and_on_warm_routes_and_withou
         fetched = [await hand_over(*engines, num_tokens) for num_tokens in (71, 100, 3)]
 
     assert [one.path for one in fetched] == ["mapped"] * 3
-    assert decode.metric("outstanding_handles") == 0
+    assert decode.metric("data_jobs") == 0
     for agent in (prefill, decode):
         assert agent.memory_maps("libtorch") == 0
         assert anonymous_bytes(agent) < MAX_ANONYMOUS_BYTES

@@ -1,8 +1,5 @@
 """Whoever connects to UCX over TCP owns the process: it listens on the named interfaces only."""
 
-import os
-import resource
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +10,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbus.agent.data_plane import DataPlane
-from kvbus.errors import KVBusError
+from kvbus.errors import KVBusError, LocalError
 from kvbus.spawn import free_port
-from kvbus.transport import Transport
 from tests.agents import AgentProcess, Agents, until
 from tests.keyring import KeyRing, hand_over
 from tests.namespaces import BRIDGED, HAVE_NAMESPACES, bridged
+from tests.played_data import played
 
 pytestmark = pytest.mark.anyio
 
@@ -26,12 +23,12 @@ OWN, OWN_ADDRESS = "kv9", "10.211.2.1"
 """An interface of the agents alone."""
 
 UCX_LISTENS_EVERYWHERE = """
-import socket
 import anyio
 from kvbus.agent.data_plane import DataPlane
-from kvbus.transport import Transport
-listener = socket.create_server(("0.0.0.0", 0))
-anyio.run(DataPlane(("lo",), Transport("unopened")).end_if_exposed)
+from tests.played_data import played
+async def look():
+    await DataPlane(("lo",), played(("0.0.0.0", 7))).end_if_exposed()
+anyio.run(look)
 """
 
 
@@ -54,38 +51,22 @@ def test_a_process_that_listens_elsewhere_ends() -> None:
     assert "UCX listens at 0.0.0.0:" in ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("look", ["watch", "end_once_exposed"])
-async def test_where_ucx_listens_is_looked_at_again_when_there_are_descriptors(
+@pytest.mark.parametrize("look", ["watch", "look_at_next"])
+async def test_where_ucx_listens_is_looked_at_again_when_it_could_not_be_seen(
     monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
     monkeypatch.setattr("kvbus.agent.data_plane.LOOK_AGAIN_S", 0.01)
-    plane = DataPlane(("lo",), Transport("unopened"))
-    await plane.look()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    error = LocalError("no descriptor is left")
+    plane = DataPlane(("lo",), played(("127.0.0.1", 7), errors=[error, error]))
 
     with capture_logs() as logged:
         async with anyio.create_task_group() as tasks:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-            try:
-                tasks.start_soon(getattr(plane, look))
-                await until(lambda: logged)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-                tasks.cancel_scope.cancel()
+            tasks.start_soon(getattr(plane, look))
+            await until(lambda: plane.endpoints)
+            tasks.cancel_scope.cancel()
 
-    assert logged[0]["event"] == "descriptors.exhausted"
-
-
-async def test_a_socket_whose_number_became_that_of_a_file_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It was closed while the descriptors were looked at."""
-    with socket.create_server(("127.0.0.1", 0)):
-        monkeypatch.setattr("os.dup", lambda _: os.open("/dev/null", os.O_RDONLY))
-        plane = DataPlane((), Transport("unopened"))
-        await plane.look()
-
-    assert not plane.endpoints
+    assert [line["event"] for line in logged] == 2 * ["data_plane.unseen"]
+    assert plane.endpoints == ("127.0.0.1:7",)
 
 
 @pytest.mark.parametrize("events", ["[::1]", "localhost", "lo"])
@@ -166,6 +147,7 @@ def test_a_network_of_the_agents_keeps_strangers_from_the_data_plane(
 
 
 def listening_ports(agent: AgentProcess) -> set[int]:
-    """The TCP ports at which the process listens, as the kernel has them."""
-    found = psutil.Process(agent.pid).net_connections("tcp")
+    """The TCP ports at which its processes listen, as the kernel has them."""
+    processes = map(psutil.Process, (agent.pid, agent.data_pid))
+    found = [one for process in processes for one in process.net_connections("tcp")]
     return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}

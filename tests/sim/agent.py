@@ -1,4 +1,4 @@
-"""An agent as a simulated process: the product's own, but its transport, threads and sockets."""
+"""An agent as a simulated process: the product's own, but for its threads and sockets."""
 
 import asyncio
 import signal
@@ -9,24 +9,23 @@ from typing import Any, cast
 import anyio
 from anyio.abc import TaskStatus
 
-from kvbus.agent.copiers import Copiers
 from kvbus.agent.data_plane import DataPlane
 from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.runtime import Runtime
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
+from kvbus.data.messages import Ping
 from kvbus.errors import KVBusError
-from kvbus.memory.attach import AttachConnection, PassingAnswer, close_fds
+from kvbus.memory.attach import AttachConnection
 from kvbus.protocol import AgentRole, to_body
-from kvbus.transport import Transport
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.config import PrefillConfig
+from tests.sim.data import Machines, SimChild, SimData
 from tests.sim.network import Network, Process
-from tests.sim.transport import Fabric, SimTransport
-from tests.sim.world import SimExecutor, SimLoop, World
+from tests.sim.world import World
 
 PEER_PORT, EVENTS_PORT = 7000, 7001
 
@@ -34,7 +33,7 @@ PEER_PORT, EVENTS_PORT = 7000, 7001
 class SimAttach:
     """The attach connection of an engine process: hands over messages and memory, and ends."""
 
-    def __init__(self, agent: "SimAgent", on_hung_up: Callable[[], None]) -> None:
+    def __init__(self, agent: "SimAgent", on_hung_up: Callable[["SimAttach"], None]) -> None:
         self.agent, self._on_hung_up = agent, on_hung_up
         self.peer = SimpleNamespace(pid=0)
         self.is_open = True
@@ -46,7 +45,7 @@ class SimAttach:
     def hang_up(self) -> None:
         if self.agent.process.is_alive:
             self.end()
-            self.agent.world.after(0.0, self._on_hung_up)
+            self.agent.world.after(0.0, self._on_hung_up, self)
 
     def end(self) -> None:
         if self.is_open and self.agent.process.is_alive:
@@ -71,8 +70,6 @@ class SimAttach:
             reply = await self.agent.engines.on_attach_message(connection, asked, fds)
         except KVBusError as error:
             reply = error
-        if isinstance(reply, PassingAnswer):
-            close_fds(reply.fds)
         self.agent.world.after(0.0, on_reply, reply)
 
 
@@ -89,8 +86,11 @@ class _NoAttachServer:
         await anyio.sleep_forever()
 
 
-def _copiers(loop: SimLoop, *, num_threads: int) -> Copiers:
-    return Copiers(loop, num_threads=num_threads, new_executor=lambda *_: SimExecutor(loop))
+class _Plane(DataPlane):
+    """The data plane of a simulated machine: UCX listens where it may."""
+
+    async def look(self) -> None:
+        await self.data.call(Ping())
 
 
 class _LoopClock:
@@ -102,11 +102,13 @@ class _LoopClock:
 
 
 IN_A_WORLD: dict[str, dict[str, Any]] = {
-    "kvbus.agent.runtime": {"AttachServer": _NoAttachServer, "Copiers": _copiers},
+    "kvbus.agent.runtime": {"AttachServer": _NoAttachServer},
+    "kvbus.data.jobs": {"SHORT_COPY_BYTES": 64, "MAX_INLINE_RUNS": 8},
+    "kvbus.data.copiers": {"LEAST_PART_BYTES": 64},
     "kvbus.engine.offers": {"time": _LoopClock},
     "kvbus.engine.asking": {"time": _LoopClock},
 }
-"""What a module makes by these names in a simulated process."""
+"""What a module has by these names in a simulated process. KV is small here, and so is the rest."""
 
 
 class SimAgent:
@@ -116,7 +118,7 @@ class SimAgent:
         self,
         world: World,
         network: Network,
-        fabric: Fabric,
+        machines: Machines,
         *,
         role: AgentRole,
         number: int,
@@ -128,9 +130,9 @@ class SimAgent:
         self.name = f"{role}-{number}"
         self.process = Process(self.name, host, world.new_loop(f"{self.name}/{boot_number}"))
         self.boot = ""
-        self.has_started = False
+        self.has_data = self.has_started = False
         self.started_at = 0.0
-        self._fabric, self._settings = fabric, settings
+        self._machines, self._settings = machines, settings
         self._stopping: anyio.Event
         self.main = self.process.loop.create_task(self._run())
         world.watch(self.main, self.process.loop)
@@ -146,6 +148,12 @@ class SimAgent:
     @property
     def is_up(self) -> bool:
         return self.has_started and self.process.is_alive
+
+    @property
+    def child(self) -> SimChild | None:
+        """Its data process, if one is running."""
+        child = self.data.child if self.has_data else None
+        return child if child is not None and child.is_alive else None
 
     @property
     def engines(self) -> EngineDirectory:
@@ -169,20 +177,31 @@ class SimAgent:
 
     async def _run(self) -> None:
         self.boot, self._stopping = new_boot_id(), anyio.Event()
-        transport = cast(
-            "Transport", SimTransport(self._fabric, self.process, f"{self.name}-{self.boot}")
-        )
         config = self._config()
-        staging = await StagingDevices.open(config, transport)
+        self.data = SimData(
+            self._machines,
+            self.process,
+            new_boot=new_boot_id,
+            name=config.agent_id,
+            slice_bytes=config.slice_bytes,
+            copy_threads=config.copy_threads,
+        )
+        self.has_data = True
+        staging = StagingDevices(
+            self.data,
+            staging_bytes=config.staging_bytes,
+            slot_bytes=config.slot_bytes,
+            only=config.exposure == "staging",
+        )
         async with anyio.create_task_group() as self.tasks:
             self.agent = Runtime(
                 role=self.role,
                 config=config,
                 boot=self.boot,
-                transport=transport,
+                data=self.data,
                 tasks=self.tasks,
                 staging=staging,
-                data_plane=cast("DataPlane", _OpenPlane()),
+                data_plane=_Plane((), self.data),
             )
             await self.agent.start(
                 cast("BusContext", self.network.context(self.process)), self._service
@@ -191,6 +210,7 @@ class SimAgent:
             await self.agent.end(self._signals())
             await anyio.sleep(0.1)  # last notices
             self.has_started = False
+            await self.data.close()
             self.tasks.cancel_scope.cancel()
 
     def _config(self) -> DecodeConfig | PrefillConfig:
@@ -214,22 +234,3 @@ class SimAgent:
             return PrefillService(agent, config)
         assert isinstance(config, DecodeConfig)
         return DecodeService(agent, config)
-
-
-class _OpenPlane:
-    """The data plane of a simulated machine, at which there is nothing to be checked."""
-
-    endpoints: tuple[str, ...] = ()
-    interfaces: tuple[str, ...] = ()
-    other_ports: Callable[[], set[int]]
-
-    async def open(self) -> None:
-        """It is."""
-
-    async def end_if_exposed(self) -> None:
-        """It is not."""
-
-    end_once_exposed = end_if_exposed
-
-    async def watch(self) -> None:
-        """Nothing changes."""

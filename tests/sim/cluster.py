@@ -1,30 +1,26 @@
 """Agents and engines of a world, their faults, and the requests that they are given."""
 
 import asyncio
-import gc
 import logging
 import math
-import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import structlog
 
-from kvbus.memory.mapping import OwnedMemory
 from kvbus.protocol import AgentRole, Rendezvous, Status
 from tests.sim.agent import IN_A_WORLD, SimAgent
+from tests.sim.data import Machines, remains_released
 from tests.sim.engine import DecodeEngine, PrefillEngine, Shape, SimEngine
 from tests.sim.handoffs import Handoff, Ledger, Plan
 from tests.sim.memory import MemorySockets
 from tests.sim.network import Network, Process
-from tests.sim.transport import Fabric
+from tests.sim.nixl import Fabric
 from tests.sim.world import SimLoop, World, seeded
 
 P, D = AgentRole.PREFILL, AgentRole.DECODE
@@ -32,6 +28,8 @@ QUIET_S = 900.0
 """So long after the last fault everything must be over."""
 CLEAN_S = 120.0
 """So long after that agents may hold something."""
+ORPHAN_S = 1e-3
+"""How long a data process outlives its agent's control process."""
 
 
 PLAIN = Shape()
@@ -42,11 +40,17 @@ class FaultKind(StrEnum):
 
     CRASH_AGENT = "crash_agent"
     FREEZE_AGENT = "freeze_agent"
+    """Both of its processes."""
+    FREEZE_CONTROL = "freeze_control"
+    FREEZE_DATA = "freeze_data"
+    CRASH_DATA = "crash_data"
+    CRASH_DATA_AGAIN = "crash_data_again"
+    """Each data process of an agent crashes soon after its start, or cannot be started."""
     DRAIN_AGENT = "drain_agent"
     CRASH_ENGINE = "crash_engine"
     FREEZE_ENGINE = "freeze_engine"
     LEAVE = "leave"
-    """A prefill engine leaves its agent, writes to its blocks, and comes back."""
+    """An engine leaves its agent, writes to its blocks, and comes back."""
     CUT = "cut"
     BREAK = "break"
     RESET = "reset"
@@ -82,6 +86,7 @@ class Settings:
     thread_s: float = 100e-6
     flips: float = 0.0
     lacks: float = 0.0
+    dies: float = 0.0
 
 
 class Cluster:
@@ -97,12 +102,13 @@ class Cluster:
         self.network = Network(
             self.world, delay_s=settings.delay_s, breaks=settings.breaks, drops=settings.drops
         )
-        self.fabric = Fabric(self.network, settings.part_s, settings.flips)
+        self.fabric = Fabric(network=self.network, part_s=settings.part_s, flips=settings.flips)
+        self.machines = Machines(network=self.network, fabric=self.fabric, dies=settings.dies)
         self._num_faults, self._disturbed_at = 0, 0.0
         self.ledger = Ledger(
             self.world,
             late_s=self._late_s,
-            quiet_since=lambda: math.inf if self._num_faults else self._disturbed_at,
+            quiet_since=self._quiet_since,
             story=self._story,
             on_offered=self._on_offered,
         )
@@ -168,6 +174,16 @@ class Cluster:
         """What the first agent of a role has of something."""
         return int(self.agents[role, 0].service.counts()[name])
 
+    def awaits(self, role: AgentRole, request: str) -> bool:
+        """Whether the data process of the first agent of a role has such a request to answer."""
+        child = self.agents[role, 0].child
+        return child is not None and request in child.unanswered.values()
+
+    def num_peers(self) -> int:
+        """How many peers NIXL knows at the first decode agent."""
+        child = self.agents[D, 0].child
+        return len(child.nixl.peers) if child is not None and child.nixl is not None else 0
+
     def settle(self) -> None:
         """Everything that was begun ends, and nothing is left anywhere."""
         live = self.ledger.live
@@ -189,7 +205,7 @@ class Cluster:
         self.agents.clear()
         self.engines.clear()
         self._processes.clear()
-        self.fabric.transports.clear()
+        self.fabric.listening.clear()
         self.network.close()
         self.world.close()
 
@@ -201,10 +217,7 @@ class Cluster:
         for agent in self.agents.values():
             held = {"starting": 1}
             if agent.has_started:
-                stats = agent.agent.transport.stats()
-                progress = stats.progress_tokens if agent.role is P else 0
-                counts = {"reads": stats.outstanding_reads, "progress": progress}
-                held = {**agent.service.counts(), **counts}
+                held = {**agent.service.counts(), **_data_counts(agent)}
             if any(held.values()):
                 left.append(f"{agent.name} holds {held}")
         return left
@@ -265,7 +278,7 @@ class Cluster:
         agent = self.agents[role, number] = SimAgent(
             self.world,
             self.network,
-            self.fabric,
+            self.machines,
             role=role,
             number=number,
             boot_number=self._boots,
@@ -300,18 +313,31 @@ class Cluster:
                 agent.stop()
             case FaultKind.CRASH_ENGINE:
                 self._kill_engine(engine)
-            case FaultKind.FREEZE_AGENT:
+            case FaultKind.FREEZE_AGENT | FaultKind.FREEZE_CONTROL:
                 self._freeze(agent.process, fault.lasts_s)
+                self._begin_data_fault(fault, agent)
             case FaultKind.FREEZE_ENGINE:
                 self._freeze(engine.process, fault.lasts_s)
-            case FaultKind.LEAVE if fault.role is P:
+            case FaultKind.LEAVE:
                 engine.leave()
             case FaultKind.CUT:
                 self.network.cut(*self._hosts(fault))
             case FaultKind.BREAK:
                 self.network.break_all(agent.host)
-            case FaultKind.RESET if agent.is_up:
-                self.fabric.transports[agent.agent.transport.name].reset()
+            case _:
+                self._begin_data_fault(fault, agent)
+
+    def _begin_data_fault(self, fault: Fault, agent: SimAgent) -> None:
+        child = agent.child
+        match fault.kind:
+            case FaultKind.CRASH_DATA:
+                _kill_data(agent)
+            case FaultKind.CRASH_DATA_AGAIN if agent.has_data:
+                self._kill_data_until(agent, self.world.now + fault.lasts_s)
+            case FaultKind.FREEZE_DATA | FaultKind.FREEZE_AGENT if child is not None:
+                child.freeze()
+            case FaultKind.RESET if child is not None and child.nixl is not None:
+                child.nixl.reset()
 
     def _end_fault(self, fault: Fault, agent: SimAgent, engine: SimEngine) -> None:
         place = fault.role, fault.number
@@ -323,8 +349,10 @@ class Cluster:
                 self._start_agent(*place)
             case FaultKind.CRASH_ENGINE if self.engines[place] is engine:
                 self._start_engine(*place)
-            case FaultKind.FREEZE_AGENT:
-                agent.process.loop.is_frozen = False
+            case FaultKind.FREEZE_AGENT | FaultKind.FREEZE_CONTROL | FaultKind.FREEZE_DATA:
+                agent.process.loop.is_frozen &= fault.kind is FaultKind.FREEZE_DATA
+                if fault.kind is not FaultKind.FREEZE_CONTROL and agent.child is not None:
+                    agent.child.thaw()
             case FaultKind.FREEZE_ENGINE:
                 engine.process.loop.is_frozen = False
             case FaultKind.CUT:
@@ -347,8 +375,21 @@ class Cluster:
             return
         self.network.end_process(agent.process)
         self.sockets.end_process(agent.process.loop)
+        late_s = self.world.luck.delay_s(ORPHAN_S) if agent.child is not None else 0.0
+        self.world.after(late_s, self._bury_data, agent)
+
+    # The kernel kills the data process when its parent has ended, which takes a moment. It holds
+    # the lifeline until then, so that engines keep their blocks as they are.
+    def _bury_data(self, agent: SimAgent) -> None:
+        _kill_data(agent)
         for engine in self.engines.values():
             engine.agent_died(agent)
+
+    def _kill_data_until(self, agent: SimAgent, end: float) -> None:
+        agent.data.is_forbidden = self.world.now < end and self.world.luck.chance(0.3)
+        if self.world.now < end:
+            _kill_data(agent)
+            self.world.after(self.world.luck.delay_s(0.1), self._kill_data_until, agent, end)
 
     def _kill_engine(self, engine: SimEngine) -> None:
         if engine.process.is_alive:
@@ -361,6 +402,13 @@ class Cluster:
         process.loop.is_frozen = True
         self._pauses.append((process.name, self.world.now, self.world.now + lasts_s))
 
+    def _quiet_since(self) -> float:
+        """Since when nothing goes wrong, and both processes of each agent are there."""
+        lacks_data = any(agent.child is None for agent in self.agents.values())
+        if self._num_faults or lacks_data:
+            return math.inf
+        return max(self._disturbed_at, self.machines.changed_at)
+
     def _late_s(self, handoff: Handoff, since: float) -> float:
         """For how long the decode side was frozen since then."""
         number, now = handoff.plan.decode, self.world.now
@@ -370,6 +418,19 @@ class Cluster:
             for name, start, stop in self._pauses
             if name in names
         )
+
+
+def _kill_data(agent: SimAgent) -> None:
+    if agent.child is not None:
+        agent.child.die("killed by SIGKILL")
+
+
+def _data_counts(agent: SimAgent) -> dict[str, int]:
+    """What the data process of an agent is at."""
+    data, child = agent.data, agent.child
+    is_asked = child is None or child.unanswered
+    progress = data.num_progress if agent.role is P else 0
+    return {"jobs": data.num_jobs, "progress": progress, "requests": int(bool(is_asked))}
 
 
 class _Errors:
@@ -395,12 +456,6 @@ class _Errors:
 ERRORS = _Errors()
 
 
-def memory_files() -> set[int]:
-    """The descriptors of this process that are memory of engines and agents."""
-    links = {one: one.readlink() for one in Path("/proc/self/fd").iterdir() if one.is_symlink()}
-    return {int(one.name) for one, at in links.items() if str(at).startswith("/memfd:kvbus")}
-
-
 @contextmanager
 def cluster_of(settings: Settings, seed: int = 1) -> Iterator[Cluster]:
     """A cluster whose engines are ready, and which settles at the end.
@@ -412,19 +467,11 @@ def cluster_of(settings: Settings, seed: int = 1) -> Iterator[Cluster]:
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         cache_logger_on_first_use=False,
     )
-    gc.freeze()  # what is there already need not be looked at when this world ends
-    before = memory_files()
-    with (
-        seeded(seed),
-        ExitStack() as patches,
-        warnings.catch_warnings(),
-    ):
-        # the kernel gives back what a killed process had, whenever its objects go
-        warnings.simplefilter("ignore", ResourceWarning)
+    with remains_released(), seeded(seed), ExitStack() as patches:
         cluster = Cluster(settings, seed)
         for module, names in {**IN_A_WORLD, **cluster.sockets.names()}.items():
             patches.enter_context(patch.multiple(module, **names))
-        expected = {"digest.failed": settings.flips, "step.failed": settings.lacks}
+        expected = {"data.ended": 1, "digest.failed": settings.flips, "step.failed": settings.lacks}
         ERRORS.world, ERRORS.expected = cluster.world, frozenset(filter(expected.get, expected))
         try:
             cluster.start()
@@ -434,11 +481,3 @@ def cluster_of(settings: Settings, seed: int = 1) -> Iterator[Cluster]:
             ERRORS.world = None
             cluster.close()
             structlog.reset_defaults()
-            # the frames of an error may hold them for longer than this
-            for one in gc.get_objects():
-                if issubclass(type(one), OwnedMemory):
-                    one.close()
-            gc.collect()
-            gc.unfreeze()
-            for descriptor in memory_files() - before:
-                os.close(descriptor)

@@ -219,6 +219,10 @@ class SimEngine:
             self._detach()
             self._hang_up()
 
+    def on_hung_up(self, _: SimAttach) -> None:
+        """The agent has hung up one of its connections."""
+        self._hang_up()
+
     def _detach(self) -> None:
         for attach in self._attached:
             attach.end()
@@ -278,7 +282,7 @@ class SimEngine:
         self, agent: SimAgent, tasks: Any, segments: Iterable[tuple[PassSegment, SharedSegment]]
     ) -> RequestClient:
         boot = new_boot_id()
-        attach = SimAttach(agent, self._hang_up)
+        attach = SimAttach(agent, self.on_hung_up)
         self._attached.append(attach)
         versions = PROTOCOL_VERSION, PROTOCOL_VERSION
         await self._pass(attach, Hello(*versions, self.name, boot), [])
@@ -516,6 +520,21 @@ class DecodeEngine(SimEngine):
         """What waits for the next agent."""
         super().__init__(*args, **options)
 
+    def leave(self) -> None:
+        """Hang up. Its blocks are its own when the agent has hung up all connections, too."""
+        if not self.is_ready:
+            super().leave()
+        elif not self.process.loop.is_frozen:
+            self._client, self.is_ready = None, False
+            for attach in self._attached:
+                attach.end()
+
+    def on_hung_up(self, attach: SimAttach) -> None:
+        if attach in self._attached:
+            self._attached.remove(attach)
+        if not self._attached:
+            self._hang_up()
+
     def fetch(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
         plan = handoff.plan
         blocks = self.cache.take(plan.first_token, plan.num_tokens) if self.is_ready else None
@@ -600,6 +619,8 @@ class DecodeEngine(SimEngine):
         self._give_back(handoff)
 
     def _answered(self, handoff: Handoff, reply: Any) -> None:
+        if self._client is None and self._attached:  # it leaves, and listens no more
+            return
         if isinstance(reply, Fetched):
             handoff.num_bytes = reply.num_bytes
             if reply.outcome is Outcome.COMPLETED:

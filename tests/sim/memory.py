@@ -30,17 +30,12 @@ class MemorySockets:
                 "FrameChannel": partial(_Connection, self),
                 "connect_to_agent": self.servers.get,
                 "check_folder": lambda _: None,
-                "_populate": _populate,
             },
         }
 
     def end_process(self, loop: SimLoop) -> None:
         for one in [one for one in self.connections if loop in (one.loop, one.server.loop)]:
             one.hang_up()
-
-
-async def _populate(_: object) -> None:
-    """It takes no time here, and no thread."""
 
 
 class _Server:

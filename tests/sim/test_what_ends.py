@@ -11,7 +11,7 @@ import pytest
 from kvbus.protocol import AgentRole, Outcome
 from tests.sim.cluster import Cluster, D, Fault, FaultKind, P, Settings, cluster_of
 from tests.sim.handoffs import Handoff, Plan
-from tests.sim.worlds import LEASE_S, QUARANTINE_S, quick, words
+from tests.sim.worlds import HND, LEASE_S, QUARANTINE_S, quick, words
 
 FAULT_S, LONG_S = 10.0, 60.0
 NUM_TRIED = 8
@@ -36,7 +36,7 @@ seeds = pytest.mark.parametrize("seed", range(3))
 def read(world: Cluster, *, timeout_s: float = 30.0) -> Handoff:
     """A handoff whose bytes are on their way."""
     handoff = world.give(Plan(num_tokens=64, timeout_s=timeout_s))
-    world.until(lambda: world.agents[D, 0].agent.transport.stats().outstanding_reads > 0)
+    world.until(lambda: world.agents[D, 0].data.num_jobs > 0)
     return handoff
 
 
@@ -125,6 +125,39 @@ def test_an_agent_that_is_out_of_reach_before_it_is_met_is_named_and_read_when_i
         world.until(lambda: handoff.is_freed, within_s=SOON_S)
         world.run(FAULT_S)
         assert world.works()
+
+
+@pytest.mark.parametrize("role", [P, D])
+@pytest.mark.parametrize(
+    "request_name", ["Configure", "OpenSlots", "OpenNixl", "Ping", "AddMemory"]
+)
+def test_an_agent_starts_though_its_data_process_ends_meanwhile(
+    request_name: str, role: AgentRole
+) -> None:
+    with cluster_of(quick()) as world:
+        assert world.works()
+        world.suffer(Fault(FaultKind.CRASH_AGENT, role=role, lasts_s=0.1))
+        world.until(lambda: world.awaits(role, request_name))
+        world.suffer(Fault(FaultKind.CRASH_DATA, role=role))
+
+        world.until(lambda: world.engines[role, 0].is_ready, within_s=SOON_S)
+
+        assert world.works()
+
+
+def test_bytes_of_a_data_process_that_was_replaced_complete_no_fetch() -> None:
+    """The next one may listen at the same place, with other memory at the same addresses."""
+    plan = Plan(num_tokens=16, num_pieces=2, gap_s=3.0, timeout_s=20.0, ttl_s=30.0)
+    for seed in range(10):
+        with cluster_of(quick(prefill=HND), seed) as world:
+            handoff = world.give(plan)
+            world.until(lambda: world.count(P, "leases") == 1)
+            world.run(SOON_S)
+            world.suffer(Fault(FaultKind.CRASH_DATA))
+            world.run(SOON_S)
+            assert world.works()
+
+            assert world.end_of(handoff) == "completed"
 
 
 @seeds
@@ -288,13 +321,12 @@ def test_a_peer_that_is_silent_or_that_nobody_reads_from_is_left_and_met_again(
     monkeypatch.setattr("kvbus_decode.peers.FORGET_PEER_S", 2.0 if frozen_s else 60.0)
     with cluster_of(quick(part_s=0.5, decode_config=forgets), seed) as world:
         assert world.works()
-        transport = world.agents[D, 0].agent.transport
-        num_met = transport.stats().peers
+        num_met = world.num_peers()
 
         if frozen_s:
             read(world, timeout_s=5.0)
             world.suffer(Fault(FaultKind.FREEZE_AGENT, lasts_s=frozen_s))
-        world.until(lambda: not transport.stats().peers, within_s=frozen_s + 10.0)
+        world.until(lambda: not world.num_peers(), within_s=frozen_s + 10.0)
         world.run(frozen_s)
 
         assert num_met == 1

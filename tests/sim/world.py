@@ -10,7 +10,7 @@ import traceback
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
@@ -156,27 +156,7 @@ class SimLoop(asyncio.SelectorEventLoop):
                 self.world.failures[-1] += "".join(traceback.format_exception(error))
 
 
-class SimExecutor(Executor):
-    """Does what it is given at some moment soon, one thing after the other."""
-
-    def __init__(self, loop: SimLoop) -> None:
-        self._loop, self._free_at = loop, 0.0
-
-    def submit(  # type: ignore[override]  # its first two arguments have no names there
-        self, fn: Callable[..., T], *args: Any, **kwargs: Any
-    ) -> "Future[T]":
-        done: Future[T] = Future()
-        world = self._loop.world
-        if world.luck.chance(world.lacks):
-            raise RuntimeError("can't start new thread")
-        took_s = world.luck.delay_s(world.thread_s)
-        self._free_at = max(self._free_at, self._loop.time()) + took_s
-
-        self._loop.call_at(self._free_at, _settle, done, partial(fn, *args, **kwargs))
-        return done
-
-
-def _settle(future: "Future[T] | asyncio.Future[T]", call: Callable[[], T]) -> None:
+def _settle(future: "asyncio.Future[T]", call: Callable[[], T]) -> None:
     """With what a call returns or raises."""
     try:
         result = call()

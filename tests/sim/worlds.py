@@ -36,6 +36,7 @@ class Sort:
     kinds: tuple[FaultKind, ...] = tuple(FaultKind)
     lasts_s: float = 2.0
     grows: float = 0.0
+    gap_s: float = 0.01
     meets: float = 0.0
     withdrawn: float = 0.0
     cancelled: float = 0.0
@@ -69,6 +70,15 @@ RESTLESS: dict[str, Any] = {
 WITHDRAWN: dict[str, Any] = {**RESTLESS, "grows": 0.1, "withdrawn": 0.3}
 LOSSY: dict[str, Any] = {"breaks": 0.002, "drops": 0.02, "delay_s": 1e-3}
 
+DATA = (
+    FaultKind.CRASH_DATA,
+    FaultKind.CRASH_DATA_AGAIN,
+    FaultKind.FREEZE_DATA,
+    FaultKind.RESET,
+    FaultKind.CRASH_AGENT,
+)
+"""What befalls data processes."""
+
 SORTS: dict[str, Sort] = {
     "plain": Sort(settings=quick()),
     "lossy": Sort(settings=quick(pairs=2, **LOSSY), fault_every_s=0.5, **RESTLESS),
@@ -94,10 +104,31 @@ SORTS: dict[str, Sort] = {
         kinds=(FaultKind.CRASH_AGENT, FaultKind.CRASH_ENGINE, FaultKind.DRAIN_AGENT),
         **RESTLESS,
     ),
+    "data": Sort(
+        settings=quick(pairs=2, prefill=HND, part_s=2e-3, thread_s=1e-3, dies=2e-4),
+        fault_every_s=0.7,
+        kinds=DATA,
+        gap_s=0.1,
+        **{**RESTLESS, "grows": 0.7},
+    ),
+    "packed data": Sort(
+        settings=quick(pairs=2, decode=HND, decode_config={"path": "packed"}, dies=1e-4),
+        fault_every_s=0.7,
+        kinds=(*DATA, FaultKind.LEAVE, FaultKind.CRASH_ENGINE),
+        request_every_s=0.01,
+        **RESTLESS,
+    ),
     "frozen": Sort(
         settings=quick(pairs=2, delay_s=1e-3, part_s=20e-3),
         fault_every_s=1.5,
-        kinds=(FaultKind.FREEZE_AGENT, FaultKind.FREEZE_ENGINE, FaultKind.CUT),
+        kinds=(
+            FaultKind.FREEZE_AGENT,
+            FaultKind.FREEZE_CONTROL,
+            FaultKind.FREEZE_DATA,
+            FaultKind.FREEZE_ENGINE,
+            FaultKind.CUT,
+            FaultKind.LEAVE,
+        ),
         lasts_s=8.0,
         **RESTLESS,
     ),
@@ -148,7 +179,7 @@ def plan(sort: Sort, luck: Luck, number: int) -> Plan:
         num_tokens=num_tokens,
         first_token=luck.below(num_tokens + 1) if luck.chance(sort.hits) else 0,
         num_pieces=1 + luck.below(4) if grows else 1,
-        gap_s=luck.delay_s(0.01),
+        gap_s=luck.delay_s(sort.gap_s),
         fetch_after_s=None if luck.chance(sort.unread) else luck.delay_s(0.005),
         meets=meets,
         transfer_id=f"transfer-of-{number:06}" if meets else None,

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from kvbus.histograms import histogram_quantile
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.tools import Live, Sharing
-from kvbus.text import rate_text, time_text
+from kvbus.protocol.tools import Live, ProcessStatus, Sharing
+from kvbus.text import bytes_text, rate_text, time_text
 
 _LE = re.compile(r'le="([^"]+)"')
 _STAGE = re.compile(r'kvbus_stage_seconds_count\{stage="([^"]+)"\}')
@@ -131,6 +131,7 @@ def _holdings(view: Between) -> Iterator[tuple[str, str]]:
         yield what.replace("_", " "), str(count)
     for endpoint, silent_s in status.silent_peers.items():
         yield f"peer {endpoint}", f"has not answered for {silent_s:.0f} s"
+    yield from _process_rows(status.processes)
     sharing = status.sharing or Sharing()
     if status.sharing is not None:
         yield "NIXL listens at", ", ".join(status.data_endpoints) or "no TCP port"
@@ -148,3 +149,12 @@ def _holdings(view: Between) -> Iterator[tuple[str, str]]:
     for reason, engines in by_reason.items():
         who = engines[0] if len(engines) == 1 else f"{len(engines)} engines"
         yield f"memory of {who}", f"not mapped: {reason}"
+
+
+def _process_rows(processes: Sequence[ProcessStatus]) -> Iterator[tuple[str, str]]:
+    for one in processes:
+        memory = bytes_text(one.memory_bytes)
+        running = f"pid {one.pid}, {one.cpu_s:.1f} s of CPU, {memory}" if one.pid else "not running"
+        yield f"{one.name} process", running
+        if one.num_restarts:
+            yield f"{one.name} restarts", f"{one.num_restarts}, last: {one.last_end}"

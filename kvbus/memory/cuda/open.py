@@ -184,6 +184,15 @@ class CopyStream:
                 self._stream.synchronize()
 
 
+def is_context_lost() -> bool:
+    """Return whether every CUDA call of this process fails from now on, as after a fault."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def wait_for(events: Iterable[Any], *, gone: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     """Return once every event has come; raises `LocalError` (``engine_lost`` or ``timeout``)."""
     deadline = time.monotonic() + timeout_s

@@ -11,6 +11,7 @@ from kvbus.agent.engine import LocalEngine
 from kvbus.agent.loop import failure
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, new_secret
+from kvbus.data.messages import Cut
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.planning import asked_states
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, StartFetch
@@ -149,6 +150,9 @@ class DecodeService(Service):
             "slots": self._reader.num_slots_in_use,
         }
 
+    def on_cut(self, cut: Cut) -> None:
+        self._borrower.on_cut(cut)
+
     async def quiesce(self, engine: LocalEngine) -> None:
         await self._reader.reads_done(engine)
 
@@ -230,15 +234,16 @@ class DecodeService(Service):
         route = self.routes.find(ticket, engine) if requested.has_met else None
         if route is not None:
             choice = self._chooser.choose(route, first_token, num_tokens)
-            transport = self._agent.transport
-            ahead = ahead_of(requested, route, choice, transport) if choice else None
+            nixl = self.routes.nixl
+            ahead = ahead_of(requested, route, choice, nixl) if choice else None
             requested = structs.replace(
                 requested,
                 route=route,
                 choice=choice,
                 ahead=ahead,
                 boot=route.home.agent_boot,
-                elsewhere=route.memory_ids[1:],
+                elsewhere=route.elsewhere,
+                nixl_agent=route.home.nixl_agent,
             )
         return requested
 
@@ -308,7 +313,6 @@ class DecodeService(Service):
             sender.put(self.stories.later(fetch), trace_name, *traces)
 
     def _readings(self) -> dict[str, float]:
-        stats = self._agent.transport.stats()
         return {
             **self.counts(),
             "ended_bytes": self._table.retired_bytes,
@@ -318,12 +322,5 @@ class DecodeService(Service):
             "listed_peers": self._warm.num_listed,
             "warm_peers": self._warm.num_warm,
             "engines": len(self._agent.engines.engines),
-            "copies": self._agent.copiers.num_running,
-            "outstanding_handles": stats.outstanding_handles,
-            "outstanding_bytes": stats.outstanding_bytes,
-            "unreleased_handles": stats.unreleased_handles,
-            "recycled_transports": stats.retired_agents,
-            "recycled_timestamp_seconds": stats.retired_at,
-            "registered_bytes": stats.registered_bytes,
             "mapped_bytes": self._borrower.num_bytes,
         }

@@ -2,111 +2,100 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
-from kvbus.agent.copiers import Job
-from kvbus.agent.digests import Digests, Wanted, start_digest
 from kvbus.agent.segments import RankMemory
-from kvbus.agent.slots import SlotMemory
+from kvbus.agent.slots import DeviceSlots
+from kvbus.data import messages as data
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box, GroupSpec, slot_bytes
-from kvbus.memory.run_copy import copy_runs
-from kvbus.planning import Runs, Share, Span, StagedPlan, piece_of
+from kvbus.planning import Share, Span, chosen_boxes, piece_of
 from kvbus.protocol import peer as wire
-from kvbus_decode.legs import ChunkLeg, Rows, tables_are_checked
-from kvbus_decode.read_table import (
-    COMPARING,
-    COPYING,
-    PACKING,
-    QUEUED,
-    READING,
-    Begin,
-    LegState,
-    StageEnded,
-)
-from kvbus_decode.route import Source
+from kvbus_decode.chunk import Chunk
+from kvbus_decode.legs import Stage, error_of, open_plan
+from kvbus_decode.read_table import COMPARING, COPYING, PACKING, QUEUED, READING, LegState
+from kvbus_decode.route import Source, SourcePlan
 
 log = structlog.get_logger()
 
 UNPACK_TIMEOUT_S = 5.0
 
+Digests = npt.NDArray[np.uint64]
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class StagedLeg(ChunkLeg):
-    """Positions ``box`` of a plan: READ into a slot as they lie there, and copied out of it."""
+class StagedWork:
+    """Positions ``box`` of a plan: READ into a slot as they lie there, and copied out of it.
 
-    stages: tuple[LegState, ...] = (QUEUED, READING, COPYING)
-    plan: StagedPlan
+    ``index`` is that of the plan in the source's list of staged ones.
+    """
+
+    stages: ClassVar[tuple[LegState, ...]] = (QUEUED, READING, COPYING)
+    chunk: Chunk
+    plan: SourcePlan
+    index: int
     box: Span
-    slots: SlotMemory
+    slots: DeviceSlots
 
-    def begin(self, command: Begin) -> None:
+    def begin(self, stage: Stage) -> None:
         """Read whole blocks into the slot, or copy them into the blocks of the readers."""
-        if self.slot is None:
-            self.end_stage(error=LocalError("the box has no slot", code=ErrorCode.INTERNAL))
-            return
-        at = self.slots.address(self.slot)
-        if command.stage is READING:
-            self.read_planned(
-                self.plan.num_runs({self.plan.group: self.box}), lambda: self._rows(at)
+        plan, slots, asked = open_plan(self.plan.staged_plan), self.slots, self.chunk.asked
+        slot = _slot_of(stage)
+        if stage.kind is READING:
+            read = data.ReadStaged(
+                plan=plan.number,
+                index=self.index,
+                source_tables=self.chunk.wanted.tables,
+                box=self.box,
+                device=slots.device,
+                slot=slot,
+                priority=asked.priority,
             )
-            return
-
-        copiers, most = self.means.agent.copiers, self.means.agent.transport.limits.slice_bytes
-
-        def jobs() -> list[Job]:
-            runs = self.plan.copies(self.chunk.asked.tables, self.box, slot_at=at)
-            job_bytes = copiers.job_bytes(runs.num_bytes, most=most)
-            return [partial(copy_runs, job) for job in runs.cut(job_bytes)]
-
-        self.work = copiers.start_jobs(
-            self.chunk.turn, jobs, self.on_copied, engine=self.chunk.route.engine
-        )
-
-    def _rows(self, slot_at: int) -> Rows:
-        with tables_are_checked():
-            runs = self.plan.reads(self.chunk.wanted.tables, self.box, slot_at=slot_at)
-        return runs.reads(local_device=self.slots.device), self.slots.memory, "DRAM"
+            stage.read(read, self.plan.source, plan, slots.defined)
+        else:
+            copy = data.CopyStaged(
+                plan=plan.number,
+                index=self.index,
+                target_tables=asked.tables,
+                box=self.box,
+                device=slots.device,
+                slot=slot,
+                turn=self.chunk.turn,
+            )
+            stage.start(copy, plan, slots.defined)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class BoxLeg(ChunkLeg):
+class PackedWork:
     """One box, from a rank of a source into ours; ``packed`` is where it lies there.
 
     ``slots`` are those here that it is scattered from.
     """
 
-    stages: tuple[LegState, ...] = (PACKING, QUEUED, READING, COPYING)
+    stages: ClassVar[tuple[LegState, ...]] = (PACKING, QUEUED, READING, COPYING)
+    chunk: Chunk
+    source: Source
     share: Share
     group: GroupSpec
     box: Box
-    slots: SlotMemory
+    slots: DeviceSlots
     packed: wire.Packed | None = None
 
-    def begin(self, command: Begin) -> None:
+    def begin(self, stage: Stage) -> None:
         """Have it packed, read it into a slot here, or scatter that into the blocks."""
-        slot, packed = self.slot, self.packed
-        if command.stage is PACKING:
-            self._pack(command.done)
-        elif slot is None or packed is None:
-            self.end_stage(error=LocalError("the box is not packed", code=ErrorCode.INTERNAL))
-        elif command.stage is READING:
-            whole = Runs(few=((self.slots.address(slot), packed.address, packed.num_bytes),))
-            rows = whole.reads(local_device=self.slots.device, remote_device=packed.device)
-            self.read_rows((rows, self.slots.memory, packed.memory))
+        if stage.kind is PACKING:
+            self._pack(stage)
+        elif stage.kind is READING:
+            self._read(stage)
         else:
-            ranks = self.chunk.route.engine.ranks
-            table = self.chunk.asked.tables[self.box.group]
-            self.copy_in_threads(
-                lambda memory: memory.scatter(table, self.box, self.slots.view(slot)),
-                tuple(ranks[number] for number in self.share.readers),
-                self.group,
-            )
+            self._scatter(stage)
 
-    def _pack(self, done: tuple[int, ...]) -> None:
-        chunk = self.chunk
+    def _pack(self, stage: Stage) -> None:
+        chunk, means = self.chunk, stage.means
         message = wire.Pack(
             **self.source.named,
             offer_id=chunk.ticket.offer_id,
@@ -114,26 +103,61 @@ class BoxLeg(ChunkLeg):
             rank=self.share.holder,
             box=self.box,
             table=chunk.blocks_of(self.box),
-            slot_lease_s=self.means.lease_s,
+            slot_lease_s=means.lease_s,
             token=chunk.wanted.token,
-            done=done,
+            done=stage.done,
             priority=chunk.asked.priority,
         )
-        self.source.peer.ask(message, self.time_left_s, self._on_packed)
+        left_s = chunk.time_left_s(means.agent.loop.time())
+        self.source.peer.ask(message, left_s, partial(self._take_packed, stage))
 
-    def _on_packed(self, packed: wire.Packed | KVBusError) -> None:
+    def _take_packed(self, stage: Stage, packed: wire.Packed | KVBusError) -> None:
         if isinstance(packed, KVBusError):
-            self.end_stage(error=packed)
+            stage.end(error=packed)
             return
         num_bytes = slot_bytes(self.group, self.box)
         if packed.num_bytes != num_bytes:
             release_slots(self.source, (packed.slot_id,))
             message = f"the prefill agent packed {packed.num_bytes} bytes, the box has {num_bytes}"
-            self.end_stage(error=GeometryError(message))
+            stage.end(error=GeometryError(message))
             return
         self.packed = packed
-        lease = packed.slot_id, packed.slot_lease_s
-        self.means.dispatch(StageEnded(self, 0, None, *lease))
+        stage.end(slot_id=packed.slot_id, slot_lease_s=packed.slot_lease_s)
+
+    def _read(self, stage: Stage) -> None:
+        packed, nixl, slots = self.packed, self.source.nixl_peer, self.slots
+        if packed is None or nixl is None:
+            raise LocalError("the box is not packed", code=ErrorCode.INTERNAL)
+        read = data.ReadBox(
+            peer=self.source.nixl_agent,
+            address=packed.address,
+            num_bytes=packed.num_bytes,
+            memory_kind=packed.memory,
+            remote_device=packed.device,
+            device=slots.device,
+            slot=_slot_of(stage),
+            priority=self.chunk.asked.priority,
+        )
+        stage.read(read, self.source, nixl, slots.defined)
+
+    def _scatter(self, stage: Stage) -> None:
+        ranks = [self.chunk.route.engine.ranks[number] for number in self.share.readers]
+        scatter = data.Scatter(
+            memories=tuple(rank.defined.number for rank in ranks),
+            table=self.chunk.asked.tables[self.box.group],
+            box=self.box,
+            device=self.slots.device,
+            slot=_slot_of(stage),
+            turn=self.chunk.turn,
+        )
+        stage.start(scatter, self.slots.defined, *(rank.defined for rank in ranks))
+
+
+def _slot_of(stage: Stage) -> int:
+    slot: int | None = stage.leg.slot
+    if slot is None:
+        raise LocalError("the box has no slot", code=ErrorCode.INTERNAL)
+    return slot
 
 
 def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:
@@ -143,21 +167,24 @@ def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class ZeroLeg(ChunkLeg):
+class ZeroWork:
     """Positions of one group that are zeroed on one rank."""
 
-    stages: tuple[LegState, ...] = (COPYING,)
+    stages: ClassVar[tuple[LegState, ...]] = (COPYING,)
+    chunk: Chunk
     rank: RankMemory
-    group: GroupSpec
-    span: tuple[int, int]
+    group: str
+    span: Span
 
-    def begin(self, _: Begin) -> None:
-        table = self.chunk.asked.tables[self.group.name]
-        self.copy_in_threads(
-            lambda memory: memory.zero(table, *self.span),
-            (self.rank,),
-            self.group,
+    def begin(self, stage: Stage) -> None:
+        zero = data.Zero(
+            memory=self.rank.defined.number,
+            group=self.group,
+            table=self.chunk.asked.tables[self.group],
+            span=self.span,
+            turn=self.chunk.turn,
         )
+        stage.start(zero, self.rank.defined)
 
 
 # The holder answers if the offer is live once its digests are made, and it is asked when all has
@@ -169,61 +196,70 @@ class ZeroLeg(ChunkLeg):
 #     holder                    └─ask─▶ digests ─▶ live? ─┴▶ equal? ─▶ chunk ended ─▶ take
 #     offer      live ──────────────────────────────▶
 @dataclass(slots=True, eq=False, kw_only=True)
-class CompareLeg(ChunkLeg):
+class CompareWork:
     """One box of a share; ``found`` has the digests of our ranks, and under None the holder's."""
 
-    stages: tuple[LegState, ...] = (COMPARING,)
+    stages: ClassVar[tuple[LegState, ...]] = (COMPARING,)
+    chunk: Chunk
+    source: Source
     share: Share
     box: Box
     found: dict[int | None, Digests] = field(default_factory=dict)
 
-    def begin(self, _: Begin) -> None:
-        chunk, box = self.chunk, self.box
+    def begin(self, stage: Stage) -> None:
+        chunk, box, offer_id = self.chunk, self.box, self.chunk.ticket.offer_id
+        for number in self.share.readers:
+            rank = chunk.route.engine.ranks[number]
+            digest = data.Digest(
+                memory=rank.defined.number,
+                table=chunk.asked.tables[box.group],
+                box=box,
+                offer_id=offer_id,
+                one_in=chunk.one_in,
+                turn=chunk.turn,
+            )
+            stage.start(digest, rank.defined, then=partial(self._take_reply, stage, number))
         message = wire.Digest(
             **self.source.named,
-            offer_id=chunk.ticket.offer_id,
+            offer_id=offer_id,
             rank=self.share.holder,
             box=box,
             table=chunk.blocks_of(box),
             one_in=chunk.one_in,
             secret=chunk.ticket.secret,
         )
-        self.source.peer.ask(message, self.time_left_s, self._on_reply)
-        engine, wanted = chunk.route.engine, self._wanted()
-        for number in self.share.readers:
-            on_end, rank = partial(self._take, number), engine.ranks[number]
-            start_digest(self.means.agent.copiers, wanted, on_end, engine=engine, rank=rank)
+        left_s = chunk.time_left_s(stage.means.agent.loop.time())
+        self.source.peer.ask(message, left_s, partial(self._take, stage, None))
 
-    def _wanted(self) -> Wanted:
-        chunk, box = self.chunk, self.box
-        table, offer_id = chunk.asked.tables[box.group], chunk.ticket.offer_id
-        return Wanted(box, table, offer_id, chunk.one_in, chunk.turn)
-
-    def _on_reply(self, reply: wire.Digests | KVBusError) -> None:
-        if isinstance(reply, wire.Digests):
-            told = np.frombuffer(reply.digests[: len(reply.digests) // 8 * 8], "<u8")
-            self._take(None, told)
+    def _take_reply(self, stage: Stage, rank: int, reply: data.Reply) -> None:
+        result = reply.result
+        if isinstance(result, data.Digested):
+            self._take(stage, rank, result)
         else:
-            self._take(None, reply)
+            error = error_of(reply) or LocalError("no digests were made", code=ErrorCode.INTERNAL)
+            self._take(stage, rank, error)
 
-    def _take(self, rank: int | None, found: Digests | KVBusError) -> None:
-        """The last digests that come are compared; a leg that is over hears nothing of it."""
+    def _take(
+        self, stage: Stage, rank: int | None, found: wire.Digests | data.Digested | KVBusError
+    ) -> None:
+        """Compare the digests once the last ones have come."""
         if isinstance(found, KVBusError):
-            self.end_stage(error=found)
+            stage.end(error=found)
             return
-        self.found[rank] = found
+        whole = found.digests[: len(found.digests) // 8 * 8]
+        self.found[rank] = np.frombuffer(whole, "<u8")
         if len(self.found) <= len(self.share.readers):
             return
-        errors = (self._compare(rank, self.found[None]) for rank in self.share.readers)
+        errors = (self._compare(stage, rank, self.found[None]) for rank in self.share.readers)
         error = next(filter(None, errors), None)
         if error is not None:
             fetch_id = self.chunk.asked.fetch_id
             log.error("digest.failed", fetch_id=fetch_id, reason=error.message, **error.detail)
-        self.end_stage(error=error)
+        stage.end(error=error)
 
-    def _compare(self, rank: int, expected: Digests) -> KVBusError | None:
-        """Why the read has failed, if a piece of the rank differs: it names the first that does."""
-        found, counts = self.found[rank], self.means.digests
+    def _compare(self, stage: Stage, rank: int, expected: Digests) -> KVBusError | None:
+        """Return why the read has failed, by the first piece of the rank that differs."""
+        found, counts, chunk = self.found[rank], stage.means.digests, self.chunk
         if expected.size != found.size:
             return RemoteError(
                 f"the prefill agent told {expected.size} digests, {found.size} pieces are compared",
@@ -234,7 +270,8 @@ class CompareLeg(ChunkLeg):
         counts["different",] += wrong.size
         if not wrong.size:
             return None
-        piece, holder = piece_of(self._wanted().boxes(), int(wrong[0])), self.share.holder
+        boxes = chosen_boxes(self.box, offer_id=chunk.ticket.offer_id, one_in=chunk.one_in)
+        piece, holder = piece_of(boxes, int(wrong[0])), self.share.holder
         return RemoteError(
             f"rank {rank} has other bytes than rank {holder} of prefill engine "
             f"'{self.source.engine_id}': group '{self.box.group}', layer {piece.layer}, "

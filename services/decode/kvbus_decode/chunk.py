@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvbus.agent.engine import LocalEngine
+from kvbus.data.messages import Turn
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, Box, num_blocks_for
 from kvbus.planning import Spans, tail_spans
 from kvbus.protocol.engine import StartFetch
 from kvbus.protocol.ticket import Ticket
-from kvbus.table import Key
 from kvbus_decode.fetch.events import ReadChunk, Requested
 from kvbus_decode.peers import Peer
 from kvbus_decode.route import Route, SourcePlan
@@ -87,9 +87,9 @@ class Chunk:
     one_in: int
 
     @property
-    def turn(self) -> Key:
+    def turn(self) -> Turn:
         """What its copies wait for a thread under: those of one lease have one turn."""
-        return Key((self.ticket.offer_id, self.wanted.epoch), self.asked.priority)
+        return Turn(f"{self.ticket.offer_id} {self.wanted.epoch}", self.asked.priority)
 
     @property
     def num_bytes(self) -> int:
@@ -99,6 +99,10 @@ class Chunk:
     @property
     def plans(self) -> tuple[SourcePlan, ...]:
         return self.route.plans(self.fetch.replica_index)
+
+    def time_left_s(self, now: float) -> float:
+        """Seconds until the deadline of the fetch, at least a millisecond."""
+        return max(1e-3, self.fetch.deadline - now)
 
     def blocks_of(self, box: Box) -> BlockTable:
         """The prefill engine's blocks that hold a box."""

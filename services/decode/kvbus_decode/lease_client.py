@@ -290,8 +290,14 @@ class LeaseClient(PeerWatcher):
             route = await self._routes.route(fetch.peers[0], ticket, engine, timeout_s=timeout_s)
             if self._is_active(fetch):
                 self._hold_route(fetch, route)
-                boot, elsewhere = route.home.agent_boot, route.memory_ids[1:]
-                self._dispatch(ev.PeerReady(fetch.key, fetch.attempt, boot, elsewhere))
+                ready = ev.PeerReady(
+                    fetch.key,
+                    fetch.attempt,
+                    boot=route.home.agent_boot,
+                    elsewhere=route.elsewhere,
+                    nixl_agent=route.home.nixl_agent,
+                )
+                self._dispatch(ready)
 
         await guarded(find_route, partial(self._fail_step, fetch))
 
@@ -301,11 +307,15 @@ class LeaseClient(PeerWatcher):
         """Ask the agents without the lease first whether their memory is still the same."""
 
         async def ask_all() -> None:
-            offer_id = fetch.requested.ticket.offer_id
+            offer_id, is_nixl = fetch.requested.ticket.offer_id, bool(message.nixl_agent)
+            checks = [
+                source.check(offer_id, nixl_agent=source.nixl_agent if is_nixl else "")
+                for source in route.others
+            ]
             await asyncio.gather(
                 *(
-                    source.peer.client.ask(source.check(offer_id), timeout_s=timeout_s)
-                    for source in route.others
+                    source.peer.client.ask(check, timeout_s=timeout_s)
+                    for source, check in zip(route.others, checks, strict=True)
                 )
             )
             if self._agent.loop.time() >= fetch.deadline:
@@ -355,6 +365,8 @@ def _takes_word(fetch: ActiveFetch, route: Route, take: Take) -> bool:
     """Take the offer by its word, if it has one in a page here; else its agent has to be asked."""
     ticket, memory = fetch.requested.ticket, route.home.mapped
     if not ticket.word or take.part or take.tables is None or memory is None or not memory.words:
+        return False
+    if take.nixl_agent:  # only the prefill agent knows whether that is its data process still
         return False
     if memory.closed:  # such as by an agent that has revoked our key
         return False

@@ -1,155 +1,160 @@
-"""The legs of a chunk, and how each stage of one is carried out.
+"""What each stage of a leg is: jobs of the data process, and requests to the leg's holder.
 
-READs happen on the transport's thread, copies in threads of their own; READs of many descriptors
-are planned in a thread as well. What each stage came to is told as `StageEnded`, once.
+Begin ─▶ StageRunner ─▶ work.begin(stage) ─▶ jobs, requests ─▶ Stage.end ─▶ StageEnded, once
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
-from kvbus.agent.copiers import Job, Work
-from kvbus.agent.loop import guarded, in_thread
-from kvbus.agent.segments import RankMemory
+from kvbus.agent.engine import engine_lost
+from kvbus.agent.loop import failure
 from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, PeerLost, RemoteError
-from kvbus.geometry import GroupSpec
-from kvbus.memory.copying import PagedMemory
-from kvbus.memory.run_copy import copy_runs
-from kvbus.planning import Reads, RunPlan, Runs
-from kvbus.protocol.message import Empty
-from kvbus.transport import MemoryKind, Read, ReadOutcome, ReadStatus
-from kvbus_decode.chunk import Chunk
-from kvbus_decode.nixl_peers import NixlPeer, NixlPeers
-from kvbus_decode.read_table import (
-    COPYING,
-    READING,
-    Begin,
-    Event,
-    Leg,
-    LegState,
-    StageEnded,
+from kvbus.data import messages as wire
+from kvbus.data.client import Defined, StartedJob
+from kvbus.errors import (
+    ErrorCode,
+    GeometryError,
+    KVBusError,
+    LocalError,
+    RemoteError,
+    TransferFailed,
 )
-from kvbus_decode.route import SourcePlan
+from kvbus.memory.run_copy import copy_runs
+from kvbus_decode.chunk import Chunk
+from kvbus_decode.nixl_peers import NixlPeers
+from kvbus_decode.read_table import COPYING, READING, Begin, Event, Leg, LegState, StageEnded
+from kvbus_decode.route import Source, SourcePlan
 
-Rows = tuple[Reads, MemoryKind, MemoryKind]
-"""READs, and the kinds of memory: ours and theirs."""
 
-MAX_INLINE_DESCRIPTORS = 16_384
-LOSS_KNOWN_WITHIN_S = 2.0
-UNTOLD = (ErrorCode.TIMEOUT, ErrorCode.FORBIDDEN)
-"""An engine that came back has another access: who has the one before is told nothing."""
+class Work(Protocol):
+    """What a leg does. A stage that `begin` begins ends by its `Stage.end`, or when this raises."""
+
+    def begin(self, stage: "Stage") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What legs are carried out with; ``dispatch`` takes what their stages came to.
+    """What stages are carried out with.
 
-    Slots are asked for with ``lease_s``. ``digests`` counts pieces that were compared.
+    Slots are requested with ``lease_s``. ``digests`` counts pieces that were compared.
     """
 
     agent: Agent
     nixl: NixlPeers
-    dispatch: Callable[[Event], None]
     lease_s: float
     digests: dict[tuple[str, ...], float]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class ChunkLeg(Leg):
-    """A leg of a chunk, and what it is at: a READ, or a copy in threads."""
+class Stage:
+    """One stage of a leg in progress.
 
-    chunk: Chunk
-    means: Means
-    transfer: Read | None = None
-    nixl_peer: NixlPeer | None = None
-    work: Work | None = None
-    aborted: bool = False
+    It has ended when `end` was called and no job of it is in flight.
+    """
 
-    def begin(self, command: Begin) -> None:
-        """Carry out the stage that is due; what this raises ends the stage."""
-        raise NotImplementedError
+    def __init__(
+        self, means: Means, command: Begin, on_ended: Callable[[StageEnded], None]
+    ) -> None:
+        self.means, self.leg = means, command.leg
+        self.kind: LegState = command.stage
+        self.done: tuple[int, ...] = command.done
+        """Slots at the holder that are read, and can be freed."""
+        self._on_ended = on_ended
+        self._jobs: set[StartedJob] = set()
+        self._outcome: StageEnded | None = None
+        self._is_reported = False
+
+    def start(
+        self, message: wire.Job, *uses: Defined, then: Callable[[wire.Reply], None] | None = None
+    ) -> None:
+        """Start a job, whose end ends the stage, or is for ``then``.
+
+        Raises as `DataProcess.start`.
+        """
+
+        def take(reply: wire.Reply) -> None:
+            self._jobs.discard(job)
+            try:
+                (then or self._end_with)(reply)
+            except Exception as error:
+                self.end(error=failure(error))
+            self._settle()
+
+        job = self.means.agent.data.start(message, take, uses=uses)
+        self._jobs.add(job)
+
+    def read(self, message: wire.Job, source: Source, *uses: Defined) -> None:
+        """Start a READ from a source."""
+
+        def end(reply: wire.Reply) -> None:
+            error = error_of(reply)
+            self.means.nixl.note_read(source.nixl_agent, reply.undriven, error)
+            self.end(reply.num_bytes, error)
+
+        self.start(message, *uses, then=end)
+
+    def end(
+        self,
+        num_bytes: int = 0,
+        error: KVBusError | None = None,
+        slot_id: int | None = None,
+        slot_lease_s: float = 0.0,
+    ) -> None:
+        """End the stage; only the first call counts. Its jobs are aborted on an error."""
+        if self._outcome is None:
+            self._outcome = StageEnded(self.leg, num_bytes, error, slot_id, slot_lease_s)
+            if error is not None:
+                self.abort()
+        self._settle()
 
     def abort(self) -> None:
-        """Begin no further part: NIXL cannot take back what was posted, nor a thread a job."""
-        self.aborted = True
-        if self.transfer is not None:
-            self.transfer.abort()
-        if self.work is not None:
-            self.work.stop(LocalError("the copy was aborted", code=ErrorCode.CANCELLED))
+        """Begin no further part of its jobs: NIXL cannot take back what was posted."""
+        for job in self._jobs:
+            job.abort()
 
-    def end_stage(self, num_bytes: int = 0, error: KVBusError | None = None) -> None:
-        """The stage has ended: nothing of it is in flight."""
-        self.means.dispatch(StageEnded(self, num_bytes, error))
+    def _end_with(self, reply: wire.Reply) -> None:
+        self.end(error=error_of(reply))
 
-    @property
-    def time_left_s(self) -> float:
-        return max(1e-3, self.chunk.fetch.deadline - self.means.agent.loop.time())
+    def _settle(self) -> None:
+        if self._outcome is not None and not self._jobs and not self._is_reported:
+            self._is_reported = True
+            self._on_ended(self._outcome)
 
-    def read_rows(self, rows: Rows) -> None:
-        """Post READs, of which the end ends the stage; with none it has ended."""
-        descriptors, here, there = rows
-        if self.aborted or not len(descriptors.local):
-            self.end_stage()
-            return
-        self.nixl_peer = self.means.nixl.find(self.source.nixl_agent)
-        self.transfer = self.means.agent.transport.read(
-            self.source.nixl_agent,
-            descriptors.local,
-            descriptors.remote,
-            on_end=self._on_read,
-            local_memory=here,
-            remote_memory=there,
-            priority=self.chunk.asked.priority,
-        )
 
-    def read_planned(self, num_runs: int, rows: Callable[[], Rows]) -> None:
-        """Post the READs of ``rows``, of about ``num_runs``; many are planned in a thread."""
-        if num_runs > MAX_INLINE_DESCRIPTORS:
-            self.means.agent.tasks.start_soon(self._plan_aside, rows)
-        else:
-            self.read_rows(rows())
+class StageRunner:
+    """Carries out the stages of legs. Each `Begin` is answered by one `StageEnded`."""
 
-    async def _plan_aside(self, rows: Callable[[], Rows]) -> None:
-        async def plan() -> None:
-            self.read_rows(await in_thread(rows))
+    def __init__(self, means: Means, dispatch: Callable[[Event], None]) -> None:
+        self._means, self._dispatch = means, dispatch
+        self._running: dict[Leg, Stage] = {}
 
-        await guarded(plan, lambda error: self.end_stage(error=error))
+    def begin(self, command: Begin) -> None:
+        """Begin a stage. If that fails, the stage has failed."""
+        stage = self._running[command.leg] = Stage(self._means, command, self._end)
+        work: Work = command.leg.work
+        try:
+            work.begin(stage)
+        except Exception as error:
+            stage.end(error=failure(error))
 
-    def copy_in_threads(
-        self,
-        copy: Callable[[PagedMemory], None],
-        ranks: tuple[RankMemory, ...],
-        group: GroupSpec,
-    ) -> None:
-        """Have ``copy`` called for one group of each of the ranks, which ends the stage."""
-        self.work = self.means.agent.copiers.start(
-            self.chunk.turn,
-            lambda: (copy,),
-            self.on_copied,
-            engine=self.chunk.route.engine,
-            memories=ranks,
-            group=group,
-        )
+    def abort(self, leg: Leg) -> None:
+        """Begin no further part of the stage that a leg is in."""
+        if (stage := self._running.get(leg)) is not None:
+            stage.abort()
 
-    def _on_read(self, outcome: ReadOutcome) -> None:
-        self.transfer = None  # it holds its descriptors
-        error: KVBusError | None = outcome.error
-        if isinstance(error, PeerLost) and self.nixl_peer is not None:
-            self.nixl_peer.is_broken = True
-        if outcome.status is ReadStatus.ABORTED:
-            error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
-        self.end_stage(outcome.num_bytes, error)
+    def _end(self, ended: StageEnded) -> None:
+        del self._running[ended.leg]
+        self._dispatch(ended)
 
-    def on_copied(self, error: KVBusError | None) -> None:
-        self.work = None
-        self.end_stage(error=error)
+
+def error_of(reply: wire.Reply) -> KVBusError | None:
+    return None if reply.error is None else reply.error.error()
 
 
 @contextmanager
 def tables_are_checked() -> Iterator[None]:
-    """Raises `GeometryError` where a plan finds that the offer's block tables lack a block."""
+    """Raise `GeometryError` where a plan finds that the offer's block tables lack a block."""
     try:
         yield
     except (IndexError, KeyError) as error:
@@ -157,28 +162,24 @@ def tables_are_checked() -> Iterator[None]:
         raise GeometryError(message) from error
 
 
-def _runs(plan: RunPlan, chunk: Chunk) -> Runs:
-    """The chunk's bytes by ``plan``; raises `GeometryError`."""
-    with tables_are_checked():
-        return plan.runs(chunk.wanted.tables, chunk.asked.tables, chunk.spans)
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
-class DirectLeg(ChunkLeg):
+class DirectWork:
     """All that is read from one source, straight into the blocks."""
 
-    stages: tuple[LegState, ...] = (READING,)
+    stages: ClassVar[tuple[LegState, ...]] = (READING,)
+    chunk: Chunk
     plan: SourcePlan
 
-    def begin(self, _: Begin) -> None:
-        direct = self.plan.direct
-        self.read_planned(direct.num_runs(self.chunk.spans) if direct else 0, self._rows)
-
-    def _rows(self) -> Rows:
-        """Raises `GeometryError`, and `LocalError` where NIXL knows one side not."""
-        if self.plan.direct is None:
-            raise LocalError("the memory of one side is not registered", code=ErrorCode.CONFIG)
-        return _runs(self.plan.direct, self.chunk).reads(), "DRAM", "DRAM"
+    def begin(self, stage: Stage) -> None:
+        plan = open_plan(self.plan.read_plan)
+        read = wire.Read(
+            plan=plan.number,
+            source_tables=self.chunk.wanted.tables,
+            target_tables=self.chunk.asked.tables,
+            spans=self.chunk.spans,
+            priority=self.chunk.asked.priority,
+        )
+        stage.read(read, self.plan.source, plan)
 
 
 # The memory that is copied from may end at any moment; the bytes under its addresses are zeros then
@@ -188,89 +189,72 @@ class DirectLeg(ChunkLeg):
 #                       a zero takes later, and is refused
 #     its agent dies    no one is left to say yes
 #     the file is cut   by an engine that lives: its lease goes on, and a take would get a yes;
-#                       but the map is closed before the first zero is there
+#                       but the process that copied finds it cut before the first zero is there, and
+#                       its job fails
 #
-#     copy   ──read──read──[closed]──zero──zero──┐ last job has ended
-#                                                └─ is the map open? no: the leg has failed
+#     copy    ──read──read──[cut]──zero──zero──┐ last part has ended
+#                                              └─ was it cut? then the job has failed
+#     here    ───────[closed]──DiscardMemory──────── the job has ended ── is it open? no: it failed
 #
-# So a leg asks after its last job: a map that is open then was so at each of its reads. It asks in
-# all three cases, and needs the first two for nothing.
+# So a leg looks once more after its job: a map that is open here then was so at each of its reads.
 @dataclass(slots=True, eq=False, kw_only=True)
-class MappedLeg(ChunkLeg):
-    """All that is copied from one source whose memory is mapped here, straight into the blocks."""
+class MappedWork:
+    """All that is copied from one source whose memory is mapped, straight into the blocks."""
 
-    stages: tuple[LegState, ...] = (COPYING,)
+    stages: ClassVar[tuple[LegState, ...]] = (COPYING,)
+    chunk: Chunk
     plan: SourcePlan
-    copied_bytes: list[int] = field(default_factory=list)
-    """Of each job that was done."""
 
-    def begin(self, _: Begin) -> None:
-        """Copy it in threads, cut so that all have some, and others get their turn."""
-        copiers, most = self.means.agent.copiers, self.means.agent.transport.limits.slice_bytes
+    def begin(self, stage: Stage) -> None:
+        plan, chunk = open_plan(self.plan.copy_plan), self.chunk
+        self._check_open()
 
-        def jobs() -> list[Job]:
-            runs = self.runs()
-            job_bytes = copiers.job_bytes(runs.num_bytes, most=most)
-            return [partial(self.copy, job) for job in runs.cut(job_bytes)]
+        def end(reply: wire.Reply) -> None:
+            stage.end(reply.num_bytes, self._loss() or error_of(reply))
 
-        self.work = copiers.start_jobs(
-            self.chunk.turn,
-            jobs,
-            partial(self.count, self.end_stage),
-            engine=self.chunk.route.engine,
+        copy = wire.Copy(
+            plan=plan.number,
+            source_tables=chunk.wanted.tables,
+            target_tables=chunk.asked.tables,
+            spans=chunk.spans,
+            turn=chunk.turn,
         )
+        stage.start(copy, plan, then=end)
 
-    def copy_at_once(self, runs: Runs, end: Callable[[int, KVBusError | None], None]) -> None:
-        """Copy all of it now; nothing is in flight when ``end`` is called."""
-        self.means.agent.copiers.start_jobs(
-            self.chunk.turn,
-            lambda: (partial(self.copy, runs),),
-            partial(self.count, end),
-            engine=self.chunk.route.engine,
-            at_once=True,
-        )
+    def copy_here(self, max_bytes: int) -> int | None:
+        """Copy few short runs in this process; return the number of bytes, or None if too many.
 
-    def runs(self) -> Runs:
-        """All bytes to copy; raises `GeometryError`."""
-        mapped, memory = self.plan.mapped, self.plan.source.mapped
-        if mapped is None or memory is None:
-            raise LocalError("the memory of one side is not mapped", code=ErrorCode.INTERNAL)
-        runs = _runs(mapped, self.chunk)
-        runs.check_sources(memory.extents)
-        return runs
-
-    def copy(self, runs: Runs) -> None:
-        if self._loss() is None:
-            copy_runs(runs)
-            self.copied_bytes.append(runs.num_bytes)
-
-    def count(
-        self, end: Callable[[int, KVBusError | None], None], error: KVBusError | None
-    ) -> None:
-        """No job of it runs: what was read counts if it was there to the end.
-
-        Else its agent is asked, which may know what has become of it.
+        Raises `GeometryError`, and `TransferFailed` when the memory has ended.
         """
-        self.work = None
-        loss, num_bytes = self._loss(), sum(self.copied_bytes)
-        if error is not None or loss is None:
-            end(num_bytes, error)
-            return
+        plan, memory, chunk = self.plan.mapped, self.plan.source.mapped, self.chunk
+        if plan is None or memory is None or chunk.num_bytes > max_bytes:
+            return None
+        with tables_are_checked():
+            runs = plan.runs(chunk.wanted.tables, chunk.asked.tables, chunk.spans)
+        if runs.lattices:
+            return None
+        runs.check_sources(memory.extents)
+        if chunk.route.engine.lost:
+            raise engine_lost()
+        self._check_open()
+        copy_runs(runs)
+        self._check_open()
+        return runs.num_bytes
 
-        def end_lost(answer: Empty | KVBusError) -> None:
-            if isinstance(answer, KVBusError) and answer.code not in UNTOLD:
-                end(num_bytes, answer)
-            else:
-                end(num_bytes, loss)
-
-        source = self.plan.source
-        check = source.check(self.chunk.ticket.offer_id)
-        source.peer.ask(check, LOSS_KNOWN_WITHIN_S, end_lost)
+    def _check_open(self) -> None:
+        if (loss := self._loss()) is not None:
+            raise loss
 
     def _loss(self) -> RemoteError | None:
-        """The error if the source memory was closed during the copy."""
+        """Return the error if the source memory was closed."""
         memory = self.plan.source.mapped
         if memory is None or not memory.closed:
             return None
-        message = f"the memory that was copied from is gone: {memory.closed}"
-        return RemoteError(message, code=ErrorCode.TRANSFER_FAILED)
+        return TransferFailed(f"the memory that was copied from is gone: {memory.closed}")
+
+
+def open_plan(plan: Defined | None) -> Defined:
+    """Raises `LocalError` for what the route has no plan."""
+    if plan is None:
+        raise LocalError("the memory of one side cannot be read so", code=ErrorCode.INTERNAL)
+    return plan

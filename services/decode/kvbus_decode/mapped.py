@@ -1,12 +1,13 @@
-"""The memory of prefill engines of this machine that is mapped here, or why it is not.
+"""The memory of prefill engines of this machine that is mapped, or why it is not.
 
 A prefill agent passes it on a Unix socket. Where memory cannot be mapped, KV is read with NIXL.
 """
 
-import time
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from kvbus.agent.identity import machine_id, sharing
 from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.service import Agent
 from kvbus.agent.slots import HOST
+from kvbus.data.client import DataProcess, Defined
+from kvbus.data.messages import AddMemory, Cut, RemoveMemory, SegmentPart
 from kvbus.errors import (
     ConfigError,
     ErrorCode,
@@ -28,6 +31,7 @@ from kvbus.errors import (
     RemoteError,
     SegmentError,
 )
+from kvbus.geometry import RankSpec
 from kvbus.memory.attach import FrameChannel, check_folder, close_fds, connect_to_agent
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.room import check_mappings
@@ -44,51 +48,91 @@ log = structlog.get_logger()
 
 MAP_WITHIN_S = 2.0
 """A prefill agent that takes longer was stopped."""
-POPULATE_WITHIN_S = 2.0
 MOST_STATES = 256
 WITH_NIXL = ("direct", "staged", "packed")
 OPEN = "open"
 
 SegmentKey = tuple[int, str]
 """A rank, and the id of a segment of it."""
-Lent = dict[SegmentKey, SegmentMapping]
-WORDS: SegmentKey = (-1, "words")
-"""The key of the page of words, which is no segment."""
 
 
-# A copy knows addresses only, in a thread that cannot be stopped. So these rules:
+@dataclass(slots=True, eq=False)
+class Lent:
+    """What a prefill agent has passed: each segment as it is mapped here, and its descriptor."""
+
+    mappings: dict[SegmentKey, SegmentMapping] = field(default_factory=dict)
+    fds: dict[SegmentKey, int] = field(default_factory=dict)
+    words: SegmentMapping | None = None
+
+    def take(self, key: SegmentKey, fd: int, size_bytes: int) -> None:
+        """Map a segment, and keep a descriptor for the data process. Raises `SegmentError`."""
+        self.fds[key] = os.dup(fd)
+        self.mappings[key] = SegmentMapping(fd, size_bytes=size_bytes, borrowed=True)
+
+    def defined(self, data: DataProcess, memory: EngineMemory) -> dict[int, Defined]:
+        """Return what defines each rank for the data process."""
+        return {rank.rank: self._define(data.new_number(), memory, rank) for rank in memory.ranks}
+
+    def _define(self, number: int, memory: EngineMemory, rank: RankSpec) -> Defined:
+        found = {key: one for key, one in self.mappings.items() if key[0] == rank.rank}
+        add = AddMemory(
+            memory=number,
+            engine=memory.engine,
+            rank=rank,
+            segments=tuple(
+                SegmentPart(segment_id, one.size_bytes, one.sealed)
+                for (_, segment_id), one in found.items()
+            ),
+            direct=False,
+            borrowed=True,
+        )
+        return Defined(add, RemoveMemory(memory=number), fds=[self.fds[key] for key in found])
+
+    def close(self) -> None:
+        """In a thread: to unmap takes tens of milliseconds a GiB."""
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
+        for mapping in (*self.mappings.values(), *filter(None, (self.words,))):
+            mapping.close()
+
+
+# A copy knows addresses only, and cannot be stopped. So these rules, here and in the data process:
 #
-#     the engine or its agent ends   end-of-file ──▶ `close`, then zeros under all addresses;
-#                                    `closed` says why before the first one is there
+#     the engine or its agent ends   end-of-file ──▶ `close`, DiscardMemory, then zeros under all
+#                                    addresses; `closed` says why before the first one is there
 #     its agent revokes our key      the same
-#     its file is cut                SIGBUS in a copy ──▶ zeros there, `closed` says so; the loop
-#                                    then hangs up, and all of it is zeros
+#     its file is cut                SIGBUS in a copy ──▶ zeros there, and the copy has failed;
+#                                    `closed` says so; this process hangs up, and all of it is zeros
 #     no route needs it              the route is dropped: nothing changes for a fetch that still
 #                                    holds this object, as its take may get a yes
 #     nothing holds it               the connection is hung up, and the addresses go
+#     the data process ends          the next one gets the descriptors before the next copy
 #
-# A copy that has read a zero for a byte therefore finds it `closed` when it looks afterwards.
+# A copy that has read a zero for a byte therefore has failed, or finds this `closed` afterwards.
 # To unmap takes tens of milliseconds a GiB, and the last holder may be the event loop. So it only
 # hangs up: the task that waits for the end of the connection unmaps in a thread.
 class MappedMemory:
-    """Where each segment of the ranks is in this process, read-only, as long as this is held.
+    """Memory of all ranks of an engine, mapped read-only as long as this is held.
 
-    ``name`` is the engine and its agent, for people; ``addresses`` are by rank and segment;
-    ``extents`` are all of it, in order of address; ``words`` those of its engine's offers.
+    ``name`` is the engine and its agent, for people. ``ranks`` define it for the data process. It
+    is mapped in this process as well, for short copies: ``addresses`` are by rank and segment,
+    ``extents`` are all of it, in order of address. ``words`` are those of its engine's offers.
     """
 
-    def __init__(self, name: str, channel: FrameChannel, lent: Lent) -> None:
-        self.name, self.words = name, lent.get(WORDS)
-        lent = {key: one for key, one in lent.items() if key != WORDS}
+    def __init__(
+        self, name: str, channel: FrameChannel, lent: Lent, ranks: Mapping[int, Defined]
+    ) -> None:
+        self.name, self.words, self.ranks = name, lent.words, ranks
         self.addresses: dict[int, dict[str, int]] = {}
-        for (rank, segment_id), mapping in lent.items():
+        for (rank, segment_id), mapping in lent.mappings.items():
             self.addresses.setdefault(rank, {})[segment_id] = mapping.address
         self.extents: tuple[Extent, ...] = tuple(
-            sorted((one.address, one.address + one.size_bytes) for one in lent.values())
+            sorted((one.address, one.address + one.size_bytes) for one in lent.mappings.values())
         )
+        self._mappings = tuple(lent.mappings.values())  # else its addresses go
         self.closed = ""
         """Why not every byte there is the engine's own any more; empty while all are."""
-        self._mappings = tuple(lent.values())
         self.hang_up = weakref.finalize(self, channel.hang_up)
         """Have it unmapped, once it is closed; so it is when nothing holds it any more."""
         self.hang_up.atexit = False
@@ -97,6 +141,10 @@ class MappedMemory:
     def num_bytes(self) -> int:
         return sum(end - first for first, end in self.extents)
 
+    def has(self, number: int) -> bool:
+        """Whether the data process knows one of its ranks by this number."""
+        return any(defined.number == number for defined in self.ranks.values())
+
     def cut(self) -> None:
         """Some of it is gone; from any thread."""
         self.close("the prefill engine cut its memory")
@@ -104,14 +152,6 @@ class MappedMemory:
     def close(self, reason: str) -> None:
         """No copy from it counts any more; the first reason stays."""
         self.closed = self.closed or reason
-
-    def populate(self) -> None:
-        """Enter pages into the page table, so that no copy has to: in a thread, for two seconds."""
-        deadline = time.monotonic() + POPULATE_WITHIN_S
-        for mapping in self._mappings:
-            if self.closed:
-                return
-            mapping.populate(deadline - time.monotonic())
 
 
 MemoryRef = weakref.ReferenceType[MappedMemory]
@@ -185,25 +225,35 @@ class MemoryBorrower:
 
     async def _map(self, path: Path, name: str, boot: str, done: HandshakeDone) -> MappedMemory:
         """Raises `KVBusError`, and what sockets and paths raise."""
-        channel, lent = _connect(path), Lent()
+        data, channel, lent = self._agent.data, _connect(path), Lent()
+        ranks = dict[int, Defined]()
         try:
             await _take_all(channel, boot, done, lent)
-            memory = MappedMemory(name, channel, lent)
+            ranks |= lent.defined(data, done.memory)
+            for defined in ranks.values():
+                await data.result(defined)
+            memory = MappedMemory(name, channel, lent, ranks)
         except BaseException:
-            _unmap(lent)
             channel.close()
+            with anyio.CancelScope(shield=True):
+                await _give_back(data, lent, ranks)
             raise
         # Neither what watches the files nor what waits for the connection may hold the memory: it
         # goes when nothing reads it any more, and hangs up then.
         reference = weakref.ref(memory)
-        for mapping in lent.values():
+        for mapping in lent.mappings.values():
             if not mapping.sealed:
                 mapping.survive_cuts(self._agent.bus_errors, partial(self._see_cut, reference))
-        self._agent.tasks.start_soon(self._watch, channel, lent, reference)
-        self._agent.tasks.start_soon(_populate, memory)
+        self._agent.tasks.start_soon(self._watch, channel, lent, ranks, reference)
         return memory
 
-    async def _watch(self, channel: FrameChannel, lent: Lent, reference: MemoryRef) -> None:
+    async def _watch(
+        self,
+        channel: FrameChannel,
+        lent: Lent,
+        ranks: Mapping[int, Defined],
+        reference: MemoryRef,
+    ) -> None:
         """Wait for the end of the connection, by whichever side, and unmap in a thread then."""
         try:
             _, fds = await channel.receive()
@@ -214,7 +264,15 @@ class MemoryBorrower:
             self._end(reference)
             channel.close()
             with anyio.CancelScope(shield=True):
-                await guarded(partial(in_thread, _unmap, lent), lambda _: None)
+                give_back = partial(_give_back, self._agent.data, lent, ranks)
+                await guarded(give_back, lambda _: None)
+
+    def on_cut(self, cut: Cut) -> None:
+        """The data process has found a segment cut, of this memory or of other memory."""
+        for memory in list(self._known.values()):
+            if memory.has(cut.memory):
+                memory.cut()
+                self._end(weakref.ref(memory))
 
     def _see_cut(self, reference: MemoryRef) -> None:
         """In whatever thread has touched what is not there."""
@@ -243,15 +301,15 @@ class MemoryBorrower:
             del self.states[next(iter(self.states))]
 
 
-def _unmap(lent: Lent) -> None:
-    for mapping in lent.values():
-        mapping.close()
-
-
-async def _populate(memory: MappedMemory) -> None:
-    """Where no thread can be started, copies enter the pages themselves."""
-    with suppress(RuntimeError):
-        await anyio.to_thread.run_sync(memory.populate, abandon_on_cancel=True)
+async def _give_back(data: DataProcess, lent: Lent, ranks: Mapping[int, Defined]) -> None:
+    """Put zeros under all addresses; the data process unmaps it when no job uses it any more."""
+    try:
+        for defined in ranks.values():
+            await data.discard(defined)
+    finally:
+        for defined in ranks.values():
+            data.remove(defined)
+        await in_thread(lent.close)
 
 
 def _connect(path: Path) -> FrameChannel:
@@ -275,14 +333,14 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
     wanted = _sizes(done.memory)
     has_all = False
     while not has_all:
-        has_all = len(lent) == len(wanted)
+        has_all = len(lent.mappings) == len(wanted)
         lend = LendMemory(
             agent_boot=boot,
             engine_id=done.memory.engine.engine_id,
             memory_id=done.memory_id,
             access=done.access,
             grant=done.grant,
-            first=len(lent),
+            first=len(lent.mappings),
             words=has_all,
         )
         answer, fds = await channel.ask({"op": lend.op, "body": to_body(lend)})
@@ -294,7 +352,7 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
             elif len(fds) == 1 and swap_word is not None:
                 page = partial(SegmentMapping, fds.pop(), size_bytes=WORDS_BYTES)
                 with suppress(SegmentError):  # all can do without
-                    lent[WORDS] = await in_thread(page)
+                    lent.words = await in_thread(page)
         finally:
             close_fds(fds)
 
@@ -336,6 +394,6 @@ def _map_some(reply: MemoryLent, fds: list[int], lent: Lent) -> None:
     check_mappings()
     for segment in reply.segments:
         key = segment.rank, segment.segment_id
-        if key in lent:
+        if key in lent.mappings:
             raise ProtocolError(f"segment '{segment.segment_id}' was lent twice")
-        lent[key] = SegmentMapping(fds.pop(0), size_bytes=segment.size_bytes, borrowed=True)
+        lent.take(key, fds.pop(0), segment.size_bytes)

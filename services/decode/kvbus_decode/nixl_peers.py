@@ -1,27 +1,25 @@
-"""What NIXL is told of peers: their agents, and the memory that each of them has registered.
+"""What NIXL knows of peers: their agents, and the memory that each of them has registered.
 
 NIXL never forgets a peer's registrations, and does not find what lies where another one was. So a
-peer whose new memory overlaps other memory that it had before is made again.
+peer whose new memory overlaps other memory that it had before is removed and added again.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
-import anyio
 import structlog
 
-from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, KVBusError, LocalError, TransferFailed
+from kvbus.data.client import DataProcess, Defined
+from kvbus.data.messages import AddPeer, RemovePeer
+from kvbus.data.metadata import PeerMetadata
+from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, TransferFailed
 from kvbus.protocol.peer import HandshakeDone
-from kvbus.transport import PeerMetadata
 from kvbus_decode.peers import Extent, Peer
 
 log = structlog.get_logger()
 
 MAX_ENDED_EXTENTS = 1024
-"""An agent is made again when NIXL remembers so many extents of it that no route reads."""
-RETRY_S, KEPT_RETRY_S = 0.02, 1.0
+"""A peer is added again when NIXL remembers so many extents of it that no route reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,113 +54,140 @@ class NixlMemory:
 
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """An agent that NIXL knows, all memory that it was told of, and the peer that told it last.
+    """A peer of NIXL, the memory that NIXL knows of it, and the peer that brought it last."""
 
-    It ``is_broken`` once UCX has given it up: another one takes its place before the next READ.
-    """
-
+    name: str
     peer: Peer
-    extents: set[Extent] = field(default_factory=set)
-    is_broken: bool = False
+    memories: frozenset[NixlMemory] = frozenset()
+    defined: Defined = field(init=False)
+    is_undriven: bool = False
+    """Whether its last READ ended though the peer drove nothing, as over CMA."""
 
-    def takes(self, new: NixlMemory, used: Set[Extent]) -> bool:
-        is_full = len(self.extents - used) >= MAX_ENDED_EXTENTS
-        return not (self.is_broken or is_full or new.misfits(self.extents))
+    def __post_init__(self) -> None:
+        self.defined = Defined(AddPeer(peer=self.name, metadata=()), RemovePeer(peer=self.name))
+
+    def set_memories(self, memories: Iterable[NixlMemory]) -> None:
+        """Have each later data process know these."""
+        self.memories = frozenset(memories)
+        metadata = dict.fromkeys(blob for memory in self.memories for blob in memory.metadata)
+        self.defined.add = AddPeer(peer=self.name, metadata=tuple(metadata))
+
+    def takes(self, new: NixlMemory, used: Iterable[NixlMemory]) -> bool:
+        """Whether NIXL can know ``new`` beside the rest; ``used`` is what routes read."""
+        known = frozenset[Extent]().union(*(one.extents for one in self.memories))
+        ended = known.difference(new.extents, *(one.extents for one in used))
+        return len(ended) < MAX_ENDED_EXTENTS and not new.misfits(known)
 
 
+# NIXL knows a peer from its first READ on, or from the handshake. The data process removes one when
+# nothing of it is in flight, and what comes later waits for that:
+#
+#     UCX gave it up     a READ found no memory, or the network reset the connection: NIXL would use
+#                        what is broken. It is removed at once, and added before its next READ
+#     memory misfits     it is removed, and added with the memory that routes read
+#     another data       nothing is known: each peer is added before its first READ. So metadata
+#     process            that ends a data process ends no later one
 class NixlPeers:
     """Adds peers to NIXL and removes them; for one peer, one thing at a time.
 
-    ``used`` gives all memory of peers that routes read. What NIXL knows outlives the connection to
-    a peer: a process that is met again may have memory where it had other memory before.
+    ``used`` returns all memory of peers that routes read. What NIXL knows outlives the connection
+    to a peer: a process that is met again may have memory where it had other memory before.
     """
 
-    def __init__(self, agent: Agent, used: Callable[[], Iterable[NixlMemory]]) -> None:
-        self._transport, self._tasks, self._used = agent.transport, agent.tasks, used
+    def __init__(self, data: DataProcess, used: Callable[[], Iterable[NixlMemory]]) -> None:
+        self._data, self._used = data, used
         self._known: dict[str, NixlPeer] = {}
 
-    async def add(self, peer: Peer, new: NixlMemory, *, deadline: float) -> None:
-        """Make ``new`` known.
+    async def add(self, peer: Peer, new: NixlMemory) -> Defined:
+        """Have NIXL know ``new``, and return what READs from there use.
 
         Fabrics with keys refuse a region that is registered again, after its engine restarted, and
-        NIXL has then dropped the peer: it is made again as well. So is one that UCX has given up,
-        as it does when a READ finds no memory: NIXL goes on with what is broken. Raises
-        `KVBusError`, with ``busy`` when transfers from the peer do not end before ``deadline``.
+        NIXL has then dropped the peer: it is added again as well. Raises `KVBusError`.
         """
+        _check_name(new)
         async with peer.nixl_turn:
-            known = self._known.get(new.agent)
-            if known is None or known.peer.address != peer.address:
-                await self._load(peer, new)  # the name is no proof: only its own is added to it
-                return
-            known.peer = peer
-            others = {one for one in self._used() if one.agent == new.agent}
-            if known.takes(new, new.extents.union(*(one.extents for one in others))):
-                try:
-                    await self._load(peer, new)
-                except TransferFailed:
-                    pass
-                else:
-                    return
-            log.info("peer.renewed", peer=peer.endpoint, nixl_agent=new.agent)
-            await self._remove(peer, new.agent, deadline)
-            for memory in {one for one in self._used() if one.agent == new.agent}:  # as of now
-                if not new.misfits(memory.extents):
-                    await self._load(peer, memory)
-            await self._load(peer, new)
-
-    def find(self, name: str) -> NixlPeer | None:
-        return self._known.get(name)
-
-    def forget(self, peer: Peer) -> None:
-        """Remove the agents of a peer that no route reads from, once nothing of them is in flight.
-
-        One that another peer at its place has told of since is kept.
-        """
-        for name in [name for name, known in self._known.items() if known.peer is peer]:
-            self._tasks.start_soon(self._forget, peer, name)
-
-    async def _forget(self, peer: Peer, name: str) -> None:
-        is_told = False
-        while (known := self._known.get(name)) is not None and known.peer is peer:
-            if any(one.agent == name for one in self._used()):
-                return
+            known = self._known.setdefault(new.agent, NixlPeer(new.agent, peer))
+            if known.peer.address == peer.address:  # the name is no proof
+                known.peer = peer
+                if not known.takes(new, self._read_from(new.agent)):
+                    self._renew(known, new)
             try:
-                await self._remove(peer, name)
-            except KVBusError as error:
-                if not is_told:
-                    reason = error.message
-                    log.warning("peer.kept", peer=peer.endpoint, nixl_agent=name, reason=reason)
-                if error.code is not ErrorCode.BUSY:
-                    return
-                is_told = True
-                await anyio.sleep(KEPT_RETRY_S)
-
-    async def _load(self, peer: Peer, memory: NixlMemory) -> None:
-        for blob in memory.metadata:
-            name = PeerMetadata.read(blob).name
-            if name != memory.agent:
-                raise LocalError(
-                    f"metadata of NIXL agent '{name}' came as that of '{memory.agent}'",
-                    code=ErrorCode.INVALID,
-                )
-            try:
-                await asyncio.wrap_future(self._transport.add_peer(blob))
+                await self._load(known, new)
             except TransferFailed as error:
                 raise _unconnected(peer, error) from error
-        self._known.setdefault(memory.agent, NixlPeer(peer)).extents.update(memory.extents)
+            return known.defined
 
-    async def _remove(self, peer: Peer, name: str, deadline: float = 0.0) -> None:
-        """Remove an agent, once what was posted to it has ended; raises `KVBusError`."""
-        while True:
+    def is_undriven(self, name: str) -> bool:
+        """Whether READs from the peer seem to end though it drives nothing, as they do over CMA."""
+        known = self._known.get(name)
+        return known is not None and known.is_undriven and self._data.knows(known.defined)
+
+    def note_read(self, name: str, is_undriven: bool, error: KVBusError | None) -> None:
+        """A READ from a peer has ended. If UCX gave the peer up, it is removed."""
+        known = self._known.get(name)
+        if known is not None and error is None:
+            known.is_undriven = is_undriven
+        elif isinstance(error, PeerLost):
+            self.break_off(name)
+
+    def break_off(self, name: str) -> None:
+        """UCX has given the peer up: it is added again before it is used."""
+        if (known := self._known.get(name)) is not None:
+            known.is_undriven = False
+            self._data.forget(known.defined)
+
+    def forget(self, peer: Peer, *, but: str = "") -> None:
+        """Remove what no route reads from at a peer, ``but`` one."""
+        wanted = {one.agent for one in self._used()} | {but}
+        for known in list(self._known.values()):
+            if known.peer is peer and known.name not in wanted:
+                self._remove(known)
+
+    def _remove(self, known: NixlPeer) -> None:
+        """Remove a peer, which may have been removed while it was added."""
+        if self._known.get(known.name) is known:
+            del self._known[known.name]
+        self._data.remove(known.defined)
+
+    async def _load(self, known: NixlPeer, new: NixlMemory) -> None:
+        """Raises `KVBusError`; then ``new`` is not kept: the peer has other memory, or its name."""
+        if self._data.knows(known.defined):
             try:
-                await asyncio.wrap_future(self._transport.remove_peer(name))
-                break
-            except LocalError as error:
-                if error.code is not ErrorCode.BUSY or anyio.current_time() >= deadline:
-                    raise
-            await anyio.sleep(RETRY_S)
-        if (known := self._known.get(name)) is not None and known.peer is peer:
-            del self._known[name]  # else it is added again, behind this
+                await self._data.call(AddPeer(peer=new.agent, metadata=new.metadata))
+            except TransferFailed:
+                self._renew(known, new)
+        before = known.memories
+        known.set_memories({*before, new})
+        try:
+            await self._data.result(known.defined)
+        except BaseException:
+            known.set_memories(before)
+            if before:
+                self.break_off(new.agent)
+            else:
+                self._remove(known)
+            raise
+
+    def _renew(self, known: NixlPeer, new: NixlMemory) -> None:
+        """Remove a peer, which is added again with the memory that routes read."""
+        log.info("peer.renewed", peer=known.peer.endpoint, nixl_agent=new.agent)
+        self.break_off(new.agent)
+        read = self._read_from(new.agent)
+        known.set_memories(one for one in read if not new.misfits(one.extents))
+
+    def _read_from(self, name: str) -> set[NixlMemory]:
+        return {one for one in self._used() if one.agent == name}
+
+
+def _check_name(memory: NixlMemory) -> None:
+    """Raise `LocalError` for metadata of another NIXL agent, and `TransferFailed` for none."""
+    for blob in memory.metadata:
+        name = PeerMetadata.read(blob).name
+        if name != memory.agent:
+            raise LocalError(
+                f"metadata of NIXL agent '{name}' came as that of '{memory.agent}'",
+                code=ErrorCode.INVALID,
+            )
 
 
 def _unconnected(peer: Peer, error: TransferFailed) -> TransferFailed:

@@ -44,14 +44,7 @@ READINGS = {
     "engines": "Local engines.",
     "slots": "Staging slots in use.",
     "ended_bytes": "What is known of fetches that have ended.",
-    "copies": "Copies out of slots, or of mapped memory, that have not ended.",
-    "outstanding_handles": "NIXL handles that are not terminal.",
-    "outstanding_bytes": "Bytes under NIXL handles that are not terminal.",
-    "unreleased_handles": "NIXL handles that could not be given back.",
-    "recycled_transports": "How often NIXL was made again, as transfers never ended.",
-    "recycled_timestamp_seconds": "When that was last, in seconds since 1970; 0: never.",
-    "registered_bytes": "Memory registered with NIXL.",
-    "mapped_bytes": "Memory of prefill engines of this machine that is mapped here.",
+    "mapped_bytes": "Memory of prefill engines of this machine that is mapped.",
 }
 
 

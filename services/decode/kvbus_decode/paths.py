@@ -18,11 +18,11 @@ from kvbus.planning import (
 )
 from kvbus.protocol.engine import Fetched
 from kvbus.protocol.tools import Cost, Predicted
-from kvbus.transport import Transport
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import Ahead
 from kvbus_decode.fetch.events import Requested
+from kvbus_decode.nixl_peers import NixlPeers
 from kvbus_decode.route import Route
 from kvbus_decode.route_book import RouteBook
 
@@ -132,7 +132,7 @@ class PathChooser:
 
 
 def ahead_of(
-    requested: Requested, route: Route, choice: PathChoice, transport: Transport
+    requested: Requested, route: Route, choice: PathChoice, nixl: NixlPeers
 ) -> Ahead | None:
     """What the fetch can read by the blocks that its ticket names, before there is a lease.
 
@@ -146,7 +146,7 @@ def ahead_of(
         return None
     # Only the prefill agent's progress ends a READ over TCP, or one that has to connect first: the
     # lease makes it drive. A copy needs no one, be it made here or by the kernel (CMA).
-    is_copied = choice.path is Path.MAPPED or transport.ends_undriven(route.home.nixl_agent)
+    is_copied = choice.path is Path.MAPPED or nixl.is_undriven(route.home.nixl_agent)
     return Ahead(requested.ticket.tables(), claims=not is_copied)
 
 

@@ -14,7 +14,8 @@ A leg goes through its stages, one after the other:
     comparing    wanted ─▶ comparing ──────────────────────────────────▶ over
 
 What may write into the engine's blocks is reading (unless into a slot here) or copying. Such a
-leg is never over before the agent has said that it ended: NIXL and a thread cannot be called back.
+leg is never over before the data process has said that it ended, or has ended itself: NIXL and a
+thread cannot be called back.
 All others are over as soon as they are stopped. So `ReadEnded` is the one place where blocks
 become free, whatever was aborted, lost or late before.
 
@@ -31,6 +32,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 from typing import Any, Optional
+
+from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.table import FairPool, Key, Story, Table, transitions
@@ -76,7 +79,7 @@ COMPARING, OVER = LegState.COMPARING, LegState.OVER
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Leg:
-    """One leg; what it needs to be carried out is its subclass's, and means nothing here.
+    """One leg; ``work`` is what carries out its stages, and means nothing here.
 
     It goes through ``stages``, of which ``num_begun`` were begun; between the first and the last of
     them it is one of the ``read``. ``source`` is the holder's agent, ``device`` where the slots
@@ -85,7 +88,8 @@ class Leg:
     """
 
     stages: tuple[LegState, ...]
-    source: Any = None
+    work: Any = None
+    source: Hashable = None
     device: Hashable = None
     number: int = 0
     read: Optional["ReadEntry"] = None
@@ -100,8 +104,9 @@ class Leg:
 class ChunkWanted(Value, frozen=True):
     """Read a chunk into the blocks of ``engine``, by legs in rounds.
 
-    The first ones bring the bytes; the next round begins when all legs of one are over. ``path`` is
-    only passed on to `ReadEnded`. Legs of a greater ``priority`` are given slots here first.
+    The first ones bring the bytes; the next round begins when all legs of one are over. ``path``
+    and ``nixl_agent`` are only passed on to `ReadEnded`. Legs of a greater ``priority`` are given
+    slots here first.
     """
 
     key: str
@@ -109,6 +114,7 @@ class ChunkWanted(Value, frozen=True):
     rounds: tuple[tuple[Leg, ...], ...]
     path: str = ""
     priority: int = 0
+    nixl_agent: str = ""
 
 
 class StageEnded(Value, frozen=True):
@@ -169,11 +175,11 @@ class ReleaseSlots(Value, frozen=True):
     slot_ids: tuple[int, ...]
 
 
-class RecycleTransport(Value, frozen=True):
-    """Aborted READs do not end: end them from outside; `StageEnded` follows for each."""
+class ReplaceDataProcess(Value, frozen=True):
+    """Aborted stages do not end: end the process that does them; `StageEnded` follows for each."""
 
 
-Command = Begin | Abort | ReleaseSlots | RecycleTransport | ReadEnded
+Command = Begin | Abort | ReleaseSlots | ReplaceDataProcess | ReadEnded
 Commands = list[Command]
 
 
@@ -182,8 +188,8 @@ class ReadEntry:
     """One read; ``live`` are the legs that were started and are not over.
 
     ``waiting`` are legs that wait for their turn, ``read_slots`` slots of each source that are read
-    and go back with the next request to it. With an ``error`` it drains; from ``recycle_at`` on,
-    READs that still do never end by themselves.
+    and go back with the next request to it. With an ``error`` it drains; what has not ended at
+    ``replace_at`` never ends by itself.
     """
 
     wanted: ChunkWanted
@@ -194,7 +200,7 @@ class ReadEntry:
     read_slots: dict[Hashable, list[int]] = field(default_factory=dict)
     num_bytes: int = 0
     error: KVBusError | None = None
-    recycle_at: float | None = None
+    replace_at: float | None = None
     is_over: bool = False
     key: str = field(init=False)
 
@@ -209,11 +215,10 @@ class ReadEntry:
     def due_at(self) -> float | None:
         """The end of the first lease of a slot that is still to be read; fetches have deadlines.
 
-        While it drains, the end of our patience with its READs.
+        While it drains, the end of our patience with what is in flight.
         """
-        if self.recycle_at is not None:
-            has_reads = any(leg.state is READING for leg in self.live)
-            return self.recycle_at if has_reads else None
+        if self.replace_at is not None:
+            return self.replace_at
         times = [leg.slot_expires_at for leg in self.live if leg.slot_expires_at is not None]
         return min(times, default=None)
 
@@ -301,7 +306,7 @@ TRANSITIONS = transitions(
 class ReadLimits:
     """Bounds of the table: legs of a read with slots at a time, and slots here on each device.
 
-    READs that drain for ``quarantine_s`` are ended from outside.
+    What drains for ``quarantine_s`` is ended from outside.
     """
 
     legs_in_flight: int = 4
@@ -378,8 +383,8 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
     def _go_on(self, read: ReadEntry, now: float) -> Commands:
         """Start what may start or, once it has failed, stop its legs; end it when none is left."""
         commands: Commands = []
-        if read.error is not None and read.recycle_at is None:
-            read.recycle_at = now + self.limits.quarantine_s
+        if read.error is not None and read.replace_at is None:
+            read.replace_at = now + self.limits.quarantine_s
             read.waiting.clear()
             for leg in list(read.live):
                 commands += self._apply_leg(leg, LegStopped(), now)
@@ -394,8 +399,9 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
             commands += read.release_slots()
         if not read.waiting and not read.live and not read.is_over:
             read.is_over = True
-            path = read.wanted.path if read.num_bytes else ""
-            ended = ReadEnded(read.key, read.num_bytes, read.error, path)
+            wanted, ended = read.wanted, ReadEnded(read.key, read.num_bytes, read.error)
+            if read.num_bytes:
+                ended = replace(ended, path=wanted.path, nixl_agent=wanted.nixl_agent)
             read.story.note(now, ended, read.state, ())
             self._retire(read)
             commands.append(ended)
@@ -430,17 +436,17 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
 
     def _expire(self, now: float) -> Commands:
         commands: Commands = []
-        recycles = False
+        is_stuck = False
         for key in self.deadlines.pop_due(now):
             read = self.live[key]
-            if read.recycle_at is None:
+            if read.replace_at is None:
                 message = "the lease of a staging slot ended before it was read"
                 late = RemoteError(message, code=ErrorCode.LEASE_EXPIRED)
                 commands += self._stop([read], late, now)
             else:
-                recycles, read.recycle_at = True, now + self.limits.quarantine_s
+                is_stuck, read.replace_at = True, now + self.limits.quarantine_s
                 self.deadlines.set(key, read.due_at)
-        return [*commands, RecycleTransport()] if recycles else commands
+        return [*commands, ReplaceDataProcess()] if is_stuck else commands
 
 
 def _stopped() -> LocalError:

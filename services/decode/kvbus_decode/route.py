@@ -10,10 +10,14 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from kvbus.agent.engine import LocalEngine
+from kvbus.agent.slots import HOST
+from kvbus.data.client import DataProcess, Defined
+from kvbus.data.messages import AddPlan, AddRemote, RemoveMemory, RemovePlan
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
     BlockTable,
     EngineSpec,
+    RankSpec,
     validate_engine,
     validate_rank,
     validate_ranks,
@@ -42,11 +46,11 @@ from kvbus_decode.peers import Peer
 class Source:
     """One agent that has ranks of the prefill engine, and its memory there.
 
-    ``nixl`` is None where NIXL was not told of it, as all of the route is mapped.
-    ``slot_bytes`` is the largest box that it packs; 0 when it packs none. ``access`` is shown in
-    all that is asked about this memory. ``mapped`` is all of its
-    memory, where it is mapped here: a copy from there holds that object. ``unmapped`` is why it is
-    not.
+    ``nixl`` is None where NIXL does not know it, as all of the route is mapped; else ``nixl_peer``
+    is what its READs use, and ``remotes`` are its registered ranks. ``slot_bytes`` is the largest
+    box that it packs; 0 when it packs none. ``access`` is shown in all that is asked about this
+    memory. ``mapped`` is all of its memory, where it is mapped here: a copy from there holds that
+    object. ``unmapped`` is why it is not.
     """
 
     peer: Peer
@@ -57,6 +61,8 @@ class Source:
     access: str = field(repr=False)
     slot_bytes: int
     ranks: Mapping[int, PlacedRank]
+    nixl_peer: Defined | None = None
+    remotes: Mapping[int, Defined] = field(default_factory=dict)
     mapped: MappedMemory | None = None
     unmapped: str = ""
 
@@ -80,38 +86,48 @@ class Source:
             "access": self.access,
         }
 
-    def check(self, offer_id: str, *, progress_s: float = 0.0) -> CheckMemory:
+    def check(self, offer_id: str, *, progress_s: float = 0.0, nixl_agent: str = "") -> CheckMemory:
         """Asks an agent that does not see our lease whether its ranks are still the same.
 
         With ``progress_s`` it also drives what is read within it; without it drives no more.
+        ``nixl_agent`` is what was read from.
         """
-        return CheckMemory(**self.named, offer_id=offer_id, progress_s=progress_s)
+        asked = {"offer_id": offer_id, "nixl_agent": nixl_agent}
+        return CheckMemory(**self.named, **asked, progress_s=progress_s)
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """What is read from one source; ``direct`` and ``mapped`` are None when that one is not open.
+    """What is read from one source; what is not open is None, or empty.
 
-    ``mapped`` is between addresses of this process. The packed path has ``joined`` shares, and so
-    has ``staged``, if it is open. Each is read from where its first reader reads anyway, so no
-    source has these alone.
+    Jobs go by ``read_plan``, ``staged_plan`` and ``copy_plan``. The others are for what is decided
+    here: ``direct`` and ``staged`` have the same runs at other addresses, ``mapped`` is between
+    addresses of this process. The packed path has ``joined`` shares, and so has ``staged``. Each is
+    read from where its first reader reads anyway, so no source has these alone.
     """
 
     source: Source
     shares: tuple[Share, ...]
     joined: tuple[Share, ...]
-    direct: RunPlan | None
-    staged: tuple[StagedPlan, ...]
-    mapped: RunPlan | None
+    direct: RunPlan | None = None
+    read_plan: Defined | None = None
+    staged: tuple[StagedPlan, ...] = ()
+    staged_plan: Defined | None = None
+    mapped: RunPlan | None = None
+    copy_plan: Defined | None = None
+
+    @property
+    def data_plans(self) -> list[Defined]:
+        return list(filter(None, (self.read_plan, self.staged_plan, self.copy_plan)))
 
 
 class Route:
     """From all ranks of a prefill engine to the ranks of a decode engine that are here.
 
     The first of ``sources`` is the engine's home, where its leases are. Blocks are staged in slots
-    of ``slot_bytes`` here, unless all is mapped. Takes some 100 ms for
-    engines of many ranks and layers: make it in a thread. Raises `GeometryError` when the ranks do
-    not hold all that the decode engine needs.
+    of ``slot_bytes`` here, unless all is mapped. Takes some 100 ms for engines of many ranks and
+    layers: make it in a thread. Raises `GeometryError` when the ranks do not hold all that the
+    decode engine needs. What it defines for the data process stays until `close`.
     """
 
     def __init__(
@@ -119,10 +135,12 @@ class Route:
         prefill: EngineSpec,
         sources: tuple[Source, ...],
         engine: LocalEngine,
+        *,
         slot_bytes: int,
+        data: DataProcess,
     ) -> None:
         self.prefill, self.sources, self.engine = prefill, sources, engine
-        self._slot_bytes = slot_bytes
+        self._slot_bytes, self._data = slot_bytes, data
         self.home, self.others = sources[0], sources[1:]
         """The agent that has the engine's offers, and those that have ranks alone."""
         self.paths: tuple[Path, ...] = ()
@@ -135,19 +153,15 @@ class Route:
         self.groups = tuple(group for group in engine.spec.groups if group.name in held)
         """Those of the decode engine, without optional ones that the prefill engine has not."""
         self.missing = [group.name for group in engine.spec.groups if group.name not in held]
-        self.readers = {
-            n: _without_others(rank.placed(engine.spec), held) for n, rank in engine.ranks.items()
-        }
-        """The ranks of the decode engine that are here, by number."""
+        ours = engine.ranks.values()
+        self.readers = {one.rank.rank: _placed(engine.spec, one.rank, held) for one in ours}
+        """The ranks of the decode engine that are here, by number, for estimates."""
         self.prefill_direct = all(placed.direct for placed in placed_there)
         """Whether READs can start in the blocks of every rank of the prefill engine."""
-        self.decode_direct = all(placed.direct for placed in self.readers.values())
+        self.decode_direct = all(rank.direct for rank in ours)
         """Whether READs can end in the blocks of every rank that is here."""
-        self.decode_mapped = all(rank.mapped_addresses for rank in engine.ranks.values())
-        """Whether the memory of every rank that is here is mapped in this process."""
-        self._mapped_readers = {
-            n: _without_others(rank.mapped(engine.spec), held) for n, rank in engine.ranks.items()
-        }
+        self.decode_mapped = all(rank.device == HOST for rank in ours)
+        """Whether the memory of every rank that is here is the host's."""
         self._map = ReadMap(
             ranks,
             [placed.rank for placed in self.readers.values()],
@@ -178,8 +192,13 @@ class Route:
         return tuple(source.memory_id for source in self.sources)
 
     @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """What stands for the memory at the other agents, and for their data processes."""
+        return tuple(f"{source.memory_id} {source.nixl_agent}" for source in self.others)
+
+    @property
     def is_mapped(self) -> bool:
-        """Whether this process has, and still has, the memory of both sides."""
+        """Whether the memory of both sides is mapped, still."""
         return self.decode_mapped and all(one.is_mapped for one in self.sources)
 
     def next_replica_index(self) -> int:
@@ -210,19 +229,55 @@ class Route:
         """Bytes that joined shares read once, and the others again for each further rank."""
         return span_bytes(self._repeated_bytes, spans)
 
+    def close(self) -> None:
+        """Have the data process drop its plans and the ranks at peers, once no job uses them."""
+        for plans in self._plans:
+            for plan in (one for source_plan in plans for one in source_plan.data_plans):
+                self._data.remove(plan)
+        for remote in (one for source in self.sources for one in source.remotes.values()):
+            self._data.remove(remote)
+
     def _make_plans(self, replica_index: int) -> list[SourcePlan]:
         joined = self._by_source(self._map.joined(replica_index))
         return [
-            SourcePlan(
-                source,
-                shares,
-                joined.get(source, ()),
-                self._direct_plan(source, shares),
-                self._staged_plans(source, joined.get(source, ())),
-                self._mapped_plan(source, shares),
-            )
+            self._plan_source(source, shares, joined.get(source, ()))
             for source, shares in self._by_source(self._map.shares(replica_index)).items()
         ]
+
+    def _plan_source(
+        self, source: Source, shares: tuple[Share, ...], joined: tuple[Share, ...]
+    ) -> SourcePlan:
+        plan = SourcePlan(source, shares, joined)
+        is_registered, mapped = self.prefill_direct and bool(source.remotes), source.mapped
+        if is_registered and self.decode_direct:
+            direct = RunPlan(source.ranks, self.readers, shares)
+            plan = replace(plan, direct=direct, read_plan=self._define(source.remotes, shares))
+        if self.is_mapped and mapped is not None:
+            here = self._mapped_plan(source, mapped, shares)
+            plan = replace(plan, mapped=here, copy_plan=self._define(mapped.ranks, shares))
+        elif is_registered and self.decode_mapped:
+            size = self._slot_bytes
+            staged = staged_plans(source.ranks, self.readers, joined, slot_bytes=size)
+            if staged:
+                staged_plan = self._define(source.remotes, joined, slot_bytes=size)
+                plan = replace(plan, staged=staged, staged_plan=staged_plan)
+        return plan
+
+    def _define(
+        self, sources: Mapping[int, Defined], shares: tuple[Share, ...], *, slot_bytes: int = 0
+    ) -> Defined:
+        """A plan from these ranks to ours, which the data process makes before its first job."""
+        number, ranks = self._data.new_number(), self.engine.ranks
+        add = AddPlan(
+            plan=number,
+            sources={rank: defined.number for rank, defined in sources.items()},
+            targets={rank: memory.defined.number for rank, memory in ranks.items()},
+            shares=shares,
+            groups=tuple(group.name for group in self.groups),
+            slot_bytes=slot_bytes,
+        )
+        needs = (*sources.values(), *(memory.defined for memory in ranks.values()))
+        return Defined(add, RemovePlan(plan=number), needs)
 
     def _by_source(self, shares: Iterable[Share]) -> dict[Source, tuple[Share, ...]]:
         found: dict[Source, list[Share]] = defaultdict(list)
@@ -230,31 +285,56 @@ class Route:
             found[self._holders[share.holder]].append(share)
         return {source: tuple(shares) for source, shares in found.items()}
 
-    def _direct_plan(self, source: Source, shares: tuple[Share, ...]) -> RunPlan | None:
-        if not (self.prefill_direct and self.decode_direct):
+    def _mapped_plan(
+        self, source: Source, mapped: MappedMemory, shares: tuple[Share, ...]
+    ) -> RunPlan | None:
+        """The plan of short copies in this process; None where it cannot map our memory."""
+        held, engine = {group.name for group in self.prefill.groups}, self.engine
+        there = {
+            n: _placed(self.prefill, placed.rank, held, mapped.addresses[n])
+            for n, placed in source.ranks.items()
+        }
+        here = {
+            n: _placed(engine.spec, memory.rank, held, memory.mapped_addresses)
+            for n, memory in engine.ranks.items()
+        }
+        if not all(placed.addresses for placed in here.values()):
             return None
-        return RunPlan(source.ranks, self.readers, shares)
-
-    def _staged_plans(self, source: Source, joined: tuple[Share, ...]) -> tuple[StagedPlan, ...]:
-        if self.is_mapped or not (self.prefill_direct and self.decode_mapped):
-            return ()
-        readers, slot_bytes = self._mapped_readers, self._slot_bytes
-        return staged_plans(source.ranks, readers, joined, slot_bytes=slot_bytes)
-
-    def _mapped_plan(self, source: Source, shares: tuple[Share, ...]) -> RunPlan | None:
-        if not self.is_mapped or source.mapped is None:
-            return None
-        addresses = source.mapped.addresses
-        ranks = {n: replace(there, addresses=addresses[n]) for n, there in source.ranks.items()}
-        return RunPlan(ranks, self._mapped_readers, shares)
+        return RunPlan(there, here, shares)
 
 
-def _without_others(placed: PlacedRank, groups: Container[str]) -> PlacedRank:
-    """The rank with what it has of ``groups`` alone."""
-    regions = tuple(one for one in placed.rank.regions if one.group in groups)
-    if len(regions) == len(placed.rank.regions):
-        return placed
-    return replace(placed, rank=msgspec.structs.replace(placed.rank, regions=regions))
+def _placed(
+    engine: EngineSpec,
+    rank: RankSpec,
+    groups: Container[str],
+    addresses: Mapping[str, int] | None = None,
+) -> PlacedRank:
+    """The rank with what it has of ``groups`` alone; without addresses, for estimates."""
+    regions = tuple(one for one in rank.regions if one.group in groups)
+    if len(regions) < len(rank.regions):
+        rank = msgspec.structs.replace(rank, regions=regions)
+    if addresses is None:
+        addresses = {segment.segment_id: 0 for segment in rank.segments}
+    return PlacedRank(engine, rank, addresses)
+
+
+def add_remotes(
+    data: DataProcess, memory: EngineMemory, peer_name: str, peer: Defined
+) -> dict[int, Defined]:
+    """What defines each registered rank at a peer."""
+    remotes = dict[int, Defined]()
+    for rank, addresses in zip(memory.ranks, memory.addresses, strict=True):
+        if addresses:
+            number = data.new_number()
+            add = AddRemote(
+                memory=number,
+                peer=peer_name,
+                engine=memory.engine,
+                rank=rank,
+                addresses=dict(addresses),
+            )
+            remotes[rank.rank] = Defined(add, RemoveMemory(memory=number), (peer,))
+    return remotes
 
 
 def placed_ranks(memory: EngineMemory) -> dict[int, PlacedRank]:

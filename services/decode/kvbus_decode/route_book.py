@@ -5,6 +5,7 @@ An engine whose KV ours cannot use is refused; both sides log the field and both
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -15,6 +16,7 @@ from kvbus.agent.engine import LocalEngine
 from kvbus.agent.loop import in_thread
 from kvbus.agent.service import Agent
 from kvbus.bus import RequestClient
+from kvbus.data.client import Defined
 from kvbus.errors import (
     ErrorCode,
     GeometryError,
@@ -32,7 +34,7 @@ from kvbus.protocol.ticket import Ticket
 from kvbus_decode.mapped import MappedMemory, MemoryBorrower
 from kvbus_decode.nixl_peers import NixlMemory, NixlPeers
 from kvbus_decode.peers import ENGINE_LOST, Peer, PeerAddress, PeerDirectory, PeerWatcher
-from kvbus_decode.route import Route, Source, placed_ranks
+from kvbus_decode.route import Route, Source, add_remotes, placed_ranks
 
 log = structlog.get_logger()
 
@@ -77,7 +79,7 @@ class RouteBook(PeerWatcher):
 
     def __init__(self, agent: Agent, peers: PeerDirectory, borrower: MemoryBorrower) -> None:
         self._agent, self._peers, self.borrower = agent, peers, borrower
-        self.nixl = NixlPeers(agent, self._nixl_memory)
+        self.nixl = NixlPeers(agent.data, self._nixl_memory)
         self._routes: dict[RouteKey, Route] = {}
         self._turns = WeakValueDictionary[RouteKey, anyio.Lock]()
         """Where one handshake is under way, the others wait."""
@@ -87,15 +89,9 @@ class RouteBook(PeerWatcher):
         return iter(list(self._routes.values()))
 
     def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
-        """The route, if it is known and can be read.
-
-        UCX gives up a whole connection when one READ finds no memory, or when the network resets
-        it. The next handshake makes it again.
-        """
+        """The route, if it is known and can be read."""
         route = self._routes.get(RouteKey.of(ticket, engine))
         if route is None or not _can_be_read(route.sources):
-            return None
-        if not all(map(self._is_connected, route.sources)):
             return None
         route.used_at = self._agent.loop.time()
         return route
@@ -181,7 +177,23 @@ class RouteBook(PeerWatcher):
         self._keep_only(lambda _, route: all(one.mapped is not memory for one in route.sources))
 
     def _keep_only(self, wanted: Callable[[RouteKey, Route], bool]) -> None:
-        self._routes = {key: route for key, route in self._routes.items() if wanted(key, route)}
+        for key, route in list(self._routes.items()):
+            if not wanted(key, route):
+                del self._routes[key]
+                route.close()
+
+    # A prefill agent replaces its data process, and lives on: then its NIXL agent has another name,
+    # and what it registered lies elsewhere. A READ from the one before must not be served by the
+    # next one, which may have other memory there.
+    def _forget_earlier(self, peer: Peer, nixl_agent: str) -> None:
+        """Drop routes that read from an earlier data process of a peer."""
+        self._keep_only(
+            lambda _, route: all(
+                source.peer is not peer or source.nixl_agent in ("", nixl_agent)
+                for source in route.sources
+            )
+        )
+        self.nixl.forget(peer, but=nixl_agent)
 
     def _nixl_memory(self) -> Iterator[NixlMemory]:
         for route in self._routes.values():
@@ -217,9 +229,8 @@ class RouteBook(PeerWatcher):
         done, sources = await self._meet_all(peer, ticket, first)
         if not _can_be_read(sources):
             done, sources = await self._meet_all(peer, ticket, replace(first, machine=""))
-        return await in_thread(
-            Route, done.memory.engine, sources, engine, self._agent.staging.slot_bytes
-        )
+        make = partial(Route, slot_bytes=self._agent.staging.slot_bytes, data=self._agent.data)
+        return await in_thread(make, done.memory.engine, sources, engine)
 
     async def _meet_all(
         self, peer: Peer, ticket: Ticket, shaken: _Round
@@ -305,12 +316,13 @@ class RouteBook(PeerWatcher):
         if place not in lent:
             within_s = shaken.deadline - self._agent.loop.time()
             lent[place] = await self.borrower.borrow(boot, done, shaken.engine, within_s=within_s)
-        borrowed, memory = lent[place], None
+        borrowed, memory, nixl_peer, remotes = lent[place], None, None, dict[int, Defined]()
         if done.nixl_metadata and not (shaken.machine and isinstance(borrowed, MappedMemory)):
             memory = NixlMemory.of(done)
             await self._agent.data_plane.open()
-            await self._connect_nixl(peer, memory, shaken.deadline)
+            nixl_peer = await self._connect_nixl(peer, memory)
             await self._agent.data_plane.end_if_exposed()
+            remotes = add_remotes(self._agent.data, done.memory, memory.agent, nixl_peer)
         return Source(
             peer=peer,
             agent_boot=boot,
@@ -320,15 +332,19 @@ class RouteBook(PeerWatcher):
             access=done.access,
             slot_bytes=done.slot_bytes,
             ranks=placed,
+            nixl_peer=nixl_peer,
+            remotes=remotes,
             mapped=borrowed if isinstance(borrowed, MappedMemory) else None,
             unmapped=borrowed if isinstance(borrowed, str) else "",
         )
 
-    async def _connect_nixl(self, peer: Peer, memory: NixlMemory, deadline: float) -> None:
-        await self.nixl.add(peer, memory, deadline=deadline)
+    async def _connect_nixl(self, peer: Peer, memory: NixlMemory) -> Defined:
+        self._forget_earlier(peer, memory.agent)
+        defined = await self.nixl.add(peer, memory)
         if not self._peers.has(peer):
             self.nixl.forget(peer)
             raise peer.loss()
+        return defined
 
     def _keep(self, key: RouteKey, route: Route) -> None:
         """Remember a route, in place of those of the prefill engine's earlier processes.
@@ -336,25 +352,21 @@ class RouteBook(PeerWatcher):
         Not if one of its ends went during the handshake: nothing would say so again.
         """
         if route.engine.lost or not all(map(self._is_good, route.sources)):
+            route.close()
             return
         home, engine_id = route.home.peer, route.prefill.engine_id
         self._keep_only(
             lambda known, other: (
                 other.home.peer is not home
                 or other.prefill.engine_id != engine_id
-                or known.engine_instance == key.engine_instance
+                or (known.engine_instance == key.engine_instance and known != key)
             )
         )
         self._routes[key], home.refusal = route, ""
         route.used_at = now = self._agent.loop.time()
         self._keep_only(lambda _, other: now - other.used_at < IDLE_ROUTE_S)
         if len(self._routes) > MAX_ROUTES:
-            del self._routes[min(self._routes, key=lambda one: self._routes[one].used_at)]
-
-    def _is_connected(self, source: Source) -> bool:
-        """Whether NIXL has a connection to it, where it needs one."""
-        known = self.nixl.find(source.nixl_agent)
-        return source.nixl is None or (known is not None and not known.is_broken)
+            self._routes.pop(min(self._routes, key=lambda one: self._routes[one].used_at)).close()
 
     def _is_good(self, source: Source) -> bool:
         """Whether the source is what it was when hands were shaken."""

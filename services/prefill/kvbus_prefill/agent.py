@@ -1,6 +1,5 @@
 """The prefill agent: requests become events of the offer table, its commands become replies."""
 
-import asyncio
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -14,7 +13,9 @@ from kvbus.agent.identity import check_protocol
 from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import Call, Handlers, Shared, new_secret
-from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.data import messages as wire
+from kvbus.data.client import ProgressToken
+from kvbus.errors import ErrorCode, GeometryError, LocalError, TransferFailed
 from kvbus.geometry import BlockTable, GroupSpec
 from kvbus.planning import check_compatible
 from kvbus.protocol.engine import (
@@ -45,9 +46,8 @@ from kvbus.protocol.tools import LeaseEvent, OfferEvent, Sharing, known_trace
 from kvbus.protocol.word import Word
 from kvbus.table import Driver
 from kvbus.table.events import EngineLost, Stopped
-from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
-from kvbus_prefill.gather import Packing
+from kvbus_prefill.gather import Packing, check_read_from
 from kvbus_prefill.lending import MemoryLender
 from kvbus_prefill.observe import READINGS, OfferStories, PrefillMetrics
 from kvbus_prefill.offer import events as ev
@@ -55,6 +55,9 @@ from kvbus_prefill.offer.entry import NO_BLOCKS
 from kvbus_prefill.offer.table import OfferTable
 
 log = structlog.get_logger()
+
+HANDSHAKE_WITHIN_S = 4.0
+"""How long a handshake waits for a data process that is starting again."""
 
 
 class PrefillService(Service):
@@ -148,11 +151,17 @@ class PrefillService(Service):
         fresh = new_secret() if isinstance(message, Claim | Meet | Forgo) else ""
         self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))
 
+    # A data process, ours or the reader's, that touches memory which the engine has truncated gets
+    # zeros and does not stop. The take may come here before the data process reports that. The file
+    # is shorter since before the first zero, though, so the agent looks.
     def _take(self, take: Take, call: Call) -> None:
         """An engine that has left may write to the blocks that were read."""
+        if not self._table.is_committed(take, call.session.key):
+            check_read_from(self._agent.data, take.nixl_agent)
         offer = self._table.live.get(take.offer_id)
         if offer is not None:
             self._agent.engines.end_if_left(offer.engine_id)
+            self._agent.engines.find_cuts(offer.engine_id)
         self._forward(take, call)
 
     def _end_taken(self, taken: WordsTaken, call: Call) -> None:
@@ -203,9 +212,8 @@ class PrefillService(Service):
         socket, metadata = self.lender.socket_for(engine), tuple[bytes, ...]()
         maps = not socket.closed and "" != handshake.machine == socket.machine
         if not maps:
-            await agent.data_plane.open()
             metadata = await self._metadata(engine)
-            await agent.data_plane.end_if_exposed()
+            memory = engine.memory()
         log.info(
             "handshake.done",
             peer=handshake.agent_id,
@@ -218,7 +226,7 @@ class PrefillService(Service):
                 agent_id=agent.identity.agent_id,
                 memory=memory,
                 memory_id=memory_id,
-                nixl_agent=agent.transport.name,
+                nixl_agent=agent.data.nixl_name,
                 nixl_metadata=metadata,
                 events_endpoint=agent.identity.events_endpoint,
                 max_lease_s=self._config.max_lease_s,
@@ -231,15 +239,42 @@ class PrefillService(Service):
         )
 
     async def _metadata(self, engine: LocalEngine) -> tuple[bytes, ...]:
-        """What NIXL needs to read the engine, or slots for it: a blob for each kind of memory."""
-        staging, transport = self._agent.staging, self._agent.transport
-        registrations = [*engine.registrations, *staging.registrations(engine.devices)]
-        kinds = sorted({registration.memory for registration in registrations})
-        futures = [
-            transport.metadata([one for one in registrations if one.memory == kind])
-            for kind in kinds
-        ]
-        return tuple([await asyncio.wrap_future(future) for future in futures])
+        """What NIXL needs to read the engine, or slots for it: a blob for each kind of memory.
+
+        It is of the running data process, as the name of NIXL's agent and all addresses are when
+        this returns. Raises `LocalError` (``busy``) when none runs in time.
+        """
+        data = self._agent.data
+        while True:
+            with anyio.move_on_after(HANDSHAKE_WITHIN_S) as within:
+                await data.until_running()
+            if within.cancelled_caught:
+                problem = f"the data process is not running: {data.problem}"
+                raise LocalError(problem, code=ErrorCode.BUSY)
+            boot = data.boot
+            try:
+                await self._agent.data_plane.open()
+                blobs = await self._blobs(engine)
+            except TransferFailed:
+                if data.boot == boot:
+                    raise
+            else:
+                if data.boot == boot:
+                    return blobs
+
+    async def _blobs(self, engine: LocalEngine) -> tuple[bytes, ...]:
+        agent = self._agent
+        direct = [rank for rank in engine.ranks.values() if rank.direct]
+        slots = agent.staging.of(engine.devices)
+        for defined in (*(rank.defined for rank in direct), *(one.defined for one in slots)):
+            await agent.data.result(defined)
+        wanted = wire.Metadata(
+            memories=tuple(rank.number for rank in direct),
+            devices=tuple(one.device for one in slots),
+        )
+        reply = await agent.data.call(wanted)
+        await agent.data_plane.end_if_exposed()
+        return reply.result.blobs if isinstance(reply.result, wire.MetadataBlobs) else ()
 
     # The reader holds a ticket of the engine, or is one of those who may ask ahead of it; an agent
     # that has only ranks of it knows no tickets, and is shown what the engine's home hands out for
@@ -328,7 +363,7 @@ class PrefillService(Service):
     def _begin_lease(self, command: ev.BeginLease) -> None:
         """Connection set-up and READs need progress here."""
         lease = command.offer_id, command.epoch
-        self._tokens[lease] = self._agent.transport.hold_progress()
+        self._tokens[lease] = self._agent.data.drive_progress()
         self._agent.publisher.publish("lease.granted", LeaseEvent(*lease))
 
     def _end_lease(self, command: ev.EndLease) -> None:
@@ -369,14 +404,12 @@ class PrefillService(Service):
         )
 
     def _readings(self) -> dict[str, float]:
-        stats = self._agent.transport.stats()
         return {
             **self.counts(),
             "awaited_offers": self._table.num_waiting,
             "ended_bytes": self._table.retired_bytes,
             "engines": len(self._agent.engines.engines),
-            "progress_tokens": stats.progress_tokens,
-            "registered_bytes": stats.registered_bytes,
+            "progress_tokens": self._agent.data.num_progress,
             "memory_readers": self.lender.num_readers,
         }
 

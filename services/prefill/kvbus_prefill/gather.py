@@ -1,23 +1,23 @@
-"""Boxes of KV that readers ask for: gathered into staging slots, or digested, in worker threads.
+"""Boxes of KV that readers ask for: the data process gathers them into slots, or digests them.
 
 Who may have a slot, and when, is the slot table's to say. A reader of memory that is not there any
-more is ``stale``. The memory of an engine is not given back while a thread reads it.
+more is ``stale``. The memory of an engine is not given back while a job reads it.
 """
 
-import time
 from functools import partial
 from typing import NamedTuple
 
-from kvbus.agent.digests import Digests as Found
-from kvbus.agent.digests import Wanted, start_digest
+import structlog
+
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.loop import failure
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
 from kvbus.bus import Call, Handlers, Shared
+from kvbus.data import messages as wire
+from kvbus.data.client import DataProcess, ProgressToken
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import GroupSpec, slot_bytes, slot_region
-from kvbus.memory.copying import PagedMemory
 from kvbus.planning import num_pieces
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import (
@@ -28,13 +28,14 @@ from kvbus.protocol.peer import (
     Pack,
     Unpack,
 )
-from kvbus.table import Driver, Key
+from kvbus.table import Driver
 from kvbus.table.events import EngineLost, Stopped
-from kvbus.transport import ProgressToken
 from kvbus_prefill import slots
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.observe import PrefillMetrics
 from kvbus_prefill.offer.table import OfferTable
+
+log = structlog.get_logger()
 
 MAX_PACKS = 1024
 """Boxes that are asked for and not packed yet, at a time; more are ``busy``."""
@@ -42,6 +43,7 @@ MOST_LOST = 64
 """Engines that are gone, whose late readers are served so that their READs end."""
 MOST_DIGESTS = 256
 """Boxes that are digested, or wait for it, at a time: packs take turns with them."""
+WIPES_AGAIN_S = 0.1
 
 
 class Gather(NamedTuple):
@@ -85,7 +87,6 @@ class Packing:
             slots.StartGather: lambda command, error: slots.GatherEnded(
                 command.slot_id, failure(error)
             ),
-            slots.StartWipe: lambda command, _: slots.WipeEnded(command.slot_id),
         }
         self._lost: dict[str, LocalEngine] = {}
         self._progress: ProgressToken | None = None
@@ -140,6 +141,7 @@ class Packing:
 
     def _check(self, check: CheckMemory, call: Call) -> None:
         """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
+        check_read_from(self._agent.data, check.nixl_agent)
         lost = self._lost.get(check.memory_id)
         if lost is None:
             for process in list(self._engine(check).processes):
@@ -160,7 +162,7 @@ class Packing:
     def _drive_until(self, when: float) -> None:
         self._driven_until = max(self._driven_until, when)
         if self._progress is None:
-            self._progress = self._agent.transport.hold_progress()
+            self._progress = self._agent.data.drive_progress()
             self._agent.loop.call_at(self._driven_until, self._end_progress)
 
     def _end_progress(self) -> None:
@@ -200,38 +202,50 @@ class Packing:
         self._driver.dispatch(wanted)
 
     def _start_gather(self, command: slots.StartGather) -> None:
-        asked, slot_id = command.asked, command.slot_id
-        work: Gather = asked.work
-        lasted_s = 0.0
+        asked, work = command.asked, command.asked.work
+        device_slots = self._agent.staging.at(asked.slots.device)
 
-        def gather(paged: PagedMemory) -> None:
-            nonlocal lasted_s
-            started_at = time.perf_counter()
-            paged.gather(asked.pack.table, asked.pack.box, asked.slots.view(command.slot))
-            lasted_s = time.perf_counter() - started_at
-
-        def end(error: KVBusError | None) -> None:
-            if lasted_s:
-                self._metrics.gather_s.add({"": lasted_s})
+        def end(reply: wire.Reply) -> None:
+            error = None if reply.error is None else reply.error.error()
+            if error is None:
+                self._metrics.gather_s.add({"": reply.seconds})
                 self._metrics.packed_bytes.values[()] += asked.num_bytes
-            self._driver.dispatch(slots.GatherEnded(slot_id, error))
+            self._driver.dispatch(slots.GatherEnded(command.slot_id, error))
 
-        self._agent.copiers.start(
-            asked.turn,
-            lambda: (gather,),
-            end,
-            engine=work.engine,
-            memories=(work.memory,),
-            group=work.group,
+        gather = wire.Gather(
+            memory=work.memory.number,
+            table=asked.pack.table,
+            box=asked.pack.box,
+            device=device_slots.device,
+            slot=command.slot,
+            turn=wire.Turn(str(asked.lease), asked.pack.priority),
         )
+        uses = (work.memory.defined, device_slots.defined)
+        self._agent.data.start(gather, end, uses=uses)
 
+    # A slot that could not be wiped is not free: its next reader would get what is in it. A data
+    # process that ended took its slots along, and those of the next one are wiped once more.
     def _start_wipe(self, command: slots.StartWipe) -> None:
-        ended = slots.WipeEnded(command.slot_id)
-        self._agent.copiers.start_jobs(
-            Key("wipe"),
-            lambda: [partial(command.slots.wipe, command.slot)],
-            lambda _: self._driver.dispatch(ended),
-        )
+        """Wipe a slot, again and again until that has worked."""
+        device_slots = self._agent.staging.at(command.slots.device)
+
+        def end(reply: wire.Reply) -> None:
+            if reply.error is None:
+                self._driver.dispatch(slots.WipeEnded(command.slot_id))
+            else:
+                self._wipe_later(command, reply.error.error())
+
+        wipe = wire.Wipe(device=device_slots.device, slot=command.slot)
+        try:
+            self._agent.data.start(wipe, end, uses=(device_slots.defined,))
+        except KVBusError as error:
+            self._wipe_later(command, error)
+
+    def _wipe_later(self, command: slots.StartWipe, error: KVBusError) -> None:
+        if not self.slots.stopped:
+            level = "warning" if self._agent.data.is_running else "debug"
+            getattr(log, level)("slot.unwiped", slot=command.slot, reason=error.message)
+            self._agent.loop.call_later(WIPES_AGAIN_S, self._start_wipe, command)
 
     # Boxes that are digested. A digest tells of bytes: it needs the secret of the offer. One that
     # ends while its blocks are digested may have other bytes in them by then. So it is looked at
@@ -254,22 +268,50 @@ class Packing:
             if offered_here:
                 self._offers.check_digest(asked, is_state=is_state)
 
-        def reply(found: Found | KVBusError) -> None:
+        def end(made: wire.Reply) -> None:
             try:
-                if isinstance(found, KVBusError):
-                    raise found
+                if made.error is not None:
+                    raise made.error.error()
                 check()
             except KVBusError as error:
                 call.refuse(error)
             else:
-                call.reply(Digests(digests=found.astype("<u8").tobytes()))
+                digests = made.result.digests if isinstance(made.result, wire.Digested) else b""
+                call.reply(Digests(digests=digests))
 
         check()
-        wanted = Wanted(box, asked.table, asked.offer_id, asked.one_in, Key(asked.offer_id))
-        work = start_digest(self._agent.copiers, wanted, reply, engine=engine, rank=memory)
-        if work is not None:
-            error = LocalError("nobody waits", code=ErrorCode.CANCELLED)
-            call.on_end = partial(work.stop, error)
+        digest = wire.Digest(
+            memory=memory.number,
+            table=asked.table,
+            box=box,
+            offer_id=asked.offer_id,
+            one_in=asked.one_in,
+            turn=wire.Turn(asked.offer_id),
+        )
+        call.on_end = self._agent.data.start(digest, end, uses=(memory.defined,)).abort
+
+
+# A READ names a process by its address at the network, or by its pid (UCX reads memory of this
+# machine by `process_vm_readv`), and memory by its address there. All three may mean something else
+# once the data process has ended:
+#
+#     data process A     serves at port P, pid N ──✗
+#     data process B                                 serves at port P, or has pid N
+#     reader             handshake (A) ── READ from A's addresses ── take
+#
+# B then answers a READ that was meant for A, with what lies at these addresses in B. So a READ
+# counts only if A is still the running data process when the reader takes: it lived from the
+# handshake on, so its port, its pid and its addresses meant it all the time. The kernel reuses
+# neither before this process has reaped A, which it did before it started B.
+def check_read_from(data: DataProcess, nixl_agent: str) -> None:
+    """Raise `LocalError` (``stale``) unless this is the NIXL agent here, or nothing was read."""
+    if nixl_agent and nixl_agent != data.nixl_name:
+        raise LocalError(
+            "what was read came from a data process that has ended: read again",
+            code=ErrorCode.STALE,
+            theirs=nixl_agent,
+            ours=data.nixl_name,
+        )
 
 
 def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RankMemory, GroupSpec]:

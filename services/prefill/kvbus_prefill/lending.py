@@ -7,7 +7,7 @@ connection: its end is how a reader learns that the engine is gone, or its own k
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvbus.agent.observe import Refusals
 from kvbus.agent.service import Agent
 from kvbus.errors import ConfigError, ErrorCode, LocalError, ProtocolError
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer
-from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory.mapping import PassedFile
 from kvbus.protocol.attach import (
     MAX_LENT_AT_ONCE,
     LendMemory,
@@ -93,11 +93,11 @@ class MemoryLender:
 
     def socket_for(self, engine: LocalEngine) -> MemorySocket:
         """Where the engine's memory is lent, or why it is not."""
-        closed, mappings = self._closed, [mapping for *_, mapping in _segments(engine)]
-        if not closed and None in mappings:
+        closed, files = self._closed, [passed for *_, passed in _segments(engine)]
+        if not closed and None in files:
             closed = "the prefill engine is on a GPU"
-        if not closed and any(one is not None and one.lent_fd is None for one in mappings):
-            closed = "the prefill agent has too many open files (ulimit -n) to lend more"
+        if not closed and any(one is not None and not one.is_lendable for one in files):
+            closed = "the prefill agent cannot open the engine's memory for reading only"
         path = "" if closed else str(self._server.path)
         return MemorySocket(path=path, machine=machine_id(), closed=closed)
 
@@ -155,14 +155,14 @@ class MemoryLender:
         if wanted.words:
             words = engine.words
             self._have_words[engine].add(key)
-            page = [words] if words is not None and words.lent_fd is not None else []
+            openers = [words.reopen] if words is not None else []
             answer = MemoryLent(self._agent.identity.agent_boot, ())
-            return PassingAnswer(to_body(answer), _duplicates(page))
+            return PassingAnswer(to_body(answer), _opened(openers))
         lent = [(rank, name, one) for rank, name, one in _segments(engine) if one is not None]
         some = lent[wanted.first : wanted.first + MAX_LENT_AT_ONCE]
         segments = tuple(LentSegment(rank, name, one.size_bytes) for rank, name, one in some)
         answer = MemoryLent(self._agent.identity.agent_boot, segments)
-        return PassingAnswer(to_body(answer), _duplicates([one for *_, one in some]))
+        return PassingAnswer(to_body(answer), _opened([one.reopen for *_, one in some]))
 
     def _engine(self, wanted: LendMemory) -> LocalEngine:
         """The engine that is asked for, if the right to it is shown; raises `LocalError`."""
@@ -176,25 +176,23 @@ class MemoryLender:
         return engine
 
 
-def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, SegmentMapping | None]]:
+def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, PassedFile | None]]:
     """What the ranks here are made of, None for what no host maps."""
     for memory in engine.ranks.values():
         for segment in memory.rank.segments:
-            mapping = memory.mappings[segment.segment_id]
-            shared = mapping if isinstance(mapping, SegmentMapping) else None
+            passed = memory.segments.passed[segment.segment_id]
+            shared = passed if isinstance(passed, PassedFile) else None
             yield memory.rank.rank, segment.segment_id, shared
 
 
 # A reply may wait for its reader, and the engine end meanwhile. Its descriptors are closed then,
-# and their numbers may be those of other files at once: what is sent is a copy of them.
-def _duplicates(mappings: Sequence[SegmentMapping]) -> list[int]:
-    """A descriptor of each; raises `LocalError` (``busy``) when no more can be had."""
+# and their numbers may be those of other files at once: what is sent is opened for it.
+def _opened(openers: Iterable[Callable[[], int]]) -> list[int]:
+    """Return a descriptor of each. Raises `LocalError` (``busy``) when no more can be opened."""
     fds: list[int] = []
     try:
-        for mapping in mappings:
-            if mapping.lent_fd is None:
-                raise LocalError("the engine is gone", code=ErrorCode.ENGINE_LOST)
-            fds.append(os.dup(mapping.lent_fd))
+        for opener in openers:
+            fds.append(opener())
     except BaseException as error:
         for fd in fds:
             os.close(fd)

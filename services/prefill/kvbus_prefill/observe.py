@@ -31,7 +31,6 @@ READINGS = {
     "ended_bytes": "What is known of offers that have ended.",
     "engines": "Local engines.",
     "progress_tokens": "Reasons to drive NIXL's progress: live leases, late reads, handshakes.",
-    "registered_bytes": "Memory registered with NIXL.",
     "memory_readers": "Maps of an engine's memory that decode agents of this machine have.",
 }
 

@@ -66,14 +66,16 @@ Context = AnyContext[SlotLimits]
 class DeviceSlots(Protocol):
     """The slots of one device, by their numbers; equal only to itself."""
 
-    memory: Literal["DRAM", "VRAM"]
-    device: int
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def memory_kind(self) -> Literal["DRAM", "VRAM"]: ...
+
+    @property
+    def nixl_device(self) -> int: ...
 
     def address(self, slot: int) -> int: ...
-
-    def view(self, slot: int) -> Any: ...
-
-    def wipe(self, slot: int) -> None: ...
 
 
 class SlotWanted(Value, frozen=True):
@@ -220,8 +222,8 @@ def end_gather(box: SlotEntry, event: GatherEnded, at: Context) -> Commands:
         address=asked.slots.address(box.slot),
         num_bytes=asked.num_bytes,
         slot_lease_s=box.slot_lease_s,
-        memory=asked.slots.memory,
-        device=asked.slots.device,
+        memory=asked.slots.memory_kind,
+        device=asked.slots.nixl_device,
     )
     return [SendReply(asked.reply_to, packed)]
 

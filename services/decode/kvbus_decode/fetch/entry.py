@@ -97,8 +97,10 @@ class FetchEntry:
     ``question`` is what the prefill agent was asked last and has not answered, ``ask_at`` when it
     is asked next. ``hinted`` is True when news came in between: the answer may be older.
     ``held`` is the lease, which ends no later at ``lease_ends_at`` than at the prefill agent.
-    Requests name the process ``boot``, which the last handshake found; ``elsewhere`` are memory ids
-    of the prefill engine's ranks at other agents. ``attempts`` counts the attempts that started;
+    Requests name the process ``boot``, which the last handshake found, as it did ``home_nixl``, the
+    NIXL agent there, and ``elsewhere``, the memory of the prefill engine's ranks at other agents.
+    The tokens that count were read from ``nixl_agent``; it is empty if none were read with NIXL.
+    ``attempts`` counts the attempts that started;
     the last one that failed did so in state ``failed_in``.
     A fetch that an earlier process of the agent had is ``repeated``, until the prefill agent
     reports that this process did not commit it. A fetch is ``unconfirmed`` after a commit that got
@@ -114,6 +116,7 @@ class FetchEntry:
     answer_until: float
     boot: str
     elsewhere: tuple[str, ...]
+    home_nixl: str
     state: FetchState
     entered_at: float
     stages_s: dict[FetchState, float] = field(default_factory=dict)
@@ -134,6 +137,7 @@ class FetchEntry:
     failed_in: FetchState | None = None
     repeated: bool = False
     unconfirmed: bool = False
+    nixl_agent: str = ""
     chunk: ev.ReadChunk | None = None
     others_read: bool = False
     num_bytes: int = 0
@@ -167,6 +171,11 @@ class FetchEntry:
     @property
     def is_claiming(self) -> bool:
         return isinstance(self.question, Claim)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its tokens came from a data process that the prefill agent has replaced."""
+        return self.nixl_agent not in ("", self.home_nixl)
 
     # A yes ends the offer, and its reply takes a while. Who gives up at the deadline while it is on
     # its way fails a fetch that has all its bytes, and an offer is gone that cannot be read again:
@@ -319,6 +328,7 @@ class FetchEntry:
     def read_again(self) -> None:
         """Count no token as read."""
         self.num_read, self.last_was_read, self.unconfirmed = 0, False, False
+        self.nixl_agent = ""
 
     def land(self, ended: ev.ReadEnded) -> None:
         """The chunk is over, and its tokens count when all its bytes have landed; or the parts."""
@@ -330,6 +340,7 @@ class FetchEntry:
         if chunk is not None and ended.error is None:
             self.num_read += chunk.stop - chunk.start
             self.last_was_read = chunk.last
+            self.nixl_agent = ended.nixl_agent or self.nixl_agent
 
     def report(self, stage: FetchState, undecided: bool = False) -> ev.ReportFetched:
         """How the fetch ended; ``stage`` is the state that it ended in."""

@@ -65,9 +65,9 @@ class Requested(Value, frozen=True):
     known of it. ``has_state`` when it wants groups of opaque state: theirs is that of the last
     token, so it is read once the offer is sealed. ``engine`` has the blocks. ``route`` is how the
     prefill engine is read, None when the peer has to be resolved, or when this agent is not ready
-    to read; ``choice`` is the path that was chosen on it. With a route, ``boot`` and ``elsewhere``
-    are as in `PeerReady`. ``ahead`` when the ticket's own blocks
-    can be read at once. With the ``take_token``, drawn for this fetch, a yes to its take is said
+    to read; ``choice`` is the path that was chosen on it. With a route, ``boot``, ``elsewhere`` and
+    ``nixl_agent`` are as in `PeerReady`. ``ahead`` when the ticket's own blocks can be read at
+    once. With the ``take_token``, drawn for this fetch, a yes to its take is said
     again, and to no other. ``others`` are the agents that have other ranks of the engine. A part of
     another agent's fetch has the ``access`` to its engine, whose home is there.
     """
@@ -88,6 +88,7 @@ class Requested(Value, frozen=True):
     choice: object = None
     boot: str = ""
     elsewhere: tuple[str, ...] = ()
+    nixl_agent: str = ""
     ahead: Ahead | None = None
 
     @property
@@ -103,14 +104,15 @@ def fetch_key(engine_id: str, name: str) -> str:
 class PeerReady(Value, frozen=True):
     """The prefill agent is connected and its engine fits ours.
 
-    ``boot`` is the process that answered the handshake. ``elsewhere`` are the memory ids of the
-    engine's ranks at other agents.
+    ``boot`` is the process that answered the handshake, and ``nixl_agent`` its NIXL agent.
+    ``elsewhere`` stands for the memory of the engine's ranks at other agents.
     """
 
     fetch_id: str
     attempt: int
     boot: str
     elsewhere: tuple[str, ...] = ()
+    nixl_agent: str = ""
 
 
 class TurnCame(Value, frozen=True):
@@ -159,8 +161,9 @@ class OfferAdvanced(Value, frozen=True):
 class ReadEnded(Value, frozen=True):
     """Nothing of the chunk is in flight; ``error`` is None when all bytes have landed.
 
-    ``path`` names how they were read, empty when nothing was. ``elsewhere``: of the parts of other
-    agents, whose failure a `StepFailed` has told before.
+    ``path`` names how they were read, empty when nothing was, and ``nixl_agent`` the NIXL agent
+    that they were read from, if any. ``elsewhere``: of the parts of other agents, whose failure a
+    `StepFailed` has told before.
     """
 
     fetch_id: str
@@ -168,6 +171,7 @@ class ReadEnded(Value, frozen=True):
     error: KVBusError | None = None
     path: str = ""
     elsewhere: bool = False
+    nixl_agent: str = ""
 
 
 class CancelRequested(Value, frozen=True):

@@ -97,6 +97,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             answer_until=deadline + self.limits.take_grace_s,
             boot=event.boot or event.ticket.agent_boot,
             elsewhere=event.elsewhere,
+            home_nixl=event.nixl_agent,
             state=FetchState.QUEUED,
             entered_at=now,
         )

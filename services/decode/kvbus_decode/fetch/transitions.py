@@ -144,7 +144,7 @@ def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
     if fetch.held is None or fetch.in_doubt:
         shown["tables"] = dict(fetch.tables)
         shown["num_tokens"], shown["engine_id"] = fetch.num_ready, ticket.engine_id
-    return Take(token=requested.take_token, **shown)
+    return Take(token=requested.take_token, nixl_agent=fetch.nixl_agent, **shown)
 
 
 def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
@@ -231,10 +231,12 @@ def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
     """The peer is known: the claim waits for its turn, which may come at once.
 
     A commit says nothing of memory at other agents: where that is other memory, all is read again.
+    So is what came from an earlier data process, unless the answer to a commit of it is missing.
     """
-    if event.elsewhere != fetch.elsewhere:
+    is_other = event.elsewhere != fetch.elsewhere
+    fetch.boot, fetch.elsewhere, fetch.home_nixl = event.boot, event.elsewhere, event.nixl_agent
+    if is_other or (fetch.is_stale and not fetch.unconfirmed):
         fetch.read_again()
-    fetch.boot, fetch.elsewhere = event.boot, event.elsewhere
     fetch.enter(QUEUED, at.now)
     return []
 
@@ -372,6 +374,13 @@ def end_earlier_parts(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Co
 #
 # A commit that got no answer may have ended the offer, which a handshake or a lease would then
 # refuse. So the next attempt repeats the commit first, and shows the tables.
+#
+# A commit names the NIXL agent that was read from. If the prefill agent has replaced that data
+# process, the bytes may be another one's, and the commit is refused, but not one that is repeated:
+#
+#     attempt 1   READ from A ─▶ commit "A" ─▶ yes, lost          READ from A ─▶ commit "A"
+#     there                          A ends, B begins             A ends, B begins   └▶ stale
+#     attempt 2                      commit "A" ─▶ yes            READ from B ─▶ commit "B" ─▶ yes
 def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
     """An attempt failed: stop it, and start another one unless this error or the time is final."""
     is_final = error.code not in RETRIED or fetch.deadline <= at.now
@@ -379,6 +388,8 @@ def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands
         return fail(fetch, error, at)
     has_asked = fetch.state is TAKING and not fetch.repeated
     fetch.unconfirmed |= has_asked and not isinstance(error, RequestRefused)
+    if has_asked and error.code is ErrorCode.STALE and fetch.is_stale:
+        fetch.read_again()
     fetch.error, fetch.failed_in, fetch.ask_at = error.without_frames(), fetch.state, None
     fetch.enter(RETRYING, at.now)
     return [ev.StopReads(fetch.key)] if fetch.in_flight else _end_attempt(fetch, error, at)

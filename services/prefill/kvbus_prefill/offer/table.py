@@ -8,7 +8,17 @@ from msgspec.structs import replace
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer
 from kvbus.protocol.message import check_right
-from kvbus.protocol.peer import CommitAnswer, CommitQuery, Digest, Forgo, Meet, Pack, Release, Renew
+from kvbus.protocol.peer import (
+    CommitAnswer,
+    CommitQuery,
+    Digest,
+    Forgo,
+    Meet,
+    Pack,
+    Release,
+    Renew,
+    Take,
+)
 from kvbus.table import Table
 from kvbus.table.events import DrainStarted, EngineLost, Refuse, SendReply, Stopped
 from kvbus_prefill.offer import events as ev
@@ -89,6 +99,11 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         if offer.is_over:
             raise ended(offer)
         return offer
+
+    def is_committed(self, take: Take, holder: str) -> bool:
+        """Whether a reader took the offer with this token already."""
+        offer = self.find(take.offer_id)
+        return offer is not None and offer.has_committed(take.token, holder)
 
     def may_be_published(self, asked: CommitQuery) -> bool:
         """Whether the agent has no such offer; its engine may still publish it again."""

@@ -1,0 +1,80 @@
+"""The two processes of an agent, as others see them: resources, restarts, and reasons."""
+
+import math
+import os
+import time
+
+import psutil
+from msgspec import structs
+
+from kvbus.data.client import DataProcess
+from kvbus.protocol.tools import ProcessStatus
+
+READINGS = {
+    "data_running": "1 while the agent's data process runs, else 0.",
+    "data_restarts": "How often a data process was started again.",
+    "data_replaced": "How often the data process was killed, as a READ did not end.",
+    "data_end_timestamp_seconds": "When one last ended, in seconds since 1970; 0: never.",
+    "data_cpu_seconds": "CPU time of the running data process.",
+    "data_memory_bytes": "Memory of the data process, without KV and other shared memory.",
+    "data_jobs": "Jobs of the data process that have not ended.",
+}
+
+READ_S = 1.0
+NOT_READ = ProcessStatus("")
+
+
+class ProcessReport:
+    """Resources of the control process and of the data process, read on demand.
+
+    They are read once a second at most: senders of `status` need no right to ask.
+    """
+
+    def __init__(self, data: DataProcess) -> None:
+        self._data = data
+        self._ended_at = 0.0
+        self._read_at, self._read = -math.inf, (NOT_READ, NOT_READ)
+
+    def note_end(self) -> None:
+        """Remember that a data process has ended."""
+        self._ended_at = time.time()
+
+    def processes(self) -> tuple[ProcessStatus, ProcessStatus]:
+        """The control process, then the data process; ``pid`` is 0 where that does not run."""
+        now_s, status = time.monotonic(), self._data.status()
+        if status.pid != self._read[1].pid or now_s >= self._read_at + READ_S:
+            self._read_at = now_s
+            self._read = _process("control", os.getpid()), _process("data", status.pid)
+        control, data = self._read
+        restarts, reason = status.num_restarts, status.last_end
+        return control, structs.replace(data, num_restarts=restarts, last_end=reason)
+
+    def readings(self) -> dict[str, float]:
+        """The values of `READINGS`."""
+        _, data = self.processes()
+        return {
+            "data_running": float(self._data.is_running),
+            "data_restarts": data.num_restarts,
+            "data_replaced": self._data.num_replaced,
+            "data_end_timestamp_seconds": self._ended_at,
+            "data_cpu_seconds": data.cpu_s,
+            "data_memory_bytes": data.memory_bytes,
+            "data_jobs": self._data.num_jobs,
+        }
+
+
+def _process(name: str, pid: int) -> ProcessStatus:
+    if not pid:
+        return ProcessStatus(name=name)
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            times, memory = process.cpu_times(), process.memory_info()
+    except psutil.Error:  # it ends
+        return ProcessStatus(name=name, pid=pid)
+    return ProcessStatus(
+        name=name,
+        pid=pid,
+        cpu_s=times.user + times.system,
+        memory_bytes=max(0, memory.rss - memory.shared),
+    )

@@ -1,0 +1,78 @@
+"""``python -m kvbus.data FD``: a data process, at the other end of a channel of its agent.
+
+The control process of the agent starts it, and it ends with that. Other descriptors that it
+inherits stay open until then.
+"""
+
+import ctypes
+import gc
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+
+_PR_SET_PDEATHSIG = 1
+_CREDENTIALS = struct.Struct("3i")
+
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's library starts threads otherwise
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    _die_with_parent(sock)
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        signal.signal(number, signal.SIG_IGN)  # the control process drains, and then closes
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    os.set_inheritable(sock.fileno(), False)
+    _serve(sock)
+
+
+def _serve(sock: socket.socket) -> None:
+    from kvbus.data.loop import DataLoop  # noqa: PLC0415  # the parent may end meanwhile
+    from kvbus.data.messages import Log  # noqa: PLC0415
+    from kvbus.errors import ClosedError  # noqa: PLC0415
+    from kvbus.memory.bus_errors import BusErrors  # noqa: PLC0415
+
+    bus_errors = BusErrors()
+    bus_errors.install()
+    _settle_interpreter()
+    loop = DataLoop(sock, bus_errors)
+    status = 0
+    try:
+        loop.run()
+    except ClosedError:  # the control process has ended, or wants this one to end
+        pass
+    except BaseException:  # what is in flight would never end: the control process starts another
+        status = 1
+        trace = traceback.format_exc()
+        loop.log(Log(level="error", event="data.broken", fields={"trace": trace}))
+        sys.stderr.write(trace)
+        sys.stderr.flush()
+    os._exit(status)  # NIXL must not wait for peers, nor a thread for a lock
+
+
+# The kernel sends no signal for a parent that ended before the call. So the parent is compared with
+# the process that made the channel.
+def _die_with_parent(sock: socket.socket) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    made_by = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _, _ = _CREDENTIALS.unpack(made_by)
+    if os.getppid() != pid:
+        os._exit(0)
+
+
+def _settle_interpreter() -> None:
+    """Keep the collector and the other threads from delaying READs."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 1_000)
+    sys.setswitchinterval(0.0005)
+
+
+if __name__ == "__main__":
+    main()

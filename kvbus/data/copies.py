@@ -1,0 +1,113 @@
+"""Copy jobs, in parts that threads take in turns."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from kvbus.data.copiers import Copiers, Part
+from kvbus.data.digests import DigestParts
+from kvbus.data.memories import LocalMemory
+from kvbus.data.messages import (
+    Copy,
+    CopyStaged,
+    Digest,
+    Digested,
+    Gather,
+    Result,
+    Scatter,
+    Turn,
+    Wipe,
+    Zero,
+)
+from kvbus.data.plans import Plan
+from kvbus.data.slots import Slots
+from kvbus.geometry import slot_bytes
+from kvbus.memory.run_copy import copy_runs
+from kvbus.planning import Runs
+
+WIPES = Turn(owner="wipe")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copying:
+    """A copy job: its parts, and the memories that must be there at its end."""
+
+    turn: Turn
+    memories: tuple[LocalMemory, ...]
+    plan: Callable[[], Iterable[Part]]
+    result: Callable[[], Result | None] = lambda: None
+
+
+def copy(asked: Copy, plan: Plan, copiers: Copiers, most: int) -> Copying:
+    def parts() -> Iterable[Part]:
+        runs = plan.find(asked.source_tables, asked.target_tables, asked.spans)
+        runs.check_sources(plan.extents)
+        return _cut(runs, plan.local, copiers, most)
+
+    return Copying(asked.turn, plan.local, parts)
+
+
+def copy_staged(
+    asked: CopyStaged, plan: Plan, slots: Slots, copiers: Copiers, most: int
+) -> Copying:
+    def parts() -> Iterable[Part]:
+        staged, slot_at = plan.staged_plan(asked.index), slots.address(asked.slot)
+        runs = staged.copies(asked.target_tables, asked.box, slot_at=slot_at)
+        return _cut(runs, plan.local, copiers, most)
+
+    return Copying(asked.turn, plan.local, parts)
+
+
+def scatter(asked: Scatter, memories: tuple[LocalMemory, ...], slots: Slots) -> Copying:
+    def scatter_into(memory: LocalMemory) -> int:
+        memory.check_is_there()
+        paged = memory.paged(asked.box.group)
+        memory.run(lambda: paged.scatter(asked.table, asked.box, slots.view(asked.slot)))
+        return slot_bytes(paged.group, asked.box)
+
+    parts = [partial(scatter_into, memory) for memory in memories]
+    return Copying(asked.turn, memories, lambda: parts)
+
+
+def gather(asked: Gather, memory: LocalMemory, slots: Slots) -> Copying:
+    def part() -> int:
+        memory.check_is_there()
+        paged = memory.paged(asked.box.group)
+        memory.run(lambda: paged.gather(asked.table, asked.box, slots.view(asked.slot)))
+        return slot_bytes(paged.group, asked.box)
+
+    return Copying(asked.turn, (memory,), lambda: (part,))
+
+
+def zero(asked: Zero, memory: LocalMemory) -> Copying:
+    def part() -> int:
+        memory.check_is_there()
+        paged = memory.paged(asked.group)
+        memory.run(lambda: paged.zero(asked.table, *asked.span))
+        return 0
+
+    return Copying(asked.turn, (memory,), lambda: (part,))
+
+
+def wipe(asked: Wipe, slots: Slots) -> Copying:
+    return Copying(WIPES, (), lambda: (partial(slots.wipe, asked.slot),))
+
+
+def digest(asked: Digest, memory: LocalMemory) -> Copying:
+    digests = DigestParts(asked, memory)
+    return Copying(asked.turn, (memory,), digests.parts, lambda: Digested(digests=digests.joined()))
+
+
+def _cut(
+    runs: Runs, memories: tuple[LocalMemory, ...], copiers: Copiers, most: int
+) -> Iterable[Part]:
+    """Cut so that all threads have some, and others get their turn."""
+
+    def part(some: Runs) -> int:
+        for memory in memories:
+            memory.check_is_there()
+        copy_runs(some)
+        return some.num_bytes
+
+    part_bytes = copiers.part_bytes(runs.num_bytes, most=most)
+    return [partial(part, some) for some in runs.cut(part_bytes)]

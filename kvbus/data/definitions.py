@@ -1,0 +1,188 @@
+"""The objects that requests name, by name, and the requests that wait for them.
+
+    AddMemory 1 ─▶ thread: map ──────▶ register, reply ─▶ AddPlan 2 ─▶ thread ...
+    AddPlan 2      waits for memory 1 ───────────────────┘
+    Read 3         waits for plan 2 ───────────────────────────────────▶ ...
+
+A request waits for one pending object at a time, and is then checked again. Requests that wait for
+an object start in the order in which they came. An object is pending as soon as the request that
+makes it waits.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbus.data import messages as wire
+from kvbus.errors import ErrorCode, KVBusError, LocalError
+
+Name = tuple[Hashable, ...]
+NIXL: Name = ("nixl",)
+
+
+def memory(number: int) -> Name:
+    return "memory", number
+
+
+def plan(number: int) -> Name:
+    return "plan", number
+
+
+def peer(name: str) -> Name:
+    return "peer", name
+
+
+def slots(device: str) -> Name:
+    return "slots", device
+
+
+NAMES: dict[type[Any], Callable[[Any], Iterable[Name]]] = {
+    wire.OpenNixl: lambda _: (NIXL,),
+    wire.OpenSlots: lambda asked: (slots(asked.device),),
+    wire.AddMemory: lambda asked: (memory(asked.memory),),
+    wire.AddRemote: lambda asked: (memory(asked.memory),),
+    wire.DiscardMemory: lambda asked: (memory(asked.memory),),
+    wire.RemoveMemory: lambda asked: (memory(asked.memory),),
+    wire.AddPeer: lambda asked: (NIXL, peer(asked.peer)),
+    wire.RemovePeer: lambda asked: (NIXL, peer(asked.peer)),
+    wire.AddPlan: lambda asked: (
+        plan(asked.plan),
+        *map(memory, asked.sources.values()),
+        *map(memory, asked.targets.values()),
+    ),
+    wire.RemovePlan: lambda asked: (plan(asked.plan),),
+    wire.Metadata: lambda asked: (
+        NIXL,
+        *map(memory, asked.memories),
+        *map(slots, asked.devices),
+    ),
+    wire.Read: lambda asked: (plan(asked.plan), NIXL),
+    wire.ReadStaged: lambda asked: (plan(asked.plan), NIXL, slots(asked.device)),
+    wire.ReadBox: lambda asked: (NIXL, peer(asked.peer), slots(asked.device)),
+    wire.Copy: lambda asked: (plan(asked.plan),),
+    wire.CopyStaged: lambda asked: (plan(asked.plan), slots(asked.device)),
+    wire.Scatter: lambda asked: (*map(memory, asked.memories), slots(asked.device)),
+    wire.Gather: lambda asked: (memory(asked.memory), slots(asked.device)),
+    wire.Zero: lambda asked: (memory(asked.memory),),
+    wire.Wipe: lambda asked: (slots(asked.device),),
+    wire.Digest: lambda asked: (memory(asked.memory),),
+}
+"""Objects that requests name, in the order in which they are awaited. A plan names a peer."""
+
+
+MAKES: dict[type[Any], Callable[[Any], Name]] = {
+    wire.AddPeer: lambda asked: peer(asked.peer),
+    wire.AddPlan: lambda asked: plan(asked.plan),
+}
+"""Objects made by requests that may have to wait for other objects."""
+
+
+@dataclass(slots=True, eq=False)
+class Definition:
+    """An object. Requests that name it wait while it ``is_pending``, except for its ``maker``."""
+
+    is_pending: bool = True
+    value: Any = None
+    error: KVBusError | None = None
+    maker: wire.ToData | None = None
+    waiting: list[tuple[wire.ToData, list[int]]] = field(default_factory=list)
+
+
+class Definitions:
+    """All objects of a data process. ``begin`` gets requests that have waited."""
+
+    def __init__(self, begin: Callable[[wire.ToData, list[int]], None]) -> None:
+        self._begin = begin
+        self._known: dict[Name, Definition] = {}
+
+    def values(self) -> Iterator[Any]:
+        return (one.value for one in self._known.values())
+
+    def get(self, name: Name) -> Definition | None:
+        return self._known.get(name)
+
+    def find(self, name: Name) -> Any:
+        """Return an object. Raises the error of its definition, `LocalError` without one."""
+        definition = self._known.get(name)
+        if definition is None:
+            raise LocalError(f"{_in_words(name)} is not defined", code=ErrorCode.INTERNAL)
+        if definition.error is not None:
+            raise definition.error
+        return definition.value
+
+    def check_new(self, name: Name) -> None:
+        """Raise `LocalError` if there is such an object."""
+        definition = self._known.get(name)
+        if definition is not None and definition.value is not None:
+            raise LocalError(f"{_in_words(name)} is defined already", code=ErrorCode.INTERNAL)
+
+    def waits(self, message: wire.ToData, fds: list[int]) -> bool:
+        """Return whether a request has to wait; then it begins later."""
+        for name in self._names(message):
+            definition = self._known.get(name)
+            if definition is None or not definition.is_pending or definition.maker is message:
+                continue
+            definition.waiting.append((message, fds))
+            make = MAKES.get(type(message))
+            if make is not None:
+                self._expect(make(message), message)
+            return True
+        return False
+
+    def _expect(self, name: Name, maker: wire.ToData) -> None:
+        """Have the object pend while its maker waits for other objects."""
+        definition = self._known.setdefault(name, Definition(is_pending=False))
+        if not definition.is_pending:
+            definition.is_pending, definition.maker = True, maker
+
+    def withdraw(self, maker: wire.ToData) -> None:
+        """The request that was to make an object has failed, and changed nothing."""
+        make = MAKES.get(type(maker))
+        definition = self._known.get(make(maker)) if make is not None else None
+        if make is None or definition is None or definition.maker is not maker:
+            return
+        if definition.value is None and definition.error is None:
+            del self._known[make(maker)]
+        self._resume(definition)
+
+    def pend(self, name: Name) -> Definition:
+        """Have requests that name the object wait until it is settled."""
+        definition = self._known.setdefault(name, Definition())
+        definition.is_pending = True
+        return definition
+
+    def settle(self, name: Name, value: Any) -> None:
+        """The object is ready."""
+        definition = self.pend(name)
+        definition.value, definition.error = value, None
+        self._resume(definition)
+
+    def fail(self, name: Name, error: KVBusError) -> None:
+        """The object cannot be made: requests that name it fail with ``error``."""
+        definition = self.pend(name)
+        definition.value, definition.error = None, error.without_frames()
+        self._resume(definition)
+
+    def remove(self, name: Name) -> None:
+        """Remove an object, if there is one."""
+        definition = self._known.pop(name, None)
+        if definition is not None:
+            self._resume(definition)
+
+    def _resume(self, definition: Definition) -> None:
+        definition.is_pending, definition.maker = False, None
+        waiting, definition.waiting = definition.waiting, []
+        for message, fds in waiting:
+            self._begin(message, fds)
+
+    def _names(self, message: wire.ToData) -> Iterator[Name]:
+        names = NAMES.get(type(message))
+        yield from names(message) if names is not None else ()
+        if isinstance(message, wire.Read | wire.ReadStaged):
+            definition = self._known.get(plan(message.plan))
+            if definition is not None and definition.value is not None:
+                yield peer(definition.value.peer)
+
+
+def _in_words(name: Name) -> str:
+    return " ".join(map(str, name))

@@ -1,0 +1,123 @@
+"""The main thread of a data process: it waits for messages, and steps the READs between them."""
+
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier
+from typing import Any
+
+from kvbus.data.channel import channel_to_control
+from kvbus.data.messages import Configure, FromData, Log
+from kvbus.data.nixl import LoadNixl, Nixl, OpenNixlAgent
+from kvbus.data.server import DataServer
+from kvbus.errors import ClosedError, ProtocolError
+from kvbus.memory.bus_errors import BusErrors
+
+MAX_MESSAGES_A_PASS = 64
+"""Number of messages that are handled before READs are stepped again."""
+
+
+# The channel and what wakes the thread are the first descriptors of the process: `select` takes
+# none above 1,023, and only it has pauses below 1 ms.
+class DataLoop:
+    """One data process, or what stands for it in a thread; ``run`` is its main thread."""
+
+    def __init__(self, sock: socket.socket, bus_errors: BusErrors) -> None:
+        self._channel, self._bus_errors = channel_to_control(sock), bus_errors
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._calls: deque[Callable[[], object]] = deque()
+
+    def run(self) -> None:
+        """Serve the other end of the channel. Raises `ClosedError` when that closes it."""
+        server = self._configured()
+        while True:
+            self._wait(server.pause_s())
+            while self._calls:
+                self._calls.popleft()()
+            for _ in range(MAX_MESSAGES_A_PASS):
+                received = self._channel.receive()
+                if received is None:
+                    break
+                server.handle(*received)
+            server.step()
+
+    def log(self, message: Log) -> None:
+        self._send(message)
+
+    def _configured(self) -> DataServer:
+        while (received := self._channel.receive()) is None:
+            self._wait(None)
+        configure, _ = received
+        if not isinstance(configure, Configure):
+            raise ProtocolError(f"the first message is a {type(configure).__name__}")
+        return DataServer(
+            configure,
+            load_nixl=load_nixl_for(self._bus_errors),
+            send=self._send,
+            post=self._post,
+            new_threads=started_threads,
+            clock=time.perf_counter,
+            bus_errors=self._bus_errors,
+        )
+
+    def _wait(self, pause_s: float | None) -> None:
+        """Return when there is a message or a call, or the pause is over."""
+        writers = [self._channel] if self._channel.has_unsent else []
+        if self._calls:
+            pause_s = 0.0
+        waited: list[Any] = [self._channel, self._wake_fd]
+        readable, writable, _ = select.select(waited, writers, [], pause_s)
+        if self._wake_fd in readable:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+        if writable:
+            self._channel.flush()
+
+    def _post(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _send(self, message: FromData) -> None:
+        """Send from any thread."""
+        with suppress(ClosedError):  # the main thread finds that, too
+            self._channel.send(message)
+        if self._channel.has_unsent:
+            os.eventfd_write(self._wake_fd, 1)
+
+
+def load_nixl_for(bus_errors: BusErrors) -> LoadNixl:
+    """Return what loads NIXL, and handles SIGBUS again after UCX has installed its handler."""
+
+    def load() -> OpenNixlAgent:
+        from kvbus.data import nixl_agent  # noqa: PLC0415  # takes 0.2 s and 20 MB
+
+        open_agent = nixl_agent.load()
+
+        def open_one(name: str) -> Nixl:
+            agent = open_agent(name)
+            bus_errors.install()
+            return agent
+
+        return open_one
+
+    return load
+
+
+def started_threads(number: int, name: str) -> Executor:
+    """Return threads that all run already: no later limit on threads makes ``submit`` fail.
+
+    Raises `RuntimeError` when one cannot be started.
+    """
+    threads, all_run = ThreadPoolExecutor(number, name), Barrier(number)
+    try:
+        for _ in range(number):
+            threads.submit(all_run.wait)
+    except RuntimeError:
+        all_run.abort()
+        raise
+    return threads

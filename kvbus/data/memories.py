@@ -1,0 +1,246 @@
+"""The KV memory of ranks of this machine, mapped here; and of ranks at peers, as addresses.
+
+When an engine ends its bytes are freed at once. Addresses stay while a transfer may touch them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvbus.data.messages import AddMemory, CudaPart
+from kvbus.data.nixl import Registration
+from kvbus.data.slots import HOST, cuda
+from kvbus.errors import KVBusError, LocalError, ProtocolError, SegmentError, TransferFailed
+from kvbus.geometry import EngineSpec, GroupSpec, RankSpec
+from kvbus.memory.bus_errors import BusErrors
+from kvbus.memory.copying import PagedMemory
+from kvbus.memory.mapping import POPULATE_WITHIN_S, SegmentMapping
+from kvbus.memory.room import check_mappings
+from kvbus.planning import Extents, PlacedRank
+
+if TYPE_CHECKING:
+    from kvbus.memory.cuda import CopyStream, CudaMapping
+
+    Mapped = SegmentMapping | CudaMapping
+
+MAPPINGS_A_CHECK = 64
+"""Number of mappings after which the limit of the machine is checked again."""
+OnCut = Callable[[str], object]
+"""Gets the id of a segment, in the thread that touched the memory: it must not wait."""
+
+
+@dataclass(slots=True, eq=False)
+class RemoteMemory:
+    """One rank at a peer."""
+
+    peer: str
+    placed: PlacedRank
+
+
+# A copy knows addresses only, and its thread cannot be stopped. Hence these rules:
+#
+#     its engine or its agent ends   `gone` is set, then `discard` puts zeros under all addresses
+#     its file is truncated          SIGBUS in a copy: `gone` is set, then zeros are put there
+#     it is removed                  no job names it; views keep the addresses
+#
+#     copy   ──read──read──[gone]──zero──zero──┐ the last part has ended
+#                                              └─ is `gone` set? then the job has failed
+#
+# So a job checks `gone` after its last part. If it is empty, all bytes that it read were real.
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class LocalMemory:
+    """One rank: its segments, mapped; registered with NIXL or not.
+
+    ``device`` is where all of it is. On a GPU, copies run on ``stream``.
+    """
+
+    engine: EngineSpec
+    rank: RankSpec
+    mappings: Mapping[str, Mapped]
+    direct: bool
+    on_cuda_lost: Callable[[Exception], object]
+    """Called by any thread when CUDA fails for good in this process."""
+    device: str = HOST
+    stream: CopyStream | None = None
+    gone: str = ""
+    """The reason why some bytes are not the engine's own; empty while all are."""
+    registrations: dict[str, Registration] = field(default_factory=dict)
+    refused: SegmentError | None = None
+    """The reason why NIXL does not know it, though it is ``direct``."""
+    _paged: dict[str, PagedMemory] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Addresses of the host segments in this process."""
+        mapped = self.mappings.items()
+        return {name: one.address for name, one in mapped if isinstance(one, SegmentMapping)}
+
+    @property
+    def extents(self) -> Extents:
+        mapped = self.mappings.values()
+        found = [one for one in mapped if isinstance(one, SegmentMapping)]
+        return [(one.address, one.address + one.size_bytes) for one in found]
+
+    @property
+    def placed(self) -> PlacedRank:
+        return PlacedRank(self.engine, self.rank, self.addresses)
+
+    def check_is_there(self) -> None:
+        """Raise `TransferFailed` when bytes of it are gone."""
+        if self.gone:
+            raise TransferFailed(f"the memory of engine '{self.engine.engine_id}' {self.gone}")
+
+    def paged(self, group: str) -> PagedMemory:
+        """One group of it, for copies; made once, as its plans are kept. Call it in a thread."""
+        if group not in self._paged:
+            buffers = {name: mapping.view() for name, mapping in self.mappings.items()}
+            mover = None if self.stream is None else cuda().GpuMover([*buffers.values()])
+            spec: GroupSpec = self.engine.group(group)
+            self._paged[group] = PagedMemory(spec, self.rank.regions, buffers, mover=mover)
+        return self._paged[group]
+
+    def run(self, copy: Callable[[], None]) -> None:
+        """Call ``copy`` so that its bytes have moved when this returns.
+
+        Raises what it raises, and `TransferFailed` when CUDA is lost.
+        """
+        if self.stream is None:
+            copy()
+            return
+        try:
+            self.stream.run(copy, gone=lambda: bool(self.gone))
+        except RuntimeError as error:
+            if not cuda().is_context_lost():
+                raise
+            self.on_cuda_lost(error)
+            raise TransferFailed(f"CUDA is lost to the data process: {error}") from error
+
+    def populate(self) -> None:
+        """Enter pages into the page table, so that no copy has to; in a thread, for 2 s at most."""
+        deadline = time.monotonic() + POPULATE_WITHIN_S
+        for mapping in self.mappings.values():
+            if isinstance(mapping, SegmentMapping) and not self.gone:
+                mapping.populate(deadline - time.monotonic())
+
+    # An engine's memory goes in two steps, as a transfer may be in flight when the engine dies:
+    #
+    #     discard   at once: frees the bytes; the addresses stay, as zeros, for READs in flight
+    #     close     when no job names it and NIXL does not know it: frees the addresses
+    def discard(self) -> None:
+        """Give the bytes back to the machine; the addresses stay, as private zeros.
+
+        Those of a GPU have to wait for `close`. In a thread: it takes long for a large cache.
+        """
+        for mapping in self.mappings.values():
+            mapping.discard()
+
+    def close(self) -> None:
+        """Unmap it; raises the first `KVBusError` at the end. In a thread, as `discard`."""
+        self._paged.clear()
+        close_all(self.mappings.values())
+
+
+def map_rank(
+    added: AddMemory,
+    fds: list[int],
+    bus_errors: BusErrors,
+    *,
+    on_cut: OnCut,
+    on_cuda_lost: Callable[[Exception], object],
+) -> LocalMemory:
+    """Map a rank, in a thread: it can take seconds. Takes over ``fds``. Raises `LocalError`."""
+    mappings: dict[str, Mapped] = {}
+    try:
+        for number, segment in enumerate(added.segments):
+            if number % MAPPINGS_A_CHECK == 0:
+                check_mappings()
+            if segment.segment_id in mappings:
+                raise LocalError(f"segment '{segment.segment_id}' comes twice")
+            mappings[segment.segment_id] = (
+                _open_cuda(segment.cuda, segment.size_bytes)
+                if segment.cuda is not None
+                else SegmentMapping(
+                    _next(fds), size_bytes=segment.size_bytes, borrowed=added.borrowed
+                )
+            )
+        _check_sizes(added.rank, mappings)
+        memory = _memory_of(added, mappings, on_cuda_lost)
+    except BaseException:
+        close_fds(fds)
+        close_all(mappings.values())
+        raise
+    for name, mapping in mappings.items():
+        if isinstance(mapping, SegmentMapping) and not mapping.sealed:
+            mapping.survive_cuts(bus_errors, partial(on_cut, name))
+    return memory
+
+
+def close_fds(fds: list[int]) -> None:
+    """Close descriptors that nothing has taken over."""
+    while fds:
+        os.close(fds.pop())
+
+
+def close_all(mappings: Iterable[Mapped]) -> None:
+    """Close all of them; raises the first `KVBusError` then."""
+    failures: list[KVBusError] = []
+    for mapping in mappings:
+        try:
+            mapping.close()
+        except KVBusError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _memory_of(
+    added: AddMemory,
+    mappings: Mapping[str, Mapped],
+    on_cuda_lost: Callable[[Exception], object],
+) -> LocalMemory:
+    parts = [segment.cuda for segment in added.segments if segment.cuda is not None]
+    if not parts:
+        return LocalMemory(added.engine, added.rank, mappings, added.direct, on_cuda_lost)
+    if len(parts) < len(mappings) or len({part.device for part in parts}) > 1:
+        raise LocalError("a rank has all of its memory on one device")
+    events = dict.fromkeys(part.event for part in parts if part.event is not None)
+    device = parts[0].device
+    stream = cuda().CopyStream(cuda().gpu_ordinal(device), tuple(events))
+    return LocalMemory(added.engine, added.rank, mappings, False, on_cuda_lost, device, stream)
+
+
+def _open_cuda(part: CudaPart, size_bytes: int) -> CudaMapping:
+    mapping: CudaMapping = cuda().CudaMapping(
+        part.device, part.handle, offset_bytes=part.offset_bytes, size_bytes=size_bytes
+    )
+    return mapping
+
+
+def _next(fds: list[int]) -> int:
+    if not fds:
+        raise ProtocolError("a segment came without a descriptor")
+    return fds.pop(0)
+
+
+def _check_sizes(rank: RankSpec, mappings: Mapping[str, Mapped]) -> None:
+    for segment in rank.segments:
+        mapping = mappings.get(segment.segment_id)
+        if mapping is None or mapping.size_bytes < segment.size_bytes:
+            raise LocalError(
+                f"segment '{segment.segment_id}' of {segment.size_bytes} bytes was not passed",
+                segment_id=segment.segment_id,
+            )
+
+
+def host_registrations(memory: LocalMemory) -> Sequence[tuple[str, Registration]]:
+    """Return registrations for NIXL, by segment."""
+    return [
+        (name, Registration(mapping.address, mapping.size_bytes, 0, "DRAM"))
+        for name, mapping in memory.mappings.items()
+        if isinstance(mapping, SegmentMapping)
+    ]

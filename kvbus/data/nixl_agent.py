@@ -1,0 +1,235 @@
+"""The only import of nixl: an adapter with the names and errors of kvbus, and quiet logs."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from kvbus.data.messages import MemoryKind
+from kvbus.data.metadata import PeerMetadata
+from kvbus.data.nixl import Handle, HandleForgotten, Registration
+from kvbus.data.slicing import Rows
+from kvbus.errors import KVBusError, PeerLost, SegmentError, TransferFailed
+
+
+# The CUDA of this process decides which of its packages nixl loads (nixl_cu12, nixl_cu13, ...). The
+# first of these that names a CUDA decides:
+#
+#   1. torch, cuda-python or cupy, where one is imported already
+#   2. the file torch/version.py, read from the disk without an import of torch
+#   3. `from torch.version import cuda`, which imports torch: 1 s and 190 MB
+#
+# Step 3 follows only where step 2 found a torch for CPUs, or none. It reads the same file again,
+# with the same result: no CUDA. So a stand-in for torch.version that names no CUDA keeps the choice
+# and saves the import. Steps 1 and 2 do not see it: it is not used where torch is imported, and
+# find_spec("torch") looks for another module.
+@contextlib.contextmanager
+def _torch_not_imported() -> Iterator[None]:
+    if "torch" in sys.modules:
+        yield
+        return
+    stand_in = ModuleType("torch.version")
+    vars(stand_in)["cuda"] = None
+    sys.modules[stand_in.__name__] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[stand_in.__name__]
+
+
+def _import_nixl() -> tuple[Any, Any]:
+    """Import NIXL, and keep it from writing to the process's output and from blocking connects.
+
+    Its C++ core prints every error that it also raises, and UCX prints warnings. Its Python logger
+    attaches a stdout handler and turns `logging.raiseExceptions` off. Set `NIXL_LOG_LEVEL` or
+    `UCX_LOG_LEVEL` to see them. By default UCX connects over TCP by a blocking call, which stops
+    all READs for minutes where a firewall drops everything.
+    """
+    os.environ.setdefault("UCX_TCP_CONN_NB", "y")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    raise_exceptions = logging.raiseExceptions
+    with _torch_not_imported():
+        from nixl import _api, _bindings  # noqa: PLC0415  # the environment is read while it loads
+
+    logger = logging.getLogger("nixl")
+    logger.handlers.clear()
+    logger.propagate = True
+    logging.raiseExceptions = raise_exceptions
+    return _api, _bindings
+
+
+_SET_HERE = {"UCX_NET_DEVICES", "UCX_TCP_CONN_NB", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"}
+"""Settings that an agent makes for itself."""
+_api, _bindings = _import_nixl()
+_ERRORS: tuple[type[Exception], ...] = (
+    *(
+        error
+        for error in vars(_bindings).values()
+        if isinstance(error, type) and issubclass(error, Exception)
+    ),
+    *(ValueError, LookupError, MemoryError, RuntimeError, TypeError),
+)
+"""NIXL's own errors, and those that pybind makes of other C++ exceptions."""
+
+
+@contextlib.contextmanager
+def _translated(
+    what: str, peer: str = "", *, as_error: type[KVBusError] = TransferFailed
+) -> Iterator[None]:
+    """Translate NIXL's errors; `PeerLost` when the peer disconnected."""
+    try:
+        yield
+    except _ERRORS as error:
+        raise _ours(error, what, peer, as_error=as_error) from error
+
+
+def _ours(
+    error: Exception, what: str, peer: str, *, as_error: type[KVBusError] = TransferFailed
+) -> KVBusError:
+    name = type(error).__name__
+    if isinstance(error, _bindings.nixlRemoteDisconnectError):
+        return PeerLost(f"{what}: the peer disconnected{_settings()}", nixl=name, peer=peer)
+    return as_error(f"{what}: {error}{_settings()}", nixl=name, peer=peer)
+
+
+# NIXL's errors have no cause. A setting that UCX cannot use shows as NIXL_ERR_BACKEND, at the start
+# or at the first READ.
+def _settings() -> str:
+    """Return the user's settings of UCX and NIXL, for the end of an error message."""
+    names = (one for one in sorted(os.environ) if one.startswith(("UCX_", "NIXL_")))
+    told = ", ".join(f"{one}={os.environ[one]}" for one in names if one not in _SET_HERE)
+    return f" (environment: {told})" if told else ""
+
+
+def load() -> type["NixlAgent"]:
+    """Load UCX without opening a port, which takes most of the time of a first `NixlAgent`.
+
+    Raises `TransferFailed`.
+    """
+    with _translated("NIXL lists no backends"):
+        agent = _api.nixl_agent("kvbus-load", _api.nixl_agent_config(backends=[]))
+        types = agent.get_plugin_mem_types("UCX")
+    if not types:
+        raise TransferFailed(f"NIXL has no backend UCX that can be loaded{_settings()}")
+    return NixlAgent
+
+
+class NixlAgent:
+    """One NIXL agent with its UCX backend. It moves nothing unless `progress` is called.
+
+    ``name`` must be usable as a file name: NIXL's telemetry writes such a file.
+    """
+
+    def __init__(self, name: str) -> None:
+        config = _api.nixl_agent_config(
+            enable_prog_thread=False,
+            sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        with _translated("no NIXL agent"):
+            self._agent = _api.nixl_agent(name, config)
+        self._descriptors: dict[Registration, Any] = {}
+        self._contacts: dict[str, bytes] = {}
+
+    def register(self, registration: Registration) -> None:
+        """Register memory, or raise `SegmentError`."""
+        row = (registration.address, registration.size_bytes, registration.device, "")
+        with _translated("NIXL cannot register the memory", as_error=SegmentError):
+            descriptors = self._agent.register_memory([row], registration.memory)
+        self._descriptors[registration] = descriptors
+
+    def deregister(self, registration: Registration) -> None:
+        """Deregister memory that no handle targets."""
+        with _translated("NIXL cannot deregister the memory", as_error=SegmentError):
+            self._agent.deregister_memory(self._descriptors.pop(registration))
+
+    def metadata(self, registrations: Sequence[Registration]) -> bytes:
+        """Connection info with these registrations, all of one kind of memory."""
+        rows = [(r.address, r.size_bytes, r.device, "") for r in registrations]
+        kind = registrations[0].memory if registrations else "DRAM"
+        if any(r.memory != kind for r in registrations):
+            raise SegmentError("registrations of one blob must be of one memory kind")
+        with _translated("no metadata"):
+            descriptors = _bindings.nixlRegDList(self._agent.nixl_mems[kind], rows)
+            return bytes(self._agent.get_partial_agent_metadata(descriptors, True, ["UCX"]))
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Add a peer, or new memory of a known one; return its name.
+
+        Refuses the name of a known peer with another contact: NIXL would drop that peer, and what
+        is in flight to it.
+        """
+        peer = PeerMetadata.read(metadata)
+        if self._contacts.get(peer.name, peer.contact) != peer.contact:
+            raise TransferFailed("another peer has that name", peer=peer.name)
+        self._contacts.pop(peer.name, None)  # NIXL forgets it where it refuses this
+        with _translated("the peer's metadata is refused"):
+            self._agent.add_remote_agent(metadata)
+        self._contacts[peer.name] = peer.contact
+        return peer.name
+
+    def remove_peer(self, name: str) -> None:
+        """Remove a peer. No handle to it may be in flight: NIXL would lose track of it."""
+        with _translated("the peer cannot be removed", name):
+            self._agent.remove_remote_agent(name)
+        self._contacts.pop(name, None)
+
+    def progress(self) -> None:
+        """Drive UCX, as initiator and as target. Raises `TransferFailed`."""
+        try:
+            self._agent.get_new_notifs()
+        except _ERRORS as error:
+            raise _ours(error, "no progress", "") from error
+
+    def prepare(
+        self, peer: str, local: Rows, remote: Rows, kinds: tuple[MemoryKind, MemoryKind]
+    ) -> Handle:
+        """Return a READ handle that is not posted yet.
+
+        Descriptors are passed each time instead of prepared lists. Measured with nixl 1.5.1 over
+        shared memory: that costs 2 µs more for one descriptor, and 10 µs more for 2,048, whose READ
+        takes 3,800 µs. To prepare lists of 65,536 blocks takes 5 ms.
+        """
+        if peer not in self._contacts:
+            raise PeerLost("NIXL does not know the peer", peer=peer)
+        with _translated("the read cannot be prepared", peer):
+            return self._agent.initialize_xfer(
+                "READ",
+                self._agent.get_xfer_descs(local, kinds[0]),
+                self._agent.get_xfer_descs(remote, kinds[1]),
+                peer,
+            )
+
+    def post(self, handle: Handle, peer: str) -> bool:
+        """Post a handle, which can take as long as the copy; return whether it is done."""
+        with _translated("the read cannot be posted", peer):
+            state = self._agent.transfer(handle)
+        return _is_done(state, peer)
+
+    def is_done(self, handle: Handle, peer: str) -> bool:
+        """Return whether a posted handle is done. Raises the error that it ended with."""
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except _bindings.nixlNotFoundError as error:
+            raise HandleForgotten("NIXL forgot the peer of a live handle", peer=peer) from error
+        except _ERRORS as error:
+            raise _ours(error, "the read failed", peer) from error
+        return _is_done(state, peer)
+
+    def release(self, handle: Handle) -> bool:
+        """Release a handle that has ended; return whether NIXL did."""
+        try:
+            self._agent.release_xfer_handle(handle)
+        except _ERRORS:
+            return False
+        return True
+
+
+def _is_done(state: str, peer: str) -> bool:
+    if state == "ERR":
+        what = f"the read failed: NIXL says ERR{_settings()}"
+        raise TransferFailed(what, nixl="ERR", peer=peer)
+    return state == "DONE"

@@ -1,0 +1,119 @@
+"""Plans between memories: which bytes a job moves."""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+
+from msgspec import structs
+
+from kvbus.data.memories import LocalMemory, RemoteMemory
+from kvbus.data.messages import AddPlan
+from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.planning import Extents, PlacedRank, RunPlan, Runs, Span, Spans, StagedPlan, Tables
+from kvbus.planning import staged_plans as plan_staged
+
+Memory = LocalMemory | RemoteMemory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A plan of READs from ``peer``, or of copies where that is empty.
+
+    ``runs`` is None for a staged plan. ``local`` are its memories of this machine, and
+    ``extents`` those that are sources.
+    """
+
+    peer: str
+    runs: RunPlan | None
+    staged: tuple[StagedPlan, ...]
+    local: tuple[LocalMemory, ...]
+    extents: Extents
+    strides: Mapping[str, int]
+    """Distance in tokens at which blocks of both sides begin, by group."""
+
+    def num_runs(self, spans: Spans) -> int:
+        """Return about how many runs these positions are. Raises `GeometryError`."""
+        try:
+            return self.unstaged.num_runs(spans)
+        except KeyError as error:
+            raise _lacking(error) from error
+
+    def find(self, source_tables: Tables, target_tables: Tables, spans: Spans) -> Runs:
+        """Return the runs of these positions. Raises `GeometryError`."""
+        try:
+            return self.unstaged.runs(source_tables, target_tables, spans)
+        except (IndexError, KeyError) as error:
+            raise _lacking(error) from error
+
+    def cut(self, spans: Spans, share: float) -> tuple[dict[str, Span], dict[str, Span]]:
+        """Return about that share of the positions, and the others; cut between blocks."""
+        first, rest = dict[str, Span](), dict[str, Span]()
+        for group, (start, stop) in spans.items():
+            at = int(start + share * (stop - start))
+            cut = min(stop, max(start, at - at % self.strides.get(group, 1)))
+            first[group], rest[group] = (start, cut), (cut, stop)
+        return first, rest
+
+    def find_staged(self, index: int, tables: Tables, box: Span, slot_at: int) -> Runs:
+        """Return the runs of a box into a slot at an address. Raises `GeometryError`."""
+        try:
+            return self.staged_plan(index).reads(tables, box, slot_at=slot_at)
+        except (IndexError, KeyError) as error:
+            raise _lacking(error) from error
+
+    @property
+    def unstaged(self) -> RunPlan:
+        if self.runs is None:
+            raise LocalError("the plan is a staged one", code=ErrorCode.INTERNAL)
+        return self.runs
+
+    def staged_plan(self, index: int) -> StagedPlan:
+        if not 0 <= index < len(self.staged):
+            message = f"no staged plan {index} of {len(self.staged)}"
+            raise LocalError(message, code=ErrorCode.INTERNAL)
+        return self.staged[index]
+
+
+def _lacking(error: Exception) -> GeometryError:
+    return GeometryError(f"the offer's block tables do not hold its tokens: {error}")
+
+
+def make_plan(added: AddPlan, sources: Mapping[int, Memory], targets: Mapping[int, Memory]) -> Plan:
+    """Make a plan, in a thread: it can take 100 ms. Raises `GeometryError`, `LocalError`."""
+    peers = {one.peer if isinstance(one, RemoteMemory) else "" for one in sources.values()}
+    if len(peers) > 1 or any(isinstance(one, RemoteMemory) for one in targets.values()):
+        raise LocalError("a plan has sources of several peers", code=ErrorCode.INTERNAL)
+    holders, readers = (_placed(side, added.groups) for side in (sources, targets))
+    local = [one for one in (*sources.values(), *targets.values()) if isinstance(one, LocalMemory)]
+    held = [one for one in sources.values() if isinstance(one, LocalMemory)]
+    is_staged = added.slot_bytes > 0
+    try:
+        staged = (
+            plan_staged(holders, readers, added.shares, slot_bytes=added.slot_bytes)
+            if is_staged
+            else ()
+        )
+        runs = None if is_staged else RunPlan(holders, readers, added.shares)
+    except KeyError as error:
+        message = f"a plan names {error}, of which no address is known"
+        raise LocalError(message, code=ErrorCode.INTERNAL) from error
+    extents = [extent for one in held for extent in one.extents]
+    strides = {
+        name: lcm(
+            *(one.engine.group(name).block_size for one in (*holders.values(), *readers.values()))
+        )
+        for name in added.groups
+    }
+    return Plan(next(iter(peers), ""), runs, staged, tuple(local), extents, strides)
+
+
+def _placed(side: Mapping[int, Memory], groups: Container[str]) -> dict[int, PlacedRank]:
+    return {number: _without_others(one.placed, groups) for number, one in side.items()}
+
+
+def _without_others(placed: PlacedRank, groups: Container[str]) -> PlacedRank:
+    """The rank with the regions of ``groups`` alone."""
+    regions = tuple(one for one in placed.rank.regions if one.group in groups)
+    if len(regions) == len(placed.rank.regions):
+        return placed
+    return replace(placed, rank=structs.replace(placed.rank, regions=regions))

@@ -1,0 +1,63 @@
+"""Replies of a data process, and work for other threads than its main one."""
+
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import Literal, TypeVar
+
+from kvbus.data import messages as wire
+from kvbus.errors import KVBusError
+
+T = TypeVar("T")
+
+
+class Replies:
+    """Replies and log lines, from any thread."""
+
+    def __init__(self, send: Callable[[wire.FromData], object]) -> None:
+        self.send = send
+
+    def done(self, message: wire.Request, result: wire.Result | None = None) -> None:
+        self.send(wire.Reply(to=message.id, result=result))
+
+    def fail(self, message: wire.Request, error: Exception) -> None:
+        self.send(wire.Reply(to=message.id, error=wire.Failure.of(self.to_error(error))))
+
+    def to_error(self, error: Exception) -> KVBusError:
+        """Return ``error`` as one of kvbus; a foreign one is a defect, and its trace is logged."""
+        if isinstance(error, KVBusError):
+            return error
+        self.log("error", "step.failed", trace="".join(traceback.format_exception(error)))
+        return KVBusError(f"failed inside: {type(error).__name__}; the agent's log says more")
+
+    def log(
+        self,
+        level: Literal["debug", "info", "warning", "error"],
+        event: str,
+        **fields: str | int | float,
+    ) -> None:
+        self.send(wire.Log(level=level, event=event, fields=fields))
+
+
+class Background:
+    """Work in threads, of which the main thread gets the outcome by ``post``."""
+
+    def __init__(self, threads: Executor, post: Callable[[Callable[[], object]], object]) -> None:
+        self._threads, self._post = threads, post
+
+    def start(self, work: Callable[[], T], then: Callable[[T | Exception], object]) -> None:
+        """Do ``work`` in a thread; ``then`` gets what it returned or raised."""
+
+        def run() -> None:
+            outcome: T | Exception
+            try:
+                outcome = work()
+            except Exception as error:
+                outcome = error
+            self._post(partial(then, outcome))
+
+        try:
+            self._threads.submit(run)
+        except Exception as error:  # no thread is left
+            then(error)
