@@ -199,6 +199,10 @@ class Renew(Request[Granted], frozen=True):
     token: LeaseToken
     known_blocks: dict[str, Size] = msgspec.field(default_factory=dict)
     """How many blocks of each group the reader knows."""
+    nixl_agent: Text = ""
+    """The handshake's ``nixl_agent``. Another one than the agent has now is ``stale``: a READ from
+    it may never end.
+    """
 
 
 @request(

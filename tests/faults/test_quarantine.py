@@ -1,7 +1,4 @@
-"""Blocks of reads that never end come back, with nothing in flight: NIXL is made anew.
-
-That nothing lands then is shown in `tests/transport/test_recycling.py` as well.
-"""
+"""Blocks of reads that never end come back, once the data process that reads has been replaced."""
 
 import resource
 import signal
@@ -31,13 +28,10 @@ pytestmark = pytest.mark.anyio
 
 FABRICS = {"tcp": {"UCX_TLS": "tcp"}, "shared memory": {"UCX_TLS": "^cma"}}
 """With CMA the reader does all itself, and no peer holds it up."""
-EXIT_STATUS = 75
 NUM_DRAINED, DRAIN_PERIOD_S = 6, 1.0
 CHECK = b"\xa2op\xa5check"
 ROOM_BYTES = 4 << 20
 """Less than the stack of a thread has, 8 MiB."""
-FEW = 16
-"""Descriptors: all of these are in use. With fewer, ZeroMQ cannot poll its sockets, and aborts."""
 
 
 @contextmanager
@@ -91,6 +85,7 @@ async def stuck(
         assert (failure.stage, failure.blocks_free) == ("reading", False)
         assert failure.code in (ErrorCode.TIMEOUT, ErrorCode.CANCELLED)
         assert decode.metric("quarantined_blocks") == NUM_LARGE_BLOCKS
+        prefill.expected_trouble |= {"data.ended", "not json"}  # UCX may abort without its reader
         yield source, target, offer, fetch
 
 
@@ -101,14 +96,14 @@ async def test_the_blocks_of_a_stuck_read_come_back_and_nothing_lands_when_its_a
     async with stuck(fresh, fabric=fabric, when=when) as (source, target, offer, fetch):
         prefill, decode = fresh.all
         await fetch.freed
-        handles, recycled = map(decode.metric, ("outstanding_handles", "recycled_transports"))
+        num_jobs, num_replaced = map(decode.metric, ("data_jobs", "data_replaced"))
         freed = target.snapshot()
         prefill.signal(signal.SIGCONT)
         await offer.withdraw()
         await offer.ended
 
-        assert (handles, recycled) == (0, 1)
-        assert decode.says("transport.recycled")
+        assert (num_jobs, num_replaced) == (0, 1)
+        assert decode.says("data.replaced")
         assert await works(source, target, before=freed)
         assert await works(source, target, LONG_TOKENS)
     assert prefill.alive
@@ -154,17 +149,3 @@ async def test_reads_of_one_source_that_drain_ask_it_once_a_second_together(fres
     assert num_checks <= 2 + lasted_s / DRAIN_PERIOD_S
     prefill.started["peer"] = prefill.settings["peer_bind"]  # it is looked at without the link
     await link.close()
-
-
-async def test_an_agent_that_cannot_make_nixl_anew_ends_to_be_started_again(fresh: Started) -> None:
-    async with stuck(fresh) as (*_, fetch):
-        prefill, decode = fresh.all
-        decode.expected_trouble |= {"transport.stuck", "descriptors.exhausted"}
-        _, most = resource.prlimit(decode.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(decode.pid, resource.RLIMIT_NOFILE, (FEW, most))
-        status = decode.exit_status()
-        await fetch.freed
-        prefill.kill()  # one that went on might be aborted by UCX, as a reader died meanwhile
-
-        assert status == EXIT_STATUS
-        assert decode.logged("transport.stuck", exit_status=EXIT_STATUS)

@@ -22,6 +22,7 @@ from kvbus.protocol import (
     HandshakeDone,
     Pack,
     Packed,
+    Renew,
     Take,
     Unpack,
 )
@@ -131,6 +132,17 @@ class Case:
 
     async def ask_check(self, **changes: Any) -> None:
         await self.reader.ask(self.check(**changes))
+
+    async def renew(self, *, nixl_agent: str) -> None:
+        renew = Renew(
+            agent_boot=self.agent.boot,
+            offer_id=self.offer_id,
+            epoch=self.epoch,
+            lease_s=5.0,
+            token=self.token,
+            nixl_agent=nixl_agent,
+        )
+        await self.reader.ask(renew)
 
     async def take(self, **changes: Any) -> None:
         """Under the lease."""

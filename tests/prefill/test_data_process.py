@@ -98,13 +98,14 @@ async def test_what_was_read_from_a_data_process_that_ended_is_not_taken(case: C
     before = await case.shake()
     await restarted(case.agent)
 
-    for ask in (case.take, case.ask_check):
+    for ask in (case.take, case.ask_check, case.renew):
         with pytest.raises(RequestRefused, match="data process") as refused:
             await ask(nixl_agent=before.nixl_agent)
         assert refused.value.code is ErrorCode.STALE
 
     now = await case.shake()
     await case.ask_check(nixl_agent=now.nixl_agent)
+    await case.renew(nixl_agent=now.nixl_agent)
     await case.take(nixl_agent=now.nixl_agent)
 
 

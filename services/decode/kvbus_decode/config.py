@@ -53,9 +53,9 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     idle_peer_s: Duration = 600.0
     """A prefill agent that nothing was read from for so long is left, with all that is held for it.
     """
-    quarantine_timeout_s: Duration = 60.0
-    """How long READs of an ended fetch are waited for when their prefill agent is stopped or cut
-    off; then NIXL is made again, and the blocks come back.
+    quarantine_timeout_s: Duration = 10.0
+    """How long the agent waits for READs that were aborted, if their prefill agent is stopped or
+    cut off. Then it replaces the data process. That fails other READs, which are repeated.
     """
 
     path: Literal["auto", "direct", "staged", "packed", "mapped"] = "auto"

@@ -311,7 +311,7 @@ class ReadLimits:
 
     legs_in_flight: int = 4
     num_slots: int = 16
-    quarantine_s: float = 60.0
+    quarantine_s: float = 10.0
     max_retired_bytes: int = 4 << 20
 
 

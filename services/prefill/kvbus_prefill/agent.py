@@ -96,10 +96,11 @@ class PrefillService(Service):
 
     def peer_handlers(self) -> Handlers:
         """A reader shakes hands, uses a lease or wants boxes packed, or a router withdraws."""
-        about_offers = (Claim, Renew, Release, Forgo)
+        about_offers = (Claim, Release, Forgo)
         return {
             Handshake: self._shake_hands,
             **dict.fromkeys(about_offers, self._forward),
+            Renew: self._renew,
             Take: self._take,
             PeerWithdraw: self._withdraw,
             WordsTaken: self._end_taken,
@@ -163,6 +164,10 @@ class PrefillService(Service):
             self._agent.engines.end_if_left(offer.engine_id)
             self._agent.engines.find_cuts(offer.engine_id)
         self._forward(take, call)
+
+    def _renew(self, renew: Renew, call: Call) -> None:
+        check_read_from(self._agent.data, renew.nixl_agent)
+        self._forward(renew, call)
 
     def _end_taken(self, taken: WordsTaken, call: Call) -> None:
         for offer_id, token in taken.tokens.items():

@@ -100,6 +100,7 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
             token=fetch.held.token,
             lease_s=at.limits.lease_s,
             known_blocks={group: len(table) for group, table in tables.items()},
+            nixl_agent=fetch.home_nixl,
         )
     fetch.question, fetch.ask_at, fetch.hinted = message, None, False
     is_short = isinstance(message, Claim | CommitQuery)
