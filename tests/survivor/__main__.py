@@ -149,8 +149,9 @@ async def say_progress(ledger: Ledger) -> None:
 def keep_logs(agents: Agents, folder: Path) -> None:
     """Copy the logs of agents and engines."""
     folder.mkdir(parents=True, exist_ok=True)
-    for agent in agents.all:
-        shutil.copy(agent.log_path, folder / f"{agent.role}-{agent.folder.name}.log")
+    for number, agent in enumerate(agents.all):
+        cluster = number // len(BOTH)
+        shutil.copy(agent.log_path, folder / f"agent-{agent.role}-{cluster}.log")
     for log in agents.folder.glob("*.log"):
         shutil.copy(log, folder)
 

@@ -190,9 +190,19 @@ class Cluster:
         agent.started = {"attach": f"{agent.settings['runtime_dir']}/attach.sock"}
         return agent
 
-    def fail(self, what: str, message: str, **more: Any) -> None:
-        """Count a failure."""
-        self.ledger.fail(what, self.number, message, **more)
+    def fail(self, what: str, message: str, **more: Any) -> dict[str, Any] | None:
+        """Count a failure, as `Ledger.fail`."""
+        return self.ledger.fail(what, self.number, message, **more)
+
+    async def history(self, role: str, **of: str) -> list[str]:
+        """Return what an agent knows of a fetch or an offer; it may have ended since."""
+        agent = self.agents[role]
+        agent.started["peer"] = f"tcp://{self.hosts[role].address}:{PEER_PORT}"
+        try:
+            lines: list[str] = (await asyncio.to_thread(agent.status, **of))["story"]
+        except Exception as error:  # the failure counts, with or without its history
+            return [f"none: {error!r}"]
+        return lines
 
     def spawn(self, what: Any) -> asyncio.Task[Any]:
         """Run a coroutine until `close`."""

@@ -86,24 +86,26 @@ class Ledger:
             self.skipped[event.kind] += 1
         one.over_s = time.monotonic()
 
-    def fail(self, what: str, cluster: int, message: str, **more: Any) -> None:
-        """Count a failure, and keep the first ones of each kind."""
+    def fail(self, what: str, cluster: int, message: str, **more: Any) -> dict[str, Any] | None:
+        """Count a failure. Return its entry in the report if it is one of the first of its kind."""
         self.counts[what] += 1
         name = f"{what}: {NAMES_IN_TEXT.sub('#', message)}"
         if name not in self.groups and len(self.groups) >= MAX_GROUPS:
             name = f"{what}: others"
         group = self.groups.setdefault(name, Group())
         group.count += 1
-        if len(group.examples) < MAX_KEPT:
-            now = time.monotonic()
-            before = [
-                f"{one.kind} {one.role} {now - one.began_s:.2f} s before"
-                for one in self.happened.get(cluster, [])[-NUM_BEFORE:]
-            ]
-            at_s = round(now - self.began_s, 2)
-            told = {"cluster": cluster, "at_s": at_s, "message": message, "events": before, **more}
-            group.examples.append(told)
-            self.say(f"{what} in cluster {cluster}: {message}")
+        if len(group.examples) >= MAX_KEPT:
+            return None
+        now = time.monotonic()
+        before = [
+            f"{one.kind} {one.role} {now - one.began_s:.2f} s before"
+            for one in self.happened.get(cluster, [])[-NUM_BEFORE:]
+        ]
+        at_s = round(now - self.began_s, 2)
+        kept = {"cluster": cluster, "at_s": at_s, "message": message, "events": before, **more}
+        group.examples.append(kept)
+        self.say(f"{what} in cluster {cluster}: {message}")
+        return kept
 
     def say(self, what: str) -> None:
         """Report progress on stderr."""

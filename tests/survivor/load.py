@@ -77,17 +77,23 @@ class Load:
             self.newest_completed_s = max(self.newest_completed_s, began_s)
         else:
             source.tell({"do": "withdraw", "offer": key})
-            self._fail("fetch", end, began_s)
+            if kept := self._fail("fetch", end, began_s):
+                of_fetch = {"fetch_id": order["fetch_id"]}
+                kept["decode"] = await self._cluster.history(DECODE, **of_fetch)
+                of_offer = {"offer_id": made["offer_id"]}
+                kept["prefill"] = await self._cluster.history(PREFILL, **of_offer)
         self._follow(fetched.freed, f"of a fetch that is {(end or {}).get('outcome')}")
         self._follow(offered.freed, f"of an offer whose fetch is {(end or {}).get('outcome')}")
 
-    def _fail(self, what: str, told: Mapping[str, Any] | None, began_s: float) -> None:
+    def _fail(
+        self, what: str, told: Mapping[str, Any] | None, began_s: float
+    ) -> dict[str, Any] | None:
         if told is None:
             of = f"{what} has no end after its deadline"
         else:
             words = (told.get(name, "") for name in ("outcome", "stage", "code", "message"))
             of = " ".join([what, *filter(None, words)])
-        self._cluster.fail("failed", of, after_s=round(time.monotonic() - began_s, 2))
+        return self._cluster.fail("failed", of, after_s=round(time.monotonic() - began_s, 2))
 
     def _follow(self, freed: "asyncio.Future[Told]", what: str) -> None:
         """Count the blocks as lost if they are never reported free."""
