@@ -332,8 +332,10 @@ class DataProcess:
             await future
         if defined.error is not None:
             raise defined.error
-        if defined.is_discarded or defined.is_removed:
+        if defined.is_discarded:
             raise _gone()
+        if defined.is_removed:  # a peer's process has ended, for example: another try may find it
+            raise TransferFailed("what this needs was dropped while it was defined")
         return defined.result
 
     async def discard(self, defined: Defined) -> None:

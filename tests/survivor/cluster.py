@@ -42,6 +42,7 @@ COMMON: Mapping[str, Any] = {
     "data_interfaces": [BRIDGED],
     "mapped": False,
     "heartbeat_s": 1.0,
+    "engine_wait_s": 10.0,
 }
 LOOK_S = 0.02
 ENDS_WITHIN_S, UP_WITHIN_S = 10.0, 120.0
