@@ -15,17 +15,17 @@ from tests.survivor.draws import KINDS, PREFILL, draw_events
 from tests.survivor.ledger import Happened, Pause, add_pauses
 
 ROOT = Path(__file__).parents[2]
-ENDS_WITHIN_S = 150
+ENDS_WITHIN_S, SHORT_WITHIN_S = 150, 400
 NUM_DRAWN = 2000
 
 
-def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+def run(*arguments: str, within_s: float = ENDS_WITHIN_S) -> tuple[int, dict[str, Any]]:
     """The exit status and the report of one run."""
     if not HAVE_NAMESPACES:
         pytest.skip("needs root and iproute2")
     command = [sys.executable, "-m", "tests.survivor", *arguments]
     ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=ENDS_WITHIN_S, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=within_s, check=False
     )
     assert ended.stdout, ended.stderr
     return ended.returncode, json.loads(ended.stdout)
@@ -43,6 +43,16 @@ def test_a_run_fails_if_a_request_does() -> None:
     assert report["counts"]["failed"]
     assert any("timeout" in group for group in report["failures"])
     assert report["longest_pauses"]["cut"]["pause_s"] > 0
+
+
+@pytest.mark.timeout(SHORT_WITHIN_S + 10)
+def test_no_request_fails_whatever_happens_to_agents_and_the_network() -> None:
+    """Fifty events; ``make survivor`` causes a thousand."""
+    short = ["--clusters", "4", "--events", "50", "--minutes", "5"]
+    status, report = run("--seed", "1", *short, within_s=SHORT_WITHIN_S)
+
+    assert (status, report["passed"]) == (0, True), json.dumps(report["failures"], indent=1)
+    assert sum(report["events_by_kind"].values()) >= 50
 
 
 def test_events_are_drawn_from_the_seed_within_the_limits_of_their_kind() -> None:
