@@ -1,9 +1,11 @@
 """Host memory that an agent in this process takes for a GPU's: what is not CUDA itself is real.
 
-Only four things are replaced: opening a handle, the stream that copies run on, the choice of the
-memory for slots, and the engine's event. So its data process is a thread of the test's process.
+Only five things are replaced: the number of GPUs, opening a handle, the stream that copies run on,
+the choice of the memory for slots, and the engine's event. So its data process is a thread of the
+test's process.
 """
 
+import ctypes
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -14,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvbus.data import memories, slots
 from kvbus.engine import Connection, KvCache
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
-from kvbus.memory.cuda import CudaMapping, GpuMover
+from kvbus.memory import cuda
+from kvbus.memory.cuda import CudaMapping
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import PassCuda, Register
 from tests import inside_agents
@@ -82,20 +84,35 @@ class StandIn:
         self.slots.append(SharedSegment(size_bytes, name="gpu-slots"))
         return self.slots[-1]
 
+    def stand_in(self, patch: pytest.MonkeyPatch) -> None:
+        """Be the GPU of all data processes that are threads of this process."""
+        replace_cuda(
+            patch,
+            CudaMapping=self.open,
+            CopyStream=self.stream,
+            GpuSlots=self.open_slots,
+            gpu_ordinal=self.ordinal,
+        )
+
+
+def replace_cuda(patch: pytest.MonkeyPatch, **names: Any) -> None:
+    """Have the driver show a GPU, and these names of `kvbus.memory.cuda` be others."""
+
+    def count(found: Any) -> int:
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_int))[0] = 1
+        return 0
+
+    driver = SimpleNamespace(cuDeviceGetCount=count)
+    patch.setattr("kvbus.memory.nvidia.nvidia_driver", lambda: driver)
+    for name, one in names.items():
+        patch.setattr(cuda, name, one)
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """A GPU for every agent of this process that is made later."""
     made = StandIn()
-    package = SimpleNamespace(
-        CudaMapping=made.open,
-        CopyStream=made.stream,
-        GpuMover=GpuMover,
-        GpuSlots=made.open_slots,
-        gpu_ordinal=made.ordinal,
-    )
-    for module in (memories, slots):
-        monkeypatch.setattr(module, "cuda", lambda: package)
+    made.stand_in(monkeypatch)
     monkeypatch.setattr(inside_agents, "spawner", inside_agents.thread_spawner)
     yield made
     for slots_memory in made.slots:

@@ -5,8 +5,7 @@ of memory. UCX aborts at an address of an unknown version. The contents of UCX's
 are opaque here, and UCX trusts them, too.
 """
 
-from dataclasses import dataclass
-
+from kvbus.data.nixl import PeerMetadata
 from kvbus.errors import TransferFailed
 
 _START = b"nixlSerDes|"
@@ -20,28 +19,20 @@ _UCX_VERSION_BITS = 0x0F
 _LAST_UCX_VERSION = 1  # UCP_OBJECT_VERSION_V2
 
 
-@dataclass(frozen=True, slots=True)
-class PeerMetadata:
-    """A blob of a peer: the name of its NIXL agent, and the bytes that describe how to connect."""
-
-    name: str
-    contact: bytes
-
-    @classmethod
-    def read(cls, blob: bytes) -> "PeerMetadata":
-        """Parse a blob. Raises `TransferFailed` for one that NIXL must not get."""
-        fields = _Fields(blob)
-        name = fields.take(b"Agent")
-        if len(name) > _MOST_NAME_BYTES or not name.isascii() or not name.decode().isprintable():
-            raise _refusal("its name is not printable ASCII")
-        for _ in range(fields.count(b"Conns", 1, _MOST_CONNECTIONS)):
-            _check_address(fields.take(b"t"), fields.take(b"c"))
-        contact = blob[: fields.at]
-        fields.expect(b"", b"MemSection")
-        for _ in range(fields.count(b"nixlSecElms", 0, _MOST_SECTIONS)):
-            _check_section(fields)
-        fields.check_end()
-        return cls(name.decode(), contact)
+def read_metadata(blob: bytes) -> PeerMetadata:
+    """Parse a blob. Raises `TransferFailed` for one that NIXL must not get."""
+    fields = _Fields(blob)
+    name = fields.take(b"Agent")
+    if len(name) > _MOST_NAME_BYTES or not name.isascii() or not name.decode().isprintable():
+        raise _refusal("its name is not printable ASCII")
+    for _ in range(fields.count(b"Conns", 1, _MOST_CONNECTIONS)):
+        _check_address(fields.take(b"t"), fields.take(b"c"))
+    contact = blob[: fields.at]
+    fields.expect(b"", b"MemSection")
+    for _ in range(fields.count(b"nixlSecElms", 0, _MOST_SECTIONS)):
+        _check_section(fields)
+    fields.check_end()
+    return PeerMetadata(name.decode(), contact, blob)
 
 
 # NIXL writes fields one after the other: a tag, a length of 8 bytes, the content, and a bar. The

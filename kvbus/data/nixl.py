@@ -26,6 +26,15 @@ class Registration:
     memory: MemoryKind
 
 
+@dataclass(frozen=True, slots=True)
+class PeerMetadata:
+    """A blob of a peer that NIXL may get: the name of its NIXL agent, and how to connect to it."""
+
+    name: str
+    contact: bytes
+    blob: bytes
+
+
 class Nixl(Protocol):
     """One NIXL agent with a UCX backend; all calls are made by one thread."""
 
@@ -41,8 +50,8 @@ class Nixl(Protocol):
         """Return what a peer needs to connect and to read these, all of one kind of memory."""
         ...
 
-    def add_peer(self, metadata: bytes) -> str:
-        """Add a peer, or new memory of a known one; return its name. Raises `TransferFailed`."""
+    def add_peer(self, metadata: PeerMetadata) -> None:
+        """Add a peer, or new memory of a known one. Raises `TransferFailed`."""
         ...
 
     def remove_peer(self, name: str) -> None:

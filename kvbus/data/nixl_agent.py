@@ -9,8 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from kvbus.data.messages import MemoryKind
-from kvbus.data.metadata import PeerMetadata
-from kvbus.data.nixl import Handle, HandleForgotten, Registration
+from kvbus.data.nixl import Handle, HandleForgotten, PeerMetadata, Registration
 from kvbus.data.slicing import Rows
 from kvbus.errors import KVBusError, PeerLost, SegmentError, TransferFailed
 
@@ -156,20 +155,19 @@ class NixlAgent:
             descriptors = _bindings.nixlRegDList(self._agent.nixl_mems[kind], rows)
             return bytes(self._agent.get_partial_agent_metadata(descriptors, True, ["UCX"]))
 
-    def add_peer(self, metadata: bytes) -> str:
-        """Add a peer, or new memory of a known one; return its name.
+    def add_peer(self, metadata: PeerMetadata) -> None:
+        """Add a peer, or new memory of a known one.
 
         Refuses the name of a known peer with another contact: NIXL would drop that peer, and what
         is in flight to it.
         """
-        peer = PeerMetadata.read(metadata)
-        if self._contacts.get(peer.name, peer.contact) != peer.contact:
-            raise TransferFailed("another peer has that name", peer=peer.name)
-        self._contacts.pop(peer.name, None)  # NIXL forgets it where it refuses this
+        name, contact = metadata.name, metadata.contact
+        if self._contacts.get(name, contact) != contact:
+            raise TransferFailed("another peer has that name", peer=name)
+        self._contacts.pop(name, None)  # NIXL forgets it where it refuses this
         with _translated("the peer's metadata is refused"):
-            self._agent.add_remote_agent(metadata)
-        self._contacts[peer.name] = peer.contact
-        return peer.name
+            self._agent.add_remote_agent(metadata.blob)
+        self._contacts[name] = contact
 
     def remove_peer(self, name: str) -> None:
         """Remove a peer. No handle to it may be in flight: NIXL would lose track of it."""

@@ -25,8 +25,8 @@ from kvbus.data.memories import (
     host_registrations,
     map_rank,
 )
-from kvbus.data.metadata import PeerMetadata
-from kvbus.data.nixl import LoadNixl, OpenNixlAgent, Registration
+from kvbus.data.metadata import read_metadata
+from kvbus.data.nixl import LoadNixl, OpenNixlAgent, PeerMetadata, Registration
 from kvbus.data.plans import Plan, make_plan
 from kvbus.data.reads import NixlReads
 from kvbus.data.replies import Background, Replies
@@ -220,7 +220,7 @@ class DataServer:
         known: PeerMetadata | None = None if definition is None else definition.value
         try:
             reads: NixlReads = self._definitions.find(NIXL)
-            read = [PeerMetadata.read(blob) for blob in message.metadata]
+            read = [read_metadata(blob) for blob in message.metadata]
             if not (known or read):
                 raise LocalError("a peer without metadata", code=ErrorCode.INTERNAL)
             for peer in read:
@@ -230,8 +230,8 @@ class DataServer:
                 self._definitions.fail(name, error)
             raise
         try:
-            for blob in message.metadata:
-                reads.agent.add_peer(blob)
+            for peer in read:
+                reads.agent.add_peer(peer)
         except KVBusError as error:
             self._refuse(message, name, error)
         else:

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvbus.data import nixl_agent
 from kvbus.data.messages import MemoryKind
+from kvbus.data.metadata import read_metadata
 from kvbus.data.nixl import Registration
 from kvbus.data.scheduler import ReadLimits
 from kvbus.data.slicing import Rows
@@ -91,7 +92,9 @@ class BareAgent:
     def connect(self, **lent: Any) -> None:
         """Read from there from now on."""
         location = msgspec.convert(lent, MemoryLocation)
-        self._peer, self._there = self._agent.add_peer(location.metadata), location.address
+        peer = read_metadata(location.metadata)
+        self._agent.add_peer(peer)
+        self._peer, self._there = peer.name, location.address
 
     def read(self) -> float:
         """Seconds of one READ."""

@@ -7,17 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvbus.agent.access import load_http_token
-from kvbus.agent.config import AgentConfig, convert_config
 from kvbus.agent.http import AgentPages, ask_loop
-from kvbus.errors import ConfigError
 from kvbus.protocol import Fault
 from kvbus.spawn import free_port
 from tests.agents import AgentProcess, started
@@ -25,18 +21,13 @@ from tests.agents import AgentProcess, started
 TOKEN = "a-token-of-some-length"
 
 
-def token_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
-    path = folder / "token"
-    path.write_bytes(content)
-    path.chmod(mode)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess]:
     """An agent at an IPv6 address that asks for a token."""
-    path = token_file(tmp_path_factory.mktemp("token"), f"{TOKEN}\n".encode())
-    with started("prefill", http_bind=f"[::1]:{free_port()}", http_token_file=path) as agents:
+    path = tmp_path_factory.mktemp("token") / "token"
+    path.touch(mode=0o600)
+    path.write_text(f"{TOKEN}\n")
+    with started("prefill", http_bind=f"[::1]:{free_port()}", http_token_file=str(path)) as agents:
         yield agents.all[0]
 
 
@@ -125,40 +116,6 @@ def send_slowly(connections: list[socket.socket], ended: threading.Event) -> Non
             with suppress(OSError):  # it was closed
                 one.sendall(text)
         text = b"x"
-
-
-def config(**changes: object) -> AgentConfig:
-    binds = {"peer_bind": "tcp://127.0.0.1:0", "events_bind": "tcp://127.0.0.1:0"}
-    return convert_config(AgentConfig, {"agent_id": "a", **binds, **changes}, source="the test")
-
-
-@pytest.mark.parametrize(
-    ("content", "mode", "reason"),
-    [
-        (b"short\n", 0o600, "16 to 1024"),
-        (b"two lines of it\nand more", 0o600, "one line"),
-        ("nicht-nur-ä-sondern-auch-ö".encode(), 0o600, "printable"),
-        (TOKEN.encode(), 0o644, "chmod 0600"),
-        (None, 0o600, "No such file"),
-    ],
-)
-def test_a_wrong_token_file_is_named_with_its_key(
-    tmp_path: Path, content: bytes | None, mode: int, reason: str
-) -> None:
-    path = str(tmp_path / "none") if content is None else token_file(tmp_path, content, mode)
-
-    with pytest.raises(ConfigError, match=reason) as refused:
-        load_http_token(config(http_bind="0.0.0.0:0", http_token_file=path))
-
-    assert "http_token_file" in refused.value.message
-    assert path in refused.value.message
-    assert TOKEN not in refused.value.message
-
-
-def test_a_port_that_others_reach_needs_a_token_or_is_said_to_be_insecure() -> None:
-    with pytest.raises(ConfigError, match="http_token_file"):
-        load_http_token(config(http_bind="0.0.0.0:0"))
-    assert load_http_token(config(http_bind="0.0.0.0:0", insecure=True)) == ""
 
 
 @pytest.fixture

@@ -1,23 +1,89 @@
 """Digests of memory are those of its elements, so that one flipped bit changes one of a piece."""
 
+import itertools
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.data.digests import digest_pieces
+from kvbus.data import messages as wire
 from kvbus.geometry import Box
+from kvbus.memory.segment import SharedSegment
 from kvbus.planning import Piece, ReadMap, chosen_boxes, cut_for_digests, num_pieces, piece_of
-from tests.memory.in_memory import InMemory
-from tests.planning.handoffs import Case, cases, copied_by_loops, some
+from tests.data_process import Data, DataInThread
+from tests.gpu_stand_in import GPU, StandIn
+from tests.planning.handoffs import Case, Side, cases, copied_by_loops, some
 
 
-def digests(side: InMemory, rank: int, boxes: list[Box]) -> list[int]:
-    (group,) = {box.group for box in boxes}
-    memory, table = side.paged(rank, group), side.side.tables[group]
-    return [int(one) for one in digest_pieces(memory, table, boxes)]
+class Memories:
+    """A data process that digests sides of handoffs, in memory of the host or of a GPU."""
+
+    def __init__(self, data: Data, gpu: StandIn | None) -> None:
+        self._data, self._gpu = data, gpu
+        self._numbers = itertools.count(1)
+
+    @contextmanager
+    def of(self, side: Side, content: bytes) -> Iterator[dict[int, int]]:
+        """Add each rank of a side; yields the numbers of their memories."""
+        added = {rank: next(self._numbers) for rank in side.ranks}
+        with ExitStack() as ends:
+            for rank, memory in added.items():
+                segments, fds = self._pass(side, rank, content, ends)
+                message = wire.AddMemory(
+                    memory=memory,
+                    engine=side.engine,
+                    rank=side.ranks[rank].rank,
+                    segments=segments,
+                    direct=False,
+                )
+                self._data.call(message, fds)
+            yield added
+            for memory in added.values():
+                self._data.call(wire.RemoveMemory(memory=memory))
+
+    def digests(self, memory: int, side: Side, box: Box, **sample: Any) -> list[int]:
+        table = side.tables[box.group]
+        asked = wire.Digest(memory=memory, table=table, box=box, turn=wire.Turn("turn"), **sample)
+        found: list[int] = np.frombuffer(self._data.call(asked).digests, "<u8").tolist()
+        return found
+
+    def _pass(
+        self, side: Side, rank: int, content: bytes, ends: ExitStack
+    ) -> tuple[tuple[wire.SegmentPart, ...], list[int]]:
+        placed, parts, fds = side.ranks[rank], [], []
+        for segment in placed.rank.segments:
+            name, size_bytes, cuda = segment.segment_id, segment.size_bytes, None
+            offset = placed.addresses[name] - side.base
+            if self._gpu is None:
+                shared = SharedSegment(size_bytes)
+                ends.callback(shared.close)
+                shared.view()[:] = np.frombuffer(content, np.uint8)[offset:][:size_bytes]
+                fds.append(shared.fd)
+            else:
+                handle = f"{rank} {name}".encode()
+                self._gpu.memory[handle] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                cuda = wire.CudaPart(GPU, handle, offset, None)
+            parts.append(wire.SegmentPart(name, size_bytes, cuda=cuda))
+        return tuple(parts), fds
+
+
+@pytest.fixture(scope="module", params=["host", "gpu"])
+def memories(request: pytest.FixtureRequest) -> Iterator[Memories]:
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = StandIn() if request.param == "gpu" else None
+        if gpu is not None:
+            gpu.stand_in(patch)
+        data = Data() if gpu is None else DataInThread()
+        try:
+            yield Memories(data, gpu)
+        finally:
+            data.end()
 
 
 def boxes_of(case: Case) -> Iterator[tuple[int, int, Box]]:
@@ -39,18 +105,20 @@ def wanted(case: Case, box: Box, piece: Piece) -> int:
     return xxhash.xxh3_64_intdigest(b"".join(values))
 
 
-@pytest.mark.parametrize("as_gpu", [False, True], ids=["host", "gpu"])
 @some(160)
-@given(cases(), st.integers(1, 3), st.text(max_size=3))
+@given(case=cases(), one_in=st.integers(1, 3), offer_id=st.text(max_size=3))
 def test_both_sides_digest_of_any_sample_what_loops_over_every_element_say(
-    as_gpu: bool, case: Case, one_in: int, offer_id: str
+    memories: Memories, case: Case, one_in: int, offer_id: str
 ) -> None:
-    prefill = InMemory(case.prefill, as_gpu=as_gpu)
-    decode = InMemory(case.decode, copied_by_loops(case)[0], as_gpu=as_gpu)
-
-    for holder, reader, box in boxes_of(case):
-        if chosen := list(chosen_boxes(box, offer_id=offer_id, one_in=one_in)):
-            numbers = range(sum(map(num_pieces, chosen)))
-            should_be = [wanted(case, box, piece_of(chosen, number)) for number in numbers]
-            assert digests(prefill, holder, chosen) == should_be
-            assert digests(decode, reader, chosen) == should_be
+    prefill, decode = case.prefill, case.decode
+    with (
+        memories.of(prefill, prefill.memory) as holders,
+        memories.of(decode, copied_by_loops(case)[0]) as readers,
+    ):
+        for holder, reader, box in boxes_of(case):
+            sample: dict[str, Any] = {"offer_id": offer_id, "one_in": one_in}
+            if chosen := list(chosen_boxes(box, **sample)):
+                numbers = range(sum(map(num_pieces, chosen)))
+                should_be = [wanted(case, box, piece_of(chosen, number)) for number in numbers]
+                assert memories.digests(holders[holder], prefill, box, **sample) == should_be
+                assert memories.digests(readers[reader], decode, box, **sample) == should_be

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,12 @@ import pytest
 from msgspec import structs
 
 from kvbus.data import messages as wire
-from kvbus.data.slots import HostSlots
 from kvbus.errors import ErrorCode, GeometryError, LocalError, SegmentError
 from kvbus.geometry import BlockTable, Box
+from kvbus.memory.segment import SharedSegment
 from tests.data.conftest import MakeMemory, MakePair
 from tests.data_process import GROUP, MIB, Data, DataInThread, add_plan
+from tests.gpu_stand_in import replace_cuda
 
 HOST, BLOCK_BYTES, NUM_SLOTS = "host", 16 << 10, 3
 TURN = wire.Turn("turn")
@@ -197,10 +197,13 @@ def huge_bytes(data: Data, address: int) -> int:
 def test_slots_of_a_gpu_are_in_its_memory_if_a_nic_reads_it_and_nixl_takes_it_else_pinned(
     monkeypatch: pytest.MonkeyPatch, nic_reads_gpu: bool, refused: list[str]
 ) -> None:
-    stand_in = SimpleNamespace(
-        gpu_ordinal=lambda _: 3, GpuSlots=lambda size_bytes, _, **__: HostSlots(size_bytes)
-    )
-    monkeypatch.setattr("kvbus.data.slots.cuda", lambda: stand_in)
+    made: list[SharedSegment] = []
+
+    def slots(size_bytes: int, _: int, *, pinned: bool) -> SharedSegment:
+        made.append(SharedSegment(size_bytes))
+        return made[-1]
+
+    replace_cuda(monkeypatch, gpu_ordinal=lambda _: 3, GpuSlots=slots)
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     asked = wire.OpenSlots(
         device="GPU-0", num_slots=NUM_SLOTS, slot_bytes=4096, nic_reads_gpu=nic_reads_gpu
@@ -211,6 +214,8 @@ def test_slots_of_a_gpu_are_in_its_memory_if_a_nic_reads_it_and_nixl_takes_it_el
         opened = data.call(asked)
     finally:
         data.end()
+        for one in made:
+            one.close()
 
     assert (opened.memory_kind, opened.nixl_device) == ("DRAM", 0)
     assert [line.fields["memory"] for line in logged(data)] == refused

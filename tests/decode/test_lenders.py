@@ -22,7 +22,6 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from kvbus.agent.config import convert_config
-from kvbus.agent.identity import machine_id
 from kvbus.agent.slots import HOST
 from kvbus.bus import new_boot_id
 from kvbus.data.child import spawner
@@ -70,6 +69,11 @@ class Borrowing:
     def path(self) -> Path:
         return self.folder / "memory.sock"
 
+    @property
+    def machine(self) -> str:
+        """This one, as the agent says."""
+        return self.borrower.sharing().machine
+
     async def borrow(self, told: MemorySocket) -> MappedMemory | str:
         """What a handshake comes to that says so of the memory socket."""
         done, engine = replace(SHAKEN, memory_socket=told), SimpleNamespace(devices={HOST})
@@ -77,7 +81,7 @@ class Borrowing:
         return await self.borrower.borrow(BOOT, done, taker, within_s=WITHIN_S)
 
     async def borrow_here(self) -> MappedMemory | str:
-        return await self.borrow(MemorySocket(str(self.path), machine_id()))
+        return await self.borrow(MemorySocket(str(self.path), self.machine))
 
 
 @pytest.fixture
@@ -261,7 +265,7 @@ FOLLOWED_NOWHERE: dict[str, tuple[MemorySocket, str]] = {
 async def test_a_path_that_leads_to_no_agent_is_not_followed_and_why_is_said_once(
     here: Borrowing, told: MemorySocket, reason: str
 ) -> None:
-    machine = machine_id() if told.machine == HERE else told.machine
+    machine = here.machine if told.machine == HERE else told.machine
     told = MemorySocket(told.path.replace("{}", str(here.folder)), machine, told.closed)
     with capture_logs() as logs:
         closed = [await here.borrow(told) for _ in range(2)]

@@ -24,8 +24,7 @@ import torch
 from kvbus.engine import Fetch, Link, Offer, OfferOptions, RankMemory
 from kvbus.errors import ErrorCode, FetchFailed, RequestTimeout
 from kvbus.memory.segment import SharedSegment
-from kvbus.protocol import Outcome, Rendezvous, Request, Word
-from kvbus.protocol.peer import MAX_TAKEN, Take, WordsTaken
+from kvbus.protocol import MAX_TAKEN, Outcome, Rendezvous, Request, Take, Word, WordsTaken
 from kvbus_decode import config
 from kvbus_decode.peers import Peer
 from tests import plain_sockets

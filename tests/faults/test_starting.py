@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvbus.agent.config import load_config
+from kvbus.spawn import free_port
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, until
@@ -32,6 +33,7 @@ EXPOSED = {"peer_bind": "tcp://0.0.0.0:0", "advertise_host": "host"}
 """Whoever reaches this machine may connect."""
 USAGE = {"no number", "no port", "no address for others", "more peers than places"}
 """What ends with status 2."""
+TOKEN = "a-token-of-some-length"
 
 
 def refused(folder: Path) -> dict[str, Refused]:
@@ -52,6 +54,14 @@ def refused(folder: Path) -> dict[str, Refused]:
 
     def env(**variables: str) -> dict[str, Any]:
         return {"env": variables, "mapped": False}
+
+    def token(content: bytes | None, said: str, mode: int = 0o600) -> Refused:
+        path = folder / f"token-{said}"
+        if content is not None:
+            path.write_bytes(content)
+            path.chmod(mode)
+        settings = {"http_bind": "0.0.0.0:0", "http_token_file": str(path)}
+        return "prefill", settings, f"'http_token_file'.*{re.escape(str(path))}.*{said}"
 
     long_path = f"/dev/shm/{120 * 'x'}"  # noqa: S108 - nothing is made there
     insecure = {**EXPOSED, "insecure": True}
@@ -94,6 +104,12 @@ def refused(folder: Path) -> dict[str, Refused]:
         "a ticket key that is long": tickets("long", "larger than 4096 bytes"),
         "no ticket key to sign": tickets("none", "cannot read"),
         "no ticket key to check": tickets("none", "cannot read", "decode"),
+        "a token that is short": token(b"short\n", "16 to 1024"),
+        "a token of two lines": token(b"two lines of it\nand more", "one line"),
+        "a token that is no ASCII": token("nicht-nur-ä-sondern-auch-ö".encode(), "printable"),
+        "a token that others read": token(TOKEN.encode(), "chmod 0600", 0o644),
+        "a token that is not there": token(None, "No such file"),
+        "a port without a token": ("decode", {"http_bind": "0.0.0.0:0"}, "'http_token_file'"),
         "any interface for KV": ("prefill", insecure, "'data_interfaces': needed"),
         "any interface, with keys": ("decode", {**EXPOSED, **keys}, "'data_interfaces': needed"),
         "an interface that is not there": (
@@ -118,6 +134,7 @@ def test_what_cannot_be_or_is_not_safe_is_refused_at_the_start_by_its_key(
         status, said = ended(launched[why])
         assert status == (2 if why in USAGE else 1), (why, said)
         assert re.search(told, said), (why, said)
+        assert TOKEN not in said
 
 
 def ended(agent: AgentProcess) -> tuple[int, str]:
@@ -159,6 +176,7 @@ async def test_a_wildcard_bind_is_reached_over_ipv6_and_over_ipv4(fresh: Started
         "events_bind": "tcp://*:0",
         "advertise_host": "::1",
         "data_interfaces": ["lo"],
+        "http_bind": f"0.0.0.0:{free_port()}",
         "insecure": True,
     }
     prefill, decode = fresh.both(everywhere)
@@ -167,6 +185,7 @@ async def test_a_wildcard_bind_is_reached_over_ipv6_and_over_ipv4(fresh: Started
         fetched = await hand_over(*engines)
 
     assert fetched.path == "direct"
+    assert prefill.page("/metrics")[0] == 200
     assert prefill.peer.startswith("tcp://[::1]:")
     over_ipv4 = prefill.peer.replace("[::1]", "127.0.0.1")
     assert ask(over_ipv4, "status", {})["ok"]["counts"]["offers"] == 0

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbus.data.messages import MemoryKind
-from kvbus.data.metadata import PeerMetadata
-from kvbus.data.nixl import Registration
+from kvbus.data.nixl import PeerMetadata, Registration
 from kvbus.errors import PeerLost, RemoteError, TransferFailed
 from tests.sim.network import Network
 
@@ -99,11 +98,11 @@ class SimNixl:
         self.name, self.place = name, place
         self.num_moves = 0
         """Handles that were prepared, posted or have ended, as its process knows."""
-        self._fabric, self._host, self._world = fabric, host, fabric.network.world
-        self._registered: list[Registration] = []
+        self._fabric, self.host, self._world = fabric, host, fabric.network.world
+        self.registered: list[Registration] = []
         before = fabric.listening.get(place)
-        earlier = [] if before is None else [before._registered, *before._earlier]
-        self._earlier: list[list[Registration]] = earlier[:MOST_EARLIER]
+        earlier = [] if before is None else [before.registered, *before.earlier]
+        self.earlier: list[list[Registration]] = earlier[:MOST_EARLIER]
         """What those before it had registered, and readers may still have as its addresses."""
         self._peers: dict[str, Peer] = {}
         self._live: dict[Handle, None] = {}
@@ -114,27 +113,26 @@ class SimNixl:
         return list(self._peers)
 
     def register(self, registration: Registration) -> None:
-        self._registered.append(registration)
+        self.registered.append(registration)
 
     def deregister(self, registration: Registration) -> None:
         if any(self._targets(handle, registration) for handle in self._live):
             self._world.fail(f"{self.name}: memory is deregistered, and a READ writes into it")
-        self._registered.remove(registration)
+        self.registered.remove(registration)
 
     def metadata(self, registrations: Sequence[Registration]) -> bytes:
         return _blob(self.name, self.place)
 
-    def add_peer(self, metadata: bytes) -> str:
-        read = PeerMetadata.read(metadata)
-        known = self._peers.get(read.name)
-        if known is not None and known.contact != read.contact:
-            raise TransferFailed("another peer has that name", peer=read.name)
-        place = _place_of(read)
+    def add_peer(self, metadata: PeerMetadata) -> None:
+        name, contact = metadata.name, metadata.contact
+        known = self._peers.get(name)
+        if known is not None and known.contact != contact:
+            raise TransferFailed("another peer has that name", peer=name)
+        place = _place_of(metadata)
         if self._is_cut(place):
-            raise TransferFailed("no way there", peer=read.name)
+            raise TransferFailed("no way there", peer=name)
         if known is None:
-            self._peers[read.name] = Peer(read.name, read.contact, place)
-        return read.name
+            self._peers[name] = Peer(name, contact, place)
 
     def remove_peer(self, name: str) -> None:
         peer = self._peers.pop(name, None)
@@ -192,13 +190,13 @@ class SimNixl:
 
     def _land(self, handle: Handle, piece: tuple[Rows, Rows], has_seen_death: bool) -> None:
         """A piece lands, fails, or is looked at later."""
-        if not self._host.is_alive or not any(one is piece for one in handle.pieces):
+        if not self.host.is_alive or not any(one is piece for one in handle.pieces):
             return
         peer, world = handle.peer, self._world
         source = peer.agent
         if source is None and not self._is_cut(peer.place):
             source = peer.agent = self._fabric.listening.get(peer.place)
-        if source is not None and not source._host.is_alive:
+        if source is not None and not source.host.is_alive:
             if has_seen_death:
                 self._break(peer)
             else:
@@ -210,11 +208,11 @@ class SimNixl:
             self._end(handle, piece)
 
     def _copy(self, source: "SimNixl", local: Rows, remote: Rows) -> RemoteError | None:
-        found = [source._find(address, length) for address, length, _ in remote.tolist()]
+        found = [source.find(address, length) for address, length, _ in remote.tolist()]
         if not all(found):
             return TransferFailed("the memory is not registered there", peer=source.name)
         for (target, length, _), address in zip(local.tolist(), found, strict=True):
-            if not _contains(self._registered, target, length):
+            if not _contains(self.registered, target, length):
                 self._world.fail(f"{self.name}: bytes land where nothing is registered")
             ctypes.memmove(target, address, length)
         if self._world.luck.chance(self._fabric.flips):
@@ -223,12 +221,12 @@ class SimNixl:
 
     # Data processes of one agent map the same things, and so at the same addresses, but not in the
     # same order. What registration number 2 was for a reader of the one before is number 2 here.
-    def _find(self, address: int, length: int) -> int:
+    def find(self, address: int, length: int) -> int:
         """Where the bytes are that a reader knows by an address; 0: nowhere."""
-        if _contains(self._registered, address, length):
+        if _contains(self.registered, address, length):
             return address
-        for earlier in self._earlier:
-            for before, now in zip(earlier, self._registered, strict=False):
+        for earlier in self.earlier:
+            for before, now in zip(earlier, self.registered, strict=False):
                 offset = address - before.address
                 if 0 <= offset < before.size_bytes and offset + length <= now.size_bytes:
                     return now.address + offset
@@ -237,7 +235,7 @@ class SimNixl:
     def _end(self, handle: Handle, piece: tuple[Rows, Rows]) -> None:
         handle.pieces = [one for one in handle.pieces if one is not piece]
         if handle.is_terminal:
-            self._host.on_moved()
+            self.host.on_moved()
 
     def _break(self, peer: Peer) -> None:
         """Its READs fail, also later ones, and nothing of them lands."""
@@ -245,13 +243,13 @@ class SimNixl:
         for handle in [one for one in self._live if one.peer is peer]:
             if not handle.is_terminal:
                 handle.error, handle.pieces = handle.error or _lost(peer.name), []
-                self._host.on_moved()
+                self.host.on_moved()
 
     def _is_cut(self, place: str) -> bool:
-        return self._fabric.network.is_cut(self._host.machine, place.partition(":")[0])
+        return self._fabric.network.is_cut(self.host.machine, place.partition(":")[0])
 
     def _is_stalled(self, source: "SimNixl") -> bool:
-        ours, theirs = self._host, source._host
+        ours, theirs = self.host, source.host
         is_frozen = ours.is_frozen or theirs.is_frozen
         return is_frozen or self._is_cut(source.place) or not theirs.is_driven
 
@@ -275,7 +273,7 @@ def _lost(peer: str) -> PeerLost:
 
 
 def _blob(name: str, place: str) -> bytes:
-    """The fields that `PeerMetadata` reads, and no memory."""
+    """The fields of metadata of NIXL, with no memory."""
 
     def of(tag: bytes, content: bytes) -> bytes:
         return tag + len(content).to_bytes(8, "little") + content + b"|"

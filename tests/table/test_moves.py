@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvbus.table import transitions
-from kvbus_decode.fetch import FetchState, FetchTable
+from kvbus_decode import fetch
 from tests.moves import MoveError, enforce
 
 
@@ -39,9 +39,8 @@ def test_a_handler_that_leaves_the_states_of_its_row_fails(
 
 
 def test_the_tables_of_the_product_are_checked_here() -> None:
-    from kvbus_decode.fetch import events as ev
+    states = fetch.FetchState
+    row = fetch.FetchTable.transitions[states.READING, fetch.events.StepFailed]
 
-    row = FetchTable.transitions[FetchState.READING, ev.StepFailed]
-
-    assert row.to == (FetchState.RETRYING, FetchState.DRAINING)
+    assert row.to == (states.RETRYING, states.DRAINING)
     assert hasattr(row.handler, "__wrapped__")

@@ -11,7 +11,7 @@ import structlog
 
 from kvbus.data.client import DataProcess, Defined
 from kvbus.data.messages import AddPeer, RemovePeer
-from kvbus.data.metadata import PeerMetadata
+from kvbus.data.metadata import read_metadata
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, TransferFailed
 from kvbus.protocol.peer import HandshakeDone
 from kvbus_decode.peers import Extent, Peer
@@ -182,7 +182,7 @@ class NixlPeers:
 def _check_name(memory: NixlMemory) -> None:
     """Raise `LocalError` for metadata of another NIXL agent, and `TransferFailed` for none."""
     for blob in memory.metadata:
-        name = PeerMetadata.read(blob).name
+        name = read_metadata(blob).name
         if name != memory.agent:
             raise LocalError(
                 f"metadata of NIXL agent '{name}' came as that of '{memory.agent}'",
