@@ -3,12 +3,15 @@
 What cannot be loaded is an error here, and the only one. Large blocks go to small ones.
 """
 
+import signal
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.agents import wait_until
-from tests.vllm.calls import Call, RefusedError, ask, ask_in_words, chat, stream_words
+from tests.vllm.calls import Call, Completion, RefusedError, ask, ask_in_words, chat, stream_words
 from tests.vllm.clusters import (
     ALL_THE_SAME,
     CHUNK_TOKENS,
@@ -167,6 +170,38 @@ def test_a_request_with_a_wrong_ticket_is_an_error_and_those_beside_it_are_serve
     assert said == [pair.alone(prompt) for prompt in prompts]
     assert without.completion().tokens == said[-1]
     assert pair.moved() > before
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_kill_of_an_agent_under_load_fails_no_request(pair: Cluster, role: str) -> None:
+    """Half of the requests wait for KV at the kill, the other half is anywhere."""
+    seed = 6000 + 1000 * len(role)
+    prompts = [prompt_of(40 + 10 * number, seed=seed + number) for number in range(48)]
+    killed = pair.prefill_agent if role == "prefill" else pair.decode_agent
+    before = pair.decode.from_elsewhere()
+
+    calls = pair.stuck(prompts[::2])
+    soon = [pair.soon(prompt) for prompt in prompts[1::2]]
+    killed.kill()
+    if role == "decode":
+        pair.prefill_agent.signal(signal.SIGCONT)
+    killed.start()
+
+    said = [status_or_tokens(call.completion) for call in calls]
+    said += [status_or_tokens(one.result) for one in soon]
+    failed = [one for one in said if isinstance(one, RefusedError)]
+    assert not failed, f"{len(failed)} of {len(said)}: {failed[0]}"
+    tokens = [one.tokens if isinstance(one, Completion) else one for one in said]
+    assert tokens == [pair.alone(prompt) for prompt in (*prompts[::2], *prompts[1::2])]
+    assert pair.decode.from_elsewhere() - before >= sum(map(len, prompts[::2]))
+
+
+def status_or_tokens(answer: Callable[[], Completion | list[int]]) -> Any:
+    """The answer, or the error in its place."""
+    try:
+        return answer()
+    except RefusedError as error:
+        return error
 
 
 @pytest.fixture
