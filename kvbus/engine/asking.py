@@ -70,14 +70,14 @@ A = TypeVar("A", bound=Pending[Any])
 class Asking(Events, Generic[A]):
     """What one engine asks of the agent that is there, or of the next one.
 
-    Without an agent it is waited for, for ``agent_wait_s``; before the first, and when the link is
-    closed, not at all. Called in the link's event loop only.
+    After an agent was lost, the next one is waited for until ``agent_wait_s`` have passed; before
+    the first, and when the link is closed, not at all. Called in the link's event loop only.
     """
 
     def __init__(self, *, agent_wait_s: float = 10.0) -> None:
         self.connection: Connection | None = None
         self.problem: KVBusError = ClosedError("the link is not open")
-        self._agent_wait_s = agent_wait_s
+        self._agent_wait_s, self._lost_at = agent_wait_s, math.inf
         self._is_followed = self._was_silent = False
         self._waiting: dict[A, tuple[asyncio.TimerHandle, KVBusError]] = {}
         """Until the next agent is there, or for a pause; and why."""
@@ -151,6 +151,7 @@ class Asking(Events, Generic[A]):
     def on_lost(self, error: KVBusError) -> None:
         """What it did not answer waits for the next one."""
         self.connection, self.problem = None, error
+        self._lost_at = time.monotonic()
         for one, (_, why) in list(self._waiting.items()):
             self.forget(one)
             self.wait(one, error if why.code is ErrorCode.BUSY else why)
@@ -167,8 +168,10 @@ class Asking(Events, Generic[A]):
 
     def wait(self, one: A, error: KVBusError) -> None:
         """Until the next agent is there; ``error`` is why there is none."""
-        if self._is_followed:
-            self._later(one, self._agent_wait_s, partial(self.refused, one, error), error)
+        lost_s = time.monotonic() - self._lost_at if self.connection is None else 0.0
+        left_s = self._agent_wait_s - max(0.0, lost_s)
+        if self._is_followed and left_s > 0:
+            self._later(one, left_s, partial(self.refused, one, error), error)
         else:
             self.refused(one, error)
 

@@ -309,16 +309,20 @@ def _knows_its_engine(agent: AgentProcess) -> bool:
     return list(agent.status()["engines"].values()) == [True]
 
 
+AS_SHIPPED: dict[str, Any] = {"engine_wait_s": 10.0}
+"""Other tests do not wait for engines of an agent that was started again."""
+
+
 def _prepare(agents: Agents, shape: Shape) -> None:
     """An agent of each side's own kind; with turns, then one of the other kind of each."""
     wanted = [(Role.PREFILL, shape.prefill.settings), (Role.DECODE, shape.decode.settings)]
     if not shape.turns:
         for role, settings in wanted:
-            agents.prepare(role.value, **settings)
+            agents.prepare(role.value, **AS_SHIPPED, **settings)
         return
     ring, keys = KeyRing(agents.folder), signing_keys(agents.folder)
     for number, (role, settings) in enumerate([*wanted, (Role.DECODE, {}), (Role.PREFILL, {})]):
-        ring.prepare(agents, role, f"{role.value}-{number}", **keys, **settings)
+        ring.prepare(agents, role, f"{role.value}-{number}", **keys, **AS_SHIPPED, **settings)
 
 
 def signing_keys(folder: Path) -> dict[str, list[str]]:

@@ -321,8 +321,7 @@ class Loads:
     def _fetch(self, load: Load, stop: int, tables: Tables) -> Fetch:
         if load.handoff is None:
             raise LocalError(load.problem, code=ErrorCode.INVALID)
-        if not self._link.is_open:  # vLLM computes at once
-            raise LocalError(f"there is no agent: {self._link.problem}", code=ErrorCode.PEER_LOST)
+        _ = self._link.agent  # raises before the first one is there: vLLM computes at once
         return self._link.fetch(
             load.handoff.ticket,
             num_tokens=stop,
