@@ -443,6 +443,21 @@ async def test_a_fetch_that_waits_for_the_next_agent_ends_once_with_free_blocks(
     assert fetch.notice.code == ("cancelled" if how == "cancelled" else "draining")
 
 
+async def test_an_agent_that_was_lost_long_ago_is_not_waited_for() -> None:
+    connection = Recording()
+    fetches = RecordedFetches(connection, agent_wait_s=HINT_S)
+    connection.lose(GONE)
+    early = fetches.fetch()
+    has_waited = early.notice is None
+    await early.freed
+    late = fetches.fetch()
+
+    assert has_waited
+    assert late.notice is not None
+    assert early.notice is not None
+    assert late.notice.code == early.notice.code == ErrorCode.PEER_LOST
+
+
 @pytest.mark.parametrize("how", ["draining", "lost"])
 async def test_an_offer_that_its_agent_did_not_make_is_made_by_the_next_one(how: str) -> None:
     first, second = Recording(reply=None), Recording()
