@@ -12,7 +12,7 @@ from kvbus.agent.access import KEYS_READINGS
 from kvbus.agent.command import meanings_of
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.observe import AgentMetrics
-from kvbus.agent.runtime import BUS_READINGS
+from kvbus.agent.runtime import BUS_READINGS, DATA_READINGS
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.observe import READINGS as DECODE_READINGS
 from kvbus_decode.observe import DecodeMetrics
@@ -79,7 +79,7 @@ def _metrics(kind: Callable[[AgentMetrics], object], readings: Mapping[str, str]
             labels = ", ".join(getattr(each, "_labelnames", ()))
             named = f"{name}{{{labels}}}" if labels else name
             lines[name] = f"- `{named}` ({each.type}): {each.documentation}"
-    for name, meaning in {**BUS_READINGS, **KEYS_READINGS, **readings}.items():
+    for name, meaning in {**BUS_READINGS, **KEYS_READINGS, **DATA_READINGS, **readings}.items():
         lines[name] = f"- `kvbus_{name}`: {meaning}"
     return lines
 

@@ -9,7 +9,7 @@ caught, with ``from`` kept.
     │   ├── GeometryError       a description of memory contradicts itself or leaves its segment
     │   ├── ProtocolError       bytes that are not a message of the protocol
     │   ├── SegmentError        shared memory cannot be created, mapped or passed
-    │   └── ClosedError         a session, table or transport was used after its end
+    │   └── ClosedError         a session, table or channel was used after its end
     └── RemoteError             the peer, the agent or the fabric did not do its part
         ├── RequestRefused      an error reply; ``code`` says which
         ├── RequestTimeout      no reply within the deadline
@@ -185,7 +185,7 @@ class SegmentError(LocalError):
 
 
 class ClosedError(LocalError):
-    """A session, table or transport was used after its end."""
+    """A session, table or channel was used after its end."""
 
     default_code = ErrorCode.CLOSED
 

@@ -96,7 +96,7 @@ def memory_findings(
         OK if usable >= 2 else WARNING,
         f"{num_cores} cores{limited}",
         {"num_cores": num_cores, "cpu_quota": cpu_quota},
-        why="An agent's event loop and its NIXL thread wait for each other.",
+        why="The control process and the data process of an agent wait for each other.",
         fix="Give it two cores or more.",
     )
     yield Finding(

@@ -152,7 +152,9 @@ class Act:
             if checked.get("held", 0):
                 self._ledger.violate("left_over", f"{name} holds {checked['held']} blocks")
         for name in AGENTS:
-            self._look_at_process(name)
+            agent = self._world.agents[name]
+            for pid in (agent.pid, agent.data_pid):
+                self._look_at_process(name, pid)
 
     async def _wait_idle(self, name: str) -> None:
         agent, deadline = self._world.agents[name], time.monotonic() + CALM_WITHIN_S
@@ -161,14 +163,13 @@ class Act:
                 self._ledger.violate("left_over", f"{name} holds {counts}")
                 return
             await asyncio.sleep(LOOK_S)
-        for metric in ("quarantined_blocks", "outstanding_handles", "unreleased_handles"):
+        for metric in ("quarantined_blocks", "data_jobs"):
             with suppress(AssertionError):  # a prefill agent does not have all of them
                 if number := await asyncio.to_thread(agent.metric, metric):
                     self._ledger.violate("left_over", f"{name}: {metric} is {number}")
 
-    def _look_at_process(self, name: str) -> None:
-        """In the second half of its life an agent has no more open than in the first."""
-        pid = self._world.agents[name].pid
+    def _look_at_process(self, name: str, pid: int) -> None:
+        """In the second half of its life a process has no more open than in the first."""
         seen = self._world.used.setdefault(pid, [])
         seen.append(open_in(pid))
         half = len(seen) // 2

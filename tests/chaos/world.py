@@ -4,7 +4,6 @@ Refuses to go on with anything left over: after each act all must end, and nothi
 """
 
 import asyncio
-import os
 import signal
 import time
 from collections import Counter
@@ -158,13 +157,13 @@ class World:
     def stop(self, name: str) -> None:
         """Stop an agent."""
         self.stops[name].begin()
-        os.kill(self.agents[name].pid, signal.SIGSTOP)
+        self.agents[name].signal(signal.SIGSTOP)
 
     def go_on(self, name: str) -> None:
         """Let it run again."""
         if self.stops[name].is_stopped:
-            with suppress(ProcessLookupError):
-                os.kill(self.agents[name].pid, signal.SIGCONT)
+            with suppress(ProcessLookupError, FileNotFoundError):
+                self.agents[name].signal(signal.SIGCONT)
             self.stops[name].end()
 
     async def restart(self, name: str, *, kill: bool, after_s: float) -> None:

@@ -69,7 +69,7 @@ async def test_a_fetch_that_reads_survives_its_agent_as_often_as_that_is_killed(
         offer, fetch = await start_long_read(source, target)
         for _ in range(num_kills):
             await restart(decode)
-            await until(lambda: fetch.notice or decode.metric("outstanding_handles") > 0, WITHIN_S)
+            await until(lambda: fetch.notice or decode.metric("data_jobs") > 0, WITHIN_S)
         fetched = await fetch.ended
         theirs, ours = (
             one.some_blocks(seed, LONG_TOKENS) for one, seed in ((source, 5), (target, 6))
@@ -168,7 +168,7 @@ async def test_a_home_that_is_killed_ends_the_parts_that_it_had_asked_for(fresh:
         spread_engine(decode, ours, num_blocks=num_blocks, seed=2) as target,
     ):
         offer, fetch = await start_long_read(source, target)
-        await until(lambda: other.metric("outstanding_handles") > 0)
+        await until(lambda: other.metric("data_jobs") > 0)
         prefill.signal(signal.SIGSTOP)  # what is read does not end
         await restart(home)
         await until(lambda: other.logged("handoff.cancelled"), WITHIN_S)

@@ -54,7 +54,7 @@ class FaultKind(StrEnum):
     CUT = "cut"
     BREAK = "break"
     RESET = "reset"
-    """The connections of an agent's transport are lost, with all READs that it has posted."""
+    """The connections of an agent's NIXL are lost, with all READs that it has posted."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ NUM_PERIODS = 10
 STARTS_WITHIN_S, CALM_WITHIN_S, LOOK_S = 90.0, 60.0, 0.1
 HELD = (
     "fetches", "draining_fetches", "offers", "leases", "packs", "slots", "copies",
-    "quarantined_blocks", "outstanding_handles",
+    "quarantined_blocks", "data_jobs",
 )  # fmt: skip
 History = dict[str, list[Sample]]
 
@@ -98,19 +98,25 @@ async def look(agent: AgentProcess) -> Sample:
         held = {name: metrics[name] for name in HELD}
         assert time.monotonic() < deadline, f"{agent.folder} holds {held} after all had ended"
         await asyncio.sleep(LOOK_S)
-    process = Path(f"/proc/{agent.pid}")
-    anonymous = re.search(r"(?m)^Anonymous:\s+(\d+) kB$", (process / "smaps_rollup").read_text())
-    assert anonymous is not None
+    processes = [Path(f"/proc/{pid}") for pid in (agent.pid, agent.data_pid)]
     return Sample(
         num_handoffs=metrics["handoffs_total"] or metrics["offers_total"],
-        anonymous_bytes=int(anonymous[1]) * 1024,  # neither a file's nor another process's as well
-        num_descriptors=len(list((process / "fd").iterdir())),
-        num_threads=len(list((process / "task").iterdir())),
-        num_mappings=len((process / "maps").read_text(errors="replace").splitlines()),
-        outstanding_handles=metrics["outstanding_handles"],
-        unreleased_handles=metrics["unreleased_handles"],
+        anonymous_bytes=sum(map(_anonymous_bytes, processes)),
+        num_descriptors=sum(len(list((one / "fd").iterdir())) for one in processes),
+        num_threads=sum(len(list((one / "task").iterdir())) for one in processes),
+        num_mappings=sum(
+            len((one / "maps").read_text(errors="replace").splitlines()) for one in processes
+        ),
+        num_restarts=metrics["data_restarts"],
         ended_bytes=metrics["ended_bytes"],
     )
+
+
+def _anonymous_bytes(process: Path) -> int:
+    """Memory that is neither a file's nor another process's as well."""
+    found = re.search(r"(?m)^Anonymous:\s+(\d+) kB$", (process / "smaps_rollup").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def metrics_of(agent: AgentProcess) -> Counter[str]:

@@ -27,7 +27,7 @@ noise = st.lists(st.integers(0, MIB), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES
 
 
 @pytest.mark.timeout(ENDS_WITHIN_S + 10)
-def test_a_few_seconds_of_a_soak_go_every_way_and_leave_no_descriptor_or_handle() -> None:
+def test_a_few_seconds_of_a_soak_go_every_way_and_leave_no_descriptor_and_no_thread() -> None:
     """Memory is another matter: what is taken once is large beside so few handoffs."""
     command = [sys.executable, "-m", "tests.soak", "--minutes", "0.05"]
     ended = subprocess.run(

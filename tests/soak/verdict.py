@@ -17,15 +17,17 @@ SHARE_OF_WARM_UP = 1 / 3
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What an agent has while nothing is on its way; ``num_handoffs`` since its start."""
+    """What both processes of an agent have while nothing is on its way.
+
+    ``num_handoffs`` and ``num_restarts``, of its data process, are since its start.
+    """
 
     num_handoffs: int
     anonymous_bytes: int
     num_descriptors: int
     num_threads: int
     num_mappings: int
-    outstanding_handles: int = 0
-    unreleased_handles: int = 0
+    num_restarts: int = 0
     ended_bytes: int = 0
     """What is kept on purpose of handoffs that have ended, up to a bound."""
 
@@ -50,7 +52,7 @@ LIMITS = {
     "num_descriptors": Limit(0, 4),
     "num_threads": Limit(0, 4),
     "num_mappings": Limit(0, 32),
-    "unreleased_handles": Limit(0, 0.5),
+    "num_restarts": Limit(0, 0.5),
 }
 WHILE_FILLING = LIMITS | {"other_bytes": Limit(512, 8 * MIB)}
 """As rough as the estimate."""

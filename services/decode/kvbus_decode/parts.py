@@ -30,7 +30,7 @@ PAUSE_S = 0.5
 LATE_S = 30.0
 """A request that was sent comes within this, or never: TCP gives up after 20 s (`TCP_MAXRT`)."""
 EXITS_WITHIN_S = 5.0
-"""Once an agent has closed its transport."""
+"""Once an agent has closed its port: its data process ends, and then the agent."""
 MAX_ENDED = 4096
 """Parts that have ended or were cancelled before they came: they do not begin again."""
 
@@ -84,8 +84,8 @@ class _Asked:
 #     a new boot id at its address          its process is gone, and a process that is gone writes
 #                                           nothing: its kernel has ended its queue pairs, too
 #     it is on this machine, and its port   killed: the kernel closes the port when the last thread
-#     stays closed for `_exits_s`           is gone. Ended: it closes the port first, then the
-#                                           transport, then it exits
+#     stays closed for `_exits_s`           is gone. Its data process is killed then. Ended: it
+#                                           closes the port, ends its data process, and exits
 #     any error of the `fetch_part`         nothing is known: it was not begun, or its session was
 #                                           ended while it runs (too many sessions, a key that is
 #                                           not trusted), or we dropped the connection. The fetch
