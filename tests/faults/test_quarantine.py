@@ -85,7 +85,6 @@ async def stuck(
         assert (failure.stage, failure.blocks_free) == ("reading", False)
         assert failure.code in (ErrorCode.TIMEOUT, ErrorCode.CANCELLED)
         assert decode.metric("quarantined_blocks") == NUM_LARGE_BLOCKS
-        prefill.expected_trouble |= {"data.ended", "not json"}  # UCX may abort without its reader
         yield source, target, offer, fetch
 
 

@@ -24,7 +24,7 @@ from tests.engines import (
 from tests.host_engines import HostEngine, host_engine
 from tests.memories import Memory
 
-LEASE_S = 5.0
+LEASE_S, WITHHELD_S = 5.0, 60.0
 """How long a stopped or killed agent is waited for."""
 SLICES = {"slice_bytes": 4096}
 OVER_TCP = {"env": {"UCX_TLS": "tcp"}, **SLICES}
@@ -53,7 +53,11 @@ class Lane:
     def __post_init__(self) -> None:
         settings: dict[str, dict[str, Any]] = {
             "prefill": {"late_read_s": 1.0},
-            "decode": {"lease_s": LEASE_S, "request_timeout_s": LEASE_S},
+            "decode": {
+                "lease_s": LEASE_S,
+                "request_timeout_s": LEASE_S,
+                "quarantine_timeout_s": WITHHELD_S,
+            },
         }
         for role, of_side in (("prefill", self.prefill), ("decode", self.decode)):
             more = {**settings[role], **self.settings.get(role, {})}
