@@ -58,7 +58,14 @@ SHARED: dict[str, tuple[type[msgspec.Struct], ...]] = {
         attach.MemorySocket,
         attach.LentSegment,
     ),
-    "tool types": (tools.Sharing, tools.PeerView, tools.Fault, tools.Span, tools.OtherAgent),
+    "tool types": (
+        tools.Sharing,
+        tools.PeerView,
+        tools.Fault,
+        tools.ProcessStatus,
+        tools.Span,
+        tools.OtherAgent,
+    ),
 }
 SECTIONS: dict[str, tuple[Socket, ...]] = {
     "attach": (Socket.ATTACH,),

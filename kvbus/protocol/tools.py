@@ -86,9 +86,10 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """One process of an agent: ``control``, or ``data`` that moves the KV."""
+    """One process of an agent."""
 
     name: Text
+    """``control``, or ``data`` that moves the KV."""
     pid: Size = 0
     """0 while it does not run."""
     cpu_s: AnySeconds = 0.0

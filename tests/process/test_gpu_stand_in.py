@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from kvbus.memory.mapping import PassedFile
 from tests.agents import until
 from tests.decode.neighbours import Neighbours, decode_agent
 from tests.engines import engine, hand_over
-from tests.gpu_stand_in import OpenedHandle, StandIn, engine_on, gpu
+from tests.gpu_stand_in import StandIn, engine_on, gpu
 from tests.prefill.inside import prefill_agent
 from tests.process.conftest import SLOTS
 
@@ -42,9 +43,9 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(
             assert gpu.num_copies >= 3 * places.count("gpu")
             assert len(gpu.slots) == gpu.num_open == places.count("gpu")
             of_hosts = [
-                mapping
+                passed
                 for process in Neighbours(prefill, decode).processes()
-                for mapping in process.segments.mappings.values()
-                if not isinstance(mapping, OpenedHandle)
+                for passed in process.segments.passed.values()
+                if isinstance(passed, PassedFile)
             ]
-        await until(lambda: not gpu.num_open and all(one.closed for one in of_hosts))
+        await until(lambda: not gpu.num_open and all(one.is_closed for one in of_hosts))
