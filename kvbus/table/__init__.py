@@ -6,7 +6,7 @@ events        events and commands that more than one table has
 """
 
 from kvbus.fair import FAIR_TURN, FairPool, FairQueue, Key, Party, Places
-from kvbus.table.table import Context, Driver, Story, Table, Transition, transitions
+from kvbus.table.table import Context, Driver, Promise, Story, Table, Transition, transitions
 
 __all__ = [
     "FAIR_TURN",
@@ -17,6 +17,7 @@ __all__ = [
     "Key",
     "Party",
     "Places",
+    "Promise",
     "Story",
     "Table",
     "Transition",

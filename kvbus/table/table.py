@@ -12,8 +12,10 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import chain, islice
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -294,6 +296,38 @@ class Table(Generic[K, N, L, C]):
         return entry
 
 
+class Promise(Generic[E]):
+    """The one event that a command promises: call it with that event, or `fail` it, once.
+
+    One that is dropped fails by itself. Then the code that runs the command has lost it, which is a
+    defect; without its event, an entry would wait for ever.
+    """
+
+    __slots__ = ("_command", "_driver", "_failed", "is_kept")
+
+    def __init__(
+        self, driver: "Driver[E]", command: Any, failed: Callable[[Any, Exception], E]
+    ) -> None:
+        self._driver, self._command, self._failed = driver, command, failed
+        self.is_kept = False
+
+    def __call__(self, event: E) -> None:
+        """Dispatch ``event``; raises `RuntimeError` for a second one."""
+        if self.is_kept:
+            raise RuntimeError(f"a command is answered twice: {type(event).__name__}")
+        self.is_kept = True
+        self._driver.dispatch(event)
+
+    def fail(self, error: Exception) -> None:
+        """Dispatch the event of a failure, unless there was an event before."""
+        if not self.is_kept:
+            self(self._failed(self._command, error))
+
+    def __del__(self) -> None:
+        if not self.is_kept:  # in any thread
+            self._driver.fail_later(partial(self._failed, self._command))
+
+
 class Clock(Protocol):
     """What a driver needs of an event loop."""
 
@@ -305,14 +339,19 @@ class Clock(Protocol):
         """Have ``callback`` called at ``when``; the result has a ``cancel``."""
         ...
 
+    def call_soon_threadsafe(self, callback: Callable[[], object], /) -> Any:
+        """Have ``callback`` called soon, from any thread."""
+        ...
+
 
 class Driver(Generic[E]):
     """Feeds ``table``, and hands each command to the one of ``commands`` for its class.
 
     All in the event loop's thread. Replies go to the call that was asked with; ``commands`` has
-    what is done for the others, and is filled by its owner before the first event. So is
-    ``answers``: for each kind of command that promises an event, the event in its place when the
-    command raised. A command that raises must have begun nothing.
+    what is done for the others, and is filled by its owner before the first event. So are
+    ``answers``: for a kind of command, the event in its place when the command raised; and
+    ``promises``: for a kind that promises an event, what is done for it, and the event when that
+    failed. Each of these commands comes with a `Promise`, so its event comes exactly once.
 
     ``on_defect`` gets what other commands raised; without it `dispatch` raises that.
     """
@@ -329,10 +368,14 @@ class Driver(Generic[E]):
             Refuse: _refuse,
         }
         self.answers: dict[type[Any], Callable[[Any, Exception], E]] = {}
+        self.promises: dict[
+            type[Any],
+            tuple[Callable[[Any, Promise[E]], None], Callable[[Any, Exception], E]],
+        ] = {}
         self._on_defect = on_defect
         self._table, self._loop = table, loop
         self._events: deque[E | DeadlinePassed] = deque()
-        self._running = False
+        self._running = self._is_stopped = False
         self._alarm: Any = None
         self._alarm_at = float("inf")
 
@@ -358,14 +401,9 @@ class Driver(Generic[E]):
             while self._events:
                 for command in self._table.handle(self._events.popleft(), self._loop.time()):
                     try:
-                        self.commands[type(command)](command)
-                    except Exception as error:  # no thread, no memory, a defect: others go on
-                        if (answer := self.answers.get(type(command))) is not None:
-                            self._events.append(answer(command, error))
-                        elif self._on_defect is not None:
-                            self._on_defect(error)
-                        else:
-                            errors.append(error)
+                        self._run(command)
+                    except Exception as error:
+                        errors.append(error)
         finally:
             self._running = False
             if self._table.deadlines.bound < self._alarm_at:
@@ -373,8 +411,39 @@ class Driver(Generic[E]):
         if errors:
             raise ExceptionGroup("commands failed", errors) if errors[1:] else errors[0]
 
+    def _run(self, command: Any) -> None:
+        """Do what a command says; raises what no event and no ``on_defect`` stands for."""
+        kind, promise = type(command), None
+        try:
+            if (promised := self.promises.get(kind)) is not None:
+                do, failed = promised
+                promise = Promise(self, command, failed)
+                do(command, promise)
+            else:
+                self.commands[kind](command)
+        except Exception as error:  # no thread, no memory, a defect: others go on
+            if promise is not None and not promise.is_kept:
+                promise.fail(error)
+            elif (answer := self.answers.get(kind)) is not None:
+                self._events.append(answer(command, error))
+            elif self._on_defect is not None:
+                self._on_defect(error)
+            else:
+                raise
+
+    def fail_later(self, failed: Callable[[Exception], E]) -> None:
+        """Dispatch the event of a command that was dropped, in the loop; from any thread."""
+
+        def fail() -> None:
+            if not self._is_stopped:
+                self.dispatch(failed(RuntimeError("a command was dropped without its event")))
+
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(fail)
+
     def stop(self) -> None:
         """No alarm from now on."""
+        self._is_stopped = True
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm, self._alarm_at = None, float("-inf")

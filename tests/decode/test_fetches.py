@@ -67,7 +67,7 @@ def requested(fetch_id: str = "f1", *, boot: str = "boot", **changes: Any) -> ev
 
 def known(fetch_id: str = "f1", **changes: Any) -> ev.Requested:
     """One whose route is known."""
-    return requested(fetch_id, route="known", **changes)
+    return requested(fetch_id, has_route=True, **changes)
 
 
 def meeting(**changes: Any) -> ev.Requested:
@@ -176,6 +176,8 @@ WORDS = {
     ev.StopReads: "stop",
     ev.AskOthers: "ask others",
     ev.EndAttempt: "end",
+    ev.HoldPeer: "hold",
+    ev.FindRoute: "resolve",
     BlocksFreed: "freed",
     Landed: "landed",
     Meet: "meet",
@@ -196,8 +198,7 @@ def said(commands: list[ev.Command]) -> list[str]:
 
 
 def _name(command: Any) -> str:
-    asked = command.requested if isinstance(command, ev.HoldPeer) else command
-    name = getattr(asked, "fetch_id", "f1")
+    name = getattr(getattr(command, "requested", command), "fetch_id", "f1")
     return "" if name == "f1" else f" {name}"
 
 
@@ -205,8 +206,6 @@ def _word(command: ev.Command) -> str:
     match command:
         case Refuse():
             return str(command.error.code)
-        case ev.HoldPeer():
-            return "hold" if command.timeout_s is None else "resolve"
         case ev.Ask(message=message) | ev.Tell(message=message) | ev.Notify(message=message):
             word = WORDS[type(message)]
             if isinstance(message, Claim | Take | Renew) and message.agent_boot != "boot":
@@ -820,11 +819,11 @@ def test_the_report_adds_up_the_chunks_and_the_time_of_each_stage() -> None:
         assert (end.requested.ahead is not None, end.leased) == flags
 
 
-def test_a_retired_fetch_keeps_no_route_and_no_tables_alive() -> None:
-    table = play(BESIDE, grant(), READ, YES)
+def test_a_retired_fetch_keeps_no_resources_and_no_tables_alive() -> None:
+    table = play(replace(BESIDE, resources="a route"), grant(), READ, YES)
 
     (retired,) = table.retired.values()
-    assert retired.requested.route is None
+    assert retired.requested.resources is None
     assert retired.requested.ahead is None
 
 
@@ -844,7 +843,7 @@ class Peers:
         self.answered_boot: dict[int, str] = {}
         self.nixl = {1: "data 0"}
         """What each attempt reads from."""
-        self.waiting: list[ev.Ask | ev.HoldPeer] = []
+        self.waiting: list[ev.Ask | ev.FindRoute] = []
         self.chunk: ev.ReadChunk | None = None
         self.right = [False] * 32
         self.attempt, self.num_ends, self.is_freed = 1, 0, False
@@ -856,10 +855,10 @@ class Peers:
 
     def check(self, command: ev.Command) -> None:
         match command:
-            case ev.HoldPeer() | ev.Ask():
+            case ev.HoldPeer() | ev.FindRoute() | ev.Ask():
                 assert self.chunk is None or command.attempt == self.attempt
                 self.attempt = command.attempt
-                if isinstance(command, ev.Ask) or command.timeout_s is not None:
+                if not isinstance(command, ev.HoldPeer):
                     self.waiting.append(command)
                 if isinstance(command, ev.Ask) and isinstance(command.message, Claim | Renew):
                     known = self.answered_boot.get(command.attempt, "boot 0")
@@ -902,7 +901,7 @@ class Peers:
     def answer(self) -> None:
         command = self.waiting.pop(self.draw.draw(st.integers(0, len(self.waiting) - 1)))
         boot, is_lost = f"boot {self.boot}", self.draw.draw(st.booleans())
-        if isinstance(command, ev.HoldPeer):
+        if isinstance(command, ev.FindRoute):
             if is_lost:
                 error = RemoteError("no", code=self.code())
                 self.tell(ev.StepFailed("f1", command.attempt, error))

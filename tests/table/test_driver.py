@@ -5,21 +5,25 @@ from typing import Any
 
 import pytest
 
-from kvbus.table import Driver
+from kvbus.table import Driver, Promise
 from kvbus.table.table import Deadlines
 
 
 class Clock:
-    """Stands still; keeps the alarms."""
+    """Stands still; keeps the alarms, and what is to be called soon."""
 
     def __init__(self) -> None:
         self.alarms: list[float] = []
+        self.soon: list[Callable[[], object]] = []
 
     def time(self) -> float:
         return 1.0
 
     def call_at(self, when: float, _: Callable[[], Any]) -> Any:
         self.alarms.append(when)
+
+    def call_soon_threadsafe(self, callback: Callable[[], object]) -> Any:
+        self.soon.append(callback)
 
 
 class Plan:
@@ -99,3 +103,66 @@ def test_there_is_no_alarm_for_a_deadline_that_is_put_off_at_once(
     one.dispatch(puts_off)
 
     assert clock.alarms == alarms
+
+
+Promised = Promise[Any]
+
+
+def promising(do: Callable[[Any, Promised], None]) -> tuple[Driver[Any], list[Any], Clock]:
+    """As `driver`; a float promises an event, and ``do`` is what is done for it."""
+    one, done, clock = driver()
+    one.promises[float] = do, lambda number, error: [f"{number} failed: {error}"]
+    return one, done, clock
+
+
+def test_a_promise_is_kept_at_once_or_later() -> None:
+    later: list[Promised] = []
+    at_once, done, _ = promising(lambda number, promise: promise([f"{number} is done"]))
+    at_once.dispatch([1.5, "a"])
+
+    other, done_later, _ = promising(lambda _, promise: later.append(promise))
+    other.dispatch([1.5, "a"])
+    later.pop()(["done"])
+
+    assert done == ["a", "1.5 is done"]
+    assert done_later == ["a", "done"]
+
+
+def test_a_command_that_fails_before_its_event_has_that_of_a_failure() -> None:
+    def fail(number: float, _: Promised) -> None:
+        raise FailError("no")
+
+    one, done, _ = promising(fail)
+    one.dispatch([1.5, "a"])
+
+    assert done == ["a", "1.5 failed: no"]
+
+
+def test_a_second_event_of_a_command_is_a_defect_and_changes_nothing() -> None:
+    def answer_twice(_: float, promise: Promised) -> None:
+        promise(["first"])
+        promise(["second"])
+
+    def fail_late(_: float, promise: Promised) -> None:
+        promise(["first"])
+        promise.fail(FailError())
+        raise FailError("late")
+
+    for do, error in ((answer_twice, RuntimeError), (fail_late, FailError)):
+        one, done, _ = promising(do)
+        with pytest.raises(error):
+            one.dispatch([1.5, "a"])
+
+        assert done == ["a", "first"]
+
+
+def test_a_promise_that_is_lost_fails_by_itself_in_the_loop() -> None:
+    one, done, clock = promising(lambda *_: None)
+    one.dispatch([1.5, "a"])
+    before = list(done)
+
+    for call in clock.soon:
+        call()
+
+    assert before == ["a"]
+    assert done == ["a", "1.5 failed: a command was dropped without its event"]

@@ -1,6 +1,7 @@
 """The decode agent: requests become events of the fetch table, its commands become work."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import structlog
@@ -20,7 +21,7 @@ from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.protocol.tools import Cost, FetchEvent, PeerView, Predicted, Sharing, Status
 from kvbus.table import Driver
 from kvbus.table.events import EngineLost, Stopped
-from kvbus_decode.chunk import ActiveFetch, check_tables
+from kvbus_decode.chunk import FetchResources, check_tables
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchState
@@ -51,28 +52,18 @@ class DecodeService(Service):
         driver: Driver[ev.Event] = Driver(self._table, agent.loop)
         self._dispatch = driver.dispatch
         self._tickets = TicketGate(identity.agent_id, load_ticket_keys(config.ticket_keys))
-        self._active: dict[str, ActiveFetch] = {}
         self._metrics = DecodeMetrics(agent.metrics)
         self._chooser = chooser = PathChooser(agent, config)
         self._peers = peers = PeerDirectory(agent, config)
         self._borrower = MemoryBorrower(agent, config)
         self.routes = routes = RouteBook(agent, peers, self._borrower)
-        self._reader = Reader(
-            agent,
-            config,
-            chooser,
-            self._metrics,
-            routes,
-            active=self._active,
-            on_end=self._dispatch,
-        )
+        self._reader = Reader(agent, config, chooser, self._metrics, routes)
         self._leases = leases = LeaseClient(
             agent,
             config,
             peers,
             self.routes,
             tickets=self._tickets,
-            active=self._active,
             dispatch=self._dispatch,
         )
         self._warm = WarmPeers(agent, config, peers, self.routes)
@@ -81,32 +72,24 @@ class DecodeService(Service):
         super().__init__(agent, self._table, driver, stories)
         self._costs = CostBook(agent, self.routes, chooser)
         self._parts = PartServer(self._part_requested, self._dispatch)
-        self._others = PartClient(agent, config, peers, self._active, self._dispatch)
+        self._others = PartClient(agent, config, peers, self._dispatch)
         driver.commands |= {
-            ev.Ask: leases.ask,
             ev.Tell: leases.tell,
             ev.HoldPeer: leases.hold,
-            ev.ReadChunk: self._reader.read_chunk,
             ev.EndAttempt: self._end_attempt,
             ev.StopReads: self._stop_reads,
-            ev.AskOthers: self._others.ask,
-            ev.EndEarlierParts: self._others.end_earlier,
             ev.Notify: self._notify,
             ev.ReportFetched: self._report_fetched,
         }
-        driver.answers |= {
-            ev.Ask: lambda command, error: ev.StepFailed(
-                command.fetch_id, command.attempt, failure(error)
-            ),
-            ev.HoldPeer: lambda command, error: ev.StepFailed(
-                command.requested.fetch_id, command.attempt, failure(error)
-            ),
-            ev.ReadChunk: lambda command, error: ev.ReadEnded(command.fetch_id, 0, failure(error)),
-            ev.AskOthers: lambda command, error: ev.ReadEnded(
-                command.fetch_id, 0, failure(error), elsewhere=True
-            ),
-            ev.EndEarlierParts: lambda command, error: ev.ReadEnded(
-                command.fetch_id, 0, failure(error), elsewhere=True
+        driver.answers[ev.HoldPeer] = _step_failed
+        driver.promises |= {
+            ev.Ask: (leases.ask, _step_failed),
+            ev.FindRoute: (leases.find_route, _step_failed),
+            ev.ReadChunk: (self._reader.read_chunk, _read_failed),
+            ev.AskOthers: (self._others.ask, partial(_read_failed, elsewhere=True)),
+            ev.EndEarlierParts: (
+                self._others.end_earlier,
+                partial(_read_failed, elsewhere=True),
             ),
         }
         agent.metrics.add_readings(self._readings, READINGS)
@@ -220,11 +203,12 @@ class DecodeService(Service):
                 "at_most is not for engines with windows, or with ranks at other agents",
                 field="at_most",
             )
+        resources = FetchResources(key, engine)
         requested = ev.Requested(
             fetch_id=key,
             engine_id=engine.engine_id,
-            engine=engine,
             asked=asked,
+            resources=resources,
             ticket=ticket,
             timeout_s=asked.timeout_s or self._config.fetch_timeout_s,
             has_state=bool(asked_states(engine.spec.groups, asked.tables)),
@@ -234,12 +218,11 @@ class DecodeService(Service):
         route = self.routes.find(ticket, engine) if requested.has_met else None
         if route is not None:
             choice = self._chooser.choose(route, first_token, num_tokens)
-            nixl = self.routes.nixl
-            ahead = ahead_of(requested, route, choice, nixl) if choice else None
+            ahead = ahead_of(requested, route, choice, self.routes.nixl) if choice else None
+            resources.route, resources.choice = route, choice
             requested = structs.replace(
                 requested,
-                route=route,
-                choice=choice,
+                has_route=True,
                 ahead=ahead,
                 boot=route.home.agent_boot,
                 elsewhere=route.elsewhere,
@@ -255,30 +238,30 @@ class DecodeService(Service):
         self._dispatch(ev.CancelRequested(key, call, cancel.release_offer))
 
     def _stop_reads(self, command: ev.StopReads) -> None:
-        self._leases.drain(command.fetch_id)
+        self._leases.drain(command.resources)
         self._others.stop(command)
         self._reader.stop_reads(command)
 
     def _end_attempt(self, command: ev.EndAttempt) -> None:
         self._leases.end_attempt(command)
         self._metrics.count_retry(command.error.code)
-        if (fetch := self._table.find(command.fetch_id)) is not None:
-            log_retry(fetch.requested, command)
+        log_retry(command)
 
     def _report_fetched(self, report: ev.ReportFetched) -> None:
         """The engine first: it waits, while the log and the counters do not."""
-        fetch, requested = self._active.get(report.fetch_id), report.requested
-        fills_blocks = fetch is not None and fetch.fills_blocks
-        fetched = structs.replace(report.fetched, whole_blocks=fills_blocks)
-        if requested.access or not requested.engine.lost:  # else its sessions end unheard
+        requested = report.requested
+        fetch: FetchResources = requested.resources
+        whole_blocks = fetch.fills_blocks(requested.asked)
+        fetched = structs.replace(report.fetched, whole_blocks=whole_blocks)
+        if requested.access or not fetch.engine.lost:  # else its sessions end unheard
             requested.reply_to.reply(fetched)
         if not fetched.code:
             self._tickets.complete(requested.ticket)
             self._costs.observe(fetched, requested.ticket.endpoint)
         elif fetched.code != ErrorCode.CANCELLED:
-            self._leases.forget_route(report.fetch_id, fetched.code)
+            self._leases.forget_route(fetch, fetched.code)
         if fetched.blocks_free:
-            self._end(report.fetch_id)
+            self._end(requested)
         self._metrics.observe(report)
         log_fetched(structs.replace(report, fetched=fetched))
         if fetched.code and self._config.log_level == "debug":
@@ -291,21 +274,22 @@ class DecodeService(Service):
 
     def _notify(self, command: ev.Notify) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
-        notice, part = command.message, self._parts.find(command.fetch_id)
-        if part is None and (fetch := self._active.get(command.fetch_id)) is not None:
-            fetch.engine.notify(notice)
+        notice, requested = command.message, command.requested
+        part = self._parts.find(requested.fetch_id)
+        if part is None:
+            requested.resources.engine.notify(notice)
         if isinstance(notice, BlocksFreed):
             log.info("blocks.freed", fetch_id=notice.fetch_id)
             if part is not None:
                 part.end()
-            self._end(command.fetch_id)
+            self._end(requested)
 
-    def _end(self, fetch_id: str) -> None:
+    def _end(self, requested: ev.Requested) -> None:
         """It holds nothing any more; its spans go to the collector, if there is one."""
-        self._leases.end(fetch_id)
+        self._leases.end(requested.resources)
         sender = self._agent.sender
-        if sender is not None and (fetch := self._table.find(fetch_id)) is not None:
-            requested, ticket = fetch.requested, fetch.requested.ticket
+        if sender is not None and (fetch := self._table.find(requested.fetch_id)) is not None:
+            ticket = requested.ticket
             asked = requested.asked
             # it may never have met an offer
             trace_name = ticket.offer_id if requested.has_met else asked.fetch_id
@@ -324,3 +308,11 @@ class DecodeService(Service):
             "engines": len(self._agent.engines.engines),
             "mapped_bytes": self._borrower.num_bytes,
         }
+
+
+def _step_failed(command: Any, error: Exception) -> ev.StepFailed:
+    return ev.StepFailed(command.requested.fetch_id, command.attempt, failure(error))
+
+
+def _read_failed(command: Any, error: Exception, *, elsewhere: bool = False) -> ev.ReadEnded:
+    return ev.ReadEnded(command.requested.fetch_id, 0, failure(error), elsewhere=elsewhere)

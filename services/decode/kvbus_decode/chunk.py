@@ -1,46 +1,46 @@
 """A fetch that is under way, and its chunks: tokens that are read together."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvbus.agent.engine import LocalEngine
 from kvbus.data.messages import Turn
-from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import BlockTable, Box, num_blocks_for
 from kvbus.planning import Spans, tail_spans
 from kvbus.protocol.engine import StartFetch
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode.fetch.events import ReadChunk, Requested
+from kvbus_decode.fetch.events import ReadChunk
 from kvbus_decode.peers import Peer
-from kvbus_decode.route import Route, SourcePlan
+from kvbus_decode.route import PathChoice, Route, SourcePlan
 
 
 @dataclass(slots=True, eq=False)
-class ActiveFetch:
-    """An attempt of a fetch, and what it uses; ``key`` names the fetch in the table.
+class FetchResources:
+    """What the I/O of a fetch uses: `Requested.resources`. `LeaseClient` fills and clears them.
 
-    ``peers`` are held until its end; the first is the agent that has the offer.
+    ``key`` names the fetch in the table. All but ``engine``, which has the blocks, is of one
+    ``attempt``; that is 0 between attempts. ``peers`` are held until its end; the first is the
+    agent that has the offer. ``choice`` is the path, which is chosen with the ``route``.
     """
 
     key: str
-    requested: Requested
     engine: LocalEngine
-    deadline: float
-    attempt: int
-    peers: list[Peer] = field(default_factory=list)
     route: Route | None = None
-    choice: object = None
-    """How it is read, chosen when its route is known."""
+    choice: PathChoice | None = None
+    attempt: int = 0
+    deadline: float = math.inf
+    offer_id: str = ""
+    peers: list[Peer] = field(default_factory=list)
     replica_index: int = 0
-    meet_id: int | None = None
-    """The `Meet` that waits for its reply."""
+    meeting: tuple[int, Callable[[KVBusError], None]] | None = None
+    """The `Meet` that waits for its reply, and what ends that."""
 
-    @property
-    def fills_blocks(self) -> bool:
+    def fills_blocks(self, asked: StartFetch) -> bool:
         """Whether no window's first block has a gap once all is read, see `Fetched`."""
         if self.route is None:
             return False
-        asked = self.requested.asked
         return self.route.spans.fills_blocks(asked.first_token, asked.num_tokens)
 
     def reads_from(self, peer: Peer, boot: str) -> bool:
@@ -77,7 +77,7 @@ class Chunk:
     ``one_in`` pieces is compared after it, none with 0.
     """
 
-    fetch: ActiveFetch
+    fetch: FetchResources
     wanted: ReadChunk
     route: Route
     asked: StartFetch
@@ -113,12 +113,13 @@ class Chunk:
         return BlockTable(ids=table.ids[4 * at : 4 * (at + end - first)], first_block=first)
 
 
-def make_chunk(fetch: ActiveFetch, wanted: ReadChunk, *, one_in: int) -> Chunk:
+def make_chunk(wanted: ReadChunk, *, one_in: int) -> Chunk:
     """What the fetch wants read now; with the last chunk comes the tail, if that is zeroed.
 
     Raises `GeometryError` when the offer's tables do not hold it.
     """
-    route, asked = fetch.route, fetch.requested.asked
+    fetch: FetchResources = wanted.requested.resources
+    route, asked = fetch.route, wanted.requested.asked
     if route is None:
         raise LocalError("the fetch has no route", code=ErrorCode.INTERNAL)
     spans = route.spans.chunk(
@@ -137,4 +138,4 @@ def make_chunk(fetch: ActiveFetch, wanted: ReadChunk, *, one_in: int) -> Chunk:
     if asked.zero_tail and wanted.last:
         read = route.spans.whole(asked.first_token, wanted.stop)
         tail = tail_spans(route.groups, read)
-    return Chunk(fetch, wanted, route, asked, fetch.requested.ticket, spans, tail, one_in)
+    return Chunk(fetch, wanted, route, asked, wanted.requested.ticket, spans, tail, one_in)

@@ -8,7 +8,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import anyio
@@ -16,13 +15,14 @@ import structlog
 
 from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, KVBusError, RequestTimeout
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestTimeout
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.peer import MAX_TAKEN, Forgo, Meet, Met, Release, Take, WordsTaken
 from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.protocol.word import Word
-from kvbus_decode.chunk import ActiveFetch
+from kvbus.table import Promise
+from kvbus_decode.chunk import FetchResources
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.transitions import RETRIED
@@ -45,10 +45,7 @@ SourceKey = tuple[Peer, str, str]
 
 
 class LeaseClient(PeerWatcher):
-    """Requests to prefill agents for the fetches under way; ``dispatch`` takes the answers.
-
-    ``active`` are the fetches that are under way, by id.
-    """
+    """Requests to prefill agents for the fetches under way; fills their `FetchResources`."""
 
     def __init__(
         self,
@@ -58,58 +55,56 @@ class LeaseClient(PeerWatcher):
         routes: RouteBook,
         *,
         tickets: TicketGate,
-        active: dict[str, ActiveFetch],
         dispatch: Dispatch,
     ) -> None:
         self._agent, self._config, self._peers, self._routes = agent, config, peers, routes
-        self._tickets, self._active = tickets, active
-        self._dispatch = dispatch
-        self._by_offer: defaultdict[str, set[str]] = defaultdict(set)
-        self._draining: dict[str, ActiveFetch] = {}
+        self._tickets, self._dispatch = tickets, dispatch
+        self._by_offer: defaultdict[str, dict[FetchResources, None]] = defaultdict(dict)
+        """Those of all attempts under way."""
+        self._draining: dict[FetchResources, None] = {}
         self._driven: dict[SourceKey, Source] = {}
         """What draining fetches read, each memory once."""
         self._is_driving = False
         self._taken: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
         """Of each agent's process, the offers that were taken by their words, with their tokens."""
 
-    def hold(self, command: ev.HoldPeer) -> None:
-        """Keep the peers of a fetch; find its route, by a handshake, where it is not known."""
-        requested = command.requested
-        fetch = self._active.get(requested.fetch_id)
-        if fetch is None:
-            fetch = ActiveFetch(
-                key=requested.fetch_id,
-                requested=requested,
-                engine=requested.engine,
-                deadline=command.deadline,
-                attempt=command.attempt,
-            )
-            self._active[fetch.key] = fetch
-        else:  # the agent names where the offer is
-            self._forget_offer(fetch)
-            fetch.requested = requested
-        self._by_offer[requested.ticket.offer_id].add(fetch.key)
-        try:
-            self._hold_peers(fetch)
-        except KVBusError as error:
-            self._fail_step(fetch, error)
-            return
-        if command.timeout_s is not None:
-            self._agent.tasks.start_soon(self._resolve, fetch, command.timeout_s)
+    def hold(self, command: ev.HoldPeer | ev.FindRoute) -> None:
+        """Acquire the peers of an attempt.
 
-    def ask(self, command: ev.Ask) -> None:
+        Raises `LocalError`, and `RemoteError` for an agent that is not trusted.
+        """
+        ticket = command.requested.ticket
+        fetch: FetchResources = command.requested.resources
+        self._forget_offer(fetch)  # with the ticket of a rendezvous comes another name
+        fetch.attempt, fetch.deadline = command.attempt, command.deadline
+        fetch.offer_id = ticket.offer_id
+        self._by_offer[fetch.offer_id][fetch] = None
+        address = PeerAddress.of(ticket)
+        if fetch.peers and fetch.peers[0].address != address:
+            self._peers.release(fetch.peers.pop())
+        if not fetch.peers:
+            fetch.peers.append(self._peers.acquire(address))
+            if fetch.route is not None:
+                self._hold_route(fetch, fetch.route)
+
+    def find_route(self, command: ev.FindRoute, promise: Promise[ev.Event]) -> None:
+        """Acquire the peers, and find the route, by a handshake where it is not known."""
+        self.hold(command)
+        home = command.requested.resources.peers[0]
+        self._agent.tasks.start_soon(self._find_route, command, home, promise)
+
+    def ask(self, command: ev.Ask, promise: Promise[ev.Event]) -> None:
         """Ask the agent of the ticket; what it says, or why it was not asked, is `Answered`."""
-        message, timeout_s = command.message, command.timeout_s
-        fetch = self._active.get(command.fetch_id)
-        if fetch is None or not fetch.peers:  # they were not there: it has failed
-            return
-        requested, sent_at = fetch.requested, self._agent.loop.time()
+        message, timeout_s, requested = command.message, command.timeout_s, command.requested
+        fetch: FetchResources = requested.resources
+        sent_at = self._agent.loop.time()
 
         def settle(outcome: Message | KVBusError) -> None:
-            fetch.meet_id = None
-            self._dispatch(
+            if isinstance(message, Meet):
+                fetch.meeting = None
+            promise(
                 ev.Answered(
-                    fetch_id=command.fetch_id,
+                    fetch_id=requested.fetch_id,
                     attempt=command.attempt,
                     message=message,
                     outcome=self._admit(outcome, requested)
@@ -121,21 +116,23 @@ class LeaseClient(PeerWatcher):
                 )
             )
 
+        if not fetch.peers:
+            raise LocalError("the fetch holds no agent", code=ErrorCode.CLOSED)
         route, home = fetch.route, fetch.peers[0]
         if route is not None and route.others:
             if isinstance(message, Take):
                 self._agent.tasks.start_soon(
-                    self._take_of_many, fetch, route, message, timeout_s, settle
+                    self._take_of_many, command, message, home, route, settle
                 )
                 return
             self._hold_progress(fetch, route)
-        elif route is not None and isinstance(message, Take) and _takes_word(fetch, route, message):
+        elif isinstance(message, Take) and _takes_word(requested.ticket, route, message):
             settle(Empty())
             self._note_taken(home, message)
             return
         request_id = home.ask(message, timeout_s, settle)
-        if isinstance(message, Meet):
-            fetch.meet_id = request_id
+        if isinstance(message, Meet) and request_id is not None and not promise.is_kept:
+            fetch.meeting = request_id, settle
 
     def decline(self, shown: Mapping[str, Any]) -> None:
         """Decline the offer of a rendezvous that is refused as nobody signed it.
@@ -185,55 +182,57 @@ class LeaseClient(PeerWatcher):
 
     # Over TCP a READ ends only when the other side is driven. An agent drives itself while a lease
     # is live, and a little longer; for what is in flight after that it has to be asked.
-    def drain(self, fetch_id: str) -> None:
-        """It has failed, and something may still land: have its sources serve that."""
-        if (fetch := self._active.get(fetch_id)) is None or fetch.route is None:
+    def drain(self, fetch: FetchResources) -> None:
+        """An attempt has failed, and something may still land: have its sources serve that."""
+        if fetch.route is None:
             return
         if not self._is_driving:
             self._is_driving = True
             self._agent.tasks.start_soon(self._drain)
-        self._draining[fetch_id] = fetch
+        self._draining[fetch] = None
         for source in fetch.route.sources:
             if (key := _key_of(source)) not in self._driven:
                 self._driven[key] = source
                 self._drive(source)
 
     def end_attempt(self, command: ev.EndAttempt) -> None:
-        self.forget_route(command.fetch_id, command.error.code)
-        self.end(command.fetch_id)
+        fetch: FetchResources = command.requested.resources
+        self.forget_route(fetch, command.error.code)
+        self.end(fetch)
 
-    def forget_route(self, fetch_id: str, code: str) -> None:
+    def forget_route(self, fetch: FetchResources, code: str) -> None:
         """Have the next attempt, or fetch, shake hands again: the route may be what failed."""
-        fetch = self._active.get(fetch_id)
-        route = None if fetch is None else fetch.route
+        route = fetch.route
         if route is not None and (code in RETRIED or route.others):
             self._routes.forget(route)
 
-    def end(self, fetch_id: str) -> None:
-        fetch = self._active.pop(fetch_id, None)
-        self._draining.pop(fetch_id, None)
-        if fetch is not None:
-            self._forget_offer(fetch)
-            if fetch.meet_id is not None:
-                fetch.peers[0].cancel(fetch.meet_id)
-            for peer in fetch.peers:
-                self._peers.release(peer)
+    def end(self, fetch: FetchResources) -> None:
+        """Give back what an attempt holds; nothing of it is in flight."""
+        self._draining.pop(fetch, None)
+        self._forget_offer(fetch)
+        if fetch.meeting is not None:
+            request_id, settle = fetch.meeting
+            fetch.peers[0].cancel(request_id)
+            settle(LocalError("the request was cancelled", code=ErrorCode.CANCELLED))
+        for peer in fetch.peers:
+            self._peers.release(peer)
+        fetch.attempt, fetch.peers, fetch.route, fetch.choice = 0, [], None, None
 
     def on_event(self, peer: Peer, event: Notice) -> None:
         """An offer or lease changed: its fetches ask what is true."""
         offer_id = event.body.get("offer_id")
         known = self._by_offer.get(offer_id, ()) if isinstance(offer_id, str) else ()
-        for fetch_id in list(known):
-            self._dispatch(ev.OfferAdvanced(fetch_id))
+        for fetch in list(known):
+            self._dispatch(ev.OfferAdvanced(fetch.key))
 
     def on_gap(self, boot: str) -> None:
-        for fetch_id, fetch in list(self._active.items()):
+        for fetch in self._under_way():
             if fetch.route is not None and fetch.route.home.agent_boot == boot:
-                self._dispatch(ev.OfferAdvanced(fetch_id))
+                self._dispatch(ev.OfferAdvanced(fetch.key))
 
     def on_gone(self, peer: Peer, boot: str) -> None:
         """Fail the attempts that read from it. Requests wait for the next process."""
-        lost = [fetch for fetch in self._active.values() if fetch.reads_from(peer, boot)]
+        lost = [fetch for fetch in self._under_way() if fetch.reads_from(peer, boot)]
         level = log.warning if lost else log.info
         level("peer.lost", peer=peer.endpoint, peer_boot=boot, num_fetches=len(lost))
         for fetch in lost:
@@ -241,11 +240,14 @@ class LeaseClient(PeerWatcher):
 
     def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
         """Fail the attempts that read from its earlier process."""
-        for fetch in list(self._active.values()):
+        for fetch in self._under_way():
             if earlier and fetch.reads_from(peer, earlier):
                 self._fail_step(fetch, peer.loss())
 
-    def _fail_step(self, fetch: ActiveFetch, error: KVBusError) -> None:
+    def _under_way(self) -> list[FetchResources]:
+        return [fetch for fetches in self._by_offer.values() for fetch in fetches]
+
+    def _fail_step(self, fetch: FetchResources, error: KVBusError) -> None:
         self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, error))
 
     def _admit(self, met: Met, requested: ev.Requested) -> Ticket | KVBusError:
@@ -256,58 +258,49 @@ class LeaseClient(PeerWatcher):
         except KVBusError as error:
             return error
 
-    def _hold_peers(self, fetch: ActiveFetch) -> None:
-        """Raises `LocalError`, and `RemoteError` for an agent that is not trusted."""
-        requested = fetch.requested
-        address = PeerAddress.of(requested.ticket)
-        if fetch.peers and fetch.peers[0].address != address:
-            self._peers.release(fetch.peers.pop())
-        if not fetch.peers:
-            fetch.peers.append(self._peers.acquire(address))
-        if fetch.route is None and isinstance(requested.route, Route):
-            self._hold_route(fetch, requested.route)
-            fetch.choice = requested.choice
-
-    def _forget_offer(self, fetch: ActiveFetch) -> None:
+    def _forget_offer(self, fetch: FetchResources) -> None:
         """No events of its offer are for it any more."""
-        offer_id = fetch.requested.ticket.offer_id
-        known = self._by_offer[offer_id]
-        known.discard(fetch.key)
+        known = self._by_offer.get(fetch.offer_id, {})
+        known.pop(fetch, None)
         if not known:
-            del self._by_offer[offer_id]
+            self._by_offer.pop(fetch.offer_id, None)
 
-    def _hold_route(self, fetch: ActiveFetch, route: Route) -> None:
+    def _hold_route(self, fetch: FetchResources, route: Route) -> None:
         for source in route.others:
             fetch.peers.append(self._peers.acquire(source.peer.address))
         fetch.route, fetch.replica_index = route, route.next_replica_index()
 
-    def _is_active(self, fetch: ActiveFetch) -> bool:
-        return self._active.get(fetch.key) is fetch
-
-    async def _resolve(self, fetch: ActiveFetch, timeout_s: float) -> None:
+    async def _find_route(
+        self, command: ev.FindRoute, home: Peer, promise: Promise[ev.Event]
+    ) -> None:
         async def find_route() -> None:
-            ticket, engine = fetch.requested.ticket, fetch.engine
-            route = await self._routes.route(fetch.peers[0], ticket, engine, timeout_s=timeout_s)
-            if self._is_active(fetch):
+            requested, attempt, timeout_s = command.requested, command.attempt, command.timeout_s
+            fetch: FetchResources = requested.resources
+            ticket, engine = requested.ticket, fetch.engine
+            route = await self._routes.route(home, ticket, engine, timeout_s=timeout_s)
+            if fetch.attempt == attempt:
                 self._hold_route(fetch, route)
-                ready = ev.PeerReady(
+            promise(
+                ev.PeerReady(
                     fetch.key,
-                    fetch.attempt,
+                    attempt,
                     boot=route.home.agent_boot,
                     elsewhere=route.elsewhere,
                     nixl_agent=route.home.nixl_agent,
                 )
-                self._dispatch(ready)
+            )
 
-        await guarded(find_route, partial(self._fail_step, fetch))
+        await guarded(find_route, promise.fail)
 
     async def _take_of_many(
-        self, fetch: ActiveFetch, route: Route, message: Take, timeout_s: float, settle: Settle
+        self, command: ev.Ask, message: Take, home: Peer, route: Route, settle: Settle
     ) -> None:
         """Ask the agents without the lease first whether their memory is still the same."""
+        fetch: FetchResources = command.requested.resources
+        offer_id, deadline = fetch.offer_id, fetch.deadline
 
         async def ask_all() -> None:
-            offer_id, is_nixl = fetch.requested.ticket.offer_id, bool(message.nixl_agent)
+            timeout_s, is_nixl = command.timeout_s, bool(message.nixl_agent)
             checks = [
                 source.check(offer_id, nixl_agent=source.nixl_agent if is_nixl else "")
                 for source in route.others
@@ -318,34 +311,39 @@ class LeaseClient(PeerWatcher):
                     for source, check in zip(route.others, checks, strict=True)
                 )
             )
-            if self._agent.loop.time() >= fetch.deadline:
+            if self._agent.loop.time() >= deadline:
                 raise RequestTimeout("the other agents of the engine answered after the deadline")
-            if self._is_active(fetch):
-                fetch.peers[0].ask(message, timeout_s, settle)
+            if fetch.attempt != command.attempt:
+                raise LocalError("the attempt is over", code=ErrorCode.CANCELLED)
+
+        is_failed = False
 
         def fail(error: KVBusError) -> None:
-            if self._is_active(fetch):
-                settle(error)
+            nonlocal is_failed
+            is_failed = True
+            settle(error)
 
         await guarded(ask_all, fail)
+        if not is_failed:
+            home.ask(message, command.timeout_s, settle)
 
-    def _hold_progress(self, fetch: ActiveFetch, route: Route) -> None:
+    def _hold_progress(self, fetch: FetchResources, route: Route) -> None:
         """Tell the agents without the lease that they are read as long as it lasts."""
+        attempt, lease_s = fetch.attempt, self._config.lease_s
 
         def on_reply(reply: Empty | KVBusError) -> None:
             if isinstance(reply, KVBusError) and reply.code not in WITHOUT_FAULT:
-                self._fail_step(fetch, reply)
+                self._dispatch(ev.StepFailed(fetch.key, attempt, reply))
 
         for source in route.others:
-            lease_s = self._config.lease_s
-            check = source.check(fetch.requested.ticket.offer_id, progress_s=lease_s)
+            check = source.check(fetch.offer_id, progress_s=lease_s)
             source.peer.ask(check, lease_s, on_reply)
 
     async def _drain(self) -> None:
         """Ask each source until the blocks are free: what one refuses, the next may do."""
         while self._draining:
             await anyio.sleep(DRAIN_PERIOD_S)
-            routes = {fetch.route for fetch in self._draining.values() if fetch.route is not None}
+            routes = {fetch.route for fetch in self._draining if fetch.route is not None}
             sources = (source for route in routes for source in route.sources)
             self._driven = {_key_of(source): source for source in sources}
             for source in self._driven.values():
@@ -361,9 +359,9 @@ def _key_of(source: Source) -> SourceKey:
     return source.peer, source.agent_boot, source.memory_id
 
 
-def _takes_word(fetch: ActiveFetch, route: Route, take: Take) -> bool:
+def _takes_word(ticket: Ticket, route: Route | None, take: Take) -> bool:
     """Take the offer by its word, if it has one in a page here; else its agent has to be asked."""
-    ticket, memory = fetch.requested.ticket, route.home.mapped
+    memory = None if route is None else route.home.mapped
     if not ticket.word or take.part or take.tables is None or memory is None or not memory.words:
         return False
     if take.nixl_agent:  # only the prefill agent knows whether that is its data process still

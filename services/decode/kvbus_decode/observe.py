@@ -93,7 +93,8 @@ class DecodeMetrics:
         self._handoff_s.add({"": fetched.stages_s.total})
 
 
-def log_retry(requested: ev.Requested, ended: ev.EndAttempt) -> None:
+def log_retry(ended: ev.EndAttempt) -> None:
+    requested = ended.requested
     log.info(
         "handoff.retried",
         request_id=requested.ticket.request_id,

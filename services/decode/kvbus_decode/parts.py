@@ -6,7 +6,7 @@ that it answers another agent and not an engine (`PartServer`).
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -20,7 +20,8 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost
 from kvbus.protocol.engine import AgentRanks, Fetched
 from kvbus.protocol.message import Empty, Role, refusal, to_body
 from kvbus.protocol.peer import CancelPart, FetchPart, PartFetched
-from kvbus_decode.chunk import ActiveFetch
+from kvbus.table import Promise
+from kvbus_decode.chunk import FetchResources
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.peers import PeerAddress, PeerDirectory
@@ -114,43 +115,42 @@ class PartClient:
         agent: Agent,
         config: DecodeConfig,
         peers: PeerDirectory,
-        active: Mapping[str, ActiveFetch],
         dispatch: Callable[[ev.Event], None],
     ) -> None:
-        self._agent, self._peers, self._active, self._dispatch = agent, peers, active, dispatch
+        self._agent, self._peers, self._dispatch = agent, peers, dispatch
         self._exits_s = CLOSES_WITHIN_S + EXITS_WITHIN_S
         self._drains_s = LATE_S + config.quarantine_timeout_s
         self._asked: dict[str, list[_Asked]] = {}
 
-    def ask(self, command: ev.AskOthers) -> None:
-        fetch = self._active[command.fetch_id]
-        parts = self._asked[fetch.key] = [
-            _Asked(_address(other), self._question(fetch, other))
-            for other in fetch.requested.others
+    def ask(self, command: ev.AskOthers, promise: Promise[ev.Event]) -> None:
+        requested = command.requested
+        parts = [
+            _Asked(_address(other), self._question(requested, other)) for other in requested.others
         ]
-        self._agent.tasks.start_soon(self._fetch, fetch, parts)
+        self._agent.tasks.start_soon(self._fetch, command, parts, promise)
+        self._asked[requested.fetch_id] = parts
 
-    def end_earlier(self, command: ev.EndEarlierParts) -> None:
+    def end_earlier(self, command: ev.EndEarlierParts, promise: Promise[ev.Event]) -> None:
         """End what the earlier processes of this agent have asked for."""
-        fetch = self._active[command.fetch_id]
-        self._agent.tasks.start_soon(self._end_earlier, fetch)
+        self._agent.tasks.start_soon(self._end_earlier, command.requested, promise)
 
-    async def _end_earlier(self, fetch: ActiveFetch) -> None:
-        requested, timeout_s = fetch.requested, self._left_s(fetch)
+    async def _end_earlier(self, requested: ev.Requested, promise: Promise[ev.Event]) -> None:
+        timeout_s = self._left_s(requested)
         async with anyio.create_task_group() as tasks:
             for other in requested.others:
                 for number in range(requested.asked.repeated):
                     origin = _origin(requested, other, number)
                     tasks.start_soon(self._wait_for_end, _address(other), origin, timeout_s)
-        self._dispatch(ev.ReadEnded(fetch.key, elsewhere=True))
+        promise(ev.ReadEnded(requested.fetch_id, elsewhere=True))
 
     def stop(self, command: ev.StopReads) -> None:
         for one in self._asked.get(command.fetch_id, ()):
             one.is_stopped = True
             one.wakes.set()
 
-    def _question(self, fetch: ActiveFetch, other: AgentRanks) -> FetchPart:
-        requested, asked = fetch.requested, fetch.requested.asked
+    def _question(self, requested: ev.Requested, other: AgentRanks) -> FetchPart:
+        fetch: FetchResources = requested.resources
+        asked = requested.asked
         return FetchPart(
             token=new_secret(),
             fetch_id=asked.fetch_id,
@@ -162,28 +162,37 @@ class PartClient:
             first_token=asked.first_token,
             num_tokens=asked.num_tokens,
             tables=asked.tables,
-            timeout_s=self._left_s(fetch),
+            timeout_s=self._left_s(requested),
             zero_tail=asked.zero_tail,
             priority=asked.priority,
             traceparent=asked.traceparent,
             origin=_origin(requested, other, asked.repeated),
         )
 
-    def _left_s(self, fetch: ActiveFetch) -> float:
+    def _left_s(self, requested: ev.Requested) -> float:
+        fetch: FetchResources = requested.resources
         return max(1e-3, fetch.deadline - self._agent.loop.time())
 
-    async def _fetch(self, fetch: ActiveFetch, parts: list[_Asked]) -> None:
+    async def _fetch(
+        self, command: ev.AskOthers, parts: list[_Asked], promise: Promise[ev.Event]
+    ) -> None:
         async with anyio.create_task_group() as tasks:
             for one in parts:
-                tasks.start_soon(self._fetch_one, fetch, one)
-        del self._asked[fetch.key]
+                tasks.start_soon(self._fetch_one, command, one)
+        key = command.requested.fetch_id
+        del self._asked[key]
         fetched = [one.answer for one in parts if isinstance(one.answer, PartFetched)]
         path = next((one.path for one in fetched if one.path), "")
         num_bytes = sum(one.num_bytes for one in fetched)
-        self._dispatch(ev.ReadEnded(fetch.key, num_bytes, None, path, elsewhere=True))
+        promise(ev.ReadEnded(key, num_bytes, None, path, elsewhere=True))
 
-    async def _fetch_one(self, fetch: ActiveFetch, part: _Asked) -> None:
+    async def _fetch_one(self, command: ev.AskOthers, part: _Asked) -> None:
         """Return when the other agent has fetched its part, or cannot write any more."""
+        fetch: FetchResources = command.requested.resources
+
+        def fail(error: KVBusError) -> None:
+            self._dispatch(ev.StepFailed(fetch.key, command.attempt, error))
+
         if part.is_stopped:
             return
         try:
@@ -193,12 +202,12 @@ class PartClient:
                 part.question, timeout_s=math.inf, on_reply=part.settle, on_sent=part.note_sent
             )
         except Exception as error:
-            self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, failure(error)))
+            fail(failure(error))
             return
         await part.wakes.wait()
         peer.client.take_back(request_id)
         if part.failure is not None:
-            self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, part.failure))
+            fail(part.failure)
         if not part.has_ended:
             question = part.question
             await self._wait_for_end(part.address, question.token, question.timeout_s)

@@ -1,7 +1,6 @@
 """Which paths a route can take, which of them a fetch takes, and how long that would take."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.service import Agent
@@ -23,7 +22,7 @@ from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import Ahead
 from kvbus_decode.fetch.events import Requested
 from kvbus_decode.nixl_peers import NixlPeers
-from kvbus_decode.route import Route
+from kvbus_decode.route import PathChoice, Route
 from kvbus_decode.route_book import RouteBook
 
 MAX_LEARNED = 4096
@@ -32,14 +31,6 @@ MEETING_S = 0.1
 
 UNPACKED = (Path.DIRECT, Path.STAGED, Path.MAPPED)
 """Paths that need nothing of the prefill agent that is asked for under an epoch."""
-
-
-@dataclass(frozen=True, slots=True)
-class PathChoice:
-    """A path, and the size of its boxes in bytes (0 without)."""
-
-    path: Path
-    box_bytes: int = 0
 
 
 class PathChooser:
@@ -66,7 +57,7 @@ class PathChooser:
         """
         route, fetch, asked, leased = chunk.route, chunk.fetch, chunk.asked, chunk.wanted.epoch > 0
         choice = fetch.choice or self.choose(route, asked.first_token, asked.num_tokens)
-        if isinstance(choice, PathChoice):
+        if choice is not None:
             fetch.choice = choice
             is_open = choice.path is not Path.MAPPED or route.is_mapped
             if is_open and (leased or choice.path in UNPACKED):

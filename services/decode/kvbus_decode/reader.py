@@ -2,14 +2,14 @@
 
     read_chunk ─▶ path ─▶ legs ─▶ ReadTable ─▶ Begin: pack, READ, copy, compare
                                       ▲                        │
-                                      └─── StageEnded ◀────────┘        ReadEnded ─▶ on_end
+                                      └─── StageEnded ◀────────┘        ReadEnded ─▶ its promise
 
 A direct chunk starts no task. A copy of mapped memory that takes some 0.1 ms is made at once, and
 needs no leg in the table.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 import structlog
@@ -19,17 +19,18 @@ from kvbus.agent.loop import failure, until
 from kvbus.agent.service import Agent
 from kvbus.agent.slots import HOST
 from kvbus.planning import Path, Share, cut_for_digests, cut_into_boxes
-from kvbus.table import Driver, Story
+from kvbus.table import Driver, Promise, Story
 from kvbus.table.events import Stopped
 from kvbus_decode import read_table as ev
 from kvbus_decode.box_legs import CompareWork, PackedWork, StagedWork, ZeroWork, release_slots
-from kvbus_decode.chunk import ActiveFetch, Chunk, make_chunk
+from kvbus_decode.chunk import Chunk, make_chunk
 from kvbus_decode.config import DecodeConfig
+from kvbus_decode.fetch.events import Event as FetchEvent
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded, StopReads
 from kvbus_decode.legs import DirectWork, MappedWork, Means, StageRunner
 from kvbus_decode.observe import DecodeMetrics
-from kvbus_decode.paths import PathChoice, PathChooser
-from kvbus_decode.route import Source, SourcePlan
+from kvbus_decode.paths import PathChooser
+from kvbus_decode.route import PathChoice, Source, SourcePlan
 from kvbus_decode.route_book import RouteBook
 
 log = structlog.get_logger()
@@ -43,9 +44,9 @@ GRACE_S = 2.0
 
 
 class Reader:
-    """All chunks that are read by this agent, for the fetches in ``active``.
+    """All chunks that are read by this agent.
 
-    ``on_end`` is called once for each, when nothing can write into the blocks for it any more.
+    The promise of each is kept when nothing can write into the blocks for it any more.
     """
 
     def __init__(
@@ -55,12 +56,10 @@ class Reader:
         chooser: PathChooser,
         metrics: DecodeMetrics,
         routes: RouteBook,
-        *,
-        active: Mapping[str, ActiveFetch],
-        on_end: Callable[[ReadEnded], None],
     ) -> None:
-        self._agent, self._chooser, self._routes = agent, chooser, routes
-        self._active, self._on_end, self._one_in = active, on_end, config.digest_one_in
+        self._agent, self._chooser = agent, chooser
+        self._one_in = config.digest_one_in
+        self._reading: dict[str, Promise[FetchEvent]] = {}
         self._table = ev.ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop, on_defect=failure)
         self._dispatch = self._driver.dispatch
@@ -71,8 +70,8 @@ class Reader:
             ev.Abort: lambda command: runner.abort(command.leg),
             ev.ReleaseSlots: lambda command: release_slots(command.source, command.slot_ids),
             ev.ReplaceDataProcess: self._replace_data_process,
-            ReadEnded: on_end,
         }
+        self._driver.commands[ReadEnded] = self._on_end
 
     @property
     def num_slots_in_use(self) -> int:
@@ -82,14 +81,15 @@ class Reader:
         read = self._table.find(key)
         return None if read is None else read.story
 
-    def read_chunk(self, command: ReadChunk) -> None:
+    def read_chunk(self, command: ReadChunk, promise: Promise[FetchEvent]) -> None:
         """Read a chunk by the path that was chosen for its fetch, or another if that has closed.
 
         It has ended at once when no path can be taken, or it is short.
         """
-        key = command.fetch_id
+        key = command.requested.fetch_id
+        self._reading[key] = promise
         try:
-            chunk = make_chunk(self._active[key], command, one_in=self._one_in)
+            chunk = make_chunk(command, one_in=self._one_in)
             choice = self._chooser.path_of(chunk)
             if choice.path is Path.MAPPED and self._copies_here(chunk):
                 return
@@ -108,6 +108,9 @@ class Reader:
                 nixl_agent="" if choice.path is Path.MAPPED else chunk.route.home.nixl_agent,
             )
         )
+
+    def _on_end(self, ended: ReadEnded) -> None:
+        self._reading.pop(ended.fetch_id)(ended)
 
     def stop_reads(self, command: StopReads) -> None:
         """Begin nothing more of a fetch's chunk."""

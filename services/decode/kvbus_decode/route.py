@@ -121,6 +121,14 @@ class SourcePlan:
         return list(filter(None, (self.read_plan, self.staged_plan, self.copy_plan)))
 
 
+@dataclass(frozen=True, slots=True)
+class PathChoice:
+    """A path, and the size of its boxes in bytes (0 without)."""
+
+    path: Path
+    box_bytes: int = 0
+
+
 class Route:
     """From all ranks of a prefill engine to the ranks of a decode engine that are here.
 

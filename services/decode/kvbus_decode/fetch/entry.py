@@ -232,7 +232,7 @@ class FetchEntry:
             return None
         last = self.sealed and stop == wanted
         epoch, token = (self.held.epoch, self.held.token) if self.held else (0, "")
-        return ev.ReadChunk(self.key, epoch, token, dict(self.tables), start, stop, last)
+        return ev.ReadChunk(self.requested, epoch, token, dict(self.tables), start, stop, last)
 
     def retire(self) -> None:
         """Keep no tables, and no request."""
@@ -243,9 +243,7 @@ class FetchEntry:
             asked=replace(requested.asked, ticket={}, tables={}),
             ticket=replace(requested.ticket, blocks=""),
             reply_to=None,
-            engine=None,
-            route=None,
-            choice=None,
+            resources=None,
             ahead=None,
         )
 
@@ -308,7 +306,7 @@ class FetchEntry:
         only a ticket named, unless the commit shows these tables.
         """
         self.question, self.held, self.hinted = None, None, False
-        self.requested = replace(self.requested, route=None, choice=None, ahead=None)
+        self.requested = replace(self.requested, has_route=False, ahead=None)
         if self.unconfirmed:
             return
         self.tables = {}
@@ -359,7 +357,7 @@ class FetchEntry:
             num_tokens=requested.asked.num_tokens,
             attempts=self.attempts,
         )
-        return ev.ReportFetched(self.key, requested, fetched, self.held is not None, undecided)
+        return ev.ReportFetched(requested, fetched, self.held is not None, undecided)
 
 
 def _other_blocks() -> RemoteError:

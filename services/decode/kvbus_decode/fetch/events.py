@@ -63,13 +63,13 @@ class Requested(Value, frozen=True):
 
     ``ticket`` is what was shown; before the fetch has met the offer of ``meets``, it says what is
     known of it. ``has_state`` when it wants groups of opaque state: theirs is that of the last
-    token, so it is read once the offer is sealed. ``engine`` has the blocks. ``route`` is how the
-    prefill engine is read, None when the peer has to be resolved, or when this agent is not ready
-    to read; ``choice`` is the path that was chosen on it. With a route, ``boot``, ``elsewhere`` and
-    ``nixl_agent`` are as in `PeerReady`. ``ahead`` when the ticket's own blocks can be read at
-    once. With the ``take_token``, drawn for this fetch, a yes to its take is said
-    again, and to no other. ``others`` are the agents that have other ranks of the engine. A part of
-    another agent's fetch has the ``access`` to its engine, whose home is there.
+    token, so it is read once the offer is sealed. ``resources`` are what I/O needs of the fetch:
+    the table passes them to each command, and looks at nothing in them. A fetch that ``has_route``
+    need not shake hands; then ``boot``, ``elsewhere`` and ``nixl_agent`` are as in `PeerReady`.
+    ``ahead`` when the ticket's own blocks can be read at once. With the ``take_token``, drawn for
+    this fetch, a yes to its take is said again, and to no other. ``others`` are the agents that
+    have other ranks of the engine. A part of another agent's fetch has the ``access`` to its
+    engine, whose home is there.
     """
 
     fetch_id: str
@@ -83,9 +83,8 @@ class Requested(Value, frozen=True):
     meets: Rendezvous | None = None
     others: tuple[AgentRanks, ...] = ()
     access: str = ""
-    engine: Any = None
-    route: object = None
-    choice: object = None
+    resources: Any = None
+    has_route: bool = False
     boot: str = ""
     elsewhere: tuple[str, ...] = ()
     nixl_agent: str = ""
@@ -195,7 +194,7 @@ Event = Requested | FetchEvent | TableEvent
 class Ask(Value, frozen=True):
     """Ask the agent that the fetch holds; answer `Answered` or `StepFailed`, once."""
 
-    fetch_id: str
+    requested: Requested
     attempt: int
     message: Request[Any]
     timeout_s: float
@@ -212,16 +211,23 @@ class Tell(Value, frozen=True):
 
 
 class HoldPeer(Value, frozen=True):
-    """Keep what the fetch needs of its agents from here on; `StepFailed` if that is gone.
+    """Keep what the attempt needs of its agents; `StepFailed` if that fails."""
 
-    With ``timeout_s`` its route is not known: connect to the ticket's agent, and shake hands;
-    answer `PeerReady` or `StepFailed`.
+    requested: Requested
+    attempt: int
+    deadline: float
+
+
+class FindRoute(Value, frozen=True):
+    """As `HoldPeer`, and shake hands with the ticket's agent; answer `PeerReady` or `StepFailed`.
+
+    Once.
     """
 
     requested: Requested
     attempt: int
     deadline: float
-    timeout_s: float | None = None
+    timeout_s: float
 
 
 class ReadChunk(Value, frozen=True):
@@ -231,7 +237,7 @@ class ReadChunk(Value, frozen=True):
     one, which may have no tokens. Without a lease ``epoch`` is 0: nothing can be packed for it.
     """
 
-    fetch_id: str
+    requested: Requested
     epoch: int
     token: str
     tables: Mapping[str, BlockTable]
@@ -246,7 +252,8 @@ class AskOthers(Value, frozen=True):
     If one fails, `StepFailed` before that.
     """
 
-    fetch_id: str
+    requested: Requested
+    attempt: int
 
 
 class EndEarlierParts(Value, frozen=True):
@@ -255,16 +262,16 @@ class EndEarlierParts(Value, frozen=True):
     Answer `ReadEnded` elsewhere, once, when nothing of it is in flight.
     """
 
-    fetch_id: str
+    requested: Requested
 
 
 class EndAttempt(Value, frozen=True):
     """Give back what the attempt used, and do not use its route again.
 
-    It failed by ``error``. Nothing of it is in flight. `HoldPeer` follows, or the end of the fetch.
+    It failed by ``error``. Nothing of it is in flight. The next attempt follows, or the end.
     """
 
-    fetch_id: str
+    requested: Requested
     attempt: int
     error: KVBusError
 
@@ -273,6 +280,7 @@ class StopReads(Value, frozen=True):
     """Begin nothing more of the chunk and of the parts; `ReadEnded` follows when all has ended."""
 
     fetch_id: str
+    resources: Any = None
 
 
 class Notify(Value, frozen=True):
@@ -281,7 +289,7 @@ class Notify(Value, frozen=True):
     After `BlocksFreed` nothing follows.
     """
 
-    fetch_id: str
+    requested: Requested
     message: Landed | BlocksFreed
 
 
@@ -292,7 +300,6 @@ class ReportFetched(Value, frozen=True):
     did not answer: the offer may be completed.
     """
 
-    fetch_id: str
     requested: Requested
     fetched: Fetched
     leased: bool = False
@@ -305,6 +312,7 @@ Command = (
     | Ask
     | Tell
     | HoldPeer
+    | FindRoute
     | ReadChunk
     | AskOthers
     | EndEarlierParts

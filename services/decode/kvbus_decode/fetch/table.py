@@ -106,13 +106,13 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             fetch.state, fetch.repeated = FetchState.TAKING, True
             if event.others:
                 fetch.others_read = True
-                commands.append(ev.EndEarlierParts(fetch.key))
+                commands.append(ev.EndEarlierParts(fetch.requested))
             else:
                 commands.append(ask(fetch, at))
         elif not event.has_met:
             fetch.state = FetchState.MEETING
             commands.append(ask(fetch, at))
-        elif event.route is None:
+        elif not event.has_route:
             fetch.state, commands = FetchState.RESOLVING, [resolve(fetch, at)]
         elif (place := self._places.acquire_at_once(fetch.turn.owner)) is None:
             self._places.add(fetch.turn, fetch.key)

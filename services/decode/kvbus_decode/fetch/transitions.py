@@ -106,7 +106,7 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
     is_short = isinstance(message, Claim | CommitQuery)
     longest_s = at.limits.request_timeout_s if is_short else math.inf
     timeout_s = min(longest_s, max(1e-3, fetch.answer_until - at.now))
-    return ev.Ask(fetch.key, fetch.attempts, message, timeout_s)
+    return ev.Ask(fetch.requested, fetch.attempts, message, timeout_s)
 
 
 def _commit_query(fetch: FetchEntry, at: Context) -> CommitQuery:
@@ -222,10 +222,10 @@ def take_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     return [resolve(fetch, at)]
 
 
-def resolve(fetch: FetchEntry, at: Context) -> ev.HoldPeer:
+def resolve(fetch: FetchEntry, at: Context) -> ev.FindRoute:
     left_s = REASON_SHARE * (fetch.deadline - at.now)
     timeout_s = max(1e-3, min(at.limits.request_timeout_s, left_s))
-    return ev.HoldPeer(fetch.requested, fetch.attempts, fetch.deadline, timeout_s)
+    return ev.FindRoute(fetch.requested, fetch.attempts, fetch.deadline, timeout_s)
 
 
 def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
@@ -294,7 +294,7 @@ def take_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
         return fail(fetch, error, at)
     if is_first and fetch.requested.others:
         fetch.others_read = True
-        commands.append(ev.AskOthers(fetch.key))
+        commands.append(ev.AskOthers(fetch.requested, fetch.attempts))
     if fetch.chunk is None:
         commands += go_on(fetch, at)
     if fetch.hinted and not fetch.sealed:
@@ -314,7 +314,7 @@ def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
     asked = fetch.requested.asked
     if asked.chunk_tokens and fetch.num_read and not fetch.others_read:
         landed = Landed(fetch_id=asked.fetch_id, num_tokens=fetch.read_to)
-        commands.append(ev.Notify(fetch.key, landed))
+        commands.append(ev.Notify(fetch.requested, landed))
     return commands
 
 
@@ -348,7 +348,7 @@ def take_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> Co
         fetch.note_committed(event.outcome)
         fetch.enter(COMPLETED, at.now)
         return [fetch.report(COMPLETED)]
-    if fetch.requested.has_met and fetch.requested.route is not None:
+    if fetch.requested.has_met and fetch.requested.has_route:
         fetch.enter(QUEUED, at.now)
         return []
     fetch.enter(RESOLVING if fetch.requested.has_met else MEETING, at.now)
@@ -393,7 +393,7 @@ def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands
         fetch.read_again()
     fetch.error, fetch.failed_in, fetch.ask_at = error.without_frames(), fetch.state, None
     fetch.enter(RETRYING, at.now)
-    return [ev.StopReads(fetch.key)] if fetch.in_flight else _end_attempt(fetch, error, at)
+    return [stop_reads(fetch)] if fetch.in_flight else _end_attempt(fetch, error, at)
 
 
 def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
@@ -410,7 +410,7 @@ def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
     commands = [] if fetch.unconfirmed else give_back(fetch)
     fetch.drop_attempt()
     fetch.ask_at = at.now + pause_s
-    return [*commands, ev.EndAttempt(fetch.key, fetch.attempts, error)]
+    return [*commands, ev.EndAttempt(fetch.requested, fetch.attempts, error)]
 
 
 def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
@@ -460,7 +460,7 @@ def fail(
     undecided = fetch.is_undecided and not is_answered
     fetch.error, fetch.ends_as = error.without_frames(), ends_as
     fetch.enter(DRAINING if in_flight else ends_as, at.now)
-    ends = give_back(fetch) if not in_flight else [] if is_stopped else [ev.StopReads(fetch.key)]
+    ends = give_back(fetch) if not in_flight else [] if is_stopped else [stop_reads(fetch)]
     return [*ends, fetch.report(fetch.failed_in or stage if is_stopped else stage, undecided)]
 
 
@@ -504,7 +504,11 @@ def free(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
         return []
     fetch.enter(fetch.ends_as, at.now)
     freed = BlocksFreed(fetch_id=fetch.requested.asked.fetch_id)
-    return [*give_back(fetch), ev.Notify(fetch.key, freed)]
+    return [*give_back(fetch), ev.Notify(fetch.requested, freed)]
+
+
+def stop_reads(fetch: FetchEntry) -> ev.StopReads:
+    return ev.StopReads(fetch.key, fetch.requested.resources)
 
 
 def give_back(fetch: FetchEntry) -> Commands:
