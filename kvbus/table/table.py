@@ -28,6 +28,7 @@ L = TypeVar("L")
 C = TypeVar("C")
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E")
+T = TypeVar("T")
 
 MAX_STEPS = 32
 ENTRY_BYTES, STEP_BYTES = 1808, 192
@@ -299,17 +300,13 @@ class Table(Generic[K, N, L, C]):
 class Promise(Generic[E]):
     """The one event that a command promises: call it with that event, or `fail` it, once.
 
-    One that is dropped fails by itself. Then the code that runs the command has lost it, which is a
-    defect; without its event, an entry would wait for ever.
+    A dropped promise fails by itself: without its event, an entry would wait for ever.
     """
 
-    __slots__ = ("_command", "_driver", "_failed", "is_kept")
+    __slots__ = ("_driver", "_failed", "is_kept")
 
-    def __init__(
-        self, driver: "Driver[E]", command: Any, failed: Callable[[Any, Exception], E]
-    ) -> None:
-        self._driver, self._command, self._failed = driver, command, failed
-        self.is_kept = False
+    def __init__(self, driver: "Driver[E]", failed: Callable[[Exception], E]) -> None:
+        self._driver, self._failed, self.is_kept = driver, failed, False
 
     def __call__(self, event: E) -> None:
         """Dispatch ``event``; raises `RuntimeError` for a second one."""
@@ -321,11 +318,11 @@ class Promise(Generic[E]):
     def fail(self, error: Exception) -> None:
         """Dispatch the event of a failure, unless there was an event before."""
         if not self.is_kept:
-            self(self._failed(self._command, error))
+            self(self._failed(error))
 
     def __del__(self) -> None:
         if not self.is_kept:  # in any thread
-            self._driver.fail_later(partial(self._failed, self._command))
+            self._driver.fail_later(self._failed)
 
 
 class Clock(Protocol):
@@ -348,12 +345,10 @@ class Driver(Generic[E]):
     """Feeds ``table``, and hands each command to the one of ``commands`` for its class.
 
     All in the event loop's thread. Replies go to the call that was asked with; ``commands`` has
-    what is done for the others, and is filled by its owner before the first event. So are
-    ``answers``: for a kind of command, the event in its place when the command raised; and
-    ``promises``: for a kind that promises an event, what is done for it, and the event when that
-    failed. Each of these commands comes with a `Promise`, so its event comes exactly once.
+    what is done for the others, and is filled by its owner before the first event. Commands that
+    promise an event are registered with `promise`.
 
-    ``on_defect`` gets what other commands raised; without it `dispatch` raises that.
+    ``on_defect`` gets what commands raised; without it `dispatch` raises that.
     """
 
     def __init__(
@@ -367,17 +362,34 @@ class Driver(Generic[E]):
             SendReply: _reply,
             Refuse: _refuse,
         }
-        self.answers: dict[type[Any], Callable[[Any, Exception], E]] = {}
-        self.promises: dict[
-            type[Any],
-            tuple[Callable[[Any, Promise[E]], None], Callable[[Any, Exception], E]],
-        ] = {}
         self._on_defect = on_defect
         self._table, self._loop = table, loop
         self._events: deque[E | DeadlinePassed] = deque()
         self._running = self._is_stopped = False
         self._alarm: Any = None
         self._alarm_at = float("inf")
+
+    def promise(
+        self,
+        kind: type[T],
+        do: Callable[[T, Promise[E]], None],
+        failed: Callable[[T, Exception], E],
+    ) -> None:
+        """Give commands of this ``kind`` to ``do``, each with the `Promise` of its one event.
+
+        ``failed`` makes the event of a failure. If ``do`` raises, it must have begun nothing.
+        """
+
+        def run(command: T) -> None:
+            promise = Promise(self, partial(failed, command))
+            try:
+                do(command, promise)
+            except Exception as error:
+                if promise.is_kept:
+                    raise
+                promise.fail(error)
+
+        self.commands[kind] = run
 
     @property
     def now(self) -> float:
@@ -401,9 +413,12 @@ class Driver(Generic[E]):
             while self._events:
                 for command in self._table.handle(self._events.popleft(), self._loop.time()):
                     try:
-                        self._run(command)
-                    except Exception as error:
-                        errors.append(error)
+                        self.commands[type(command)](command)
+                    except Exception as error:  # no thread, no memory, a defect: others go on
+                        if self._on_defect is not None:
+                            self._on_defect(error)
+                        else:
+                            errors.append(error)
         finally:
             self._running = False
             if self._table.deadlines.bound < self._alarm_at:
@@ -411,28 +426,8 @@ class Driver(Generic[E]):
         if errors:
             raise ExceptionGroup("commands failed", errors) if errors[1:] else errors[0]
 
-    def _run(self, command: Any) -> None:
-        """Do what a command says; raises what no event and no ``on_defect`` stands for."""
-        kind, promise = type(command), None
-        try:
-            if (promised := self.promises.get(kind)) is not None:
-                do, failed = promised
-                promise = Promise(self, command, failed)
-                do(command, promise)
-            else:
-                self.commands[kind](command)
-        except Exception as error:  # no thread, no memory, a defect: others go on
-            if promise is not None and not promise.is_kept:
-                promise.fail(error)
-            elif (answer := self.answers.get(kind)) is not None:
-                self._events.append(answer(command, error))
-            elif self._on_defect is not None:
-                self._on_defect(error)
-            else:
-                raise
-
     def fail_later(self, failed: Callable[[Exception], E]) -> None:
-        """Dispatch the event of a command that was dropped, in the loop; from any thread."""
+        """Dispatch, in the loop, the event of a dropped command; called from any thread."""
 
         def fail() -> None:
             if not self._is_stopped:

@@ -855,10 +855,10 @@ class Peers:
 
     def check(self, command: ev.Command) -> None:
         match command:
-            case ev.HoldPeer() | ev.FindRoute() | ev.Ask():
+            case ev.HoldPeer() | ev.Ask():
                 assert self.chunk is None or command.attempt == self.attempt
                 self.attempt = command.attempt
-                if not isinstance(command, ev.HoldPeer):
+                if isinstance(command, ev.FindRoute | ev.Ask):
                     self.waiting.append(command)
                 if isinstance(command, ev.Ask) and isinstance(command.message, Claim | Renew):
                     known = self.answered_boot.get(command.attempt, "boot 0")

@@ -83,15 +83,6 @@ def test_a_command_that_fails_leaves_none_out_and_is_raised(numbers: list[int]) 
     assert clock.alarms[0] == 2.0
 
 
-def test_an_event_that_a_failed_command_had_promised_comes_in_its_place() -> None:
-    one, done, _ = driver()
-    one.answers[int] = lambda number, error: [f"{number} failed: {error!r}"]
-
-    one.dispatch(["a", 1, "b"])
-
-    assert done == ["a", "b", "1 failed: FailError(1)"]
-
-
 @pytest.mark.parametrize(("puts_off", "alarms"), [([5.0, 1.0], [6.0]), ([9.0, 1.0, 2.0], [10.0])])
 def test_there_is_no_alarm_for_a_deadline_that_is_put_off_at_once(
     puts_off: list[float], alarms: list[float]
@@ -111,7 +102,7 @@ Promised = Promise[Any]
 def promising(do: Callable[[Any, Promised], None]) -> tuple[Driver[Any], list[Any], Clock]:
     """As `driver`; a float promises an event, and ``do`` is what is done for it."""
     one, done, clock = driver()
-    one.promises[float] = do, lambda number, error: [f"{number} failed: {error}"]
+    one.promise(float, do, lambda number, error: [f"{number} failed: {error}"])
     return one, done, clock
 
 

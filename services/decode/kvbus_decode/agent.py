@@ -59,12 +59,7 @@ class DecodeService(Service):
         self.routes = routes = RouteBook(agent, peers, self._borrower)
         self._reader = Reader(agent, config, chooser, self._metrics, routes)
         self._leases = leases = LeaseClient(
-            agent,
-            config,
-            peers,
-            self.routes,
-            tickets=self._tickets,
-            dispatch=self._dispatch,
+            agent, config, peers, self.routes, tickets=self._tickets, dispatch=self._dispatch
         )
         self._warm = WarmPeers(agent, config, peers, self.routes)
         peers.watchers = (self.routes, leases, self._warm)
@@ -75,23 +70,18 @@ class DecodeService(Service):
         self._others = PartClient(agent, config, peers, self._dispatch)
         driver.commands |= {
             ev.Tell: leases.tell,
-            ev.HoldPeer: leases.hold,
+            ev.HoldPeer: leases.hold_peer,
             ev.EndAttempt: self._end_attempt,
             ev.StopReads: self._stop_reads,
             ev.Notify: self._notify,
             ev.ReportFetched: self._report_fetched,
         }
-        driver.answers[ev.HoldPeer] = _step_failed
-        driver.promises |= {
-            ev.Ask: (leases.ask, _step_failed),
-            ev.FindRoute: (leases.find_route, _step_failed),
-            ev.ReadChunk: (self._reader.read_chunk, _read_failed),
-            ev.AskOthers: (self._others.ask, partial(_read_failed, elsewhere=True)),
-            ev.EndEarlierParts: (
-                self._others.end_earlier,
-                partial(_read_failed, elsewhere=True),
-            ),
-        }
+        driver.promise(ev.Ask, leases.ask, _step_failed)
+        driver.promise(ev.FindRoute, leases.find_route, _step_failed)
+        driver.promise(ev.ReadChunk, self._reader.read_chunk, _read_failed)
+        part_failed = partial(_read_failed, elsewhere=True)
+        driver.promise(ev.AskOthers, self._others.ask, part_failed)
+        driver.promise(ev.EndEarlierParts, self._others.end_earlier, part_failed)
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
@@ -239,7 +229,7 @@ class DecodeService(Service):
 
     def _stop_reads(self, command: ev.StopReads) -> None:
         self._leases.drain(command.resources)
-        self._others.stop(command)
+        command.resources.stop_parts()
         self._reader.stop_reads(command)
 
     def _end_attempt(self, command: ev.EndAttempt) -> None:

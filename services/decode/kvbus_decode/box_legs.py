@@ -154,10 +154,9 @@ class PackedWork:
 
 
 def _slot_of(stage: Stage) -> int:
-    slot: int | None = stage.leg.slot
-    if slot is None:
+    if stage.leg.slot is None:
         raise LocalError("the box has no slot", code=ErrorCode.INTERNAL)
-    return slot
+    return stage.leg.slot
 
 
 def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:

@@ -36,12 +36,13 @@ class FetchResources:
     replica_index: int = 0
     meeting: tuple[int, Callable[[KVBusError], None]] | None = None
     """The `Meet` that waits for its reply, and what ends that."""
+    stop_parts: Callable[[], None] = lambda: None
+    """Stops the parts that were requested of other agents."""
 
     def fills_blocks(self, asked: StartFetch) -> bool:
         """Whether no window's first block has a gap once all is read, see `Fetched`."""
-        if self.route is None:
-            return False
-        return self.route.spans.fills_blocks(asked.first_token, asked.num_tokens)
+        first_token, num_tokens = asked.first_token, asked.num_tokens
+        return self.route is not None and self.route.spans.fills_blocks(first_token, num_tokens)
 
     def reads_from(self, peer: Peer, boot: str) -> bool:
         """Whether it reads from this process of ``peer``, or has a part there; empty: any."""

@@ -13,12 +13,12 @@ from typing import Any
 import anyio
 import structlog
 
-from kvbus.agent.loop import guarded
+from kvbus.agent.loop import failure, guarded
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestTimeout
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Message
-from kvbus.protocol.peer import MAX_TAKEN, Forgo, Meet, Met, Release, Take, WordsTaken
+from kvbus.protocol.peer import MAX_TAKEN, CheckMemory, Forgo, Meet, Met, Release, Take, WordsTaken
 from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.protocol.word import Word
 from kvbus.table import Promise
@@ -41,6 +41,7 @@ WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
 Dispatch = Callable[[ev.Event], None]
 Settle = Callable[[Message | KVBusError], None]
+Checks = list[tuple[Peer, CheckMemory]]
 SourceKey = tuple[Peer, str, str]
 
 
@@ -68,11 +69,15 @@ class LeaseClient(PeerWatcher):
         self._taken: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
         """Of each agent's process, the offers that were taken by their words, with their tokens."""
 
-    def hold(self, command: ev.HoldPeer | ev.FindRoute) -> None:
-        """Acquire the peers of an attempt.
+    def hold_peer(self, command: ev.HoldPeer) -> None:
+        """Acquire the peers of an attempt, or fail it."""
+        try:
+            self._hold(command)
+        except Exception as error:
+            self._fail_step(command.requested.resources, failure(error))
 
-        Raises `LocalError`, and `RemoteError` for an agent that is not trusted.
-        """
+    def _hold(self, command: ev.HoldPeer) -> None:
+        """Raises `LocalError`, and `RemoteError` for an agent that is not trusted."""
         ticket = command.requested.ticket
         fetch: FetchResources = command.requested.resources
         self._forget_offer(fetch)  # with the ticket of a rendezvous comes another name
@@ -89,7 +94,7 @@ class LeaseClient(PeerWatcher):
 
     def find_route(self, command: ev.FindRoute, promise: Promise[ev.Event]) -> None:
         """Acquire the peers, and find the route, by a handshake where it is not known."""
-        self.hold(command)
+        self._hold(command)
         home = command.requested.resources.peers[0]
         self._agent.tasks.start_soon(self._find_route, command, home, promise)
 
@@ -121,8 +126,15 @@ class LeaseClient(PeerWatcher):
         route, home = fetch.route, fetch.peers[0]
         if route is not None and route.others:
             if isinstance(message, Take):
+                checks = [
+                    (
+                        one.peer,
+                        one.check(fetch.offer_id, nixl_agent=message.nixl_agent and one.nixl_agent),
+                    )
+                    for one in route.others
+                ]
                 self._agent.tasks.start_soon(
-                    self._take_of_many, command, message, home, route, settle
+                    self._take_of_many, command, home, checks, settle, promise
                 )
                 return
             self._hold_progress(fetch, route)
@@ -293,39 +305,28 @@ class LeaseClient(PeerWatcher):
         await guarded(find_route, promise.fail)
 
     async def _take_of_many(
-        self, command: ev.Ask, message: Take, home: Peer, route: Route, settle: Settle
+        self,
+        command: ev.Ask,
+        home: Peer,
+        checks: Checks,
+        settle: Settle,
+        promise: Promise[ev.Event],
     ) -> None:
         """Ask the agents without the lease first whether their memory is still the same."""
         fetch: FetchResources = command.requested.resources
-        offer_id, deadline = fetch.offer_id, fetch.deadline
-
-        async def ask_all() -> None:
-            timeout_s, is_nixl = command.timeout_s, bool(message.nixl_agent)
-            checks = [
-                source.check(offer_id, nixl_agent=source.nixl_agent if is_nixl else "")
-                for source in route.others
-            ]
-            await asyncio.gather(
-                *(
-                    source.peer.client.ask(check, timeout_s=timeout_s)
-                    for source, check in zip(route.others, checks, strict=True)
-                )
-            )
+        timeout_s, deadline = command.timeout_s, fetch.deadline
+        try:
+            asked = (peer.client.ask(check, timeout_s=timeout_s) for peer, check in checks)
+            await asyncio.gather(*asked)
             if self._agent.loop.time() >= deadline:
                 raise RequestTimeout("the other agents of the engine answered after the deadline")
             if fetch.attempt != command.attempt:
                 raise LocalError("the attempt is over", code=ErrorCode.CANCELLED)
-
-        is_failed = False
-
-        def fail(error: KVBusError) -> None:
-            nonlocal is_failed
-            is_failed = True
-            settle(error)
-
-        await guarded(ask_all, fail)
-        if not is_failed:
-            home.ask(message, command.timeout_s, settle)
+            home.ask(command.message, timeout_s, settle)
+        except Exception as error:
+            reason = failure(error)
+            if not promise.is_kept:
+                settle(reason)
 
     def _hold_progress(self, fetch: FetchResources, route: Route) -> None:
         """Tell the agents without the lease that they are read as long as it lasts."""

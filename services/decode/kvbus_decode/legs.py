@@ -22,6 +22,7 @@ from kvbus.errors import (
     TransferFailed,
 )
 from kvbus.memory.run_copy import copy_runs
+from kvbus.table import Promise
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.nixl_peers import NixlPeers
 from kvbus_decode.read_table import COPYING, READING, Begin, Event, Leg, LegState, StageEnded
@@ -63,7 +64,6 @@ class Stage:
         self._on_ended = on_ended
         self._jobs: set[StartedJob] = set()
         self._outcome: StageEnded | None = None
-        self._is_reported = False
 
     def start(
         self, message: wire.Job, *uses: Defined, then: Callable[[wire.Reply], None] | None = None
@@ -117,21 +117,26 @@ class Stage:
         self.end(error=error_of(reply))
 
     def _settle(self) -> None:
-        if self._outcome is not None and not self._jobs and not self._is_reported:
-            self._is_reported = True
+        if self._outcome is not None and not self._jobs:
             self._on_ended(self._outcome)
 
 
 class StageRunner:
-    """Carries out the stages of legs. Each `Begin` is answered by one `StageEnded`."""
+    """Carries out the stages of legs."""
 
-    def __init__(self, means: Means, dispatch: Callable[[Event], None]) -> None:
-        self._means, self._dispatch = means, dispatch
+    def __init__(self, means: Means) -> None:
+        self._means = means
         self._running: dict[Leg, Stage] = {}
 
-    def begin(self, command: Begin) -> None:
-        """Begin a stage. If that fails, the stage has failed."""
-        stage = self._running[command.leg] = Stage(self._means, command, self._end)
+    def begin(self, command: Begin, promise: Promise[Event]) -> None:
+        """Begin a stage. If that fails, the stage has failed once its jobs have ended."""
+
+        def end(ended: StageEnded) -> None:
+            if not promise.is_kept:
+                del self._running[ended.leg]
+                promise(ended)
+
+        stage = self._running[command.leg] = Stage(self._means, command, end)
         work: Work = command.leg.work
         try:
             work.begin(stage)
@@ -142,10 +147,6 @@ class StageRunner:
         """Begin no further part of the stage that a leg is in."""
         if (stage := self._running.get(leg)) is not None:
             stage.abort()
-
-    def _end(self, ended: StageEnded) -> None:
-        del self._running[ended.leg]
-        self._dispatch(ended)
 
 
 def error_of(reply: wire.Reply) -> KVBusError | None:

@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 
 import anyio
@@ -120,15 +121,14 @@ class PartClient:
         self._agent, self._peers, self._dispatch = agent, peers, dispatch
         self._exits_s = CLOSES_WITHIN_S + EXITS_WITHIN_S
         self._drains_s = LATE_S + config.quarantine_timeout_s
-        self._asked: dict[str, list[_Asked]] = {}
 
     def ask(self, command: ev.AskOthers, promise: Promise[ev.Event]) -> None:
         requested = command.requested
         parts = [
             _Asked(_address(other), self._question(requested, other)) for other in requested.others
         ]
+        requested.resources.stop_parts = partial(_stop, parts)
         self._agent.tasks.start_soon(self._fetch, command, parts, promise)
-        self._asked[requested.fetch_id] = parts
 
     def end_earlier(self, command: ev.EndEarlierParts, promise: Promise[ev.Event]) -> None:
         """End what the earlier processes of this agent have asked for."""
@@ -142,11 +142,6 @@ class PartClient:
                     origin = _origin(requested, other, number)
                     tasks.start_soon(self._wait_for_end, _address(other), origin, timeout_s)
         promise(ev.ReadEnded(requested.fetch_id, elsewhere=True))
-
-    def stop(self, command: ev.StopReads) -> None:
-        for one in self._asked.get(command.fetch_id, ()):
-            one.is_stopped = True
-            one.wakes.set()
 
     def _question(self, requested: ev.Requested, other: AgentRanks) -> FetchPart:
         fetch: FetchResources = requested.resources
@@ -180,7 +175,6 @@ class PartClient:
             for one in parts:
                 tasks.start_soon(self._fetch_one, command, one)
         key = command.requested.fetch_id
-        del self._asked[key]
         fetched = [one.answer for one in parts if isinstance(one.answer, PartFetched)]
         path = next((one.path for one in fetched if one.path), "")
         num_bytes = sum(one.num_bytes for one in fetched)
@@ -189,10 +183,6 @@ class PartClient:
     async def _fetch_one(self, command: ev.AskOthers, part: _Asked) -> None:
         """Return when the other agent has fetched its part, or cannot write any more."""
         fetch: FetchResources = command.requested.resources
-
-        def fail(error: KVBusError) -> None:
-            self._dispatch(ev.StepFailed(fetch.key, command.attempt, error))
-
         if part.is_stopped:
             return
         try:
@@ -202,12 +192,12 @@ class PartClient:
                 part.question, timeout_s=math.inf, on_reply=part.settle, on_sent=part.note_sent
             )
         except Exception as error:
-            fail(failure(error))
+            self._dispatch(ev.StepFailed(fetch.key, command.attempt, failure(error)))
             return
         await part.wakes.wait()
         peer.client.take_back(request_id)
         if part.failure is not None:
-            fail(part.failure)
+            self._dispatch(ev.StepFailed(fetch.key, command.attempt, part.failure))
         if not part.has_ended:
             question = part.question
             await self._wait_for_end(part.address, question.token, question.timeout_s)
@@ -358,6 +348,12 @@ class PartServer:
         self._ended[key] = outcome
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
+
+
+def _stop(parts: list[_Asked]) -> None:
+    for one in parts:
+        one.is_stopped = True
+        one.wakes.set()
 
 
 def _address(other: AgentRanks) -> PeerAddress:

@@ -157,7 +157,7 @@ class Begin(Value, frozen=True):
     ``done`` are slots at its holder that are read, and come back with a request to pack.
     """
 
-    leg: Any
+    leg: Leg
     stage: LegState
     done: tuple[int, ...] = ()
 
@@ -165,7 +165,7 @@ class Begin(Value, frozen=True):
 class Abort(Value, frozen=True):
     """Begin no further part of what the leg is at; `StageEnded` follows when nothing runs."""
 
-    leg: Any
+    leg: Leg
 
 
 class ReleaseSlots(Value, frozen=True):

@@ -64,14 +64,14 @@ class Reader:
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop, on_defect=failure)
         self._dispatch = self._driver.dispatch
         means = Means(agent, routes.nixl, config.lease_s, metrics.digests.values)
-        runner = StageRunner(means, self._dispatch)
+        runner = StageRunner(means)
         self._driver.commands |= {
-            ev.Begin: runner.begin,
             ev.Abort: lambda command: runner.abort(command.leg),
             ev.ReleaseSlots: lambda command: release_slots(command.source, command.slot_ids),
             ev.ReplaceDataProcess: self._replace_data_process,
         }
         self._driver.commands[ReadEnded] = self._on_end
+        self._driver.promise(ev.Begin, runner.begin, _stage_failed)
 
     @property
     def num_slots_in_use(self) -> int:
@@ -86,18 +86,14 @@ class Reader:
 
         It has ended at once when no path can be taken, or it is short.
         """
-        key = command.requested.fetch_id
-        self._reading[key] = promise
-        try:
-            chunk = make_chunk(command, one_in=self._one_in)
-            choice = self._chooser.path_of(chunk)
-            if choice.path is Path.MAPPED and self._copies_here(chunk):
-                return
-            first = list(self._legs_of(chunk, choice))
-            later = list(self._zero_legs(chunk)), list(self._compare_legs(chunk, choice.path))
-        except Exception as error:  # nothing of it has begun
-            self._on_end(ReadEnded(key, 0, failure(error)))
+        key, chunk = command.requested.fetch_id, make_chunk(command, one_in=self._one_in)
+        choice = self._chooser.path_of(chunk)
+        if choice.path is Path.MAPPED and (num_bytes := self._copy_here(chunk)) is not None:
+            promise(ReadEnded(key, num_bytes, None, Path.MAPPED.value if num_bytes else ""))
             return
+        first = list(self._legs_of(chunk, choice))
+        later = list(self._zero_legs(chunk)), list(self._compare_legs(chunk, choice.path))
+        self._reading[key] = promise
         self._dispatch(
             ev.ChunkWanted(
                 key,
@@ -127,20 +123,15 @@ class Reader:
         """Return when nothing can write into ``engine`` any more."""
         await until(lambda: not self._table.num_reads(engine))
 
-    def _copies_here(self, chunk: Chunk) -> bool:
+    def _copy_here(self, chunk: Chunk) -> int | None:
         """Copy a chunk of mapped memory here where the way to the data process takes longer.
 
         Nothing of it is in flight then, so the table has no leg of it. Raises as
         `MappedWork.copy_here`.
         """
         if len(chunk.plans) != 1 or chunk.tail or chunk.one_in:
-            return False
-        num_bytes = MappedWork(chunk=chunk, plan=chunk.plans[0]).copy_here(SHORT_BYTES)
-        if num_bytes is None:
-            return False
-        path = Path.MAPPED.value if num_bytes else ""
-        self._on_end(ReadEnded(chunk.fetch.key, num_bytes, None, path))
-        return True
+            return None
+        return MappedWork(chunk=chunk, plan=chunk.plans[0]).copy_here(SHORT_BYTES)
 
     def _legs_of(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Leg]:
         """Those that bring the bytes: one for each source, or for each box.
@@ -214,3 +205,7 @@ class Reader:
         log.warning("data.replaced", reason=reason)
         replace = partial(self._agent.data.replace, reason, grace_s=GRACE_S)
         self._agent.tasks.start_soon(replace)
+
+
+def _stage_failed(command: ev.Begin, error: Exception) -> ev.StageEnded:
+    return ev.StageEnded(command.leg, error=failure(error))

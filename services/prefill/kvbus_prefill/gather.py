@@ -28,7 +28,7 @@ from kvbus.protocol.peer import (
     Pack,
     Unpack,
 )
-from kvbus.table import Driver
+from kvbus.table import Driver, Promise
 from kvbus.table.events import EngineLost, Stopped
 from kvbus_prefill import slots
 from kvbus_prefill.config import PrefillConfig
@@ -79,15 +79,8 @@ class Packing:
             )
         )
         self._driver: Driver[slots.Event] = Driver(self.slots, agent.loop)
-        self._driver.commands |= {
-            slots.StartGather: self._start_gather,
-            slots.StartWipe: self._start_wipe,
-        }
-        self._driver.answers |= {
-            slots.StartGather: lambda command, error: slots.GatherEnded(
-                command.slot_id, failure(error)
-            ),
-        }
+        self._driver.commands[slots.StartWipe] = self._start_wipe
+        self._driver.promise(slots.StartGather, self._start_gather, _gather_failed)
         self._lost: dict[str, LocalEngine] = {}
         self._progress: ProgressToken | None = None
         self._driven_until = 0.0
@@ -201,7 +194,7 @@ class Packing:
         call.on_end = partial(self._driver.dispatch, slots.BoxAbandoned(wanted.lease, call))
         self._driver.dispatch(wanted)
 
-    def _start_gather(self, command: slots.StartGather) -> None:
+    def _start_gather(self, command: slots.StartGather, promise: Promise[slots.Event]) -> None:
         asked, work = command.asked, command.asked.work
         device_slots = self._agent.staging.at(asked.slots.device)
 
@@ -210,7 +203,7 @@ class Packing:
             if error is None:
                 self._metrics.gather_s.add({"": reply.seconds})
                 self._metrics.packed_bytes.values[()] += asked.num_bytes
-            self._driver.dispatch(slots.GatherEnded(command.slot_id, error))
+            promise(slots.GatherEnded(command.slot_id, error))
 
         gather = wire.Gather(
             memory=work.memory.number,
@@ -289,6 +282,10 @@ class Packing:
             turn=wire.Turn(asked.offer_id),
         )
         call.on_end = self._agent.data.start(digest, end, uses=(memory.defined,)).abort
+
+
+def _gather_failed(command: slots.StartGather, error: Exception) -> slots.GatherEnded:
+    return slots.GatherEnded(command.slot_id, failure(error))
 
 
 # A READ names a process by its address at the network, or by its pid (UCX reads memory of this

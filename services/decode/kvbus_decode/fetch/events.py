@@ -218,15 +218,9 @@ class HoldPeer(Value, frozen=True):
     deadline: float
 
 
-class FindRoute(Value, frozen=True):
-    """As `HoldPeer`, and shake hands with the ticket's agent; answer `PeerReady` or `StepFailed`.
+class FindRoute(HoldPeer, frozen=True):
+    """Shake hands with the ticket's agent, too; answer `PeerReady` or `StepFailed`, once."""
 
-    Once.
-    """
-
-    requested: Requested
-    attempt: int
-    deadline: float
     timeout_s: float
 
 
