@@ -14,7 +14,7 @@ LONG = Plan(num_tokens=480, timeout_s=30.0)
 
 def test_many_fetches_from_a_frozen_prefill_agent_leave_slots_for_others() -> None:
     few = {"path": "packed", "staging_bytes": FEW << 12}
-    with cluster_of(quick(decode=HND, decode_config=few, pairs=2, part_s=0.1)) as world:
+    with cluster_of(quick(decode=HND, decode_config=few, pairs=2, part_s=0.02)) as world:
         stuck = [world.give(LONG) for _ in range(4)]
         world.until(lambda: world.count(P, "slots") >= 2 * FEW)
 
