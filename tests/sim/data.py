@@ -186,7 +186,7 @@ class SimChild:
             load_nixl=lambda: self._open_nixl,
             send=self._send,
             post=self._post,
-            new_threads=lambda number, _: _Threads(self, number),
+            new_threads=partial(_Threads, self),
             clock=self._process.loop.time,
             bus_errors=BusErrors(),
         )
@@ -259,16 +259,16 @@ class SimChild:
 class _Threads(Executor):
     """Threads of a data process; each does one thing after the other."""
 
-    def __init__(self, child: SimChild, number: int) -> None:
-        self._child = child
+    def __init__(self, child: SimChild, number: int, name: str) -> None:
+        self._child, self._copies = child, name == "kvbus-copy"
         self._free_at = [0.0] * number
 
     def submit(  # type: ignore[override]  # nobody waits for what it returns
         self, fn: Callable[..., object], *args: Any, **kwargs: Any
     ) -> "Future[Any]":
         world, child = self._child.world, self._child
-        if world.luck.chance(world.lacks):
-            raise RuntimeError("can't start new thread")
+        if self._copies and world.lacks_memory():
+            raise MemoryError
         thread = self._free_at.index(min(self._free_at))
         begins_at = max(self._free_at[thread], world.now)
         self._free_at[thread] = begins_at + world.luck.delay_s(world.thread_s)

@@ -151,7 +151,7 @@ class SimNixl:
         known = self._peers.get(peer)
         if known is None or known.is_broken:
             raise _lost(peer)
-        if self._world.luck.chance(self._world.lacks):
+        if self._world.lacks_memory():
             raise TransferFailed("no memory for a request", peer=peer)
         num_pieces = min(len(local), 1 + self._world.luck.below(MOST_PIECES))
         pieces = [np.array_split(rows, num_pieces) for rows in (local, remote)]

@@ -31,12 +31,12 @@ def test_bytes_and_ends_are_right_in_a_world(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", LACKING)
-def test_blocks_come_back_where_memory_and_threads_are_lacking(name: str, seed: int) -> None:
+def test_blocks_come_back_where_memory_is_lacking(name: str, seed: int) -> None:
     sort = Sort(settings=LACKING[name], **RESTLESS)
 
     cluster = simulate(sort, seed=seed, num_handoffs=200)
 
-    assert cluster.ledger.ends["failed internal"] > 2
+    assert cluster.world.num_lacking > 10
     assert cluster.ledger.ends["completed"] > 5
 
 

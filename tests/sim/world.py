@@ -169,7 +169,7 @@ def _settle(future: "asyncio.Future[T]", call: Callable[[], T]) -> None:
 class World:
     """The clock, the loops, and what happens outside of all processes.
 
-    ``lacks`` is the share of starts of threads and of READs for which there is no memory.
+    ``lacks`` is the share of copies and of READs for which there is no memory.
     """
 
     def __init__(self, seed: int, *, thread_s: float = 100e-6, lacks: float = 0.0) -> None:
@@ -177,7 +177,7 @@ class World:
         self.luck = Luck(seed)
         self.thread_s, self.lacks = thread_s, lacks
         self.failures: list[str] = []
-        self.num_steps = 0
+        self.num_steps = self.num_lacking = 0
         self._loops: list[SimLoop] = []
         self._calls: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
@@ -193,6 +193,12 @@ class World:
             loop.close()
         self._loops.clear()
         self._calls.clear()
+
+    def lacks_memory(self) -> bool:
+        """Whether there is none this time."""
+        is_short = self.luck.chance(self.lacks)
+        self.num_lacking += is_short
+        return is_short
 
     def watch(self, main: "asyncio.Task[None]", loop: SimLoop) -> None:
         """The main task of a process that lives may end, but not fail."""
