@@ -124,8 +124,8 @@ class Child:
             return log.read().decode(errors="replace")
 
     def cpu_s(self) -> float:
-        """CPU seconds that it has used, all threads; 0 once it has ended."""
-        return cpu_s(self.pid)
+        """CPU seconds that it and its child processes have used; 0 once it has ended."""
+        return sum(map(cpu_s, (self.pid, *_children(self.pid))))
 
     def lost(self, if_alive: str = "does not answer") -> PeerLost:
         """The error that says how it ended, or what is wrong ``if_alive``, with its last lines."""
@@ -196,6 +196,14 @@ def cpu_s(pid: int) -> float:
         return 0.0
     user, system = stat.rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _children(pid: int) -> list[int]:
+    """Child processes of a process that run, such as the data process of an agent."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        lists = Path(f"/proc/{pid}/task").glob("*/children")
+        return [int(child) for one in lists for child in one.read_text(encoding="ascii").split()]
+    return []
 
 
 def write_agent_config(name: str, folder: Path, **settings: str | float | list[str]) -> Path:

@@ -146,8 +146,12 @@ def test_a_child_has_the_environment_but_for_an_agents_and_the_signals_of_a_new_
     assert int(child.log_text().split()[1], 16) & 1 << (signal.SIGPIPE - 1) == 0
 
 
-def test_cpu_time_is_that_of_the_child(start: Start) -> None:
-    child = start(f"import time\nwhile time.process_time() < 0.3: pass\n{SAY}{HANG}")
+@pytest.mark.parametrize("forks", [False, True], ids=["itself", "its child"])
+def test_cpu_time_is_that_of_the_child_and_of_its_own_ones(start: Start, forks: bool) -> None:
+    begin = (
+        f"import ctypes, os\nif os.fork(): {HANG}\nctypes.CDLL(None).prctl(1, 9)\n" if forks else ""
+    )
+    child = start(f"{begin}import time\nwhile time.process_time() < 0.3: pass\n{SAY}{HANG}")
     wait_logged(child, "ready", WITHIN_S)
     used = child.cpu_s()
     child.end()
