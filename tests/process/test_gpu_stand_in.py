@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvbus.memory.mapping import PassedFile
 from tests.agents import until
 from tests.decode.neighbours import Neighbours, decode_agent
 from tests.engines import engine, hand_over
 from tests.gpu_stand_in import StandIn, engine_on, gpu
-from tests.prefill.inside import prefill_agent
+from tests.prefill.inside import given_back, prefill_agent
 from tests.process.conftest import SLOTS
 
 pytestmark = pytest.mark.anyio
@@ -42,10 +41,5 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(
                 assert fetched.path == "packed"
             assert gpu.num_copies >= 3 * places.count("gpu")
             assert len(gpu.slots) == gpu.num_open == places.count("gpu")
-            of_hosts = [
-                passed
-                for process in Neighbours(prefill, decode).processes()
-                for passed in process.segments.passed.values()
-                if isinstance(passed, PassedFile)
-            ]
-        await until(lambda: not gpu.num_open and all(one.is_closed for one in of_hosts))
+            processes = Neighbours(prefill, decode).processes()
+        await until(lambda: not gpu.num_open and all(map(given_back, processes)))
