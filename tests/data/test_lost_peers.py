@@ -9,6 +9,8 @@ from tests.data.conftest import MakeMemory, MakePair, Pair
 from tests.data_process import MIB
 
 SLICE_BLOCKS, NUM_BLOCKS = 64, 256
+PINGS = 200
+"""Of more than are answered between two steps of READs: a step follows what came before them."""
 
 
 @pytest.fixture
@@ -19,7 +21,8 @@ def stopped(make_pair: MakePair) -> tuple[Pair, int]:
     pair.ours.content[:] = 0
     pair.holder.stop()
     number = pair.reader.read(1, range(NUM_BLOCKS), range(NUM_BLOCKS))
-    pair.reader.call(wire.Ping())  # so it is posted
+    for _ in range(PINGS):
+        pair.reader.call(wire.Ping())  # so it is posted
     return pair, number
 
 
@@ -38,7 +41,7 @@ def test_a_stopped_peer_keeps_its_read_in_flight_and_holds_up_nothing_else(
         reader.call(wire.RemoveMemory(memory=1))
     removal = reader.send(wire.RemovePeer(peer="holder"))
     reader.call(wire.Abort(job=number))
-    for _ in range(200):
+    for _ in range(PINGS):
         reader.call(wire.Ping())
     was_over = reader.has_ended(number), reader.has_ended(removal)
     pair.holder.go_on()
@@ -91,7 +94,7 @@ def test_a_handle_that_nixl_forgot_is_never_reported_as_ended(stopped: tuple[Pai
     with pytest.raises(RemoteError):  # NIXL forgets a known peer when it refuses its metadata
         reader.call(wire.AddPeer(peer="holder", metadata=(without_key(blob),)))
     pair.holder.go_on()
-    for _ in range(200):
+    for _ in range(PINGS):
         reader.call(wire.Ping())
     with pytest.raises(LocalError, match="a handle still writes") as memory_back:
         reader.call(wire.RemoveMemory(memory=1))
