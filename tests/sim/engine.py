@@ -404,8 +404,6 @@ class PrefillEngine(SimEngine):
         ready = await self._ask(control, AwaitReady())
         self._connection = SimConnection(control, self.name)
         offers.check_memory(ready.memory)
-        for handoff in self.ledger.offered_by(self):
-            handoff.has_moved = True
         offers.opened(self._connection)
         if republishes:
             await self._ask(control, Republished(offers.ended_lately()))
@@ -426,6 +424,8 @@ class PrefillEngine(SimEngine):
             return
         connection, self._connection = self._connection, None
         error = ClosedError("the link is closed") if self._is_leaving else PeerLost("it is gone")
+        for handoff in self.ledger.offered_by(self):
+            handoff.lost_agent = True
         if connection is not None:
             connection.lose(error)
         if self._is_leaving:

@@ -77,8 +77,8 @@ class Handoff:
     target: list[int] = field(default_factory=list)
     offer_id: str = ""
     offer: "Offer | None" = field(default=None, repr=False)
-    has_moved: bool = False
-    """Whether it was published again: a commit before that may be unknown."""
+    lost_agent: bool = False
+    """Whether the agent that had its offer was lost: a commit before that may be unknown."""
     is_offered: bool = False
     sealed_at: float = math.inf
     offerer: "SimEngine | None" = field(default=None, repr=False)
@@ -224,7 +224,7 @@ class Ledger:
         self.world.fail(f"{handoff.name}: {what}\n{handoff.plan}\n{self._story(handoff)}")
 
     def _may_be_read(self, handoff: Handoff) -> bool:
-        return handoff.has_moved or handoff.outcome in (None, Outcome.COMPLETED)
+        return handoff.lost_agent or handoff.outcome in (None, Outcome.COMPLETED)
 
     def _close_if_over(self, handoff: Handoff) -> None:
         if handoff.released and handoff.is_ended and handoff.is_freed:
