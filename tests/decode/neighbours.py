@@ -100,7 +100,7 @@ class Neighbours:
     def forget_routes(self) -> None:
         """As if their engine was gone."""
         for route in self.routes:
-            self.routes.forget(route)
+            route.close()
         gc.collect()
 
 

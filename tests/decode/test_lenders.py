@@ -40,6 +40,7 @@ from kvbus.protocol import (
 )
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.mapped import MappedMemory, MemoryBorrower
+from kvbus_decode.remote_agent import RemoteAgent
 from tests.agents import WITHIN_S, until
 from tests.decode.neighbours import neighbours
 from tests.engines import make_spec, works
@@ -63,6 +64,7 @@ class Borrowing:
     """A decode agent as far as it borrows memory, and a folder for lenders of it."""
 
     borrower: MemoryBorrower
+    lender: RemoteAgent
     folder: Path
 
     @property
@@ -78,7 +80,7 @@ class Borrowing:
         """What a handshake comes to that says so of the memory socket."""
         done, engine = replace(SHAKEN, memory_socket=told), SimpleNamespace(devices={HOST})
         taker: Any = engine
-        return await self.borrower.borrow(BOOT, done, taker, within_s=WITHIN_S)
+        return await self.borrower.borrow(self.lender, done, taker, within_s=WITHIN_S)
 
     async def borrow_here(self) -> MappedMemory | str:
         return await self.borrow(MemorySocket(str(self.path), self.machine))
@@ -94,7 +96,10 @@ async def here(folder: Path) -> AsyncIterator[Borrowing]:
     data.start_one()
     async with anyio.create_task_group() as tasks:
         agent: Any = SimpleNamespace(tasks=tasks, loop=loop, bus_errors=BusErrors(), data=data)
-        yield Borrowing(MemoryBorrower(agent, config), folder)
+        peer: Any = None
+        lender = RemoteAgent(peer)
+        lender.boot = BOOT
+        yield Borrowing(MemoryBorrower(agent, config), lender, folder)
         tasks.cancel_scope.cancel()
     await data.close()
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from kvbus_decode.config import DecodeConfig
+from kvbus_decode.mapped import Extent
 from kvbus_decode.nixl_peers import NixlMemory
-from kvbus_decode.peers import Extent
 from kvbus_decode.warm import WarmPeers
 from tests.agents import until
-from tests.decode.neighbours import Neighbours, decode_agent
+from tests.decode.neighbours import Neighbours, decode_agent, neighbours
 from tests.engines import engine, works
 from tests.prefill.inside import given_back, prefill_agent
 
@@ -140,6 +140,30 @@ async def test_routes_of_prefill_engines_that_ended_do_not_pile_up(
                 if is_told:
                     await until(lambda: not list(both.routes))
         await until(lambda: all(map(given_back, processes)))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", ["mapped", "direct"])
+async def test_nothing_of_a_process_that_was_lost_is_used_when_it_answers_again(
+    folder: Path, path: str
+) -> None:
+    """A firewall may refuse connections in the name of an agent that lives."""
+    async with neighbours(folder, decode={"path": path}) as both, both.engines() as engines:
+        assert await works(*engines)
+        (route,) = both.routes
+        lost, mapped, boot = route.home.remote, route.home.mapped, route.home.agent_boot
+
+        lost.close("is gone")
+        lost.close("is gone")
+
+        assert list(both.routes) == []
+        assert mapped is None or mapped.closed
+        assert await works(*engines)
+        (found,) = both.routes
+        assert found.home.remote is not lost
+        assert found.home.agent_boot == boot
+        assert mapped is None or found.home.mapped not in (None, mapped)
+        assert found.home.remote.learned[path].num_observed == 1
 
 
 def refused(lines: list[Any]) -> list[Any]:

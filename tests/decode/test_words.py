@@ -26,7 +26,7 @@ from kvbus.errors import ErrorCode, FetchFailed, RequestTimeout
 from kvbus.memory.segment import SharedSegment
 from kvbus.protocol import MAX_TAKEN, Outcome, Rendezvous, Request, Take, Word, WordsTaken
 from kvbus_decode import config
-from kvbus_decode.peers import Peer
+from kvbus_decode.remote_agent import Peer
 from tests import plain_sockets
 from tests.agents import AgentProcess, Agents, until, wait_until
 from tests.decode.neighbours import before_each_copy, decode_agent
@@ -314,7 +314,7 @@ async def test_a_taken_offer_whose_reader_says_nothing_more_is_completed_when_it
         offer = await site.offer(ttl_s=1.0)
         with monkeypatch.context() as patch:
             takes = hold_up(patch, "", lambda: None)
-            patch.setattr("kvbus_decode.peers.Peer.ask", lambda *_: None)
+            patch.setattr("kvbus_decode.remote_agent.Peer.ask", lambda *_: None)
             await site.fetch(offer).ended
 
             assert takes == [True]

@@ -335,7 +335,7 @@ def test_a_peer_that_is_silent_or_that_nobody_reads_from_is_left_and_met_again(
 
 @seeds
 def test_a_read_of_a_frozen_agent_is_repeated_when_that_goes_on(seed: int) -> None:
-    with cluster_of(SLOW, seed) as world:
+    with cluster_of(quick(part_s=0.4), seed) as world:
         handoff = read(world)
 
         world.suffer(Fault(FaultKind.FREEZE_AGENT, lasts_s=15.0))

@@ -31,8 +31,9 @@ from kvbus_decode.mapped import MemoryBorrower
 from kvbus_decode.observe import READINGS, DecodeMetrics, FetchStories, log_fetched, log_retry
 from kvbus_decode.parts import Part, PartClient, PartServer
 from kvbus_decode.paths import CostBook, PathChooser, ahead_of
-from kvbus_decode.peers import PeerAddress, PeerDirectory
+from kvbus_decode.peers import PeerDirectory
 from kvbus_decode.reader import Reader
+from kvbus_decode.remote_agent import PeerAddress
 from kvbus_decode.route_book import RouteBook
 from kvbus_decode.tickets import TicketGate
 from kvbus_decode.warm import WarmPeers
@@ -56,13 +57,14 @@ class DecodeService(Service):
         self._chooser = chooser = PathChooser(agent, config)
         self._peers = peers = PeerDirectory(agent, config)
         self._borrower = MemoryBorrower(agent, config)
-        self.routes = routes = RouteBook(agent, peers, self._borrower)
-        self._reader = Reader(agent, config, chooser, self._metrics, routes)
+        self.routes = RouteBook(agent, peers, self._borrower)
+        self._reader = Reader(agent, config, chooser, self._metrics)
         self._leases = leases = LeaseClient(
             agent, config, peers, self.routes, tickets=self._tickets, dispatch=self._dispatch
         )
         self._warm = WarmPeers(agent, config, peers, self.routes)
-        peers.watchers = (self.routes, leases, self._warm)
+        peers.on_lost, peers.on_found = leases.lose, self._warm.see_news
+        peers.on_offer, peers.on_missed = leases.see_event, leases.see_gap
         stories = FetchStories(self._table, self._reader.story_of)
         super().__init__(agent, self._table, driver, stories)
         self._costs = CostBook(agent, self.routes, chooser)
@@ -157,7 +159,8 @@ class DecodeService(Service):
         meets = shown if isinstance(shown, Rendezvous) else None
         ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
         boot = ticket.agent_boot if meets is None else None
-        self._peers.check_answers(PeerAddress.of(ticket), boot)
+        if (peer := self._peers.find(PeerAddress.of(ticket))) is not None:
+            peer.remote.check_answers(boot)
         key = ev.fetch_key(engine.engine_id, asked.fetch_id)
         others = engine.others
         self._dispatch(
@@ -170,7 +173,7 @@ class DecodeService(Service):
         ticket = self._tickets.read(part.ticket)
         route = self.routes.find(ticket, engine)
         if route is not None and route.memory_ids != part.memory_ids:
-            self.routes.forget(route)  # a rank of the prefill engine has come back since
+            route.close()  # a rank of the prefill engine has come back since
         asked = convert(part, StartFetch, from_attributes=True)
         return self._requested(engine, asked, ticket, asker.key, reply_to=asker, access=part.access)
 
@@ -208,7 +211,7 @@ class DecodeService(Service):
         route = self.routes.find(ticket, engine) if requested.has_met else None
         if route is not None:
             choice = self._chooser.choose(route, first_token, num_tokens)
-            ahead = ahead_of(requested, route, choice, self.routes.nixl) if choice else None
+            ahead = ahead_of(requested, route, choice) if choice else None
             resources.route, resources.choice = route, choice
             requested = structs.replace(
                 requested,
@@ -233,7 +236,7 @@ class DecodeService(Service):
         self._reader.stop_reads(command)
 
     def _end_attempt(self, command: ev.EndAttempt) -> None:
-        self._leases.end_attempt(command)
+        self._leases.end(command.requested.resources)
         self._metrics.count_retry(command.error.code)
         log_retry(command)
 
@@ -247,9 +250,8 @@ class DecodeService(Service):
             requested.reply_to.reply(fetched)
         if not fetched.code:
             self._tickets.complete(requested.ticket)
-            self._costs.observe(fetched, requested.ticket.endpoint)
-        elif fetched.code != ErrorCode.CANCELLED:
-            self._leases.forget_route(fetch, fetched.code)
+            if fetch.route is not None:
+                fetch.route.home.remote.observe(fetched)
         if fetched.blocks_free:
             self._end(requested)
         self._metrics.observe(report)

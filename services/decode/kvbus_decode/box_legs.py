@@ -18,7 +18,8 @@ from kvbus.protocol import peer as wire
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.legs import Stage, error_of, open_plan
 from kvbus_decode.read_table import COMPARING, COPYING, PACKING, QUEUED, READING, LegState
-from kvbus_decode.route import Source, SourcePlan
+from kvbus_decode.remote_agent import Source
+from kvbus_decode.route import SourcePlan
 
 log = structlog.get_logger()
 
@@ -109,7 +110,7 @@ class PackedWork:
             priority=chunk.asked.priority,
         )
         left_s = chunk.time_left_s(means.agent.loop.time())
-        self.source.peer.ask(message, left_s, partial(self._take_packed, stage))
+        self.source.ask(message, left_s, partial(self._take_packed, stage))
 
     def _take_packed(self, stage: Stage, packed: wire.Packed | KVBusError) -> None:
         if isinstance(packed, KVBusError):
@@ -138,7 +139,7 @@ class PackedWork:
             slot=_slot_of(stage),
             priority=self.chunk.asked.priority,
         )
-        stage.read(read, self.source, nixl, slots.defined)
+        stage.read(read, self.source, nixl.defined, slots.defined)
 
     def _scatter(self, stage: Stage) -> None:
         ranks = [self.chunk.route.engine.ranks[number] for number in self.share.readers]
@@ -162,7 +163,7 @@ def _slot_of(stage: Stage) -> int:
 def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:
     """Give slots back; when that fails they come back by themselves, with their lease."""
     message = wire.Unpack(agent_boot=source.agent_boot, slot_ids=slot_ids)
-    source.peer.ask(message, UNPACK_TIMEOUT_S, lambda _: None)
+    source.ask(message, UNPACK_TIMEOUT_S, lambda _: None)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -228,7 +229,7 @@ class CompareWork:
             secret=chunk.ticket.secret,
         )
         left_s = chunk.time_left_s(stage.means.agent.loop.time())
-        self.source.peer.ask(message, left_s, partial(self._take, stage, None))
+        self.source.ask(message, left_s, partial(self._take, stage, None))
 
     def _take_reply(self, stage: Stage, rank: int, reply: data.Reply) -> None:
         result = reply.result

@@ -12,7 +12,7 @@ from kvbus.planning import Spans, tail_spans
 from kvbus.protocol.engine import StartFetch
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.fetch.events import ReadChunk
-from kvbus_decode.peers import Peer
+from kvbus_decode.remote_agent import Peer, RemoteAgent
 from kvbus_decode.route import PathChoice, Route, SourcePlan
 
 
@@ -44,11 +44,10 @@ class FetchResources:
         first_token, num_tokens = asked.first_token, asked.num_tokens
         return self.route is not None and self.route.spans.fills_blocks(first_token, num_tokens)
 
-    def reads_from(self, peer: Peer, boot: str) -> bool:
-        """Whether it reads from this process of ``peer``, or has a part there; empty: any."""
+    def reads_from(self, remote: RemoteAgent) -> bool:
+        """Whether it reads from this process, or has a part there."""
         sources = self.route.sources if self.route is not None else ()
-        is_read = any(one.peer is peer and boot in ("", one.agent_boot) for one in sources)
-        return is_read or peer in self.peers[1:]
+        return any(one.remote is remote for one in sources) or remote.peer in self.peers[1:]
 
 
 def check_tables(

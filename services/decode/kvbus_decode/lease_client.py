@@ -25,9 +25,9 @@ from kvbus.table import Promise
 from kvbus_decode.chunk import FetchResources
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.transitions import RETRIED
-from kvbus_decode.peers import Peer, PeerAddress, PeerDirectory, PeerWatcher
-from kvbus_decode.route import Route, Source
+from kvbus_decode.peers import PeerDirectory
+from kvbus_decode.remote_agent import Peer, PeerAddress, RemoteAgent, Source
+from kvbus_decode.route import Route
 from kvbus_decode.route_book import RouteBook
 from kvbus_decode.tickets import TicketGate
 
@@ -41,11 +41,11 @@ WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
 Dispatch = Callable[[ev.Event], None]
 Settle = Callable[[Message | KVBusError], None]
-Checks = list[tuple[Peer, CheckMemory]]
-SourceKey = tuple[Peer, str, str]
+Checks = list[tuple[Source, CheckMemory]]
+SourceKey = tuple[RemoteAgent, str]
 
 
-class LeaseClient(PeerWatcher):
+class LeaseClient:
     """Requests to prefill agents for the fetches under way; fills their `FetchResources`."""
 
     def __init__(
@@ -128,19 +128,22 @@ class LeaseClient(PeerWatcher):
             if isinstance(message, Take):
                 checks = [
                     (
-                        one.peer,
+                        one,
                         one.check(fetch.offer_id, nixl_agent=message.nixl_agent and one.nixl_agent),
                     )
                     for one in route.others
                 ]
                 self._agent.tasks.start_soon(
-                    self._take_of_many, command, home, checks, settle, promise
+                    self._take_of_many, command, route.home, checks, settle, promise
                 )
                 return
             self._hold_progress(fetch, route)
         elif isinstance(message, Take) and _takes_word(requested.ticket, route, message):
             settle(Empty())
             self._note_taken(home, message)
+            return
+        if route is not None:
+            route.home.ask(message, timeout_s, settle, of="lease")
             return
         request_id = home.ask(message, timeout_s, settle)
         if isinstance(message, Meet) and request_id is not None and not promise.is_kept:
@@ -207,17 +210,6 @@ class LeaseClient(PeerWatcher):
                 self._driven[key] = source
                 self._drive(source)
 
-    def end_attempt(self, command: ev.EndAttempt) -> None:
-        fetch: FetchResources = command.requested.resources
-        self.forget_route(fetch, command.error.code)
-        self.end(fetch)
-
-    def forget_route(self, fetch: FetchResources, code: str) -> None:
-        """Have the next attempt, or fetch, shake hands again: the route may be what failed."""
-        route = fetch.route
-        if route is not None and (code in RETRIED or route.others):
-            self._routes.forget(route)
-
     def end(self, fetch: FetchResources) -> None:
         """Give back what an attempt holds; nothing of it is in flight."""
         self._draining.pop(fetch, None)
@@ -230,31 +222,25 @@ class LeaseClient(PeerWatcher):
             self._peers.release(peer)
         fetch.attempt, fetch.peers, fetch.route, fetch.choice = 0, [], None, None
 
-    def on_event(self, peer: Peer, event: Notice) -> None:
+    def see_event(self, event: Notice) -> None:
         """An offer or lease changed: its fetches ask what is true."""
         offer_id = event.body.get("offer_id")
         known = self._by_offer.get(offer_id, ()) if isinstance(offer_id, str) else ()
         for fetch in list(known):
             self._dispatch(ev.OfferAdvanced(fetch.key))
 
-    def on_gap(self, boot: str) -> None:
+    def see_gap(self, boot: str) -> None:
+        """Events of this process were missed."""
         for fetch in self._under_way():
             if fetch.route is not None and fetch.route.home.agent_boot == boot:
                 self._dispatch(ev.OfferAdvanced(fetch.key))
 
-    def on_gone(self, peer: Peer, boot: str) -> None:
+    def lose(self, remote: RemoteAgent) -> int:
         """Fail the attempts that read from it. Requests wait for the next process."""
-        lost = [fetch for fetch in self._under_way() if fetch.reads_from(peer, boot)]
-        level = log.warning if lost else log.info
-        level("peer.lost", peer=peer.endpoint, peer_boot=boot, num_fetches=len(lost))
+        lost = [fetch for fetch in self._under_way() if fetch.reads_from(remote)]
         for fetch in lost:
-            self._fail_step(fetch, peer.loss())
-
-    def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
-        """Fail the attempts that read from its earlier process."""
-        for fetch in self._under_way():
-            if earlier and fetch.reads_from(peer, earlier):
-                self._fail_step(fetch, peer.loss())
+            self._fail_step(fetch, remote.loss())
+        return len(lost)
 
     def _under_way(self) -> list[FetchResources]:
         return [fetch for fetches in self._by_offer.values() for fetch in fetches]
@@ -307,7 +293,7 @@ class LeaseClient(PeerWatcher):
     async def _take_of_many(
         self,
         command: ev.Ask,
-        home: Peer,
+        home: Source,
         checks: Checks,
         settle: Settle,
         promise: Promise[ev.Event],
@@ -316,13 +302,13 @@ class LeaseClient(PeerWatcher):
         fetch: FetchResources = command.requested.resources
         timeout_s, deadline = command.timeout_s, fetch.deadline
         try:
-            asked = (peer.client.ask(check, timeout_s=timeout_s) for peer, check in checks)
+            asked = (source.query(check, timeout_s) for source, check in checks)
             await asyncio.gather(*asked)
             if self._agent.loop.time() >= deadline:
                 raise RequestTimeout("the other agents of the engine answered after the deadline")
             if fetch.attempt != command.attempt:
                 raise LocalError("the attempt is over", code=ErrorCode.CANCELLED)
-            home.ask(command.message, timeout_s, settle)
+            home.ask(command.message, timeout_s, settle, of="lease")
         except Exception as error:
             reason = failure(error)
             if not promise.is_kept:
@@ -338,7 +324,7 @@ class LeaseClient(PeerWatcher):
 
         for source in route.others:
             check = source.check(fetch.offer_id, progress_s=lease_s)
-            source.peer.ask(check, lease_s, on_reply)
+            source.ask(check, lease_s, on_reply)
 
     async def _drain(self) -> None:
         """Ask each source until the blocks are free: what one refuses, the next may do."""
@@ -353,11 +339,11 @@ class LeaseClient(PeerWatcher):
 
     def _drive(self, source: Source) -> None:
         check = source.check("", progress_s=2 * DRAIN_PERIOD_S)
-        source.peer.ask(check, DRAIN_PERIOD_S, _note_refusal)
+        source.ask(check, DRAIN_PERIOD_S, _note_refusal)
 
 
 def _key_of(source: Source) -> SourceKey:
-    return source.peer, source.agent_boot, source.memory_id
+    return source.remote, source.memory_id
 
 
 def _takes_word(ticket: Ticket, route: Route | None, take: Take) -> bool:

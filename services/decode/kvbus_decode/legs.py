@@ -24,9 +24,9 @@ from kvbus.errors import (
 from kvbus.memory.run_copy import copy_runs
 from kvbus.table import Promise
 from kvbus_decode.chunk import Chunk
-from kvbus_decode.nixl_peers import NixlPeers
 from kvbus_decode.read_table import COPYING, READING, Begin, Event, Leg, LegState, StageEnded
-from kvbus_decode.route import Source, SourcePlan
+from kvbus_decode.remote_agent import Source
+from kvbus_decode.route import SourcePlan
 
 
 class Work(Protocol):
@@ -43,7 +43,6 @@ class Means:
     """
 
     agent: Agent
-    nixl: NixlPeers
     lease_s: float
     digests: dict[tuple[str, ...], float]
 
@@ -85,11 +84,13 @@ class Stage:
         self._jobs.add(job)
 
     def read(self, message: wire.Job, source: Source, *uses: Defined) -> None:
-        """Start a READ from a source."""
+        """Start a READ from a source. Raises `PeerLost` if its process is lost."""
+        if source.remote.closed:
+            raise source.remote.loss()
 
         def end(reply: wire.Reply) -> None:
             error = error_of(reply)
-            self.means.nixl.note_read(source.nixl_agent, reply.undriven, error)
+            source.note_read(error, undriven=reply.undriven)
             self.end(reply.num_bytes, error)
 
         self.start(message, *uses, then=end)
@@ -211,7 +212,10 @@ class MappedWork:
         self._check_open()
 
         def end(reply: wire.Reply) -> None:
-            stage.end(reply.num_bytes, self._loss() or error_of(reply))
+            error = self._loss() or error_of(reply)
+            if error is not None:
+                self.plan.source.note_failure(error, "copy")
+            stage.end(reply.num_bytes, error)
 
         copy = wire.Copy(
             plan=plan.number,

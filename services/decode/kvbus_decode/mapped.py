@@ -5,11 +5,13 @@ A prefill agent passes it on a Unix socket. Where memory cannot be mapped, KV is
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import anyio
 import structlog
@@ -42,7 +44,6 @@ from kvbus.protocol.peer import EngineMemory, HandshakeDone
 from kvbus.protocol.tools import Sharing
 from kvbus.protocol.word import WORDS_BYTES
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peers import Extent
 
 log = structlog.get_logger()
 
@@ -52,6 +53,10 @@ MOST_STATES = 256
 WITH_NIXL = ("direct", "staged", "packed")
 OPEN = "open"
 
+Extent = tuple[int, int]
+"""First and one-past-last address of memory."""
+MemoryKey = tuple[str, str]
+"""An engine id and a memory id."""
 SegmentKey = tuple[int, str]
 """A rank, and the id of a segment of it."""
 
@@ -115,15 +120,21 @@ class Lent:
 class MappedMemory:
     """Memory of all ranks of an engine, mapped read-only as long as this is held.
 
-    ``name`` is the engine and its agent, for people. ``ranks`` define it for the data process. It
-    is mapped in this process as well, for short copies: ``addresses`` are by rank and segment,
-    ``extents`` are all of it, in order of address. ``words`` are those of its engine's offers.
+    ``name`` is the engine and its agent, for people; ``lender`` is the agent's process. ``ranks``
+    define it for the data process. It is mapped in this process as well, for short copies:
+    ``addresses`` are by rank and segment, ``extents`` are all of it, in order of address. ``words``
+    are those of its engine's offers.
     """
 
     def __init__(
-        self, name: str, channel: FrameChannel, lent: Lent, ranks: Mapping[int, Defined]
+        self,
+        name: str,
+        lender: "Lender",
+        channel: FrameChannel,
+        lent: Lent,
+        ranks: Mapping[int, Defined],
     ) -> None:
-        self.name, self.words, self.ranks = name, lent.words, ranks
+        self.name, self.lender, self.words, self.ranks = name, lender, lent.words, ranks
         self.addresses: dict[int, dict[str, int]] = {}
         for (rank, segment_id), mapping in lent.mappings.items():
             self.addresses.setdefault(rank, {})[segment_id] = mapping.address
@@ -157,26 +168,36 @@ class MappedMemory:
 MemoryRef = weakref.ReferenceType[MappedMemory]
 
 
+class Lender(Protocol):
+    """The process that lends memory: `RemoteAgent`."""
+
+    boot: str
+    mapped: WeakValueDictionary[MemoryKey, MappedMemory]
+
+    def end_memory(self, memory: MappedMemory) -> None:
+        """The memory is zeros now."""
+        ...
+
+
 class MemoryBorrower:
-    """Maps memory once for all routes that read it; ``on_end`` is told when it is zeros.
+    """Maps memory once for all routes that read it.
 
     ``states`` says of the engines that were met whether their memory is mapped here, or why not.
     """
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent = agent
-        self._known = weakref.WeakValueDictionary[tuple[str, str, str], MappedMemory]()
+        self._mapped = weakref.WeakSet[MappedMemory]()
         self._closed = "" if config.mapped else "mapped = false"
         if config.mapped and config.path in WITH_NIXL:
             self._closed = f"path = '{config.path}'"
         if self._closed:
             self._closed = f"closed by the decode agent's config ({self._closed})"
-        self.on_end: Callable[[MappedMemory], object] = lambda _: None
         self.states: dict[str, str] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(memory.num_bytes for memory in self._known.values())
+        return sum(memory.num_bytes for memory in self._mapped)
 
     def machine(self, engine: LocalEngine) -> str:
         """This machine, if memory can be mapped for the engine, else empty."""
@@ -186,19 +207,19 @@ class MemoryBorrower:
         return sharing(closed=self._closed, engines=self.states)
 
     async def borrow(
-        self, boot: str, done: HandshakeDone, engine: LocalEngine, *, within_s: float
+        self, lender: Lender, done: HandshakeDone, engine: LocalEngine, *, within_s: float
     ) -> MappedMemory | str:
         """The memory that a handshake was about, mapped; or why it is not, and read with NIXL."""
-        engine_id, socket = done.memory.engine.engine_id, done.memory_socket
-        place, name = (boot, engine_id, done.memory_id), f"{engine_id} at {done.agent_id}"
+        engine_id = done.memory.engine.engine_id
+        key, name = (engine_id, done.memory_id), f"{engine_id} at {done.agent_id}"
         closed = self._reason_not_to(done, engine)
-        known = self._known.get(place)
+        known = lender.mapped.get(key)
         if not closed and known is not None and not known.closed:
             return known
         if not closed:
             try:
                 with anyio.fail_after(min(MAP_WITHIN_S, within_s / 2)):
-                    memory = await self._map(Path(socket.path), name, boot, done)
+                    memory = await self._map(name, lender, done)
             except TimeoutError:
                 closed = "the prefill agent did not lend it in time"
             except anyio.EndOfStream:
@@ -206,7 +227,7 @@ class MemoryBorrower:
             except (KVBusError, OSError, ValueError) as error:
                 closed = str(error)
             else:
-                self._known[place] = memory
+                lender.mapped[key] = memory
                 self._note(name, OPEN)
                 return memory
         self._note(name, closed)
@@ -223,16 +244,16 @@ class MemoryBorrower:
             return "the prefill agent is on another machine"
         return ""
 
-    async def _map(self, path: Path, name: str, boot: str, done: HandshakeDone) -> MappedMemory:
+    async def _map(self, name: str, lender: Lender, done: HandshakeDone) -> MappedMemory:
         """Raises `KVBusError`, and what sockets and paths raise."""
-        data, channel, lent = self._agent.data, _connect(path), Lent()
-        ranks = dict[int, Defined]()
+        channel, lent = _connect(Path(done.memory_socket.path)), Lent()
+        data, ranks = self._agent.data, dict[int, Defined]()
         try:
-            await _take_all(channel, boot, done, lent)
+            await _take_all(channel, lender.boot, done, lent)
             ranks |= lent.defined(data, done.memory)
             for defined in ranks.values():
                 await data.result(defined)
-            memory = MappedMemory(name, channel, lent, ranks)
+            memory = MappedMemory(name, lender, channel, lent, ranks)
         except BaseException:
             channel.close()
             with anyio.CancelScope(shield=True):
@@ -240,6 +261,7 @@ class MemoryBorrower:
             raise
         # Neither what watches the files nor what waits for the connection may hold the memory: it
         # goes when nothing reads it any more, and hangs up then.
+        self._mapped.add(memory)
         reference = weakref.ref(memory)
         for mapping in lent.mappings.values():
             if not mapping.sealed:
@@ -269,7 +291,7 @@ class MemoryBorrower:
 
     def on_cut(self, cut: Cut) -> None:
         """The data process has found a segment cut, of this memory or of other memory."""
-        for memory in list(self._known.values()):
+        for memory in list(self._mapped):
             if memory.has(cut.memory):
                 memory.cut()
                 self._end(weakref.ref(memory))
@@ -286,10 +308,9 @@ class MemoryBorrower:
             return
         memory.close("the prefill engine or its agent has ended, or revoked our key")
         memory.hang_up()
-        for place in [place for place, known in self._known.items() if known is memory]:
-            del self._known[place]
+        self._mapped.discard(memory)
         self._note(memory.name, memory.closed)
-        self.on_end(memory)
+        memory.lender.end_memory(memory)
 
     def _note(self, name: str, state: str) -> None:
         """Say it once: handshakes are many."""

@@ -12,9 +12,9 @@ import structlog
 from kvbus.data.client import DataProcess, Defined
 from kvbus.data.messages import AddPeer, RemovePeer
 from kvbus.data.metadata import read_metadata
-from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, TransferFailed
+from kvbus.errors import ErrorCode, LocalError, TransferFailed
 from kvbus.protocol.peer import HandshakeDone
-from kvbus_decode.peers import Extent, Peer
+from kvbus_decode.mapped import Extent
 
 log = structlog.get_logger()
 
@@ -52,19 +52,40 @@ class NixlMemory:
         return False
 
 
+ReadMemory = Callable[[str], Set[NixlMemory]]
+"""Returns what routes read from a NIXL agent of one process; stands for that process."""
+
+
 @dataclass(slots=True, eq=False)
 class NixlPeer:
-    """A peer of NIXL, the memory that NIXL knows of it, and the peer that brought it last."""
+    """A peer of NIXL, the memory that NIXL knows of it, and the processes that have named it.
+
+    The name is no proof: only processes at ``address``, which was the first to name it, renew it.
+    """
 
     name: str
-    peer: Peer
+    address: tuple[str, ...]
+    data: DataProcess
     memories: frozenset[NixlMemory] = frozenset()
+    holders: dict[ReadMemory, None] = field(default_factory=dict)
     defined: Defined = field(init=False)
-    is_undriven: bool = False
-    """Whether its last READ ended though the peer drove nothing, as over CMA."""
+    _is_undriven: bool = False
 
     def __post_init__(self) -> None:
         self.defined = Defined(AddPeer(peer=self.name, metadata=()), RemovePeer(peer=self.name))
+
+    @property
+    def is_undriven(self) -> bool:
+        """Whether its last READ ended though the peer drove nothing, as over CMA."""
+        return self._is_undriven and self.data.knows(self.defined)
+
+    def note_read(self, is_undriven: bool) -> None:
+        self._is_undriven = is_undriven
+
+    def break_off(self) -> None:
+        """UCX has given the peer up: it is added again before it is used."""
+        self._is_undriven = False
+        self.data.forget(self.defined)
 
     def set_memories(self, memories: Iterable[NixlMemory]) -> None:
         """Have each later data process know these."""
@@ -72,11 +93,21 @@ class NixlPeer:
         metadata = dict.fromkeys(blob for memory in self.memories for blob in memory.metadata)
         self.defined.add = AddPeer(peer=self.name, metadata=tuple(metadata))
 
-    def takes(self, new: NixlMemory, used: Iterable[NixlMemory]) -> bool:
-        """Whether NIXL can know ``new`` beside the rest; ``used`` is what routes read."""
+    def takes(self, new: NixlMemory) -> bool:
+        """Whether NIXL can know ``new`` beside the rest."""
         known = frozenset[Extent]().union(*(one.extents for one in self.memories))
-        ended = known.difference(new.extents, *(one.extents for one in used))
+        ended = known.difference(new.extents, *(one.extents for one in self.read_memory()))
         return len(ended) < MAX_ENDED_EXTENTS and not new.misfits(known)
+
+    def renew(self, new: NixlMemory) -> None:
+        """Remove it from NIXL, to be added again with the memory that routes read."""
+        log.info("peer.renewed", peer=self.address[0], nixl_agent=self.name)
+        self.break_off()
+        self.set_memories(one for one in self.read_memory() if not new.misfits(one.extents))
+
+    def read_memory(self) -> set[NixlMemory]:
+        """Return the memory that routes read."""
+        return set[NixlMemory]().union(*(read(self.name) for read in self.holders))
 
 
 # NIXL knows a peer from its first READ on, or from the handshake. The data process removes one when
@@ -88,60 +119,37 @@ class NixlPeer:
 #     another data       nothing is known: each peer is added before its first READ. So metadata
 #     process            that ends a data process ends no later one
 class NixlPeers:
-    """Adds peers to NIXL and removes them; for one peer, one thing at a time.
+    """All peers of NIXL, by name. A peer is removed with the last process that has named it."""
 
-    ``used`` returns all memory of peers that routes read. What NIXL knows outlives the connection
-    to a peer: a process that is met again may have memory where it had other memory before.
-    """
-
-    def __init__(self, data: DataProcess, used: Callable[[], Iterable[NixlMemory]]) -> None:
-        self._data, self._used = data, used
+    def __init__(self, data: DataProcess) -> None:
+        self._data = data
         self._known: dict[str, NixlPeer] = {}
 
-    async def add(self, peer: Peer, new: NixlMemory) -> Defined:
-        """Have NIXL know ``new``, and return what READs from there use.
+    async def add(self, new: NixlMemory, address: tuple[str, ...], holder: ReadMemory) -> NixlPeer:
+        """Have NIXL know ``new`` of a process at an address; for one process, one at a time.
 
         Fabrics with keys refuse a region that is registered again, after its engine restarted, and
         NIXL has then dropped the peer: it is added again as well. Raises `KVBusError`.
         """
         _check_name(new)
-        async with peer.nixl_turn:
-            known = self._known.setdefault(new.agent, NixlPeer(new.agent, peer))
-            if known.peer.address == peer.address:  # the name is no proof
-                known.peer = peer
-                if not known.takes(new, self._read_from(new.agent)):
-                    self._renew(known, new)
-            try:
-                await self._load(known, new)
-            except TransferFailed as error:
-                raise _unconnected(peer, error) from error
-            return known.defined
+        made = NixlPeer(new.agent, address, self._data)
+        known = self._known.setdefault(new.agent, made)
+        known.holders[holder] = None
+        if known.address == address and not known.takes(new):
+            known.renew(new)
+        try:
+            await self._load(known, new)
+        except TransferFailed as error:
+            raise _unconnected(address[0], error) from error
+        return known
 
-    def is_undriven(self, name: str) -> bool:
-        """Whether READs from the peer seem to end though it drives nothing, as they do over CMA."""
-        known = self._known.get(name)
-        return known is not None and known.is_undriven and self._data.knows(known.defined)
-
-    def note_read(self, name: str, is_undriven: bool, error: KVBusError | None) -> None:
-        """A READ from a peer has ended. If UCX gave the peer up, it is removed."""
-        known = self._known.get(name)
-        if known is not None and error is None:
-            known.is_undriven = is_undriven
-        elif isinstance(error, PeerLost):
-            self.break_off(name)
-
-    def break_off(self, name: str) -> None:
-        """UCX has given the peer up: it is added again before it is used."""
-        if (known := self._known.get(name)) is not None:
-            known.is_undriven = False
-            self._data.forget(known.defined)
-
-    def forget(self, peer: Peer, *, but: str = "") -> None:
-        """Remove what no route reads from at a peer, ``but`` one."""
-        wanted = {one.agent for one in self._used()} | {but}
+    def release(self, holder: ReadMemory, *, but: str = "") -> None:
+        """Remove the peers that no other process has named, ``but`` one."""
         for known in list(self._known.values()):
-            if known.peer is peer and known.name not in wanted:
-                self._remove(known)
+            if known.name != but and holder in known.holders:
+                del known.holders[holder]
+                if not known.holders:
+                    self._remove(known)
 
     def _remove(self, known: NixlPeer) -> None:
         """Remove a peer, which may have been removed while it was added."""
@@ -155,7 +163,7 @@ class NixlPeers:
             try:
                 await self._data.call(AddPeer(peer=new.agent, metadata=new.metadata))
             except TransferFailed:
-                self._renew(known, new)
+                known.renew(new)
         before = known.memories
         known.set_memories({*before, new})
         try:
@@ -163,20 +171,10 @@ class NixlPeers:
         except BaseException:
             known.set_memories(before)
             if before:
-                self.break_off(new.agent)
+                known.break_off()
             else:
                 self._remove(known)
             raise
-
-    def _renew(self, known: NixlPeer, new: NixlMemory) -> None:
-        """Remove a peer, which is added again with the memory that routes read."""
-        log.info("peer.renewed", peer=known.peer.endpoint, nixl_agent=new.agent)
-        self.break_off(new.agent)
-        read = self._read_from(new.agent)
-        known.set_memories(one for one in read if not new.misfits(one.extents))
-
-    def _read_from(self, name: str) -> set[NixlMemory]:
-        return {one for one in self._used() if one.agent == name}
 
 
 def _check_name(memory: NixlMemory) -> None:
@@ -190,11 +188,11 @@ def _check_name(memory: NixlMemory) -> None:
             )
 
 
-def _unconnected(peer: Peer, error: TransferFailed) -> TransferFailed:
+def _unconnected(endpoint: str, error: TransferFailed) -> TransferFailed:
     """UCX says no more than that it knows no way."""
     return TransferFailed(
-        f"NIXL does not connect to the agent at {peer.endpoint}: {error.message}. Is what its "
+        f"NIXL does not connect to the agent at {endpoint}: {error.message}. Is what its "
         "data_interfaces (UCX_NET_DEVICES) names on a network that this machine reaches? kvbus "
         "doctor --peer looks",
-        endpoint=peer.endpoint,
+        endpoint=endpoint,
     )

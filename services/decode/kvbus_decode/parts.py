@@ -25,7 +25,8 @@ from kvbus.table import Promise
 from kvbus_decode.chunk import FetchResources
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.peers import PeerAddress, PeerDirectory
+from kvbus_decode.peers import PeerDirectory
+from kvbus_decode.remote_agent import PeerAddress
 
 PAUSE_S = 0.5
 """So often it is looked whether an agent is still there, and a refused `cancel_part` asked anew."""

@@ -1,7 +1,5 @@
 """Which paths a route can take, which of them a fetch takes, and how long that would take."""
 
-from collections import OrderedDict
-
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.service import Agent
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, TransferFailed
@@ -15,17 +13,14 @@ from kvbus.planning import (
     span_bytes,
     usual_box_bytes,
 )
-from kvbus.protocol.engine import Fetched
 from kvbus.protocol.tools import Cost, Predicted
 from kvbus_decode.chunk import Chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import Ahead
 from kvbus_decode.fetch.events import Requested
-from kvbus_decode.nixl_peers import NixlPeers
 from kvbus_decode.route import PathChoice, Route
 from kvbus_decode.route_book import RouteBook
 
-MAX_LEARNED = 4096
 MEETING_S = 0.1
 """What engines that have not met take for that."""
 
@@ -122,9 +117,7 @@ class PathChooser:
         return min([*slots, self._staging.slot_bytes] if self._staging.packs else slots)
 
 
-def ahead_of(
-    requested: Requested, route: Route, choice: PathChoice, nixl: NixlPeers
-) -> Ahead | None:
+def ahead_of(requested: Requested, route: Route, choice: PathChoice) -> Ahead | None:
     """What the fetch can read by the blocks that its ticket names, before there is a lease.
 
     None when it has to claim first: a box is packed under an epoch, and agents that have no lease
@@ -137,7 +130,7 @@ def ahead_of(
         return None
     # Only the prefill agent's progress ends a READ over TCP, or one that has to connect first: the
     # lease makes it drive. A copy needs no one, be it made here or by the kernel (CMA).
-    is_copied = choice.path is Path.MAPPED or nixl.is_undriven(route.home.nixl_agent)
+    is_copied = choice.path is Path.MAPPED or route.home.is_undriven
     return Ahead(requested.ticket.tables(), claims=not is_copied)
 
 
@@ -204,22 +197,10 @@ def _unmapped(route: Route) -> str:
 
 
 class CostBook:
-    """What is known of each prefill agent and path, by the agent's endpoint."""
+    """What fetches would take, by what each `RemoteAgent` has learned."""
 
     def __init__(self, agent: Agent, routes: RouteBook, chooser: PathChooser) -> None:
         self._agent, self._routes, self._chooser = agent, routes, chooser
-        self._learned: OrderedDict[tuple[str, str], Learned] = OrderedDict()
-
-    def observe(self, fetched: Fetched, endpoint: str) -> None:
-        """A fetch from the agent there has completed: it teaches, unless it waited for tokens."""
-        stages, key = fetched.stages_s, (endpoint, fetched.path)
-        if stages.meeting or stages.waiting:
-            return
-        seconds = stages.queued + stages.claiming + stages.reading + stages.taking
-        self._learned.setdefault(key, Learned()).observe(fetched.num_bytes, seconds)
-        self._learned.move_to_end(key)
-        if len(self._learned) > MAX_LEARNED:
-            self._learned.popitem(last=False)
 
     def cost(self, asked: Cost) -> Predicted:
         """What a fetch would take now.
@@ -234,7 +215,9 @@ class CostBook:
         route = self._routes.between(asked.endpoint, asked.prefill_engine, engine)
         choice = self._chooser.choose(route, first, last) if route else None
         path = choice.path.value if choice else ""
-        learned = self._learned.get((asked.endpoint, path), Learned())
+        learned = Learned()
+        if route is not None:
+            learned = route.home.remote.learned.get(path, learned)
         num_bytes = _num_bytes(engine, first, last)
         return Predicted(
             predicted_s=learned.predict_s(num_bytes) + (0.0 if path else MEETING_S),

@@ -1,8 +1,7 @@
-"""The agents that this agent talks to: connections, their health and events, and their end."""
+"""The agents that this agent talks to: connections, their events, and their end."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
 
 import anyio
 import structlog
@@ -12,27 +11,22 @@ from kvbus.bus import (
     AllowedPeers,
     EventListener,
     EventSubscriber,
-    OnReply,
     RequestClient,
     SocketOptions,
     new_boot_id,
 )
-from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RemoteError
+from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import R, Request, Role
-from kvbus.protocol.peer import CancelRequest
-from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
+from kvbus_decode.nixl_peers import NixlPeers
+from kvbus_decode.remote_agent import Peer, PeerAddress, RemoteAgent
 
 log = structlog.get_logger()
 
-SILENT_S, RETRY_S = 5.0, 1.0
+SILENT_S = 5.0
 """A peer that is pinged and gave no sign of life for so long is silent."""
-REFUSED_S = 30.0
-"""Fetches from an agent that was silent for this long are refused at once."""
 FORGET_PEER_S = 60.0
 """One that is silent for so long, and is not used, is left; the next fetch connects again."""
-CANCEL_TIMEOUT_S = 5.0
 REQUESTS_OF_A_FETCH = 8
 """At most so many of one wait for replies of one peer: a claim or renewal, packs, releases."""
 
@@ -48,21 +42,6 @@ TOPICS = (
 )
 """Of an offer that is read, or waited for while another reader has it; and of engines."""
 
-Extent = tuple[int, int]
-"""First and one-past-last address of registered memory."""
-
-
-class PeerAddress(NamedTuple):
-    """Where an agent is, the key that it must have if we have one, and what it must be."""
-
-    endpoint: str
-    server_key: str = ""
-    role: Role = Role.PREFILL
-
-    @classmethod
-    def of(cls, ticket: Ticket) -> "PeerAddress":
-        return cls(ticket.endpoint, ticket.server_key)
-
 
 # All that is known of whether a peer is there is its client's: when it was last heard (it is pinged
 # when nothing has come for a while), which process answers, and whether its port is closed.
@@ -70,81 +49,25 @@ class PeerAddress(NamedTuple):
 #     heard within SILENT_S      it is asked
 #     silent                     fetches wait and retry: it may be stopped or cut off for a while;
 #                                after REFUSED_S new ones are refused at once
-#     its port is closed         that process is gone, and what was read from it: `on_gone`
-#     another boot id            so is the process before: `on_boot`
-@dataclass(slots=True, eq=False)
-class Peer:
-    """One agent, by the endpoint in tickets, or by the one that an engine's home names."""
-
-    address: PeerAddress
-    client: RequestClient
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    nixl_turn: anyio.Lock = field(default_factory=anyio.Lock)
-    events_endpoint: str = ""
-    boot: str = ""
-    refusal: str = ""
-    """Why the last handshake with this process came to nothing."""
-    num_users: int = 0
-    used_at: float = 0.0
-    """When the last fetch from it ended, while there is none."""
-    is_refused: bool = False
-    """Whether fetches from it were refused because it is silent, since it was last heard."""
-
-    @property
-    def endpoint(self) -> str:
-        return self.address.endpoint
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether it has answered no ping for a while."""
-        return self.client.silent_s > SILENT_S
-
-    def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int | None:
-        """Send a request and return its id; what prevents that goes to ``on_reply`` as well."""
-        try:
-            return self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
-        except KVBusError as error:
-            on_reply(error)
-            return None
-
-    def cancel(self, request_id: int) -> None:
-        """Wait no longer for a reply, and have the agent free what the request holds."""
-        self.client.take_back(request_id)
-        self.ask(CancelRequest(request_id), CANCEL_TIMEOUT_S, lambda _: None)
-
-    def loss(self) -> PeerLost:
-        """Why what needs it fails once its process is gone."""
-        return PeerLost(f"the agent at {self.endpoint} is gone", endpoint=self.endpoint)
-
-
-class PeerWatcher:
-    """What becomes of peers; override what is of interest."""
-
-    def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
-        """Its process became known, or is another than the ``earlier`` one."""
-
-    def on_gone(self, peer: Peer, boot: str) -> None:
-        """Its process is gone; the next one may be there already."""
-
-    def on_dropped(self, peer: Peer) -> None:
-        """It was left, or made room, or is not trusted any more: there is no connection."""
-
-    def on_event(self, peer: Peer, event: Notice) -> None:
-        """It has published something of `TOPICS`."""
-
-    def on_gap(self, boot: str) -> None:
-        """Events of this process were missed."""
-
-
+#     its port is closed,        the process is lost: its RemoteAgent is closed, and all that came
+#     another boot id            from it (`kvbus_decode.remote_agent`)
+#     an answer after that       the process is found: `PeerDirectory.found`
 class PeerDirectory(EventListener):
     """All peers; what uses one holds it from `acquire` to `release`.
 
-    ``watchers``, set before the first is acquired, are told what becomes of them, in their order.
+    ``on_lost`` fails the fetches that read from a process that is lost, and returns how many.
+    ``on_found`` is called when a process has answered, or has another engine; with True unless it
+    may be known. ``on_offer`` gets the events of offers and leases, and ``on_missed`` the boot id
+    of a process when some were missed.
     """
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent, self._config = agent, config
-        self.watchers: Iterable[PeerWatcher] = ()
+        self.on_lost: Callable[[RemoteAgent], int] = lambda _: 0
+        self.on_found: Callable[[Peer, bool], object] = lambda *_: None
+        self.on_offer: Callable[[Notice], object] = lambda _: None
+        self.on_missed: Callable[[str], object] = lambda _: None
+        self._nixl = NixlPeers(agent.data)
         self._peers: dict[PeerAddress, Peer] = {}
         self._by_events: dict[str, Peer] = {}
         self._allowed = AllowedPeers(config.allowed_peers) if config.allowed_peers else None
@@ -186,41 +109,23 @@ class PeerDirectory(EventListener):
 
     def silent(self) -> dict[tuple[str, str], float]:
         """Endpoint and key of those that do not answer, and since how many seconds."""
-        silent = (one for one in self._peers.values() if one.is_silent)
-        return {one.address[:2]: one.client.silent_s for one in silent}
+        silent_s = {one.address[:2]: one.client.silent_s for one in self._peers.values()}
+        return {address: seconds for address, seconds in silent_s.items() if seconds > SILENT_S}
 
     def refusal_of(self, endpoint: str) -> str:
         """Why the last handshake with an agent there came to nothing; empty if it did not."""
         refusals = (one.refusal for one in self._peers.values() if one.endpoint == endpoint)
         return next(filter(None, refusals), "")
 
-    def check_answers(self, address: PeerAddress, boot: str | None) -> None:
-        """Raise `RemoteError` (``peer_unreachable``) for an agent that was silent for `REFUSED_S`.
-
-        Fetches wait for an agent that may be restarting. After that, only pings find out when it
-        answers again. A ticket of another process there, ``boot``, is newer than what is known.
-        """
-        peer = self._peers.get(address)
-        if peer is None:
-            return
-        is_new = boot not in (None, peer.client.peer_boot)
-        if is_new:
-            peer.client.look_again()
-        if peer.client.silent_s <= REFUSED_S or is_new:
-            if peer.is_refused:
-                log.info("peer.alive", peer=peer.endpoint)
-            peer.is_refused = False
-            return
-        if not peer.is_refused:
-            log.warning("peer.silent", peer=peer.endpoint, peer_boot=peer.boot)
-        peer.is_refused = True
-        raise RemoteError(
-            f"the prefill agent at {peer.endpoint} has not answered for "
-            f"{peer.client.silent_s:.0f} s; it is asked again and again",
-            code=ErrorCode.PEER_UNREACHABLE,
-            endpoint=peer.endpoint,
-            retry_after_s=RETRY_S,
-        )
+    def found(self, peer: Peer) -> RemoteAgent:
+        """Return the process that has just answered: a new one, or one that was taken for lost."""
+        remote, boot = peer.remote, peer.client.peer_boot or ""
+        if not remote.boot and not remote.closed:
+            remote.boot, peer.refusal = boot, ""
+            if remote.earlier not in ("", boot):
+                log.warning("peer.restarted", peer=peer.endpoint, peer_boot=boot)
+            self.on_found(peer, bool(remote.earlier))
+        return remote
 
     def listen(self, peer: Peer, events_endpoint: str) -> None:
         """Subscribe to the peer's events, in place of those of its earlier process."""
@@ -234,9 +139,16 @@ class PeerDirectory(EventListener):
 
     def on_event(self, endpoint: str, event: Notice) -> None:
         """As `EventListener`; so are the others."""
-        if (peer := self._by_events.get(endpoint)) is not None:
-            for watcher in self.watchers:
-                watcher.on_event(peer, event)
+        peer = self._by_events.get(endpoint)
+        if peer is None:
+            return
+        if event.op == ENGINE_READY:
+            self.on_found(peer, True)
+        elif event.op == ENGINE_LOST:
+            ended = event.body
+            peer.remote.drop_engine(ended.get("engine_id"), ended.get("engine_instance"))
+        else:
+            self.on_offer(event)
 
     def on_heartbeat(self, endpoint: str, boot: str) -> None:
         """It lives: it need not be pinged."""
@@ -244,8 +156,7 @@ class PeerDirectory(EventListener):
             peer.client.note_alive(boot)
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
-        for watcher in self.watchers:
-            watcher.on_gap(boot)
+        self.on_missed(boot)
 
     def _connect(self, address: PeerAddress) -> Peer:
         options = self._agent.access.connected(*address)
@@ -257,13 +168,13 @@ class PeerDirectory(EventListener):
             endpoint,
             boot=new_boot_id(),  # ids start again: an earlier one has used them
             on_boot=lambda boot: self._see_boot(peer, boot),
-            on_gone=lambda boot: self._see_gone(peer, boot),
+            on_gone=lambda _: peer.remote.close("is gone"),
             on_moved=lambda address: log.info("peer.moved", peer=endpoint, address=address),
             on_fault=_log_fault,
             max_pending=REQUESTS_OF_A_FETCH * self._config.max_handoffs,
             options=replace(options, allowed=self._allowed),
         )
-        peer = Peer(address, client)
+        peer = Peer(address, client, self._nixl, self._lose)
         self._agent.tasks.start_soon(self._run, peer)
         return peer
 
@@ -285,7 +196,7 @@ class PeerDirectory(EventListener):
                         silent_s=round(silent_s),
                         unused_s=round(unused_s),
                     )
-                    self.drop(peer)
+                    self.drop(peer, "was left")
 
     def _drop_idle(self) -> None:
         idle = next((peer for peer in self._peers.values() if not peer.num_users), None)
@@ -294,13 +205,12 @@ class PeerDirectory(EventListener):
                 f"{len(self._peers)} peers are in use, which is the limit (max_peers)",
                 code=ErrorCode.BUSY,
             )
-        self.drop(idle)
+        self.drop(idle, "was left")
 
-    def drop(self, peer: Peer) -> None:
+    def drop(self, peer: Peer, reason: str) -> None:
         """Leave it; what still holds it finds it closed."""
         del self._peers[peer.address]
-        for watcher in self.watchers:
-            watcher.on_dropped(peer)
+        peer.remote.close(reason)
         self._forget_events(peer)
         peer.scope.cancel()
 
@@ -315,21 +225,27 @@ class PeerDirectory(EventListener):
         for peer in list(self._peers.values()):
             if peer.address.server_key in keys:
                 log.info("peer.distrusted", peer=peer.endpoint, key=peer.address.server_key)
-                self.drop(peer)
+                self.drop(peer, "is not trusted any more")
 
-    def _see_boot(self, peer: Peer, boot: str) -> None:
-        if not self.has(peer):
-            return
-        if peer.boot:
-            log.warning("peer.restarted", peer=peer.endpoint, peer_boot=boot)
-        earlier, peer.boot, peer.refusal = peer.boot, boot, ""
-        for watcher in self.watchers:
-            watcher.on_boot(peer, boot, earlier)
+    def _see_boot(self, peer: Peer, _: str) -> None:
+        if peer.remote.boot:
+            peer.remote.close("came back as a new process")
+        self.found(peer)
 
-    def _see_gone(self, peer: Peer, boot: str) -> None:
+    def _lose(self, remote: RemoteAgent) -> None:
+        """A process is closed: what answers from now on is another one."""
+        peer = remote.peer
         if self.has(peer):
-            for watcher in self.watchers:
-                watcher.on_gone(peer, boot)
+            peer.remote = RemoteAgent(peer, remote.boot or remote.earlier)
+        num_fetches = self.on_lost(remote)
+        level = log.warning if num_fetches else log.info
+        level(
+            "peer.lost",
+            peer=peer.endpoint,
+            peer_boot=remote.boot,
+            reason=remote.closed,
+            num_fetches=num_fetches,
+        )
 
 
 def _log_fault(error: Exception) -> None:

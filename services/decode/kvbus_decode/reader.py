@@ -30,8 +30,8 @@ from kvbus_decode.fetch.events import ReadChunk, ReadEnded, StopReads
 from kvbus_decode.legs import DirectWork, MappedWork, Means, StageRunner
 from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.paths import PathChooser
-from kvbus_decode.route import PathChoice, Source, SourcePlan
-from kvbus_decode.route_book import RouteBook
+from kvbus_decode.remote_agent import Source
+from kvbus_decode.route import PathChoice, SourcePlan
 
 log = structlog.get_logger()
 
@@ -55,7 +55,6 @@ class Reader:
         config: DecodeConfig,
         chooser: PathChooser,
         metrics: DecodeMetrics,
-        routes: RouteBook,
     ) -> None:
         self._agent, self._chooser = agent, chooser
         self._one_in = config.digest_one_in
@@ -63,7 +62,7 @@ class Reader:
         self._table = ev.ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop, on_defect=failure)
         self._dispatch = self._driver.dispatch
-        means = Means(agent, routes.nixl, config.lease_s, metrics.digests.values)
+        means = Means(agent, config.lease_s, metrics.digests.values)
         runner = StageRunner(means)
         self._driver.commands |= {
             ev.Abort: lambda command: runner.abort(command.leg),

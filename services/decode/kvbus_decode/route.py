@@ -4,8 +4,8 @@ A route is made of what handshakes brought.
 """
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -36,64 +36,9 @@ from kvbus.planning import (
     span_bytes,
     staged_plans,
 )
-from kvbus.protocol.peer import CheckMemory, EngineMemory
+from kvbus.protocol.peer import EngineMemory
 from kvbus_decode.mapped import MappedMemory
-from kvbus_decode.nixl_peers import NixlMemory
-from kvbus_decode.peers import Peer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Source:
-    """One agent that has ranks of the prefill engine, and its memory there.
-
-    ``nixl`` is None where NIXL does not know it, as all of the route is mapped; else ``nixl_peer``
-    is what its READs use, and ``remotes`` are its registered ranks. ``slot_bytes`` is the largest
-    box that it packs; 0 when it packs none. ``access`` is shown in all that is asked about this
-    memory. ``mapped`` is all of its memory, where it is mapped here: a copy from there holds that
-    object. ``unmapped`` is why it is not.
-    """
-
-    peer: Peer
-    agent_boot: str
-    engine_id: str
-    nixl: NixlMemory | None
-    memory_id: str
-    access: str = field(repr=False)
-    slot_bytes: int
-    ranks: Mapping[int, PlacedRank]
-    nixl_peer: Defined | None = None
-    remotes: Mapping[int, Defined] = field(default_factory=dict)
-    mapped: MappedMemory | None = None
-    unmapped: str = ""
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether all of its memory is mapped here."""
-        return self.mapped is not None and not self.mapped.closed
-
-    @property
-    def nixl_agent(self) -> str:
-        """What NIXL calls the agent; empty where it does not know it."""
-        return self.nixl.agent if self.nixl else ""
-
-    @property
-    def named(self) -> dict[str, str]:
-        """What names its memory in requests, and shows the right to it."""
-        return {
-            "agent_boot": self.agent_boot,
-            "engine_id": self.engine_id,
-            "memory_id": self.memory_id,
-            "access": self.access,
-        }
-
-    def check(self, offer_id: str, *, progress_s: float = 0.0, nixl_agent: str = "") -> CheckMemory:
-        """Asks an agent that does not see our lease whether its ranks are still the same.
-
-        With ``progress_s`` it also drives what is read within it; without it drives no more.
-        ``nixl_agent`` is what was read from.
-        """
-        asked = {"offer_id": offer_id, "nixl_agent": nixl_agent}
-        return CheckMemory(**self.named, **asked, progress_s=progress_s)
+from kvbus_decode.remote_agent import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +80,8 @@ class Route:
     The first of ``sources`` is the engine's home, where its leases are. Blocks are staged in slots
     of ``slot_bytes`` here, unless all is mapped. Takes some 100 ms for engines of many ranks and
     layers: make it in a thread. Raises `GeometryError` when the ranks do not hold all that the
-    decode engine needs. What it defines for the data process stays until `close`.
+    decode engine needs. What it defines for the data process stays until `close`, which calls
+    ``on_close``; so does the end of a source's process.
     """
 
     def __init__(
@@ -148,6 +94,7 @@ class Route:
         data: DataProcess,
     ) -> None:
         self.prefill, self.sources, self.engine = prefill, sources, engine
+        self.on_close: Callable[[], object] = lambda: None
         self._slot_bytes, self._data = slot_bytes, data
         self.home, self.others = sources[0], sources[1:]
         """The agent that has the engine's offers, and those that have ranks alone."""
@@ -239,11 +186,15 @@ class Route:
 
     def close(self) -> None:
         """Have the data process drop its plans and the ranks at peers, once no job uses them."""
+        on_close, self.on_close = self.on_close, lambda: None
+        on_close()
         for plans in self._plans:
             for plan in (one for source_plan in plans for one in source_plan.data_plans):
                 self._data.remove(plan)
-        for remote in (one for source in self.sources for one in source.remotes.values()):
-            self._data.remove(remote)
+        for source in self.sources:
+            source.remote.sources.pop(source, None)
+            for rank in source.remotes.values():
+                self._data.remove(rank)
 
     def _make_plans(self, replica_index: int) -> list[SourcePlan]:
         joined = self._by_source(self._map.joined(replica_index))

@@ -3,7 +3,7 @@
 An engine whose KV ours cannot use is refused; both sides log the field and both values.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import anyio
 import structlog
 
-from kvbus.agent.engine import LocalEngine
+from kvbus.agent.engine import LocalEngine, engine_lost
 from kvbus.agent.loop import in_thread
 from kvbus.agent.service import Agent
 from kvbus.bus import RequestClient
@@ -25,16 +25,18 @@ from kvbus.errors import (
     RemoteError,
     RequestRefused,
     RequestTimeout,
+    TransferFailed,
 )
 from kvbus.planning import check_compatible
 from kvbus.protocol.engine import AgentRanks
-from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
+from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.mapped import MappedMemory, MemoryBorrower
-from kvbus_decode.nixl_peers import NixlMemory, NixlPeers
-from kvbus_decode.peers import ENGINE_LOST, Peer, PeerAddress, PeerDirectory, PeerWatcher
-from kvbus_decode.route import Route, Source, add_remotes, placed_ranks
+from kvbus_decode.nixl_peers import NixlMemory
+from kvbus_decode.peers import PeerDirectory
+from kvbus_decode.remote_agent import Peer, PeerAddress, RemoteAgent, Source
+from kvbus_decode.route import Route, add_remotes, placed_ranks
 
 log = structlog.get_logger()
 
@@ -46,19 +48,20 @@ MAX_ROUTES, IDLE_ROUTE_S = 4096, 600.0
 class _Round:
     """Handshakes for one reader; those with a ``machine`` may bring nothing for NIXL.
 
-    ``lent`` is what is mapped of each agent's boot id and memory id, or why it is not.
+    ``lent`` is what is mapped of each agent and memory id, or why it is not.
     """
 
     engine: LocalEngine
     deadline: float
     machine: str
-    lent: dict[tuple[str, str], MappedMemory | str] = field(default_factory=dict)
+    lent: dict[tuple[RemoteAgent, str], MappedMemory | str] = field(default_factory=dict)
 
 
 class RouteKey(NamedTuple):
     """What must not have changed for a route to be used again."""
 
     endpoint: str
+    server_key: str
     engine_id: str
     engine_instance: str
     memory_id: str
@@ -68,22 +71,21 @@ class RouteKey(NamedTuple):
         """From the engine that a ticket names into one that is here."""
         return cls(
             endpoint=ticket.endpoint,
+            server_key=ticket.server_key,
             engine_id=ticket.engine_id,
             engine_instance=ticket.engine_instance,
             memory_id=engine.memory_id,
         )
 
 
-class RouteBook(PeerWatcher):
-    """All routes, and the handshakes under way."""
+class RouteBook:
+    """All routes, and the handshakes under way. `RemoteAgent` closes the routes that read it."""
 
     def __init__(self, agent: Agent, peers: PeerDirectory, borrower: MemoryBorrower) -> None:
         self._agent, self._peers, self.borrower = agent, peers, borrower
-        self.nixl = NixlPeers(agent.data, self._nixl_memory)
         self._routes: dict[RouteKey, Route] = {}
         self._turns = WeakValueDictionary[RouteKey, anyio.Lock]()
         """Where one handshake is under way, the others wait."""
-        borrower.on_end = self._forget_mapped
 
     def __iter__(self) -> Iterator[Route]:
         return iter(list(self._routes.values()))
@@ -129,75 +131,10 @@ class RouteBook(PeerWatcher):
             endpoint=peer.endpoint,
         )
 
-    def forget(self, route: Route) -> None:
-        """The route is of no use: the next fetch shakes hands again."""
-        self._keep_only(lambda _, known: known is not route)
-
     def forget_engine(self, engine: LocalEngine) -> None:
-        self._keep_only(lambda key, _: key.memory_id != engine.memory_id)
-
-    def on_gone(self, peer: Peer, boot: str) -> None:
-        """Drop the routes through a process that is gone: a handshake waits for the next one."""
-        self._keep_only(
-            lambda _, route: all(
-                source.peer is not peer or boot not in ("", source.agent_boot)
-                for source in route.sources
-            )
-        )
-
-    def on_dropped(self, peer: Peer) -> None:
-        """Drop the routes through it, and its NIXL agents."""
-        self._keep_only(lambda _, route: all(source.peer is not peer for source in route.sources))
-        self.nixl.forget(peer)
-
-    def on_event(self, peer: Peer, event: Notice) -> None:
-        """Drop the routes from a prefill engine that has ended."""
-        if event.op != ENGINE_LOST:
-            return
-        name, instance = event.body.get("engine_id"), event.body.get("engine_instance")
-        self._keep_only(
-            lambda key, route: (
-                key.engine_id != name
-                or (route.home.peer is peer and key.engine_instance != instance)
-                or all(source.peer is not peer for source in route.sources)
-            )
-        )
-
-    def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
-        """Drop the routes through its earlier process."""
-        self._keep_only(
-            lambda _, route: all(
-                source.peer is not peer or source.agent_boot == boot for source in route.sources
-            )
-        )
-        self.nixl.forget(peer)
-
-    def _forget_mapped(self, memory: MappedMemory) -> None:
-        """Memory that is zeros now: routes that copy from it are made again."""
-        self._keep_only(lambda _, route: all(one.mapped is not memory for one in route.sources))
-
-    def _keep_only(self, wanted: Callable[[RouteKey, Route], bool]) -> None:
-        for key, route in list(self._routes.items()):
-            if not wanted(key, route):
-                del self._routes[key]
+        for route in self:
+            if route.engine is engine:
                 route.close()
-
-    # A prefill agent replaces its data process, and lives on: then its NIXL agent has another name,
-    # and what it registered lies elsewhere. A READ from the one before must not be served by the
-    # next one, which may have other memory there.
-    def _forget_earlier(self, peer: Peer, nixl_agent: str) -> None:
-        """Drop routes that read from an earlier data process of a peer."""
-        self._keep_only(
-            lambda _, route: all(
-                source.peer is not peer or source.nixl_agent in ("", nixl_agent)
-                for source in route.sources
-            )
-        )
-        self.nixl.forget(peer, but=nixl_agent)
-
-    def _nixl_memory(self) -> Iterator[NixlMemory]:
-        for route in self._routes.values():
-            yield from (source.nixl for source in route.sources if source.nixl is not None)
 
     async def _shake_hands(
         self, key: RouteKey, peer: Peer, ticket: Ticket, engine: LocalEngine, deadline: float
@@ -205,6 +142,7 @@ class RouteBook(PeerWatcher):
         bound = log.bind(peer=ticket.agent_id, engine_id=ticket.engine_id)
         try:
             route = await self._negotiate(peer, ticket, engine, deadline)
+            self._keep(key, route)
         except KVBusError as error:
             peer.refusal = error.message
             bound.warning(
@@ -215,7 +153,6 @@ class RouteBook(PeerWatcher):
             )
             raise
         bound.info("handshake.done", reader=engine.engine_id, num_agents=len(route.sources))
-        self._keep(key, route)
         return route
 
     # Agents of one machine and user copy from mapped memory. Then NIXL is told of nothing, and as
@@ -236,7 +173,7 @@ class RouteBook(PeerWatcher):
         self, peer: Peer, ticket: Ticket, shaken: _Round
     ) -> tuple[HandshakeDone, tuple[Source, ...]]:
         """The home's handshake, and all sources."""
-        done = await self._ask(
+        remote, done = await self._ask(
             peer,
             shaken,
             hint=ticket.agent_boot,
@@ -246,7 +183,7 @@ class RouteBook(PeerWatcher):
             secret=ticket.secret or None,
         )
         check_compatible(done.memory.engine, shaken.engine.spec)
-        home = await self._source(peer, peer.client.peer_boot or "", done, shaken)
+        home = await self._source(remote, done, shaken, ticket.engine_instance)
         self._peers.listen(peer, done.events_endpoint)
         return done, (home, *[await self._meet(other, done, shaken) for other in done.others])
 
@@ -255,7 +192,7 @@ class RouteBook(PeerWatcher):
         engine_id = home.memory.engine.engine_id
         peer = self._peers.acquire(PeerAddress(other.endpoint, other.server_key))
         try:
-            done = await self._ask(
+            remote, done = await self._ask(
                 peer, shaken, engine_id=engine_id, ranks=other.ranks, access=other.access
             )
             if done.memory.engine != home.memory.engine:
@@ -264,7 +201,7 @@ class RouteBook(PeerWatcher):
                     code=ErrorCode.INCOMPATIBLE,
                     field="engine",
                 )
-            return await self._source(peer, peer.client.peer_boot or "", done, shaken)
+            return await self._source(remote, done, shaken)
         except RequestRefused as error:  # the ticket does not name this agent
             message = f"the prefill agent at {peer.endpoint}: {error.message}"
             raise RemoteError(message, code=error.code, endpoint=peer.endpoint) from error
@@ -273,8 +210,8 @@ class RouteBook(PeerWatcher):
 
     async def _ask(
         self, peer: Peer, shaken: _Round, *, hint: str = "", **wanted: Any
-    ) -> HandshakeDone:
-        """Return the reply of the process that answers.
+    ) -> tuple[RemoteAgent, HandshakeDone]:
+        """Return the process that answers, and its reply.
 
         ``wanted`` are the engine, and the right to it. If another process than ``hint`` refuses, it
         may be another agent at the earlier address: its name is resolved again. Raises
@@ -290,9 +227,12 @@ class RouteBook(PeerWatcher):
         )
         client, loop, address = peer.client, self._agent.loop, peer.client.address
 
-        async def ask() -> HandshakeDone:
-            timeout_s = max(1e-3, shaken.deadline - loop.time())
-            return await client.ask(handshake, timeout_s=timeout_s)
+        async def ask() -> tuple[RemoteAgent, HandshakeDone]:
+            remote, timeout_s = peer.remote, max(1e-3, shaken.deadline - loop.time())
+            done = await client.ask(handshake, timeout_s=timeout_s)
+            if remote.closed:  # meanwhile
+                raise remote.loss()
+            return self._peers.found(peer), done
 
         try:
             try:
@@ -310,23 +250,25 @@ class RouteBook(PeerWatcher):
                 return await self._ask(peer, shaken, hint=hint, **wanted)
         raise refused
 
-    async def _source(self, peer: Peer, boot: str, done: HandshakeDone, shaken: _Round) -> Source:
+    async def _source(
+        self, remote: RemoteAgent, done: HandshakeDone, shaken: _Round, instance: str = ""
+    ) -> Source:
         placed = await in_thread(placed_ranks, done.memory)  # ms a rank
-        place, lent = (boot, done.memory_id), shaken.lent
+        place, lent = (remote, done.memory_id), shaken.lent
         if place not in lent:
             within_s = shaken.deadline - self._agent.loop.time()
-            lent[place] = await self.borrower.borrow(boot, done, shaken.engine, within_s=within_s)
+            lent[place] = await self.borrower.borrow(remote, done, shaken.engine, within_s=within_s)
         borrowed, memory, nixl_peer, remotes = lent[place], None, None, dict[int, Defined]()
         if done.nixl_metadata and not (shaken.machine and isinstance(borrowed, MappedMemory)):
             memory = NixlMemory.of(done)
             await self._agent.data_plane.open()
-            nixl_peer = await self._connect_nixl(peer, memory)
+            nixl_peer = await remote.connect_nixl(memory)
             await self._agent.data_plane.end_if_exposed()
-            remotes = add_remotes(self._agent.data, done.memory, memory.agent, nixl_peer)
+            remotes = add_remotes(self._agent.data, done.memory, memory.agent, nixl_peer.defined)
         return Source(
-            peer=peer,
-            agent_boot=boot,
+            remote=remote,
             engine_id=done.memory.engine.engine_id,
+            engine_instance=instance,
             nixl=memory,
             memory_id=done.memory_id,
             access=done.access,
@@ -338,41 +280,38 @@ class RouteBook(PeerWatcher):
             unmapped=borrowed if isinstance(borrowed, str) else "",
         )
 
-    async def _connect_nixl(self, peer: Peer, memory: NixlMemory) -> Defined:
-        self._forget_earlier(peer, memory.agent)
-        defined = await self.nixl.add(peer, memory)
-        if not self._peers.has(peer):
-            self.nixl.forget(peer)
-            raise peer.loss()
-        return defined
-
     def _keep(self, key: RouteKey, route: Route) -> None:
-        """Remember a route, in place of those of the prefill engine's earlier processes.
+        """Keep a route, in place of those of the prefill engine's earlier processes.
 
-        Not if one of its ends went during the handshake: nothing would say so again.
+        Raises `KVBusError` if one of its ends was lost during the handshake.
         """
-        if route.engine.lost or not all(map(self._is_good, route.sources)):
-            route.close()
-            return
-        home, engine_id = route.home.peer, route.prefill.engine_id
-        self._keep_only(
-            lambda known, other: (
-                other.home.peer is not home
-                or other.prefill.engine_id != engine_id
-                or (known.engine_instance == key.engine_instance and known != key)
-            )
+        if route.engine.lost:
+            raise engine_lost()
+        for source in route.sources:
+            _check_open(source)
+        here = ("", key.engine_instance)
+        route.home.remote.drop(
+            lambda one: one.engine_id == key.engine_id and one.engine_instance not in here
         )
-        self._routes[key], home.refusal = route, ""
+        if (earlier := self._routes.get(key)) is not None:
+            earlier.close()
+        for source in route.sources:
+            source.remote.sources[source] = route.close
+        route.on_close = partial(self._routes.pop, key, None)
+        self._routes[key], route.home.peer.refusal = route, ""
         route.used_at = now = self._agent.loop.time()
-        self._keep_only(lambda _, other: now - other.used_at < IDLE_ROUTE_S)
-        if len(self._routes) > MAX_ROUTES:
-            self._routes.pop(min(self._routes, key=lambda one: self._routes[one].used_at)).close()
+        by_age = sorted(self, key=lambda one: one.used_at)
+        for index, one in enumerate(by_age):
+            if one.used_at <= now - IDLE_ROUTE_S or len(by_age) - index > MAX_ROUTES:
+                one.close()
 
-    def _is_good(self, source: Source) -> bool:
-        """Whether the source is what it was when hands were shaken."""
-        is_same = source.peer.boot in ("", source.agent_boot)
-        is_mapped = source.mapped is None or source.is_mapped
-        return is_same and is_mapped and self._peers.has(source.peer)
+
+def _check_open(source: Source) -> None:
+    """Raise `RemoteError` unless the source is what it was when hands were shaken."""
+    if source.remote.closed:
+        raise source.remote.loss()
+    if source.mapped is not None and source.mapped.closed:
+        raise TransferFailed(f"the memory that was mapped is gone: {source.mapped.closed}")
 
 
 def _can_be_read(sources: Iterable[Source]) -> bool:

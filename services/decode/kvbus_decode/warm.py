@@ -14,11 +14,11 @@ from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.envelope import Notice
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import AgentStatus, PeerView, Status
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peers import ENGINE_READY, Peer, PeerAddress, PeerDirectory, PeerWatcher
+from kvbus_decode.peers import PeerDirectory
+from kvbus_decode.remote_agent import Peer, PeerAddress
 from kvbus_decode.route_book import RouteBook, RouteKey
 
 log = structlog.get_logger()
@@ -43,7 +43,7 @@ class _Listed:
     unfit: set[RouteKey] = field(default_factory=set)
 
 
-class WarmPeers(PeerWatcher):
+class WarmPeers:
     """All agents that are listed."""
 
     def __init__(
@@ -79,16 +79,10 @@ class WarmPeers(PeerWatcher):
         for one in self._listed:
             one.news.set()
 
-    def on_event(self, peer: Peer, event: Notice) -> None:
-        """An engine of a peer may be ready."""
+    def see_news(self, peer: Peer, is_new: bool) -> None:
+        """A peer has answered: as another process, or maybe as the one of a meeting under way."""
         for one in self._listed:
-            if one.peer is peer and event.op == ENGINE_READY:
-                one.news.set()
-
-    def on_boot(self, peer: Peer, boot: str, earlier: str) -> None:
-        """It is another process, or answers now; a meeting under way knows its first one."""
-        for one in self._listed:
-            if one.peer is peer and (earlier or one.problem):
+            if one.peer is peer and (is_new or one.problem):
                 one.news.set()
 
     def _is_warm(self, one: _Listed) -> bool:

@@ -1,0 +1,336 @@
+"""Processes of other agents: what this agent has of each, what a failure means, and their end."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
+
+import anyio
+import structlog
+
+from kvbus.bus import OnReply, RequestClient
+from kvbus.data.client import Defined
+from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RemoteError
+from kvbus.planning import Learned, PlacedRank
+from kvbus.protocol.engine import Fetched
+from kvbus.protocol.message import R, Request, Role
+from kvbus.protocol.peer import CancelRequest, CheckMemory
+from kvbus.protocol.ticket import Ticket
+from kvbus_decode.mapped import MappedMemory, MemoryKey
+from kvbus_decode.nixl_peers import NixlMemory, NixlPeer, NixlPeers
+
+log = structlog.get_logger()
+
+REFUSED_S = 30.0
+"""Fetches from an agent that was silent for this long are refused at once."""
+RETRY_S = 1.0
+CANCEL_TIMEOUT_S = 5.0
+
+OTHER_MEMORY = (
+    ErrorCode.STALE,
+    ErrorCode.TRANSFER_FAILED,
+    ErrorCode.PEER_LOST,
+    ErrorCode.ENGINE_LOST,
+    ErrorCode.ENGINE_UNKNOWN,
+)
+"""Failures after which the memory of an engine may be elsewhere."""
+
+FailureOf = Literal["read", "copy", "memory", "lease"]
+"""A job, or a request: one that shows the access to memory, or one about an offer."""
+
+
+class PeerAddress(NamedTuple):
+    """Where an agent is, the key that it must have if we have one, and what it must be."""
+
+    endpoint: str
+    server_key: str = ""
+    role: Role = Role.PREFILL
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> "PeerAddress":
+        return cls(ticket.endpoint, ticket.server_key)
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """The connection to an address, and the process that answers there now, or will."""
+
+    address: PeerAddress
+    client: RequestClient
+    nixl: NixlPeers
+    on_lost: Callable[["RemoteAgent"], object]
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    events_endpoint: str = ""
+    refusal: str = ""
+    """Why the last handshake failed."""
+    num_users: int = 0
+    used_at: float = 0.0
+    """When the last fetch from it ended, while there is none."""
+    remote: "RemoteAgent" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.remote = RemoteAgent(self)
+
+    @property
+    def endpoint(self) -> str:
+        return self.address.endpoint
+
+    def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int | None:
+        """Send a request and return its id; what prevents that goes to ``on_reply`` as well."""
+        try:
+            return self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
+        except KVBusError as error:
+            on_reply(error)
+            return None
+
+    def cancel(self, request_id: int) -> None:
+        """Wait no longer for a reply, and have the agent free what the request holds."""
+        self.client.take_back(request_id)
+        self.ask(CancelRequest(request_id), CANCEL_TIMEOUT_S, lambda _: None)
+
+
+# Events, and what each closes:
+#
+#     another boot id answers, no process listens at    the RemoteAgent. The next process, or the
+#     its port, its key is not trusted, the peer is     same one that answers again, is another
+#     left                                              RemoteAgent
+#     a request fails: peer_lost                        the same
+#     a READ fails: peer_lost (UCX gave the peer up)    its NIXL peer is broken off: added again
+#                                                       before its next READ; and as below
+#     a job or request fails: `OTHER_MEMORY`; or        the routes from this engine: the next fetch
+#     forbidden, where the access was shown             shakes hands
+#     an event says that an engine has ended, or a      the routes from this engine
+#     handshake finds another instance of it
+#     a handshake names another NIXL agent: the data    the earlier NIXL peer, and the routes that
+#     process was replaced                              read from it
+#     mapped memory closes                              the routes that copy from it
+#     busy, timeout, draining, other refusals, errors   nothing
+#     of this process
+#     no ping is answered                               nothing: it may be stopped. After
+#                                                       `REFUSED_S` new fetches are refused
+#     a pause of this process                           nothing: no ping was sent
+class RemoteAgent:
+    """One process of another agent, by its boot id; all that this agent has of it.
+
+    It owns the sources that routes read, peers of NIXL, mapped memory and cost figures. After
+    `close` none of it is used again. ``boot`` is empty until the process has answered; ``earlier``
+    is the boot id of the one before.
+    """
+
+    def __init__(self, peer: Peer, earlier: str = "") -> None:
+        self.peer, self.earlier = peer, earlier
+        self.boot = self.closed = ""
+        """``closed`` says why, and is empty before."""
+        self.nixl_turn = anyio.Lock()
+        self.mapped = WeakValueDictionary[MemoryKey, MappedMemory]()
+        self.learned: dict[str, Learned] = {}
+        """What fetches took, by path."""
+        self.sources: dict[Source, Callable[[], None]] = {}
+        """The sources of routes, with what closes each route."""
+        self._is_refused = False
+
+    def close(self, reason: str) -> None:
+        """Drop all that came from this process, and fail what waits for it."""
+        if self.closed:
+            return
+        self.closed = reason
+        self.drop(lambda _: True)
+        for memory in list(self.mapped.values()):
+            memory.close(f"the prefill agent {reason}")
+            memory.hang_up()
+        self.peer.nixl.release(self.nixl_memory)
+        self.peer.on_lost(self)
+
+    def loss(self) -> PeerLost:
+        """Return the error of what waits for it once it is closed."""
+        return PeerLost(
+            f"the agent at {self.peer.endpoint} {self.closed}", endpoint=self.peer.endpoint
+        )
+
+    def note_failure(self, error: KVBusError, source: "Source", of: FailureOf) -> None:
+        """Close what a failed job or request shows to be lost, by the table above."""
+        if self.closed or isinstance(error, LocalError):
+            return
+        if of in ("memory", "lease") and isinstance(error, PeerLost):
+            self.close("came back as a new process")
+            return
+        if of == "read" and error.code == ErrorCode.PEER_LOST and source.nixl_peer is not None:
+            source.nixl_peer.break_off()
+        is_denied = of == "memory" and error.code == ErrorCode.FORBIDDEN
+        if error.code in OTHER_MEMORY or is_denied:
+            self.drop_engine(source.engine_id, source.engine_instance)
+
+    def drop_engine(self, engine_id: object, instance: object) -> None:
+        """Close the routes from this instance of an engine, or from some of its ranks."""
+        here = ("", instance)
+        self.drop(lambda one: one.engine_id == engine_id and one.engine_instance in here)
+
+    def end_memory(self, memory: MappedMemory) -> None:
+        """Close the routes that copy from mapped memory: its bytes are zeros now."""
+        for key in [key for key, known in self.mapped.items() if known is memory]:
+            del self.mapped[key]
+        self.drop(lambda one: one.mapped is memory)
+
+    def drop(self, is_dropped: Callable[["Source"], bool]) -> None:
+        """Close the routes with such a source."""
+        for source, close in list(self.sources.items()):
+            if is_dropped(source):
+                close()
+
+    # An agent replaces its data process, and lives on: then its NIXL agent has another name, and
+    # what it registered lies elsewhere. A READ from the one before must not be served by the next
+    # one, which may have other memory there.
+    async def connect_nixl(self, memory: NixlMemory) -> NixlPeer:
+        """Have NIXL know memory of this process, in place of its earlier data processes.
+
+        Raises `KVBusError`.
+        """
+        self.drop(lambda one: one.nixl_agent not in ("", memory.agent))
+        nixl = self.peer.nixl
+        nixl.release(self.nixl_memory, but=memory.agent)
+        async with self.nixl_turn:
+            found = await nixl.add(memory, self.peer.address, self.nixl_memory)
+        if self.closed:
+            nixl.release(self.nixl_memory)
+            raise self.loss()
+        return found
+
+    def nixl_memory(self, name: str) -> set[NixlMemory]:
+        """Return what routes read from one NIXL agent of this process."""
+        return {one.nixl for one in self.sources if one.nixl and one.nixl.agent == name}
+
+    def check_answers(self, boot: str | None) -> None:
+        """Raise `RemoteError` (``peer_unreachable``) for an agent that was silent for `REFUSED_S`.
+
+        Fetches wait for an agent that may be restarting. After that, only pings find out when it
+        answers again. A ticket of another process there, ``boot``, is newer than what is known.
+        """
+        client = self.peer.client
+        is_new = boot not in (None, client.peer_boot)
+        if is_new:
+            client.look_again()
+        if client.silent_s <= REFUSED_S or is_new:
+            if self._is_refused:
+                log.info("peer.alive", peer=self.peer.endpoint)
+            self._is_refused = False
+            return
+        if not self._is_refused:
+            log.warning("peer.silent", peer=self.peer.endpoint, peer_boot=self.boot)
+        self._is_refused = True
+        raise RemoteError(
+            f"the prefill agent at {self.peer.endpoint} has not answered for "
+            f"{client.silent_s:.0f} s; it is asked again and again",
+            code=ErrorCode.PEER_UNREACHABLE,
+            endpoint=self.peer.endpoint,
+            retry_after_s=RETRY_S,
+        )
+
+    def observe(self, fetched: Fetched) -> None:
+        """Learn from a completed fetch, unless it waited for tokens."""
+        stages = fetched.stages_s
+        if not (stages.meeting or stages.waiting):
+            seconds = stages.queued + stages.claiming + stages.reading + stages.taking
+            self.learned.setdefault(fetched.path, Learned()).observe(fetched.num_bytes, seconds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """Memory of a prefill engine at one agent, as one route reads it.
+
+    ``engine_instance`` is empty where the agent is not the engine's home. ``nixl`` is None where
+    NIXL does not know the memory, as all of the route is mapped; else READs use ``nixl_peer``, and
+    ``remotes`` are its registered ranks. ``slot_bytes`` is the largest box that the agent packs; 0
+    when it packs none. ``access`` is shown in all that is asked about this memory. ``mapped`` is
+    all of it, where it is mapped here: a copy from there holds that object. ``unmapped`` is why it
+    is not.
+    """
+
+    remote: RemoteAgent
+    engine_id: str
+    engine_instance: str
+    nixl: NixlMemory | None
+    memory_id: str
+    access: str = field(repr=False)
+    slot_bytes: int
+    ranks: Mapping[int, PlacedRank]
+    nixl_peer: NixlPeer | None = None
+    remotes: Mapping[int, Defined] = field(default_factory=dict)
+    mapped: MappedMemory | None = None
+    unmapped: str = ""
+
+    @property
+    def peer(self) -> Peer:
+        return self.remote.peer
+
+    @property
+    def agent_boot(self) -> str:
+        return self.remote.boot
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all of its memory is mapped here."""
+        return self.mapped is not None and not self.mapped.closed
+
+    @property
+    def nixl_agent(self) -> str:
+        """What NIXL calls the agent; empty where it does not know it."""
+        return self.nixl.agent if self.nixl else ""
+
+    @property
+    def is_undriven(self) -> bool:
+        """Whether READs seem to end though the agent drives nothing, as they do over CMA."""
+        return self.nixl_peer is not None and self.nixl_peer.is_undriven
+
+    @property
+    def named(self) -> dict[str, str]:
+        """What names its memory in requests, and shows the right to it."""
+        return {
+            "agent_boot": self.agent_boot,
+            "engine_id": self.engine_id,
+            "memory_id": self.memory_id,
+            "access": self.access,
+        }
+
+    def check(self, offer_id: str, *, progress_s: float = 0.0, nixl_agent: str = "") -> CheckMemory:
+        """Asks an agent that does not see our lease whether its ranks are still the same.
+
+        With ``progress_s`` it also drives what is read within it; without it drives no more.
+        ``nixl_agent`` is what was read from.
+        """
+        asked = {"offer_id": offer_id, "nixl_agent": nixl_agent}
+        return CheckMemory(**self.named, **asked, progress_s=progress_s)
+
+    def ask(
+        self,
+        message: Request[Any],
+        timeout_s: float,
+        on_reply: OnReply[Any],
+        *,
+        of: FailureOf = "memory",
+    ) -> None:
+        """As `Peer.ask`, for what is about this memory, or an offer there."""
+
+        def settle(reply: Any) -> None:
+            if isinstance(reply, KVBusError):
+                self.note_failure(reply, of)
+            on_reply(reply)
+
+        self.peer.ask(message, timeout_s, settle)
+
+    async def query(self, message: Request[R], timeout_s: float) -> R:
+        """Return the reply to what is asked about this memory. Raises `KVBusError`."""
+        try:
+            return await self.peer.client.ask(message, timeout_s=timeout_s)
+        except KVBusError as error:
+            self.note_failure(error, "memory")
+            raise
+
+    def note_failure(self, error: KVBusError, of: FailureOf) -> None:
+        self.remote.note_failure(error, self, of)
+
+    def note_read(self, error: KVBusError | None, *, undriven: bool) -> None:
+        """A READ has ended."""
+        if error is not None:
+            self.note_failure(error, "read")
+        elif self.nixl_peer is not None:
+            self.nixl_peer.note_read(undriven)
