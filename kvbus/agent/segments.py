@@ -232,12 +232,18 @@ class Segments:
     #
     # `take` and `register` wait, so each of them looks again afterwards.
     async def discard(self) -> None:
-        """Release the bytes in the data process and here; its addresses stay, as zeros."""
+        """Release the bytes in the data process and here; its addresses stay, as zeros.
+
+        Raises the first `KVBusError`, once all is released that can be.
+        """
         if self._is_discarded:
             return
-        self._is_discarded = True
+        self._is_discarded, failures = True, list[KVBusError]()
         for memory in self._memories:
-            await self._data.discard(memory.defined)
+            try:
+                await self._data.discard(memory.defined)
+            except KVBusError as error:
+                failures.append(error)
         files = [one for one in self.passed.values() if isinstance(one, PassedFile)]
         words = [self.words] if self.words is not None else []
         watched = [mapping.address for mapping in self._mapped.values()]
@@ -247,6 +253,8 @@ class Segments:
         finally:
             for address in watched:
                 self._bus_errors.unwatch(address)
+        if failures:
+            raise failures[0]
 
     def remove(self, memory: RankMemory | None = None) -> None:
         """Have the addresses released, of one memory or all, once no job uses them."""
