@@ -37,8 +37,8 @@ AGENTS = (
 )
 DATA = ("kvbus.data.__main__", "kvbus.data.loop")
 ENGINES = ("tests.engine_program",)
-READ_AT_IMPORT = ("PYTHON", "NIXL_", "LD_", "MALLOC_", "GLIBC_")
-"""How the variables begin that must be there before Python, or NIXL, starts."""
+READ_AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "GLIBC_")
+"""How the variables begin that must be there before Python starts; NIXL is loaded after a fork."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's import starts threads otherwise, and only the one that forks is in the new process."""
 ADOPTED_WITHIN_S = 10.0

@@ -87,6 +87,8 @@ class Channel(Generic[S, R]):
                 frame, fds, flags, _ = socket.recv_fds(self._sock, FRAME_BYTES + 1, FRAME_FDS)
             except BlockingIOError:
                 return None
+            except ConnectionResetError:  # told once, where the peer left something unread
+                continue  # what it had sent follows, then the end
             except OSError as error:
                 raise ClosedError(f"the channel is broken: {error.strerror}") from error
             if not frame:

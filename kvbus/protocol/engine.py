@@ -74,7 +74,7 @@ class AgentRanks(Redacted, frozen=True):
 @request(
     "register",
     Socket.ENGINE,
-    refusals="not_registered engine_conflict geometry segment draining config",
+    refusals="not_registered engine_conflict engine_lost geometry segment draining config",
 )
 class Register(Request[Empty], frozen=True):
     """Registers this session, once: without ``rank`` as the engine's control session, with it as

@@ -106,6 +106,22 @@ def test_an_end_that_closes_is_found_by_the_other(ends: Ends) -> None:
         control.send(Ping())
 
 
+def test_what_an_end_sent_before_it_closed_arrives_though_it_left_something_unread(
+    ends: Ends,
+) -> None:
+    control, data = ends
+    control.send(Ping(id=1))
+    data.send(Reply(to=7))
+    data.close()
+
+    arrived = control.receive()
+
+    assert arrived is not None
+    assert isinstance(arrived[0], Reply)
+    with pytest.raises(ClosedError):
+        control.receive()
+
+
 def test_what_is_too_large_is_refused_and_what_piles_up_breaks_the_channel(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
