@@ -7,6 +7,7 @@ In a calm all must end, and nothing may remain.
 
 import argparse
 import asyncio
+import signal
 import sys
 import time
 from collections import Counter
@@ -121,6 +122,10 @@ class Act:
                 world.stop(name)
                 await asyncio.sleep(fault.for_s)
                 world.go_on(name)
+            case "kill_data":
+                world.end_data(name, signal.SIGKILL)
+            case "abort_data":
+                world.end_data(name, signal.SIGABRT)
             case "kill_engine":
                 await world.engines[name].kill()
                 await world.engines[name].start()
@@ -153,7 +158,7 @@ class Act:
                 self._ledger.violate("left_over", f"{name} holds {checked['held']} blocks")
         for name in AGENTS:
             agent = self._world.agents[name]
-            for pid in (agent.pid, agent.data_pid):
+            for pid in filter(None, (agent.pid, agent.data_pid)):
                 self._look_at_process(name, pid)
 
     async def _wait_idle(self, name: str) -> None:

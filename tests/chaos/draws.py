@@ -33,6 +33,8 @@ KINDS = {
     "kill_agent": Kind(2, AGENTS, 0.1, 1.5),
     "restart_agent": Kind(5, AGENTS),
     "stop_agent": Kind(5, AGENTS, 0.05, LONGEST_STOP_S),
+    "kill_data": Kind(2, AGENTS),
+    "abort_data": Kind(1, AGENTS),
     "kill_engine": Kind(3, ENGINES),
     "stop_engine": Kind(3, ENGINES, 0.05, LONGEST_STOP_S),
     "cut": Kind(4, LINKS),

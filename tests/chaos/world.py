@@ -4,6 +4,7 @@ Refuses to go on with anything left over: after each act all must end, and nothi
 """
 
 import asyncio
+import os
 import signal
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvbus.keys import Role
-from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents
+from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents, is_abort_by_ucx
 from tests.chaos.draws import Setting
 from tests.chaos.ledger import Ledger, Stops
 from tests.chaos.links import AGENT_HOST, PROXY_HOST, Link
@@ -166,6 +167,12 @@ class World:
                 self.agents[name].signal(signal.SIGCONT)
             self.stops[name].end()
 
+    def end_data(self, name: str, number: signal.Signals) -> None:
+        """End the data process of an agent, if it has one now."""
+        with suppress(ProcessLookupError):
+            if pid := self.agents[name].data_pid:
+                os.kill(pid, number)
+
     async def restart(self, name: str, *, kill: bool, after_s: float) -> None:
         """End an agent, at once or as its operator would, and start it again."""
         agent = self.agents[name]
@@ -238,7 +245,9 @@ class World:
     def _read_log(self, name: str) -> None:
         """An agent has ended: nothing of its log may be an error."""
         for line in self.agents[name].trouble():
-            self.ledger.violate("agent_trouble", f"{name}: {line}")
+            is_killed = line["event"] == "data.ended" and "SIGKILL" in line["reason"]
+            if not (is_killed or is_abort_by_ucx(line)):
+                self.ledger.violate("agent_trouble", f"{name}: {line}")
 
     def start_soon(self, what: Coroutine[Any, Any, None]) -> None:
         """Have it done while the world goes on."""

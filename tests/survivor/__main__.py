@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.agents import Agents, agents_ended
@@ -74,25 +74,14 @@ async def run(
         await asyncio.gather(*(one.open() for one in clusters))
         ledger.say("all engines are up")
         runs = [Run(one, wanted, deadline) for one in clusters]
-        kinds = kinds_of(clusters, wanted.kinds, ledger)
         saying = asyncio.create_task(say_progress(ledger))
-        await asyncio.gather(*(one.run(kinds) for one in runs))
+        await asyncio.gather(*(one.run(wanted.kinds) for one in runs))
         saying.cancel()
         if missing := wanted.events - ledger.num_events:
             ledger.fail("events_missing", -1, f"{missing} events did not fit into the time")
     finally:
         for one in clusters:
             await one.close()
-
-
-def kinds_of(clusters: Sequence[Cluster], kinds: Collection[str], ledger: Ledger) -> list[str]:
-    """The kinds that these agents can be hit by."""
-    if all(cluster.has_data_processes() for cluster in clusters):
-        return list(kinds)
-    for kind in kinds:
-        if KINDS[kind].of_data:
-            ledger.skipped[f"{kind}: there is no data process"] += 1
-    return [kind for kind in kinds if not KINDS[kind].of_data]
 
 
 class Run:

@@ -235,10 +235,6 @@ class Cluster:
         for agent in self.agents.values():
             agent.ask_to_end()
 
-    def has_data_processes(self) -> bool:
-        """Whether agents have a data process."""
-        return all(one.data_pid() for one in self.supervisors.values())
-
     async def cause(self, event: Event) -> None:
         """Cause an event and undo it, or count it as skipped when there is nothing to hit."""
         with self.ledger.causing(self.number, event):

@@ -14,23 +14,19 @@ MOST_RESTART_S = 0.5
 
 @dataclass(frozen=True)
 class Kind:
-    """The weight of an event, the agents that it can hit, and its duration.
-
-    Kinds that are ``of_data`` hit the data process of the agent.
-    """
+    """The weight of an event, the agents that it can hit, and its duration."""
 
     weight: int
     roles: tuple[str, ...] = BOTH
     least_s: float = 0.0
     most_s: float = 0.0
-    of_data: bool = False
 
 
 KINDS = {
     "reset": Kind(16),
-    "kill_data": Kind(14, of_data=True),
-    "abort_data": Kind(10, of_data=True),
-    "stop_data": Kind(8, least_s=1.0, most_s=20.0, of_data=True),
+    "kill_data": Kind(14),
+    "abort_data": Kind(10),
+    "stop_data": Kind(8, least_s=1.0, most_s=20.0),
     "kill_agent": Kind(20, most_s=MOST_RESTART_S),
     "move_agent": Kind(8, (PREFILL,), most_s=MOST_RESTART_S),
     "cut": Kind(12, least_s=0.2, most_s=5.0),
