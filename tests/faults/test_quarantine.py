@@ -67,7 +67,7 @@ async def stuck(
     """
     posts = ONE_POST if when == "before" else SLOW_READS
     settings: dict[str, Any] = {**posts, "env": FABRICS[fabric]}
-    prefill, decode = fresh.both(decode={"quarantine_timeout_s": 2.0}, **settings)
+    prefill, decode = fresh.both(decode={"quarantine_timeout_s": 5.0}, **settings)
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
         if when == "within":
             offer, fetch = await start_long_read(source, target)
