@@ -6,10 +6,8 @@ one of a thread anyio does not know its event loop, where sniffio is installed, 
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
 from functools import partial
-from threading import Barrier
 from typing import TypeVar, TypeVarTuple, Unpack
 
 import anyio
@@ -17,6 +15,7 @@ import structlog
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from kvbus.errors import KVBusError
+from kvbus.threads import started_threads
 
 log = structlog.get_logger()
 
@@ -44,21 +43,6 @@ class AgentLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         """As asyncio's, in the agent's own context."""
         return super().call_soon_threadsafe(callback, *args, context=context or self._home)
-
-
-def started_threads(number: int, name: str) -> ThreadPoolExecutor:
-    """Threads that all run already: no later limit on threads makes ``submit`` fail.
-
-    Raises `RuntimeError` when one cannot be started.
-    """
-    threads, all_run = ThreadPoolExecutor(number, name), Barrier(number)
-    try:
-        for _ in range(number):
-            threads.submit(all_run.wait)
-    except RuntimeError:
-        all_run.abort()
-        raise
-    return threads
 
 
 async def in_thread(function: Callable[[Unpack[Ts]], Result], *args: *Ts) -> Result:

@@ -6,9 +6,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from threading import Barrier
 from typing import Any
 
 from kvbus.data.channel import channel_to_control
@@ -17,6 +15,7 @@ from kvbus.data.nixl import LoadNixl, Nixl, OpenNixlAgent
 from kvbus.data.server import DataServer
 from kvbus.errors import ClosedError, ProtocolError
 from kvbus.memory.bus_errors import BusErrors
+from kvbus.threads import started_threads
 
 MAX_MESSAGES_A_PASS = 64
 """Number of messages that are handled before READs are stepped again."""
@@ -106,18 +105,3 @@ def load_nixl_for(bus_errors: BusErrors) -> LoadNixl:
         return open_one
 
     return load
-
-
-def started_threads(number: int, name: str) -> Executor:
-    """Return threads that all run already: no later limit on threads makes ``submit`` fail.
-
-    Raises `RuntimeError` when one cannot be started.
-    """
-    threads, all_run = ThreadPoolExecutor(number, name), Barrier(number)
-    try:
-        for _ in range(number):
-            threads.submit(all_run.wait)
-    except RuntimeError:
-        all_run.abort()
-        raise
-    return threads
