@@ -82,7 +82,7 @@ class LocalEngine:
     """Whether it is still publishing the offers that an earlier process of this agent had."""
     num_missing_ranks: int = field(init=False)
     """Ranks that are neither here nor at one of the others."""
-    processes: set[EngineProcess] = field(default_factory=set)
+    processes: list[EngineProcess] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
     lost: bool = False
     shares_words: bool = True

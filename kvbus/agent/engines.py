@@ -348,7 +348,7 @@ class EngineDirectory:
     def _add(self, engine: LocalEngine, process: EngineProcess, call: Call) -> None:
         """The process is one of the engine, which may be ready by that."""
         self.engines[engine.engine_id] = engine
-        engine.processes.add(process)
+        engine.processes.append(process)
         process.engine = engine
         call.reply(Empty())
         if engine.is_whole:

@@ -144,7 +144,7 @@ class DataProcess:
         self._jobs: dict[int, StartedJob] = {}
         self._kept: dict[Defined, None] = {}
         """Defined again for each data process as it starts."""
-        self._known: set[Defined] = set()
+        self._known: dict[Defined, None] = {}
         self._num_progress = 0
         self._is_open = self.is_closing = self._is_replacing = False
         self._ended, self._started = anyio.Event(), anyio.Event()
@@ -439,13 +439,13 @@ class DataProcess:
             _settle(defined)
 
         if defined not in self._known:
-            self._known.add(defined)
+            self._known[defined] = None
             defined.error = None
             self._send(defined.add, take, defined.fds)
 
     def _undefine(self, defined: Defined) -> None:
         if defined in self._known:
-            self._known.discard(defined)
+            del self._known[defined]
             if defined.remove is not None and self._child is not None:
                 self._send(defined.remove, lambda _: None)
 

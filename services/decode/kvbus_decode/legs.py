@@ -61,7 +61,7 @@ class Stage:
         self.done: tuple[int, ...] = command.done
         """Slots at the holder that are read, and can be freed."""
         self._on_ended = on_ended
-        self._jobs: set[StartedJob] = set()
+        self._jobs: list[StartedJob] = []
         self._outcome: StageEnded | None = None
 
     def start(
@@ -73,7 +73,7 @@ class Stage:
         """
 
         def take(reply: wire.Reply) -> None:
-            self._jobs.discard(job)
+            self._jobs.remove(job)
             try:
                 (then or self._end_with)(reply)
             except Exception as error:
@@ -81,7 +81,7 @@ class Stage:
             self._settle()
 
         job = self.means.agent.data.start(message, take, uses=uses)
-        self._jobs.add(job)
+        self._jobs.append(job)
 
     def read(self, message: wire.Job, source: Source, *uses: Defined) -> None:
         """Start a READ from a source. Raises `PeerLost` if its process is lost."""

@@ -187,7 +187,7 @@ class MemoryBorrower:
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent = agent
-        self._mapped = weakref.WeakSet[MappedMemory]()
+        self._mapped = weakref.WeakKeyDictionary[MappedMemory, None]()
         self._closed = "" if config.mapped else "mapped = false"
         if config.mapped and config.path in WITH_NIXL:
             self._closed = f"path = '{config.path}'"
@@ -261,7 +261,7 @@ class MemoryBorrower:
             raise
         # Neither what watches the files nor what waits for the connection may hold the memory: it
         # goes when nothing reads it any more, and hangs up then.
-        self._mapped.add(memory)
+        self._mapped[memory] = None
         reference = weakref.ref(memory)
         for mapping in lent.mappings.values():
             if not mapping.sealed:
@@ -308,7 +308,7 @@ class MemoryBorrower:
             return
         memory.close("the prefill engine or its agent has ended, or revoked our key")
         memory.hang_up()
-        self._mapped.discard(memory)
+        self._mapped.pop(memory, None)
         self._note(memory.name, memory.closed)
         memory.lender.end_memory(memory)
 

@@ -66,7 +66,7 @@ class NixlPeer:
     name: str
     address: tuple[str, ...]
     data: DataProcess
-    memories: frozenset[NixlMemory] = frozenset()
+    memories: tuple[NixlMemory, ...] = ()
     holders: dict[ReadMemory, None] = field(default_factory=dict)
     defined: Defined = field(init=False)
     _is_undriven: bool = False
@@ -89,7 +89,7 @@ class NixlPeer:
 
     def set_memories(self, memories: Iterable[NixlMemory]) -> None:
         """Have each later data process know these."""
-        self.memories = frozenset(memories)
+        self.memories = tuple(dict.fromkeys(memories))
         metadata = dict.fromkeys(blob for memory in self.memories for blob in memory.metadata)
         self.defined.add = AddPeer(peer=self.name, metadata=tuple(metadata))
 
@@ -165,7 +165,7 @@ class NixlPeers:
             except TransferFailed:
                 known.renew(new)
         before = known.memories
-        known.set_memories({*before, new})
+        known.set_memories([*before, new])
         try:
             await self._data.result(known.defined)
         except BaseException:
