@@ -105,6 +105,7 @@ IN_A_WORLD: dict[str, dict[str, Any]] = {
     "kvbus.agent.runtime": {"AttachServer": _NoAttachServer},
     "kvbus.data.jobs": {"SHORT_COPY_BYTES": 64, "MAX_INLINE_RUNS": 8},
     "kvbus.data.copiers": {"LEAST_PART_BYTES": 64},
+    "kvbus.bus.pump": {"perf_counter": _LoopClock.monotonic},
     "kvbus.engine.offers": {"time": _LoopClock},
     "kvbus.engine.asking": {"time": _LoopClock},
 }

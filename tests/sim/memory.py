@@ -20,7 +20,7 @@ class MemorySockets:
     def __init__(self, world: World) -> None:
         self.world = world
         self.servers: dict[Path, _Server] = {}
-        self.connections: set[_Connection] = set()
+        self.connections: list[_Connection] = []
 
     def names(self) -> dict[str, dict[str, Any]]:
         """What the agents make by these names, by their modules."""
@@ -67,7 +67,7 @@ class _Connection:
         self.loop, self.server = asyncio.get_running_loop(), server
         self._sockets = sockets
         self._ended = self.loop.create_future()
-        sockets.connections.add(self)
+        sockets.connections.append(self)
 
     async def ask(self, message: Any) -> Any:
         answered: asyncio.Future[Any] = self.loop.create_future()

@@ -40,8 +40,11 @@ def test_blocks_come_back_where_memory_is_lacking(name: str, seed: int) -> None:
     assert cluster.ledger.ends["completed"] > 5
 
 
-def test_the_same_seed_is_the_same_world() -> None:
-    first, again = (simulate(SORTS["crashes"], seed=7, num_handoffs=60) for _ in range(2))
+@pytest.mark.parametrize(
+    ("name", "seed"), [("crashes", 46), ("slow words", 13), ("frozen", 8), ("compared", 13)]
+)
+def test_the_same_seed_is_the_same_world(name: str, seed: int) -> None:
+    first, again = (simulate(SORTS[name], seed=seed, num_handoffs=60) for _ in range(2))
 
     assert first.ledger.ends == again.ledger.ends
     assert first.world.now == again.world.now

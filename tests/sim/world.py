@@ -1,9 +1,9 @@
 """Virtual time: event loops that one thread steps in the order of their next events."""
 
 import asyncio
+import gc
 import heapq
 import itertools
-import os
 import random
 import selectors
 import traceback
@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
+
+from anyio._backends._asyncio import CancelScope
 
 T = TypeVar("T")
 
@@ -29,6 +32,10 @@ cancelled scope waits for a shielded one.
 
 _SPINS_S = 2.0
 """An event loop that turns for so long without a pause does so for ever."""
+
+
+_STEPS_OF_A_COLLECTION = 500
+"""Mapped memory goes when nothing refers to it: when garbage is collected follows from steps."""
 
 
 class Violation(AssertionError):
@@ -63,6 +70,17 @@ class _NoSelector(selectors.SelectSelector):
         return []
 
 
+class _SimTask(asyncio.Task[Any]):
+    """A task whose place in a set follows from the seed: that of an address would vary."""
+
+    def __init__(self, number: int, coro: Any, **more: Any) -> None:
+        self._number = number
+        super().__init__(coro, **more)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class SimLoop(asyncio.SelectorEventLoop):
     """The event loop of one simulated process; its clock has an offset and a rate of its own.
 
@@ -82,6 +100,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self.busy_since: float | None = None
         super().__init__(_NoSelector())
         self._clock_resolution = 0.0
+        self.set_task_factory(self._new_task)
         self.set_exception_handler(self._see_failure)
 
     def time(self) -> float:
@@ -103,6 +122,9 @@ class SimLoop(asyncio.SelectorEventLoop):
     @property
     def has_more(self) -> bool:
         return bool(self._ready)
+
+    def _new_task(self, loop: Any, coro: Any, **more: Any) -> _SimTask:
+        return _SimTask(self.world.new_number(), coro, loop=self, **more)
 
     def step(self) -> None:
         events._set_running_loop(self)
@@ -188,6 +210,10 @@ class World:
         self._loops.append(loop)
         return loop
 
+    def new_number(self) -> int:
+        """One that nothing else in this world has."""
+        return next(self._numbers)
+
     def close(self) -> None:
         for loop in self._loops:
             loop.close()
@@ -248,6 +274,8 @@ class World:
             return False
         self.now = max(self.now, first_at)
         self.num_steps += 1
+        if not self.num_steps % _STEPS_OF_A_COLLECTION:
+            gc.collect(1)
         if first is None:
             _, _, call, args = heapq.heappop(self._calls)
             call(*args)
@@ -271,14 +299,22 @@ class World:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Names, secrets and pauses that the product draws are those of the seed, too."""
+    """Names, secrets and pauses that the product draws follow from the seed.
+
+    So does the order in which anyio cancels, which walks sets, and what `World` collects.
+    """
     drawn = random.Random(seed)
-    system, state = os.urandom, random.getstate()
-    os.urandom = drawn.randbytes
-    random._urandom = drawn.randbytes  # type: ignore[attr-defined]
+    state, collects = random.getstate(), gc.isenabled()
     random.seed(seed)
-    try:
-        yield
-    finally:
-        os.urandom, random._urandom = system, system  # type: ignore[attr-defined]
-        random.setstate(state)
+    gc.disable()
+    with (
+        patch("os.urandom", drawn.randbytes),
+        patch("random._urandom", drawn.randbytes),
+        patch.object(CancelScope, "__hash__", lambda scope: hash(scope._host_task)),
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            if collects:
+                gc.enable()
