@@ -17,7 +17,7 @@ from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
 from kvbus.data.messages import Ping
 from kvbus.errors import KVBusError
-from kvbus.memory.attach import AttachConnection
+from kvbus.memory.attach import AttachConnection, PassingAnswer, close_fds
 from kvbus.protocol import AgentRole, to_body
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
@@ -68,6 +68,8 @@ class SimAttach:
         reply: Any
         try:
             reply = await self.agent.engines.on_attach_message(connection, asked, fds)
+            if isinstance(reply, PassingAnswer):  # the end of an agent is seen without a lifeline
+                close_fds(reply.fds)
         except KVBusError as error:
             reply = error
         self.agent.world.after(0.0, on_reply, reply)

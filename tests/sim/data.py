@@ -336,6 +336,7 @@ def memory_files() -> set[int]:
 @contextmanager
 def remains_released() -> Iterator[None]:
     """Release what killed processes had, as the kernel would: it goes with no warning."""
+    gc.collect()  # the world before: frozen, its pipes would stay open
     gc.freeze()  # what is there already need not be looked at when this world ends
     before = memory_files()
     with warnings.catch_warnings():
@@ -348,6 +349,5 @@ def remains_released() -> Iterator[None]:
                 if issubclass(type(one), OwnedMemory):
                     one.close()
             gc.collect()
-            gc.unfreeze()
             for descriptor in memory_files() - before:
                 os.close(descriptor)
