@@ -22,13 +22,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's library starts thr
 
 
 def main() -> None:
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    passed = int(sys.argv[1])  # a high number, where the agent has many files: `select` takes none
+    sock = socket.socket(fileno=os.dup(passed))
+    os.close(passed)
     _die_with_parent(sock)
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
         signal.signal(number, signal.SIG_IGN)  # the control process drains, and then closes
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    os.set_inheritable(sock.fileno(), False)
     _serve(sock)
 
 

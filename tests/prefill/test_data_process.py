@@ -4,13 +4,14 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 import torch
 
+from kvbus.data import messages as wire
 from kvbus.data.child import spawner
 from kvbus.data.client import Child
 from kvbus.engine import Connection
@@ -91,6 +92,15 @@ async def test_the_next_data_process_has_the_engine_again_and_packs_its_boxes(ca
     assert after.memory_id == before.memory_id
     assert after.memory.addresses[0].keys() == before.memory.addresses[0].keys()
     assert torch.equal(case.slot(packed), case.wanted())
+
+
+async def test_an_agent_that_inherits_many_open_files_has_a_data_process(folder: Path) -> None:
+    """The channel has a high number there."""
+    with ExitStack() as files:
+        for _ in range(1100):
+            files.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        async with prefill_agent(folder) as agent:
+            await agent.runtime.data.call(wire.OpenNixl())
 
 
 async def test_what_was_read_from_a_data_process_that_ended_is_not_taken(case: Case) -> None:
