@@ -13,11 +13,14 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from kvbus.data import messages as wire
+from kvbus.errors import TransferFailed
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.mapped import Extent
-from kvbus_decode.nixl_peers import NixlMemory
+from kvbus_decode.nixl_peers import NixlMemory, NixlPeers
 from kvbus_decode.warm import WarmPeers
 from tests.agents import until
+from tests.data_process import Data, FlatMemory
 from tests.decode.neighbours import Neighbours, decode_agent, neighbours
 from tests.engines import engine, works
 from tests.prefill.inside import given_back, prefill_agent
@@ -164,6 +167,40 @@ async def test_nothing_of_a_process_that_was_lost_is_used_when_it_answers_again(
         assert found.home.agent_boot == boot
         assert mapped is None or found.home.mapped not in (None, mapped)
         assert found.home.remote.learned[path].num_observed == 1
+
+
+@pytest.mark.anyio
+async def test_a_process_elsewhere_does_not_take_over_the_name_of_a_nixl_agent(
+    folder: Path,
+) -> None:
+    """A name is no proof: who was met first under it is still read."""
+    (folder / "d").mkdir(mode=0o700)
+    real, impostor = Data("peer/0000"), Data("peer/0000")
+    try:
+        async with decode_agent(folder / "d", path="direct") as target:
+            await target.data_plane.open()
+            peers = NixlPeers(target.data)
+            theirs, others = (nixl_memory(one) for one in (real, impostor))
+            known = await peers.add(theirs, ("tcp://10.0.0.1:1",), lambda _: {theirs})
+            with capture_logs() as lines, pytest.raises(TransferFailed):
+                await peers.add(others, ("tcp://10.0.0.2:1",), lambda _: {others})
+
+            assert known.memories == (theirs,)
+            assert target.data.knows(known.defined)
+            assert [line for line in lines if line["event"] == "peer.renewed"] == []
+    finally:
+        real.end()
+        impostor.end()
+
+
+def nixl_memory(data: Data) -> NixlMemory:
+    """Memory that a data process has registered."""
+    data.call(wire.OpenNixl())
+    flat = FlatMemory.of(4, 4096)
+    held = data.hold(1, flat)
+    flat.segment.close()
+    extents = {(start, start + 4 * 4096) for start in held.addresses.values()}
+    return NixlMemory("peer/0000", tuple(held.metadata), frozenset(extents))
 
 
 def refused(lines: list[Any]) -> list[Any]:

@@ -138,7 +138,7 @@ class NixlPeers:
         if known.address == address and not known.takes(new):
             known.renew(new)
         try:
-            await self._load(known, new)
+            await self._load(known, new, may_renew=known.address == address)
         except TransferFailed as error:
             raise _unconnected(address[0], error) from error
         return known
@@ -157,12 +157,14 @@ class NixlPeers:
             del self._known[known.name]
         self._data.remove(known.defined)
 
-    async def _load(self, known: NixlPeer, new: NixlMemory) -> None:
+    async def _load(self, known: NixlPeer, new: NixlMemory, *, may_renew: bool) -> None:
         """Raises `KVBusError`; then ``new`` is not kept: the peer has other memory, or its name."""
         if self._data.knows(known.defined):
             try:
                 await self._data.call(AddPeer(peer=new.agent, metadata=new.metadata))
             except TransferFailed:
+                if not may_renew:
+                    raise
                 known.renew(new)
         before = known.memories
         known.set_memories([*before, new])
