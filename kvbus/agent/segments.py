@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-import anyio
-
 from kvbus.agent.loop import in_thread
-from kvbus.agent.slots import HOST, StagingDevices
+from kvbus.agent.slots import StagingDevices
 from kvbus.data import messages as wire
 from kvbus.data.client import DataProcess, Defined
+from kvbus.data.messages import HOST
 from kvbus.errors import (
     ErrorCode,
     KVBusError,
@@ -27,7 +26,7 @@ from kvbus.errors import (
 )
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.mapping import MappedFile, PassedFile, WordsPage
+from kvbus.memory.mapping import MappedFile, PassedFile, WordsPage, do_all
 from kvbus.memory.run_copy import swap_word
 from kvbus.planning import PlacedRank
 from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
@@ -104,7 +103,6 @@ class Segments:
         self._memories: list[RankMemory] = []
         self._mapped: dict[str, MappedFile] = {}
         self._is_discarded = False
-        self._lock = anyio.Lock()  # of `register` and `discard`: neither finds the other half done
 
     async def take(self, segment: PassSegment, fds: list[int]) -> SegmentPassed:
         """Check the one descriptor of ``fds``, in a thread, as reserving its pages can take long.
@@ -153,35 +151,34 @@ class Segments:
 
         Raises `LocalError` when a segment was not passed, and what the data process refuses.
         """
-        async with self._lock:
-            if self._is_discarded:
-                raise _ended()
-            self._check_passed(rank)
-            number = self._data.new_number()
-            names = [segment.segment_id for segment in rank.segments]
-            files = [one for one in map(self.passed.get, names) if isinstance(one, PassedFile)]
-            add = wire.AddMemory(
-                memory=number,
-                engine=engine,
-                rank=rank,
-                segments=tuple(_part(name, self.passed[name]) for name in names),
-                direct=self.direct,
-            )
-            remove, fds = wire.RemoveMemory(memory=number), [one.fd for one in files]
-            defined = Defined(add, remove, fds=fds)
-            memory = RankMemory(
-                engine=engine,
-                rank=rank,
-                number=number,
-                defined=defined,
-                device=self._device or HOST,
-                direct=self.direct,
-                words=self.words,
-                segments=self,
-            )
-            self._memories.append(memory)
-            await self._data.define(defined)
-            return memory
+        if self._is_discarded:
+            raise _ended()
+        self._check_passed(rank)
+        number = self._data.new_number()
+        names = [segment.segment_id for segment in rank.segments]
+        files = [one for one in map(self.passed.get, names) if isinstance(one, PassedFile)]
+        add = wire.AddMemory(
+            memory=number,
+            engine=engine,
+            rank=rank,
+            segments=tuple(_part(name, self.passed[name]) for name in names),
+            direct=self.direct,
+        )
+        remove, fds = wire.RemoveMemory(memory=number), [one.fd for one in files]
+        defined = Defined(add, remove, fds=fds)
+        memory = RankMemory(
+            engine=engine,
+            rank=rank,
+            number=number,
+            defined=defined,
+            device=self._device or HOST,
+            direct=self.direct,
+            words=self.words,
+            segments=self,
+        )
+        self._memories.append(memory)
+        await self._data.define(defined)
+        return memory
 
     async def check(self) -> None:
         """Raise what keeps a data process that was restarted from mapping the memory again."""
@@ -230,7 +227,8 @@ class Segments:
     #     discard   at once: the bytes go, the addresses stay (zeros); live READs hit those
     #     remove    once no job runs and no READ is live: deregistered, then the addresses go
     #
-    # `take` and `register` wait, so each of them looks again afterwards.
+    # `take` looks again after it has waited. `register` waits in `define`, which fails once the
+    # memory is discarded.
     async def discard(self) -> None:
         """Release the bytes in the data process and here; its addresses stay, as zeros.
 
@@ -249,7 +247,7 @@ class Segments:
         watched = [mapping.address for mapping in self._mapped.values()]
         ones: list[MappedFile | PassedFile] = [*self._mapped.values(), *words, *files]
         try:  # a plan may have the addresses, so they stay as long as this object
-            await in_thread(partial(_close_all, ones))
+            await in_thread(do_all, [one.close for one in ones])
         finally:
             for address in watched:
                 self._bus_errors.unwatch(address)
@@ -293,21 +291,9 @@ class Segments:
 
 def _part(name: str, passed: Passed) -> wire.SegmentPart:
     if isinstance(passed, PassedFile):
-        return wire.SegmentPart(name, passed.size_bytes, sealed=passed.sealed)
+        return wire.SegmentPart(name, passed.size_bytes)
     part = wire.CudaPart(passed.device, passed.handle, passed.offset_bytes, passed.event)
     return wire.SegmentPart(name, passed.size_bytes, cuda=part)
-
-
-def _close_all(ones: Iterable[MappedFile | PassedFile]) -> None:
-    """All of them; raises the first `KVBusError` then."""
-    failures: list[KVBusError] = []
-    for one in ones:
-        try:
-            one.close()
-        except KVBusError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
 
 
 def _ended() -> LocalError:

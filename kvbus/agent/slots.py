@@ -13,6 +13,7 @@ import structlog
 
 from kvbus.data import messages as wire
 from kvbus.data.client import DataProcess, Defined
+from kvbus.data.messages import HOST
 from kvbus.errors import (
     ConfigError,
     ErrorCode,
@@ -24,9 +25,6 @@ from kvbus.errors import (
 )
 
 log = structlog.get_logger()
-
-HOST = "host"
-"""All memory that is not a GPU's; GPUs are known by their UUIDs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +122,7 @@ class StagingDevices:
 
     async def check(self) -> None:
         """Kill a data process that cannot make the slots again: another one follows later."""
-        for slots in self._slots.values():
+        for slots in list(self._slots.values()):  # a new device may come meanwhile
             try:
                 await self._data.result(slots.defined)
             except TransferFailed:  # it has ended

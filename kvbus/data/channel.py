@@ -125,12 +125,13 @@ class Channel(Generic[S, R]):
 
     def _keep(self, frames: Sequence[tuple[bytes, Sequence[int]]]) -> None:
         for frame, fds in frames:
-            try:
-                kept = [os.dup(fd) for fd in fds]  # the caller closes its own
-            except OSError as error:
-                raise ClosedError(f"cannot keep {len(fds)} files: {error.strerror}") from error
+            kept: list[int] = []
             self._unsent.append((frame, kept))
             self._unsent_bytes += len(frame)
+            try:
+                kept.extend(map(os.dup, fds))  # the caller closes its own
+            except OSError as error:
+                raise ClosedError(f"cannot keep {len(fds)} files: {error.strerror}") from error
         if self._unsent_bytes > MAX_UNSENT_BYTES:
             raise ClosedError(f"the other process has not read {self._unsent_bytes} bytes")
 

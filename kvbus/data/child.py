@@ -61,7 +61,8 @@ class _DataChild:
             self._loop.add_writer(self._channel.fileno(), self._write)
 
     def kill(self) -> None:
-        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._process.returncode is None:  # else it is over already
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _write(self) -> None:
         try:
@@ -83,8 +84,7 @@ class _DataChild:
             received = self._channel.receive()
         except (ClosedError, ProtocolError):
             self._loop.remove_reader(self._channel.fileno())
-            if self._process.returncode is None:
-                self.kill()  # it is of no use without a channel
+            self.kill()  # it is of no use without a channel
             return False
         if received is None:
             return False
@@ -94,13 +94,15 @@ class _DataChild:
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)
         status = self._process.wait()
-        while self._read_one():
-            pass
-        self._loop.remove_reader(self._channel.fileno())
-        self._loop.remove_writer(self._channel.fileno())
-        self._channel.close()
-        os.close(self._pidfd)
-        self._on_exit(_reason(status))
+        try:
+            while self._read_one():
+                pass
+        finally:  # a reply that cannot be handled hides no end
+            self._loop.remove_reader(self._channel.fileno())
+            self._loop.remove_writer(self._channel.fileno())
+            self._channel.close()
+            os.close(self._pidfd)
+            self._on_exit(_reason(status))
 
 
 def _reason(status: int) -> str:

@@ -96,7 +96,6 @@ class Defined:
 class StartedJob:
     """A job in flight. Its reply comes once, when nothing of it is in flight any more."""
 
-    message: wire.Job
     on_reply: OnReply
     uses: tuple[Defined, ...]
     is_aborted: bool = False
@@ -279,7 +278,7 @@ class DataProcess:
         return self._is_open
 
     def _note_opened(self, reply: wire.Reply) -> None:
-        self.nixl_error = None if reply.error is None else reply.error.error()
+        self.nixl_error = reply.failure()
 
     async def call(self, message: wire.ToData, fds: Sequence[int] = ()) -> wire.Reply:
         """Send a request that is no job, and return its reply.
@@ -298,8 +297,8 @@ class DataProcess:
 
         self._send(message, settle, fds)
         reply = await future
-        if reply.error is not None:
-            raise reply.error.error()
+        if (error := reply.failure()) is not None:
+            raise error
         return reply
 
     async def define(self, defined: Defined) -> wire.Result | None:
@@ -387,9 +386,10 @@ class DataProcess:
             raise _gone()
         for one in needed:
             self._define(one)
-            one.num_jobs += 1
-        job = StartedJob(message, on_reply, needed)
+        job = StartedJob(on_reply, needed)
         number = self._send(message, lambda reply: self._end_job(number, reply))
+        for one in needed:
+            one.num_jobs += 1
         self._jobs[number] = job
         job.abort = partial(self._abort, number)
         return job
@@ -435,7 +435,7 @@ class DataProcess:
             if has_ended and defined in self._kept:
                 return  # the next data process gets it again
             defined.is_answered, defined.result = not has_ended, reply.result
-            defined.error = None if reply.error is None else reply.error.error()
+            defined.error = reply.failure()
             _settle(defined)
 
         if defined not in self._known:
@@ -457,6 +457,9 @@ class DataProcess:
                 self._child.send(structs.replace(message, id=number), fds)
             except ClosedError:
                 self._child.kill()  # its end follows, and fails the request
+            except BaseException:
+                del self._pending[number]
+                raise
         return number
 
     # Replies, and the end of a process. The child hands over all that it has received before it

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvbus.data.messages import AddMemory, CudaPart
+from kvbus.data.messages import HOST, AddMemory, CudaPart
 from kvbus.data.nixl import Registration
-from kvbus.data.slots import HOST, cuda
-from kvbus.errors import KVBusError, LocalError, ProtocolError, SegmentError, TransferFailed
+from kvbus.data.slots import cuda
+from kvbus.errors import LocalError, ProtocolError, SegmentError, TransferFailed
 from kvbus.geometry import EngineSpec, GroupSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.copying import PagedMemory
-from kvbus.memory.mapping import POPULATE_WITHIN_S, SegmentMapping
+from kvbus.memory.mapping import POPULATE_WITHIN_S, SegmentMapping, do_all
 from kvbus.memory.room import check_mappings
 from kvbus.planning import Extents, PlacedRank
 
@@ -125,7 +125,7 @@ class LocalMemory:
         deadline = time.monotonic() + POPULATE_WITHIN_S
         for mapping in self.mappings.values():
             if isinstance(mapping, SegmentMapping) and not self.gone:
-                mapping.populate(deadline - time.monotonic())
+                mapping.populate(deadline - time.monotonic(), is_needed=lambda: not self.gone)
 
     # An engine's memory goes in two steps, as a transfer may be in flight when the engine dies:
     #
@@ -136,13 +136,12 @@ class LocalMemory:
 
         Those of a GPU have to wait for `close`. In a thread: it takes long for a large cache.
         """
-        for mapping in self.mappings.values():
-            mapping.discard()
+        do_all(mapping.discard for mapping in self.mappings.values())
 
     def close(self) -> None:
         """Unmap it; raises the first `KVBusError` at the end. In a thread, as `discard`."""
         self._paged.clear()
-        close_all(self.mappings.values())
+        do_all(mapping.close for mapping in self.mappings.values())
 
 
 def map_rank(
@@ -172,7 +171,7 @@ def map_rank(
         memory = _memory_of(added, mappings, on_cuda_lost)
     except BaseException:
         close_fds(fds)
-        close_all(mappings.values())
+        do_all(mapping.close for mapping in mappings.values())
         raise
     for name, mapping in mappings.items():
         if isinstance(mapping, SegmentMapping) and not mapping.sealed:
@@ -184,18 +183,6 @@ def close_fds(fds: list[int]) -> None:
     """Close descriptors that nothing has taken over."""
     while fds:
         os.close(fds.pop())
-
-
-def close_all(mappings: Iterable[Mapped]) -> None:
-    """Close all of them; raises the first `KVBusError` then."""
-    failures: list[KVBusError] = []
-    for mapping in mappings:
-        try:
-            mapping.close()
-        except KVBusError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
 
 
 def _memory_of(

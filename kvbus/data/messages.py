@@ -24,6 +24,8 @@ from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable, Box, EngineSpec, RankSpec
 from kvbus.planning import Share
 
+HOST = "host"
+"""The device of all memory that is not a GPU's; GPUs are named by their UUIDs."""
 MemoryKind = Literal["DRAM", "VRAM"]
 Span = tuple[int, int]
 """Token positions [start, stop)."""
@@ -76,7 +78,6 @@ class SegmentPart(msgspec.Struct, frozen=True, array_like=True):
 
     segment_id: str
     size_bytes: int
-    sealed: bool = True
     cuda: CudaPart | None = None
 
 
@@ -387,6 +388,10 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
     seconds: float = 0.0
     undriven: bool = False
     result: Result | None = None
+
+    def failure(self) -> KVBusError | None:
+        """Return the error, if there is one."""
+        return None if self.error is None else self.error.error()
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, tag=True):

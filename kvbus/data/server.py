@@ -31,7 +31,7 @@ from kvbus.data.plans import Plan, make_plan
 from kvbus.data.reads import NixlReads
 from kvbus.data.replies import Background, Replies
 from kvbus.data.scheduler import ReadLimits
-from kvbus.data.slots import HOST, Slots, allocate_slots, kinds_of_slots
+from kvbus.data.slots import Slots, allocate_slots, kinds_of_slots
 from kvbus.errors import ErrorCode, KVBusError, LocalError, SegmentError, TransferFailed
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.mapping import SegmentMapping
@@ -240,10 +240,12 @@ class DataServer:
 
     def _remove_peer(self, message: wire.RemovePeer) -> None:
         """Remove it once no READ from it is in flight; later requests that name it wait."""
-        if self._definitions.get(named.peer(message.peer)) is None:
+        name = named.peer(message.peer)
+        if self._reads is None or self._definitions.get(name) is None:
+            self._definitions.remove(name)
             self._replies.done(message)
         else:
-            self._definitions.pend(named.peer(message.peer))
+            self._definitions.pend(name)
             self._leaving[message.peer] = message
 
     def _finish_removal(self, message: wire.RemovePeer, reads: NixlReads) -> None:
@@ -368,7 +370,7 @@ class DataServer:
                     raise made
                 _register(made, self._reads)
             except Exception as error:
-                if message.device != HOST:
+                if message.device != wire.HOST:
                     fields = {"gpu": message.device, "memory": kind, "reason": str(error)}
                     self._replies.log("warning", "staging.refused", **fields)
                 if isinstance(error, SegmentError) and kinds:

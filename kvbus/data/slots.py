@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvbus.data.messages import MemoryKind
+from kvbus.data.messages import HOST, MemoryKind
 from kvbus.data.nixl import Registration
 from kvbus.errors import GeometryError, SegmentError
 from kvbus.memory.nvidia import check_has_gpu
@@ -17,9 +17,6 @@ from kvbus.memory.room import check_memory
 
 if TYPE_CHECKING:
     from kvbus.memory.cuda import GpuSlots
-
-HOST = "host"
-"""The device of all memory that is not a GPU's; GPUs are named by their UUIDs."""
 
 
 class HostSlots:

@@ -15,13 +15,13 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbus.errors import ClosedError, ErrorCode, SegmentError
+from kvbus.errors import ClosedError, ErrorCode, KVBusError, SegmentError
 from kvbus.memory import libc
 from kvbus.memory.bus_errors import BusErrors, OnCut
 from kvbus.memory.room import check_memory
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 POPULATE_WITHIN_S = 2.0
-"""An engine waits for it while it registers."""
+"""An engine waits so long, at most, as it makes its memory."""
 _POPULATED_AT_ONCE_BYTES = 1 << 28
 _DISCARDED_AT_ONCE_BYTES = 1 << 25
 _SEGMENTS_PERCENT = 75  # of the files that a process may open: the others are for its sockets
@@ -111,15 +111,20 @@ class MappedFile(OwnedMemory):
         found: int = swap_word(self._address + 8 * number, expected, value)
         return found
 
-    def populate(self, within_s: float = POPULATE_WITHIN_S) -> None:
+    def populate(
+        self,
+        within_s: float = POPULATE_WITHIN_S,
+        *,
+        is_needed: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Have the first access to each page cost no more than later ones, if the kernel can.
 
-        From the first page on, for ``within_s`` seconds at most.
+        From the first page on, for ``within_s`` seconds at most, and while it ``is_needed``.
         """
         deadline = time.monotonic() + within_s
         with contextlib.suppress(OSError):
             for offset in range(0, self.size_bytes, _POPULATED_AT_ONCE_BYTES):
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or not is_needed():
                     return
                 length = min(_POPULATED_AT_ONCE_BYTES, self.size_bytes - offset)
                 libc.populate(self._address + offset, length, writable=self._writable)
@@ -142,9 +147,9 @@ class MappedFile(OwnedMemory):
         """
         if not self.closed:
             self.closed = True
-            self._put_zeros()
             finalizer = weakref.finalize(self, libc.unmap, self._address, self.size_bytes)
             finalizer.atexit = False  # at exit, views may be alive and the kernel cleans up anyway
+            self._put_zeros()
 
     def _put_zeros(self) -> None:
         for offset in range(0, self.size_bytes, _DISCARDED_AT_ONCE_BYTES):
@@ -154,6 +159,20 @@ class MappedFile(OwnedMemory):
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("the segment was closed")
+
+
+def do_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls, which give memory back; raise the first `KVBusError` then."""
+    failures: list[KVBusError] = []
+    for call in calls:
+        try:
+            call()
+        except KVBusError as error:
+            failures.append(error)
+        except OSError as error:
+            failures.append(SegmentError(f"memory cannot be given back: {error.strerror}"))
+    if failures:
+        raise failures[0]
 
 
 class PassedFile:

@@ -22,10 +22,10 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from kvbus.agent.config import convert_config
-from kvbus.agent.slots import HOST
 from kvbus.bus import new_boot_id
 from kvbus.data.child import spawner
 from kvbus.data.client import DataProcess
+from kvbus.data.messages import HOST
 from kvbus.errors import LocalError
 from kvbus.geometry import lay_out_rank
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer, encode_frame

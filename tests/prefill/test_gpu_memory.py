@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvbus.agent.slots import HOST
 from kvbus.bus import new_boot_id
+from kvbus.data.messages import HOST
 from kvbus.engine import Connection, RankMemory
 from kvbus.errors import ErrorCode, LocalError, RequestRefused, SegmentError
 from kvbus.geometry import lay_out_rank

@@ -21,9 +21,8 @@ from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import machine_id, sharing
 from kvbus.agent.loop import guarded, in_thread
 from kvbus.agent.service import Agent
-from kvbus.agent.slots import HOST
 from kvbus.data.client import DataProcess, Defined
-from kvbus.data.messages import AddMemory, Cut, RemoveMemory, SegmentPart
+from kvbus.data.messages import HOST, AddMemory, Cut, RemoveMemory, SegmentPart
 from kvbus.errors import (
     ConfigError,
     ErrorCode,
@@ -85,8 +84,7 @@ class Lent:
             engine=memory.engine,
             rank=rank,
             segments=tuple(
-                SegmentPart(segment_id, one.size_bytes, one.sealed)
-                for (_, segment_id), one in found.items()
+                SegmentPart(segment_id, one.size_bytes) for (_, segment_id), one in found.items()
             ),
             direct=False,
             borrowed=True,

@@ -17,7 +17,7 @@ import structlog
 from kvbus.agent.engine import LocalEngine, engine_lost
 from kvbus.agent.loop import failure, until
 from kvbus.agent.service import Agent
-from kvbus.agent.slots import HOST
+from kvbus.data.messages import HOST
 from kvbus.planning import Path, Share, cut_for_digests, cut_into_boxes
 from kvbus.table import Driver, Promise, Story
 from kvbus.table.events import Stopped

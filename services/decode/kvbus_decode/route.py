@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from kvbus.agent.engine import LocalEngine
-from kvbus.agent.slots import HOST
 from kvbus.data.client import DataProcess, Defined
-from kvbus.data.messages import AddPlan, AddRemote, RemoveMemory, RemovePlan
+from kvbus.data.messages import HOST, AddPlan, AddRemote, RemoveMemory, RemovePlan
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
     BlockTable,
