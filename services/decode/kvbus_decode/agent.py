@@ -160,7 +160,7 @@ class DecodeService(Service):
         ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
         boot = ticket.agent_boot if meets is None else None
         if (peer := self._peers.find(PeerAddress.of(ticket))) is not None:
-            peer.remote.check_answers(boot)
+            peer.check_answers(boot)
         key = ev.fetch_key(engine.engine_id, asked.fetch_id)
         others = engine.others
         self._dispatch(

@@ -16,7 +16,7 @@ from kvbus.geometry import Box, GroupSpec, slot_bytes
 from kvbus.planning import Share, Span, chosen_boxes, piece_of
 from kvbus.protocol import peer as wire
 from kvbus_decode.chunk import Chunk
-from kvbus_decode.legs import Stage, error_of, open_plan
+from kvbus_decode.legs import Stage, open_plan
 from kvbus_decode.read_table import COMPARING, COPYING, PACKING, QUEUED, READING, LegState
 from kvbus_decode.remote_agent import Source
 from kvbus_decode.route import SourcePlan
@@ -236,7 +236,7 @@ class CompareWork:
         if isinstance(result, data.Digested):
             self._take(stage, rank, result)
         else:
-            error = error_of(reply) or LocalError("no digests were made", code=ErrorCode.INTERNAL)
+            error = reply.failure() or LocalError("no digests were made", code=ErrorCode.INTERNAL)
             self._take(stage, rank, error)
 
     def _take(

@@ -86,7 +86,7 @@ class LeaseClient:
         self._by_offer[fetch.offer_id][fetch] = None
         address = PeerAddress.of(ticket)
         if fetch.peers and fetch.peers[0].address != address:
-            self._peers.release(fetch.peers.pop())
+            self._peers.release(fetch.peers.pop(0))
         if not fetch.peers:
             fetch.peers.append(self._peers.acquire(address))
             if fetch.route is not None:
@@ -323,7 +323,7 @@ class LeaseClient:
                 self._dispatch(ev.StepFailed(fetch.key, attempt, reply))
 
         for source in route.others:
-            check = source.check(fetch.offer_id, progress_s=lease_s)
+            check = source.check(fetch.offer_id, progress_s=lease_s, nixl_agent=source.nixl_agent)
             source.ask(check, lease_s, on_reply)
 
     async def _drain(self) -> None:

@@ -88,9 +88,13 @@ class Stage:
         if source.remote.closed:
             raise source.remote.loss()
 
+        data = self.means.agent.data
+        boot = data.boot
+
         def end(reply: wire.Reply) -> None:
-            error = error_of(reply)
-            source.note_read(error, undriven=reply.undriven)
+            error = reply.failure()
+            if data.boot == boot:  # the end of our own data process says nothing of the source
+                source.note_read(error, undriven=reply.undriven)
             self.end(reply.num_bytes, error)
 
         self.start(message, *uses, then=end)
@@ -115,7 +119,7 @@ class Stage:
             job.abort()
 
     def _end_with(self, reply: wire.Reply) -> None:
-        self.end(error=error_of(reply))
+        self.end(error=reply.failure())
 
     def _settle(self) -> None:
         if self._outcome is not None and not self._jobs:
@@ -148,10 +152,6 @@ class StageRunner:
         """Begin no further part of the stage that a leg is in."""
         if (stage := self._running.get(leg)) is not None:
             stage.abort()
-
-
-def error_of(reply: wire.Reply) -> KVBusError | None:
-    return None if reply.error is None else reply.error.error()
 
 
 @contextmanager
@@ -209,11 +209,13 @@ class MappedWork:
 
     def begin(self, stage: Stage) -> None:
         plan, chunk = open_plan(self.plan.copy_plan), self.chunk
+        data = stage.means.agent.data
+        boot = data.boot
         self._check_open()
 
         def end(reply: wire.Reply) -> None:
-            error = self._loss() or error_of(reply)
-            if error is not None:
+            error = self._loss() or reply.failure()
+            if error is not None and data.boot == boot:
                 self.plan.source.note_failure(error, "copy")
             stage.end(reply.num_bytes, error)
 

@@ -224,7 +224,8 @@ class PartClient:
                 has_ended = True
             except PeerLost:
                 has_ended = True
-            except KVBusError:
+            except Exception as error:  # a defect too: only an answer frees the blocks
+                failure(error)
                 await anyio.sleep(PAUSE_S)
             finally:
                 self._peers.release(peer)

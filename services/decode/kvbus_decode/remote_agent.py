@@ -66,6 +66,8 @@ class Peer:
     num_users: int = 0
     used_at: float = 0.0
     """When the last fetch from it ended, while there is none."""
+    is_refused: bool = False
+    """Whether fetches from it were refused because it is silent, since it was last heard."""
     remote: "RemoteAgent" = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +89,32 @@ class Peer:
         """Wait no longer for a reply, and have the agent free what the request holds."""
         self.client.take_back(request_id)
         self.ask(CancelRequest(request_id), CANCEL_TIMEOUT_S, lambda _: None)
+
+    def check_answers(self, boot: str | None) -> None:
+        """Raise `RemoteError` (``peer_unreachable``) for an agent that was silent for `REFUSED_S`.
+
+        Fetches wait for an agent that may be restarting. After that, only pings find out when it
+        answers again. A ticket of another process there, ``boot``, is newer than what is known.
+        """
+        client = self.client
+        if boot not in (None, client.peer_boot):
+            client.look_again()
+            return
+        if client.silent_s <= REFUSED_S:
+            if self.is_refused:
+                log.info("peer.alive", peer=self.endpoint)
+            self.is_refused = False
+            return
+        if not self.is_refused:
+            log.warning("peer.silent", peer=self.endpoint, peer_boot=self.remote.boot)
+        self.is_refused = True
+        raise RemoteError(
+            f"the prefill agent at {self.endpoint} has not answered for {client.silent_s:.0f} s; "
+            "it is asked again and again",
+            code=ErrorCode.PEER_UNREACHABLE,
+            endpoint=self.endpoint,
+            retry_after_s=RETRY_S,
+        )
 
 
 # Events, and what each closes:
@@ -118,16 +146,15 @@ class RemoteAgent:
     """
 
     def __init__(self, peer: Peer, earlier: str = "") -> None:
-        self.peer, self.earlier = peer, earlier
-        self.boot = self.closed = ""
-        """``closed`` says why, and is empty before."""
+        self.peer, self.earlier, self.boot = peer, earlier, ""
+        self.closed = ""
+        """Why it was closed, empty before."""
         self.nixl_turn = anyio.Lock()
         self.mapped = WeakValueDictionary[MemoryKey, MappedMemory]()
         self.learned: dict[str, Learned] = {}
         """What fetches took, by path."""
         self.sources: dict[Source, Callable[[], None]] = {}
         """The sources of routes, with what closes each route."""
-        self._is_refused = False
 
     def close(self, reason: str) -> None:
         """Drop all that came from this process, and fail what waits for it."""
@@ -189,41 +216,19 @@ class RemoteAgent:
         nixl = self.peer.nixl
         nixl.release(self.nixl_memory, but=memory.agent)
         async with self.nixl_turn:
-            found = await nixl.add(memory, self.peer.address, self.nixl_memory)
+            try:
+                if not self.closed:
+                    found = await nixl.add(memory, self.peer.address, self.nixl_memory)
+            finally:
+                if self.closed:
+                    nixl.release(self.nixl_memory)
         if self.closed:
-            nixl.release(self.nixl_memory)
             raise self.loss()
         return found
 
     def nixl_memory(self, name: str) -> set[NixlMemory]:
         """Return what routes read from one NIXL agent of this process."""
         return {one.nixl for one in self.sources if one.nixl and one.nixl.agent == name}
-
-    def check_answers(self, boot: str | None) -> None:
-        """Raise `RemoteError` (``peer_unreachable``) for an agent that was silent for `REFUSED_S`.
-
-        Fetches wait for an agent that may be restarting. After that, only pings find out when it
-        answers again. A ticket of another process there, ``boot``, is newer than what is known.
-        """
-        client = self.peer.client
-        is_new = boot not in (None, client.peer_boot)
-        if is_new:
-            client.look_again()
-        if client.silent_s <= REFUSED_S or is_new:
-            if self._is_refused:
-                log.info("peer.alive", peer=self.peer.endpoint)
-            self._is_refused = False
-            return
-        if not self._is_refused:
-            log.warning("peer.silent", peer=self.peer.endpoint, peer_boot=self.boot)
-        self._is_refused = True
-        raise RemoteError(
-            f"the prefill agent at {self.peer.endpoint} has not answered for "
-            f"{client.silent_s:.0f} s; it is asked again and again",
-            code=ErrorCode.PEER_UNREACHABLE,
-            endpoint=self.peer.endpoint,
-            retry_after_s=RETRY_S,
-        )
 
     def observe(self, fetched: Fetched) -> None:
         """Learn from a completed fetch, unless it waited for tokens."""

@@ -40,6 +40,8 @@ from kvbus_decode.route import Route, add_remotes, placed_ranks
 
 log = structlog.get_logger()
 
+LATE_S = 0.5
+"""How much later a handshake is given up than a request of it, whose error says more."""
 MAX_ROUTES, IDLE_ROUTE_S = 4096, 600.0
 """Routes of engines whose end was missed go when others are made: the least used, or by age."""
 
@@ -120,11 +122,12 @@ class RouteBook:
         ticket may have been no good. Raises `KVBusError`.
         """
         key, deadline = RouteKey.of(ticket, engine), self._agent.loop.time() + timeout_s
-        async with self._turns.setdefault(key, anyio.Lock()):
-            if (known := self.find(ticket, engine)) is not None:
-                return known
-            if self._agent.loop.time() < deadline:
-                return await self._shake_hands(key, peer, ticket, engine, deadline)
+        with anyio.move_on_after(timeout_s + LATE_S):
+            async with self._turns.setdefault(key, anyio.Lock()):
+                if (known := self.find(ticket, engine)) is not None:
+                    return known
+                if self._agent.loop.time() < deadline:
+                    return await self._shake_hands(key, peer, ticket, engine, deadline)
         raise RequestTimeout(
             f"no handshake with {peer.endpoint} within {timeout_s:g} s: {peer.refusal}",
             code=ErrorCode.PEER_UNREACHABLE,
@@ -237,7 +240,7 @@ class RouteBook:
         try:
             try:
                 return await ask()
-            except PeerLost:  # the first sign of a new process fails what that was asked as well
+            except PeerLost:  # an answer of a new process fails all requests to the one before
                 return await ask()
         except RequestTimeout as error:
             raise _unreachable(client) from error

@@ -199,7 +199,7 @@ class Packing:
         device_slots = self._agent.staging.at(asked.slots.device)
 
         def end(reply: wire.Reply) -> None:
-            error = None if reply.error is None else reply.error.error()
+            error = reply.failure()
             if error is None:
                 self._metrics.gather_s.add({"": reply.seconds})
                 self._metrics.packed_bytes.values[()] += asked.num_bytes
@@ -306,8 +306,6 @@ def check_read_from(data: DataProcess, nixl_agent: str) -> None:
         raise LocalError(
             "what was read came from a data process that has ended: read again",
             code=ErrorCode.STALE,
-            theirs=nixl_agent,
-            ours=data.nixl_name,
         )
 
 

@@ -161,8 +161,8 @@ class ReadEnded(Value, frozen=True):
     """Nothing of the chunk is in flight; ``error`` is None when all bytes have landed.
 
     ``path`` names how they were read, empty when nothing was, and ``nixl_agent`` the NIXL agent
-    that they were read from, if any. ``elsewhere``: of the parts of other agents, whose failure a
-    `StepFailed` has told before.
+    that they were read from, if any. ``elsewhere``: of the parts of other agents; their failure is
+    a `StepFailed` before, or ``error`` where they were not asked.
     """
 
     fetch_id: str

@@ -597,7 +597,7 @@ TRANSITIONS = transitions(
         end_read,
         (READING, CLAIMING, WAITING, TAKING, RETRYING, DRAINING, FAILED),
     ),
-    ((WAITING,), (ev.ReadEnded,), end_read, (WAITING, TAKING)),
+    ((WAITING,), (ev.ReadEnded,), end_read, (WAITING, TAKING, RETRYING, FAILED)),
     ((TAKING,), (Take,), complete, (TAKING, RETRYING, COMPLETED, FAILED)),
     ((DRAINING,), (ev.ReadEnded,), free, (DRAINING, FAILED, CANCELLED)),
     ((DRAINING,), (Claim,), keep_late_lease, ()),
