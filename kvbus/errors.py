@@ -116,9 +116,9 @@ class ErrorCode(StrEnum):
     """The other agent cannot be reached. Do: check the endpoint and the network. Try again, or
     compute the prompt."""
     PEER_LOST = "peer_lost"
-    """The other agent is gone, or came back as a new process. Do: compute the prompt."""
+    """The other agent was lost until the deadline. Do: compute the prompt."""
     TRANSFER_FAILED = "transfer_failed"
-    """NIXL ended a transfer with an error. Do: try again, or compute the prompt."""
+    """A READ or a copy failed; a fetch repeats it until its deadline. Do: compute the prompt."""
     DIGEST_MISMATCH = "digest_mismatch"
     """What was read has other bytes than the prefill engine: a layer, a head and tokens are named.
     Do: try again, once; then compute the prompt, and have the machines looked at."""

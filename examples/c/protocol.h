@@ -136,9 +136,9 @@ enum {
 #define KVBUS_CODE_FETCH_EXISTS "fetch_exists"
 /* The other agent cannot be reached. */
 #define KVBUS_CODE_PEER_UNREACHABLE "peer_unreachable"
-/* The other agent is gone, or came back as a new process. */
+/* The other agent was lost until the deadline. */
 #define KVBUS_CODE_PEER_LOST "peer_lost"
-/* NIXL ended a transfer with an error. */
+/* A READ or a copy failed; a fetch repeats it until its deadline. */
 #define KVBUS_CODE_TRANSFER_FAILED "transfer_failed"
 /* What was read has other bytes than the prefill engine: a layer, a head and tokens are named. */
 #define KVBUS_CODE_DIGEST_MISMATCH "digest_mismatch"

@@ -22,11 +22,13 @@ from kvbus.protocol.tools import MAX_OTHERS, AgentStatus, Fault, Live, Span, Sta
 ADVICE = {
     "peer_unreachable": "See that the prefill agent runs, and that its advertise_host and port are "
     "reached from here: kvbus doctor --peer.",
-    "stale": "The prefill side was restarted: route these requests again.",
+    "stale": "The prefill engine was restarted, or its agent again and again, until the deadline: "
+    "see to their logs.",
     "lease_expired": "See to the lag and the log of the prefill agent; it may be stopped.",
     "timeout": "See to the lag and the log of the prefill agent; where no bytes come at all, run "
     "kvbus doctor --peer here.",
-    "peer_lost": "The prefill agent died: start it, and route these requests again.",
+    "peer_lost": "The prefill agent was lost until the deadline: see that it runs.",
+    "engine_not_ready": "The prefill engine did not come back to its agent: see that it runs.",
     "engine_lost": "The prefill engine died or left: route these requests again.",
     "transfer_failed": "See to the network of data_interfaces and to UCX: kvbus doctor --peer.",
     "digest_mismatch": "Bytes were changed on the way: test the memory and the NICs of both sides.",
@@ -158,7 +160,6 @@ class SelfReport:
         server_key, silent = self.agent.identity.server_key, self.service.silent_peers()
         key_options_of = {at: key_options(key_file, key) for at, key in silent}
         faults = [*self.unready(), *self._key_faults(), *_log_faults()]
-        is_linked = not self.agent.data_plane.is_down()
         now_s, wall_s = self.agent.loop.time(), time.time()
 
         def finish() -> Live:
@@ -170,9 +171,7 @@ class SelfReport:
                 recent=tuple(tuple(make_spans()) for make_spans in recent),
                 key_options=key_options(key_file, server_key),
             )
-            found = current_faults(
-                live, wall_s=wall_s, is_linked=is_linked, key_options=key_options_of
-            )
+            found = current_faults(live, wall_s=wall_s, key_options=key_options_of)
             told = structs.replace(status, faults=(*faults, *found))
             return structs.replace(live, status=told)
 
@@ -199,13 +198,11 @@ def _log_faults() -> Iterator[Fault]:
         )
 
 
-def current_faults(
-    live: Live, *, wall_s: float, is_linked: bool, key_options: Mapping[str, str]
-) -> Iterator[Fault]:
+def current_faults(live: Live, *, wall_s: float, key_options: Mapping[str, str]) -> Iterator[Fault]:
     """Those of peers and of memory now, then those of the last minutes.
 
-    ``wall_s`` are the seconds since 1970. ``is_linked`` says whether an interface of the agent has
-    a link. ``key_options`` are what a command needs to ask a peer, by its endpoint.
+    ``wall_s`` is the time since 1970. ``key_options`` is what a command needs to ask each peer, by
+    endpoint.
     """
     metrics, silent = live.metrics, live.status.silent_peers
     for endpoint, silent_s in silent.items():
@@ -222,10 +219,8 @@ def current_faults(
     if blocks := metrics.get("kvbus_quarantined_blocks"):
         yield Fault(
             f"{blocks:.0f} blocks are withheld, as a transfer can still write into them",
-            "A prefill agent is stopped or cut off: let it go on, or end it; else they come back "
-            "after quarantine_timeout_s."
-            if is_linked
-            else "This agent itself is cut off: they come back with the link.",
+            "An agent is stopped or cut off: let it go on, or end it. Without that they come back "
+            "after quarantine_timeout_s.",
         )
     ago_s = wall_s - metrics.get("kvbus_data_end_timestamp_seconds", 0.0)
     if ago_s < OLD_S:

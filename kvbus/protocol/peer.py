@@ -81,8 +81,8 @@ class EngineMemory(msgspec.Struct, frozen=True):
     ranks: Annotated[tuple[RankSpec, ...], msgspec.Meta(min_length=1, max_length=1024)]
     """Its ranks at this agent, in order of their number."""
     addresses: tuple[dict[str, Address], ...] = ()
-    """For each of ``ranks`` the address of each segment in the agent's process, by ``segment_id``.
-    A rank whose map is empty is *unregistered*."""
+    """For each of ``ranks`` the address of each segment in the agent's data process, by
+    ``segment_id``. A rank whose map is empty is *unregistered*."""
 
 
 class HandshakeDone(Message, frozen=True):
@@ -123,8 +123,9 @@ class HandshakeDone(Message, frozen=True):
 )
 class Handshake(Request[HandshakeDone], frozen=True):
     """A decode agent introduces one of its engines to one prefill engine, at each agent that has
-    ranks of that, and again whenever one of these is a new process. Without ``offer_id`` and
-    ``secret`` it is *ahead* of the first ticket, for those that ``shake_hands_ahead`` allows.
+    ranks of that, and again whenever one of these, or its data process, is a new process. Without
+    ``offer_id`` and ``secret`` it is *ahead* of the first ticket, for those that
+    ``shake_hands_ahead`` allows.
     """
 
     min_protocol: MinProtocol
@@ -366,7 +367,7 @@ class Packed(Message, frozen=True):
     memory: Literal["DRAM", "VRAM"] = "DRAM"
     """NIXL's kind of the slot's memory: that of the host, or of a GPU."""
     device: Index = 0
-    """NIXL's device number of the slot, in the prefill agent's process."""
+    """NIXL's device number of the slot, in the prefill agent's data process."""
 
 
 @request(

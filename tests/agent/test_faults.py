@@ -19,7 +19,6 @@ PEER = "tcp://10.0.0.7:7701"
 
 def faults(
     *errors: tuple[float, str],
-    is_linked: bool = True,
     silent: dict[str, float] | None = None,
     **metrics: float,
 ) -> list[tuple[str, str]]:
@@ -44,7 +43,7 @@ def faults(
         metrics=metrics,
         recent=tuple(map(tuple, recent)),
     )
-    found = current_faults(live, wall_s=WALL_S, is_linked=is_linked, key_options={})
+    found = current_faults(live, wall_s=WALL_S, key_options={})
     return [(fault.what, fault.do) for fault in found]
 
 
@@ -84,12 +83,11 @@ def test_a_silent_agent_is_named_with_how_long_it_is_so() -> None:
     assert do.endswith("kvbus doctor --peer 'tcp://h:1; reboot'"), "one word of a shell"
 
 
-def test_blocks_are_withheld_by_a_prefill_agent_or_by_our_own_link() -> None:
-    ((_, theirs),) = faults(kvbus_quarantined_blocks=50.0)
-    ((_, ours),) = faults(kvbus_quarantined_blocks=50.0, is_linked=False)
+def test_blocks_that_are_withheld_come_back_by_themselves() -> None:
+    ((what, do),) = faults(kvbus_quarantined_blocks=50.0)
 
-    assert "A prefill agent is stopped" in theirs
-    assert "they come back with the link" in ours
+    assert "50 blocks are withheld" in what
+    assert "quarantine_timeout_s" in do
 
 
 class Collections(Collector):
