@@ -1,14 +1,17 @@
 """Whether an agent sees that its own key is missing in the file of trusted keys."""
 
 import json
+import time
 from pathlib import Path
 
+from kvbus.agent.status import LIVE_S
 from kvbus.keys import Role
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.keyring import KeyRing
 
 
 def misses_its_key(agent: AgentProcess) -> bool:
+    time.sleep(LIVE_S)  # else it may be served what was so before
     faults = json.loads(agent.page("/live")[1])["status"]["faults"]
     return any("our own key is not among" in fault["what"] for fault in faults)
 

@@ -140,6 +140,8 @@ GONE = {
 }
 """Of an agent that is killed, and not there again by the deadline."""
 TRIED = ("reading", "waiting", "resolving", "claiming", "taking")
+REPEATED = ("reading", "resolving")
+"""A read may fail before its agent knows that the engine has left: the fetch is repeated then."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ WAYS = [name for name in LANES if name != "shared memory"]
 EXPECTED = {
     "withdrawn": dict.fromkeys(WAYS, Expected({ErrorCode.OFFER_WITHDRAWN}, Outcome.WITHDRAWN)),
     "cancelled": dict.fromkeys(WAYS, Expected({ErrorCode.CANCELLED}, Outcome.COMPLETED)),
-    "prefill engine leaves": dict.fromkeys(WAYS, Expected(LOST, None))
+    "prefill engine leaves": dict.fromkeys(WAYS, Expected(LOST, None, stages=REPEATED))
     | {"several agents": Expected(LOST_IN_PART, Outcome.WITHDRAWN)},
     "decode engine leaves": dict.fromkeys(
         ("direct", "staged", "packed", "mapped"), Expected(LOST, Outcome.COMPLETED, stages=("",))
