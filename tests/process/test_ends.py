@@ -7,10 +7,16 @@ another handoff completes between the same agents, those that were killed having
 All lanes are played at once, and what needs the cores in turn: most of it is waiting.
 """
 
+import os
+import pickle
 import signal
+import time
+import traceback
 from collections.abc import Awaitable, Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -294,22 +300,22 @@ Played = dict[str, Told | BaseException]
 
 
 async def play_lane(name: str, events: list[str], turn: Lock) -> Played:
-    """What is to happen in one lane, in turn, until something goes wrong."""
+    """Play events of one lane in turn; after a failure, go on with new agents."""
     ended: Played = {}
-    try:
-        with agents_ended(Agents) as agents:
-            kind, settings = LANES[name]
-            lane = kind(agents, turn, settings)
-            for agent in agents.all:
-                agent.launch()
-            for agent in agents.all:
-                await to_thread.run_sync(agent.wait_started)
-            for event in events:
-                ended[event] = await play(lane, EVENTS[event], EXPECTED[event][name])
-    except Exception as error:  # which the tests raise
-        failed = events[min(len(ended), len(events) - 1)]
-        later = AssertionError(f"not played: '{failed}' failed before it in this lane")
-        return {**dict.fromkeys(events, later), **ended, failed: error}
+    while left := [event for event in events if event not in ended]:
+        current = left[0]
+        try:
+            with agents_ended(Agents) as agents:
+                kind, settings = LANES[name]
+                lane = kind(agents, turn, settings)
+                for agent in agents.all:
+                    agent.launch()
+                for agent in agents.all:
+                    await to_thread.run_sync(agent.wait_started)
+                for current in left:
+                    ended[current] = await play(lane, EVENTS[current], EXPECTED[current][name])
+        except Exception as error:  # which the test of this event raises
+            ended[current] = error
     return ended
 
 
@@ -327,15 +333,55 @@ async def play_lanes(wanted: dict[str, list[str]]) -> dict[str, Played]:
     return played
 
 
+# Each worker of pytest-xdist would play all lanes. They share them instead: a lane is played by who
+# makes its file first, and the others read the outcome from there.
 @pytest.fixture(scope="module")
-def played(request: pytest.FixtureRequest) -> dict[str, Played]:
+def played(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Played]:
     """By lane, how those events ended whose tests are to be run."""
     wanted: dict[str, list[str]] = {}
     for item in request.session.items:
         if item.path == request.path and isinstance(item, pytest.Function):
             params = item.callspec.params
             wanted.setdefault(str(params["lane"]), []).append(str(params["event"]))
-    return anyio.run(play_lanes, wanted)
+    folder, num_workers = tmp_path_factory.getbasetemp(), 1
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder, num_workers = folder.parent, int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    share = -(-len(wanted) // num_workers)
+    while claimed := list(islice((name for name in wanted if claim(folder, name)), share)):
+        for name, ended in anyio.run(play_lanes, {one: wanted[one] for one in claimed}).items():
+            write_played(folder, name, ended)
+    return {name: read_played(folder, name) for name in wanted}
+
+
+def claim(folder: Path, lane: str) -> bool:
+    """Whether this process is the first that asks."""
+    try:
+        (folder / f"{lane}.claimed").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def write_played(folder: Path, lane: str, ended: Played) -> None:
+    kept = {event: _picklable(outcome) for event, outcome in ended.items()}
+    (folder / f"{lane}.new").write_bytes(pickle.dumps(kept))
+    (folder / f"{lane}.new").rename(folder / f"{lane}.played")
+
+
+def read_played(folder: Path, lane: str) -> Played:
+    """Wait until the lane has been played."""
+    while not (path := folder / f"{lane}.played").exists():
+        time.sleep(0.1)
+    played: Played = pickle.loads(path.read_bytes())  # noqa: S301 - a worker of this run wrote it
+    return played
+
+
+def _picklable(outcome: Told | BaseException) -> Told | BaseException:
+    if isinstance(outcome, BaseException):
+        return AssertionError("".join(traceback.format_exception(outcome)))
+    return outcome
 
 
 @pytest.mark.timeout(PLAYED_WITHIN_S)
