@@ -1,4 +1,4 @@
-"""Fetches: one state machine for all of them (pure)."""
+"""The state machine of all fetches (sans-IO)."""
 
 from kvbus_decode.fetch import events
 from kvbus_decode.fetch.entry import FetchLimits, FetchState

@@ -1,4 +1,4 @@
-"""One fetch: what was asked for, how far it is, and how it ends."""
+"""State of one fetch."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,61 +17,59 @@ from kvbus_decode.fetch import events as ev
 
 
 class FetchState(StrEnum):
-    """Where a fetch is. The last three are ends; draining is one as well, but for its blocks."""
+    """State of a fetch. The end is reported before ``draining``; only the last three are final."""
 
     MEETING = "meeting"
-    """There is no ticket yet: the prefill agent is asked for it."""
+    """No ticket yet: the agent has sent `Meet` and waits for the ticket."""
 
     RESOLVING = "resolving"
-    """The prefill agent is being connected to, and asked whether its engine fits ours."""
+    """The agent connects to the prefill agent, and a handshake checks that the engines fit."""
 
     QUEUED = "queued"
-    """As many fetches as may be are under way: it waits for its turn, without a lease."""
+    """The fetch waits, without a lease, for a place."""
 
     CLAIMING = "claiming"
-    """The lease is waited for: it was asked for, or is again as another reader has it."""
+    """The agent waits for the lease, and retries while another reader holds it."""
 
     WAITING = "waiting"
-    """What was ready is read; the prefill engine still computes, or other decode agents read."""
+    """All ready tokens are read. The prefill engine still computes, or parts are in flight."""
 
     READING = "reading"
-    """A chunk, all that was ready when it began, is on its way into the blocks."""
+    """A chunk is in flight into the blocks."""
 
     TAKING = "taking"
-    """All bytes have landed; only the prefill agent knows whether they are good."""
+    """All bytes have landed. The prefill agent must confirm that they are valid."""
 
     RETRYING = "retrying"
-    """An attempt has failed: its transfers end, then a pause passes, then the next one starts."""
+    """An attempt has failed. The next one starts after its transfers have ended and a pause."""
 
     DRAINING = "draining"
-    """The fetch has ended and said so, but bytes can still land: its blocks are not free."""
+    """The end is reported, but bytes can still land: the blocks are withheld."""
 
     COMPLETED = "completed"
     """The KV is valid."""
 
     FAILED = "failed"
-    """There is no KV, and nothing in flight."""
+    """There is no KV, and nothing is in flight."""
 
     CANCELLED = "cancelled"
-    """The engine did not want the KV any more; nothing is in flight."""
+    """The engine has cancelled the fetch, and nothing is in flight."""
 
 
 STAGES = tuple(FetchState)[: list(FetchState).index(FetchState.DRAINING)]
 ENDS = (FetchState.COMPLETED, FetchState.FAILED, FetchState.CANCELLED)
 UNDER_WAY = (FetchState.CLAIMING, FetchState.READING, FetchState.TAKING)
 LEASED = (FetchState.CLAIMING, FetchState.WAITING, FetchState.READING)
-"""States that a lease must outlast."""
+"""States in which the lease must be live."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Bounds of the table; durations in seconds.
+    """Limits of the table; durations in seconds.
 
-    A fetch whose transfers cannot be stopped counts in ``max_fetches`` until they end. To begin, it
-    needs one of ``num_places``, and has it for at most ``patience_s``. An agent that does not
-    answer a handshake or a claim within ``request_timeout_s`` is not there. A read without a lease
-    asks for one when it has taken ``claim_after_s``. What was asked by the deadline may be answered
-    ``take_grace_s`` after it. Readers are of the process ``reader_boot`` of ``reader_agent``.
+    ``max_fetches`` includes fetches that drain. ``num_places`` fetches may begin at a time, each
+    within ``patience_s``. A read without a lease sends `Claim` after ``claim_after_s``. A `Take`
+    may be answered until ``take_grace_s`` after the deadline.
     """
 
     max_fetches: int = 4096
@@ -92,23 +90,21 @@ Context = AnyContext[FetchLimits]
 
 @dataclass(slots=True)
 class FetchEntry:
-    """One fetch; ``deadline`` is absolute, and so is ``answer_until``, the end of its grace.
+    """One fetch.
 
-    ``question`` is what the prefill agent was asked last and has not answered, ``ask_at`` when it
-    is asked next. ``hinted`` is True when news came in between: the answer may be older.
-    ``held`` is the lease, which ends no later at ``lease_ends_at`` than at the prefill agent.
-    Requests name the process ``boot``, which the last handshake found, as it did ``home_nixl``, the
-    NIXL agent there, and ``elsewhere``, the memory of the prefill engine's ranks at other agents.
-    The tokens that count were read from ``nixl_agent``; it is empty if none were read with NIXL.
-    ``attempts`` counts the attempts that started;
-    the last one that failed did so in state ``failed_in``.
-    A fetch that an earlier process of the agent had is ``repeated``, until the prefill agent
-    reports that this process did not commit it. A fetch is ``unconfirmed`` after a commit that got
-    no answer; the next attempt repeats it.
-    ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``in_doubt`` while only
-    the ticket says so. ``num_read`` tokens have landed. In flight are the ``chunk``, and while
-    ``others_read`` the parts of other agents. ``place`` is None before its turn, and after it let
-    others begin; then ``place_until`` has no meaning.
+    ``deadline`` and ``answer_until`` (the deadline and its grace) are absolute times.
+    ``question`` is the request in flight, ``ask_at`` the time of the next one. ``hinted`` after a
+    change of the offer during a request: its reply may be older.
+    The last handshake found the process ``boot``, its NIXL agent ``home_nixl``, and ``elsewhere``,
+    the memory ids of the engine's ranks at other agents. ``nixl_agent`` is the source of the tokens
+    that count, empty if NIXL read none.
+    The last failed attempt was in state ``failed_in``.
+    ``repeated`` marks a fetch of an earlier process of this agent, until the prefill agent replies
+    that this process did not complete it. ``unconfirmed`` after a `Take` without a reply, which the
+    next attempt repeats.
+    ``num_ready`` and ``sealed`` come from the last grant, or while ``in_doubt`` from the ticket.
+    ``others_read`` while parts of other agents are in flight. ``place_until`` has a meaning only
+    with a ``place``.
     """
 
     requested: ev.Requested
@@ -160,12 +156,11 @@ class FetchEntry:
 
     @property
     def in_flight(self) -> bool:
-        """Whether something may write into its blocks, here or by another agent."""
+        """Whether a transfer, here or at another agent, may write into the blocks."""
         return self.chunk is not None or self.others_read
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended and its blocks are free."""
         return self.state in ENDS
 
     @property
@@ -174,31 +169,29 @@ class FetchEntry:
 
     @property
     def is_stale(self) -> bool:
-        """Whether its tokens came from a data process that the prefill agent has replaced."""
+        """Whether its tokens came from a data process that has been replaced."""
         return self.nixl_agent not in ("", self.home_nixl)
 
-    # A yes ends the offer, and its reply takes a while. Who gives up at the deadline while it is on
-    # its way fails a fetch that has all its bytes, and an offer is gone that cannot be read again:
+    # A granted `Take` ends the offer, and its reply needs time. If the fetch failed at the deadline
+    # while the reply is in flight, all its bytes would be lost: the offer cannot be read again.
     #
-    #     reader   last byte ─▶ take ──────┐        deadline      ┌─▶ completed, a little late
-    #     offer                            └▶ yes: released ──────┘
+    #     reader   last byte ─▶ Take ──────┐        deadline      ┌─▶ completed, a little late
+    #     offer                            └▶ ok: released ───────┘
     #     time     ─────────────────────────────────────┼──────────────────┤ answer_until
     #
-    # So the answer to what was asked by the deadline counts for a grace after it. Nothing new is
-    # asked then.
+    # So the reply to a `Take` that was sent by the deadline counts for a grace after it. The agent
+    # sends no new request in the grace.
     @property
     def is_undecided(self) -> bool:
-        """Whether it was asked for a yes, and no answer has come."""
         return self.unconfirmed or isinstance(self.question, Take)
 
     @property
     def ends_at(self) -> float:
-        """When it has failed, whatever happens after that."""
         return self.answer_until if isinstance(self.question, Take) else self.deadline
 
     @property
     def due_at(self) -> float | None:
-        """When the table must look at it again; None while only the end of its reads can end it."""
+        """Time of the next `DeadlinePassed`; None if only the end of its reads ends the fetch."""
         if self.state is FetchState.DRAINING or self.state in ENDS:
             return None
         times = [self.ends_at]
@@ -211,15 +204,14 @@ class FetchEntry:
         return min(times)
 
     def makes_progress(self, now: float) -> bool:
-        """Whether it keeps its place: it does nothing while it waits for tokens, or has stalled."""
+        """Return whether the fetch keeps its place; not while it waits for tokens."""
         waits = self.ask_at is not None and self.chunk is None
         return self.state in UNDER_WAY and not waits and now < self.place_until
 
     def next_chunk(self) -> ev.ReadChunk | None:
-        """All that is ready and not read yet, or the state that came with the seal, or None.
+        """Return the tokens that are ready and not read, or the state after the seal, or None.
 
-        Less of it when the engine wants smaller chunks. None though the offer is sealed means that
-        everything was read.
+        A chunk ends at a multiple of ``chunk_tokens``. None for a sealed offer: all is read.
         """
         asked, has_state = self.requested.asked, self.requested.has_state
         wanted, chunk_tokens, start = asked.num_tokens, asked.chunk_tokens, self.read_to
@@ -235,7 +227,6 @@ class FetchEntry:
         return ev.ReadChunk(self.requested, epoch, token, dict(self.tables), start, stop, last)
 
     def retire(self) -> None:
-        """Keep no tables, and no request."""
         self.tables, self.held, self.question = {}, None, None
         requested = self.requested
         self.requested = replace(
@@ -248,19 +239,17 @@ class FetchEntry:
         )
 
     def enter(self, state: FetchState, now: float) -> None:
-        """Move to ``state`` and account the time in the one before."""
         if self.state in STAGES:
             spent = self.stages_s.get(self.state, 0.0) + now - self.entered_at
             self.stages_s[self.state] = spent
         self.state, self.entered_at = state, now
 
     def hold(self, sent_at: float, granted: Granted) -> None:
-        """Take over what a claim or a renewal granted.
+        """Apply the reply to a `Claim` or `Renew`.
 
-        An offer only grows, up to its seal; what was read of it would be of another one. Raises
-        `RemoteError` when it takes back what an earlier grant or the ticket said, `LocalError` when
-        the offer will never have the tokens, `GeometryError` when its blocks do not follow. The
-        ticket may be faster than the seal that it tells of: until then only the lease counts.
+        Raises `RemoteError` if it takes back an earlier grant or the ticket, `LocalError` if the
+        offer can never have the tokens, `GeometryError` if its blocks do not continue the known
+        ones. The ticket may arrive before its seal; until the seal, only the lease is used.
         """
         before = self.held
         self.receive(sent_at, granted)
@@ -294,16 +283,15 @@ class FetchEntry:
         self.num_ready, self.sealed = granted.num_tokens, granted.sealed
 
     def receive(self, sent_at: float, granted: Granted) -> None:
-        """The lease is ours, to use or to give back; it is renewed after a third of its time."""
         self.held, self.question = granted, None
         self.lease_ends_at = sent_at + granted.lease_s
         self.ask_at = sent_at + granted.lease_s / 3
 
     def drop_attempt(self) -> None:
-        """Forget what the next attempt finds again; keep the tokens that count.
+        """Drop the state of one attempt; keep the tokens that count.
 
-        A commit proves that the offer held since its first byte was read. That is not so for what
-        only a ticket named, unless the commit shows these tables.
+        A granted `Take` proves that the offer was live since its first byte was read. For tables
+        that only the ticket named, it must show them: without a `Take` to repeat, their tokens go.
         """
         self.question, self.held, self.hinted = None, None, False
         self.requested = replace(self.requested, has_route=False, ahead=None)
@@ -316,7 +304,6 @@ class FetchEntry:
             self.read_again()
 
     def note_committed(self, answer: CommitAnswer) -> None:
-        """An earlier process of the agent has all tokens: those that the offer had at its seal."""
         asked = self.requested.asked
         self.error = None
         if asked.at_most and answer.num_tokens < asked.num_tokens:
@@ -324,12 +311,11 @@ class FetchEntry:
             self.requested = replace(self.requested, asked=replace(asked, num_tokens=wanted))
 
     def read_again(self) -> None:
-        """Count no token as read."""
         self.num_read, self.last_was_read, self.unconfirmed = 0, False, False
         self.nixl_agent = ""
 
     def land(self, ended: ev.ReadEnded) -> None:
-        """The chunk is over, and its tokens count when all its bytes have landed; or the parts."""
+        """Clear a chunk or the parts; the chunk's tokens count only without an error."""
         self.num_bytes += ended.num_bytes
         if ended.elsewhere:
             self.others_read, self.path = False, self.path or ended.path
@@ -341,7 +327,6 @@ class FetchEntry:
             self.nixl_agent = ended.nixl_agent or self.nixl_agent
 
     def report(self, stage: FetchState, undecided: bool = False) -> ev.ReportFetched:
-        """How the fetch ended; ``stage`` is the state that it ended in."""
         error, requested = self.error, self.requested
         fetched = Fetched(
             fetch_id=requested.asked.fetch_id,

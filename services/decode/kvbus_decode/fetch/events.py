@@ -1,7 +1,6 @@
-"""What can happen to fetches, and what the agent is told to do about it: values without behaviour.
+"""Events and commands of the fetch table: values without behaviour.
 
-``fetch_id`` is the key of a fetch, see `fetch_key`; ``reply_to`` is what the agent uses to answer
-the request that caused an event.
+``fetch_id`` is a key of `fetch_key`; ``reply_to`` is the handle to reply to the causing request.
 """
 
 from collections.abc import Mapping
@@ -26,32 +25,32 @@ from kvbus.table.events import (
 )
 
 
-# Why bytes that were read without a lease can never be wrong tokens:
+# Why a read without a lease can never return wrong tokens:
 #
 #     blocks   last write ───────────────────────────────────────── released, written again
 #     ticket      └ names them ──▶
 #     offer           sealed
 #     fetch                        READ ──────────┤ last byte
-#                                    claim ─▶ lease      take ─▶ yes
+#                                    Claim ─▶ lease      Take ─▶ ok
 #
 # The prefill engine writes to the blocks of an offer until the ticket names them, and again after
-# the release. The take is sent after the last byte, and its yes says that the offer was
-# sealed and live then and that these were its blocks: so the READ lies between the two. A lease
-# adds nothing to the bytes. It keeps the offer from expiring under a long read, keeps other readers
-# away, and makes the prefill agent drive what needs its progress. A yes ends the offer, so that of
-# many readers one gets it. It is said again to the fetch that got it and to no other: to the one
-# that shows its token, which is new for each fetch.
+# the release. The `Take` is sent after the last byte. Its grant confirms that the offer was sealed
+# and live at that time, with these blocks. So the READ lies between the two writes.
 #
-# An engine that names the blocks itself seals at the same moment, and the ticket may be faster than
-# the seal. What the prefill agent says of an offer that is still open bears nothing out: a lease on
-# it is kept, and no more. The tables are compared when it says that the offer is sealed, or by the
-# take, which is refused before the seal and asked again.
+# A lease adds nothing to the validity of the bytes. It prevents the offer from expiring under a
+# long read, keeps other readers away, and makes the prefill agent drive progress. The grant ends
+# the offer, so only one of many readers gets it. Only the same fetch can get the grant again: it
+# shows its token, which is new for each fetch.
+#
+# An engine that names the blocks itself seals at the same moment, and the ticket may arrive before
+# the seal. A grant on an open offer confirms nothing, so the fetch only keeps the lease. The tables
+# are compared with those of the first grant after the seal, or by the `Take`. A `Take` before the
+# seal is refused, and sent again.
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """The offer's block tables, as the ticket names them.
+    """Block tables of an offer, from its ticket, for a read without a lease.
 
-    With ``claims`` the lease is asked for at once, beside the read; without, when the read takes
-    long.
+    With ``claims`` the `Claim` is sent beside the read; otherwise only if the read takes long.
     """
 
     tables: Mapping[str, BlockTable]
@@ -59,17 +58,14 @@ class Ahead:
 
 
 class Requested(Value, frozen=True):
-    """What was ``asked`` for, with all that the agent knows of it.
+    """A request for a fetch (``asked``), and what the agent knows at its start.
 
-    ``ticket`` is what was shown; before the fetch has met the offer of ``meets``, it says what is
-    known of it. ``has_state`` when it wants groups of opaque state: theirs is that of the last
-    token, so it is read once the offer is sealed. ``resources`` are what I/O needs of the fetch:
-    the table passes them to each command, and looks at nothing in them. A fetch that ``has_route``
-    need not shake hands; then ``boot``, ``elsewhere`` and ``nixl_agent`` are as in `PeerReady`.
-    ``ahead`` when the ticket's own blocks can be read at once. With the ``take_token``, drawn for
-    this fetch, a yes to its take is said again, and to no other. ``others`` are the agents that
-    have other ranks of the engine. A part of another agent's fetch has the ``access`` to its
-    engine, whose home is there.
+    Until the ticket of the rendezvous ``meets`` has come, ``ticket`` has only the rendezvous's
+    fields. With ``has_state`` the fetch needs state of the last token, after the seal. The table
+    passes ``resources`` to each command unused. With ``has_route`` no handshake is needed:
+    ``boot``, ``elsewhere`` and ``nixl_agent`` are as in `PeerReady`. ``take_token`` is new for each
+    fetch, so that only this fetch can repeat its granted `Take`. ``others`` have other ranks of
+    the engine. ``access`` is the credential of a part for the engine, whose home is elsewhere.
     """
 
     fetch_id: str
@@ -96,15 +92,14 @@ class Requested(Value, frozen=True):
 
 
 def fetch_key(engine_id: str, name: str) -> str:
-    """What an agent calls a fetch that its engine calls ``name``: another for each engine."""
+    """Return the agent's key for the fetch that an engine calls ``name``; unique per engine."""
     return blake2b(f"{len(engine_id)} {engine_id} {name}".encode(), digest_size=16).hexdigest()
 
 
 class PeerReady(Value, frozen=True):
-    """The prefill agent is connected and its engine fits ours.
+    """The prefill agent is connected, and its engine fits.
 
-    ``boot`` is the process that answered the handshake, and ``nixl_agent`` its NIXL agent.
-    ``elsewhere`` stands for the memory of the engine's ranks at other agents.
+    ``elsewhere`` has the memory ids of the engine's ranks at other agents.
     """
 
     fetch_id: str
@@ -115,18 +110,15 @@ class PeerReady(Value, frozen=True):
 
 
 class TurnCame(Value, frozen=True):
-    """A place came free for a queued fetch; the table says so to itself."""
-
     fetch_id: str
 
 
 class Answered(Value, frozen=True):
-    """What became of an `Ask`: the reply to its ``message``, or the error in its place.
+    """The result of an `Ask`: the reply to its ``message`` (to `Meet`: the ticket), or an error.
 
-    The reply to `Meet` is a `Ticket` that may be used here. A lease counts from ``sent_at``.
-    ``ticket`` is that of the fetch when it asked: a lease is given back though its fetch be
-    forgotten. ``luck``, drawn from 0 to 1, lengthens the pause after ``busy``, so that agents that
-    wait for the same thing do not ask in step.
+    A lease counts from ``sent_at``. ``ticket`` is needed to release a lease of a forgotten fetch.
+    ``luck``, from 0 to 1, lengthens the pause after ``busy``, so that agents do not retry in
+    step.
     """
 
     fetch_id: str
@@ -139,12 +131,11 @@ class Answered(Value, frozen=True):
 
     @property
     def error(self) -> KVBusError | None:
-        """Why there is no reply that counts."""
         return self.outcome if isinstance(self.outcome, KVBusError) else None
 
 
 class StepFailed(Value, frozen=True):
-    """The attempt cannot go on: its peer is gone, was not found, or lost the memory to read."""
+    """The attempt has failed: its peer is lost or not found, or has lost the memory to read."""
 
     fetch_id: str
     attempt: int
@@ -152,17 +143,17 @@ class StepFailed(Value, frozen=True):
 
 
 class OfferAdvanced(Value, frozen=True):
-    """A hint that the offer has more tokens, or is sealed, or that its lease was revoked."""
+    """A hint that the offer has grown or is sealed, or that its lease was revoked."""
 
     fetch_id: str
 
 
 class ReadEnded(Value, frozen=True):
-    """Nothing of the chunk is in flight; ``error`` is None when all bytes have landed.
+    """The chunk has ended, and nothing of it is in flight.
 
-    ``path`` names how they were read, empty when nothing was, and ``nixl_agent`` the NIXL agent
-    that they were read from, if any. ``elsewhere``: of the parts of other agents; their failure is
-    a `StepFailed` before, or ``error`` where they were not asked.
+    Without ``error`` all bytes have landed. ``path`` is empty if nothing was read, ``nixl_agent``
+    if NIXL read nothing. ``elsewhere`` for the parts of other agents: a failed part is a
+    `StepFailed` before, or ``error`` if none was requested.
     """
 
     fetch_id: str
@@ -174,9 +165,9 @@ class ReadEnded(Value, frozen=True):
 
 
 class CancelRequested(Value, frozen=True):
-    """The engine does not want the KV any more; with ``release_offer`` no other reader does.
+    """The engine cancels the fetch; with ``release_offer`` no other reader wants the KV.
 
-    ``reply_to`` is None where no one asked: a part of another agent's fetch is answered by its end.
+    ``reply_to`` is None for a part: its end is the reply.
     """
 
     fetch_id: str
@@ -192,7 +183,7 @@ Event = Requested | FetchEvent | TableEvent
 
 
 class Ask(Value, frozen=True):
-    """Ask the agent that the fetch holds; answer `Answered` or `StepFailed`, once."""
+    """Send a request to the fetch's prefill agent; answered once, by `Answered` or `StepFailed`."""
 
     requested: Requested
     attempt: int
@@ -201,17 +192,14 @@ class Ask(Value, frozen=True):
 
 
 class Tell(Value, frozen=True):
-    """Ask the agent of ``ticket`` to end something that is not needed any more.
-
-    The answer does not matter: a lease and an offer end by themselves as well.
-    """
+    """Have the agent of ``ticket`` end a lease or an offer; no reply counts, as both expire."""
 
     ticket: Ticket
     message: Release | PeerWithdraw | Forgo
 
 
 class HoldPeer(Value, frozen=True):
-    """Keep what the attempt needs of its agents; `StepFailed` if that fails."""
+    """Acquire the peers of the attempt; `StepFailed` if that fails."""
 
     requested: Requested
     attempt: int
@@ -219,16 +207,16 @@ class HoldPeer(Value, frozen=True):
 
 
 class FindRoute(HoldPeer, frozen=True):
-    """Shake hands with the ticket's agent, too; answer `PeerReady` or `StepFailed`, once."""
+    """Acquire the peers and shake hands; answered once, by `PeerReady` or `StepFailed`."""
 
     timeout_s: float
 
 
 class ReadChunk(Value, frozen=True):
-    """Read a chunk, tokens [start, stop), out of ``tables``; answer `ReadEnded`, once.
+    """Read the tokens [start, stop) from ``tables``; answered once, by `ReadEnded`.
 
-    Chunks of a fetch follow each other, one at a time. Groups of state are read with the ``last``
-    one, which may have no tokens. Without a lease ``epoch`` is 0: nothing can be packed for it.
+    A fetch reads one chunk at a time. The ``last`` one reads the state, and may have no tokens.
+    Without a lease ``epoch`` is 0, and the prefill agent packs nothing.
     """
 
     requested: Requested
@@ -241,9 +229,9 @@ class ReadChunk(Value, frozen=True):
 
 
 class AskOthers(Value, frozen=True):
-    """Ask the other agents of the engine for their parts; answer `ReadEnded` elsewhere, once.
+    """Request the parts from the other agents of the engine.
 
-    If one fails, `StepFailed` before that.
+    Answered once, by `ReadEnded` (``elsewhere``), after a `StepFailed` for each failed part.
     """
 
     requested: Requested
@@ -251,19 +239,16 @@ class AskOthers(Value, frozen=True):
 
 
 class EndEarlierParts(Value, frozen=True):
-    """End what earlier processes of this agent have asked other agents for, as of `AskOthers`.
+    """Cancel the parts that earlier processes of this agent have requested.
 
-    Answer `ReadEnded` elsewhere, once, when nothing of it is in flight.
+    Answered as `AskOthers`, when nothing of them is in flight.
     """
 
     requested: Requested
 
 
 class EndAttempt(Value, frozen=True):
-    """Give back what the attempt used, and do not use its route again.
-
-    It failed by ``error``. Nothing of it is in flight. The next attempt follows, or the end.
-    """
+    """Release what a failed attempt holds, its route too; nothing of it is in flight."""
 
     requested: Requested
     attempt: int
@@ -271,27 +256,24 @@ class EndAttempt(Value, frozen=True):
 
 
 class StopReads(Value, frozen=True):
-    """Begin nothing more of the chunk and of the parts; `ReadEnded` follows when all has ended."""
+    """Start no further transfer of the chunk and the parts; `ReadEnded` follows."""
 
     fetch_id: str
     resources: Any = None
 
 
 class Notify(Value, frozen=True):
-    """Tell the engine: tokens are in its blocks, not yet valid; or an ended fetch writes no more.
-
-    After `BlocksFreed` nothing follows.
-    """
+    """Notify the engine of tokens in its blocks, not yet valid, or, last, of its freed blocks."""
 
     requested: Requested
     message: Landed | BlocksFreed
 
 
 class ReportFetched(Value, frozen=True):
-    """A fetch has ended: ``fetched`` is the answer to its engine, and the record for all others.
+    """The report of a fetch that has ended; ``fetched`` is the reply to its engine.
 
-    ``leased`` when it got a lease. ``undecided`` when the prefill agent was asked for its yes and
-    did not answer: the offer may be completed.
+    ``leased`` if it had a lease. ``undecided`` if a `Take` got no reply: the offer may be
+    completed.
     """
 
     requested: Requested

@@ -1,4 +1,4 @@
-"""All fetches of one decode agent: admission, deadlines, and the dispatch of events (sans-IO)."""
+"""The table of all fetches of one decode agent: admission, deadlines and dispatch (sans-IO)."""
 
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.peer import Claim, Granted
@@ -12,8 +12,8 @@ from kvbus_decode.fetch.transitions import TRANSITIONS, Commands, ask, release, 
 class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     """All fetches of one agent, by key.
 
-    ``live`` are those that have not ended or whose blocks are not free yet. More fetches than the
-    limit are refused, and a key that was used already.
+    ``live`` fetches have not ended, or their blocks are not free yet. The table refuses fetches
+    above the limit, and used keys.
     """
 
     transitions = TRANSITIONS
@@ -24,18 +24,19 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         self.draining = False
         self._places: FairPool[str] = FairPool(limits.num_places, may_have=lambda *_: True)
 
-    # Depth first: of many fetches the first ones end early, and no lease waits for its read.
+    # Depth first: the first of many fetches end early, and no lease waits for its read.
     #
     #   requested ─▶ resolving ─▶ queued ─ place ─▶ claiming ─▶ reading ─▶ taking ─▶ end
     #   └▶ meeting ─▶ ┘           agent by agent        └─▶ waiting ─▶ ┘  (no place from here on)
     #
-    # An attempt that fails goes back to resolving, by way of retrying; see `retry_or_fail`.
+    # A failed attempt returns to resolving through retrying; see `retry_or_fail`.
     #
-    # The bound is on what begins. A fetch lets the next one begin when it ends, though its blocks
-    # may still drain; when it cannot go on by itself, as its offer grows or has another reader;
-    # and after `patience_s`, as its agent may have stopped. It goes on without a place. Places are
-    # given agent by agent in turn, so one that has stopped has few of them, and not for long; more
-    # urgent fetches come first, but not in each turn.
+    # Places limit how many fetches begin. A fetch releases its place
+    #   - when it ends, though its blocks may still drain;
+    #   - when it waits for an offer that grows or has another reader;
+    #   - after `patience_s`, as its prefill agent may be stopped.
+    # It continues without a place. Prefill agents get places in turn, so a stopped agent has few
+    # places, for a short time. Fetches with a higher priority come first, but not in every turn.
     def _handle(self, event: ev.Event, now: float) -> Commands:
         if isinstance(event, ev.FetchEvent):
             fetch = self.find(event.fetch_id)
@@ -58,16 +59,15 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return sum(fetch.state is state for fetch in self.live.values())
 
     def num_quarantined_blocks(self) -> int:
-        """Blocks of ended fetches that a read can still write into."""
+        """Return the number of blocks of ended fetches that a read can still write into."""
         draining = (f for f in self.live.values() if f.state is FetchState.DRAINING)
         return sum(len(table) for f in draining for table in f.requested.asked.tables.values())
 
     def called(self, name: str) -> list[FetchEntry]:
-        """The fetches that their engines call so, one of each engine."""
+        """Return the fetches that engines call ``name``, at most one per engine."""
         return [one for one in self.named(name) if one.requested.asked.fetch_id == name]
 
     def _names_of(self, entry: FetchEntry) -> tuple[str, ...]:
-        """The engine's, and that of the offer; and those by which a router knows a rendezvous."""
         requested, meets = entry.requested, entry.requested.meets
         names = {requested.ticket.request_id, requested.asked.fetch_id}
         if meets is not None:
@@ -87,7 +87,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return None
 
     def _request(self, event: ev.Requested, now: float) -> Commands:
-        """A new fetch: it meets its offer, has its peer found, or begins if there is a place."""
         if (error := self._refusal(event)) is not None:
             return [Refuse(event.reply_to, error)]
         deadline, at = now + event.timeout_s, Context(now, self.limits)
@@ -130,7 +129,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return list(live) if isinstance(event, Stopped) else []
 
     def _apply(self, entry: FetchEntry, event: object, now: float) -> Commands:
-        """As every table; then the fetch waits for a place, or does not, or gives its own back."""
         was_queued = entry.state is FetchState.QUEUED
         commands = super()._apply(entry, event, now)
         is_queued = entry.state is FetchState.QUEUED
@@ -143,7 +141,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return commands
 
     def _release_place(self, fetch: FetchEntry, now: float) -> bool:
-        """Whether it had a place, and gives it back as it cannot go on by itself."""
+        """Release the place of a fetch without progress; return whether it had one."""
         if fetch.place is None or fetch.makes_progress(now):
             return False
         self._places.release(fetch.place)
@@ -152,7 +150,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
 
 
 def _answer_late(event: ev.FetchEvent) -> Commands:
-    """Answer an event of an earlier attempt, or of a fetch that is unknown or was forgotten."""
     match event:
         case ev.CancelRequested(fetch_id, reply_to) if reply_to is not None:
             error = LocalError(f"no fetch '{fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)

@@ -1,15 +1,15 @@
-"""Which event does what to a fetch in which state: the table, and its handlers.
+"""Transitions of a fetch: the handler of each event in each state.
 
-An event that comes too late for its fetch changes nothing, but a lease that it brings is given
-back. Every handler returns the commands for the agent, in order.
+A late event changes nothing, except that a lease that it brings is released. Handlers return the
+commands for the agent, in order.
 
-Blocks are never freed under a read: while a chunk is in flight the end is reported at once, and the
-blocks when the read has ended (draining). A chunk is what the prefill agent said is ready, in a
-grant or in the ticket (`Ahead`), and only a sealed offer is taken.
+Blocks are never freed under a read. The end of a fetch with a chunk in flight is reported
+immediately; its blocks are freed after the read (draining). A chunk covers only tokens that a grant
+or the ticket (`Ahead`) reported as ready. Only a sealed offer is taken.
 
-The prefill agent is asked one thing at a time, the one that the state waits for (`ask`). It is
-asked again when there is news, or when its answer was early (``busy``). An answer may be as late as
-the end of the fetch; only an agent that does not answer a claim is not there.
+A fetch has one request in flight: the one of its state (`ask`). It sends the request again after a
+change of the offer, or after an early reply (``busy``). A reply may come as late as the end of the
+fetch; only the replies to `Claim` and `CommitQuery` have a shorter timeout.
 """
 
 import math
@@ -48,10 +48,10 @@ COMPLETED, FAILED, CANCELLED = ENDS
 Commands = list[ev.Command]
 
 REASON_SHARE = 0.9
-"""Of the time that is left, for the peer to be found: its name says more than a deadline does."""
+"""Share of the remaining time for the handshake: its error says more than a timeout."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 2.0
 EARLY = (ErrorCode.BUSY, ErrorCode.OFFER_OPEN)
-"""What was asked too early: another reader has the lease, or the seal has not come."""
+"""Refusals of early requests: another reader has the lease, or the offer is open."""
 RETRIED = frozenset(
     {
         ErrorCode.PEER_LOST,
@@ -66,26 +66,23 @@ RETRIED = frozenset(
         ErrorCode.BUSY,
     }
 )
-"""What may pass: the next attempt can succeed. Everything else fails the fetch at once."""
+"""Errors after which another attempt can succeed; all others fail the fetch."""
 PASSING = RETRIED | {ErrorCode.CANCELLED}
-"""With what the transfers of a failed attempt end, which were stopped."""
+"""Errors with which stopped transfers may end."""
 RETRY_S, MAX_RETRY_S = 0.05, 1.0
-"""The second pause between attempts, and the longest; the first one is 0."""
+"""Second pause between attempts, and the longest; the first one is 0."""
 
 READ_HINT = (
     ": not all bytes have come. If none ever do, see whether both hosts reach each other on what "
     "data_interfaces names, with packets of full size (MTU); kvbus doctor --peer looks"
 )
-"""Requests get through, by another way or as they are small."""
+"""Requests still arrive: they use another network, or are smaller than the MTU."""
 
 
 def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
-    """Ask what the state waits for: the ticket, the lease, more of it and news, or the yes.
-
-    It answers all hints so far.
-    """
+    """Return the request that the state waits for; its reply covers all hints so far."""
     if fetch.state is MEETING:
-        name = fetch.requested.ticket.secret  # the rendezvous says no more of the ticket
+        name = fetch.requested.ticket.secret  # all that the rendezvous names of the ticket
         message: Request[Any] = Meet(transfer_id=name, wait_s=max(0.0, fetch.deadline - at.now))
     elif fetch.repeated:
         message = _commit_query(fetch, at)
@@ -125,10 +122,10 @@ def _commit_query(fetch: FetchEntry, at: Context) -> CommitQuery:
 
 
 def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
-    """By the ticket's secret.
+    """Return the request, with the ticket's secret.
 
-    The take has the blocks compared where no lease of this process named them: only the ticket
-    did, or it is repeated.
+    `Take` shows the blocks unless a lease of this process named them: it is then repeated, or only
+    the ticket named them.
     """
     requested, ticket, limits = fetch.requested, fetch.requested.ticket, at.limits
     shown: dict[str, Any] = {
@@ -149,10 +146,9 @@ def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
 
 
 def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
-    """The prefill agent has refused, or cannot be asked.
+    """Retry an early request; otherwise fail the attempt.
 
-    What was early is asked again: at once if there was news meanwhile, else after a pause, as news
-    may get lost. After the deadline nothing is asked.
+    Retry immediately after a change of the offer, else after a pause, as events can be lost.
     """
     error = event.error or RemoteError("the reply is of another kind", code=ErrorCode.INVALID)
     is_leased = fetch.held is not None and not fetch.in_doubt
@@ -165,22 +161,18 @@ def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Com
 
 
 def _pause_s(event: ev.Answered, at: Context) -> float:
-    """How long to wait before it is asked again: as the prefill agent says, or by our config.
+    """Return the pause before the next request, as the reply suggests or by configuration.
 
-    At least a millisecond and at most a few seconds, whatever an agent says; up to twice as long,
-    by luck.
+    Bounded to `MIN_PAUSE_S` to `MAX_PAUSE_S`, then lengthened up to twofold by ``luck``.
     """
     hint = event.error.detail.get("retry_after_s") if event.error is not None else None
     least_s = hint if isinstance(hint, int | float) else at.limits.busy_retry_s
-    # In this order: a hint may be no number at all.
+    # The order matters: `max` returns its first argument for a hint of NaN.
     return min(max(MIN_PAUSE_S, least_s), MAX_PAUSE_S) * (1 + event.luck)
 
 
 def note_news(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Commands:
-    """A hint: what is asked now tells what is true. During a question, ask once more after it.
-
-    A read ahead of the lease needs none.
-    """
+    """Query the offer, or do so after the reply in flight; reads before the lease need no query."""
     if fetch.repeated and fetch.others_read:  # parts of the earlier process end first
         return []
     if fetch.question is None and (fetch.held is not None or fetch.chunk is None):
@@ -190,7 +182,6 @@ def note_news(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Comma
 
 
 def check_time(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
-    """The fetch's deadline, the lease's end, the next question, or the end of its place."""
     if fetch.ends_at <= at.now:
         return fail(fetch, _overdue(fetch), at)
     if fetch.held is not None and fetch.state in LEASED and fetch.lease_ends_at <= at.now:
@@ -200,7 +191,6 @@ def check_time(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Comman
 
 
 def _overdue(fetch: FetchEntry) -> RemoteError:
-    """A peer that was not found again says why: the error of the attempt before is the cause."""
     code = ErrorCode.TIMEOUT
     message = f"the fetch did not end within its deadline, it was {fetch.state}"
     if fetch.state is READING:
@@ -213,7 +203,6 @@ def _overdue(fetch: FetchEntry) -> RemoteError:
 
 
 def take_ticket(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
-    """The offer was made: from here on it is a fetch like any other."""
     if not isinstance(event.outcome, Ticket):
         return ask_later_or_fail(fetch, event, at)
     fetch.question, fetch.requested = None, replace(fetch.requested, ticket=event.outcome)
@@ -229,10 +218,10 @@ def resolve(fetch: FetchEntry, at: Context) -> ev.FindRoute:
 
 
 def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
-    """The peer is known: the claim waits for its turn, which may come at once.
+    """Queue the fetch for a place, which it may get immediately.
 
-    A commit says nothing of memory at other agents: where that is other memory, all is read again.
-    So is what came from an earlier data process, unless the answer to a commit of it is missing.
+    Count no token as read if other agents have other memory now: a `Take` does not cover that. The
+    same holds for tokens from an earlier data process, unless a `Take` for them got no reply.
     """
     is_other = event.elsewhere != fetch.elsewhere
     fetch.boot, fetch.elsewhere, fetch.home_nixl = event.boot, event.elsewhere, event.nixl_agent
@@ -243,10 +232,10 @@ def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
 
 
 def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
-    """It may begin: ask for the lease; or read what the ticket names, with the claim beside it.
+    """Send `Claim`, or start to read the blocks that the ticket names.
 
-    That claim comes after a while, where most reads end before. An engine that has all tokens only
-    takes the offer.
+    With ``claims`` the `Claim` goes beside that read; otherwise after ``claim_after_s``, when most
+    reads have ended. A fetch that needs no tokens only sends `Take`.
     """
     if fetch.unconfirmed:
         fetch.enter(TAKING, at.now)
@@ -266,10 +255,9 @@ def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
 
 
 def go_on(fetch: FetchEntry, at: Context) -> Commands:
-    """No chunk is in flight: read what is ready, or take what was all, or wait for more.
+    """Read the next chunk, send `Take` after the last one, or wait for more tokens.
 
-    The parts of other agents are waited for, too. Read ahead of the lease: what became of the claim
-    is waited for.
+    The `Take` follows the parts of other agents and the reply to a `Claim`.
     """
     fetch.chunk = fetch.next_chunk()
     if fetch.chunk is not None:
@@ -283,7 +271,6 @@ def go_on(fetch: FetchEntry, at: Context) -> Commands:
 
 
 def take_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
-    """The lease, or more of it, and what the offer has by now; during a chunk that waits."""
     if not isinstance(event.outcome, Granted):
         return ask_later_or_fail(fetch, event, at)
     commands: Commands = []
@@ -303,10 +290,7 @@ def take_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
 
 
 def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
-    """A chunk has landed, or the parts of all other agents: on to the next chunk, or to the take.
-
-    The engine is told of tokens that are in the blocks of all ranks, if it wants to know.
-    """
+    """Continue; notify an engine with ``chunk_tokens`` of tokens in the blocks of all ranks."""
     fetch.land(event)
     if event.error is not None:
         return retry_or_fail(fetch, event.error, at)
@@ -319,7 +303,7 @@ def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
 
 
 def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
-    """A yes says that the KV is valid: the only way to this state."""
+    """Complete the fetch; only a granted `Take` (or a committed one) proves the KV valid."""
     if event.error is not None:
         return ask_later_or_fail(fetch, event, at)
     fetch.error = None
@@ -327,19 +311,18 @@ def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     return [fetch.report(COMPLETED)]
 
 
-# A fetch of a process that was lost: its link repeats it, with the token that the earlier process
-# showed in its commit. The bytes of that process are in the blocks if it has sent a commit, as it
-# did so after the last byte. So a commit that the prefill agent has granted completes the fetch:
+# A fetch of a lost process: the engine's link repeats it with the token of the earlier process.
+# The earlier process sent its `Take` after the last byte, so that the bytes are in the blocks. A
+# `Take` that the prefill agent has granted therefore completes the fetch:
 #
-#     process 1   READ ─▶ commit ─┬─┤ lost      yes, or the word: committed ─▶ completed
+#     process 1   READ ─▶ Take ───┬─┤ lost      committed, by reply or word ─▶ completed
 #     process 2                   │   query ─▶ ┤
-#     prefill                     └▶ yes / no   no: all is read again, with this token
+#     prefill                     └▶ ok / no    not committed: read all again, with this token
 #
-# A no holds: the prefill agent refuses a commit of process 1 that comes later, as it would free the
-# blocks under the second read, and grant the second commit, which shows the same token.
+# "Not committed" is final: the prefill agent refuses a later `Take` of process 1, which would free
+# the blocks under the second read. The second `Take`, with the same token, would then be granted.
 def take_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
-    """The earlier process has completed the fetch, or it is one like any other."""
-    if not isinstance(fetch.question, CommitQuery):  # it was not asked in this state
+    if not isinstance(fetch.question, CommitQuery):  # reply to a request of an earlier state
         return []
     if not isinstance(event.outcome, CommitAnswer):
         return ask_later_or_fail(fetch, event, at)
@@ -356,7 +339,6 @@ def take_commit_answer(fetch: FetchEntry, event: ev.Answered, at: Context) -> Co
 
 
 def end_earlier_parts(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
-    """No other agent writes for an earlier process of this one: ask whether that has committed."""
     fetch.land(event)
     if event.error is not None:
         return fail(fetch, event.error, at)
@@ -365,25 +347,25 @@ def end_earlier_parts(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Co
 
 # Why an attempt may be repeated, and what it keeps:
 #
-#     attempt 1   acquire ─▶ lease   READ ──┤ error ─▶ stop ──┤ last transfer has ended
-#     attempt 2                                               └ pause ─▶ handshake ─▶ acquire ─▶ ...
+#     attempt 1   Claim ─▶ lease   READ ──┤ error ─▶ stop ──┤ last transfer has ended
+#     attempt 2                                             └ pause ─▶ handshake ─▶ Claim ─▶ ...
 #
 # Nothing of an attempt is in flight when the next one starts, so no two attempts write to the
-# blocks. The lease, the route and the answers of an attempt are its own: events carry its number.
-# The tokens that it read stay. The commit at the end says that the offer was live and these were
-# its blocks, so it was live when they were read, whichever lease was held then.
+# blocks. Lease, route and replies belong to one attempt: events carry its number. The tokens that
+# it has read stay. The final `Take` confirms that the offer is live with these blocks. So it was
+# live during all reads, under any lease.
 #
-# A commit that got no answer may have ended the offer, which a handshake or a lease would then
-# refuse. So the next attempt repeats the commit first, and shows the tables.
+# A `Take` without a reply may have ended the offer, and a handshake or lease would then be refused.
+# So the next attempt first repeats the `Take`, and shows the tables.
 #
-# A commit names the NIXL agent that was read from. If the prefill agent has replaced that data
-# process, the bytes may be another one's, and the commit is refused, but not one that is repeated:
+# A `Take` names the NIXL agent that was read from. If the prefill agent has replaced that data
+# process, the bytes may come from its successor. It then refuses a new `Take`, but grants a
+# repeated one:
 #
-#     attempt 1   READ from A ─▶ commit "A" ─▶ yes, lost          READ from A ─▶ commit "A"
-#     there                          A ends, B begins             A ends, B begins   └▶ stale
-#     attempt 2                      commit "A" ─▶ yes            READ from B ─▶ commit "B" ─▶ yes
+#     attempt 1   READ from A ─▶ Take "A" ─▶ ok, reply lost       READ from A ─▶ Take "A"
+#     there                        A ends, B begins               A ends, B begins  └▶ stale
+#     attempt 2                    Take "A" ─▶ ok                 READ from B ─▶ Take "B" ─▶ ok
 def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
-    """An attempt failed: stop it, and start another one unless this error or the time is final."""
     is_final = error.code not in RETRIED or fetch.deadline <= at.now
     if is_final or (fetch.state is MEETING and error.code is ErrorCode.ENGINE_NOT_READY):
         return fail(fetch, error, at)
@@ -397,10 +379,6 @@ def retry_or_fail(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands
 
 
 def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
-    """Nothing is in flight: give back what the attempt had, and pause.
-
-    The fetch fails now when there is no time for another attempt.
-    """
     pause_s = 0.0
     if fetch.attempts > 1:
         jitter = crc32(f"{fetch.key} {fetch.attempts}".encode()) / 2**32
@@ -414,7 +392,6 @@ def _end_attempt(fetch: FetchEntry, error: KVBusError, at: Context) -> Commands:
 
 
 def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
-    """The pause is over: start the next attempt. Or the deadline has come."""
     if fetch.deadline <= at.now:
         return fail(fetch, _overdue(fetch), at)
     if fetch.ask_at is None or fetch.ask_at > at.now:
@@ -433,7 +410,6 @@ def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
 
 
 def end_stopped_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
-    """A transfer of the failed attempt has ended; what it brought counts if it brought all."""
     fetch.land(event)
     if event.error is not None and event.error.code not in PASSING:
         return fail(fetch, event.error, at)
@@ -447,14 +423,13 @@ def keep_or_release_lease(fetch: FetchEntry, event: ev.Answered, at: Context) ->
 
 
 def fail_if_final(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
-    """More of the failed attempt fails: what cannot pass ends the fetch."""
     return [] if event.error.code in PASSING else fail(fetch, event.error, at)
 
 
 def fail(
     fetch: FetchEntry, error: KVBusError, at: Context, *, ends_as: FetchState = FAILED
 ) -> Commands:
-    """Report the end now; while something is in flight the blocks come later, by draining."""
+    """Report the end; blocks under a transfer in flight are freed later (draining)."""
     stage, in_flight, is_stopped = fetch.state, fetch.in_flight, fetch.state is RETRYING
     is_answered = isinstance(error, RequestRefused) and stage is TAKING
     undecided = fetch.is_undecided and not is_answered
@@ -467,7 +442,6 @@ def fail(
 def fail_for(
     fetch: FetchEntry, event: ev.StepFailed | EngineLost | Stopped, at: Context
 ) -> Commands:
-    """The step that this state waits for did not work, or the engine or the agent is gone."""
     if isinstance(event, ev.StepFailed):
         return retry_or_fail(fetch, event.error, at)
     if isinstance(event, EngineLost):
@@ -478,10 +452,10 @@ def fail_for(
 
 
 def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Commands:
-    """The engine gave up: say yes, and end.
+    """Reply to the engine and end the fetch.
 
-    One that has ended already says so in its answer; its offer may still wait for another reader. A
-    completed one has ended its offer by its take.
+    A fetch that has ended still releases its offer for other readers, unless its `Take` has ended
+    the offer.
     """
     commands: Commands = [SendReply(event.reply_to, Empty())] if event.reply_to is not None else []
     if fetch.state in STAGES:
@@ -498,7 +472,6 @@ def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Command
 
 
 def free(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
-    """Once nothing is in flight the engine gets its blocks back, and the lease goes."""
     fetch.land(event)
     if fetch.in_flight:
         return []
@@ -523,14 +496,13 @@ def release(ticket: Ticket, boot: str, lease: Granted, code: ErrorCode) -> ev.Te
 
 
 def keep_late_lease(fetch: FetchEntry, event: ev.Answered, _: Context) -> Commands:
-    """While it lives, the prefill agent drives the read that drains; it goes back after that."""
+    """Keep a lease during draining, so that the prefill agent drives the READs."""
     if isinstance(event.outcome, Granted):
         fetch.receive(event.sent_at, event.outcome)
     return []
 
 
 def release_late_lease(fetch: FetchEntry, event: ev.Answered, _: Context) -> Commands:
-    """A claim was granted after its fetch had ended: do not let the offer wait for its expiry."""
     granted = event.outcome
     if not isinstance(granted, Granted):
         return []
@@ -539,13 +511,12 @@ def release_late_lease(fetch: FetchEntry, event: ev.Answered, _: Context) -> Com
 
 
 def ignore(_fetch: FetchEntry, _event: object, _: Context) -> Commands:
-    """Comes too late to matter, or is a hint that this state does not need."""
     return []
 
 
 ENDED = (DRAINING, *ENDS)
 ANSWERS = (Meet, Claim, Renew, Take, CommitQuery)
-"""An answer is known by the class of its question."""
+"""The events of `Answered`, by the class of the request."""
 HAPPENINGS = (ev.PeerReady, ev.TurnCame, ev.OfferAdvanced, ev.ReadEnded)
 LOSSES = (ev.StepFailed, EngineLost, Stopped)
 BEFORE_READS = (MEETING, RESOLVING, QUEUED, CLAIMING)
