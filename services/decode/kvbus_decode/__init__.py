@@ -1,1 +1,1 @@
-"""The decode agent: fetches offered KV into the blocks of a decode engine."""
+"""Decode agent: fetches offered KV into the blocks of a decode engine."""

@@ -1,11 +1,11 @@
-"""The command ``kvbus-decode``: runs a decode agent until it is told to stop."""
+"""The ``kvbus-decode`` command: runs a decode agent until it is interrupted."""
 
 from kvbus.interrupt import importing
 
 
 def main() -> None:
     with importing():
-        from kvbus.agent.command import run_command  # noqa: PLC0415 - Ctrl-C comes before their end
+        from kvbus.agent.command import run_command  # noqa: PLC0415 - Ctrl-C may come meanwhile
         from kvbus.protocol.engine import AgentRole  # noqa: PLC0415
         from kvbus_decode.agent import DecodeService  # noqa: PLC0415
         from kvbus_decode.config import DecodeConfig  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""The decode agent: requests become events of the fetch table, its commands become work."""
+"""The decode agent: turns requests into events of the fetch table, and runs its commands."""
 
 import dataclasses
 from functools import partial
@@ -42,7 +42,7 @@ log = structlog.get_logger()
 
 
 class DecodeService(Service):
-    """Everything of a decode agent that is not shared with the prefill agent."""
+    """The decode-specific part of an agent."""
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._config, identity = config, agent.identity
@@ -87,14 +87,12 @@ class DecodeService(Service):
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
-        """Agents that are listed are met; all else is opened when it is asked for."""
         self._warm.start()
 
     def engine_handlers(self) -> Handlers:
         return {StartFetch: self._start_fetch, CancelFetch: self._cancel_fetch}
 
     def peer_handlers(self) -> Handlers:
-        """A part for an engine whose home is another agent, its end; and what a fetch costs."""
         return {
             FetchPart: self._parts.fetch,
             CancelPart: self._parts.cancel,
@@ -105,7 +103,6 @@ class DecodeService(Service):
         self._warm.see_engine()
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
-        """Its fetches end; there is no one to be told."""
         self._dispatch(EngineLost(engine.engine_id))
         self._reader.lose_engine(engine)
         self.routes.forget_engine(engine)
@@ -141,7 +138,6 @@ class DecodeService(Service):
         return self._peers.silent()
 
     def view(self, endpoint: str) -> PeerView:
-        """Whether it is listed and warm, and what came of handshakes with it."""
         listed = self._warm.view(endpoint)
         return structs.replace(
             listed,
@@ -168,22 +164,19 @@ class DecodeService(Service):
         )
 
     def _part_requested(self, part: FetchPart, asker: Part) -> ev.Requested:
-        """A part of another agent's fetch; its home has looked at what the ticket is for."""
+        """Return the event of a part; its home has validated the ticket."""
         engine = self._agent.engines.part(part.engine_id, part.ranks, access=part.access)
         ticket = self._tickets.read(part.ticket)
         route = self.routes.find(ticket, engine)
         if route is not None and route.memory_ids != part.memory_ids:
-            route.close()  # a rank of the prefill engine has come back since
+            route.close()  # a rank of the prefill engine has restarted since
         asked = convert(part, StartFetch, from_attributes=True)
         return self._requested(engine, asked, ticket, asker.key, reply_to=asker, access=part.access)
 
     def _requested(
         self, engine: LocalEngine, asked: StartFetch, ticket: Ticket, key: str, **more: Any
     ) -> ev.Requested:
-        """The event that begins a fetch; raises `LocalError`.
-
-        With the route if that is known, and with what can be read ahead of a lease.
-        """
+        """Raises `LocalError`."""
         first_token, num_tokens = asked.first_token, asked.num_tokens
         if first_token > num_tokens:
             raise LocalError(
@@ -241,12 +234,12 @@ class DecodeService(Service):
         log_retry(command)
 
     def _report_fetched(self, report: ev.ReportFetched) -> None:
-        """The engine first: it waits, while the log and the counters do not."""
+        """Reply to the engine before logging: the engine is waiting."""
         requested = report.requested
         fetch: FetchResources = requested.resources
         whole_blocks = fetch.fills_blocks(requested.asked)
         fetched = structs.replace(report.fetched, whole_blocks=whole_blocks)
-        if requested.access or not fetch.engine.lost:  # else its sessions end unheard
+        if requested.access or not fetch.engine.lost:  # a lost engine waits for no reply
             requested.reply_to.reply(fetched)
         if not fetched.code:
             self._tickets.complete(requested.ticket)
@@ -265,7 +258,7 @@ class DecodeService(Service):
         self._agent.publisher.publish(f"fetch.{fetched.outcome}", event)
 
     def _notify(self, command: ev.Notify) -> None:
-        """Tell the engine that asked; one that came back under its id does not know the fetch."""
+        """Notify the engine that made the request, not a new process under its id."""
         notice, requested = command.message, command.requested
         part = self._parts.find(requested.fetch_id)
         if part is None:
@@ -277,13 +270,12 @@ class DecodeService(Service):
             self._end(requested)
 
     def _end(self, requested: ev.Requested) -> None:
-        """It holds nothing any more; its spans go to the collector, if there is one."""
         self._leases.end(requested.resources)
         sender = self._agent.sender
         if sender is not None and (fetch := self._table.find(requested.fetch_id)) is not None:
             ticket = requested.ticket
             asked = requested.asked
-            # it may never have met an offer
+            # the fetch of a rendezvous may have got no ticket
             trace_name = ticket.offer_id if requested.has_met else asked.fetch_id
             traces = asked.traceparent, ticket.traceparent
             sender.put(self.stories.later(fetch), trace_name, *traces)

@@ -1,6 +1,6 @@
-"""Asks the prefill agent for what the fetch table wants: a route, a lease, more time, a yes.
+"""Requests to prefill agents for fetches: route, lease, renewal and `Take`.
 
-Every answer goes back to the table as an event, exactly one for each command.
+Each command is answered by exactly one event of the fetch table.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 RELEASE_TIMEOUT_S = 5.0
 TAKEN_TIMEOUT_S = 60.0
-"""For so long it is sent again by each new connection."""
+"""Until then each new connection sends the request again."""
 DRAIN_PERIOD_S = 1.0
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
@@ -46,7 +46,7 @@ SourceKey = tuple[RemoteAgent, str]
 
 
 class LeaseClient:
-    """Requests to prefill agents for the fetches under way; fills their `FetchResources`."""
+    """Requests to prefill agents for all live fetches; fills their `FetchResources`."""
 
     def __init__(
         self,
@@ -61,26 +61,25 @@ class LeaseClient:
         self._agent, self._config, self._peers, self._routes = agent, config, peers, routes
         self._tickets, self._dispatch = tickets, dispatch
         self._by_offer: defaultdict[str, dict[FetchResources, None]] = defaultdict(dict)
-        """Those of all attempts under way."""
+        """Fetches with an attempt under way."""
         self._draining: dict[FetchResources, None] = {}
         self._driven: dict[SourceKey, Source] = {}
-        """What draining fetches read, each memory once."""
+        """Sources of draining fetches."""
         self._is_driving = False
         self._taken: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
-        """Of each agent's process, the offers that were taken by their words, with their tokens."""
+        """Tokens of the takes by word, by offer."""
 
     def hold_peer(self, command: ev.HoldPeer) -> None:
-        """Acquire the peers of an attempt, or fail it."""
         try:
             self._hold(command)
         except Exception as error:
             self._fail_step(command.requested.resources, failure(error))
 
     def _hold(self, command: ev.HoldPeer) -> None:
-        """Raises `LocalError`, and `RemoteError` for an agent that is not trusted."""
+        """Raises `LocalError`, and `RemoteError` for an untrusted agent."""
         ticket = command.requested.ticket
         fetch: FetchResources = command.requested.resources
-        self._forget_offer(fetch)  # with the ticket of a rendezvous comes another name
+        self._forget_offer(fetch)  # the ticket of a rendezvous names another offer
         fetch.attempt, fetch.deadline = command.attempt, command.deadline
         fetch.offer_id = ticket.offer_id
         self._by_offer[fetch.offer_id][fetch] = None
@@ -93,13 +92,11 @@ class LeaseClient:
                 self._hold_route(fetch, fetch.route)
 
     def find_route(self, command: ev.FindRoute, promise: Promise[ev.Event]) -> None:
-        """Acquire the peers, and find the route, by a handshake where it is not known."""
         self._hold(command)
         home = command.requested.resources.peers[0]
         self._agent.tasks.start_soon(self._find_route, command, home, promise)
 
     def ask(self, command: ev.Ask, promise: Promise[ev.Event]) -> None:
-        """Ask the agent of the ticket; what it says, or why it was not asked, is `Answered`."""
         message, timeout_s, requested = command.message, command.timeout_s, command.requested
         fetch: FetchResources = requested.resources
         sent_at = self._agent.loop.time()
@@ -150,9 +147,9 @@ class LeaseClient:
             fetch.meeting = request_id, settle
 
     def decline(self, shown: Mapping[str, Any]) -> None:
-        """Decline the offer of a rendezvous that is refused as nobody signed it.
+        """Decline the offer of a rendezvous that was refused because it is unsigned.
 
-        Only an agent that is connected already is notified: what is not signed opens no connection.
+        An unsigned rendezvous opens no connection.
         """
         if not Rendezvous.is_one(shown):
             return
@@ -163,25 +160,22 @@ class LeaseClient:
                 peer.ask(Forgo(meets.transfer_id), RELEASE_TIMEOUT_S, lambda _: None)
 
     def _note_taken(self, home: Peer, take: Take) -> None:
-        """Have its agent told, of all that this turn of the loop has taken at once."""
+        """Report all takes of this turn of the event loop together."""
         if not self._taken:
-            self._agent.loop.call_soon(self._tell_taken)  # behind the answers to engines
+            self._agent.loop.call_soon(self._tell_taken)  # after the replies to engines
         tokens = self._taken[home, take.agent_boot]
         tokens[take.offer_id] = take.token
         if len(tokens) == MAX_TAKEN:
             self._tell_taken()
 
     def _tell_taken(self) -> None:
-        """Where it does not come to its agent, the offer ends by its time to live."""
+        """If a report is lost, the offer ends by its time to live."""
         taken, self._taken = self._taken, defaultdict(dict)
         for (home, boot), tokens in taken.items():
             home.ask(WordsTaken(boot, tokens), TAKEN_TIMEOUT_S, lambda _: None)
 
     def tell(self, command: ev.Tell) -> None:
-        """Have an agent end something; when that fails, it ends by itself.
-
-        A lease is given back over the connection that there is.
-        """
+        """Have an agent end an offer or a lease; only offers open a connection."""
         ticket, message = command.ticket, command.message
         address = PeerAddress.of(ticket)
         if isinstance(message, Release):
@@ -195,10 +189,10 @@ class LeaseClient:
             return
         peer.ask(message, RELEASE_TIMEOUT_S, lambda _: self._peers.release(peer))
 
-    # Over TCP a READ ends only when the other side is driven. An agent drives itself while a lease
-    # is live, and a little longer; for what is in flight after that it has to be asked.
+    # Over TCP a READ ends only if the prefill agent drives progress. It does so while a lease is
+    # live, and a little longer. For READs in flight after that it needs a request.
     def drain(self, fetch: FetchResources) -> None:
-        """An attempt has failed, and something may still land: have its sources serve that."""
+        """Have the sources of a failed attempt drive its transfers in flight."""
         if fetch.route is None:
             return
         if not self._is_driving:
@@ -211,7 +205,7 @@ class LeaseClient:
                 self._drive(source)
 
     def end(self, fetch: FetchResources) -> None:
-        """Give back what an attempt holds; nothing of it is in flight."""
+        """Release the resources of an attempt; nothing of it is in flight."""
         self._draining.pop(fetch, None)
         self._forget_offer(fetch)
         if fetch.meeting is not None:
@@ -223,20 +217,18 @@ class LeaseClient:
         fetch.attempt, fetch.peers, fetch.route, fetch.choice = 0, [], None, None
 
     def see_event(self, event: Notice) -> None:
-        """An offer or lease changed: its fetches ask what is true."""
         offer_id = event.body.get("offer_id")
         known = self._by_offer.get(offer_id, ()) if isinstance(offer_id, str) else ()
         for fetch in list(known):
             self._dispatch(ev.OfferAdvanced(fetch.key))
 
     def see_gap(self, boot: str) -> None:
-        """Events of this process were missed."""
         for fetch in self._under_way():
             if fetch.route is not None and fetch.route.home.agent_boot == boot:
                 self._dispatch(ev.OfferAdvanced(fetch.key))
 
     def lose(self, remote: RemoteAgent) -> int:
-        """Fail the attempts that read from it. Requests wait for the next process."""
+        """Fail the attempts that read from a process; requests wait for its successor."""
         lost = [fetch for fetch in self._under_way() if fetch.reads_from(remote)]
         for fetch in lost:
             self._fail_step(fetch, remote.loss())
@@ -249,7 +241,6 @@ class LeaseClient:
         self._dispatch(ev.StepFailed(fetch.key, fetch.attempt, error))
 
     def _admit(self, met: Met, requested: ev.Requested) -> Ticket | KVBusError:
-        """The ticket; an error if that may not be used here."""
         digest = requested.asked.prompt_digest
         try:
             return self._tickets.admit_ticket(met.ticket, requested.engine_id, digest)
@@ -257,7 +248,6 @@ class LeaseClient:
             return error
 
     def _forget_offer(self, fetch: FetchResources) -> None:
-        """No events of its offer are for it any more."""
         known = self._by_offer.get(fetch.offer_id, {})
         known.pop(fetch, None)
         if not known:
@@ -298,7 +288,7 @@ class LeaseClient:
         settle: Settle,
         promise: Promise[ev.Event],
     ) -> None:
-        """Ask the agents without the lease first whether their memory is still the same."""
+        """Send `Take` after the other agents have confirmed that their memory is unchanged."""
         fetch: FetchResources = command.requested.resources
         timeout_s, deadline = command.timeout_s, fetch.deadline
         try:
@@ -315,7 +305,7 @@ class LeaseClient:
                 settle(reason)
 
     def _hold_progress(self, fetch: FetchResources, route: Route) -> None:
-        """Tell the agents without the lease that they are read as long as it lasts."""
+        """Have the other agents drive the reads for as long as the lease."""
         attempt, lease_s = fetch.attempt, self._config.lease_s
 
         def on_reply(reply: Empty | KVBusError) -> None:
@@ -327,7 +317,7 @@ class LeaseClient:
             source.ask(check, lease_s, on_reply)
 
     async def _drain(self) -> None:
-        """Ask each source until the blocks are free: what one refuses, the next may do."""
+        """Send requests until the blocks are free: a refusal may be temporary."""
         while self._draining:
             await anyio.sleep(DRAIN_PERIOD_S)
             routes = {fetch.route for fetch in self._draining if fetch.route is not None}
@@ -347,18 +337,17 @@ def _key_of(source: Source) -> SourceKey:
 
 
 def _takes_word(ticket: Ticket, route: Route | None, take: Take) -> bool:
-    """Take the offer by its word, if it has one in a page here; else its agent has to be asked."""
+    """Take the offer by its word, if that is mapped here."""
     memory = None if route is None else route.home.mapped
     if not ticket.word or take.part or take.tables is None or memory is None or not memory.words:
         return False
-    if take.nixl_agent:  # only the prefill agent knows whether that is its data process still
+    if take.nixl_agent:  # only the prefill agent knows whether it has replaced that data process
         return False
-    if memory.closed:  # such as by an agent that has revoked our key
+    if memory.closed:  # for example because the agent has revoked the key
         return False
     return Word(memory.words.swap, ticket).take(take.token)
 
 
 def _note_refusal(reply: Empty | KVBusError) -> None:
-    """A peer that does not answer is asked again; one that lost the memory drives nothing."""
     if isinstance(reply, KVBusError):
         log.debug("drain.refused", code=reply.code.value, reason=reply.message)

@@ -1,7 +1,4 @@
-"""What is told of fetches that have ended: metrics, the log line, and spans.
-
-All of it comes out of one record, `ReportFetched`, and the stories of the tables.
-"""
+"""Metrics, the log line and spans of fetches, from `ReportFetched` and the stories."""
 
 from collections.abc import Callable
 from functools import partial
@@ -49,8 +46,6 @@ READINGS = {
 
 
 class DecodeMetrics:
-    """What became of handoffs, how many bytes they moved, and where the time went."""
-
     def __init__(self, agent: AgentMetrics) -> None:
         self._handoffs = agent.tally(
             "kvbus_handoffs", "Handoffs that ended, by outcome and error code.", "outcome", "code"
@@ -146,7 +141,7 @@ LEGS = Reading(
 
 
 class FetchStories(Stories[FetchEntry]):
-    """The fetches of ``table``, and the reads of which ``reads`` has the stories, by key."""
+    """Stories of fetches; ``reads`` returns the story of a read by key."""
 
     def __init__(self, table: FetchTable, reads: Callable[[str], Story | None]) -> None:
         super().__init__(table)
@@ -159,7 +154,7 @@ class FetchStories(Stories[FetchEntry]):
         return lines + [f"read  {line}" for read in reads if read for line in read.lines()]
 
     def remembered(self, asked: Trace) -> Remembered:
-        """The fetches that are asked for, and the parts here of a fetch of another agent."""
+        """Include the parts here of another agent's fetch."""
         fetches = {one.key: one for one in self._table.named(asked.request_id)}
         fetches |= {one.key: one for one in self._table.called(asked.fetch_id)}
         entries = [tuple(self.later(fetch)()) for fetch in fetches.values()]
@@ -168,7 +163,6 @@ class FetchStories(Stories[FetchEntry]):
         return Remembered(tuple(entries), tuple(others))
 
     def later(self, fetch: FetchEntry) -> Callable[[], list[Span]]:
-        """The fetch itself, its stages, below each the legs that began in it; its wait before."""
         return partial(_spans, fetch, self._reads(fetch.key))
 
 
@@ -193,7 +187,7 @@ def _spans(fetch: FetchEntry, reads: Story | None) -> list[Span]:
 
 
 def _copied_at_once(fetch: FetchEntry, stages: list[Span]) -> list[Span]:
-    """A short copy of mapped memory has no leg in the read table: it is all that its stage does."""
+    """Return the spans of short copies of mapped memory: they have no leg in the read table."""
     if fetch.path != Path.MAPPED:
         return []
     reading = [one for one in stages if one.name == FetchState.READING]

@@ -1,7 +1,7 @@
-"""Parts: what each agent fetches of a fetch for an engine whose ranks are at several agents.
+"""Parts of a fetch for an engine whose ranks are at several agents.
 
-The home asks each other agent for its part (`PartClient`). There it is a fetch like any other, but
-that it answers another agent and not an engine (`PartServer`).
+The home requests a part from each other agent (`PartClient`). There it is a fetch that reports to
+the home (`PartServer`).
 """
 
 import math
@@ -29,13 +29,13 @@ from kvbus_decode.peers import PeerDirectory
 from kvbus_decode.remote_agent import PeerAddress
 
 PAUSE_S = 0.5
-"""So often it is looked whether an agent is still there, and a refused `cancel_part` asked anew."""
+"""Period of the checks for a lost agent, and pause before a refused `cancel_part` is repeated."""
 LATE_S = 30.0
-"""A request that was sent comes within this, or never: TCP gives up after 20 s (`TCP_MAXRT`)."""
+"""A sent request arrives within this or never: TCP times out after 20 s (`TCP_MAXRT`)."""
 EXITS_WITHIN_S = 5.0
-"""Once an agent has closed its port: its data process ends, and then the agent."""
+"""Time from the close of its port to the exit of an agent and its data process."""
 MAX_ENDED = 4096
-"""Parts that have ended or were cancelled before they came: they do not begin again."""
+"""Maximum remembered parts, ended or cancelled; these do not begin again."""
 
 CANCELLED = PartFetched(0, "", code=ErrorCode.CANCELLED, message="the part was cancelled")
 
@@ -44,10 +44,7 @@ Answer = PartFetched | KVBusError
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """The part of one other agent, as its home sees it; ``wakes`` when there is news of it.
-
-    Once the question ``is_sent`` the other agent may write; ``is_stopped`` when the fetch is over.
-    """
+    """The part of another agent. It may write from ``is_sent`` on."""
 
     address: PeerAddress
     question: FetchPart
@@ -58,15 +55,14 @@ class _Asked:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it is in flight at the other agent.
+        """Whether nothing of the part is in flight at the other agent.
 
-        A refusal proves nothing, whatever its code: the socket refuses calls that have begun, too.
+        A refusal proves nothing: the socket may refuse calls of parts in flight.
         """
         return not self.is_sent or isinstance(self.answer, PartFetched | PeerLost)
 
     @property
     def failure(self) -> KVBusError | None:
-        """Why the part failed, or was never begun."""
         answer = self.answer
         if not isinstance(answer, PartFetched):
             return answer
@@ -80,37 +76,40 @@ class _Asked:
         self.wakes.set()
 
 
-# The other agent writes into the blocks of our engine. What ends that, and what does not:
+# The other agent writes into the blocks of the engine here. Proofs that it no longer writes:
 #
-#     its reply to the `fetch_part`         nothing is in flight there, also if the part failed
-#     it was never sent                     nothing ever was
-#     a new boot id at its address          its process is gone, and a process that is gone writes
-#                                           nothing: its kernel has ended its queue pairs, too
-#     it is on this machine, and its port   killed: the kernel closes the port when the last thread
-#     stays closed for `_exits_s`           is gone. Its data process is killed then. Ended: it
-#                                           closes the port, ends its data process, and exits
-#     any error of the `fetch_part`         nothing is known: it was not begun, or its session was
-#                                           ended while it runs (too many sessions, a key that is
-#                                           not trusted), or we dropped the connection. The fetch
-#                                           fails at once, and its blocks are withheld
+#     its reply to the `fetch_part`         nothing is in flight there, even if the part failed
 #
-# When the fetch fails, the `fetch_part` is sent no more, and `cancel_part` is asked, once, however
-# late its answer is: it is sent again when the connection is new, and asked anew when it is
-# refused. Its answer is final: the other agent refuses a `fetch_part` that comes later, as one on
-# another connection may.
+#     the `fetch_part` was never sent       nothing was ever in flight
 #
-# An agent on another machine that cannot be reached may be gone, or may be cut off and read on. (A
-# port that is closed there says nothing: a firewall can refuse in its name.) One that is cut off
-# ends by itself, and so the blocks come back:
+#     a new boot id at its address          the process is dead, and cannot write: its kernel has
+#                                           closed its queue pairs, too
+#
+#     it is on this machine, and its port   a killed process: the kernel closes the port after the
+#     stays closed for `_exits_s`           last thread has ended, and the data process is killed.
+#                                           An orderly end: the agent closes the port, ends its data
+#                                           process, and exits
+#
+# An error of the `fetch_part` proves nothing. The part was not begun, or its session was closed
+# while it runs (too many sessions, an untrusted key), or this agent dropped the connection. The
+# fetch fails immediately, and its blocks are withheld.
+#
+# After a failure the `fetch_part` is not sent again. `cancel_part` is sent instead, without a
+# timeout for its reply: again over each new connection, and again after a refusal. Its reply is
+# final: the other agent then refuses a late `fetch_part`, which may arrive over another connection.
+#
+# An unreachable agent on another machine may be dead, or may be cut off and still read. (A closed
+# port there proves nothing: a firewall can refuse connections in its name.) A cut-off agent ends
+# its reads in time, which frees the blocks:
 #
 #      fetch failed         last `fetch_part` comes   its deadline          its READs were ended
 #      ────┼─────── LATE_S ────────┼───── timeout_s ───────┼── quarantine_timeout_s ──┼──▶ free
 #
-# Both agents have the same quarantine_timeout_s; copies end with the piece that they are at. A
-# process that is stopped (SIGSTOP) keeps no deadline: it may write on as soon as it continues. Its
-# kernel keeps the connection, so while there is a connection the time does not count.
+# Both agents have the same quarantine_timeout_s; copies stop after their current piece. A process
+# stopped by SIGSTOP keeps no deadline: it may write as soon as it continues. Its kernel keeps the
+# connection, so the time counts only while there is no connection.
 class PartClient:
-    """Asks the other agents of an engine whose home is here for their parts."""
+    """Requests of the home to the other agents of an engine."""
 
     def __init__(
         self,
@@ -132,7 +131,6 @@ class PartClient:
         self._agent.tasks.start_soon(self._fetch, command, parts, promise)
 
     def end_earlier(self, command: ev.EndEarlierParts, promise: Promise[ev.Event]) -> None:
-        """End what the earlier processes of this agent have asked for."""
         self._agent.tasks.start_soon(self._end_earlier, command.requested, promise)
 
     async def _end_earlier(self, requested: ev.Requested, promise: Promise[ev.Event]) -> None:
@@ -182,7 +180,7 @@ class PartClient:
         promise(ev.ReadEnded(key, num_bytes, None, path, elsewhere=True))
 
     async def _fetch_one(self, command: ev.AskOthers, part: _Asked) -> None:
-        """Return when the other agent has fetched its part, or cannot write any more."""
+        """Return when the other agent has fetched its part, or can no longer write."""
         fetch: FetchResources = command.requested.resources
         if part.is_stopped:
             return
@@ -204,19 +202,18 @@ class PartClient:
             await self._wait_for_end(part.address, question.token, question.timeout_s)
 
     async def _wait_for_end(self, address: PeerAddress, token: str, timeout_s: float) -> None:
-        """Cancel a part; return when the agent at ``address`` does not write for it any more."""
+        """Cancel a part; return when the agent can no longer write for it."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch, address, timeout_s, tasks.cancel_scope)
             await self._cancel(address, token)
             tasks.cancel_scope.cancel()
 
     async def _cancel(self, address: PeerAddress, token: str) -> None:
-        """Return when the other agent says that the part has ended, or is a new process."""
         cancel, has_ended = CancelPart(token=token), False
         while not has_ended:
             try:
                 peer = self._peers.acquire(address)
-            except KVBusError:  # its key is not trusted any more
+            except KVBusError:  # its key was revoked
                 await anyio.sleep(PAUSE_S)
                 continue
             try:
@@ -224,7 +221,7 @@ class PartClient:
                 has_ended = True
             except PeerLost:
                 has_ended = True
-            except Exception as error:  # a defect too: only an answer frees the blocks
+            except Exception as error:  # even a defect: only a reply frees the blocks
                 failure(error)
                 await anyio.sleep(PAUSE_S)
             finally:
@@ -233,7 +230,7 @@ class PartClient:
     async def _watch(
         self, address: PeerAddress, timeout_s: float, waiting: anyio.CancelScope
     ) -> None:
-        """Cancel ``waiting`` when there was no connection for so long that nothing is written."""
+        """Cancel ``waiting`` after so long without a connection that no write can come."""
         loop, alone_since = self._agent.loop, math.inf
         while True:
             peer, now = self._peers.find(address), loop.time()
@@ -250,10 +247,10 @@ class PartClient:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A part that is fetched here; ``key`` names it in the fetch table, ``origin`` its home there.
+    """A part that is fetched here, by its ``key`` in the fetch table.
 
-    ``calls`` ask for it: several, where the home has made a new connection. ``cancelled_by`` wants
-    to know its end, too. Its ``outcome`` is sent when its blocks are free.
+    The home's later processes know it by ``origin``. ``calls`` are repeats of the request over new
+    connections. The outcome is sent to all when the blocks are free.
     """
 
     key: str
@@ -274,7 +271,6 @@ class Part:
             self.end()
 
     def refuse(self, error: KVBusError) -> None:
-        """Refuse a part that the fetch table has not begun."""
         self.on_end(self)
         for call in self.calls:
             call.refuse(error)
@@ -284,10 +280,10 @@ class Part:
 
 
 class PartServer:
-    """Has parts fetched for homes elsewhere; ``requested`` makes the event that begins one.
+    """The parts that other agents request.
 
-    A part that is refused leaves nothing here: its caller may have shown no right to it. The home
-    cancels it, so that a late ``fetch_part`` does not begin it.
+    A refused part leaves no state, as its caller may be unauthorized. The home cancels it, so that
+    a late ``fetch_part`` does not begin it.
     """
 
     def __init__(
@@ -301,15 +297,13 @@ class PartServer:
 
     @property
     def num_live(self) -> int:
-        """Parts that are fetched now, or whose blocks are not free."""
         return len(self._live)
 
     def find(self, key: str) -> Part | None:
-        """The live part that is called so in the fetch table."""
         return self._live.get(key)
 
     def fetch(self, asked: FetchPart, call: Call) -> None:
-        """Fetch the part; a repeat joins it, or gets the outcome again. Raises `KVBusError`."""
+        """Fetch the part; a repeated request joins it, or gets its outcome. Raises `KVBusError`."""
         key, origin = _key(asked.token), _key(asked.origin) if asked.origin else ""
         if (outcome := self._ended.get(key, self._ended.get(origin))) is not None:
             call.reply(outcome)
@@ -323,7 +317,7 @@ class PartServer:
         self._dispatch(requested)
 
     def cancel(self, asked: CancelPart, call: Call) -> None:
-        """End the part; answered when nothing of it is in flight, nor will be."""
+        """Cancel the part; reply when nothing of it is in flight, or can be later."""
         key = _key(asked.token)
         part = next((one for one in self._live.values() if key in (one.key, one.origin)), None)
         if part is None or part.key != key:
@@ -334,14 +328,14 @@ class PartServer:
         if part.cancelled_by is not None:
             part.cancelled_by.refuse(LocalError("it was asked again", code=ErrorCode.BUSY))
         part.cancelled_by = call
-        self._dispatch(ev.CancelRequested(part.key, None))  # what counts is the end of the part
+        self._dispatch(ev.CancelRequested(part.key, None))  # `_end` replies
 
     def _end(self, part: Part) -> None:
         del self._live[part.key]
         if part.outcome is not None:
             self._remember(part.key, part.outcome)
             for call in part.calls:
-                if not call.answered:  # a defect behind the begin was answered at once
+                if not call.answered:  # a defect after the start has already been reported
                     call.reply(part.outcome)
         if part.cancelled_by is not None:
             part.cancelled_by.reply(Empty())
@@ -363,9 +357,9 @@ def _address(other: AgentRanks) -> PeerAddress:
 
 
 def _origin(requested: ev.Requested, other: AgentRanks, repeated: int) -> str:
-    """Return the ``origin`` of parts that the home asks for when it has the fetch for that time.
+    """Return the ``origin`` of a part for the given number of earlier processes of the home.
 
-    An earlier process of the home has made the same from the token of the fetch.
+    Each process derives the same value from the token of the fetch.
     """
     named = f"{requested.take_token} {other.endpoint} {repeated}"
     return blake2b(named.encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""The agents that this agent talks to: connections, their events, and their end."""
+"""Connections to the other agents, and their events."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,11 +24,11 @@ from kvbus_decode.remote_agent import Peer, PeerAddress, RemoteAgent
 log = structlog.get_logger()
 
 SILENT_S = 5.0
-"""A peer that is pinged and gave no sign of life for so long is silent."""
+"""A pinged peer that has sent nothing for this long is silent."""
 FORGET_PEER_S = 60.0
-"""One that is silent for so long, and is not used, is left; the next fetch connects again."""
+"""An unused peer that is silent for this long is dropped."""
 REQUESTS_OF_A_FETCH = 8
-"""At most so many of one wait for replies of one peer: a claim or renewal, packs, releases."""
+"""Maximum in flight to a peer for one fetch: claim or renewal, packs, releases."""
 
 ENGINE_READY, ENGINE_LOST = "engine.ready", "engine.lost"
 TOPICS = (
@@ -40,25 +40,25 @@ TOPICS = (
     ENGINE_READY,
     ENGINE_LOST,
 )
-"""Of an offer that is read, or waited for while another reader has it; and of engines."""
 
 
-# All that is known of whether a peer is there is its client's: when it was last heard (it is pinged
-# when nothing has come for a while), which process answers, and whether its port is closed.
+# Only the peer's client decides whether the peer is alive. It knows the time of the last message
+# (it pings after a silence), the process that replies, and whether the port is closed.
 #
-#     heard within SILENT_S      it is asked
-#     silent                     fetches wait and retry: it may be stopped or cut off for a while;
-#                                after REFUSED_S new ones are refused at once
-#     its port is closed,        the process is lost: its RemoteAgent is closed, and all that came
-#     another boot id            from it (`kvbus_decode.remote_agent`)
-#     an answer after that       the process is found: `PeerDirectory.found`
+#     a message within           requests are sent
+#     SILENT_S
+#     silent                     fetches wait and retry: the peer may be paused or cut off. After
+#                                REFUSED_S new fetches are refused immediately
+#     its port is closed,        the process is lost: its RemoteAgent is closed, and everything
+#     another boot id            that came from it (`kvbus_decode.remote_agent`)
+#     a reply after that         the process is found: `PeerDirectory.found`
 class PeerDirectory(EventListener):
-    """All peers; what uses one holds it from `acquire` to `release`.
+    """All peers; a user holds one from `acquire` to `release`.
 
-    ``on_lost`` fails the fetches that read from a process that is lost, and returns how many.
-    ``on_found`` is called when a process has answered, or has another engine; with True unless it
-    may be known. ``on_offer`` gets the events of offers and leases, and ``on_missed`` the boot id
-    of a process when some were missed.
+    ``on_lost`` fails the fetches that read from a lost process, and returns their number.
+    ``on_found`` is called when a process has replied, or has another engine; the flag is False for
+    the first process at an address. ``on_missed`` gets the boot id of a process after a gap in its
+    events.
     """
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
@@ -88,12 +88,12 @@ class PeerDirectory(EventListener):
         return len(self._peers)
 
     def acquire(self, address: PeerAddress) -> Peer:
-        """The peer at ``address``, connected when it is new.
+        """Return the peer, connecting to a new one.
 
-        Raises `LocalError` (``busy``), and `RemoteError` (``forbidden``) for one we may not trust.
+        Raises `LocalError` (``busy``), and `RemoteError` (``forbidden``) for an untrusted peer.
         """
         peer = self._peers.pop(address, None) or self._connect(address)
-        self._peers[address] = peer  # the latest used is the last to make room
+        self._peers[address] = peer  # most recently used last: `_drop_idle` evicts the first
         peer.num_users += 1
         return peer
 
@@ -108,17 +108,16 @@ class PeerDirectory(EventListener):
         return self._peers.get(peer.address) is peer
 
     def silent(self) -> dict[tuple[str, str], float]:
-        """Endpoint and key of those that do not answer, and since how many seconds."""
+        """Return the silence in seconds of each silent peer, by endpoint and key."""
         silent_s = {one.address[:2]: one.client.silent_s for one in self._peers.values()}
         return {address: seconds for address, seconds in silent_s.items() if seconds > SILENT_S}
 
     def refusal_of(self, endpoint: str) -> str:
-        """Why the last handshake with an agent there came to nothing; empty if it did not."""
+        """Return the error of the last handshake; empty after a success."""
         refusals = (one.refusal for one in self._peers.values() if one.endpoint == endpoint)
         return next(filter(None, refusals), "")
 
     def found(self, peer: Peer) -> RemoteAgent:
-        """Return the process that has just answered: a new one, or one that was taken for lost."""
         remote, boot = peer.remote, peer.client.peer_boot or ""
         if not remote.boot and not remote.closed:
             remote.boot, peer.refusal = boot, ""
@@ -128,17 +127,15 @@ class PeerDirectory(EventListener):
         return remote
 
     def listen(self, peer: Peer, events_endpoint: str) -> None:
-        """Subscribe to the peer's events, in place of those of its earlier process."""
         if peer.events_endpoint != events_endpoint:
             self._forget_events(peer)
             peer.events_endpoint = events_endpoint
-        if self._by_events.get(events_endpoint, peer) is not peer:  # its earlier key was another
+        if self._by_events.get(events_endpoint, peer) is not peer:  # it had another key before
             self._subscriber.remove(events_endpoint)
         self._subscriber.add(events_endpoint, server_key=peer.address.server_key)
         self._by_events[events_endpoint] = peer
 
     def on_event(self, endpoint: str, event: Notice) -> None:
-        """As `EventListener`; so are the others."""
         peer = self._by_events.get(endpoint)
         if peer is None:
             return
@@ -151,7 +148,6 @@ class PeerDirectory(EventListener):
             self.on_offer(event)
 
     def on_heartbeat(self, endpoint: str, boot: str) -> None:
-        """It lives: it need not be pinged."""
         if (peer := self._by_events.get(endpoint)) is not None:
             peer.client.note_alive(boot)
 
@@ -166,7 +162,7 @@ class PeerDirectory(EventListener):
         client = RequestClient(
             self._agent.context,
             endpoint,
-            boot=new_boot_id(),  # ids start again: an earlier one has used them
+            boot=new_boot_id(),  # request ids start at the same number again
             on_boot=lambda boot: self._see_boot(peer, boot),
             on_gone=lambda _: peer.remote.close("is gone"),
             on_moved=lambda address: log.info("peer.moved", peer=endpoint, address=address),
@@ -208,20 +204,18 @@ class PeerDirectory(EventListener):
         self.drop(idle, "was left")
 
     def drop(self, peer: Peer, reason: str) -> None:
-        """Leave it; what still holds it finds it closed."""
         del self._peers[peer.address]
         peer.remote.close(reason)
         self._forget_events(peer)
         peer.scope.cancel()
 
     def _forget_events(self, peer: Peer) -> None:
-        """Unless another peer has taken them over: the same agent under its new key."""
+        """Unsubscribe, unless the same agent under a new key has taken over."""
         if self._by_events.get(peer.events_endpoint) is peer:
             self._subscriber.remove(peer.events_endpoint)
             del self._by_events[peer.events_endpoint]
 
     def _drop_distrusted(self, keys: frozenset[str]) -> None:
-        """Agents of these keys are met again, if they are trusted at all; their fetches fail."""
         for peer in list(self._peers.values()):
             if peer.address.server_key in keys:
                 log.info("peer.distrusted", peer=peer.endpoint, key=peer.address.server_key)
@@ -233,7 +227,6 @@ class PeerDirectory(EventListener):
         self.found(peer)
 
     def _lose(self, remote: RemoteAgent) -> None:
-        """A process is closed: what answers from now on is another one."""
         peer = remote.peer
         if self.has(peer):
             peer.remote = RemoteAgent(peer, remote.boot or remote.earlier)
@@ -249,5 +242,4 @@ class PeerDirectory(EventListener):
 
 
 def _log_fault(error: Exception) -> None:
-    """A defect in handling one message of one peer; the others go on."""
     log.error("peer.message_failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""Processes of other agents: what this agent has of each, what a failure means, and their end."""
+"""Processes of other agents: their resources here, and the meaning of failures."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from kvbus_decode.nixl_peers import NixlMemory, NixlPeer, NixlPeers
 log = structlog.get_logger()
 
 REFUSED_S = 30.0
-"""Fetches from an agent that was silent for this long are refused at once."""
+"""Fetches from an agent that is silent for longer than this are refused immediately."""
 RETRY_S = 1.0
 CANCEL_TIMEOUT_S = 5.0
 
@@ -33,14 +33,14 @@ OTHER_MEMORY = (
     ErrorCode.ENGINE_LOST,
     ErrorCode.ENGINE_UNKNOWN,
 )
-"""Failures after which the memory of an engine may be elsewhere."""
+"""Failures after which the memory of an engine may have moved."""
 
 FailureOf = Literal["read", "copy", "memory", "lease"]
-"""A job, or a request: one that shows the access to memory, or one about an offer."""
+"""Job, or request: about memory (it shows ``access``), or about an offer (``lease``)."""
 
 
 class PeerAddress(NamedTuple):
-    """Where an agent is, the key that it must have if we have one, and what it must be."""
+    """An agent's endpoint, its key (if known) and its required role."""
 
     endpoint: str
     server_key: str = ""
@@ -53,7 +53,7 @@ class PeerAddress(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """The connection to an address, and the process that answers there now, or will."""
+    """The connection to an address, and the current or next process there."""
 
     address: PeerAddress
     client: RequestClient
@@ -62,12 +62,10 @@ class Peer:
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     events_endpoint: str = ""
     refusal: str = ""
-    """Why the last handshake failed."""
     num_users: int = 0
     used_at: float = 0.0
-    """When the last fetch from it ended, while there is none."""
+    """Loop time of the end of the last fetch."""
     is_refused: bool = False
-    """Whether fetches from it were refused because it is silent, since it was last heard."""
     remote: "RemoteAgent" = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +76,7 @@ class Peer:
         return self.address.endpoint
 
     def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int | None:
-        """Send a request and return its id; what prevents that goes to ``on_reply`` as well."""
+        """Send a request and return its id; ``on_reply`` gets a failure to send as well."""
         try:
             return self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
         except KVBusError as error:
@@ -86,15 +84,14 @@ class Peer:
             return None
 
     def cancel(self, request_id: int) -> None:
-        """Wait no longer for a reply, and have the agent free what the request holds."""
         self.client.take_back(request_id)
         self.ask(CancelRequest(request_id), CANCEL_TIMEOUT_S, lambda _: None)
 
     def check_answers(self, boot: str | None) -> None:
-        """Raise `RemoteError` (``peer_unreachable``) for an agent that was silent for `REFUSED_S`.
+        """Raise `RemoteError` (``peer_unreachable``) for an agent that is silent for `REFUSED_S`.
 
-        Fetches wait for an agent that may be restarting. After that, only pings find out when it
-        answers again. A ticket of another process there, ``boot``, is newer than what is known.
+        Before that, fetches wait for a restart. An unknown ``boot`` in a ticket belongs to a newer
+        process.
         """
         client = self.client
         if boot not in (None, client.peer_boot):
@@ -119,45 +116,51 @@ class Peer:
 
 # Events, and what each closes:
 #
-#     another boot id answers, no process listens at    the RemoteAgent. The next process, or the
-#     its port, its key is not trusted, the peer is     same one that answers again, is another
-#     left                                              RemoteAgent
-#     a request fails: peer_lost                        the same
-#     a READ fails: peer_lost (UCX gave the peer up)    its NIXL peer is broken off: added again
-#                                                       before its next READ; and as below
-#     a job or request fails: `OTHER_MEMORY`; or        the routes from this engine: the next fetch
-#     forbidden, where the access was shown             shakes hands
-#     an event says that an engine has ended, or a      the routes from this engine
+#     another boot id replies, no process listens at    the RemoteAgent. The next process to reply,
+#     the port, the key is not trusted, the peer is     even the same one, gets a new RemoteAgent
+#     dropped
+#
+#     a request fails: peer_lost                        the RemoteAgent
+#
+#     a READ fails: peer_lost (UCX closed the           its NIXL peer, which is added again before
+#     connection)                                       the next READ; and the routes, as below
+#
+#     a job or request fails: `OTHER_MEMORY`, or        the routes from this engine: the next fetch
+#     forbidden for a request with ``access``           shakes hands
+#
+#     an event reports the end of an engine, or a       the routes from this engine
 #     handshake finds another instance of it
+#
 #     a handshake names another NIXL agent: the data    the earlier NIXL peer, and the routes that
 #     process was replaced                              read from it
+#
 #     mapped memory closes                              the routes that copy from it
+#
 #     busy, timeout, draining, other refusals, errors   nothing
 #     of this process
-#     no ping is answered                               nothing: it may be stopped. After
+#
+#     pings get no reply                                nothing: the agent may be paused. After
 #                                                       `REFUSED_S` new fetches are refused
+#
 #     a pause of this process                           nothing: no ping was sent
 class RemoteAgent:
-    """One process of another agent, by its boot id; all that this agent has of it.
+    """One process of another agent, by its boot id, and its resources here.
 
-    It owns the sources that routes read, peers of NIXL, mapped memory and cost figures. After
-    `close` none of it is used again. ``boot`` is empty until the process has answered; ``earlier``
-    is the boot id of the one before.
+    None of them is used after `close`. ``boot`` is empty until the first reply; ``earlier`` is that
+    of the previous process.
     """
 
     def __init__(self, peer: Peer, earlier: str = "") -> None:
         self.peer, self.earlier, self.boot = peer, earlier, ""
         self.closed = ""
-        """Why it was closed, empty before."""
+        """Reason; empty while open."""
         self.nixl_turn = anyio.Lock()
         self.mapped = WeakValueDictionary[MemoryKey, MappedMemory]()
         self.learned: dict[str, Learned] = {}
-        """What fetches took, by path."""
         self.sources: dict[Source, Callable[[], None]] = {}
-        """The sources of routes, with what closes each route."""
+        """Values close the route."""
 
     def close(self, reason: str) -> None:
-        """Drop all that came from this process, and fail what waits for it."""
         if self.closed:
             return
         self.closed = reason
@@ -169,13 +172,12 @@ class RemoteAgent:
         self.peer.on_lost(self)
 
     def loss(self) -> PeerLost:
-        """Return the error of what waits for it once it is closed."""
         return PeerLost(
             f"the agent at {self.peer.endpoint} {self.closed}", endpoint=self.peer.endpoint
         )
 
     def note_failure(self, error: KVBusError, source: "Source", of: FailureOf) -> None:
-        """Close what a failed job or request shows to be lost, by the table above."""
+        """Close what a failure proves to be lost, by the table above."""
         if self.closed or isinstance(error, LocalError):
             return
         if of in ("memory", "lease") and isinstance(error, PeerLost):
@@ -188,27 +190,25 @@ class RemoteAgent:
             self.drop_engine(source.engine_id, source.engine_instance)
 
     def drop_engine(self, engine_id: object, instance: object) -> None:
-        """Close the routes from this instance of an engine, or from some of its ranks."""
         here = ("", instance)
         self.drop(lambda one: one.engine_id == engine_id and one.engine_instance in here)
 
     def end_memory(self, memory: MappedMemory) -> None:
-        """Close the routes that copy from mapped memory: its bytes are zeros now."""
+        """Close the routes that copy from mapped memory: it now reads as zeros."""
         for key in [key for key, known in self.mapped.items() if known is memory]:
             del self.mapped[key]
         self.drop(lambda one: one.mapped is memory)
 
     def drop(self, is_dropped: Callable[["Source"], bool]) -> None:
-        """Close the routes with such a source."""
         for source, close in list(self.sources.items()):
             if is_dropped(source):
                 close()
 
-    # An agent replaces its data process, and lives on: then its NIXL agent has another name, and
-    # what it registered lies elsewhere. A READ from the one before must not be served by the next
-    # one, which may have other memory there.
+    # An agent can replace its data process without a restart. The new NIXL agent has another name
+    # and other registrations. A READ from the earlier one must not be served by the new one, which
+    # may have other memory at the same address.
     async def connect_nixl(self, memory: NixlMemory) -> NixlPeer:
-        """Have NIXL know memory of this process, in place of its earlier data processes.
+        """Add memory to NIXL, in place of that of earlier data processes.
 
         Raises `KVBusError`.
         """
@@ -227,11 +227,10 @@ class RemoteAgent:
         return found
 
     def nixl_memory(self, name: str) -> set[NixlMemory]:
-        """Return what routes read from one NIXL agent of this process."""
         return {one.nixl for one in self.sources if one.nixl and one.nixl.agent == name}
 
     def observe(self, fetched: Fetched) -> None:
-        """Learn from a completed fetch, unless it waited for tokens."""
+        """Learn the duration of a completed fetch, unless it waited for tokens."""
         stages = fetched.stages_s
         if not (stages.meeting or stages.waiting):
             seconds = stages.queued + stages.claiming + stages.reading + stages.taking
@@ -242,12 +241,10 @@ class RemoteAgent:
 class Source:
     """Memory of a prefill engine at one agent, as one route reads it.
 
-    ``engine_instance`` is empty where the agent is not the engine's home. ``nixl`` is None where
-    NIXL does not know the memory, as all of the route is mapped; else READs use ``nixl_peer``, and
-    ``remotes`` are its registered ranks. ``slot_bytes`` is the largest box that the agent packs; 0
-    when it packs none. ``access`` is shown in all that is asked about this memory. ``mapped`` is
-    all of it, where it is mapped here: a copy from there holds that object. ``unmapped`` is why it
-    is not.
+    ``engine_instance`` is empty if the agent is not the engine's home. ``nixl`` is None if all of
+    the route is mapped; otherwise READs use ``nixl_peer`` and its registered ranks, ``remotes``.
+    ``slot_bytes`` is the largest box that the agent packs, 0 if none. ``unmapped`` is the reason
+    for no ``mapped``, which a copy keeps alive.
     """
 
     remote: RemoteAgent
@@ -273,22 +270,19 @@ class Source:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether all of its memory is mapped here."""
         return self.mapped is not None and not self.mapped.closed
 
     @property
     def nixl_agent(self) -> str:
-        """What NIXL calls the agent; empty where it does not know it."""
         return self.nixl.agent if self.nixl else ""
 
     @property
     def is_undriven(self) -> bool:
-        """Whether READs seem to end though the agent drives nothing, as they do over CMA."""
+        """Whether READs seem to end without progress of the peer, as over CMA."""
         return self.nixl_peer is not None and self.nixl_peer.is_undriven
 
     @property
     def named(self) -> dict[str, str]:
-        """What names its memory in requests, and shows the right to it."""
         return {
             "agent_boot": self.agent_boot,
             "engine_id": self.engine_id,
@@ -297,10 +291,9 @@ class Source:
         }
 
     def check(self, offer_id: str, *, progress_s: float = 0.0, nixl_agent: str = "") -> CheckMemory:
-        """Asks an agent that does not see our lease whether its ranks are still the same.
+        """Return the request to another agent than the home whether its ranks are unchanged.
 
-        With ``progress_s`` it also drives what is read within it; without it drives no more.
-        ``nixl_agent`` is what was read from.
+        The agent drives reads for ``progress_s``; 0 stops that.
         """
         asked = {"offer_id": offer_id, "nixl_agent": nixl_agent}
         return CheckMemory(**self.named, **asked, progress_s=progress_s)
@@ -313,7 +306,6 @@ class Source:
         *,
         of: FailureOf = "memory",
     ) -> None:
-        """As `Peer.ask`, for what is about this memory, or an offer there."""
 
         def settle(reply: Any) -> None:
             if isinstance(reply, KVBusError):
@@ -323,7 +315,7 @@ class Source:
         self.peer.ask(message, timeout_s, settle)
 
     async def query(self, message: Request[R], timeout_s: float) -> R:
-        """Return the reply to what is asked about this memory. Raises `KVBusError`."""
+        """Return the reply to a request about this memory. Raises `KVBusError`."""
         try:
             return await self.peer.client.ask(message, timeout_s=timeout_s)
         except KVBusError as error:
@@ -334,7 +326,6 @@ class Source:
         self.remote.note_failure(error, self, of)
 
     def note_read(self, error: KVBusError | None, *, undriven: bool) -> None:
-        """A READ has ended."""
         if error is not None:
             self.note_failure(error, "read")
         elif self.nixl_peer is not None:

@@ -1,6 +1,6 @@
-"""Routes and the handshakes that make them: with an engine's home, then with each other agent.
+"""Routes, and the handshakes that create them: with an engine's home, then with each other agent.
 
-An engine whose KV ours cannot use is refused; both sides log the field and both values.
+A handshake refuses an incompatible engine; both sides log the field and both values.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,16 +41,18 @@ from kvbus_decode.route import Route, add_remotes, placed_ranks
 log = structlog.get_logger()
 
 LATE_S = 0.5
-"""How much later a handshake is given up than a request of it, whose error says more."""
+"""Extra time of a handshake after its requests, as their errors say more."""
 MAX_ROUTES, IDLE_ROUTE_S = 4096, 600.0
-"""Routes of engines whose end was missed go when others are made: the least used, or by age."""
+"""Number of routes and idle time above which a new route closes the least used ones: the end of an
+engine can be missed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Handshakes for one reader; those with a ``machine`` may bring nothing for NIXL.
+    """Handshakes for one reader; with a ``machine`` the replies may lack NIXL metadata.
 
-    ``lent`` is what is mapped of each agent and memory id, or why it is not.
+    ``lent`` is the mapped memory by agent and memory id, or why it is not mapped.
     """
 
     engine: LocalEngine
@@ -60,8 +62,6 @@ class _Round:
 
 
 class RouteKey(NamedTuple):
-    """What must not have changed for a route to be used again."""
-
     endpoint: str
     server_key: str
     engine_id: str
@@ -70,7 +70,6 @@ class RouteKey(NamedTuple):
 
     @classmethod
     def of(cls, ticket: Ticket, engine: LocalEngine) -> "RouteKey":
-        """From the engine that a ticket names into one that is here."""
         return cls(
             endpoint=ticket.endpoint,
             server_key=ticket.server_key,
@@ -81,19 +80,18 @@ class RouteKey(NamedTuple):
 
 
 class RouteBook:
-    """All routes, and the handshakes under way. `RemoteAgent` closes the routes that read it."""
+    """All routes, and the handshakes in flight; `RemoteAgent` closes routes."""
 
     def __init__(self, agent: Agent, peers: PeerDirectory, borrower: MemoryBorrower) -> None:
         self._agent, self._peers, self.borrower = agent, peers, borrower
         self._routes: dict[RouteKey, Route] = {}
         self._turns = WeakValueDictionary[RouteKey, anyio.Lock]()
-        """Where one handshake is under way, the others wait."""
+        """Serialize handshakes for one key."""
 
     def __iter__(self) -> Iterator[Route]:
         return iter(list(self._routes.values()))
 
     def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
-        """The route, if it is known and can be read."""
         route = self._routes.get(RouteKey.of(ticket, engine))
         if route is None or not _can_be_read(route.sources):
             return None
@@ -101,7 +99,7 @@ class RouteBook:
         return route
 
     def between(self, endpoint: str, engine_id: str, engine: LocalEngine) -> Route | None:
-        """The route from an engine of the agent there; without a name, the only one it has."""
+        """Without an ``engine_id``, return the route from the agent's only engine."""
         found = [
             route
             for key, route in self._routes.items()
@@ -116,10 +114,10 @@ class RouteBook:
     async def route(
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, *, timeout_s: float
     ) -> Route:
-        """The route for ``ticket`` into ``engine``, by a handshake when it is not known.
+        """Return the known route, or shake hands. Raises `KVBusError`.
 
-        Fetches that need the same handshake wait for one, and make their own if it fails: its
-        ticket may have been no good. Raises `KVBusError`.
+        Fetches that need the same handshake wait for one. If it fails, each makes its own: the
+        first ticket may have been invalid.
         """
         key, deadline = RouteKey.of(ticket, engine), self._agent.loop.time() + timeout_s
         with anyio.move_on_after(timeout_s + LATE_S):
@@ -158,10 +156,10 @@ class RouteBook:
         bound.info("handshake.done", reader=engine.engine_id, num_agents=len(route.sources))
         return route
 
-    # Agents of one machine and user copy from mapped memory. Then NIXL is told of nothing, and as
-    # long as it is needed for no peer its backend is not open: over TCP it listens where any user
-    # of the machine reaches it. So the first round of handshakes asks for memory to map; the second
-    # one, for NIXL's metadata, follows only where some of the memory cannot be mapped.
+    # Agents of one machine and user copy from mapped memory and do not need NIXL. Its backend stays
+    # closed until a peer needs it, as over TCP every user of the machine can reach its port. So the
+    # first round of handshakes requests memory to map. The second one, for NIXL metadata, follows
+    # only if some of the memory cannot be mapped.
     async def _negotiate(
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, deadline: float
     ) -> Route:
@@ -175,7 +173,6 @@ class RouteBook:
     async def _meet_all(
         self, peer: Peer, ticket: Ticket, shaken: _Round
     ) -> tuple[HandshakeDone, tuple[Source, ...]]:
-        """The home's handshake, and all sources."""
         remote, done = await self._ask(
             peer,
             shaken,
@@ -191,7 +188,7 @@ class RouteBook:
         return done, (home, *[await self._meet(other, done, shaken) for other in done.others])
 
     async def _meet(self, other: AgentRanks, home: HandshakeDone, shaken: _Round) -> Source:
-        """The handshake with an agent that has some ranks of the engine, but not its leases."""
+        """Shake hands with an agent that has some ranks of the engine, but not its leases."""
         engine_id = home.memory.engine.engine_id
         peer = self._peers.acquire(PeerAddress(other.endpoint, other.server_key))
         try:
@@ -214,11 +211,10 @@ class RouteBook:
     async def _ask(
         self, peer: Peer, shaken: _Round, *, hint: str = "", **wanted: Any
     ) -> tuple[RemoteAgent, HandshakeDone]:
-        """Return the process that answers, and its reply.
+        """Shake hands; raises `KVBusError`: ``peer_unreachable``, or a refusal.
 
-        ``wanted`` are the engine, and the right to it. If another process than ``hint`` refuses, it
-        may be another agent at the earlier address: its name is resolved again. Raises
-        `KVBusError`: ``peer_unreachable``, or a refusal.
+        If another process than ``hint`` refuses, another agent may have the address now: its name
+        is resolved again.
         """
         handshake = Handshake(
             min_protocol=PROTOCOL_VERSION,
@@ -240,7 +236,7 @@ class RouteBook:
         try:
             try:
                 return await ask()
-            except PeerLost:  # an answer of a new process fails all requests to the one before
+            except PeerLost:  # the reply of a new process fails all requests to the previous one
                 return await ask()
         except RequestTimeout as error:
             raise _unreachable(client) from error
@@ -256,7 +252,7 @@ class RouteBook:
     async def _source(
         self, remote: RemoteAgent, done: HandshakeDone, shaken: _Round, instance: str = ""
     ) -> Source:
-        placed = await in_thread(placed_ranks, done.memory)  # ms a rank
+        placed = await in_thread(placed_ranks, done.memory)  # takes ms per rank
         place, lent = (remote, done.memory_id), shaken.lent
         if place not in lent:
             within_s = shaken.deadline - self._agent.loop.time()
@@ -284,10 +280,7 @@ class RouteBook:
         )
 
     def _keep(self, key: RouteKey, route: Route) -> None:
-        """Keep a route, in place of those of the prefill engine's earlier processes.
-
-        Raises `KVBusError` if one of its ends was lost during the handshake.
-        """
+        """Store a route. Raises `KVBusError` if either end was lost during the handshake."""
         if route.engine.lost:
             raise engine_lost()
         for source in route.sources:
@@ -310,7 +303,6 @@ class RouteBook:
 
 
 def _check_open(source: Source) -> None:
-    """Raise `RemoteError` unless the source is what it was when hands were shaken."""
     if source.remote.closed:
         raise source.remote.loss()
     if source.mapped is not None and source.mapped.closed:
@@ -318,12 +310,10 @@ def _check_open(source: Source) -> None:
 
 
 def _can_be_read(sources: Iterable[Source]) -> bool:
-    """Whether all of it is mapped, or NIXL was told of all."""
     return all(one.is_mapped for one in sources) or all(one.nixl for one in sources)
 
 
 def _unreachable(client: RequestClient) -> RemoteError:
-    """Says what is known of the way there, and where to look."""
     where, missing = client.endpoint, client.missing
     look = (
         f"{missing}. Is it up, is its advertise_host an address that this machine reaches, is the "

@@ -17,7 +17,7 @@ from kvbus_decode.fetch import events as ev
 
 
 class FetchState(StrEnum):
-    """State of a fetch. The end is reported before ``draining``; only the last three are final."""
+    """State of a fetch; the end is reported before ``draining``."""
 
     MEETING = "meeting"
     """No ticket yet: the agent has sent `Meet` and waits for the ticket."""
@@ -67,9 +67,9 @@ LEASED = (FetchState.CLAIMING, FetchState.WAITING, FetchState.READING)
 class FetchLimits:
     """Limits of the table; durations in seconds.
 
-    ``max_fetches`` includes fetches that drain. ``num_places`` fetches may begin at a time, each
-    within ``patience_s``. A read without a lease sends `Claim` after ``claim_after_s``. A `Take`
-    may be answered until ``take_grace_s`` after the deadline.
+    ``max_fetches`` includes draining ones. A place is released after ``patience_s``. A read without
+    a lease sends `Claim` after ``claim_after_s``. ``take_grace_s`` extends the deadline of a
+    `Take`.
     """
 
     max_fetches: int = 4096
@@ -92,19 +92,16 @@ Context = AnyContext[FetchLimits]
 class FetchEntry:
     """One fetch.
 
-    ``deadline`` and ``answer_until`` (the deadline and its grace) are absolute times.
-    ``question`` is the request in flight, ``ask_at`` the time of the next one. ``hinted`` after a
-    change of the offer during a request: its reply may be older.
-    The last handshake found the process ``boot``, its NIXL agent ``home_nixl``, and ``elsewhere``,
-    the memory ids of the engine's ranks at other agents. ``nixl_agent`` is the source of the tokens
-    that count, empty if NIXL read none.
-    The last failed attempt was in state ``failed_in``.
-    ``repeated`` marks a fetch of an earlier process of this agent, until the prefill agent replies
-    that this process did not complete it. ``unconfirmed`` after a `Take` without a reply, which the
-    next attempt repeats.
-    ``num_ready`` and ``sealed`` come from the last grant, or while ``in_doubt`` from the ticket.
-    ``others_read`` while parts of other agents are in flight. ``place_until`` has a meaning only
-    with a ``place``.
+    ``deadline`` and ``answer_until`` (with the grace) are absolute times. ``question`` is the
+    request in flight, ``hinted`` whether the offer has changed since. ``repeated`` marks a fetch of
+    an earlier process of this agent, which may have completed it. ``unconfirmed`` follows a `Take`
+    without a reply, which the next attempt repeats.
+
+    The last handshake found the process ``boot``, its NIXL agent ``home_nixl``, and ``elsewhere``:
+    memory and data processes at other agents. The tokens that count came from ``nixl_agent``, empty
+    if NIXL read none. ``num_ready`` and ``sealed`` come from the last grant, or while ``in_doubt``
+    from the ticket. ``others_read`` is set while parts of other
+    agents are in flight.
     """
 
     requested: ev.Requested
@@ -156,7 +153,6 @@ class FetchEntry:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a transfer, here or at another agent, may write into the blocks."""
         return self.chunk is not None or self.others_read
 
     @property
@@ -169,7 +165,7 @@ class FetchEntry:
 
     @property
     def is_stale(self) -> bool:
-        """Whether its tokens came from a data process that has been replaced."""
+        """Whether its tokens came from a replaced data process."""
         return self.nixl_agent not in ("", self.home_nixl)
 
     # A granted `Take` ends the offer, and its reply needs time. If the fetch failed at the deadline
@@ -191,7 +187,6 @@ class FetchEntry:
 
     @property
     def due_at(self) -> float | None:
-        """Time of the next `DeadlinePassed`; None if only the end of its reads ends the fetch."""
         if self.state is FetchState.DRAINING or self.state in ENDS:
             return None
         times = [self.ends_at]
@@ -204,14 +199,13 @@ class FetchEntry:
         return min(times)
 
     def makes_progress(self, now: float) -> bool:
-        """Return whether the fetch keeps its place; not while it waits for tokens."""
         waits = self.ask_at is not None and self.chunk is None
         return self.state in UNDER_WAY and not waits and now < self.place_until
 
     def next_chunk(self) -> ev.ReadChunk | None:
-        """Return the tokens that are ready and not read, or the state after the seal, or None.
+        """Return the next tokens to read, or the state after the seal, or None.
 
-        A chunk ends at a multiple of ``chunk_tokens``. None for a sealed offer: all is read.
+        A chunk ends at a multiple of ``chunk_tokens``.
         """
         asked, has_state = self.requested.asked, self.requested.has_state
         wanted, chunk_tokens, start = asked.num_tokens, asked.chunk_tokens, self.read_to
@@ -245,11 +239,10 @@ class FetchEntry:
         self.state, self.entered_at = state, now
 
     def hold(self, sent_at: float, granted: Granted) -> None:
-        """Apply the reply to a `Claim` or `Renew`.
+        """Apply the reply to a `Claim` or `Renew`; before the seal of its ticket, only the lease.
 
-        Raises `RemoteError` if it takes back an earlier grant or the ticket, `LocalError` if the
-        offer can never have the tokens, `GeometryError` if its blocks do not continue the known
-        ones. The ticket may arrive before its seal; until the seal, only the lease is used.
+        Raises `RemoteError` if it takes back an earlier grant or the ticket. Raises `LocalError` if
+        the offer can never have the tokens, `GeometryError` if the block tables have a gap.
         """
         before = self.held
         self.receive(sent_at, granted)
@@ -288,11 +281,7 @@ class FetchEntry:
         self.ask_at = sent_at + granted.lease_s / 3
 
     def drop_attempt(self) -> None:
-        """Drop the state of one attempt; keep the tokens that count.
-
-        A granted `Take` proves that the offer was live since its first byte was read. For tables
-        that only the ticket named, it must show them: without a `Take` to repeat, their tokens go.
-        """
+        """Drop the attempt's state; keep its tokens unless only the ticket named their blocks."""
         self.question, self.held, self.hinted = None, None, False
         self.requested = replace(self.requested, has_route=False, ahead=None)
         if self.unconfirmed:
@@ -315,7 +304,6 @@ class FetchEntry:
         self.nixl_agent = ""
 
     def land(self, ended: ev.ReadEnded) -> None:
-        """Clear a chunk or the parts; the chunk's tokens count only without an error."""
         self.num_bytes += ended.num_bytes
         if ended.elsewhere:
             self.others_read, self.path = False, self.path or ended.path

@@ -1,6 +1,6 @@
 """Events and commands of the fetch table: values without behaviour.
 
-``fetch_id`` is a key of `fetch_key`; ``reply_to`` is the handle to reply to the causing request.
+``fetch_id`` is a `fetch_key`; ``reply_to`` is the handle to reply to a request.
 """
 
 from collections.abc import Mapping
@@ -58,14 +58,13 @@ class Ahead:
 
 
 class Requested(Value, frozen=True):
-    """A request for a fetch (``asked``), and what the agent knows at its start.
+    """A request for a fetch, and what the agent knows at its start.
 
-    Until the ticket of the rendezvous ``meets`` has come, ``ticket`` has only the rendezvous's
-    fields. With ``has_state`` the fetch needs state of the last token, after the seal. The table
-    passes ``resources`` to each command unused. With ``has_route`` no handshake is needed:
-    ``boot``, ``elsewhere`` and ``nixl_agent`` are as in `PeerReady`. ``take_token`` is new for each
-    fetch, so that only this fetch can repeat its granted `Take`. ``others`` have other ranks of
-    the engine. ``access`` is the credential of a part for the engine, whose home is elsewhere.
+    Until the rendezvous ``meets`` has a ticket, ``ticket`` has only its fields. ``has_state`` for
+    state of the last token, which is read after the seal. The table only passes on ``resources``.
+    With ``has_route`` no handshake is needed: ``boot``, ``elsewhere`` and ``nixl_agent`` are as in
+    `PeerReady`. Only this fetch can repeat a granted `Take` with ``take_token``. ``others`` have
+    other ranks of the engine. ``access`` is the credential of a part.
     """
 
     fetch_id: str
@@ -92,15 +91,12 @@ class Requested(Value, frozen=True):
 
 
 def fetch_key(engine_id: str, name: str) -> str:
-    """Return the agent's key for the fetch that an engine calls ``name``; unique per engine."""
+    """Return the key of the fetch that an engine calls ``name``; unique per engine."""
     return blake2b(f"{len(engine_id)} {engine_id} {name}".encode(), digest_size=16).hexdigest()
 
 
 class PeerReady(Value, frozen=True):
-    """The prefill agent is connected, and its engine fits.
-
-    ``elsewhere`` has the memory ids of the engine's ranks at other agents.
-    """
+    """The engine fits; ``elsewhere`` identifies memory and data processes at other agents."""
 
     fetch_id: str
     attempt: int
@@ -114,11 +110,10 @@ class TurnCame(Value, frozen=True):
 
 
 class Answered(Value, frozen=True):
-    """The result of an `Ask`: the reply to its ``message`` (to `Meet`: the ticket), or an error.
+    """The result of an `Ask`: the reply (to `Meet`: the ticket), or an error.
 
-    A lease counts from ``sent_at``. ``ticket`` is needed to release a lease of a forgotten fetch.
-    ``luck``, from 0 to 1, lengthens the pause after ``busy``, so that agents do not retry in
-    step.
+    A lease counts from ``sent_at``. A lease of a forgotten fetch is released by ``ticket``.
+    ``luck``, 0 to 1, lengthens the pause after ``busy``, so that agents do not retry in step.
     """
 
     fetch_id: str
@@ -135,7 +130,7 @@ class Answered(Value, frozen=True):
 
 
 class StepFailed(Value, frozen=True):
-    """The attempt has failed: its peer is lost or not found, or has lost the memory to read."""
+    """The attempt has failed: its peer is lost or not found, or lost the memory."""
 
     fetch_id: str
     attempt: int
@@ -149,11 +144,10 @@ class OfferAdvanced(Value, frozen=True):
 
 
 class ReadEnded(Value, frozen=True):
-    """The chunk has ended, and nothing of it is in flight.
+    """Nothing of the chunk is in flight; without ``error`` all bytes have landed.
 
-    Without ``error`` all bytes have landed. ``path`` is empty if nothing was read, ``nixl_agent``
-    if NIXL read nothing. ``elsewhere`` for the parts of other agents: a failed part is a
-    `StepFailed` before, or ``error`` if none was requested.
+    With ``elsewhere`` it is about the parts of other agents: a failed part is a `StepFailed`
+    before, or ``error`` if none was requested. ``path`` and ``nixl_agent`` are empty if unused.
     """
 
     fetch_id: str
@@ -183,7 +177,7 @@ Event = Requested | FetchEvent | TableEvent
 
 
 class Ask(Value, frozen=True):
-    """Send a request to the fetch's prefill agent; answered once, by `Answered` or `StepFailed`."""
+    """Send a request; answered once, by `Answered` or `StepFailed`."""
 
     requested: Requested
     attempt: int
@@ -192,7 +186,7 @@ class Ask(Value, frozen=True):
 
 
 class Tell(Value, frozen=True):
-    """Have the agent of ``ticket`` end a lease or an offer; no reply counts, as both expire."""
+    """Have an agent end a lease or an offer; the reply is ignored, as both expire."""
 
     ticket: Ticket
     message: Release | PeerWithdraw | Forgo
@@ -215,8 +209,8 @@ class FindRoute(HoldPeer, frozen=True):
 class ReadChunk(Value, frozen=True):
     """Read the tokens [start, stop) from ``tables``; answered once, by `ReadEnded`.
 
-    A fetch reads one chunk at a time. The ``last`` one reads the state, and may have no tokens.
-    Without a lease ``epoch`` is 0, and the prefill agent packs nothing.
+    The ``last`` one reads the state, and may have no tokens. Without a lease ``epoch`` is 0, and
+    the prefill agent packs nothing.
     """
 
     requested: Requested
@@ -231,7 +225,7 @@ class ReadChunk(Value, frozen=True):
 class AskOthers(Value, frozen=True):
     """Request the parts from the other agents of the engine.
 
-    Answered once, by `ReadEnded` (``elsewhere``), after a `StepFailed` for each failed part.
+    Answered once, by `ReadEnded`, after a `StepFailed` for each failed part.
     """
 
     requested: Requested
@@ -239,16 +233,13 @@ class AskOthers(Value, frozen=True):
 
 
 class EndEarlierParts(Value, frozen=True):
-    """Cancel the parts that earlier processes of this agent have requested.
-
-    Answered as `AskOthers`, when nothing of them is in flight.
-    """
+    """End the parts that earlier processes of this agent requested; answered by `ReadEnded`."""
 
     requested: Requested
 
 
 class EndAttempt(Value, frozen=True):
-    """Release what a failed attempt holds, its route too; nothing of it is in flight."""
+    """Release what a failed attempt holds; nothing of it is in flight."""
 
     requested: Requested
     attempt: int
@@ -270,10 +261,9 @@ class Notify(Value, frozen=True):
 
 
 class ReportFetched(Value, frozen=True):
-    """The report of a fetch that has ended; ``fetched`` is the reply to its engine.
+    """The report of a fetch that has ended.
 
-    ``leased`` if it had a lease. ``undecided`` if a `Take` got no reply: the offer may be
-    completed.
+    ``undecided`` if a `Take` got no reply: the offer may be completed.
     """
 
     requested: Requested

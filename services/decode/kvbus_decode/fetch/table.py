@@ -12,8 +12,7 @@ from kvbus_decode.fetch.transitions import TRANSITIONS, Commands, ask, release, 
 class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     """All fetches of one agent, by key.
 
-    ``live`` fetches have not ended, or their blocks are not free yet. The table refuses fetches
-    above the limit, and used keys.
+    ``live`` fetches have not ended, or their blocks are not free yet.
     """
 
     transitions = TRANSITIONS
@@ -64,7 +63,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return sum(len(table) for f in draining for table in f.requested.asked.tables.values())
 
     def called(self, name: str) -> list[FetchEntry]:
-        """Return the fetches that engines call ``name``, at most one per engine."""
         return [one for one in self.named(name) if one.requested.asked.fetch_id == name]
 
     def _names_of(self, entry: FetchEntry) -> tuple[str, ...]:
@@ -141,7 +139,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return commands
 
     def _release_place(self, fetch: FetchEntry, now: float) -> bool:
-        """Release the place of a fetch without progress; return whether it had one."""
         if fetch.place is None or fetch.makes_progress(now):
             return False
         self._places.release(fetch.place)

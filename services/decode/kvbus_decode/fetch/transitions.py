@@ -1,15 +1,15 @@
 """Transitions of a fetch: the handler of each event in each state.
 
-A late event changes nothing, except that a lease that it brings is released. Handlers return the
-commands for the agent, in order.
+A late event changes nothing, except that a lease that it brings is released. Handlers return
+commands in order.
 
 Blocks are never freed under a read. The end of a fetch with a chunk in flight is reported
 immediately; its blocks are freed after the read (draining). A chunk covers only tokens that a grant
 or the ticket (`Ahead`) reported as ready. Only a sealed offer is taken.
 
-A fetch has one request in flight: the one of its state (`ask`). It sends the request again after a
-change of the offer, or after an early reply (``busy``). A reply may come as late as the end of the
-fetch; only the replies to `Claim` and `CommitQuery` have a shorter timeout.
+A fetch has one request in flight (`ask`). It sends the request again after a change of the offer,
+or after an early reply (``busy``). A reply may come as late as the end of the fetch; only `Claim`
+and `CommitQuery` have a shorter timeout.
 """
 
 import math
@@ -66,7 +66,7 @@ RETRIED = frozenset(
         ErrorCode.BUSY,
     }
 )
-"""Errors after which another attempt can succeed; all others fail the fetch."""
+"""Errors after which another attempt can succeed."""
 PASSING = RETRIED | {ErrorCode.CANCELLED}
 """Errors with which stopped transfers may end."""
 RETRY_S, MAX_RETRY_S = 0.05, 1.0
@@ -76,11 +76,11 @@ READ_HINT = (
     ": not all bytes have come. If none ever do, see whether both hosts reach each other on what "
     "data_interfaces names, with packets of full size (MTU); kvbus doctor --peer looks"
 )
-"""Requests still arrive: they use another network, or are smaller than the MTU."""
+"""Requests may use another network, or be smaller than the MTU."""
 
 
 def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
-    """Return the request that the state waits for; its reply covers all hints so far."""
+    """Return the request of the state; its reply covers all hints so far."""
     if fetch.state is MEETING:
         name = fetch.requested.ticket.secret  # all that the rendezvous names of the ticket
         message: Request[Any] = Meet(transfer_id=name, wait_s=max(0.0, fetch.deadline - at.now))
@@ -122,11 +122,7 @@ def _commit_query(fetch: FetchEntry, at: Context) -> CommitQuery:
 
 
 def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
-    """Return the request, with the ticket's secret.
-
-    `Take` shows the blocks unless a lease of this process named them: it is then repeated, or only
-    the ticket named them.
-    """
+    """`Take` shows the blocks if no lease of this process named them, or if it is repeated."""
     requested, ticket, limits = fetch.requested, fetch.requested.ticket, at.limits
     shown: dict[str, Any] = {
         "agent_boot": fetch.boot,
@@ -148,7 +144,7 @@ def _claim_or_take(fetch: FetchEntry, at: Context) -> Claim | Take:
 def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
     """Retry an early request; otherwise fail the attempt.
 
-    Retry immediately after a change of the offer, else after a pause, as events can be lost.
+    Retry immediately after a change of the offer, else after a pause: events can be lost.
     """
     error = event.error or RemoteError("the reply is of another kind", code=ErrorCode.INVALID)
     is_leased = fetch.held is not None and not fetch.in_doubt
@@ -161,9 +157,9 @@ def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Com
 
 
 def _pause_s(event: ev.Answered, at: Context) -> float:
-    """Return the pause before the next request, as the reply suggests or by configuration.
+    """Return the pause before the next request, from the reply or the configuration.
 
-    Bounded to `MIN_PAUSE_S` to `MAX_PAUSE_S`, then lengthened up to twofold by ``luck``.
+    Bounded, then lengthened up to twofold by ``luck``.
     """
     hint = event.error.detail.get("retry_after_s") if event.error is not None else None
     least_s = hint if isinstance(hint, int | float) else at.limits.busy_retry_s
@@ -172,7 +168,7 @@ def _pause_s(event: ev.Answered, at: Context) -> float:
 
 
 def note_news(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Commands:
-    """Query the offer, or do so after the reply in flight; reads before the lease need no query."""
+    """Query the offer, or do so after the reply in flight."""
     if fetch.repeated and fetch.others_read:  # parts of the earlier process end first
         return []
     if fetch.question is None and (fetch.held is not None or fetch.chunk is None):
@@ -218,10 +214,10 @@ def resolve(fetch: FetchEntry, at: Context) -> ev.FindRoute:
 
 
 def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
-    """Queue the fetch for a place, which it may get immediately.
+    """Queue the fetch for a place.
 
-    Count no token as read if other agents have other memory now: a `Take` does not cover that. The
-    same holds for tokens from an earlier data process, unless a `Take` for them got no reply.
+    Read all tokens again if other agents have other memory now: a `Take` does not cover that. The
+    same holds for tokens of an earlier data process, unless a `Take` for them got no reply.
     """
     is_other = event.elsewhere != fetch.elsewhere
     fetch.boot, fetch.elsewhere, fetch.home_nixl = event.boot, event.elsewhere, event.nixl_agent
@@ -232,10 +228,10 @@ def queue(fetch: FetchEntry, event: ev.PeerReady, at: Context) -> Commands:
 
 
 def start(fetch: FetchEntry, _event: object, at: Context) -> Commands:
-    """Send `Claim`, or start to read the blocks that the ticket names.
+    """Send `Claim`, or read the blocks that the ticket names.
 
-    With ``claims`` the `Claim` goes beside that read; otherwise after ``claim_after_s``, when most
-    reads have ended. A fetch that needs no tokens only sends `Take`.
+    Without ``claims`` the `Claim` follows after ``claim_after_s``, when most reads have ended. A
+    fetch that needs no tokens only sends `Take`.
     """
     if fetch.unconfirmed:
         fetch.enter(TAKING, at.now)
@@ -303,7 +299,7 @@ def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
 
 
 def complete(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
-    """Complete the fetch; only a granted `Take` (or a committed one) proves the KV valid."""
+    """Complete the fetch; only a granted `Take` proves the KV valid."""
     if event.error is not None:
         return ask_later_or_fail(fetch, event, at)
     fetch.error = None
@@ -454,8 +450,7 @@ def fail_for(
 def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Commands:
     """Reply to the engine and end the fetch.
 
-    A fetch that has ended still releases its offer for other readers, unless its `Take` has ended
-    the offer.
+    A fetch that has ended still releases its offer, unless its `Take` has ended the offer.
     """
     commands: Commands = [SendReply(event.reply_to, Empty())] if event.reply_to is not None else []
     if fetch.state in STAGES:
