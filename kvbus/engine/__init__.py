@@ -1,9 +1,4 @@
-"""The SDK that engines import: a `Link` with a local agent, for threads and event loops.
-
-`Link` says how an engine offers and fetches, `describe_tensors` what its memory is. Specs are in
-`kvbus.geometry`, errors in `kvbus.errors`; `kvbus.engine.bounce` is for memory that no agent can
-map.
-"""
+"""The SDK that engines import: a `Link` with a local agent, and descriptions of KV memory."""
 
 from kvbus.bus import new_secret
 from kvbus.engine.connection import Connection as Connection

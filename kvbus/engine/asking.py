@@ -1,8 +1,8 @@
-"""Asks an agent until one has begun what is asked: a busy one again, and the next one when it ends.
+"""Requests to an agent, retried until one accepts them: at a busy agent, or at the next one.
 
 ask ─▶ sent ─▶ answered
- ▲      │ busy: a pause; it ends, or is lost: until the next one is there
- └──────┘ no: refused, as when there was no room, or no next one, in time
+ ▲      │ busy: a pause; agent ends or is lost: until the next one
+ └──────┘ refused: for good, or the time ran out without room or a next agent
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from kvbus.protocol.message import Request
 
 SILENT_S = 5.0
 FIRST_S, MOST_S = 0.02, 2.0
-"""Pauses of our own choice; an agent may ask for more."""
+"""Bounds of this side's pauses; an agent may ask for longer ones."""
 NOT_BEGUN = (ErrorCode.DRAINING, ErrorCode.CLOSED, ErrorCode.STALE)
-"""Codes of an agent that ends, and of one that has taken leave of the connection."""
+"""Codes of an agent that ends, or has closed the connection."""
 
 M = TypeVar("M", bound=Request[Any])
 
@@ -38,27 +38,22 @@ def _ignore(_: object) -> None: ...
 
 
 class Pending(Handle, Generic[M]):
-    """What an agent is asked; one that is busy is asked again until ``ask_until``."""
-
     def __init__(self, message: M, ask_until: float) -> None:
         self.message, self.ask_until = message, ask_until
         self.own_pause_s = FIRST_S
         self.on_end: Callable[[Any], None] = _ignore
-        """Called with this when it has ended, and once more if its blocks are free only later."""
+        """Called at the end, and again if the blocks are free only later."""
 
     def renew(self) -> None:
-        """It is asked again: it may say that time has passed."""
+        """Update the time that is left, before a retry."""
 
     def pause_s(self, error: KVBusError, now: float) -> float | None:
-        """Seconds to wait; None when ``error`` is another one, or there is no time left.
-
-        Longer from refusal to refusal, so that an agent that stays full is asked ever less.
-        """
+        """Return the pause before a retry; None if the error is final, or no time is left."""
         if not isinstance(error, RequestRefused) or error.code is not ErrorCode.BUSY:
             return None
         hint = error.detail.get("retry_after_s")
         hint_s = hint if isinstance(hint, int | float) else 0.0
-        least_s = max(self.own_pause_s, hint_s)  # in this order: a hint may be no number at all
+        least_s = max(self.own_pause_s, hint_s)  # this order, as the hint may be NaN
         self.own_pause_s = min(MOST_S, 2 * self.own_pause_s)
         pause_s = least_s * random.uniform(1.0, 2.0)  # noqa: S311 - no secret
         return pause_s if now + pause_s < self.ask_until else None
@@ -68,10 +63,9 @@ A = TypeVar("A", bound=Pending[Any])
 
 
 class Asking(Events, Generic[A]):
-    """What one engine asks of the agent that is there, or of the next one.
+    """The requests of one engine, in the link's event loop.
 
-    After an agent was lost, the next one is waited for until ``agent_wait_s`` have passed; before
-    the first, and when the link is closed, not at all. Called in the link's event loop only.
+    After the loss of an agent, the next one is awaited for ``agent_wait_s``.
     """
 
     def __init__(self, *, agent_wait_s: float = 10.0) -> None:
@@ -80,25 +74,22 @@ class Asking(Events, Generic[A]):
         self._agent_wait_s, self._lost_at = agent_wait_s, math.inf
         self._is_followed = self._was_silent = False
         self._waiting: dict[A, tuple[asyncio.TimerHandle, KVBusError]] = {}
-        """Until the next agent is there, or for a pause; and why."""
+        """Until the next agent is there or a pause ends; with the reason."""
 
     def sent(self, one: A, connection: Connection) -> None:
-        """The agent may know of it."""
+        """Called when the agent may know of the request."""
 
     def answered(self, one: A, reply: Any) -> None:
-        """The agent has said yes."""
         raise NotImplementedError
 
     def refused(self, one: A, error: KVBusError) -> None:
-        """No agent is going to be asked for it any more."""
+        """Called when no agent will get the request."""
         raise NotImplementedError
 
     def give_up(self, now: float, error: KVBusError) -> None:
-        """The agent is stopped: what is overdue fails, and its blocks stay in doubt."""
         raise NotImplementedError
 
     def ask(self, one: A) -> None:
-        """Ask the agent that is there, or wait for it."""
         connection = self.connection
         if connection is None:
             self.wait(one, self.problem)
@@ -108,13 +99,13 @@ class Asking(Events, Generic[A]):
             connection.send(one.message, on_reply, timeout_s=math.inf)
         except KVBusError as error:
             self.refused(one, error)
-        except Exception as error:  # such as a ticket that no message can carry: this fails alone
+        except Exception as error:  # such as a ticket that cannot be encoded
             self.refused(one, LocalError(f"it cannot be asked for: {error}"))
         else:
             self.sent(one, connection)
 
     def forget(self, one: A) -> bool:
-        """Whether it waited, so that no agent knows of it; it does not any more."""
+        """Return whether it was waiting, so that no agent knows of it."""
         if one not in self._waiting:
             return False
         timer, _ = self._waiting.pop(one)
@@ -122,7 +113,6 @@ class Asking(Events, Generic[A]):
         return True
 
     def opened(self, connection: Connection) -> None:
-        """There is an agent, of the role that this is for."""
         self.connection, self._is_followed = connection, True
         connection.events = self
         for one in list(self._waiting):
@@ -130,18 +120,16 @@ class Asking(Events, Generic[A]):
             self._ask_again(one)
 
     def closed(self) -> None:
-        """There is not going to be another agent."""
         self._is_followed = False
         for one, (_, error) in list(self._waiting.items()):
             self.forget(one)
             self.refused(one, error)
 
-    # An agent keeps all deadlines itself, unless it is stopped: then nobody does. It is given up
-    # when it was silent twice in a row, so that a process that was held up itself reads what came
-    # meanwhile. What it was asked for it may still begin when it goes on, and what it has begun may
-    # have ended: so blocks are free when the agent says so after all, or is gone.
+    # An agent enforces all deadlines itself, unless it is stopped. It is given up after two silent
+    # checks in a row. After a pause of this process, the first check runs before the queued
+    # messages are read. A stopped agent may resume, and still begin a request, or report an end. So
+    # the blocks are free only when it reports that, or exits.
     def on_silence(self, silent_s: float) -> None:
-        """Give up what is overdue."""
         was_silent, self._was_silent = self._was_silent, silent_s >= SILENT_S
         if was_silent and self._was_silent:
             silence = f"the agent has answered nothing for {silent_s:.0f} s"
@@ -149,7 +137,6 @@ class Asking(Events, Generic[A]):
             self.give_up(time.monotonic(), error)
 
     def on_lost(self, error: KVBusError) -> None:
-        """What it did not answer waits for the next one."""
         self.connection, self.problem = None, error
         self._lost_at = time.monotonic()
         for one, (_, why) in list(self._waiting.items()):
@@ -157,7 +144,6 @@ class Asking(Events, Generic[A]):
             self.wait(one, error if why.code is ErrorCode.BUSY else why)
 
     def on_refusal(self, connection: Connection, one: A, error: KVBusError) -> None:
-        """The agent said no, or its answer did not come."""
         ends = isinstance(error, RequestRefused) and error.code in NOT_BEGUN
         if ends or connection.lost is not None:
             self.wait(one, error)
@@ -167,7 +153,6 @@ class Asking(Events, Generic[A]):
             self.refused(one, error)
 
     def wait(self, one: A, error: KVBusError) -> None:
-        """Until the next agent is there; ``error`` is why there is none."""
         lost_s = time.monotonic() - self._lost_at if self.connection is None else 0.0
         left_s = self._agent_wait_s - max(0.0, lost_s)
         if self._is_followed and left_s > 0:

@@ -1,11 +1,8 @@
-"""A connection of an engine process with its agent, and who opens it again once it was lost.
+"""Connections of an engine process with its agent.
 
-A connection does not outlive its agent: when that goes, everything that waits fails with
-`PeerLost`.
-
-    open ─▶ register ─▶ there ─▶ lost ─▶ closed
-     ▲                                     │
-     └───────────────── pause ◀────────────┘
+open ─▶ register ─▶ there ─▶ lost ─▶ closed
+ ▲                                     │
+ └───────────────── pause ◀────────────┘
 """
 
 import contextlib
@@ -38,37 +35,35 @@ GOODBYE_S = 1.0
 ATTACH_RETRY_S = 0.05
 LOOK_S = 1.0
 ENDS_WITHIN_S = 1.0
-"""A process that ends closes its connections first."""
+"""A process that exits closes its connections first."""
 IPC = "ipc://"
 RETRY_S = 0.05
 MAX_RETRY_S = 2.0
 MAX_ABSENT_RETRY_S = 0.2
-"""While nobody listens: an attempt costs next to nothing, and an agent that is back is wanted."""
+"""Short: an attempt costs little, and the engine needs the agent."""
 MAX_PENDING = 1 << 20
-"""Requests without a reply: as many as the largest `max_handoffs` of an agent."""
+"""The largest `max_handoffs` of an agent."""
 
 
 class Events:
-    """What a connection tells of."""
+    """Callbacks of a connection."""
 
     def on_notice(self, notice: Notice) -> None:
-        """A notice of the agent."""
+        """Handle a notice of the agent."""
 
     def on_silence(self, silent_s: float) -> None:
-        """Told each second for how long the agent has answered nothing; it is asked meanwhile."""
+        """Called each second; ``silent_s`` is the time since the agent's last message."""
 
     def on_lost(self, error: KVBusError) -> None:
-        """The connection has ended; what waits must not wait any longer."""
+        """Fail what is pending."""
 
 
 class Connection:
     """A connection with the agent at ``attach_path``; open within ``async with``.
 
-    Entering raises `PeerLost` when no agent listens there, or none is ready, within
-    ``attach_timeout_s``, `RequestRefused` when it says no, `ConfigError` when it is another user's,
-    or another user could take its place, and `LocalError` when it is not of ``role``. A request is
-    answered within ``request_timeout_s``, or raises `RequestTimeout`. ``lost`` is why the
-    connection ended, None while it lives; ``events`` is told of what comes.
+    Entering raises `PeerLost` when no agent listens, or none is ready, within ``attach_timeout_s``;
+    `RequestRefused`; `LocalError` when its role is not ``role``; and `ConfigError` when another
+    user runs it, or could replace it. ``lost`` is why the connection ended.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class Connection:
 
     @property
     def agent(self) -> Welcome:
-        """What the agent said of itself; raises `ClosedError` before the connection is open."""
+        """The agent's description; raises `ClosedError` before the connection is open."""
         if self._welcome is None:
             raise ClosedError("the connection is not open")
         return self._welcome
@@ -125,12 +120,12 @@ class Connection:
         await self._exit.aclose()
 
     async def ended(self) -> KVBusError:
-        """Why the connection ended, once it has: the agent is gone, or it was closed from here."""
+        """Wait for the end of the connection; return its reason."""
         await self._ended.wait()
         return self.lost or ClosedError("the session was closed")
 
     async def pass_memory(self, message: Request[R], *fds: int) -> R:
-        """Ask by the attach socket, which passes descriptors; returns the typed reply."""
+        """Send a request with descriptors on the attach socket; return the typed reply."""
         body = await self._attach.call({"op": message.op, "body": to_body(message)}, fds)
         reply: R = from_body(message.reply, body)
         return reply
@@ -138,7 +133,7 @@ class Connection:
     async def request(self, message: Request[R], *, timeout_s: float = 0.0) -> R:
         """Send a request and return its typed reply.
 
-        Raises `RequestRefused`, `RequestTimeout`, and `PeerLost` when the agent goes.
+        Raises `RequestRefused`, `RequestTimeout` and `PeerLost`.
         """
         timeout_s = timeout_s or self._request_timeout_s
         return await self._open_client().ask(message, timeout_s=timeout_s)
@@ -150,11 +145,10 @@ class Connection:
         *,
         timeout_s: float = 0.0,
     ) -> None:
-        """Send a request; ``on_reply`` gets its typed reply, or the error that stands for it.
+        """Send a request; ``on_reply`` receives its reply or error, before later notices.
 
-        With ``timeout_s`` infinite it is waited for while the connection lives. ``on_reply`` is
-        called before any notice that the agent sent after the reply. Raises `ClosedError` before
-        the connection is open, and why it ended after.
+        An infinite ``timeout_s`` lasts as long as the connection. Raises `ClosedError` before the
+        connection is open, and the reason of its end afterwards.
         """
         timeout_s = timeout_s or self._request_timeout_s
         self._open_client().send(message, timeout_s=timeout_s, on_reply=on_reply)
@@ -167,7 +161,6 @@ class Connection:
         return self._client
 
     async def _attach_within_time(self, stack: contextlib.AsyncExitStack) -> Welcome:
-        """While no agent listens, or it is not ready, try again until the deadline."""
         deadline = anyio.current_time() + self._attach_timeout_s
         while True:
             self.boot, self._attach = new_boot_id(), AttachClient(self._path)
@@ -185,7 +178,7 @@ class Connection:
             await anyio.sleep(ATTACH_RETRY_S)
 
     def _release_life(self) -> None:
-        self.life.release()  # the last one: each attempt has its own
+        self.life.release()  # frees the last one, as each attempt has its own
 
     async def _greet(self) -> Welcome:
         hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, self._engine_id, self.boot)
@@ -219,9 +212,9 @@ class Connection:
         if self.lost is not None:
             return
         if self._client is not None and isinstance(error, PeerLost):
-            self._client.take_last()  # what it said before its end
+            self._client.take_last()  # messages that it sent before its end
         self.lost = error
-        self._attach.hang_up()  # before anybody writes to blocks: see `EngineDirectory.end_if_left`
+        self._attach.hang_up()  # before any write to the blocks: see `EngineDirectory.end_if_left`
         if self._client is not None:
             self._client.closed_by = error
             self._client.close()
@@ -230,10 +223,9 @@ class Connection:
 
 
 class KeptConnection:
-    """Keeps a connection of ``connect`` open and registered; ``name`` names it in logs.
+    """A connection that reopens after each loss; ``name`` is for logs.
 
-    ``register`` is awaited with each one, which is there after it: ``on_open`` is called then, and
-    ``on_change`` when there is one, and when there is none any more.
+    Each new one runs ``register``, then ``on_open``, then ``on_change``; a loss runs ``on_change``.
     """
 
     def __init__(
@@ -253,31 +245,24 @@ class KeptConnection:
         self._problem: KVBusError | None = ClosedError(f"{name} is not open yet")
         self._last_failure = ""
         self.num_opened = 0
-        """How often there was a new connection, the first included."""
 
     @property
     def problem(self) -> KVBusError | None:
-        """Why there is no connection; None while there is one."""
         return self._problem or self.latest.lost
 
     @property
     def has_failed(self) -> bool:
-        """Whether `problem` is why the last attempt failed, or the last connection was lost."""
         return self.problem is not None and self._last_failure != ""
 
     @property
     def latest(self) -> Connection:
-        """The last connection, lost or not: a call of a lost one raises why it ended.
-
-        Raises `problem` before the first.
-        """
+        """The last connection, perhaps lost. Raises `problem` before the first."""
         if self._latest is None:
             error = self._problem or ClosedError(f"{self._name} is not open yet")
             raise error.with_traceback(None)  # one error, raised often
         return self._latest
 
     async def run(self) -> None:
-        """Keep a connection open until this is cancelled."""
         retry_s = RETRY_S
         try:
             while True:
@@ -285,14 +270,13 @@ class KeptConnection:
                 await self._hold()
                 if self.num_opened > num_before:
                     retry_s = RETRY_S
-                # not all at once: the engines of one agent miss it in the same moment
+                # jitter: all engines of one agent lose it at the same moment
                 await anyio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
                 retry_s = min(2 * retry_s, self._max_retry_s())
         finally:
             self._problem = ClosedError(f"{self._name} was closed")
 
     async def _hold(self) -> None:
-        """One connection, from its opening to its end."""
         try:
             async with self._connect() as connection:
                 await self._register(connection)
@@ -300,7 +284,7 @@ class KeptConnection:
                 self._fail(await connection.ended(), "lost")
         except KVBusError as error:
             self._fail(error, "cannot be opened")
-        except Exception as error:  # a fault of ours must not end the keeper: the next one is new
+        except Exception as error:  # a defect must not stop the keeper; the next connection is new
             self._fail(error, "failed")
 
     def _set(self, connection: Connection) -> None:
@@ -312,7 +296,6 @@ class KeptConnection:
         self._on_change()
 
     def _fail(self, error: Exception, how: str) -> None:
-        """Logged once for each reason: it is tried again and again."""
         if isinstance(error, KVBusError):
             self._problem = error
         else:

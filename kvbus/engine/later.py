@@ -1,4 +1,4 @@
-"""What comes later, for threads and event loops alike, and the loop in which it is worked for."""
+"""Results for threads and event loops, and the loop that produces them."""
 
 import asyncio
 import logging
@@ -19,33 +19,30 @@ log = logging.getLogger("kvbus.engine")
 
 
 class Later(Generic[T]):
-    """Something that happens once: a result, or an error.
+    """A result or an error that arrives once: `wait` in a thread, ``await`` in any event loop.
 
-    In a thread `wait` for it, in any event loop ``await`` it, or have a call made. Who waits no
-    more does not undo it. Once it has happened it lets go of the calls: who is called mostly has
-    this, and such a cycle would be left to the engine's garbage collector.
-
-    ``runner`` makes it happen: a wait in its event loop would never end, and raises `LocalError`.
+    A waiter that gives up cancels nothing. Callbacks are released once called, as they often refer
+    back to this object. ``runner`` produces the result: `wait` in its event loop raises
+    `LocalError`.
     """
 
     __slots__ = ("_calls", "_error", "_lock", "_runner", "_value", "is_observed")
 
     def __init__(self, runner: "Runner | None" = None) -> None:
         self.is_observed = False
-        """Whether the engine waits for it, or has a callback: then `Link.ended` leaves it out."""
+        """Whether the engine waits for it or has a callback; `Link.ended` leaves it out."""
         self._runner = runner
         self._lock = threading.Lock()
         self._calls: list[Callable[[], object]] | None = []
-        """To be made when it happens; None since then."""
+        """None once it has happened."""
         self._value: Any = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether it has happened."""
         return self._calls is None
 
     def result(self, timeout_s: float | None = None) -> T:
-        """As `wait`, for the SDK itself."""
+        """Wait without setting `is_observed`."""
         error = self.exception(timeout_s)
         if error is not None:
             raise error.with_traceback(None)  # many may share it, and raise it often
@@ -53,7 +50,7 @@ class Later(Generic[T]):
         return value
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """Its error, None with a result; waits as `wait` does."""
+        """Block as `result` does; return the error or None."""
         if not self.done():
             if self._runner is not None and timeout_s != 0:
                 self._runner.check_may_wait()
@@ -67,10 +64,9 @@ class Later(Generic[T]):
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """The result; raises the error, and `TimeoutError` after ``timeout_s``.
+        """Block for the result; raise its error, or `TimeoutError` after ``timeout_s``.
 
-        In an event loop, ``await`` it instead: this blocks its thread. Raises `LocalError` in the
-        event loop of the link, where it would block for ever.
+        Raises `LocalError` in the link's event loop, where it would block for ever.
         """
         self.is_observed = True
         return self.result(timeout_s)
@@ -85,15 +81,15 @@ class Later(Generic[T]):
         return self.result()
 
     def add_callback(self, call: Callable[[], object]) -> None:
-        """Have ``call`` called once it has happened, in the thread where it does.
+        """Run ``call`` where the result arrives, or now if it has; it must not block.
 
-        At once, if it has. It must not wait. What it raises is logged.
+        Its exceptions are logged.
         """
         self.is_observed = True
         self.then(call)
 
     def then(self, call: Callable[[], object]) -> None:
-        """As `add_callback`, for the SDK itself: it is not told that somebody observes this."""
+        """Add a callback without setting `is_observed`."""
         with self._lock:
             if self._calls is not None:
                 self._calls.append(call)
@@ -101,7 +97,7 @@ class Later(Generic[T]):
         _make(call)
 
     def settle(self, outcome: T | BaseException) -> None:
-        """It has happened; the first outcome counts."""
+        """Set the outcome; only the first counts."""
         with self._lock:
             if self._calls is None:
                 return
@@ -117,22 +113,21 @@ class Later(Generic[T]):
 def _make(call: Callable[[], object]) -> None:
     try:
         call()
-    except Exception:  # the others are made all the same
+    except Exception:  # the other callbacks run all the same
         log.exception("kvbus: a callback failed")
 
 
 class Handle:
-    """Something that ends, and whose blocks are free then or later."""
+    """An operation that ends; its blocks are free then or later."""
 
     ended: Later[Any]
     freed: Later[None] | None = None
-    """None when the blocks are free with the end."""
+    """None when the blocks are free at the end."""
     awaits_report: bool | None = None
-    """None before the first report, True when another one follows, False after the last."""
+    """None before the first report, True when another follows, False after the last."""
 
     @property
     def is_observed(self) -> bool:
-        """Whether the engine learns of its next state without a report."""
         if self.freed is not None and self.awaits_report:
             return self.freed.is_observed
         return self.ended.is_observed
@@ -141,17 +136,17 @@ class Handle:
 H = TypeVar("H", bound=Handle)
 
 
-# Each state is reported once. The lock orders a report and the end of the blocks' use:
+# Each state is reported once. The lock orders a report and the release of the blocks:
 #
 #     link's thread   settle `ended`  note           settle `freed`  note
 #     engine's thread                      take ①                         take ②
 #
-# ① finds `freed` unsettled, and sets `awaits_report`: the second `note` adds the handle again. A ①
-# behind `settle` reports both states at once, and then the second `note` adds nothing.
+# ① finds `freed` unsettled and sets `awaits_report`: the second `note` adds the handle again. If ①
+# comes after the second `settle`, it reports both states, and the second `note` adds nothing.
 class Ended(Generic[H]):
-    """Queue of the handles that ended and that the engine does not observe.
+    """Queue of ended handles that the engine does not observe.
 
-    Before the first `take` it keeps no handle alive: an engine that polls its handles never calls.
+    Before the first `take`, it keeps no handle alive.
     """
 
     def __init__(self) -> None:
@@ -159,13 +154,11 @@ class Ended(Generic[H]):
         self._over: MutableMapping[H, None] = WeakKeyDictionary()
 
     def note(self, handle: H) -> None:
-        """Add ``handle``, which has ended, or whose blocks are free now."""
         with self._lock:
             if handle.awaits_report is not False and not handle.is_observed:
                 self._over[handle] = None
 
     def take(self) -> list[H]:
-        """Return the handles that were added since the last call."""
         with self._lock:
             over, self._over = self._over, {}
             news = [one for one in over if not one.is_observed]
@@ -182,12 +175,11 @@ def _wake(loop: asyncio.AbstractEventLoop, woken: "asyncio.Future[None]") -> Non
     if running_loop() is loop:
         settle()
     else:
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits in it
+        with suppress(RuntimeError):  # the loop is closed: no task waits in it
             loop.call_soon_threadsafe(settle)
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop of this thread; None when there is none."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -195,7 +187,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 class Runner:
-    """Runs calls in one event loop, from any thread, and those of one thread in their order."""
+    """An event loop for calls from any thread; those of one thread keep their order."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -203,13 +195,12 @@ class Runner:
         self._tasks: dict[asyncio.Task[None], anyio.CancelScope] = {}
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run in ``loop`` from now on."""
         self._loop = loop
 
     def post(self, call: Callable[[], object]) -> None:
-        """Call ``call`` in the loop: at once from its own thread, and never waiting from others.
+        """Run ``call`` in the loop: now in its own thread, later from others. Errors are logged.
 
-        Raises `ClosedError` before there is a loop, and after. An error of ``call`` is logged.
+        Raises `ClosedError` before the loop starts and after it ends.
         """
         if self._loop is None:
             raise ClosedError("the link is not open")
@@ -230,7 +221,6 @@ class Runner:
             )
 
     def start(self, call: Callable[[], Awaitable[T]]) -> Later[T]:
-        """Begin ``call`` in the loop; what it returns or raises comes later."""
         later: Later[T] = Later(self)
         self.post(partial(self._start, call, later))
         return later
@@ -239,13 +229,13 @@ class Runner:
         asyncio.get_running_loop().create_task(self._run(call, later))
 
     async def aclose(self) -> None:
-        """From the loop: cancel what was started; nothing is posted any more. Idempotent.
+        """Cancel all calls, from the loop, and reject new ones. Idempotent.
 
-        By scopes, as a cancelled task does not wait for what is shielded in it.
+        It cancels scopes, as a cancelled task does not wait for its shielded parts.
         """
         with self._lock:
             self._is_closed = True
-        for _ in range(2):  # what was posted by now is called, and its tasks begin
+        for _ in range(2):  # queued calls run, and their tasks start
             await asyncio.sleep(0)
         tasks = dict(self._tasks)
         for scope in tasks.values():
@@ -255,8 +245,8 @@ class Runner:
     async def _run(self, call: Callable[[], Awaitable[T]], later: Later[T]) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         try:
-            # Made in the task: where an engine's environment has sniffio, anyio asks it for the
-            # event loop, and it knows of none in a callback.
+            # Create the scope in the task: where sniffio is installed, anyio asks it for the event
+            # loop, and it knows none in a callback.
             with anyio.CancelScope() as scope:
                 self._tasks[task] = scope
                 later.settle(await call())

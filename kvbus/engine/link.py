@@ -1,4 +1,4 @@
-"""An engine's link with its agent: what a scheduler, a rank, or both in one process need of it.
+"""An engine's link with its agent, for a scheduler, a rank's worker, or both in one process.
 
 an engine's threads and loops        the link's event loop
 offer, extend, fetch … ──calls────▶ Offers, Fetches ─▶ connection of the scheduler
@@ -44,31 +44,27 @@ WORDS_ID = "kvbus-words"
 
 
 class Link:
-    """Keeps an engine attached to the agent at ``attach_path``; open within ``with``, or
-    ``async with``.
+    """A link between an engine and the agent at ``attach_path``.
 
-    ``memory`` is that of the ranks in this process, of `describe_tensors` or `RankMemory.allocate`;
-    it is closed with the link, so links that share it are closed together. The
-    engine's scheduler is here, too, unless ``control`` is False: then this is the link of a worker.
-    Whether the scheduler offers or fetches is said by its agent (`role`); with ``role``, an agent
-    of the other one is refused. ``others`` are the ranks of this engine at other agents, by
-    the peer endpoint of each (`agent` of a link there); ``access`` is what all links of these ranks
-    were given, a secret of `new_secret`: who asks about a rank that is not at the engine's home
-    shows it. An answer is waited for, and an agent without room is asked, for
-    ``request_timeout_s``.
+    Open it with ``with`` or ``async with``. It closes ``memory``, that of the ranks in this
+    process; close links that share it together. With ``control`` False, this is a worker's link,
+    without the scheduler. ``role`` refuses an agent of the other role. ``others`` lists this
+    engine's ranks at other agents, by peer endpoint. ``access`` is one secret (`new_secret`) of all
+    these links, for requests about a rank outside the engine's home. ``request_timeout_s`` bounds
+    replies, and retries at a full agent.
 
-    The link outlives its agent. Once an agent listens at the path again, the link registers the
-    engine and its memory, publishes live offers again, and repeats live fetches. A fetch ends at
-    its deadline. An offer ends at its ``ttl_s``, but not before ``agent_wait_s``.
+    The link reconnects when its agent restarts: it registers again, publishes live offers again,
+    and repeats live fetches. A fetch ends at its deadline. An offer ends at its ``ttl_s``, but not
+    before ``agent_wait_s``.
 
-    Entering it raises why the first attempt failed, such as `PeerLost` when no agent listens within
-    ``attach_timeout_s``. `start` does not wait, and an engine that can do without an agent looks at
-    `wait_open` and `problem`. ``with`` and `start` give the link a thread; ``async with`` runs it
-    in that event loop, which must not be held up for long (compute elsewhere). Everything may be
-    called from any thread, and in any event loop: nothing but `wait_open`, `close` and entering
-    waits there. Ends are heard in one of four ways: ``offer.ended.wait()`` in a thread, ``await
-    offer.ended`` in a loop, ``add_callback``, which is called where the link runs, or `ended`, for
-    step loops, which tells of all others.
+    Entering raises the first error, such as `PeerLost` without an agent for ``attach_timeout_s``.
+    `start` does not wait; see `wait_open` and `problem`. ``with`` and `start` use a new thread.
+    ``async with`` uses the running event loop: do not block it for long. Calls are safe in any
+    thread and event loop; only `wait_open`, `close` and entering block.
+
+    To wait for an end, use ``offer.ended.wait()`` in a thread, or ``await offer.ended`` in an event
+    loop. ``add_callback`` runs a function in the link's thread or loop. For step loops, see
+    `ended`.
     """
 
     def __init__(
@@ -144,10 +140,7 @@ class Link:
         self._closes_itself = False
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> Self:
-        """Begin to attach, without waiting for it; once.
-
-        In ``loop``, which is the running one, or in a thread of the link.
-        """
+        """Start to attach, once, in the running ``loop`` or a new thread; never wait."""
         runs_in = loop or asyncio.new_event_loop()
         self.runner.begin(runs_in)
         self._keeper = runs_in.create_task(self._keep())
@@ -183,16 +176,16 @@ class Link:
         await self.aclose()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Leave the agent, within ``timeout_s`` or later; all that goes on ends. Idempotent.
+        """Detach from the agent, end all operations, and wait up to ``timeout_s``. Idempotent.
 
-        In a callback it returns at once, and the link's thread closes the link. Raises `LocalError`
-        for a link that runs in an event loop of the engine: ``await aclose()`` there.
+        In a callback it does not wait. Raises `LocalError` in an event loop of the engine: use
+        ``await aclose()``.
         """
         if self._thread is None and self._keeper is not None:
             raise LocalError("this link runs in an event loop of the engine: use 'await aclose()'")
         if self._thread is not None and self._thread.is_alive():
             self._closes_itself = self._thread is threading.current_thread()
-            with suppress(ClosedError):  # it ends by itself
+            with suppress(ClosedError):  # it is ending already
                 self.runner.post(self._stop)
             if self._closes_itself:
                 return
@@ -200,14 +193,14 @@ class Link:
         self._close_memory()
 
     async def aclose(self) -> None:
-        """As `close`, in an event loop: the one that the link was entered in."""
+        """Close the link, in the event loop that entered it."""
         if self._thread is not None:
             await asyncio.to_thread(self.close)
             return
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.cancel()
-            with anyio.CancelScope(shield=True):  # an agent that answers nothing is left soon
+            with anyio.CancelScope(shield=True):  # up to `GOODBYE_S`
                 await asyncio.gather(keeper, return_exceptions=True)
                 await self.runner.aclose()
         self._close_memory()
@@ -217,9 +210,9 @@ class Link:
             memory.close()
 
     def wait_open(self, timeout_s: float) -> bool:
-        """Whether everything was registered within ``timeout_s``.
+        """Wait until everything is registered; return whether it is.
 
-        Raises `LocalError` in the event loop of the link while it is not open.
+        Raises `LocalError` in the link's event loop, unless it is open.
         """
         if not self.is_open and timeout_s > 0:
             self.runner.check_may_wait()
@@ -227,42 +220,38 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether everything is registered with an agent."""
         return self._is_open.is_set()
 
     @property
     def problem(self) -> KVBusError | None:
-        """Why it is not open; None while it is."""
         closed = [kept for kept in self._kept if kept.problem is not None]
         return max(closed, key=lambda kept: kept.has_failed).problem if closed else None
 
     @property
     def num_opened(self) -> int:
-        """How often there was a new agent, the first included."""
+        """Number of connections so far."""
         return self._kept[-1].num_opened
 
     @property
     def connection(self) -> Connection:
-        """The latest connection of the scheduler, or of the last rank: for requests of the protocol
-        that have no call here. It may have ended. Raises why there was none yet.
+        """The latest connection, for requests without a method here; it may be lost.
+
+        It is that of the scheduler, or of the last rank. Raises the reason when there was none yet.
         """
         return self._kept[-1].latest
 
     @property
     def agent(self) -> Welcome:
-        """What the latest agent said of itself; raises why there was none yet."""
+        """The latest agent; raises the reason when there was none yet."""
         return self.connection.agent
 
     @property
     def role(self) -> AgentRole:
-        """Whether the agent takes offers or fetches; raises why there was none yet."""
+        """The latest agent's role; raises the reason when there was none yet."""
         return self.agent.role
 
     def when_changed(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called, where the link runs, each time that `is_open` changes from now on.
-
-        Once it is open again, what an agent had that is gone can be made again.
-        """
+        """Run ``call`` in the link's thread or loop whenever `is_open` changes."""
         self._on_change.append(call)
 
     def offer(
@@ -275,13 +264,12 @@ class Link:
     ) -> Offer:
         """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
 
-        Returns at once. From now on until `Offer.ended` the blocks must not be written or given to
-        another request; blocks that are yet to be filled may be written before `Offer.extend` names
-        them. A state has one block. `OfferOptions` says what else can be told.
+        Returns immediately. Do not write to the blocks or reuse them before `Offer.ended`; unfilled
+        ones are writable until `Offer.extend` names them. A state has one block.
 
-        Raises `GeometryError` for ids that are no unsigned 32-bit integers and for a first block
-        without a table. What the agent refuses, the offer raises: without room, or of an agent that
-        answers nothing any more, when ``request_timeout_s`` has passed.
+        Raises `GeometryError` for ids that are not unsigned 32-bit integers, and for a first block
+        without a table. The offer raises the agent's refusal, after ``request_timeout_s`` if it is
+        full or silent.
         """
         message = offer_message(request_id, num_tokens, block_ids, **options)
         offer = Offer(self.runner, message, time.monotonic() + self._patience_s)
@@ -297,19 +285,18 @@ class Link:
         block_ids: BlockIds,
         **options: Unpack[FetchOptions],
     ) -> Fetch:
-        """Ask for tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
+        """Fetch tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
 
-        Each group gives exactly the blocks of its `GroupSpec.positions`: of these tokens; with a
-        window, of those among the last ``window`` of ``num_tokens``; of a state, its one block. A
-        group that needs none may be left out. `FetchOptions` says what else can be told. Without
-        ``num_tokens``, it is of what the offer has when it is sealed, at most what the blocks hold
-        (`Fetched.num_tokens`); not for an engine with windows, or with ranks at other agents.
+        Each group lists exactly the blocks of its `GroupSpec.positions`. These are all of these
+        tokens, with a window those among the last ``window`` of ``num_tokens``, for a state one
+        block. Groups without positions may be absent. Without ``num_tokens``, it takes all tokens
+        of the sealed offer that fit (`Fetched.num_tokens`); not for engines with windows, or with
+        ranks at other agents.
 
-        Returns at once; `Fetch.ended` says how it ends, a refusal by the agent included (its stage
-        is ``requested``). An agent without room is asked again until ``timeout_s`` or
-        ``request_timeout_s`` have passed. One that answers nothing any more cannot say so: the
-        fetch fails then with stage ``silent``, after the same time. Raises `GeometryError` for ids
-        that are no unsigned 32-bit integers, or of no group.
+        Returns immediately; `Fetch.ended` has the result, with stage ``requested`` for a refusal. A
+        full agent is retried for ``timeout_s`` or ``request_timeout_s``. A silent one fails the
+        fetch after that time, with stage ``silent``. Raises `GeometryError` for ids that are not
+        unsigned 32-bit integers, and for unknown groups.
         """
         fetch = self._fetches.new(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
         fetch.on_end = self._over.note
@@ -317,32 +304,29 @@ class Link:
         return fetch
 
     def release(self, ticket: Mapping[str, Any]) -> None:
-        """This ticket, or rendezvous, is not wanted: the prefill engine gets its blocks back now.
+        """Release the offer of this ticket or rendezvous, also after a failed fetch.
 
-        Returns at once, and never raises, also before the link is open and after its end. It is
-        tried again, with the next agent, too. An offer that cannot be released expires by itself.
-        Also right after a fetch that was refused or failed.
+        Returns immediately, never raises, and works outside the link's lifetime. The link retries
+        at this agent and the next; otherwise the offer expires.
         """
         self._fetches.releases.add(dict(ticket))
 
     def ended(self) -> list[Offer | Fetch]:
-        """The offers and fetches that ended since the last call; never waits.
+        """Return the offers and fetches that ended since the last call; never blocks.
 
-        Each is reported once. A fetch whose blocks were not free at its report
-        (`Fetch.are_blocks_free`) is reported a second time when they are, or when no agent will
-        ever say so. Handles that the engine waits for or has a callback for are left out.
+        Each is reported once, except those with a waiter or a callback. If the blocks of a fetch
+        were not free, it is reported again when they are, or when no agent can confirm it.
 
-        Call it in each step, or never: from the first call on the link keeps what has ended until
-        the next call. Before that, it keeps no handle that the engine has dropped.
+        Call it in each step, or never: from the first call on, the link keeps ended handles until
+        the next.
         """
         return self._over.take()
 
     def record(self, stream: "torch.cuda.Stream | None" = None) -> None:
-        """Mark what ``stream``, or the current one of this thread, was given so far.
+        """Make the agent's copies wait for the work so far on ``stream``, by default the current.
 
-        For ranks with CUDA memory, before each `offer`, `extend`, `seal` and `fetch` that is about
-        their blocks: the agent copies after that work. Returns at once. Raises `LocalError` when
-        there is no such rank here.
+        With CUDA memory, call it before each `offer`, `extend`, `seal` and `fetch`. Does not block.
+        Raises `LocalError` without CUDA memory here.
         """
         events = [rank.event for rank in self._ranks if rank.event is not None]
         if not events:
@@ -351,8 +335,10 @@ class Link:
             event.record(stream)
 
     def _new_words(self) -> SharedSegment | None:
-        """A page where all of the engine is in this process, which closes the words before it
-        writes to blocks again, and on the host, where a reader of this machine can map it.
+        """Allocate a page of words, if all ranks are in this process and on the host.
+
+        Readers of this machine map the page. This process must close a word before it writes to the
+        blocks.
         """
         storages = [one for memory in self._memory for one in memory.storages.values()]
         on_host = not any(isinstance(one, CudaStorage) for one in storages)
@@ -362,7 +348,7 @@ class Link:
         )
 
     async def _register(self, connection: Connection) -> None:
-        """As the engine's scheduler; after the first time, however long a rank takes."""
+        """Register the scheduler; after the first time, wait for the ranks without a limit."""
         role, offers = connection.agent.role, self._offers
         self._fetches.greeted(connection)
         republishes = role is AgentRole.PREFILL and offers.republishes
@@ -429,7 +415,7 @@ class Link:
             self._keeper.cancel()
 
     async def _keep(self) -> None:
-        """The scheduler leaves before the memory does."""
+        """End the scheduler's connection before the memory's."""
         async with asyncio.TaskGroup() as tasks:
             for kept in self._kept:
                 if kept is not self._control:
@@ -443,8 +429,6 @@ class Link:
 
 
 class AttachedRank:
-    """The memory of one rank, registered with each agent that comes."""
-
     def __init__(self, engine: EngineSpec, memory: RankMemory, access: str | None) -> None:
         self.words: SharedSegment | None = None
         self.number = memory.rank.rank
@@ -455,7 +439,6 @@ class AttachedRank:
             raise GeometryError("storages and the rank's segments have different ids")
 
     async def register(self, connection: Connection) -> None:
-        """Pass the memory to the agent, and say what it is."""
         for segment_id, storage in self._memory.storages.items():
             if isinstance(storage, CudaStorage):
                 await self._pass_cuda(connection, segment_id, storage)

@@ -1,8 +1,4 @@
-"""The offers of a prefill engine, and when their blocks come back.
-
-Blocks are the engine's again when the offer has ended. An offer outlives its agent: the link
-publishes it again to the next one.
-"""
+"""The offers of a prefill engine; after an agent's crash, live ones are published at the next."""
 
 import asyncio
 import math
@@ -48,9 +44,9 @@ from kvbus.protocol.tools import known_trace
 from kvbus.protocol.word import WordNames
 
 BlockIds = Mapping[str, npt.ArrayLike]
-"""Block ids by group, in order of position."""
+"""By group, in order of position."""
 ENDED_KEPT_S = 60.0
-"""How long a committed offer is kept for the next agent: a reader may repeat its request."""
+"""The next agent gets a committed offer, as its reader may repeat the request."""
 AGENT_ENDS = (
     ErrorCode.DRAINING,
     ErrorCode.CLOSED,
@@ -58,66 +54,57 @@ AGENT_ENDS = (
     ErrorCode.ENGINE_LOST,
     ErrorCode.NOT_REGISTERED,
 )
-"""Refusals of an agent that ends, or has lost the connection: the next agent has the offer."""
+"""Refusals after which the next agent gets the offer."""
 
 
 class OfferOptions(TypedDict, total=False):
-    """What an offer can be told besides its tokens and blocks."""
+    """Options of `Link.offer`."""
 
     sealed: bool
-    """False for an open offer: `Offer.extend` and `Offer.seal` follow. True by default."""
+    """True by default; False for an open offer: `Offer.extend` and `Offer.seal` follow."""
     ttl_s: float | None
-    """Seconds that it waits for a reader; None lets the agent choose."""
+    """Time to wait for a reader; None lets the agent choose."""
     first_blocks: Mapping[str, int] | None
-    """By group, which block of the request its table starts at: a group with a window may have
-    kept only its tail."""
+    """Index in the request of each table's first block, by group: a window may have kept only its
+    tail."""
     audience: str
-    """Where the site signs tickets: the one decode engine, or agent, that may use this one."""
+    """With signed tickets: the decode engine or agent that may use this one."""
     prompt_digest: str
-    """What the prompt is known by, see `prompt_digest`; a fetch with another one is refused."""
+    """See `prompt_digest`; a fetch with another one is refused."""
     transfer_id: str | None
-    """The offer's name, a secret: who shows it is given the ticket, and may ask for it before the
-    offer is made. A router makes it and has both engines told, see `Rendezvous`. Refused with
-    ``offer_exists`` when there was an offer of that name, with ``cancelled`` when its reader has
-    given it up."""
+    """A secret name of the offer, sent by a router to both engines (`Rendezvous`).
+
+    It gives access to the ticket, also before the offer is made. The error ``offer_exists`` means
+    that the name was used, ``cancelled`` that the reader has declined."""
     readers: int
-    """So many may use the ticket, each of which gets all of it; the blocks come back when the last
-    one has it, or after ``ttl_s`` when fewer come. 1 by default."""
+    """Number of readers, 1 by default; each gets everything. The blocks are free when all have it,
+    or after ``ttl_s``."""
     traceparent: str
-    """The trace that the request belongs to, as W3C Trace Context writes it; what is none is
-    ignored. The ticket carries it."""
+    """W3C trace of the request, for the ticket; ignored if invalid."""
 
 
 class Offer(Pending[MakeOffer]):
-    """One offer of a prefill engine.
+    """An offer of a prefill engine; the engine may reuse its blocks when ``ended`` has the outcome.
 
-    Its calls return at once, in any thread, and go out in their order. What they return need not be
-    waited for: an error of one of them ends the offer, and is `error`. ``ended`` is how it ended:
-    then its blocks are the engine's again.
+    Calls return immediately, in any thread, and keep their order. Their results may be ignored: an
+    error ends the offer and is its `error`. ``await`` it until it is made.
 
-    An offer outlives its agent, and so does its ticket. While there is no agent, calls wait, but
-    `withdraw` ends the offer at once. An offer whose ``ttl_s`` passes meanwhile has expired.
-    ``ended`` raises why an offer could not be made, and `ClosedError` when the link was closed. One
-    that a stopped agent has not answered has an `error`, and ends when that says so after all, or
-    is gone.
-
-    In an event loop, ``await`` it: it is then made, or this raises why not.
+    Without an agent, calls wait; `withdraw` ends the offer immediately, and ``ttl_s`` still counts.
+    ``ended`` raises if the offer was refused, and `ClosedError` after the link closed. If a stopped
+    agent does not reply, the offer has an `error`; it ends when the agent exits or reports the end.
     """
 
     def __init__(self, runner: Runner, message: MakeOffer, ask_until: float) -> None:
         super().__init__(message, ask_until)
         self.request_id = message.request_id
         self.made: Later[dict[str, Any]] = Later(runner)
-        """The ticket, once the agent has made the offer; an error when it did not."""
         self.ended: Later[Outcome] = Later(runner)
         self.error: KVBusError | None = None
-        """Why the agent or the link ended it before its time."""
         self._runner, self._ends = runner, _ends(message.tables)
         self._connection: Connection | None = None
-        """With the agent that has the offer."""
         self._made = OfferMade("", {})
         self._changes: list[ExtendOffer | SealOffer] = []
-        """Those that are not in ``message`` yet."""
+        """Not in ``message`` yet."""
         self._waiting: list[Callable[[], None]] = []
         self._unanswered: list[Later[None]] = []
         self._words: WordNames | None = None
@@ -125,9 +112,9 @@ class Offer(Pending[MakeOffer]):
         self.expires_at = 0.0
         """By `time.monotonic`; a live lease outlasts it."""
         self.is_away = self.is_withdrawn = False
-        """Whether no agent has it; whether its engine has withdrawn it."""
+        """Without an agent; withdrawn by its engine."""
         self.on_withdrawn: Callable[[Offer], None] = lambda _: None
-        """Called when it is withdrawn while it is away."""
+        """Called for an offer that is away."""
 
     def __await__(self) -> Generator[Any, None, "Offer"]:
         yield from self.made.__await__()
@@ -135,22 +122,22 @@ class Offer(Pending[MakeOffer]):
 
     @property
     def ticket(self) -> dict[str, Any]:
-        """The JSON-able ticket for the decode engine; waits until there is one, or raises why not.
+        """The JSON-able ticket for the decode engine; blocks until it exists. Raises the refusal.
 
-        In an event loop, ``await`` the offer before. Raises `LocalError` in the event loop of the
-        link while there is none.
+        In an event loop, ``await`` the offer first: otherwise this raises `LocalError` in the
+        link's loop.
         """
         self.made.wait()
         return dict(self._made.ticket)
 
     @property
     def offer_id(self) -> str:
-        """The agent's name of it; empty before it is made."""
+        """Empty before the offer is made."""
         return self._made.offer_id
 
     @property
     def outcome(self) -> Outcome | None:
-        """How it ended; None while it has not, and when no agent says so."""
+        """None before the end, and when no agent reports it."""
         has_outcome = self.ended.done() and self.ended.exception() is None
         return self.ended.result() if has_outcome else None
 
@@ -161,17 +148,17 @@ class Offer(Pending[MakeOffer]):
         *,
         first_blocks: Mapping[str, int] | None = None,
     ) -> Later[None]:
-        """Say that ``num_tokens`` are ready in all; ``block_ids`` are the new blocks only.
+        """Report ``num_tokens`` ready tokens in all; ``block_ids`` has the new blocks only.
 
-        They continue where the group's table ended; ``first_blocks`` says where those of groups
-        without a table start. Raises `GeometryError` for ids that are no unsigned 32-bit integers.
+        ``first_blocks`` is the start of groups without a table. Raises `GeometryError` for ids that
+        are not unsigned 32-bit integers.
         """
         tables = tables_of(block_ids or {}, {**(first_blocks or {}), **self._ends})
         self._ends |= _ends(tables)
         return self._send(lambda offer_id: ExtendOffer(offer_id, num_tokens, tables))
 
     def seal(self) -> Later[None]:
-        """Say that all tokens are ready."""
+        """Report that all tokens are ready."""
         return self._send(SealOffer)
 
     def withdraw(self) -> Later[None]:
@@ -185,11 +172,11 @@ class Offer(Pending[MakeOffer]):
         *,
         first_blocks: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
-        """The ticket of an open offer that is going to be sealed with exactly these blocks.
+        """Return a ticket for an open offer that will be sealed with exactly these blocks.
 
-        A decode agent may read them at once, and asks for the seal after that: give this ticket
-        away when all tokens are computed, and write to the blocks no more. It is `ticket` itself
-        where the agent lets nothing be added: it signs tickets, or the blocks are too many.
+        A decode agent may read immediately, and checks the seal afterwards. So send it after all
+        tokens are computed, and then do not write to the blocks. Returns `ticket` if the agent
+        signs tickets or the blocks are too many.
         """
         ticket = self.ticket
         if not self._made.ticket_blocks:
@@ -199,7 +186,6 @@ class Offer(Pending[MakeOffer]):
         return ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else ticket
 
     def begin(self, connection: Connection | None, made: OfferMade) -> None:
-        """Called by `Offers`: the agent has made it, or has it again."""
         if self.ended.done():
             return
         is_first = not self._made.offer_id
@@ -215,10 +201,9 @@ class Offer(Pending[MakeOffer]):
             self.withdraw()
 
     def detach(self, agent_wait_s: float) -> tuple[int, ...]:
-        """Called by `Offers`: its agent is lost, and no reader commits it from here on.
+        """Return the mark of a commit in the word, if any; afterwards no reader commits.
 
-        Return the mark of the commit that came before, if there was one. The offer waits for the
-        next agent for at least ``agent_wait_s``, but only the first time.
+        The offer waits at least ``agent_wait_s`` for the next agent, the first time.
         """
         self._connection, self.is_away = None, bool(self._made.offer_id)
         if not self._has_waited:
@@ -227,7 +212,6 @@ class Offer(Pending[MakeOffer]):
         return self._close_word()
 
     def again(self) -> MakeOffer:
-        """Called by `Offers`: the request that publishes it again, as it is by now."""
         self.is_away, first, now = False, self.message, time.monotonic()
         num_tokens, sealed, tables = first.num_tokens, first.sealed, dict(first.tables)
         for change in self._changes:
@@ -243,7 +227,6 @@ class Offer(Pending[MakeOffer]):
         return replace(self.message, left_s=max(0.0, self.expires_at - now))
 
     def as_ended(self, commits: tuple[int, ...]) -> EndedOffer:
-        """Called by `Offers`: what the next agent needs to know of one that was committed."""
         message = self.message
         grown = [one.num_tokens for one in self._changes if isinstance(one, ExtendOffer)]
         return EndedOffer(
@@ -256,22 +239,19 @@ class Offer(Pending[MakeOffer]):
         )
 
     def give_up(self, error: KVBusError) -> None:
-        """Called by `Offers`: the agent has not answered. It may yet, so this is not the end."""
+        """Fail calls to a silent agent; it may still reply."""
         self.error = self.error or error
         self.made.settle(error)
         self._go_on()
 
     def use_word(self, words: WordNames) -> None:
-        """Called by `Offers` each time that it is asked for: a reader of this machine may take it
-        by a word, which is there before the agent can tell of it.
-        """
+        """Open a new word: a local reader may commit before the agent's reply."""
         self._close_word()
         if self.message.sealed and self.message.readers == 1:
             self._words, self.message = words, replace(self.message, word=words.open())
 
     def end(self, outcome: Outcome | KVBusError) -> None:
-        """Called by `Offers`: it ended, or there is none."""
-        self._close_word()  # before anyone is told that the blocks are free
+        self._close_word()  # before the blocks are reported free
         self.is_away = False
         if isinstance(outcome, KVBusError):
             self.error = self.error or outcome
@@ -290,7 +270,7 @@ class Offer(Pending[MakeOffer]):
             call()
 
     def _close_word(self) -> tuple[int, ...]:
-        """Return the mark of the commit that was found there."""
+        """Return the mark of a commit in it."""
         if self._words is None or not self.message.word:
             return ()
         commits = self._words.close(self.message.word)
@@ -327,13 +307,11 @@ class Offer(Pending[MakeOffer]):
             self._unanswered.append(done)
 
     def _note(self, message: Request[Empty]) -> None:
-        """Keep what the next agent has to know."""
         if isinstance(message, ExtendOffer | SealOffer):
             self._changes.append(message)
             self._wait_on()
 
     def _wait_on(self) -> None:
-        """Its time to live starts again."""
         self.expires_at = max(self.expires_at, time.monotonic() + self._made.ttl_s)
         self._has_waited = False
 
@@ -344,12 +322,12 @@ class Offer(Pending[MakeOffer]):
         if not isinstance(reply, KVBusError):
             done.settle(None)
         elif self.ended.done() and isinstance(reply, PeerLost):
-            done.settle(self.error)  # without one, the agent had done it before it was lost
+            done.settle(self.error)  # without an error, the agent had done it
         elif connection is None or self.ended.done():
             done.settle(reply)
         elif connection.lost is not None or reply.code in AGENT_ENDS:
             if isinstance(message, WithdrawOffer):
-                done.settle(None)  # it ends when the connection does
+                done.settle(None)  # it ends with the connection
             else:
                 self._unanswered.append(done)
         else:
@@ -359,9 +337,9 @@ class Offer(Pending[MakeOffer]):
                 self.withdraw()
 
 
-# Why a yes is right though the agent that gives it did not make the offer (invariant 2). The bytes
-# of an offer are good from its ticket until its engine writes to the blocks again. The engine does
-# so only when the offer has ended here, in its link:
+# Why a commit is right at an agent that did not make the offer (invariant 2). An offer's bytes are
+# good from its ticket until its engine writes to the blocks again. The engine does so only after
+# the offer has ended here, in its link:
 #
 #     engine   last write                                       ended ▶ writes again
 #     link     offer ─────────── lost ·· away ·· publish again ──▶┘
@@ -369,24 +347,23 @@ class Offer(Pending[MakeOffer]):
 #     agent 2                      starts ── not ready ─▶ live ─ commit: yes ─▶ released
 #     reader        └ ticket, READ, READ fails ·········▶ handshake, lease, READ, commit ┘
 #
-# - While an agent may have the offer, from the request that publishes it to the end of the
-#   connection, it ends here only by what that agent reports.
-# - While it is away, no agent can say yes. The lost one is dead, or hung up: it finds that this
-#   side hung up as well before it says yes (`EngineDirectory.end_if_left`). So it may end here: by
-#   a withdrawal, its time to live, or the end of the link. Then it is never published again.
-# - A word is closed here in the moment in which the agent is lost. A swap is before that or finds
-#   it closed. The first is a commit: the offer has completed. After the second a reader asks the
-#   next agent.
-# - So an agent that has the offer live when the commit comes says yes to bytes that nothing has
-#   written since the ticket, whichever agent they were read from. That holds for a read that began
-#   before the crash, too.
+# - While an agent may have the offer, only that agent's report ends it here. That is from the
+#   request that publishes it to the end of the connection.
+# - While the offer is away, no agent can commit it. The lost agent is dead or hung up. If it hung
+#   up, it notices the closed connection before it commits (`EngineDirectory.end_if_left`). So a
+#   withdrawal, the time to live, or the end of the link may end the offer here. It is then never
+#   published again.
+# - The link closes the word in the same step in which it loses the agent. An earlier swap is a
+#   commit: the offer has completed. A later one fails, and the reader turns to the next agent.
+# - So an agent commits a live offer only for bytes that did not change since the ticket. It does
+#   not matter which agent they were read from, or whether the read began before the crash.
 # - The memory must be the same: an engine whose ranks have other memory loses its offers
 #   (`RanksReady`).
 #
-# No reader is lost either. Until the link has published all, the agent refuses the engine's readers
-# with ``engine_not_ready``, and they ask again. A reader that got no reply to its commit repeats
-# it, with its token. If the offer has ended by that commit, the agent knows it by the mark, which
-# the agent before reported with the end, or which the link found in the word:
+# Readers are not lost either. Until the link has published all offers, the agent refuses readers of
+# the engine with ``engine_not_ready``, and they retry. A reader without a reply to its commit
+# repeats it, with its token. If that commit has ended the offer, the agent recognizes it by the
+# mark. The agent before reported the mark with the end, or the link found it in the word:
 #
 #     agent 1  commit: yes ──▶ killed before the reply has left
 #                └▶ released, mark
@@ -394,38 +371,34 @@ class Offer(Pending[MakeOffer]):
 #     agent 2                                 └ commit, the same token: yes
 #     reader   commit ·········· no reply ········┘
 #
-# An offer that its agent completed without a word, and was killed before it could report that, is
-# published again as if nobody had read it. Its blocks are as they were: another reader gets the
-# right bytes, and if none comes, it expires.
+# If an agent completes an offer without a word, and crashes before it reports that, the link
+# publishes the offer again. Its blocks have not changed: another reader gets the right bytes, or
+# the offer expires.
 
 
 class Offers(Asking[Offer]):
-    """The offers of one engine that its agents have made, or will."""
-
     def __init__(self, words: SharedSegment | None = None, *, agent_wait_s: float = 10.0) -> None:
         super().__init__(agent_wait_s=agent_wait_s)
         self._offers: dict[str, Offer] = {}
-        """Those that were made and have not ended, by offer id."""
+        """By offer id, until the end."""
         self._asked: dict[Offer, None] = {}
         """Those that an agent may make."""
         self._expiries: dict[Offer, asyncio.TimerHandle] = {}
-        """Of those that are away."""
         self._ended: deque[tuple[float, EndedOffer]] = deque(maxlen=MAX_ENDED)
         self._memory = ""
         self._words = None if words is None else WordNames(words.swap)
 
     @property
     def republishes(self) -> bool:
-        """Whether the next agent has to be told of what the one before had."""
         return bool(self._offers or self._asked or self._ended)
 
     def ended_lately(self) -> tuple[EndedOffer, ...]:
-        """Those that were committed, for readers that repeat their request."""
+        """Committed offers, for readers that repeat their request."""
         since = time.monotonic() - ENDED_KEPT_S
         return tuple(ended for at, ended in self._ended if at >= since)
 
     def check_memory(self, memory: str) -> None:
-        """End all offers if this is not the memory in which they are."""
+        """End all offers unless they lie in this memory."""
         if self._memory not in ("", memory):
             for offer in list(self._offers.values()):
                 message = "a rank of the engine has other memory than when the offer was made"
@@ -433,7 +406,6 @@ class Offers(Asking[Offer]):
         self._memory = memory
 
     def opened(self, connection: Connection) -> None:
-        """Publish again what the agent before had; then what waits."""
         if connection is self.connection:
             return
         self.connection = connection
@@ -456,7 +428,7 @@ class Offers(Asking[Offer]):
         one.begin(self.connection, reply)
 
     def on_refusal(self, connection: Connection, one: Offer, error: KVBusError) -> None:
-        """Without a clear no, the agent may have made it."""
+        """Without a clear refusal, the agent may have made it."""
         if connection.lost is None and not isinstance(error, RequestRefused):
             one.give_up(error)
             return
@@ -473,7 +445,6 @@ class Offers(Asking[Offer]):
         one.end(error)
 
     def give_up(self, now: float, error: KVBusError) -> None:
-        """As the others: its blocks come back later."""
         for offer in self._asked:
             if now >= offer.ask_until:
                 offer.give_up(error)
@@ -491,7 +462,6 @@ class Offers(Asking[Offer]):
             self._end(offer, released.outcome)
 
     def on_lost(self, error: KVBusError) -> None:
-        """Keep those that the agent had, for the next one."""
         super().on_lost(error)
         asked, self._asked = self._asked, {}
         for offer in asked:
@@ -507,7 +477,6 @@ class Offers(Asking[Offer]):
                 self._expiries[offer] = loop.call_later(left_s, self._expire, offer)
 
     def closed(self) -> None:
-        """There is no next agent: those that are away have ended."""
         super().closed()
         is_meant = isinstance(self.problem, ClosedError)
         error = self.problem if is_meant else ClosedError("the link was closed")
@@ -527,14 +496,14 @@ class Offers(Asking[Offer]):
     def _on_published_again(
         self, offer: Offer, connection: Connection, reply: OfferMade | KVBusError
     ) -> None:
-        """An agent that ends, or is lost, has not refused it: it waits for the next one."""
+        """After a drain or loss of the agent, wait for the next one."""
         if not isinstance(reply, KVBusError):
             offer.begin(connection, reply)
         elif connection.lost is None and reply.code not in NOT_BEGUN:
             self._end(offer, reply)
 
     def _expire(self, offer: Offer) -> None:
-        """Look at its time again, which grows with what is added to it."""
+        """Check again, as extensions add time."""
         left_s = offer.expires_at - time.monotonic()
         if left_s > 0:
             later = asyncio.get_running_loop().call_later(left_s, self._expire, offer)
@@ -559,7 +528,7 @@ class Offers(Asking[Offer]):
 def offer_message(
     request_id: str, num_tokens: int, block_ids: BlockIds, **options: Unpack[OfferOptions]
 ) -> MakeOffer:
-    """Copies the ids; raises `GeometryError` as `Link.offer` does."""
+    """Copy the ids; raise `GeometryError` as `Link.offer` does."""
     fields: dict[str, Any] = {**options}
     first_blocks = fields.pop("first_blocks", None)
     if without := sorted((first_blocks or {}).keys() - block_ids.keys()):
@@ -581,7 +550,6 @@ def _ends(tables: Mapping[str, BlockTable]) -> dict[str, int]:
 
 
 def check_groups(engine: EngineSpec, named: Iterable[str]) -> None:
-    """Raise `GeometryError` when a group is named that the engine does not have."""
     if unknown := sorted(set(named) - {group.name for group in engine.groups}):
         raise GeometryError(f"the engine has no group {', '.join(unknown)}", field="block_ids")
 
@@ -589,7 +557,7 @@ def check_groups(engine: EngineSpec, named: Iterable[str]) -> None:
 def tables_of(
     block_ids: BlockIds, first_blocks: Mapping[str, int] | None = None
 ) -> dict[str, BlockTable]:
-    """Copies of the ids, by group; raises `GeometryError` for ids that are none."""
+    """Copy the ids; raise `GeometryError` for invalid ones."""
     firsts = first_blocks or {}
     return {
         group: BlockTable.of(ids, first_block=firsts.get(group, 0))

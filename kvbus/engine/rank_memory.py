@@ -1,4 +1,4 @@
-"""The memory of one rank: allocated for its engine, or the tensors that the engine has."""
+"""The memory of one rank: newly allocated, or the engine's own tensors."""
 
 import logging
 from collections.abc import Mapping
@@ -32,17 +32,16 @@ log = logging.getLogger("kvbus.engine")
 
 Storage = SharedStorage | CudaStorage | SharedSegment
 Place = tuple[int | str, str] | tuple[int, str] | tuple[str, str] | int | str
-"""What a tensor is of: a layer, or a group for all of its layers; with one part, or for all."""
+"""A layer, or a group for all of its layers; with one part, or for all."""
 P = TypeVar("P", bound=Place)
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of one rank: what is in it, and the storages that an agent maps.
+    """The contents of one rank's memory, and the storages that an agent maps.
 
-    ``storages`` are by segment id, as the regions of ``rank`` name them. With ``direct`` False
-    NIXL, and so a NIC, never pins it, and its KV goes through the agent's slots; that of a CUDA
-    device always does.
+    ``storages`` are by segment id. With ``direct`` False, NIXL and the NIC never pin the memory:
+    its KV passes through the agent's slots, as that of CUDA memory always does.
     """
 
     rank: RankSpec
@@ -61,11 +60,10 @@ class RankMemory:
         direct: bool = True,
         huge_pages: HugePages = False,
     ) -> "RankMemory":
-        """Zeroed memory for the rank's whole KV cache; `KvCache` gives views of it.
+        """Allocate zeroed memory for the rank's whole KV cache; `KvCache` gives views of it.
 
-        ``num_blocks`` is that of every group, or by group. ``huge_pages`` are those of
-        `SharedSegment`; a machine that gives none is logged. Raises `SegmentError` when there is
-        not enough memory, or no such device.
+        ``num_blocks`` is for all groups, or by group. Without huge pages on the machine, it logs a
+        warning. Raises `SegmentError` when memory is short, and for an unknown device.
         """
         spec = lay_out_rank(engine, rank, layout, num_blocks=num_blocks)
         (segment,) = spec.segments
@@ -84,14 +82,14 @@ class RankMemory:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All bytes of what `allocate` made, one row of uint8."""
+        """All bytes that `allocate` made: one row of uint8."""
         (storage,) = self.storages.values()
         if not isinstance(storage, SharedSegment | CudaStorage):
             raise LocalError("this memory was not allocated here: its tensors are the engine's")
         return storage.tensor
 
     def close(self) -> None:
-        """Close the descriptors, once no `Link` needs them; tensors keep their memory."""
+        """Close the descriptors after the last `Link` that uses them; tensors stay valid."""
         for storage in self.storages.values():
             storage.close()
 
@@ -99,8 +97,7 @@ class RankMemory:
 class KvCache:
     """A rank's KV cache: a torch view for each layer and part.
 
-    The views share the memory that the agent reads and writes, whatever its layout is. ``buffer``
-    is all of it, one row of uint8.
+    The views share ``buffer``, one row of uint8 that the agent reads and writes.
     """
 
     def __init__(self, engine: EngineSpec, rank: RankSpec, buffer: torch.Tensor) -> None:
@@ -113,19 +110,19 @@ class KvCache:
                     self._views[layer, part] = tensor[:, number, at]
 
     def view(self, layer: int, part: str) -> torch.Tensor:
-        """One part of one layer, as K: [block, token, head, dim] with the layout's strides.
+        """Return one part of one layer: [block, token, head, dim] with the layout's strides.
 
-        Of a state: [block, 1, unit, byte of a unit], uint8. Raises `KeyError` when the rank does
-        not hold it, as another pipeline stage does.
+        For a state: [block, 1, unit, byte of a unit], uint8. Raises `KeyError` when this rank does
+        not hold it.
         """
         return self._views[layer, part]
 
 
 def region_tensor(engine: EngineSpec, region: Region, buffer: torch.Tensor) -> torch.Tensor:
-    """[block, layer, part, token, head, dim] of the group's dtype, with the region's strides.
+    """Return the region as [block, layer, part, token, head, dim], in its dtype and strides.
 
-    ``buffer`` is the region's segment, one row of uint8; the memory is shared, and kept alive.
-    Raises `GeometryError` when the region leaves it, or is not aligned to its dtype.
+    It shares ``buffer``, the region's segment as one row of uint8. Raises `GeometryError` when the
+    region exceeds it, or is not aligned to its dtype.
     """
     name = engine.group(region.group).dtype
     itemsize, dtype = DTYPE_SIZES_BYTES[name], getattr(torch, name)
@@ -152,19 +149,19 @@ def describe_tensors(
     rank: int = 0,
     direct: bool = True,
 ) -> RankMemory:
-    """The memory of ``rank`` in tensors that the engine has, moved to where its agent can map it.
+    """Share the engine's own tensors as the memory of ``rank``.
 
-    ``tensors`` are by what they are of: ``(layer, part)`` such as ``(0, "k")``; a layer, for all of
-    its parts along the axis ``kv``; or the name of a group in place of the layer, for all layers
-    that the rank has of it along the axis ``layer``. ``axes`` names the axes of each tensor in its
-    order, of all groups or by group: ``block``, ``layer``, ``kv``, ``token``, ``head`` and ``dim``;
-    what the tensor lacks has size 1. Views are welcome, with any strides; where blocks and tokens
-    are one axis, ``unflatten`` it. A state has ``block``, ``head`` for its units, and ``dim``.
+    Keys are ``(layer, part)`` such as ``(0, "k")``, or a layer for all parts along the axis ``kv``.
+    A group's name as the layer means all of its layers in this rank, along the axis ``layer``.
+    ``axes`` names the axes of each tensor in order, for all groups or by group: ``block``,
+    ``layer``, ``kv``, ``token``, ``head``, ``dim``; absent ones have size 1. Views may have any
+    strides; ``unflatten`` a combined axis of blocks and tokens. A state has ``block``, ``head`` for
+    its units, and ``dim``.
 
-    Tensors on a CPU are moved to shared memory, in place, as `share_tensor` says: call it while
-    nothing runs. Nothing is moved before all is described. Raises `GeometryError` that names the
-    tensor for what is no KV cache of ``engine``: unknown axes, other sizes or dtypes, elements that
-    overlap, layers that are missing; and `SegmentError` for memory that cannot be shared.
+    CPU tensors move in place, as in `share_tensor`: call it while no work runs. All are checked
+    before any moves. Raises `GeometryError` with the tensor's key for unknown axes, wrong sizes or
+    dtypes, overlapping elements and missing layers. Raises `SegmentError` for memory that cannot be
+    shared.
     """
     names: dict[int, str] = {}
     sizes: dict[str, int] = {}
@@ -199,8 +196,6 @@ def describe_tensors(
 
 
 class _Held(NamedTuple):
-    """What a tensor holds of its engine."""
-
     group: GroupSpec
     layers: tuple[int, ...]
     parts: tuple[str, ...]
@@ -228,7 +223,7 @@ def _find(engine: EngineSpec, rank: int, place: Place) -> _Held:
 
 
 def _axes(group: GroupSpec, names: list[str], tensor: torch.Tensor) -> tuple[Axis, ...]:
-    """Of a state in bytes, whatever the dtype of its tensor is."""
+    """A state's tensor may have any dtype: its axes are in bytes."""
     known = {axis.value for axis in AxisName}
     if unknown := [name for name in names if name not in known]:
         raise GeometryError(

@@ -1,7 +1,7 @@
-"""Moves a CPU tensor that an engine already owns into shared memory, in place; a GPU's stays.
+"""Shared memory for tensors: a CPU tensor moves there in place, a GPU tensor stays.
 
-Refuses memory that torch does not own alone: moving it would silently cut it from numpy, from a
-library or from other processes.
+Only memory that torch owns alone may move: numpy, a library or another process would silently lose
+it.
 """
 
 import errno
@@ -19,10 +19,10 @@ _SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where shm_open, and so 
 
 
 class SharedStorage(TorchStorage):
-    """A torch storage that now lies in shared memory, and a descriptor of its own for it.
+    """A torch storage in shared memory, with its own descriptor; made by ``share_tensor``.
 
-    The file cannot be sealed: the agent's mapping says ``sealed=False``. The memory lives as long
-    as a tensor, this object or a mapping uses it. Made by ``share_tensor``.
+    The file cannot be sealed (``sealed=False`` at the agent). The memory lives as long as a tensor,
+    this object or a mapping.
     """
 
     def __init__(self, storage: torch.UntypedStorage, fd: int) -> None:
@@ -31,12 +31,11 @@ class SharedStorage(TorchStorage):
 
     @property
     def fd(self) -> int:
-        """The descriptor to pass to the agent; borrowed, it is closed by ``close``."""
         self._check_open()
         return self._fd
 
     def close(self) -> None:
-        """Close the descriptor; idempotent. Tensors keep their shared memory."""
+        """Close the descriptor; idempotent. Tensors keep their memory."""
         if not self.closed:
             os.close(self._fd)
         super().close()
@@ -44,20 +43,16 @@ class SharedStorage(TorchStorage):
     def __del__(self) -> None:
         try:
             super().__del__()
-        finally:  # where warnings are errors, too
+        finally:  # also where warnings are errors
             self.close()
 
 
 def share_tensor(tensor: torch.Tensor) -> SharedStorage | CudaStorage:
-    """Move the tensor's whole storage to shared memory; every view of it follows.
+    """Move the tensor's storage to shared memory, once; all views follow. A GPU tensor stays.
 
-    One on a GPU stays where it is: what is returned says how the agent opens it.
-    Values, shapes, strides and Python identities stay, and so do parameters and gradients.
-    ``data_ptr()`` changes: read it again afterwards, and share before anything keeps the raw
-    address (a DLPack export, a compiled graph, a pinned registration) and while nobody writes. The
-    move needs the memory twice for its duration.
-    A storage that this function shared before is not moved again: its views get the same segment.
-    Raises ``SegmentError``.
+    Values, shapes, strides, identities, parameters and gradients stay; ``data_ptr()`` changes.
+    Share before a raw address is kept (DLPack, a compiled graph, a pinned registration), and while
+    no thread writes. The move briefly needs the memory twice. Raises ``SegmentError``.
     """
     if tensor.device.type == "cuda":
         return share_cuda_tensor(tensor)
@@ -73,9 +68,9 @@ def share_tensor(tensor: torch.Tensor) -> SharedStorage | CudaStorage:
 
 
 def share_tensors(tensors: Iterable[torch.Tensor]) -> list[SharedStorage | CudaStorage]:
-    """Share all, one entry for each distinct storage in order of appearance; all or none is open.
+    """Share all distinct storages, in order of appearance; on `SegmentError`, close all.
 
-    Raises ``SegmentError``; what was moved by then stays moved.
+    Moved tensors stay moved.
     """
     shared: dict[int, SharedStorage | CudaStorage] = {}
     try:
@@ -118,7 +113,7 @@ def _movable_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _check_sharing_strategy(storage: torch.UntypedStorage) -> None:
-    """Accept torch's unlinked file in shared memory; moving any other cuts off who shares it."""
+    """Accept only torch's unlinked file: a move would detach other users of the memory."""
     name = _mapped_file_name(storage.data_ptr())
     if not (name.startswith(f"{_SHARED_MEMORY_FOLDER}/") and name.endswith(" (deleted)")):
         raise SegmentError(
@@ -137,7 +132,7 @@ def _mapped_file_name(address: int) -> str:
 
 
 def _check_room(size_bytes: int) -> None:
-    """Say what to do where torch and the kernel would only say no, or kill."""
+    """Raise `SegmentError` with advice, before torch fails or the kernel kills the process."""
     check_memory(size_bytes)
     room = os.statvfs(_SHARED_MEMORY_FOLDER)
     available_bytes = room.f_bavail * room.f_frsize

@@ -1,7 +1,4 @@
-"""The blocks of one request in both places, and the copies between them that the engine makes.
-
-A block that is filled partly is copied partly: slots outside of a span are not touched.
-"""
+"""The blocks of one request on device and host, and exact copies of their token slots."""
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +21,7 @@ NO_BLOCKS = BlockTable(b"")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopy:
-    """Device block ``device_ids[i]`` and host block ``first_host_block + i``, all alike.
-
-    Of each block, token slots [slots[0], slots[1]).
-    """
+    """Copies of ``device_ids[i]`` with ``first_host_block + i``: slots [slots[0], slots[1])."""
 
     group: str
     device_ids: BlockIds
@@ -36,10 +30,9 @@ class BlockCopy:
 
 
 class RequestBlocks:
-    """Two tables for each group, that of the device and that of the host.
+    """The device and host tables of each group; both start at the same block of the request.
 
-    Both start at the same block of the request. The device's may grow; the host's are those of the
-    whole request from the beginning.
+    The host table covers the whole request; the device table may grow.
     """
 
     def __init__(
@@ -52,9 +45,9 @@ class RequestBlocks:
         self._device_tables = dict(device_tables)
 
     def add(self, num_tokens: int, given: Mapping[str, BlockTable]) -> None:
-        """More blocks of the device, by group: with them there are those of ``num_tokens`` tokens.
+        """Extend the device tables to ``num_tokens`` tokens; a state's block replaces the old one.
 
-        Of a state, its block, in place of what it was. Raises `GeometryError`, and adds none.
+        Raises `GeometryError`, and then adds nothing.
         """
         check_groups(self.engine, given)
         self._device_tables = {
@@ -63,7 +56,7 @@ class RequestBlocks:
         }
 
     def on_host(self, start: int, stop: int) -> dict[str, BlockIds]:
-        """The host blocks that tokens up to ``stop`` need, and those up to ``start`` do not."""
+        """Return the host blocks that tokens [start, stop) add."""
         return {
             group.name: self.host_tables[group.name][
                 self._num_blocks(group, start) : self._num_blocks(group, stop)
@@ -72,7 +65,7 @@ class RequestBlocks:
         }
 
     def copies(self, spans: Spans) -> list[BlockCopy]:
-        """What to copy for these positions, by group; those in front of the tables are left out."""
+        """Return the copies for these positions, without those before the tables."""
         return [
             copy
             for name, span in spans.items()
@@ -102,11 +95,7 @@ class RequestBlocks:
 def _cut(
     group: GroupSpec, device_table: BlockTable, host_ids: BlockIds, span: tuple[int, int]
 ) -> Iterator[BlockCopy]:
-    """The copies of positions [span) of one group; both tables start at the same block.
-
-    A copy is of blocks whose host blocks follow each other and are copied whole, or of one block
-    that is not.
-    """
+    """Cut positions [span) into copies: of one partial block, or of consecutive whole ones."""
     device_ids, size = device_table.array(), group.block_size
     start, stop = max(span[0], device_table.first_block * size), span[1]
     while start < stop:
@@ -123,32 +112,29 @@ def _cut(
 
 
 def _run_length(ids: BlockIds) -> int:
-    """How many ids from the first on follow each other."""
     breaks = np.flatnonzero(np.diff(ids.astype(np.int64)) != 1)
     return int(breaks[0]) + 1 if breaks.size else len(ids)
 
 
 def blocks_of(group: GroupSpec, num_tokens: int, *, first: int) -> int:
-    """Blocks, from ``first`` on, that the first ``num_tokens`` tokens of a request occupy."""
+    """Count the blocks from ``first`` on that hold ``num_tokens`` tokens."""
     end = min(1, num_tokens) if group.state else num_blocks_for(num_tokens, group.block_size)
     return max(0, end - first)
 
 
 class Direction(StrEnum):
-    """Which way blocks are copied."""
-
     SAVE = "save"
-    """From the device into host blocks."""
+    """Device to host."""
 
     LOAD = "load"
-    """From host blocks to the device."""
+    """Host to device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBlocks:
-    """Blocks of one group on one rank's device; ``ids`` are the engine's, uint32.
+    """Blocks of one group on one rank's device, for some ``layers`` and ``parts``.
 
-    Of each, the token slots [slots[0], slots[1]) of ``layers`` and ``parts``.
+    ``slots`` are token slots [slots[0], slots[1]) of each block. ``ids`` are the engine's, uint32.
     """
 
     rank: int
@@ -160,22 +146,21 @@ class HostBlocks:
 
 
 CopyBlocks = Callable[[HostBlocks, torch.Tensor, Direction], None]
-"""The engine's function: copies between ``blocks`` on its device and a view of host blocks.
+"""The engine's function: copies between device blocks and a view of host blocks.
 
-The view is [block, layer, part, token, head, dim] as ``blocks`` lists them, in the group's dtype;
-its blocks follow each other, and whole ones are one piece of memory. Called in a thread, and done
-when it returns.
-"""
+The view is [block, layer, part, token, head, dim] of the blocks, in the group's dtype. Its blocks
+are consecutive, and whole ones contiguous. Runs in a thread; the copy must be complete at the
+return."""
 
 
 class HostBuffer:
     """The host blocks of one rank; ``memory`` is for its `Link`.
 
-    ``tensor`` is all of their bytes, should the device pin them.
+    ``tensor`` has all of their bytes, so that the device can pin them.
     """
 
     def __init__(self, engine: EngineSpec, rank: int, num_blocks: Mapping[str, int]) -> None:
-        """``num_blocks`` are those of the `HostPool`. Raises `SegmentError`."""
+        """Allocate the blocks of a `HostPool`. Raises `SegmentError`."""
         self.memory = RankMemory.allocate(engine, rank, HOST_LAYOUT, num_blocks=num_blocks)
         self.rank, self.tensor = self.memory.rank, self.memory.tensor
         self._regions = [
@@ -183,7 +168,7 @@ class HostBuffer:
         ]
 
     def run(self, direction: Direction, copies: Iterable[BlockCopy], copy: CopyBlocks) -> None:
-        """Call ``copy`` for each of ``copies`` that this rank has a part of; in this thread."""
+        """Call ``copy``, in this thread, for each part of ``copies`` on this rank."""
         for one in copies:
             stop = one.first_host_block + len(one.device_ids)
             for region, tensor in self._regions:
@@ -202,22 +187,21 @@ class HostBuffer:
 
 
 Copier = Callable[[Direction, Sequence[BlockCopy]], Awaitable[None]]
-"""Copies on every rank, and returns when all have; raises what a rank's copy raised.
+"""A function that runs copies on every rank until all are complete, and raises the error of a rank.
 
-An engine of several processes has one of its own, which has each worker call `HostBuffer.run`.
-It is never cancelled, and must not end while a copy goes on.
-"""
+An engine with several processes writes its own, with `HostBuffer.run` in each worker. It is never
+cancelled, and must not return during a copy."""
 
 
 class LocalCopier:
-    """For an engine whose ranks are in this process: copies one after the other, in a thread."""
+    """Copies of all ranks in this process, one at a time, in a thread."""
 
     def __init__(self, buffers: Iterable[HostBuffer], copy: CopyBlocks) -> None:
         self._buffers, self._copy = tuple(buffers), copy
         self._limiter = anyio.CapacityLimiter(1)
 
     async def __call__(self, direction: Direction, copies: Sequence[BlockCopy]) -> None:
-        """Raises what ``copy`` raised; as a `LocalError` what is no `Exception`."""
+        """Raises errors of ``copy``; those outside `Exception` become `LocalError`."""
         await anyio.to_thread.run_sync(self._run, direction, copies, limiter=self._limiter)
 
     def _run(self, direction: Direction, copies: Sequence[BlockCopy]) -> None:

@@ -1,8 +1,4 @@
-"""Fetches KV into host blocks, and loads it into the decode engine's blocks as it arrives.
-
-KV is valid when the agent has confirmed it and all of it is loaded. A fetch has ended when no load
-writes into the engine's blocks; host blocks stay with it while the agent may still write there.
-"""
+"""Fetches into host blocks, and loads into the decode engine's blocks as tokens arrive."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -28,10 +24,10 @@ log = logging.getLogger("kvbus.engine")
 
 
 class HostDecode:
-    """The fetches of one decode engine that goes through host blocks.
+    """The fetches of one decode engine through host blocks; all end with the link.
 
-    About ``piece_bytes`` are loaded at a time, while what follows is on the wire. A fetch waits for
-    room on the host for at most ``wait_s``. All of them end with the link.
+    Loads are about ``piece_bytes``, to overlap with transfers. A fetch waits up to ``wait_s`` for
+    host blocks.
     """
 
     def __init__(
@@ -48,7 +44,6 @@ class HostDecode:
         self._over: Ended[HostFetch] = Ended()
 
     def ended(self) -> "list[HostFetch]":
-        """As `Link.ended`, of these fetches."""
         return self._over.take()
 
     def fetch(
@@ -59,12 +54,12 @@ class HostDecode:
         block_ids: BlockIds,
         **options: Unpack[FetchOptions],
     ) -> "HostFetch":
-        """Ask for tokens as `Link.fetch` does, into the engine's own blocks.
+        """Fetch tokens as `Link.fetch` does, into the engine's own blocks.
 
-        The slots of a block in front of ``first_token`` are not touched, nor are those behind the
-        last token, unless ``zero_tail`` asks for zeros. ``timeout_s`` counts from when there is
-        room on the host. Raises `GeometryError` for blocks that do not fit the tokens, and
-        `ClosedError`. A request that is larger than the host buffer fails.
+        Slots before ``first_token`` and after the last token do not change, unless ``zero_tail``
+        zeroes the latter. ``timeout_s`` starts when host blocks are available. Raises
+        `GeometryError` for blocks that do not fit the tokens, and `ClosedError`. A request larger
+        than the host buffer fails.
         """
         engine, first_token = self.link.engine, options.get("first_token", 0)
         spans = {group.name: group.positions(first_token, num_tokens) for group in engine.groups}
@@ -84,17 +79,16 @@ class HostDecode:
 
 
 class HostFetch(Handle):
-    """One fetch of a decode engine that goes through host blocks.
+    """A fetch of a decode engine through host blocks.
 
-    ``ended`` says success: the KV is in the engine's blocks, and valid. It raises `FetchFailed`;
-    nothing writes into the blocks then, so ``freed`` comes with it. Stage ``requested`` and code
-    ``busy`` mean that there was no room on the host in time, stage ``loading`` that the engine's
-    copy function raised, which is the cause. ``fetch_id`` is the agent's, empty while there is no
-    room.
+    ``ended`` has the result when valid KV is in the engine's blocks; it raises `FetchFailed`. No
+    writer remains then, so ``freed`` comes with it. Stage ``requested`` with code ``busy`` means no
+    host blocks in time; stage ``loading``, an error of the engine's copy function (its cause).
+    ``fetch_id`` is the agent's; empty during the wait for host blocks.
     """
 
     _waits: anyio.CancelScope
-    """For room, from the first step of `run` on."""
+    """For host blocks, from the start of `run`."""
 
     def __init__(
         self,
@@ -103,9 +97,6 @@ class HostFetch(Handle):
         spans: Spans,
         device_tables: Mapping[str, BlockTable],
     ) -> None:
-        """``spans`` are the positions of each group that are loaded in the end; ``ask`` is told the
-        host blocks, and whom to tell what has landed.
-        """
         self.ended: Later[Fetched] = Later(host.link.runner)
         self.freed: Later[None] = Later(host.link.runner)
         self._host, self._ask = host, ask
@@ -116,14 +107,12 @@ class HostFetch(Handle):
 
     @property
     def fetch_id(self) -> str:
-        """As in the agent's log."""
         return self._fetch.fetch_id if self._fetch is not None else ""
 
     def cancel(self, *, release_offer: bool = False) -> Later[None]:
-        """Give up; `ended` raises with code ``cancelled``, unless the KV is confirmed by then.
+        """Cancel: `ended` raises with code ``cancelled``, unless the KV is confirmed by then.
 
-        What is being loaded is loaded first. ``release_offer`` as of `Fetch.cancel`, once there was
-        room to ask for it.
+        A running load completes first. ``release_offer``: see `Fetch.cancel`; it needs host blocks.
         """
         return self._host.link.runner.start(partial(self._cancel, release_offer))
 
@@ -133,7 +122,6 @@ class HostFetch(Handle):
             await self._fetch.cancel(release_offer=release_offer)
 
     async def run(self) -> None:
-        """Called by the host decode: from the wait for room to the end."""
         try:
             self._end(await self._run())
         except FetchFailed as error:
@@ -160,14 +148,14 @@ class HostFetch(Handle):
         fetch.ended.add_callback(self._wake)
         try:
             return await self._follow(fetch, tables)
-        finally:  # nothing is loaded from there any more; the agent may still write there
+        finally:  # no more loads from there, but the agent may still write
             fetch.freed.then(partial(self._release, fetch.freed, tables))
 
     def _release(self, freed: Later[None], tables: HostTables) -> None:
         doubt = freed.exception()
         if doubt is None:
             self._host.pool.release(tables)
-        elif not isinstance(doubt, ClosedError):  # with the link the host buffer goes, too
+        elif not isinstance(doubt, ClosedError):  # the host buffer ends with the link
             log.warning(
                 "kvbus: fetch %s: its %d host blocks are lost until the engine restarts, as the "
                 "agent may still write into them: %s",
@@ -184,7 +172,6 @@ class HostFetch(Handle):
         self._changed.set()
 
     async def _follow(self, fetch: Fetch, tables: HostTables) -> Fetched:
-        """Load what has landed while the rest does, and the rest once it is confirmed."""
         blocks = RequestBlocks(self._host.link.engine, tables, self._device_tables)
         while fetch.notice is None:
             await self._load(blocks, self._num_landed)
@@ -195,10 +182,10 @@ class HostFetch(Handle):
         except FetchFailed as error:  # the agent writes into host blocks only
             raise _failed(error.message, error.code, error.stage, fetch.fetch_id) from error
         await self._load(blocks, None)
-        return replace(fetched, whole_blocks=False)  # what is in front of a window stays behind
+        return replace(fetched, whole_blocks=False)  # slots before a window are not loaded
 
     async def _load(self, blocks: RequestBlocks, num_landed: int | None) -> None:
-        """Whole blocks of what has landed; with None all, as nothing more may land."""
+        """Load whole blocks up to ``num_landed``; with None, load everything."""
         spans = {}
         for group in blocks.engine.groups:
             start, stop = self._loaded[group.name], self._spans[group.name][1]
@@ -213,13 +200,12 @@ class HostFetch(Handle):
         try:
             with anyio.CancelScope(shield=True):
                 await self._host.copier(Direction.LOAD, blocks.copies(spans))
-        except Exception as error:  # the engine's own, of any kind
+        except Exception as error:  # any error of the engine
             self.cancel()
             message = f"the engine's copy function failed: {error}"
             raise _failed(message, ErrorCode.TRANSFER_FAILED, "loading", self.fetch_id) from error
 
     def _end(self, outcome: Fetched | FetchFailed) -> None:
-        """The first outcome counts."""
         self.freed.settle(None)
         self.ended.settle(outcome)
 

@@ -1,8 +1,4 @@
-"""Saves the KV of a prefill engine into host blocks, piece by piece, and offers it from there.
-
-The engine's own blocks are the engine's again once `HostOffer.save` is done; the host blocks are
-free when the offer has ended.
-"""
+"""Saves of a prefill engine's KV into host blocks, piece by piece, and their offers."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -21,11 +17,10 @@ from kvbus.planning import Spans
 
 
 class HostPrefill:
-    """Makes the offers of one prefill engine that goes through host blocks.
+    """The offers of one prefill engine through host blocks.
 
-    About ``piece_bytes`` are saved at a time: small enough that a piece is on the wire while the
-    next is saved. Its calls, and those of its offers, return at once, in any thread; what they
-    return may be waited for.
+    Calls return immediately, in any thread. Saves are about ``piece_bytes``, to overlap with
+    transfers.
     """
 
     def __init__(
@@ -49,12 +44,11 @@ class HostPrefill:
         ttl_s: float | None = None,
         traceparent: str = "",
     ) -> "Later[HostOffer]":
-        """Acquire host blocks for a request of ``num_tokens`` tokens, and offer what will be saved.
+        """Acquire host blocks for ``num_tokens`` tokens, and offer them before they are saved.
 
-        Of a group with a window the engine may keep only the tail: ``first_blocks`` says from which
-        block of the request on. Waits for room for at most ``wait_s``. Raises `LocalError`
-        (``busy``) when there is none, `GeometryError` when there never will be enough, and what the
-        agent refuses.
+        ``first_blocks``: the first block of the request, for groups with a window that keep only
+        its tail. Waits up to ``wait_s`` for blocks. Raises `LocalError` (``busy``) when none are
+        free, `GeometryError` when the buffer is too small, and the agent's refusals.
         """
         options = {"ttl_s": ttl_s, "traceparent": traceparent}
         firsts = dict(first_blocks or {})
@@ -96,11 +90,10 @@ class HostPrefill:
 
 
 class HostOffer:
-    """One offer: `save` what is computed, and `seal`; or `withdraw`.
+    """An offer from host blocks: `save` computed blocks and `seal`, or `withdraw`.
 
-    ``num_saved`` of its ``num_tokens`` tokens are on the host. After a `save` that failed there is
-    only `withdraw`. ``ended`` is `Offer.ended`: the host blocks are free then, or when the piece
-    that is being copied is.
+    ``num_saved`` tokens are on the host. After a failed `save`, only `withdraw` is possible. The
+    host blocks are free at ``ended``, or after a copy that still runs then.
     """
 
     def __init__(
@@ -112,44 +105,38 @@ class HostOffer:
         self._states_at: dict[str, int] = {}
         self._turn, self._is_copying = anyio.Lock(), False
         self._closed = ""
-        """Why nothing more can be saved."""
         self.ended.then(partial(self._close, "its offer has ended"))
         self.ended.then(self._release)
 
     @property
     def offer_id(self) -> str:
-        """The agent's id of the offer."""
         return self._offer.offer_id
 
     @property
     def ticket(self) -> dict[str, Any]:
-        """The JSON-able ticket for the decode engine, which reads while the rest is computed."""
+        """The JSON-able ticket; the decode engine may read during the prefill."""
         return self._offer.ticket
 
     def save(self, num_tokens: int, block_ids: BlockIds) -> Later[None]:
-        """Copy what was computed since the last call: ``num_tokens`` tokens are ready in all.
+        """Save the tokens since the last call; ``num_tokens`` tokens are ready in all.
 
-        ``block_ids`` are the engine's new blocks by group, in order of position; a block that was
-        filled partly is gone on with. Of a state, its block as it is after these tokens. It is done
-        when the copies are: the engine may then use the blocks for something else. What is saved is
-        offered piece by piece. Saves, and `seal`, follow each other in the order of the calls.
+        ``block_ids`` has the new blocks by group, in order of position; a partial last block
+        continues. A state passes its current block. Calls run in order, and each piece is offered
+        when saved. The engine may reuse the blocks when the result is there.
 
-        Raises `GeometryError` for ids that are no unsigned 32-bit integers. It fails with
-        `GeometryError` for blocks that do not fit the tokens, `ClosedError` after the end and after
-        `seal`, `RequestRefused` when the offer has ended, and what the engine's copy function
-        raised.
+        Raises `GeometryError` for ids that are not unsigned 32-bit integers. The result raises
+        `GeometryError` for blocks that do not fit the tokens, and errors of the engine's copy
+        function. It raises `ClosedError` after the end or `seal`, `RequestRefused` for an ended
+        offer.
         """
         return self._host.link.runner.start(partial(self._save, num_tokens, tables_of(block_ids)))
 
     def seal(self) -> Later[None]:
-        """Say that all is saved; fails with `GeometryError` when something is not."""
+        """Report that all is saved; the result raises `GeometryError` otherwise."""
         return self._host.link.runner.start(self._seal)
 
     def withdraw(self) -> Later[None]:
-        """Give the request up; without effect for an offer that has ended.
-
-        The host blocks are free when it has ended, and the piece that is being copied is.
-        """
+        """End the offer, because its request was aborted."""
         self._close("it was withdrawn")
         return self._offer.withdraw()
 
@@ -185,7 +172,6 @@ class HostOffer:
         await self._offer.extend(stop, self._blocks.on_host(start, stop))
 
     async def _copy(self, spans: Spans) -> None:
-        """The host blocks are not released while anything is copied into them."""
         self._check_open()
         if not (copies := self._blocks.copies(spans)):
             return
@@ -224,6 +210,6 @@ class HostOffer:
         self._closed = self._closed or why
 
     def _release(self) -> None:
-        """Of the end and that of a copy, the later one releases: then nobody reads or writes."""
+        """Release the host blocks at the end of the offer or of its copy, whichever is later."""
         if not self._is_copying:
             self._host.pool.release(self._blocks.host_tables)

@@ -1,8 +1,4 @@
-"""The host blocks of an engine: how many there are, who gets them, and who waits for them.
-
-Requests that could never have theirs are refused, and more waiting ones than the limit; nobody is
-overtaken, so a large request gets its turn.
-"""
+"""The host blocks of an engine, and a first-come, first-served queue for them."""
 
 from bisect import bisect
 from collections.abc import Iterable, Mapping
@@ -17,26 +13,25 @@ from kvbus.geometry.blocks import BlockIds
 from kvbus.planning import position_bytes
 
 HOST_LAYOUT = KvLayout.parse("block,layer,kv,token,head,dim")
-"""The canonical form: a block of all layers is one piece, whatever the engine's device has."""
+"""A block of all layers is contiguous."""
 
 PIECE_BYTES = 32 << 20
-"""Copied at a time, so that copies and the wire overlap."""
+"""Size of a copy, to overlap with transfers."""
 
 
 HostTables = Mapping[str, BlockIds]
-"""Host blocks by group, in order of position."""
+"""By group, in order of position."""
 
 
 class HostPool:
-    """All host blocks, the same on every rank of the engine; ``num_blocks`` is by group.
+    """All host blocks, the same on every rank.
 
-    A request acquires all that it will ever need at once, so that no two wait for each other.
+    A request acquires all its blocks in one step, so that two requests cannot deadlock.
     """
 
     def __init__(self, num_blocks: Mapping[str, int], *, max_waiting: int = 256) -> None:
         self.num_blocks = dict(num_blocks)
         self.num_waiting = 0
-        """Requests that wait for blocks."""
         self._max_waiting = max_waiting
         self._free = {group: BlockAllocator(number) for group, number in num_blocks.items()}
         self._turn = anyio.Lock()
@@ -44,14 +39,12 @@ class HostPool:
 
     @property
     def num_held(self) -> int:
-        """Blocks that are not free, of all groups."""
         return sum(one.num_blocks - one.num_free for one in self._free.values())
 
     async def acquire(self, wanted: Mapping[str, int], *, wait_s: float = 0.0) -> HostTables:
-        """Blocks by group; waits for at most ``wait_s`` for other requests to release theirs.
+        """Acquire blocks by group; wait up to ``wait_s`` for releases.
 
-        Raises `GeometryError` when all blocks together would not be enough, and `LocalError`
-        (``busy``).
+        Raises `GeometryError` when the pool is too small, and `LocalError` (``busy``).
         """
         for group, number in wanted.items():
             if number > (there := self.num_blocks.get(group, 0)):
@@ -77,14 +70,12 @@ class HostPool:
         raise self._busy(wanted)
 
     def release(self, tables: HostTables) -> None:
-        """These blocks are free again."""
         for group, ids in tables.items():
             self._free[group].release(ids)
         self._released.set()
         self._released = anyio.Event()
 
     async def all_free(self) -> None:
-        """Return when no request holds a block."""
         while self.num_held:
             await self._released.wait()
 
@@ -105,10 +96,9 @@ class HostPool:
 
 
 class BlockAllocator:
-    """Ids 0 to ``num_blocks`` - 1, all free at first.
+    """Allocator of ids 0 to ``num_blocks`` - 1, from the shortest free run that is long enough.
 
-    `acquire` takes the shortest run of free ids that is long enough, else the longest ones: what is
-    copied together lies together, as far as that goes.
+    Without one, it joins the longest runs, as consecutive blocks are copied together.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -117,11 +107,10 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """How many ids could be acquired."""
         return int(np.count_nonzero(self._is_free))
 
     def acquire(self, num_blocks: int) -> BlockIds:
-        """So many ids; raises `LocalError` when there are not so many."""
+        """Acquire ids; raises `LocalError` when fewer are free."""
         if not 0 <= num_blocks <= self.num_free:
             raise LocalError(f"{num_blocks} blocks of {self.num_free} free ones")
         runs = [np.empty(0, dtype=np.uint32)]
@@ -130,7 +119,7 @@ class BlockAllocator:
         return np.concatenate(runs)
 
     def release(self, ids: Iterable[int]) -> None:
-        """These are free again; raises `LocalError`, and frees none, if one of them was."""
+        """Free ids; raises `LocalError`, and frees none, if one was free."""
         given = np.fromiter(ids, dtype=np.int64)
         if (
             np.any((given < 0) | (given >= self.num_blocks))
@@ -151,10 +140,10 @@ class BlockAllocator:
 
 
 def host_blocks(engine: EngineSpec, *, buffer_bytes: int, num_states: int = 16) -> dict[str, int]:
-    """Blocks by group, the same on every rank, so that no rank's buffer exceeds ``buffer_bytes``.
+    """Return blocks by group, so that every rank's buffer fits in ``buffer_bytes``.
 
-    Every group gets room for the same number of tokens; one of state gets ``num_states`` blocks,
-    one for each request that is in the buffer. Raises `GeometryError`.
+    Groups get the same number of tokens. States get ``num_states`` blocks, one for each request in
+    the buffer. Raises `GeometryError`.
     """
 
     def blocks(num_tokens: int) -> dict[str, int]:
@@ -171,7 +160,7 @@ def host_blocks(engine: EngineSpec, *, buffer_bytes: int, num_states: int = 16) 
         return max(rank.segments[0].size_bytes for rank in ranks)
 
     least = max(group.block_size for group in engine.groups)
-    sizes = range(least, max(least, buffer_bytes) + 1)  # no token has less than a byte
+    sizes = range(least, max(least, buffer_bytes) + 1)  # a token has at least one byte
     num_fitting = bisect(sizes, buffer_bytes, key=lambda num_tokens: size_bytes(blocks(num_tokens)))
     num_blocks = blocks(sizes[num_fitting - 1])
     if not num_fitting or min(num_blocks.values()) < 1:
@@ -184,9 +173,9 @@ def host_blocks(engine: EngineSpec, *, buffer_bytes: int, num_states: int = 16) 
 
 
 def piece_tokens(engine: EngineSpec, *, piece_bytes: int) -> int:
-    """Tokens that are about ``piece_bytes`` over all ranks, in whole blocks of every group.
+    """Return the tokens in about ``piece_bytes`` over all ranks, replicas included.
 
-    0 when all groups are states: they are one piece. Replicas count.
+    They fill whole blocks of every group; 0 when all groups are states.
     """
     sizes = [group.block_size for group in engine.groups if not group.state]
     if not sizes:
