@@ -1,8 +1,8 @@
-"""The kit of the sans-IO state machines (pure): what offers, fetches, slots and reads share.
+"""The base of the sans-IO state machines (pure), for offers, fetches, slots and reads.
 
 table         live and retired entries, transitions, deadlines, stories, one way to apply an event,
-              and what drives a table in an event loop
-events        events and commands that more than one table has
+              and the driver of a table in an event loop
+events        events and commands that several tables share
 """
 
 from kvbus.fair import FAIR_TURN, FairPool, FairQueue, Key, Party, Places

@@ -1,6 +1,6 @@
-"""Events and commands that the tables of both agents have: values without behaviour.
+"""Events and commands that the tables of both agents share: values without behaviour.
 
-``reply_to`` is whatever the agent uses to answer the request that caused an event.
+``reply_to`` identifies the request to answer, for the agent.
 """
 
 from typing import Any
@@ -14,21 +14,21 @@ class Value(Redacted, frozen=True):
 
 
 class EngineLost(Value, frozen=True):
-    """A local engine is gone: what it asked for ends, and there is no one to be told."""
+    """A local engine is lost: its requests end, without a reply."""
 
     engine_id: str
 
 
 class DrainStarted(Value, frozen=True):
-    """Nothing new from now on."""
+    """New requests are refused from now on."""
 
 
 class Stopped(Value, frozen=True):
-    """The agent ends now, and everything with it."""
+    """The agent ends, with all entries."""
 
 
 class DeadlinePassed(Value, frozen=True):
-    """Time went by; what was due is due."""
+    """Deadlines up to now have passed."""
 
 
 class SendReply(Value, frozen=True):

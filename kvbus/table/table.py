@@ -1,11 +1,11 @@
-"""A sans-IO state machine for many entries: `handle` is the only way to change anything.
+"""A sans-IO state machine for many entries, which only `handle` changes.
 
-    event, now ──▶ handle ──▶ what is due by now expires first
+    event, now ──▶ handle ──▶ entries that are due expire first
                           ──▶ TRANSITIONS[entry.state, kind of event] ──▶ commands, in order
                           ──▶ the entry's next deadline is set, or the entry is retired
 
-There is no clock, socket, log or random number: events and times come in, commands come out. A
-`Driver` feeds a table in an event loop, and runs its commands.
+It has no clock, socket, log or random numbers: it turns events and times into commands. A `Driver`
+feeds a table in an event loop and runs its commands.
 """
 
 import heapq
@@ -32,16 +32,15 @@ T = TypeVar("T")
 
 MAX_STEPS = 32
 ENTRY_BYTES, STEP_BYTES = 1808, 192
-"""About what a retired entry takes, and a step of its story: measured, on Python 3.12."""
+"""Approximate memory of a retired entry and of a step, on Python 3.12."""
 KEPT_S, KEPT_ANYWAY = 60.0, 1024
-"""How long a retired entry is kept where the bounds allow it, and how many of them for longer."""
+"""Retired entries kept: this long if the bounds allow it, and this many for longer."""
 MOST_NAMESAKES = 64
-"""Retired entries of one name that are found by it, the newest: names are the engines' to give."""
+"""Retired entries found by name; many may share one, as engines choose it."""
 
 Handler = Callable[..., list[Any]]
 Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
-"""When, about which part, the kind of event or of its message, the state after it, kinds of
-commands, the error."""
+"""Time, part, kind of the event or of its message, next state, kinds of commands, error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Transition(Generic[S]):
 def transitions(
     *rows: tuple[Sequence[S], Sequence[type[Any]], Handler, Sequence[S]],
 ) -> Mapping[tuple[S, type[Any]], Transition[S]]:
-    """Of rows (states, kinds of events, handler, states after it); without any, none changes."""
+    """Expand rows (states, kinds of events, handler, next states); by default a state stays."""
     return {
         (state, kind): Transition(handler, tuple(to) or (state,))
         for states, kinds, handler, to in rows
@@ -65,17 +64,14 @@ def transitions(
 
 
 class Context(msgspec.Struct, Generic[L], frozen=True):
-    """What a handler may know of the world: the time in seconds, and the bounds of its table."""
-
     now: float
     limits: L
 
 
 class Story:
-    """What happened to one entry: the last `MAX_STEPS` events, and what each led to, oldest first.
+    """The last `MAX_STEPS` events of one entry and their effects.
 
-    Of events and commands it keeps the kinds, and the text of an error: a story must not keep block
-    tables, requests or tracebacks alive.
+    It keeps kinds and error texts only, so that block tables and tracebacks are freed.
     """
 
     __slots__ = ("_steps", "kept_bytes", "retired_at", "started_at")
@@ -83,19 +79,15 @@ class Story:
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
         self.started_at: float | None = None
-        """When the first event came, kept or not."""
         self.retired_at, self.kept_bytes = 0.0, 0
-        """When its entry was retired, and about how much memory it takes since."""
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Those that are kept, the oldest first."""
         return tuple(self._steps)
 
     def note(
         self, now: float, event: object, state: str, commands: Sequence[object], about: str = ""
     ) -> None:
-        """``event`` came at ``now``, left ``state``, and led to ``commands``."""
         if self.started_at is None:
             self.started_at = now
         error = getattr(event, "error", None)
@@ -104,13 +96,12 @@ class Story:
         self._steps.append((now, about, kind, state, kinds, text))
 
     def retire(self) -> None:
-        """Its entry is over, with the last step."""
         texts = [len(step[1]) + len(step[-1]) for step in self._steps]
         self.retired_at = self._steps[-1][0]
         self.kept_bytes = ENTRY_BYTES + STEP_BYTES * len(texts) + sum(texts)
 
     def lines(self) -> Iterator[str]:
-        """A line for each step; its time counts from the first that is kept."""
+        """Yield a line for each step; times count from the first kept step."""
         started_at = self._steps[0][0] if self._steps else 0.0
         for now, about, event, state, commands, error in self._steps:
             led_to = ", ".join(kind.__name__ for kind in commands) or "-"
@@ -119,11 +110,10 @@ class Story:
 
 
 class Entry(Protocol):
-    """What a table needs of its entries.
+    """An entry of a table, named by ``key``, with a member of a `StrEnum` as its ``state``.
 
-    Its ``key`` names it in the table, its ``state`` is a member of a `StrEnum`. At ``due_at`` the
-    table must look at it again; None while only events move it. One that ``is_over`` is told to
-    ``retire``: to let go of what only a live entry needs.
+    The table applies `DeadlinePassed` at ``due_at``. When ``is_over``, ``retire`` frees what only a
+    live entry needs.
     """
 
     story: Story
@@ -147,17 +137,17 @@ N = TypeVar("N", bound=Entry)
 
 
 class Deadlines(Generic[K]):
-    """A heap with lazy deletion: a key has at most one deadline, set again as often as needed."""
+    """A heap with lazy deletion; a key has at most one deadline."""
 
     def __init__(self) -> None:
         self.bound = math.inf
-        """No deadline is before this; it costs no search, unlike `next`."""
+        """A lower bound of all deadlines, without the search of `next`."""
         self._when: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._order = 0
 
     def set(self, key: K, when: float | None) -> None:
-        """Make ``when`` the deadline of ``key``, in place of any earlier one; None for none."""
+        """Replace the deadline of ``key``; None removes it."""
         if when is None:
             self._when.pop(key, None)
             return
@@ -172,7 +162,6 @@ class Deadlines(Generic[K]):
         self.bound = self._heap[0][0]
 
     def next(self) -> float | None:
-        """The earliest deadline, or None when there is none."""
         heap, when_of = self._heap, self._when
         while heap and when_of.get(heap[0][2]) != heap[0][0]:
             heapq.heappop(heap)
@@ -180,7 +169,6 @@ class Deadlines(Generic[K]):
         return heap[0][0] if heap else None
 
     def pop_due(self, now: float) -> Iterator[K]:
-        """Each key whose deadline is not after ``now``; its deadline is forgotten first."""
         while (when := self.next()) is not None and when <= now:
             _, _, key = heapq.heappop(self._heap)
             del self._when[key]
@@ -188,10 +176,7 @@ class Deadlines(Generic[K]):
 
 
 class Table(Generic[K, N, L, C]):
-    """Live entries by key, and the last retired ones, so that a late event finds out what became.
-
-    The key, the entry, the limits and the commands of a table are its type's parameters.
-    """
+    """Live entries by key, and the last retired ones, for late events."""
 
     transitions: ClassVar[Mapping[tuple[Any, type[Any]], Transition[Any]]] = {}
 
@@ -205,10 +190,10 @@ class Table(Generic[K, N, L, C]):
         self._retired_as: dict[str, tuple[K, ...]] = {}
 
     def handle(self, event: Any, now: float) -> list[C]:
-        """Apply ``event`` at time ``now`` and return what the agent has to do, in order.
+        """Apply ``event`` and return the agent's commands, in order.
 
-        Whatever is due by ``now`` expires first: what comes too late is too late also when no
-        `DeadlinePassed` came in between.
+        Entries that are due by ``now`` expire first, even without a `DeadlinePassed` before: a late
+        event is always late.
         """
         if now < self.deadlines.bound:
             return self._handle(event, now)
@@ -219,33 +204,31 @@ class Table(Generic[K, N, L, C]):
         raise NotImplementedError
 
     def find(self, key: K) -> N | None:
-        """The entry, live or retired, if it is known."""
         return self.live.get(key) or self.retired.get(key)
 
-    # Of those that live there are some thousands, which are looked at one by one; those that have
-    # retired are so many that this would hold the event loop for tens of milliseconds.
+    # Live entries number a few thousand and are scanned. Retired ones are too many to scan on the
+    # event loop (tens of ms).
     def named(self, name: str) -> list[N]:
-        """The entries of this name, live or among the last retired, the oldest first."""
+        """Return the live and the last retired entries of this name, oldest first."""
         retired = [self.retired[key] for key in self._retired_as.get(name, ())]
         return retired + [one for one in self.live.values() if name in self._names_of(one)]
 
     def newest(self, number: int) -> list[N]:
-        """At most so many entries, the newest first, and live ones before the others."""
+        """Return up to ``number`` entries: live ones first, the newest of each first."""
         newest = chain(reversed(self.live.values()), reversed(self.retired.values()))
         return list(islice(newest, number))
 
     def _names_of(self, _entry: N) -> tuple[str, ...]:
-        """What an entry is looked for by, and others may be as well."""
+        """Names to find an entry by; entries may share them."""
         return ()
 
     def _add(self, entry: N, event: object, now: float, commands: Sequence[C]) -> None:
-        """``event`` has made a new entry, and leads to ``commands``."""
         self.live[entry.key] = entry
         entry.story.note(now, event, entry.state, commands)
         self.deadlines.set(entry.key, entry.due_at)
 
     def _apply(self, entry: N, event: object, now: float) -> list[C]:
-        # An event that has a message is known by the class of that.
+        # An event with a message is known by the class of its message.
         transition = self.transitions[entry.state, type(getattr(event, "message", event))]
         commands: list[C] = transition.handler(entry, event, Context(now, self.limits))
         entry.story.note(now, event, entry.state, commands)
@@ -259,17 +242,15 @@ class Table(Generic[K, N, L, C]):
         return [command for entry in list(entries) for command in self._apply(entry, event, now)]
 
     def _expire(self, now: float) -> list[C]:
-        """Whatever is due by ``now``, the earliest first."""
         commands: list[C] = []
         for key in self.deadlines.pop_due(now):
             commands += self._apply(self.live[key], DeadlinePassed(), now)
         return commands
 
-    # A late event comes soon or never, so age is the first bound: an agent takes as much as its
-    # handoffs of a minute do, and grows no more after that. A slow agent remembers some for longer,
-    # for those who ask what happened.
+    # A late event comes soon or never, so age is the first bound. The memory is that of a minute's
+    # handoffs, and then stops growing. A slow agent keeps some entries for longer, for later
+    # queries about them.
     def _retire(self, entry: N) -> None:
-        """It is over; its deadline is forgotten already."""
         key, story = entry.key, entry.story
         del self.live[key]
         entry.retire()
@@ -286,7 +267,6 @@ class Table(Generic[K, N, L, C]):
             self._forget(next(iter(self.retired)))
 
     def _forget(self, key: K) -> N | None:
-        """Drop a retired entry, if it is one."""
         entry = self.retired.pop(key, None)
         if entry is not None:
             self.retired_bytes -= entry.story.kept_bytes
@@ -298,9 +278,9 @@ class Table(Generic[K, N, L, C]):
 
 
 class Promise(Generic[E]):
-    """The one event that a command promises: call it with that event, or `fail` it, once.
+    """The event that a command must cause: call it with the event, or `fail` it, once.
 
-    A dropped promise fails by itself: without its event, an entry would wait for ever.
+    A dropped promise fails by itself; otherwise an entry would wait for ever.
     """
 
     __slots__ = ("_driver", "_failed", "is_kept")
@@ -309,14 +289,13 @@ class Promise(Generic[E]):
         self._driver, self._failed, self.is_kept = driver, failed, False
 
     def __call__(self, event: E) -> None:
-        """Dispatch ``event``; raises `RuntimeError` for a second one."""
+        """Dispatch ``event``; raises `RuntimeError` the second time."""
         if self.is_kept:
             raise RuntimeError(f"a command is answered twice: {type(event).__name__}")
         self.is_kept = True
         self._driver.dispatch(event)
 
     def fail(self, error: Exception) -> None:
-        """Dispatch the event of a failure, unless there was an event before."""
         if not self.is_kept:
             self(self._failed(error))
 
@@ -326,29 +305,23 @@ class Promise(Generic[E]):
 
 
 class Clock(Protocol):
-    """What a driver needs of an event loop."""
+    """The part of an event loop that a driver needs."""
 
-    def time(self) -> float:
-        """Now, in seconds."""
-        ...
+    def time(self) -> float: ...
 
     def call_at(self, when: float, callback: Callable[[], Any], /) -> Any:
-        """Have ``callback`` called at ``when``; the result has a ``cancel``."""
+        """Schedule ``callback``; the result has a ``cancel``."""
         ...
 
-    def call_soon_threadsafe(self, callback: Callable[[], object], /) -> Any:
-        """Have ``callback`` called soon, from any thread."""
-        ...
+    def call_soon_threadsafe(self, callback: Callable[[], object], /) -> Any: ...
 
 
 class Driver(Generic[E]):
-    """Feeds ``table``, and hands each command to the one of ``commands`` for its class.
+    """A loop that feeds ``table`` with events and runs its commands, in the event loop's thread.
 
-    All in the event loop's thread. Replies go to the call that was asked with; ``commands`` has
-    what is done for the others, and is filled by its owner before the first event. Commands that
-    promise an event are registered with `promise`.
-
-    ``on_defect`` gets what commands raised; without it `dispatch` raises that.
+    Its owner fills ``commands`` before the first event, and registers commands that cause an event
+    with `promise`. Replies go to the original call. ``on_defect`` receives exceptions of commands;
+    without it, `dispatch` raises them.
     """
 
     def __init__(
@@ -375,9 +348,9 @@ class Driver(Generic[E]):
         do: Callable[[T, Promise[E]], None],
         failed: Callable[[T, Exception], E],
     ) -> None:
-        """Give commands of this ``kind`` to ``do``, each with the `Promise` of its one event.
+        """Run commands of this ``kind`` with ``do``, each with the `Promise` of its event.
 
-        ``failed`` makes the event of a failure. If ``do`` raises, it must have begun nothing.
+        A ``do`` that raises must have started nothing.
         """
 
         def run(command: T) -> None:
@@ -393,18 +366,16 @@ class Driver(Generic[E]):
 
     @property
     def now(self) -> float:
-        """The clock of every time that the table sees, in seconds."""
         return self._loop.time()
 
-    # Commands may cause events, as a request that cannot be sent fails at once. Those wait until
-    # the commands before them are done: the table has been left in the state in which all of them
-    # are under way.
+    # A command may cause an event: a request that cannot be sent fails immediately. The event waits
+    # for the earlier commands, as the table's state assumes that all of them have started.
     #
     #     dispatch(A) ─▶ handle ─▶ [c1, c2] ─▶ c1 ─▶ dispatch(B): queued
     #                                        ─▶ c2
     #                 ─▶ handle(B) ─▶ ...
     def dispatch(self, event: E | DeadlinePassed) -> None:
-        """Apply ``event`` and everything that follows from it; then raise what commands raised."""
+        """Apply ``event`` and the events that follow; then raise errors of commands."""
         self._events.append(event)
         if self._running:
             return
@@ -414,7 +385,7 @@ class Driver(Generic[E]):
                 for command in self._table.handle(self._events.popleft(), self._loop.time()):
                     try:
                         self.commands[type(command)](command)
-                    except Exception as error:  # no thread, no memory, a defect: others go on
+                    except Exception as error:  # no thread, no memory, a defect: the others run
                         if self._on_defect is not None:
                             self._on_defect(error)
                         else:
@@ -427,7 +398,7 @@ class Driver(Generic[E]):
             raise ExceptionGroup("commands failed", errors) if errors[1:] else errors[0]
 
     def fail_later(self, failed: Callable[[Exception], E]) -> None:
-        """Dispatch, in the loop, the event of a dropped command; called from any thread."""
+        """Dispatch the failure of a dropped command in the loop; safe in any thread."""
 
         def fail() -> None:
             if not self._is_stopped:
@@ -437,16 +408,15 @@ class Driver(Generic[E]):
             self._loop.call_soon_threadsafe(fail)
 
     def stop(self) -> None:
-        """No alarm from now on."""
         self._is_stopped = True
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm, self._alarm_at = None, float("-inf")
 
     def _set_alarm(self) -> None:
-        """Keep one timer, never later than the next deadline; an early one only looks again.
+        """Keep one timer, at or before the next deadline; an early one checks again.
 
-        The bound may be that of a deadline which the same event has put off: it is looked at.
+        The event may have postponed the deadline of the bound, so search the exact one.
         """
         when = self._table.deadlines.next()
         if when is None or when >= self._alarm_at:
