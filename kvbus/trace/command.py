@@ -1,4 +1,4 @@
-"""The command ``kvbus trace``: one request over all agents, and where its time went."""
+"""The command ``kvbus trace``."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -25,20 +25,20 @@ from kvbus.text import printable
 from kvbus.trace.timeline import AgentTrace, Timeline, covered_s, end_of, failure_of
 
 NUM_EXCHANGES = 16
-"""Questions about the clock: the quickest counts."""
+"""Clock queries; the fastest counts."""
 BAR, MIN_BAR = "█", 16
 SPACE = 11
-"""Between and around the columns."""
+"""Characters between and around the columns."""
 MOST_ALIKE = 3
-"""More spans of one name beside each other are one line."""
+"""More adjacent spans of one name share a line."""
 STYLES = {"prefill": "cyan", "decode": "green"}
 
 
 @dataclass(slots=True)
 class Questions:
-    """What is asked for one ``name``: of a request, an offer or a fetch.
+    """The traces of one ``name``: of a request, an offer or a fetch.
 
-    ``traces`` and ``problems`` are by endpoint; both have what came of the questions.
+    ``traces`` and ``problems`` are by endpoint.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Questions:
     problems: dict[str, KVBusError] = field(default_factory=dict)
 
     async def ask(self, agents: Sequence[OtherAgent]) -> None:
-        """Ask ``agents`` and those that they name; who knows nothing, once more by ids."""
+        """Query ``agents`` and those that they name; repeat by ids where spans are missing."""
         by_name = Trace(request_id=self.name, offer_id=self.name, fetch_id=self.name)
         known = {one.endpoint: one for one in agents}
         await self._ask_all(agents, by_name)
@@ -63,7 +63,7 @@ class Questions:
 
     @property
     def told(self) -> list[AgentTrace]:
-        """A trace of each agent that answered, also if it was asked at two of its addresses."""
+        """One trace per agent, even if it has two addresses."""
         return list({one.answer.boot: one for one in self.traces.values()}.values())
 
     async def _ask_all(self, agents: Sequence[OtherAgent], question: Trace) -> None:
@@ -89,7 +89,7 @@ class Questions:
             self.traces[at] = AgentTrace.of(at, answer, ClockOffset.of(exchanges))
 
     def _id(self, key: str) -> str:
-        """The last id of this kind that an agent told; not that of all offers that are not met."""
+        """Return the last id of this kind; skip `UNKNOWN`, of offers that were never made."""
         spans = (span for trace in self.traces.values() for span in trace.spans)
         ids = [str(span.attributes.get(key, UNKNOWN)) for span in spans]
         return next((one for one in reversed(ids) if one != UNKNOWN), "")
@@ -142,7 +142,6 @@ def trace(
 
 
 def _draw(timeline: Timeline, console: Console) -> None:
-    """The last line says how the fetch failed, or where the time went."""
     console.print(draw_waterfall(timeline, width=console.width))
     failed = failure_of(timeline)
     for error, label in reasons(timeline).items():
@@ -167,7 +166,7 @@ def _unknown(asked: Questions) -> str:
 
 
 def _as_map(timeline: Timeline, asked: Questions) -> dict[str, object]:
-    """Times in seconds from the start of the timeline."""
+    """Times are in seconds from the start of the timeline."""
     return {
         "id": asked.name,
         "total_s": timeline.total_s,
@@ -199,19 +198,16 @@ def _as_map(timeline: Timeline, asked: Questions) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Spans that are one line."""
-
     spans: Sequence[Span]
     label: str
 
     @property
     def error(self) -> str:
-        """Of the last one that has one."""
         return next((span.error for span in reversed(self.spans) if span.error), "")
 
 
 def draw_waterfall(timeline: Timeline, *, width: int) -> Table:
-    """The table; ``width`` is that of the terminal. Where that is short, names are folded."""
+    """Draw a table ``width`` columns wide; long names fold."""
     lines = [(agent, list(_lines(agent.spans))) for agent in timeline.agents]
     labels = [line.label for _, some in lines for line in some]
     widest = max(map(len, (*labels, *map(_heading, timeline.agents))), default=0)
@@ -235,7 +231,7 @@ def draw_waterfall(timeline: Timeline, *, width: int) -> Table:
 
 
 def reasons(timeline: Timeline) -> dict[str, str]:
-    """By what ended a span, the label of the innermost line of which it did."""
+    """Map the end of a span to the label of the innermost line that ended there."""
     lines = (line for agent in timeline.agents for line in _lines(agent.spans))
     return {line.error: line.label.strip() for line in lines if line.error}
 
@@ -247,7 +243,7 @@ def _heading(agent: AgentTrace) -> str:
 
 
 def _lines(spans: Sequence[Span]) -> Iterator[Line]:
-    """Spans of one depth that follow each other are one line for each name when they are many."""
+    """Group spans of one depth; many of one name share a line."""
     for depth, run in groupby(spans, key=lambda span: span.depth):
         family, indent = list(run), "  " * depth
         names = dict.fromkeys(span.name for span in family)
@@ -261,7 +257,6 @@ def _lines(spans: Sequence[Span]) -> Iterator[Line]:
 
 
 def _bar(spans: Sequence[Span], timeline: Timeline, num_columns: int) -> str:
-    """At least one column for a span, however short."""
     scale = num_columns / timeline.total_s if timeline.total_s else 0.0
     cells = [" "] * num_columns
     for span in spans:

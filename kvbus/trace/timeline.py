@@ -1,11 +1,10 @@
-"""The spans of all agents on one clock, and where the time of the request went (pure).
+"""The spans of all agents on one clock, and where the request's time went (pure).
 
     offer     ├ open ────────┤├ sealed ─────────────────────────────────────────┤
     fetch             ├ asked ┤├ claiming ┤├ waiting ┤├ reading ┤├ taking ┤
     the time  ├ open ┤├ asked ┤├ claiming ┤├ waiting ┤├ reading ┤├ taking ┤
 
-What the fetch does counts before what the offer does at the same time: the decode engine waits for
-the fetch.
+The fetch takes precedence over the offer, as the decode engine waits for the fetch.
 """
 
 from collections import defaultdict
@@ -48,7 +47,7 @@ UNKNOWN = "nothing that an agent knows of"
 
 @dataclass(frozen=True, slots=True)
 class AgentTrace:
-    """What one agent remembers; its ``spans`` are on our clock."""
+    """The answer of one agent; its ``spans`` are on our clock."""
 
     endpoint: str
     answer: Traced
@@ -57,8 +56,6 @@ class AgentTrace:
 
     @classmethod
     def of(cls, endpoint: str, answer: Traced, clock: ClockOffset) -> "AgentTrace":
-        """With each span moved to our clock."""
-
         def moved(span: Span) -> Span:
             end_s = None if span.end_s is None else span.end_s + clock.offset_s
             return structs.replace(span, start_s=span.start_s + clock.offset_s, end_s=end_s)
@@ -68,7 +65,7 @@ class AgentTrace:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All agents that remember something; ``end_s`` is now while something goes on."""
+    """All agents with spans; ``end_s`` is now while a span is open."""
 
     agents: tuple[AgentTrace, ...]
     start_s: float
@@ -76,7 +73,7 @@ class Timeline:
 
     @classmethod
     def of(cls, agents: Iterable[AgentTrace], *, now_s: float) -> "Timeline":
-        """Agents in order of their first span; what goes on, goes on until ``now_s``."""
+        """Sort agents by their first span; close open spans at ``now_s``."""
 
         def closed(span: Span) -> Span:
             return structs.replace(span, end_s=now_s) if span.end_s is None else span
@@ -89,11 +86,10 @@ class Timeline:
 
     @property
     def total_s(self) -> float:
-        """From the start of the first span to the end of the last."""
         return self.end_s - self.start_s
 
     def shares(self) -> dict[str, float]:
-        """Seconds by what they went to, the most first; they add up to the whole."""
+        """Return seconds by phrase, the largest first; they add up to `total_s`."""
         covers = [cover for one in self.agents for cover in _covers(one.spans)]
         times = sorted({self.start_s, self.end_s, *(t for one in covers for t in one[1:3])})
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -104,7 +100,6 @@ class Timeline:
         return dict(sorted(seconds.items(), key=lambda one: -one[1]))
 
     def verdict(self) -> str:
-        """One line: where most of the time went."""
         shares = self.shares()
         phrase, seconds = next(iter(shares.items()), (UNKNOWN, 0.0))
         share = seconds / self.total_s if self.total_s else 0.0
@@ -112,7 +107,6 @@ class Timeline:
         return f"{share:.0%} of {self.total_s * 1e3:.3f} ms: {phrase}{part}"
 
     def _largest_part(self) -> str:
-        """Of the reading, by the time in which some leg was at it."""
         parts: defaultdict[str, list[Span]] = defaultdict(list)
         for one in self.agents:
             for span in one.spans:
@@ -125,12 +119,11 @@ class Timeline:
 
 
 def end_of(span: Span) -> float:
-    """Its end; its start when it has none."""
     return span.start_s if span.end_s is None else span.end_s
 
 
 def covered_s(spans: Sequence[Span]) -> float:
-    """Seconds in which one of ``spans`` at least went on."""
+    """Return the seconds in which at least one of ``spans`` was open."""
     covered, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda one: one.start_s):
         end_s = end_of(span)
@@ -150,7 +143,6 @@ _RANKS = {AWAITED: 0, OFFER: 1, PENDING: 2, FETCH: 3}
 
 
 def _covers(spans: Sequence[Span]) -> Iterator[_Cover]:
-    """Those that say where the time went: the stages of roots, and roots without stages."""
     root = ""
     for span in spans:
         root = span.name if span.depth == 0 else root
@@ -160,7 +152,7 @@ def _covers(spans: Sequence[Span]) -> Iterator[_Cover]:
 
 
 def failure_of(timeline: Timeline) -> str:
-    """How the last fetch that failed did, when, and in which stage; empty when none failed."""
+    """Describe the last failed fetch: how, when, and in which stage; empty without one."""
     fetches = sorted(_fetches(timeline), key=lambda spans: spans[0].start_s)
     failed = [spans for spans in fetches if spans[0].error]
     if not failed:
@@ -178,7 +170,6 @@ def failure_of(timeline: Timeline) -> str:
 
 
 def _fetches(timeline: Timeline) -> Iterator[Sequence[Span]]:
-    """The spans of each fetch, itself first."""
     for agent in timeline.agents:
         begins = [n for n, span in enumerate(agent.spans) if span.depth == 0]
         for begin, end in zip(begins, [*begins[1:], None], strict=True):
