@@ -7,12 +7,11 @@ from kvbus.interrupt import importing
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
     with importing():
         from kvbus.cli import app  # noqa: PLC0415 - Ctrl-C comes before the end of this import
 
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # for the help, which typer prints
+            sys.stdout.reconfigure(errors="backslashreplace")  # for typer's help
         app()
 
 

@@ -1,4 +1,4 @@
-"""The command line ``kvbus``: the list of its commands. Each is imported when it is called."""
+"""The command line ``kvbus``. A command's module is imported when it is called."""
 
 from importlib import import_module
 from importlib.metadata import version
@@ -62,7 +62,7 @@ COMMANDS = {
         "Make, show, trust and revoke the CURVE keys of agents, routers and tools.",
     ),
 }
-"""The module of each command, where a function has its name, and the first line of its help."""
+"""By command: its module, with a function of that name, and the first line of its help."""
 PANELS = {
     "Run": ("demo", "demo-prefill", "demo-decode", "keys"),
     "Inspect": ("status", "trace", "doctor", "plan"),
@@ -72,10 +72,9 @@ LOOKS: dict[str, Any] = {"rich_markup_mode": "markdown", "pretty_exceptions_enab
 
 
 class Commands(TyperGroup):
-    """Knows a line of help of each command, and imports and runs the one that is called."""
+    """A group of commands that knows the help of each, and imports only the called one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The command that the first argument names, and the arguments behind it."""
         name, command, rest = super().resolve_command(ctx, args)
         found = command and _imported(str(name))
         if found:
@@ -84,11 +83,10 @@ class Commands(TyperGroup):
         return name, found, rest
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The options before a command."""
         return _without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; what it raises is one line, with exit status 2 for a mistake in a call."""
+        """Run a command; print errors as one line. Usage errors exit with status 2."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -117,7 +115,7 @@ def _nothing(**_: Any) -> None: ...
 
 
 def _without_types(params: list[Any]) -> list[Any]:
-    """Have the help show no type of switches, and of arguments: their names say it."""
+    """Hide the types of switches and arguments in the help."""
     for param in params:
         if getattr(param, "is_flag", param.param_type_name == "argument"):
             param.display_type_rich = _nothing

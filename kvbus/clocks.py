@@ -1,11 +1,11 @@
-"""Where the clock of an agent lies on ours, from the times of a question and its answer (pure).
+"""Clock offset of an agent, from the times of a request and its reply (pure).
 
     ours     sent ──────────────┬────────────── received
                   └ question ▶  │  ▶ answer ┘
     theirs         ──────────▶ now ◀─────────
 
-The agent read its clock somewhere between the two. In the middle of them is the best guess, which
-is wrong by half of the time between them at most, whatever the two ways took.
+The agent read its clock between ``sent`` and ``received``. The midpoint is wrong by at most half
+the round trip, however the two ways differ.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One question: when it was sent and its answer came by our clock, and theirs in between."""
+    """Times of one request: ours at sending and receipt, theirs between."""
 
     sent_s: float
     theirs_s: float
@@ -22,19 +22,18 @@ class Exchange:
 
     @property
     def took_s(self) -> float:
-        """Its round trip."""
         return self.received_s - self.sent_s
 
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """``offset_s`` is to be added to a time of theirs; it is wrong by ``error_s`` at most."""
+    """``offset_s`` converts their times to ours, with an error of at most ``error_s``."""
 
     offset_s: float
     error_s: float
 
     @classmethod
     def of(cls, exchanges: Iterable[Exchange]) -> "ClockOffset":
-        """By the quickest of the exchanges, of which there is one at least."""
+        """Use the fastest of the exchanges, at least one."""
         best = min(exchanges, key=lambda one: one.took_s)
         return cls((best.sent_s + best.received_s) / 2 - best.theirs_s, best.took_s / 2)

@@ -1,7 +1,4 @@
-"""What commands print tables and lines with: rich's console, for text that others have chosen.
-
-No markup or emoji name is read in it, and what is not printable is escaped.
-"""
+"""rich's console for commands: no markup or emoji, and unprintable characters are escaped."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +14,7 @@ from kvbus.text import printable
 
 
 class _Stdout:
-    """`write_text` as the file that rich writes to; of all else, what stdout is."""
+    """A file for rich that writes with `write_text`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stdout, name)
@@ -26,32 +23,30 @@ class _Stdout:
         write_text(text)
 
     def flush(self) -> None:
-        """Nothing is left to write."""
+        """`write_text` flushes."""
 
 
 class Console(console.Console):
-    """rich's console without highlighting, markup and emoji names, with `printable` text."""
-
     def __init__(self, **options: Any) -> None:
         options = {"file": _Stdout(), **options}
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A cell is as wide as what is printed of it: an escape is longer than its character."""
+        """Escape first, as an escape is wider than its character."""
         return super().render_str(printable(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """All that is printed comes by here, also what is no string."""
+        """Escape here too, as not all output passes `render_str`."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
 
 
 def text_of(*parts: RenderableType) -> str:
-    """What the terminal would show of these, without blanks at ends of lines; text is not wrapped.
+    """Render as the terminal would, without trailing blanks; strings are not wrapped.
 
-    For `kvbus.output.write_text`, which lets a reader of a pipe end.
+    For `write_text`, which handles closed pipes.
     """
     shown = Console()
     with shown.capture() as printed:

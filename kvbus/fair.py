@@ -1,15 +1,15 @@
-"""Who comes next, and who has how much, where there is not enough for all (pure).
+"""Fair queues and fair shares, where there is not enough for all (pure).
 
-A `FairQueue` serves urgent items first, owner by owner, and keeps none waiting for ever:
+A `FairQueue` serves urgent items first, owner by owner, and never starves an item:
 
     priority 9   a: 1 2 3   b: 4      1, 4, 2, 3: the greatest priority, and there owner by owner
     priority 0   c: 5 6     d: 7      in every 8th turn 5, 7, 6: the priority that has not had a
                                       turn for longest, and there owner by owner as well
 
-So where items of m priorities wait, each priority has one turn of 8 m at least, whatever comes
-later, and in these turns no owner has a second one before each other owner has had one.
+If m priorities have waiting items, each gets at least one turn in 8 m, whatever arrives later. In
+these turns, each owner has one turn before any has a second.
 
-Of what is bounded and does not wait, `Places` takes from the party that has most.
+`Places` bounds what does not wait: a party takes from the one that has most.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -21,12 +21,10 @@ from kvbus.errors import ErrorCode, LocalError
 T = TypeVar("T", bound=Hashable)
 
 FAIR_TURN = 8
-"""In every so many turns urgency does not matter."""
+"""Urgency is ignored once in this many turns."""
 
 
 class Key(NamedTuple):
-    """What an item waits under; a greater ``priority`` is more urgent."""
-
     owner: Hashable
     priority: int = 0
 
@@ -36,7 +34,7 @@ def _anyone(_: Hashable) -> bool:
 
 
 class FairQueue(Generic[T]):
-    """Items that wait, each once; those of one key are served as they came."""
+    """Waiting items, each once; items of one key are first in, first out."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, OrderedDict[Hashable, dict[T, None]]] = OrderedDict()
@@ -46,12 +44,12 @@ class FairQueue(Generic[T]):
         return self._num_waiting
 
     def add(self, key: Key, item: T) -> None:
-        """Wait behind the key's own items; a key that had none waits behind all others."""
+        """Queue behind the key's items; a new key goes behind all keys."""
         self._waiting.setdefault(key.priority, OrderedDict()).setdefault(key.owner, {})[item] = None
         self._num_waiting += 1
 
     def discard(self, key: Key, item: T) -> None:
-        """Do not wait any more; raises `KeyError`."""
+        """Remove an item; raises `KeyError`."""
         owners = self._waiting[key.priority]
         del owners[key.owner][item]
         self._num_waiting -= 1
@@ -61,7 +59,7 @@ class FairQueue(Generic[T]):
             del self._waiting[key.priority]
 
     def take(self, may: Callable[[Hashable], bool] = _anyone) -> tuple[Key, T] | None:
-        """The item whose turn it is, with its key; None when no owner that waits ``may``."""
+        """Remove and return the next item; None if no waiting owner ``may``."""
         is_fair = (self._num_taken + 1) % FAIR_TURN == 0
         for priority in self._waiting if is_fair else sorted(self._waiting, reverse=True):
             owner = next(filter(may, self._waiting[priority]), self)
@@ -80,9 +78,9 @@ class FairQueue(Generic[T]):
 
 
 class FairPool(FairQueue[T]):
-    """Slots 0 to ``num_slots`` - 1, and a queue of the items that wait for one.
+    """Slots 0 to ``num_slots`` - 1, and a queue for them.
 
-    ``may_have(num_held, num_free)`` says whether an owner that holds so many may have one more.
+    ``may_have(num_held, num_free)`` decides whether an owner gets another.
     """
 
     def __init__(self, num_slots: int, *, may_have: Callable[[int, int], bool]) -> None:
@@ -94,11 +92,10 @@ class FairPool(FairQueue[T]):
 
     @property
     def num_in_use(self) -> int:
-        """Slots that an owner has."""
         return len(self._owners)
 
     def acquire(self) -> tuple[T, int] | None:
-        """The item whose turn it is, and its slot; None when no slot is free for any that waits."""
+        """Assign a slot to the next item that can have one."""
         num_free = len(self._free)
         if not num_free:
             return None
@@ -109,7 +106,7 @@ class FairPool(FairQueue[T]):
         return item, self._give(key.owner)
 
     def acquire_at_once(self, owner: Hashable) -> int | None:
-        """A slot for what does not wait: there is a free one, and nothing waits for it."""
+        """Assign a slot if one is free and the queue is empty."""
         num_free = len(self._free)
         if self._num_waiting or not num_free:
             return None
@@ -124,7 +121,7 @@ class FairPool(FairQueue[T]):
         return slot
 
     def release(self, slot: int) -> None:
-        """The slot is free again; raises `KeyError` when no owner had it."""
+        """Free the slot; raises `KeyError` if it was free."""
         owner = self._owners.pop(slot)
         self._num_held[owner] -= 1
         if not self._num_held[owner]:
@@ -133,14 +130,14 @@ class FairPool(FairQueue[T]):
 
 
 Party = Hashable
-"""Who pays for what is asked for: a key, or a connection where there are no keys."""
+"""Accounting unit of requests: a key, or a connection without keys."""
 
 
 class Places(Generic[T]):
-    """At most ``most`` things at a time, in fair shares of the parties that want any.
+    """At most ``most`` things, in fair shares of the parties.
 
-    A party alone may have all. When all are taken, one that has fewer gets the newest of the one
-    that has most: an equal share is never refused or lost, whatever others ask for.
+    One party alone may have all. If all are taken, a party with fewer things gets the newest one of
+    the party with most. So an equal share is never refused or lost.
     """
 
     def __init__(self, most: int) -> None:
@@ -148,7 +145,7 @@ class Places(Generic[T]):
         self._things: dict[Party, dict[T, None]] = {}
         self._party_of: dict[T, Party] = {}
         self._having: defaultdict[int, dict[Party, None]] = defaultdict(dict)
-        """The parties by how many things each has: strangers may be as many as there are places."""
+        """By number of things, as strangers may fill all places."""
         self._largest = 0
 
     def __len__(self) -> int:
@@ -158,9 +155,9 @@ class Places(Generic[T]):
         return thing in self._party_of
 
     def enter(self, party: Party, thing: T) -> T | None:
-        """Give ``thing`` a place; returns what has lost its own for it.
+        """Add ``thing``; return the thing that lost its place for it.
 
-        Raises `LocalError` (``busy``) when all are taken, and others have no more than ``party``.
+        Raises `LocalError` (``busy``) when all are taken and no party has at least two more.
         """
         lost, num_own = None, len(self._things.get(party, ()))
         if len(self) >= self._most:
@@ -177,7 +174,6 @@ class Places(Generic[T]):
         return lost
 
     def leave(self, thing: T) -> None:
-        """It needs its place no more; one that has none is ok."""
         if thing not in self._party_of:
             return
         party = self._party_of.pop(thing)
@@ -188,7 +184,6 @@ class Places(Generic[T]):
             del self._things[party]
 
     def _count(self, party: Party, before: int, now: int) -> None:
-        """``party`` has one thing more, or one less."""
         self._having[before].pop(party, None)
         if now:
             self._having[now][party] = None

@@ -1,6 +1,6 @@
-"""Quantiles, of samples and of cumulative histograms as Prometheus has them (pure).
+"""Quantiles of samples and of cumulative (Prometheus) histograms (pure).
 
-A histogram is a count for each upper bound of a bucket, of all that does not exceed it.
+Histogram keys are the upper bounds of buckets; values count all samples up to the bound.
 """
 
 import math
@@ -10,25 +10,25 @@ MIN_P99_SAMPLES = 100
 
 
 def quantile(samples: Iterable[float], fraction: float) -> float:
-    """The smallest sample that at least ``fraction`` of all samples do not exceed."""
+    """Return the smallest sample that at least ``fraction`` of all samples do not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 def p99(samples: Collection[float]) -> float | None:
-    """The 99th percentile; None of fewer than `MIN_P99_SAMPLES`, where it is the maximum."""
+    """Return the 99th percentile; None below `MIN_P99_SAMPLES`, where it is the maximum."""
     return quantile(samples, 0.99) if len(samples) >= MIN_P99_SAMPLES else None
 
 
 def added_counts(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:
-    """What two looks at a cumulative histogram lie apart; keys are upper bounds of buckets."""
+    """Return the counts added between two readings."""
     return {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
 
 
 def histogram_quantile(cumulative: Mapping[float, float], fraction: float) -> float:
-    """A quantile from a cumulative histogram, taken as evenly spread within its bucket.
+    """Interpolate a quantile linearly within its bucket.
 
-    NaN without samples; the last finite bound when the quantile lies beyond it.
+    NaN without samples; the last finite bound if the quantile exceeds it.
     """
     bounds = sorted(cumulative)
     rank = fraction * cumulative[bounds[-1]] if bounds else 0.0

@@ -1,4 +1,4 @@
-"""What can happen while a program imports: Ctrl-C, and a package that is not installed."""
+"""Interrupts of a program's imports: Ctrl-C, and missing packages."""
 
 import os
 import signal
@@ -10,13 +10,13 @@ STATUS = 130
 
 
 def end_at_once(*_: object) -> None:
-    """A handler of signals: nothing is open yet."""
+    """Exit immediately, as a signal handler: nothing is open yet."""
     os._exit(STATUS)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """For all that a program does, its imports first: what fails there is a line, or silent."""
+    """Wrap a whole program: exit silently at Ctrl-C, with one line for a missing package."""
     signal.signal(signal.SIGINT, end_at_once)
     try:
         yield
@@ -31,6 +31,6 @@ def importing() -> Iterator[None]:
 
 
 def raise_at_ctrl_c() -> None:
-    """For behind the imports, if `importing` is under way: Ctrl-C is a `KeyboardInterrupt`."""
+    """Raise `KeyboardInterrupt` at Ctrl-C, from the end of the imports on."""
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""The options of a command, declared once: as the fields of a dataclass, which typer reads.
+"""Options of a command, declared once as fields of a dataclass that typer reads.
 
 @dataclass(frozen=True, kw_only=True)
 class DrawOptions:
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def with_options(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a function of ``options`` one that `typer.Typer.command` takes."""
+    """Turn a function of ``options`` into a command for `typer.Typer.command`."""
     fields = inspect.signature(options).parameters.values()
     signature = inspect.Signature(
         [one for one in fields if get_origin(one.annotation) is Annotated]

@@ -1,7 +1,4 @@
-"""What a command writes to stdout and stderr, and how it ends with an error.
-
-A closed stdout loses the text and not the exit status.
-"""
+"""Output and error exits of commands. A closed stdout does not change the exit status."""
 
 import os
 import sys
@@ -16,22 +13,20 @@ from kvbus.text import ascii_text, printable
 
 
 def write_json(value: object) -> None:
-    """One line of JSON to stdout."""
     write_text(json_text(value) + "\n")
 
 
 def json_text(value: object) -> str:
-    """JSON in which every character is printable."""
+    """Encode as JSON; escape unprintable characters."""
     return printable(msgspec.json.encode(value).decode())
 
 
 def write_text(text: str) -> bool:
-    """Text to stdout; whether it came there.
+    """Write to stdout; return whether that succeeded.
 
-    A pipe without a reader is no error, a full disk is told on stderr. What the encoding of stdout
-    lacks is escaped.
+    Ignore a closed pipe; report a full disk on stderr. Escape characters outside stdout's encoding.
     """
-    if sys.stdout is None:  # Python found it closed
+    if sys.stdout is None:  # closed before Python started
         return False
     try:
         sys.stdout.write(text if can_write(text) else ascii_text(text))
@@ -40,14 +35,14 @@ def write_text(text: str) -> bool:
         if not isinstance(error, BrokenPipeError):
             sys.stderr.write(f"error: cannot write to stdout: {error.strerror}\n")
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # some Pythons write what is left once more at exit
+        os.dup2(nowhere, sys.stdout.fileno())  # some Pythons write the rest again at exit
         os.close(nowhere)
         return False
     return True
 
 
 def can_write(text: str) -> bool:
-    """Whether the encoding of stdout has all of the text."""
+    """Whether stdout's encoding has all characters."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -57,10 +52,7 @@ def can_write(text: str) -> bool:
 
 @contextmanager
 def waiting_for(what: str, *, after_s: float = 3.0) -> Iterator[Callable[[str], None]]:
-    """Say on stderr what a command waits for, if that takes longer than ``after_s``.
-
-    What is yielded tells what it waits for next.
-    """
+    """Print on stderr what a command waits for, after ``after_s``; yield a setter for it."""
     timers: list[Timer] = []
 
     def wait_for(what: str) -> None:
@@ -78,11 +70,10 @@ def waiting_for(what: str, *, after_s: float = 3.0) -> Iterator[Callable[[str], 
 
 
 def complain(message: str) -> None:
-    """One line of stderr about an error."""
     sys.stderr.write(f"error: {printable(message)}\n")
 
 
 def fail(message: str, *, status: int, cause: Exception) -> NoReturn:
-    """Say what is wrong in one line of stderr, and end with this exit status."""
+    """Print one line on stderr, and exit."""
     complain(message)
     raise SystemExit(status) from cause

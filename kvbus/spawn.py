@@ -1,14 +1,12 @@
-"""Child processes: start, wait for, end, and read the end of their log. None outlives this process.
-
-And what their starters want beside: a free port, CPU time, the configuration of an agent.
+"""Child processes that never outlive this process; also free ports, CPU times and agent configs.
 
     this process ──fork──▶ launcher ──exec──▶ the program
                            1. asks the kernel for SIGKILL when its parent ends
                            2. ends unless its parent still is who started it
 
-The request survives the exec. A parent that ends before step 1 is seen in step 2, one that ends
-later is told by the kernel, a parent that is killed included. For the kernel a parent is a thread:
-a child of a thread that ends would be killed too early, so only the main thread may start one.
+The kernel's setting survives the exec. Step 2 catches a parent that ended before step 1; the kernel
+handles later ends, SIGKILL included. For the kernel, the parent is a thread: its end kills its
+children, so only the main thread may start one.
 """
 
 import contextlib
@@ -38,7 +36,7 @@ LOWEST_PORT, NUM_PORT_TRIES = 10_000, 100
 PORTS_OF_CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _GIVEN_PORTS: set[int] = set()
 
-# Python starts with SIGPIPE and SIGXFSZ ignored, which an exec would pass on.
+# Python ignores SIGPIPE and SIGXFSZ, and an exec would inherit that.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
@@ -54,7 +52,7 @@ Stream = int | IO[Any] | None
 
 @dataclass(slots=True)
 class Child:
-    """One child process, which ends with its ``with`` block; ``log`` is where its stderr goes."""
+    """A child process that ends with its ``with`` block; ``log`` receives its stderr."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -73,11 +71,11 @@ class Child:
         env: Mapping[str, str] | None = None,
         own_session: bool = False,
     ) -> "Child":
-        """Start ``command``; its stderr, and its stdout where nothing else is said, go to ``log``.
+        """Start ``command``; its stderr, and by default its stdout, go to ``log``.
 
-        ``env`` is added to this process's, of which it does not get what configures an agent. In a
-        session of its own it does not get the Ctrl-C of this process's terminal. Raises
-        `ConfigError` when there is no such program, and when the log cannot be written.
+        ``env`` is added to this environment, from which `KVBUS_…` is removed. ``own_session``
+        detaches the child from the terminal's Ctrl-C. Raises `ConfigError` when the program is
+        missing, or the log cannot be written.
         """
         if threading.current_thread() is not threading.main_thread():
             raise LocalError(
@@ -109,26 +107,23 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self.process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
         return self.process.poll() is None
 
     def log_text(self) -> str:
-        """What it has written to its log so far."""
         with self.log.open("rb") as log:
             log.seek(self._log_start_bytes)
             return log.read().decode(errors="replace")
 
     def cpu_s(self) -> float:
-        """CPU seconds that it and its child processes have used; 0 once it has ended."""
+        """Return CPU seconds with its children; 0 after its end."""
         return sum(map(cpu_s, (self.pid, *_children(self.pid))))
 
     def lost(self, if_alive: str = "does not answer") -> PeerLost:
-        """The error that says how it ended, or what is wrong ``if_alive``, with its last lines."""
+        """Make an error with its exit or ``if_alive``, and the last lines of its log."""
         ending = if_alive if self.is_alive else _how_ended(self.process.returncode)
         lines = self.log_text().splitlines()[-NUM_TAIL_LINES:]
         tail = "\n".join(f"  {line}" for line in lines) or "  (none)"
@@ -137,9 +132,9 @@ class Child:
         )
 
     def ask_to_end(self) -> None:
-        """Close its stdin if that is a pipe of ours, or else send SIGTERM; wake a stopped one."""
+        """Close its stdin pipe, or send SIGTERM; resume a stopped process."""
         if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and left words unread
+            with contextlib.suppress(BrokenPipeError):  # it exited without reading all
                 self.process.stdin.close()
         elif self.is_alive:
             self.process.terminate()
@@ -147,7 +142,7 @@ class Child:
             self.process.send_signal(signal.SIGCONT)
 
     def end(self, within_s: float = END_TIMEOUT_S) -> int:
-        """Ask it to end, kill it when it takes longer than that, and return its exit status."""
+        """Stop it, with SIGKILL after ``within_s``; return its exit status."""
         self.ask_to_end()
         try:
             return self.process.wait(within_s)
@@ -155,13 +150,12 @@ class Child:
             self.process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self.process.wait(END_TIMEOUT_S)
-            return -signal.SIGKILL  # a driver holds it
+            return -signal.SIGKILL  # blocked in a driver
         finally:
             if self.process.stdout is not None:
                 self.process.stdout.close()
 
     async def ended(self) -> int:
-        """Its exit status, once it has ended."""
         if self.is_alive:
             fd = os.pidfd_open(self.pid)
             try:
@@ -171,14 +165,14 @@ class Child:
         return self.process.wait()
 
     async def end_async(self, within_s: float = END_TIMEOUT_S) -> int:
-        """`end`, while the event loop runs on; it is done also where the caller is cancelled."""
+        """Run `end` without blocking the event loop, to its end even if cancelled."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.end, within_s)
         return self.process.wait()
 
 
 def _inherited() -> dict[str, str]:
-    """The environment without `KVBUS_…`: it may be that of an agent, in whose container we run."""
+    """Without `KVBUS_…`: this may be an agent's container."""
     return {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
 
 
@@ -189,7 +183,7 @@ def _how_ended(status: int) -> str:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used, all threads; 0 once it has ended."""
+    """CPU seconds of all threads; 0 after the end."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -199,7 +193,7 @@ def cpu_s(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    """Child processes of a process that run, such as the data process of an agent."""
+    """Running children, such as an agent's data process."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         lists = Path(f"/proc/{pid}/task").glob("*/children")
         return [int(child) for one in lists for child in one.read_text(encoding="ascii").split()]
@@ -207,7 +201,7 @@ def _children(pid: int) -> list[int]:
 
 
 def write_agent_config(name: str, folder: Path, **settings: str | float | list[str]) -> Path:
-    """A configuration of an agent for this machine alone; it lives in ``folder / name``."""
+    """Write the configuration of an agent for this machine; its files are in ``folder / name``."""
     values = {
         "agent_id": name,
         "peer_bind": ANY_PORT,
@@ -222,15 +216,14 @@ def write_agent_config(name: str, folder: Path, **settings: str | float | list[s
 
 
 def never_give(ports: Iterable[int]) -> None:
-    """Have `free_port` give none of these: another process gives them."""
+    """Exclude ports that another process assigns."""
     _GIVEN_PORTS.update(ports)
 
 
 def free_port() -> int:
-    """A TCP port of loopback that nobody listens on now, for a server that starts later.
+    """Return a free TCP port of loopback, for a server that starts later.
 
-    Not one of those that the system gives to clients meanwhile, nor one that this process had
-    before. Raises `OSError`.
+    It is outside the ephemeral range, and unique in this process. Raises `OSError`.
     """
     lowest_of_clients = int(PORTS_OF_CLIENTS.read_text(encoding="ascii").split()[0])
     ports = range(LOWEST_PORT, max(lowest_of_clients, LOWEST_PORT + NUM_PORT_TRIES))

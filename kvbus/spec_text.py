@@ -1,4 +1,4 @@
-"""Engines in words, such as ``tp=2 layout=HND block=16``, with spaces or commas between them."""
+"""Engines as text such as ``tp=2 layout=HND block=16``, separated by spaces or commas."""
 
 import re
 from functools import partial
@@ -25,13 +25,13 @@ DTYPE_ALIASES = {
 
 
 class LayoutWords(msgspec.Struct, forbid_unknown_fields=True):
-    """How the memory of a rank lies."""
+    """The memory layout of a rank."""
 
     layout: Annotated[str, Meta(max_length=64)] = "NHD"
     cross_layer: bool = False
 
     def parse(self) -> KvLayout:
-        """Raises `GeometryError` for axes that are not those of a cache."""
+        """Raise `GeometryError` for axes that a cache does not have."""
         text = self.layout.upper()
         if text not in ("NHD", "HND"):
             text = self.layout.lower().replace(".", ",")
@@ -39,7 +39,7 @@ class LayoutWords(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EngineWords(LayoutWords, kw_only=True):
-    """What engines of one model may differ in."""
+    """The differences between engines of one model."""
 
     tp: Annotated[int, Meta(ge=1, le=1024)] = 1
     pp: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -47,8 +47,6 @@ class EngineWords(LayoutWords, kw_only=True):
 
 
 class ModelWords(EngineWords, kw_only=True):
-    """A whole engine."""
-
     layers: Annotated[int, Meta(ge=1, le=512)]
     head: Annotated[int, Meta(ge=1, le=1 << 16)]
     kv_heads: Annotated[int, Meta(ge=1, le=4096)] = 0
@@ -58,7 +56,7 @@ class ModelWords(EngineWords, kw_only=True):
     model: Annotated[str, Meta(min_length=1, max_length=256)] = "unnamed"
 
     def engine(self, engine_id: str) -> EngineSpec:
-        """One group of all layers; with a window two, its own the odd layers."""
+        """Make one group of all layers; with a window, a second one of the odd layers."""
         is_latent = self.attention == "mla"
         if is_latent == bool(self.kv_heads):
             raise ConfigError("kv_heads is left out with attention=mla, and needed without")
@@ -85,7 +83,7 @@ _WRONG = KVBusError, msgspec.MsgspecError, OSError, UnicodeDecodeError
 
 
 def read_words(option: str, text: str, kind: type[W]) -> W:
-    """The words of one engine; raises `ConfigError` that begins with ``option``."""
+    """Parse one engine; raise `ConfigError` that begins with ``option``."""
     try:
         words = _words(text, kind)
         words.parse()
@@ -95,9 +93,9 @@ def read_words(option: str, text: str, kind: type[W]) -> W:
 
 
 def read_engine(option: str, text: str) -> tuple[EngineSpec, KvLayout]:
-    """An engine in `ModelWords`, or of a TOML or JSON file with `LayoutWords` behind its path.
+    """Parse `ModelWords`, or a TOML or JSON file with `LayoutWords` after its path.
 
-    Its name is that of ``option``. Raises `ConfigError` that begins with that.
+    The engine is named after ``option``. Raises `ConfigError` that begins with it.
     """
     try:
         first, _, more = text.partition(",")

@@ -1,4 +1,4 @@
-"""Bytes, times, rates and lists of numbers as text for people, and text that is safe to print."""
+"""Bytes, times, rates and number lists as text, and text that is safe to print."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_text(num_bytes: float) -> str:
-    """``512 B``, ``64 KiB``, ``1.5 MiB``."""
+    """As ``512 B``, ``64 KiB`` or ``1.5 MiB``."""
     size, unit = float(num_bytes), 0
     while size >= 1000 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -17,7 +17,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """``9.31 GB/s``, ``850 MB/s``, ``12 kB/s``."""
+    """As ``9.31 GB/s``, ``850 MB/s`` or ``12 kB/s``."""
     for size, unit in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if bytes_per_s >= size:
             return f"{bytes_per_s / size:.3g} {unit}"
@@ -25,7 +25,7 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Three digits or more, as ``13.7 ms``."""
+    """With three digits or more, as ``13.7 ms``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if (value := seconds * factor) >= 1:
             return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
@@ -33,7 +33,7 @@ def time_text(seconds: float) -> str:
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
-    """``0-3, 7``: runs of two or more as intervals; one step for all as ``0-30 by 2``."""
+    """As ``0-3, 7``, or with a constant step as ``0-30 by 2``."""
     ordered = sorted(numbers)
     steps = {b - a for a, b in pairwise(ordered)}
     if len(ordered) > 2 and len(steps) == 1 and (step := steps.pop()) > 1:
@@ -48,10 +48,10 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 def printable(text: str) -> str:
-    r"""The text with an escape such as ``\u001b`` for what is not printable, but for newlines.
+    r"""Escape unprintable characters except newlines, as ``\u001b``.
 
-    Names come from others: a terminal obeys control characters, and shows what follows some others
-    in another order. In JSON the escape stands for the character itself.
+    Names are untrusted: control characters act on a terminal, and others reorder its text. In JSON
+    the escape stands for the character.
     """
     if text.isprintable():
         return text
@@ -61,14 +61,14 @@ def printable(text: str) -> str:
 
 
 def ascii_text(text: str) -> str:
-    """The text with escapes as of JSON for all that is not ASCII; JSON stays what it is."""
+    """Escape non-ASCII characters as in JSON; JSON keeps its meaning."""
     return "".join(one if one.isascii() else json.dumps(one)[1:-1] for one in text)
 
 
 def printable_values(_logger: object, _method: str, event: Mapping[str, Any]) -> dict[str, Any]:
-    """A processor of structlog, ahead of a renderer that adds control characters of its own.
+    """Make a structlog event safe, before a renderer adds control characters.
 
-    What is no text is rendered by `repr`, which escapes alike.
+    `repr` escapes other values alike.
     """
     return {
         key: printable(value) if isinstance(value, str) else value for key, value in event.items()

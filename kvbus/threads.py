@@ -5,9 +5,9 @@ from threading import Barrier
 
 
 def started_threads(number: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool whose threads all run: no later limit on threads makes ``submit`` fail.
+    """Start all threads, so that a later limit on threads cannot make ``submit`` fail.
 
-    Raises `RuntimeError` when one cannot be started.
+    Raises `RuntimeError` when one cannot start.
     """
     threads, all_run = ThreadPoolExecutor(number, name), Barrier(number)
     try:

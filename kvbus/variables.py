@@ -1,6 +1,6 @@
-"""Environment variables of engines and commands. Those of an agent are named after its keys.
+"""Environment variables of engines and commands; those of an agent are named after its keys.
 
-An agent ignores the variables listed here, because it may run in the shell or pod of an engine.
+An agent ignores the variables below, as it may share a shell or pod with an engine.
 """
 
 from enum import StrEnum
@@ -9,7 +9,7 @@ PREFIX = "KVBUS_"
 
 
 class Variable(StrEnum):
-    """Every variable that is not the key of an agent."""
+    """All variables except the keys of an agent."""
 
     ATTACH = "KVBUS_ATTACH"
     ENGINE_ID = "KVBUS_ENGINE_ID"
