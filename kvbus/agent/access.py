@@ -1,4 +1,4 @@
-"""Who may connect to an agent and what it may ask there; whom the agent itself connects to."""
+"""Access control of an agent: trusted keys, their rights, and connections to other agents."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -33,21 +33,16 @@ log = structlog.get_logger()
 
 PEER, EVENTS = "peer", "events"
 LOOK_S = 0.4
-"""How often the file of trusted keys is looked at."""
 KEYS_READINGS = {
     "trusted_keys": "Public keys that are trusted now.",
     "refused_keys": "Handshakes of keys that were turned away.",
 }
 
 OnChange = Callable[[frozenset[str]], None]
-"""Told the keys that have lost a role, or all of them."""
 
 
 class Access:
-    """The keys of an agent, and the gate that they are; without keys all may ask all.
-
-    ``on_change`` are called when keys that were trusted are less so.
-    """
+    """The CURVE keys of an agent, and the check of each request; without keys, all is permitted."""
 
     def __init__(self, keys: KeyPair | None = None, trusted: TrustedKeys | None = None) -> None:
         self.keys, self._trusted = keys, trusted
@@ -58,7 +53,9 @@ class Access:
 
     @classmethod
     def open(cls, config: AgentConfig) -> "Access":
-        """What the config says; raises `ConfigError`, also for what would be open to a network."""
+        """Raise `ConfigError`, also if other machines can reach an agent without keys or
+        ``insecure``.
+        """
         if config.key_file and config.authorized_keys:
             trusted = TrustedKeys(Path(config.authorized_keys))
             with named("authorized_keys"):
@@ -82,25 +79,20 @@ class Access:
 
     @property
     def server_key(self) -> str:
-        """What others must know of this agent to connect; empty without keys."""
         return self.keys.public if self.keys else ""
 
     def start(self, context: BusContext, tasks: TaskGroup, metrics: AgentMetrics) -> None:
-        """Check keys, before the first socket is bound."""
+        """Start checking keys; call it before the first socket is bound."""
         metrics.add_readings(self._readings, KEYS_READINGS)
         if self.keys is not None:
             tasks.start_soon(KeyCheck(context, partial(self._admit, LimitedLog())).run)
             tasks.start_soon(self._watch)
 
     def options(self, domain: str) -> SocketOptions:
-        """Those of the socket at which others connect to `PEER` or `EVENTS`."""
         return SocketOptions(curve=ServerCurve(self.keys, domain) if self.keys else None)
 
     def connected(self, endpoint: str, server_key: str, role: Role) -> SocketOptions:
-        """The options of a socket that connects to an agent.
-
-        Raises `RemoteError` (``forbidden``) unless its key is trusted with this role.
-        """
+        """Raise `RemoteError` (``forbidden``) unless ``server_key`` is trusted with this role."""
         if self.keys is None or self._trusted is None:
             return SocketOptions()
         if role not in self._trusted.roles_of(server_key):
@@ -114,20 +106,20 @@ class Access:
         return SocketOptions(curve=ClientCurve(self.keys, server_key))
 
     def roles_of(self, key: str) -> tuple[str, ...]:
-        """What a key is trusted as; nothing without keys."""
         return tuple(sorted(self._trusted.roles_of(key))) if self._trusted else ()
 
     def has_lost(self, role: Role) -> bool:
-        """Whether the file does not have our own key with this role, but had it, or has others.
+        """Return whether our own key is missing this role in the file of trusted keys.
 
-        A file that only says whom we trust need not have it.
+        The file may list only our peers. A role counts as lost if our key had it before, or if
+        another key has it.
         """
         if self._trusted is None or role in self.roles_of(self.server_key):
             return False
         return role in self._our_roles or any(role in one.roles for one in self._trusted)
 
     def gate(self, call: Call) -> None:
-        """Raise `KVBusError` (``forbidden``) unless the key of the caller may ask this."""
+        """Raise `KVBusError` (``forbidden``) unless the caller's key permits this request."""
         if self._trusted is None:
             return
         roles = self._trusted.roles_of(call.session.key)
@@ -143,10 +135,9 @@ class Access:
         return {"trusted_keys": num_trusted, "refused_keys": self._num_refused}
 
     async def _watch(self) -> None:
-        """Look at the file again and again; who lost a role is told to ``on_change``."""
         while True:
             await anyio.sleep(LOOK_S)
-            await guarded(self._look, lambda _: None)  # such as: no thread can be started
+            await guarded(self._look, lambda _: None)  # for example, no thread can be started
 
     async def _admit(self, lines: LimitedLog, applicant: Applicant) -> bool:
         if self._trusted is None:
@@ -167,7 +158,6 @@ class Access:
         return False
 
     async def _look(self) -> None:
-        """Read the trusted keys again if they have changed, in a thread; see `TrustedKeys`."""
         trusted = self._trusted
         if trusted is None:
             return
@@ -190,7 +180,6 @@ TOKEN = re.compile(r"[ -~]{16,1024}")
 
 
 def load_ticket_keys(paths: Sequence[str]) -> TicketKeys | None:
-    """The keys in ``paths``, in that order; None when there are none."""
     keys = []
     with named("ticket_keys"):
         for path in paths:
@@ -205,9 +194,9 @@ def load_ticket_keys(paths: Sequence[str]) -> TicketKeys | None:
 
 
 def load_http_token(config: AgentConfig) -> str:
-    """What requests at ``http_bind`` have to show; empty when this machine alone may ask.
+    """Return the token that requests at ``http_bind`` need; empty if only this machine reaches it.
 
-    Raises `ConfigError`, also for what would be open to a network.
+    Raises `ConfigError`, also if other machines reach a port without a token or ``insecure``.
     """
     path, host = config.http_token_file, http_address(config.http_bind or "localhost:0")[0]
     with named("http_token_file"):

@@ -1,6 +1,6 @@
-"""The command line of an agent: a config file and settings, or the commented default of a file.
+"""The command line of an agent.
 
-Read by argparse: the import of typer is a fifth of the time that an agent takes to start.
+It uses argparse, because importing typer takes a fifth of an agent's start time.
 """
 
 import ast
@@ -34,7 +34,6 @@ log = structlog.get_logger()
 def run_command(
     role: AgentRole, kind: type[C], make_service: Callable[[Agent, C], Service]
 ) -> None:
-    """What ``kvbus-prefill`` and ``kvbus-decode`` do; ends the process, or returns."""
     options = _parser(role).parse_args()
     if options.print_config:
         try:
@@ -93,9 +92,9 @@ def _parser(role: AgentRole) -> ArgumentParser:
     return parser
 
 
-# Everything is given back by now. What is left are threads, which nothing can end: Python would
-# wait for one whose copy hangs, as it does for a GPU that does not answer, and the process would
-# stay for ever. The destructors of libraries that such a thread is in are not run, either.
+# All resources have been released by now. Only threads remain, and nothing can stop a thread:
+# Python would wait for ever for one that hangs, for example in a copy from a GPU that does not
+# answer. `os._exit` also skips the destructors of libraries that such a thread is still using.
 def _exit(status: int) -> NoReturn:
     sys.stdout.flush()
     os._exit(status)
@@ -107,7 +106,7 @@ def _complain(error: KVBusError, *, status: int) -> int:
 
 
 def commented_default(kind: type[AgentConfig], **values: str) -> str:
-    """A TOML file with every key, its meaning and its default; ``values`` fill required keys."""
+    """Return a TOML file with each key, its meaning, and its default or its value in ``values``."""
     meanings, lines = meanings_of(kind), list[str]()
     for field in msgspec.structs.fields(kind):
         value = _toml(values.get(field.name, field.default))
@@ -116,7 +115,7 @@ def commented_default(kind: type[AgentConfig], **values: str) -> str:
 
 
 def meanings_of(kind: type[AgentConfig]) -> dict[str, str]:
-    """What stands below each key where it is declared."""
+    """Return the docstring below each key."""
     found: dict[str, str] = {}
     for one in kind.__mro__[kind.__mro__.index(AgentConfig) :: -1]:
         (declared,) = ast.parse(inspect.getsource(one)).body

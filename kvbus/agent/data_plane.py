@@ -1,7 +1,7 @@
-"""Keeps the TCP ports of UCX to the interfaces that the config names, and looks whether they are.
+"""Control of the UCX TCP ports: restrict them to the configured interfaces, and verify it.
 
-UCX over TCP never asks whether an address was registered: whoever connects to one of its ports
-reads and writes any memory of the data process. Left alone, UCX listens on every interface.
+UCX over TCP does not check whether an address was registered. A peer that reaches such a port can
+read and write any memory of the data process. By default UCX listens on every interface.
 """
 
 import ipaddress
@@ -25,7 +25,6 @@ from kvbus.data.client import DataProcess
 from kvbus.errors import ConfigError, KVBusError, TransferFailed
 
 UCX_INTERFACES = "UCX_NET_DEVICES"
-"""What UCX reads, as it starts, from the environment: device names with commas between them."""
 
 UCX_PORTS = "UCX_TCP_PORT_RANGE"
 
@@ -34,32 +33,26 @@ log = structlog.get_logger()
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 LOOK_AGAIN_S = 10.0
 HUNG_AFTER_S = 300.0
-"""A data process that answers nothing for so long is replaced: NIXL may take minutes to register
-memory, and not more.
-"""
+"""NIXL may take minutes to register memory, but not more."""
 MAX_OPENS = 3
-"""Data processes that may end while they open NIXL, before an agent does not start."""
+"""Data processes that may end while opening NIXL before the start fails."""
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 @dataclass(slots=True)
 class DataPlane:
-    """The interfaces that UCX may use, and where it listens."""
-
     interfaces: tuple[str, ...]
     data: DataProcess
     endpoints: tuple[str, ...] = ()
-    """HOST:PORT of each TCP socket at which UCX listens, as of the last look."""
+    """HOST:PORT of each TCP socket of UCX, as of the last `look`."""
     outside: str = ""
-    """Those of them that are outside of the interfaces."""
     _turn: anyio.Lock = field(default_factory=anyio.Lock)
     _began_at: float = 0.0
     _asked_at: float | None = None
 
     async def open(self) -> None:
-        """Have UCX listen, if it does not; raises `TransferFailed` that says what it lacks.
-
-        Waits for a data process where none is running.
+        """Wait for a data process, and open NIXL in it; raises `TransferFailed` that names the
+        cause.
         """
         await self.data.until_running()
         if self.data.is_open and self.data.nixl_error is None:
@@ -82,7 +75,6 @@ class DataPlane:
         log.info("data_plane.opened", data=list(self.endpoints))
 
     async def _open_nixl(self) -> None:
-        """Open NIXL; try again when the data process ends meanwhile. Raises `TransferFailed`."""
         for tries_left in reversed(range(MAX_OPENS)):
             await self.data.until_running()
             boot = self.data.boot
@@ -95,7 +87,6 @@ class DataPlane:
                 return
 
     async def watch(self) -> None:
-        """Look again and again: UCX may open more, and the data process may hang."""
         while True:
             await anyio.sleep(LOOK_AGAIN_S)
             _report_descriptors()
@@ -106,14 +97,13 @@ class DataPlane:
 
     @property
     def silent_s(self) -> float:
-        """For how many seconds the data process has not answered."""
+        """Seconds since the unanswered request to the data process; 0 if none is pending."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     async def _try_to_look(self) -> bool:
-        """Look, and log what prevents it: that ends no agent. Return whether to try again."""
         try:
             await self.look()
-        except TransferFailed:  # the data process has ended; its end is in the log
+        except TransferFailed:  # the data process has ended, which is logged elsewhere
             return False
         except (KVBusError, OSError) as error:
             log.error("data_plane.unseen", reason=failure(error).message)
@@ -121,9 +111,9 @@ class DataPlane:
         return False
 
     async def look(self) -> None:
-        """Ask the data process where UCX listens; one look serves all that wait for it to begin.
+        """Refresh `endpoints` and `outside`; waiting callers share one request.
 
-        Raises `TransferFailed` when there is none.
+        Raises `TransferFailed` if no data process runs.
         """
         asked_at = time.monotonic()
         async with self._turn:
@@ -138,24 +128,19 @@ class DataPlane:
                 self.outside = await in_thread(partial(_outside, sockets, self.interfaces))
 
     def is_down(self) -> bool:
-        """Whether none of the interfaces has a link now; one that cannot be asked counts as linked.
-
-        RDMA devices are such.
-        """
         return len(without_link(self.interfaces)) == len(self.interfaces)
 
     async def end_if_exposed(self) -> None:
-        """End the process if UCX listens outside of the interfaces: it must serve no request.
+        """End this process if UCX listens outside of the interfaces: it must serve no request.
 
-        A data process that ends meanwhile listens no more; the next one is looked at as it starts.
+        If the data process ends meanwhile, `look_at_next` checks its successor.
         """
         with suppress(TransferFailed):
             await self.look()
         self._end_if_outside()
 
     async def look_at_next(self) -> None:
-        """As `end_if_exposed`, at a data process that has just started."""
-        while await self._try_to_look():  # noqa: ASYNC110 - no event would be for it alone
+        while await self._try_to_look():  # noqa: ASYNC110 - an event would serve this loop only
             await anyio.sleep(LOOK_AGAIN_S)
         self._end_if_outside()
 
@@ -177,29 +162,27 @@ def _report_descriptors() -> None:
 
 
 def _outside(sockets: Iterable[tuple[str, int]], interfaces: Iterable[str]) -> str:
-    """Those of the sockets that are outside of the interfaces."""
     allowed = _addresses(interfaces)
     return ", ".join(f"{host}:{port}" for host, port in sockets if host not in allowed)
 
 
 def is_on_loopback(config: AgentConfig) -> bool:
-    """Whether this machine alone reaches the agent, and UCX is to use loopback."""
     binds = (config.peer_bind, config.events_bind)
     return not config.data_interfaces and all(is_loopback(bind_host(bind)) for bind in binds)
 
 
 def is_one_machine(config: AgentConfig) -> bool:
-    """Whether all agents that reach this one are of its machine, and can map memory.
+    """Return whether all agents that reach this one are on its machine, and can map memory.
 
-    UCX is then opened when it is needed for the first time, which may be never.
+    UCX is then opened on first use, which may never happen.
     """
     return config.mapped and is_on_loopback(config)
 
 
 def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
-    """What UCX may use: the config's choice, the environment's, or loopback if the binds are.
+    """Choose the interfaces for UCX.
 
-    Raises `ConfigError` when other machines reach the agent and nobody has named the interfaces.
+    Raises `ConfigError` if other machines reach the agent and none is named.
     """
     if config.data_interfaces:
         _require_known(config.data_interfaces, "key 'data_interfaces'")
@@ -218,7 +201,7 @@ def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
 
 
 def without_link(interfaces: Iterable[str]) -> tuple[str, ...]:
-    """Those without a link now; one that cannot be asked, as an RDMA device, counts as linked."""
+    """Return the interfaces without a link; RDMA devices count as linked."""
     try:
         stats = psutil.net_if_stats()
     except OSError:  # no descriptor is left
@@ -227,19 +210,17 @@ def without_link(interfaces: Iterable[str]) -> tuple[str, ...]:
 
 
 def restrict_ucx(interfaces: Iterable[str], ports: str = "") -> None:
-    """Let UCX use these interfaces and ports only; call it before the first NIXL agent is made."""
+    """Restrict UCX through the environment; call it before the first NIXL agent is created."""
     os.environ[UCX_INTERFACES] = ",".join(interfaces)
     if ports:
         os.environ[UCX_PORTS] = ports
 
 
 def has_rdma(interfaces: Iterable[str]) -> bool:
-    """Whether one of them is an RDMA device, which writes without this process."""
     return not {name.partition(":")[0] for name in interfaces}.isdisjoint(_rdma_devices())
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a socket that is bound to ``host``."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -275,7 +256,6 @@ def _loopback_interfaces() -> tuple[str, ...]:
 
 
 def _addresses(interfaces: Iterable[str]) -> set[str]:
-    """Every IP address of these network interfaces; an RDMA device has none."""
     of_all = psutil.net_if_addrs()
     return {
         one.address.partition("%")[0]

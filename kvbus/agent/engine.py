@@ -1,6 +1,6 @@
-"""A local engine: its processes, and the ranks whose memory is here.
+"""A local engine: its processes, and the ranks with memory on this machine.
 
-An engine is lost as a whole when any of its processes ends.
+The whole engine is lost when any of its processes ends.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ MAX_BLOCK_ID = 2**32 - 1
 
 @dataclass(slots=True, eq=False)
 class EngineProcess:
-    """One process of an engine: its attach connection, its session, the segments it passed."""
-
     engine_id: str
     boot: str
     connection: AttachConnection
@@ -39,12 +37,10 @@ class EngineProcess:
     session: Session | None = None
     engine: LocalEngine | None = None
     memory: str = ""
-    """Names the memory of its rank."""
     detaching: bool = False
     gone: bool = False
 
     def open(self, session: Session) -> None:
-        """It asks by this session from now on; if it does not read, it is sent away."""
         self.session = session
         session.pinned, session.on_unread = True, self._send_away
 
@@ -60,36 +56,33 @@ class EngineProcess:
 
 @dataclass(slots=True, eq=False)
 class LocalEngine:
-    """An engine: one control process, and one that holds the memory of each rank.
+    """An engine: one control process, and for each rank the process that holds its memory.
 
-    The agent that has the control process is the engine's home; ``others`` have the ranks that are
-    not here. An agent without it has some ranks of an engine whose home is elsewhere.
+    The agent of the control process is the engine's home; ``others`` have the ranks that are
+    elsewhere. Another agent has some ranks and no control process.
     """
 
     spec: EngineSpec
     control: EngineProcess | None = None
     others: tuple[AgentRanks, ...] = ()
     ranks: dict[int, RankMemory] = field(default_factory=dict)
-    """Those that are here, in order."""
     memory_id: str = ""
-    """Stands for the processes that hold the ranks here: a rank that came back is another."""
+    """Changes when a rank registers here, also with the same memory."""
     instance: str = ""
     """Names the control session across restarts of this agent; empty before it has registered.
 
-    It is public. The boot id of that process is not: on the engine socket it is a credential.
+    It is public. The boot id of that process is secret, as a credential on the engine socket.
     """
     republishes: bool = False
-    """Whether it is still publishing the offers that an earlier process of this agent had."""
+    """Whether it is still publishing the offers that it made before this agent restarted."""
     num_missing_ranks: int = field(init=False)
-    """Ranks that are neither here nor at one of the others."""
     processes: list[EngineProcess] = field(default_factory=list)
     waiting: list[Call] = field(default_factory=list)
     lost: bool = False
     shares_words: bool = True
-    """False once a reader that has the page of words lost its right to it."""
+    """False after a reader that has the page of words lost its right to it."""
     _accesses: list[str] = field(default_factory=list, repr=False)
     _memories: dict[int, str] = field(default_factory=dict)
-    """By rank, what names its memory across restarts of this agent."""
 
     def __post_init__(self) -> None:
         self.num_missing_ranks = self.spec.num_ranks
@@ -105,37 +98,33 @@ class LocalEngine:
 
     @property
     def ready(self) -> bool:
-        """Whether other agents may use it: it is whole, and all of its live offers are here."""
+        """Whether other agents may use it: whole, and all live offers published."""
         return self.is_whole and not self.republishes
 
     @property
     def memory_name(self) -> str:
-        """Names the memory of the ranks here; a restart of this agent does not change it."""
+        """Name of the memory of the ranks here; a restart of this agent does not change it."""
         names = " ".join(f"{number}={name}" for number, name in sorted(self._memories.items()))
         return blake2b(names.encode(), digest_size=16).hexdigest()
 
     @property
     def access(self) -> str:
-        """What is shown to ask about the memory here; empty while nobody may."""
         return self._accesses[0] if self._accesses else ""
 
     def check_access(self, shown: str | None) -> None:
-        """Raise `LocalError` (``forbidden``) unless ``shown`` gives access to the memory here."""
         check_right(shown, *self._accesses)
 
     @property
     def devices(self) -> set[str]:
-        """Where the memory of the ranks here is."""
         return {rank.device for rank in self.ranks.values()}
 
     @property
     def is_direct(self) -> bool:
-        """Whether NIXL reads or writes blocks of a rank here."""
         return any(rank.direct for rank in self.ranks.values())
 
     @property
     def words(self) -> WordsPage | None:
-        """The page of its offers' words: the only process of all of its ranks has passed it."""
+        """The page of words, if the process that passed it has all ranks."""
         pages = (rank.words for rank in self.ranks.values() if self.shares_words)
         return next((page for page in pages if page is not None), None)
 
@@ -147,7 +136,6 @@ class LocalEngine:
             raise engine_lost()
 
     def memory(self) -> EngineMemory:
-        """The ranks as a peer wants them."""
         return EngineMemory(
             engine=self.spec,
             ranks=tuple(rank.rank for rank in self.ranks.values()),
@@ -155,12 +143,11 @@ class LocalEngine:
         )
 
     def num_blocks(self, group: str) -> int:
-        """Blocks that every rank here has for ``group``; without bound when none holds it."""
+        """Return the smallest count of the ranks; `MAX_BLOCK_ID` + 1 if none has the group."""
         held = [rank.num_blocks[group] for rank in self.ranks.values() if group in rank.num_blocks]
         return min(held, default=MAX_BLOCK_ID + 1)
 
     def check_tables(self, tables: Mapping[str, BlockTable], *, all_groups: bool = True) -> None:
-        """Raise `GeometryError` unless these are tables of its groups, of blocks that are here."""
         known = {group.name for group in self.spec.groups}
         if tables.keys() - known or (all_groups and tables.keys() != known):
             raise GeometryError(
@@ -170,15 +157,14 @@ class LocalEngine:
             table.check_ids(self.num_blocks(name))
 
     def notify(self, notice: Message) -> None:
-        """Tell the control process, unless the engine is lost."""
         if not self.lost and self.control is not None:
             self.control.notify(notice)
 
     def take_control(self, process: EngineProcess, wanted: Register) -> None:
-        """This is the engine's home from now on.
+        """Make this agent the engine's home.
 
-        Raises `GeometryError` unless the other agents have each rank once, and leave one to be
-        here.
+        Raises `GeometryError` unless the others have each rank once, and leave at least one for
+        this agent.
         """
         self._check_others(wanted.others)
         self._check_whole()
@@ -189,11 +175,10 @@ class LocalEngine:
         self._accesses.append(new_secret())
 
     def add_rank(self, memory: RankMemory, access: str | None, name: str) -> None:
-        """A process has registered a rank; who shows ``access`` may ask about it.
+        """Add a registered rank; ``access`` is a secret for requests, ``name`` that of its memory.
 
-        ``name`` is that of its memory.
-
-        Raises `GeometryError` for a rank that is elsewhere, or with which the KV is not whole.
+        Raises `GeometryError` for a rank that is elsewhere, or if the last rank leaves KV
+        uncovered.
         """
         number = memory.rank.rank
         for other in self.others:
@@ -214,7 +199,6 @@ class LocalEngine:
         self.num_missing_ranks = self.spec.num_ranks - elsewhere - len(self.ranks)
 
     def _check_whole(self, *more: RankSpec) -> None:
-        """Once the last rank is here, they must hold all KV."""
         ranks = [*(memory.rank for memory in self.ranks.values()), *more]
         if len(ranks) == self.spec.num_ranks:
             validate_ranks(self.spec, ranks)
@@ -239,5 +223,4 @@ class LocalEngine:
 
 
 def engine_lost() -> LocalError:
-    """Why what is done for an engine fails once one of its processes ended."""
     return LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)

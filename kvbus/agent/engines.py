@@ -1,4 +1,4 @@
-"""The local engines of an agent: who is let in, registration, and how memory is given back."""
+"""The local engines of an agent: admission, registration, and the release of their memory."""
 
 from __future__ import annotations
 
@@ -35,30 +35,28 @@ from kvbus.protocol.tools import EngineEvent, Status
 log = structlog.get_logger()
 
 STARTS_WITHIN_S = 5.0
-"""How long an engine waits for the data process of an agent that is starting."""
 
 MAX_ENDED_NAMES = 4096
-"""Instances of engines that are known to have ended."""
 
 
 class EngineUser(Protocol):
-    """The service of the agent: what it does with engines, and with the memory of a lost one."""
+    """The agent's service, as the directory of engines sees it."""
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
-        """All of the engine is there."""
+        """Handle that all of the engine has registered."""
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
-        """The engine is gone."""
+        """Handle that a process of the engine has ended."""
 
     async def quiesce(self, engine: LocalEngine) -> None:
-        """Return when no transfer can touch the memory of a lost engine any more."""
+        """Return when no transfer can touch the memory of a lost engine any longer."""
 
 
 class EngineDirectory:
-    """All local engines; the agent's attach handler, and the handler of registration requests.
+    """All local engines, with the handlers of attach messages and of registration requests.
 
-    Engines are let in once `open` was called. While this agent ``is_young``, engines of its earlier
-    process may still register again.
+    Engines are admitted after `open`. While the agent ``is_young``, engines of its previous process
+    may still register again.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class EngineDirectory:
         self._tasks, self._lifeline = tasks, lifeline
         self._is_young = is_young
         self._ended: OrderedDict[str, None] = OrderedDict()
-        """Names of control sessions that have ended, and of memory that was cut, oldest first."""
         self._is_open = anyio.Event()
         self._identity: Welcome | None = None
         self._server: RequestServer
@@ -87,7 +84,6 @@ class EngineDirectory:
 
     @property
     def registered_bytes(self) -> int:
-        """Engines' memory that NIXL is told of."""
         ranks = (rank for engine in self.engines.values() for rank in engine.ranks.values())
         sizes = (one.size_bytes for rank in ranks if rank.direct for one in rank.rank.segments)
         return sum(sizes)
@@ -100,7 +96,7 @@ class EngineDirectory:
         publisher: EventPublisher,
         user: EngineUser,
     ) -> None:
-        """Let engines in from now on; they are told ``identity``."""
+        """Admit engines from now on, and send them ``identity``."""
         self._is_open.set()
         self._identity, self._server = identity, server
         self._publisher, self._user = publisher, user
@@ -108,7 +104,6 @@ class EngineDirectory:
     async def on_attach_message(
         self, connection: AttachConnection, message: dict[str, Any], fds: list[int]
     ) -> dict[str, Any] | PassingAnswer:
-        """Answer one message of the attach socket; raises the `KVBusError` that refuses it."""
         op, body = message.get("op"), message.get("body")
         if not isinstance(body, dict):
             raise ProtocolError("attach message needs 'op' and a map 'body'")
@@ -133,7 +128,6 @@ class EngineDirectory:
         return to_body(answer)
 
     def on_attach_closed(self, connection: AttachConnection) -> None:
-        """The process at the other end died, or meant to leave."""
         process = self._by_connection.pop(connection, None)
         if process is None:
             return
@@ -145,15 +139,16 @@ class EngineDirectory:
         else:
             self._tasks.start_soon(self._discard, process)
 
-    # A reader's take and the end of an engine come by different sockets. An agent that was stopped
-    # finds both when it goes on, and may read the take first:
+    # A reader's take and the end of an engine arrive on different sockets. An agent that was
+    # stopped finds both when it continues, and may read the take first:
     #
     #     engine   leaves, hangs up ─▶ writes to its blocks
     #     agent    stopped ──────────────────────────────────▶ take: has the engine hung up? then no
     #
-    # An engine hangs up before it writes, so who looks behind the take sees it.
+    # An engine hangs up before it writes. Therefore a check of the connection after the take sees
+    # it.
     def end_if_left(self, engine_id: str) -> None:
-        """Lose an engine whose control process has hung up, if the loop has not heard of it yet."""
+        """Lose an engine with a closed connection that the loop has not processed yet."""
         engine = self.engines.get(engine_id)
         if engine is not None and engine.control is not None:
             connection = engine.control.connection
@@ -161,15 +156,15 @@ class EngineDirectory:
                 self.on_attach_closed(connection)
 
     def find_cuts(self, engine_id: str) -> None:
-        """Lose an engine that has truncated its memory."""
         engine = self.engines.get(engine_id)
         for process in list(engine.processes) if engine is not None else ():
             process.segments.find_cuts()
 
     def admit(self, call: Call) -> None:
-        """Who has not said hello on the attach socket may ask for the status, and no more.
+        """Refuse all but status requests of a process that has not said hello on the attach socket.
 
-        The first session under a boot id is the process's: nobody else has heard of it by then.
+        The first session with a boot id belongs to the process: no other process knows the id by
+        then.
         """
         if call.op != Status.op:
             process = self.process_of(call)
@@ -177,7 +172,6 @@ class EngineDirectory:
                 process.open(call.session)
 
     def process_of(self, call: Call) -> EngineProcess:
-        """The attached process that asks; raises `LocalError` when there is none."""
         process = self._by_boot.get(call.session.boot)
         if process is None:
             raise _not_registered("say hello on the attach socket first")
@@ -189,7 +183,6 @@ class EngineDirectory:
         return process
 
     def engine_of(self, call: Call) -> LocalEngine:
-        """The whole engine whose control process asks; raises `LocalError` when there is none."""
         process = self.process_of(call)
         engine = _joined(process)
         if engine.lost:
@@ -204,7 +197,7 @@ class EngineDirectory:
         return engine
 
     def part(self, engine_id: str, ranks: Iterable[int], *, access: str | None) -> LocalEngine:
-        """The engine whose ``ranks`` are here, wherever its home is; raises `LocalError`."""
+        """Return the engine if its ``ranks`` are here; its home may be elsewhere."""
         engine = self._known(engine_id)
         engine.check_access(access)
         if not set(ranks) <= engine.ranks.keys():
@@ -212,7 +205,7 @@ class EngineDirectory:
         return engine
 
     def engine(self, engine_id: str, *, instance: str | None = None) -> LocalEngine:
-        """The ready engine with that id, and instance if given; raises `LocalError` if none."""
+        """Return a ready engine, or raise `LocalError`."""
         engine = self.engines.get(engine_id)
         is_other = engine is not None and engine.instance not in ("", instance)
         if instance is not None and (is_other or instance in self._ended):
@@ -227,7 +220,7 @@ class EngineDirectory:
         return engine
 
     def awaits_offers_of(self, engine_id: str) -> bool:
-        """Whether the engine may still publish offers again; any engine, when it is empty."""
+        """Return whether an engine, any if the id is empty, may still republish offers."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             return not engine.ready
@@ -235,9 +228,8 @@ class EngineDirectory:
         return is_any or self._is_young()
 
     def check_published(self, engine_id: str, instance: str) -> None:
-        """Raise `LocalError` unless the engine, if it is here, has published its offers again.
-
-        That is ``engine_not_ready``, or ``engine_lost`` for one that has ended.
+        """Raise `LocalError` if the engine has ended, or is here and has not republished its
+        offers.
         """
         try:
             self.engine(engine_id, instance=instance)
@@ -253,7 +245,7 @@ class EngineDirectory:
         return self.engines[engine_id]
 
     def register(self, wanted: Register, call: Call) -> None:
-        """Answer once the memory is registered with NIXL."""
+        """Reply after the memory is registered with NIXL."""
         process = self.process_of(call)
         engine = self._join(process, wanted)
         if wanted.rank is None:
@@ -265,7 +257,6 @@ class EngineDirectory:
             self._tasks.start_soon(guarded, step, call.refuse)
 
     def await_ready(self, _: AwaitReady, call: Call) -> None:
-        """Answer when the caller's engine is ready."""
         engine = _joined(self.process_of(call))
         if engine.is_whole:
             call.reply(RanksReady(engine.memory_name))
@@ -275,13 +266,11 @@ class EngineDirectory:
             engine.waiting.append(call)
 
     def see_republished(self, engine: LocalEngine) -> None:
-        """All of its live offers are here: other agents may use it from now on."""
         if engine.republishes:
             engine.republishes = False
             self._announce(engine)
 
     def detach(self, _: Detach, call: Call) -> None:
-        """The end-of-file that follows is meant."""
         self.process_of(call).detaching = True
         call.reply(Empty())
 
@@ -305,7 +294,6 @@ class EngineDirectory:
         return self._by_connection[connection].segments
 
     def _join(self, process: EngineProcess, wanted: Register) -> LocalEngine:
-        """The engine that the process wants to be of, and may; raises a `KVBusError`."""
         spec = wanted.engine
         validate_engine(spec)
         if spec.engine_id != process.engine_id:
@@ -334,7 +322,7 @@ class EngineDirectory:
         validate_rank(engine.spec, rank)
         memory = await process.segments.register(engine.spec, rank)
         try:
-            joined = self._join(process, wanted)  # another process may have come in between
+            joined = self._join(process, wanted)  # another process may have joined meanwhile
             if process.gone or engine.lost:
                 raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
             is_named = wanted.instance and wanted.instance not in self._ended
@@ -346,7 +334,6 @@ class EngineDirectory:
         self._add(joined, process, call)
 
     def _add(self, engine: LocalEngine, process: EngineProcess, call: Call) -> None:
-        """The process is one of the engine, which may be ready by that."""
         self.engines[engine.engine_id] = engine
         engine.processes.append(process)
         process.engine = engine
@@ -368,7 +355,7 @@ class EngineDirectory:
         self._publisher.publish(event, EngineEvent(name, instance))
 
     def check_memory(self) -> None:
-        """Lose engines whose memory a data process that was restarted cannot map again."""
+        """Lose engines with memory that a restarted data process cannot map."""
         for process in self._by_boot.values():
             end = partial(self._see_unmapped, process)
             self._tasks.start_soon(guarded, process.segments.check, end)
@@ -381,7 +368,7 @@ class EngineDirectory:
             process.connection.hang_up()
 
     def on_cut(self, cut: Cut) -> bool:
-        """The data process found a segment truncated; return whether it is of an engine here."""
+        """Return whether an engine here owns the truncated segment."""
         for process in self._by_boot.values():
             if process.segments.has(cut.memory):
                 self._see_cut(process.connection, cut.segment_id)
@@ -389,7 +376,6 @@ class EngineDirectory:
         return False
 
     def _see_cut(self, connection: AttachConnection, segment_id: str) -> None:
-        """The KV of an engine is gone, by its own doing."""
         process = self._by_connection.get(connection)
         if process is None or (process.engine is not None and process.engine.lost):
             return
@@ -417,10 +403,10 @@ class EngineDirectory:
         self._tasks.start_soon(self._give_back, engine)
 
     async def _give_back(self, engine: LocalEngine) -> None:
-        """Release the bytes of a lost engine now, then hang up; last, release the addresses."""
+        """Release the bytes of a lost engine, then hang up, and release the addresses last."""
         for process in list(engine.processes):
             await self._discard(process)
-            process.connection.hang_up()  # so its processes know that the bytes are gone
+            process.connection.hang_up()  # tells its processes that the bytes are released
         if engine.is_direct:
             await self._user.quiesce(engine)
         for process in engine.processes:
@@ -431,12 +417,10 @@ class EngineDirectory:
 
 
 def _log_kept(process: EngineProcess, error: KVBusError) -> None:
-    """Memory that cannot be given back costs memory, and not the agent."""
     log.error("segment.kept", engine_id=process.engine_id, error=error.message)
 
 
 def _holders(engine: LocalEngine) -> str:
-    """The processes of an engine, which of them are stopped, and how to free its id."""
     pids = sorted({process.connection.peer.pid for process in engine.processes})
     if not pids[0]:  # the kernel hides a process of another PID namespace
         return "a process of another container: end it, or choose another engine_id"

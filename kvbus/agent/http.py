@@ -1,9 +1,11 @@
-"""The HTTP port of an agent: its page, probes, metrics, and what it reports.
+"""The HTTP port of an agent: its page, probes, metrics, and status.
 
-It has threads of its own, so that it answers for an event loop that hangs. Each connection has one
-request and a thread, and the oldest of many makes room. Only those with the token are answered, or,
-where there is no token, this machine. A page of a foreign site can have the browser of this machine
-ask there, under a name of its own: so the request must name the port by its address.
+The server has its own threads, so that it answers while the event loop hangs. A connection carries
+one request; one above the limit closes the oldest.
+
+Without a token, only this machine may send requests, and the Host header must be a loopback
+address. Otherwise a foreign page could make the local browser send requests under its own name (DNS
+rebinding).
 """
 
 import asyncio
@@ -40,7 +42,6 @@ log = structlog.get_logger()
 
 MAX_CONNECTIONS, MAX_HEAD_BYTES, WHOLE_WITHIN_S, ANSWERS_WITHIN_S = 64, 16 << 10, 5.0, 2.0
 OPEN = ("/healthz", "/readyz")
-"""They ask for no token: kubelets have none."""
 ALWAYS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -73,16 +74,15 @@ def _json(value: object) -> Page:
 
 
 def _verdict(problems: list[str]) -> Page:
-    """Of a probe: 503 with the reasons when there are some."""
     if problems:
         return _text("\n".join(problems), HTTPStatus.SERVICE_UNAVAILABLE)
     return _text("ok")
 
 
 def ask_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
-    """What ``function`` returns in the loop, or raises there.
+    """Block until ``function`` has run in the loop, and return its result or raise its error.
 
-    Raises `LocalError` (``timeout``) when the loop does not come to it.
+    Raises `LocalError` (``timeout``) if the loop does not run it in time.
     """
 
     answer: Future[T] = Future()
@@ -91,7 +91,7 @@ def ask_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
         if answer.set_running_or_notify_cancel():
             try:
                 answer.set_result(function())
-            except Exception as error:  # it is the asker's
+            except Exception as error:  # the caller handles it
                 answer.set_exception(error)
 
     try:
@@ -106,7 +106,7 @@ def ask_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
 
 
 class AgentPages:
-    """What an agent answers; its report and its metrics are read in ``loop``, their owner."""
+    """Pages of an agent; ``loop`` owns its status and its metrics."""
 
     def __init__(
         self,
@@ -117,7 +117,6 @@ class AgentPages:
         self._loop, self._registry, self._report = loop, registry, report
 
     def answer(self, path: str, query: Mapping[str, str], accept: str = "") -> Page:
-        """What a thread of the server answers at ``path``, for an Accept header."""
         try:
             if path in FILES:
                 name, content_type = FILES[path]
@@ -133,15 +132,14 @@ class AgentPages:
             is_wrong = error.code is ErrorCode.INVALID
             text = f"{error.code}: {error.message}"
             status = HTTPStatus.BAD_REQUEST if is_wrong else HTTPStatus.SERVICE_UNAVAILABLE
-        except Exception:  # the answer says that it failed, the log why
+        except Exception:  # the response reports the failure, the log its cause
             log.exception("http.failed", path=path)
             text, status = "failed; the log says why", HTTPStatus.INTERNAL_SERVER_ERROR
         return _text(text, status)
 
     def _tell(self, path: str, query: Mapping[str, str], accept: str) -> Page:
-        """In the loop: what the agent reports."""
         report, name = self._report, query.get("id", "")
-        if path == "/readyz":  # what is wrong mends itself, or another service does it
+        if path == "/readyz":  # these faults end without a restart of this agent
             return _verdict([fault.what for fault in report.unready()])
         if path == "/metrics":
             encode, content_type = choose_encoder(accept)
@@ -157,10 +155,7 @@ class AgentPages:
             raise LocalError(f"{path}: {reason_of(error)}", code=ErrorCode.INVALID) from error
 
     def _healthz(self) -> Page:
-        """Whether the event loop answers; only a restart mends that.
-
-        The agent itself replaces a data process.
-        """
+        """Report whether the event loop answers: only a restart repairs a hung loop."""
         try:
             ask_loop(self._loop, lambda: None)
         except KVBusError as error:
@@ -174,13 +169,11 @@ class AgentPages:
 
 
 class HttpServer(ThreadingTCPServer):
-    """Answers at ``http_bind`` until the process ends, in threads of its own."""
-
     allow_reuse_address, daemon_threads = True, True
     request_queue_size = 2 * MAX_CONNECTIONS
 
     def __init__(self, bind: str, pages: AgentPages, token: str) -> None:
-        """Raises `ConfigError` when the address cannot be bound."""
+        """Raise `ConfigError` if the address cannot be bound."""
         self.pages, self.token = pages, token
         self.is_local = is_loopback(http_address(bind)[0])
         self._lock, self._open = threading.Lock(), dict[Any, None]()
@@ -196,8 +189,8 @@ class HttpServer(ThreadingTCPServer):
             if len(self._open) >= MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
-                with suppress(OSError):  # it has ended by itself
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up, and closes it
+                with suppress(OSError):  # it has already closed
+                    oldest.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
             self._open[request] = None
         super().process_request(request, client_address)
 
@@ -211,18 +204,16 @@ class HttpServer(ThreadingTCPServer):
 
 
 class _Request(BaseHTTPRequestHandler):
-    """The one request of a connection."""
-
     server: HttpServer
     timeout = WHOLE_WITHIN_S
     server_version, sys_version = "kvbus", ""
     error_message_format, error_content_type = "%(code)d %(message)s\n", "text/plain"
 
     def handle(self) -> None:
-        """Read the head, of which no more is kept than the bound; then answer.
+        """Read the head, keep at most `MAX_HEAD_BYTES`, then answer.
 
-        More is read, as a connection that is closed with bytes unread is reset, and then the client
-        does not see its answer.
+        It reads up to four times as much: closing a connection with unread bytes resets it, and the
+        client loses the response.
         """
         head, more, until = b"", b" ", time.monotonic() + WHOLE_WITHIN_S
         while b"\r\n\r\n" not in head and len(head) <= 4 * MAX_HEAD_BYTES and more:
@@ -236,7 +227,7 @@ class _Request(BaseHTTPRequestHandler):
         else:
             self.handle_one_request()
 
-    def do_GET(self) -> None:  # the name that http.server looks for
+    def do_GET(self) -> None:  # http.server looks up this name
         url = urlsplit(self.path)
         answer = None if url.path in OPEN else self._refusal()
         if answer is None:
@@ -259,10 +250,10 @@ class _Request(BaseHTTPRequestHandler):
         super().end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: a probe comes every second."""
+        """Log nothing: probes come every second."""
 
     def _refusal(self) -> Page | None:
-        """For who shows no token, where there is one; without one, for other names than ours."""
+        """Refuse a wrong token; without a token, refuse a Host that is not loopback."""
         token = self.server.token
         if token and not hmac.compare_digest(self._shown_token().encode(), token.encode()):
             return _text(

@@ -1,4 +1,4 @@
-"""Which protocol an agent speaks, and which machine it runs on."""
+"""The protocol version of an agent, and the machine that it runs on."""
 
 import os
 from functools import cache
@@ -10,7 +10,6 @@ from kvbus.protocol.tools import Sharing
 
 
 def check_protocol(theirs_min: int, theirs_max: int) -> None:
-    """Raise `LocalError` unless the other side's range has the version that this side speaks."""
     if not theirs_min <= PROTOCOL_VERSION <= theirs_max:
         raise LocalError(
             f"the other side speaks protocol {theirs_min} to {theirs_max}, "
@@ -25,13 +24,14 @@ _NAMESPACES = Path("/proc/self/ns")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-# Containers of one machine have machine ids of their own, or that of their image, and share memory
-# all the same; a machine that was cloned has that of the first. The kernel's boot id is one for all
-# containers of a kernel, and another after each boot. Where it is equal by mistake, as in machines
-# that were restored from one snapshot, the socket is not there, or its agent has another boot id.
+# Machine ids do not identify a machine. Containers of one machine share memory, but have separate
+# machine ids or that of their image. A cloned machine keeps the id of its original. The kernel's
+# boot id is the same for all containers of a kernel, and changes with each boot. Machines restored
+# from one snapshot share it by mistake. Then the socket is missing, or its agent has another boot
+# id.
 @cache
 def machine_id() -> str:
-    """The boot id of the kernel; empty where it does not tell."""
+    """Return the kernel's boot id; empty if it is not readable."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -39,7 +39,7 @@ def machine_id() -> str:
 
 
 def mount_namespace() -> str:
-    """What the kernel calls the mount namespace: paths of another lead elsewhere."""
+    """Return the kernel's name of this namespace; paths are valid only inside it."""
     return _namespace("mnt")
 
 
@@ -52,12 +52,11 @@ def _namespace(kind: str) -> str:
 
 
 def sharing(*, path: str = "", closed: str = "", engines: dict[str, str] | None = None) -> Sharing:
-    """What an agent says of itself, with what it lends or maps."""
     return Sharing(
         machine=machine_id(),
         uid=os.geteuid(),
         mount_namespace=mount_namespace(),
-        pid_namespace=_namespace("pid"),  # UCX reads the memory of its processes alone
+        pid_namespace=_namespace("pid"),  # UCX shares memory only within one PID namespace
         path=path,
         closed=closed,
         engines=engines or {},

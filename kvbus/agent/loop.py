@@ -1,7 +1,7 @@
-"""The event loop of an agent, its threads, and steps of requests that fail alone.
+"""The event loop of an agent, its threads, and tasks of requests that fail alone.
 
-A callback has the context of who schedules it, and passes it on to what it schedules. In the empty
-one of a thread anyio does not know its event loop, where sniffio is installed, and starts no task.
+A callback inherits the context of its scheduler. A thread has an empty one: if sniffio is
+installed, anyio cannot find its event loop there, and starts no tasks.
 """
 
 import asyncio
@@ -23,13 +23,10 @@ Result = TypeVar("Result")
 Ts = TypeVarTuple("Ts")
 
 NUM_THREADS = 8
-"""For what would block the event loop: name servers, files, memory that engines pass."""
 LOOK_S = 0.02
 
 
 class AgentLoop(asyncio.SelectorEventLoop):
-    """Made where the agent begins to run, whose context it keeps."""
-
     def __init__(self) -> None:
         super().__init__()
         self._home = copy_context()
@@ -41,12 +38,12 @@ class AgentLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.Handle:
-        """As asyncio's, in the agent's own context."""
+        """Schedule a callback, by default in the agent's context."""
         return super().call_soon_threadsafe(callback, *args, context=context or self._home)
 
 
 async def in_thread(function: Callable[[Unpack[Ts]], Result], *args: *Ts) -> Result:
-    """What ``function`` returns in a thread of the event loop; a cancelled caller waits for it."""
+    """Return the result of ``function`` in a thread; a cancelled caller waits for its end."""
     await checkpoint_if_cancelled()
     call = partial(copy_context().run, function, *args)
     called = asyncio.get_running_loop().run_in_executor(None, call)
@@ -56,23 +53,22 @@ async def in_thread(function: Callable[[Unpack[Ts]], Result], *args: *Ts) -> Res
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Return when it is; looked at again and again, for ends that are rare and take their time."""
-    while not is_so():  # noqa: ASYNC110 - no event would be for it alone
+    while not is_so():  # noqa: ASYNC110 - an event would serve this loop only
         await anyio.sleep(LOOK_S)
 
 
 async def guarded(
     step: Callable[[], Awaitable[None]], on_failure: Callable[[KVBusError], None]
 ) -> None:
-    """Await ``step``; ``on_failure`` gets the error that it ended with, if it did."""
+    """Await ``step``, and pass the error that ends it to ``on_failure``."""
     try:
         await step()
-    except Exception as error:  # a task that fails would take the whole agent with it
+    except Exception as error:  # a failed task would end the whole agent
         on_failure(failure(error))
 
 
 def failure(error: Exception) -> KVBusError:
-    """Return ``error`` as one of kvbus; a foreign one is a defect, and logged with its trace."""
+    """Return a `KVBusError`; an error of another type is logged as a defect."""
     if isinstance(error, KVBusError):
         return error
     log.error("step.failed", exc_info=error)

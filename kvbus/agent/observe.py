@@ -1,4 +1,4 @@
-"""What an agent lets others see of it: log lines, metrics, and the requests that it refused."""
+"""Observability of an agent: log lines, metrics, and refused requests."""
 
 import asyncio
 import atexit
@@ -31,12 +31,12 @@ from kvbus.text import printable, printable_values
 
 
 def configure_logs(*, level: str, style: str = "auto", **context: str) -> Callable[[], None]:
-    """Set up structlog for the whole process; ``context`` is on every line.
+    """Configure structlog for the whole process; every line carries ``context``.
 
-    ``level`` is a name of `logging`. ``style`` is ``console``, ``json``, or ``auto``: console on a
-    terminal, JSON otherwise. All lines go to stderr, in a thread, and so does what Python and its
-    libraries write to `sys.stderr`. Call the returned function before `os._exit`: it waits until
-    the lines are written, for `FLUSHES_WITHIN_S` at most.
+    ``style`` is ``console``, ``json``, or ``auto``: console on a terminal, JSON otherwise. A thread
+    writes all lines to stderr, and also everything that is written to `sys.stderr`. Call the
+    returned function before `os._exit`: it waits until the lines are written, for at most
+    `FLUSHES_WITHIN_S`.
     """
     pretty = style == "console" or (style == "auto" and sys.stderr.isatty())
     writer = LineWriter(sys.stderr.fileno())
@@ -57,7 +57,7 @@ def configure_logs(*, level: str, style: str = "auto", **context: str) -> Callab
 
 
 class _Common:
-    """Adds what is the same on every line of the process, the level, and when it was, in UTC.
+    """A structlog processor that adds the process context, the level, and the UTC time.
 
     Context variables would miss other threads, and structlog's own stamper takes ten times as long.
     """
@@ -68,7 +68,7 @@ class _Common:
 
     def __call__(self, logger: object, method: str, event: EventDict) -> EventDict:
         second, us = divmod(time.time_ns() // 1000, 1_000_000)
-        known, text = self._now  # one value: threads log, too
+        known, text = self._now  # one tuple, because other threads log too
         if second != known:
             self._now = second, (text := time.strftime("%FT%T", time.gmtime(second)))
         event.update(self._context)
@@ -79,8 +79,6 @@ class _Common:
 
 
 class LostLines(Collector):
-    """Log lines of this process that were not written: their number, and the time of the last."""
-
     def __init__(self) -> None:
         self.number, self.last_at_s = 0, -math.inf
 
@@ -98,19 +96,17 @@ MAX_WAITING_CHARS = 4 << 20
 FLUSHES_WITHIN_S = 1.0
 
 
-# stderr may be a pipe that is full, a terminal that is stopped (Ctrl-S), or a file on a server that
-# does not answer. A write then blocks for as long as that lasts, and an event loop that writes
-# blocks with it.
+# stderr may be a full pipe, a stopped terminal (Ctrl-S), or a file on a server that does not
+# answer. A write then blocks for as long as that lasts, and an event loop that writes would block
+# too.
 #
 #   event loop ──┐
 #   threads ─────┼─▶ lines, `MAX_WAITING_CHARS` at most ─▶ one thread ─▶ stderr
 #   sys.stderr ──┘
 #
-# The loop wakes the thread once a turn, at its end. In the middle of a turn the two would compete
-# for the interpreter while an engine waits for its reply.
+# The loop wakes the thread once per iteration, at the end. Earlier, the two would compete for the
+# interpreter while an engine waits for its reply.
 class LineWriter:
-    """Thread that writes lines to ``fd``; lines that cannot be written are lost."""
-
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lines: list[str] = []
@@ -130,7 +126,7 @@ class LineWriter:
             return
         try:
             asyncio.get_running_loop().call_soon(self._wake)
-        except RuntimeError:  # there is no loop here
+        except RuntimeError:  # this thread has no loop
             self._wake()
         else:
             self._wakes_at_end_of_turn = True
@@ -144,12 +140,11 @@ class LineWriter:
     error = exception = warning
 
     def critical(self, line: str) -> None:
-        """Write a line that may be the last one of the process."""
+        """Write a line, and wait for it: the process may end next."""
         self.info(line)
         self.flush()
 
     def flush(self) -> None:
-        """Wait until all lines are written, for `FLUSHES_WITHIN_S` at most."""
         self._wake()
         with self._changed:
             self._changed.wait_for(lambda: not (self._lines or self._is_writing), FLUSHES_WITHIN_S)
@@ -168,7 +163,7 @@ class LineWriter:
                 self._changed.wait_for(lambda: self._lines)
                 lines, self._lines, self._num_chars = self._lines, [], 0
                 self._is_writing = True
-            # A line that was cut is ended first.
+            # A partly written line is ended first.
             text = "\n".join([*([""] if is_cut else []), *lines, ""]).encode(errors="replace")
             done = 0
             try:
@@ -180,13 +175,13 @@ class LineWriter:
                 is_cut = not text.endswith(b"\n", 0, done) if done else is_cut
             else:
                 is_cut, num_lost = False, LOST_LINES.number - num_reported
-                if num_lost and not self._lines:  # the report is lost in a full queue
+                if num_lost and not self._lines:  # a full queue would drop this report
                     num_reported += num_lost
                     log.warning("lines.lost", num_lines=num_lost)
 
 
 class _Stderr(io.TextIOBase):
-    """`sys.stderr` of the agent: tracebacks and messages of libraries become lines of the log."""
+    """The `sys.stderr` of an agent: output of libraries becomes log lines."""
 
     def __init__(self, writer: LineWriter) -> None:
         self._writer, self._begun = writer, ""
@@ -199,10 +194,10 @@ class _Stderr(io.TextIOBase):
 
 
 def _render_json(_logger: object, _method: str, event: EventDict) -> str:
-    """One line of JSON, by msgspec, which takes a tenth of the time of the standard library."""
+    """Render one line of JSON; msgspec takes a tenth of the time of the standard json."""
     try:
         return printable(msgspec.json.encode(event, enc_hook=repr).decode())
-    except UnicodeEncodeError:  # half a character, as a file's name may have
+    except UnicodeEncodeError:  # a lone surrogate, as a file name may contain
         return json.dumps(event, default=repr)
 
 
@@ -218,7 +213,7 @@ LARGEST_LAG = "event_loop_largest_lag_seconds"
 
 
 class _Readings(Collector):
-    """Gauges that are read when somebody looks, not kept up to date in between."""
+    """Gauges, computed at each scrape."""
 
     def __init__(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
         self._read = read
@@ -229,11 +224,11 @@ class _Readings(Collector):
             yield GaugeMetricFamily(f"kvbus_{name}", self._meanings[name], value=value)
 
 
-# A handoff adds plain numbers in the loop. A request for the page makes samples of them. The
-# counters and histograms of prometheus_client take 30 µs of each handoff. They also write into the
-# folder PROMETHEUS_MULTIPROC_DIR where it is set, and vLLM then serves our numbers as its own.
+# A handoff only adds plain numbers in the loop. A scrape makes samples of them. The counters and
+# histograms of prometheus_client cost 30 µs per handoff. They also write into the folder
+# PROMETHEUS_MULTIPROC_DIR if it is set; vLLM then serves our numbers as its own.
 class Tally(Collector):
-    """A counter: add to ``values`` in the event loop, by the values of its labels."""
+    """A counter: in the event loop, add to ``values``, keyed by label values."""
 
     def __init__(self, name: str, meaning: str, labels: tuple[str, ...]) -> None:
         self._name, self._meaning, self._labels = name, meaning, labels
@@ -247,7 +242,7 @@ class Tally(Collector):
 
 
 class Times(Collector):
-    """A histogram of seconds, or one for each value ``of`` its label."""
+    """A histogram of seconds for each label value in ``of``."""
 
     def __init__(
         self, name: str, meaning: str, label: str, of: Iterable[str], buckets_s: Sequence[float]
@@ -255,10 +250,10 @@ class Times(Collector):
         self._name, self._meaning, self._labels = name, meaning, [label] if label else []
         self._buckets_s = buckets_s
         self._rows = {one: [0.0] * (len(buckets_s) + 2) for one in of}
-        """How many fell into each bucket, and the seconds of all of them."""
+        """Counts per bucket, then the sum in seconds."""
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Those of one handoff, by label; 0 is none."""
+        """Add the seconds of one handoff, by label; 0 means absent."""
         for one, lasted_s in seconds.items():
             if lasted_s:
                 row = self._rows[one]
@@ -275,8 +270,6 @@ class Times(Collector):
 
 
 class AgentMetrics:
-    """The registry of one agent, with the metrics that both kinds of agent have."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -310,16 +303,15 @@ class AgentMetrics:
         return made
 
     async def watch_loop_lag(self) -> None:
-        """Observe how late the event loop is, until cancelled; costs about 0.1 % of a core."""
+        """Measure the event-loop lag until cancelled; costs about 0.1 % of a core."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_INTERVAL_S
-            await asyncio.sleep(LAG_INTERVAL_S)  # less work than anyio's, ten times a second
+            await asyncio.sleep(LAG_INTERVAL_S)  # anyio's sleep costs more, ten times a second
             self._lags_s.append(max(0.0, loop.time() - due))
             self.loop_lag_s.add({"": self._lags_s[-1]})
 
     def add_readings(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
-        """Serve what ``read`` returns at each look; ``meanings`` has a sentence for each name."""
         self.registry.register(_Readings(read, meanings))
 
 
@@ -329,9 +321,9 @@ WINDOW_S, MAX_LINES = 1.0, 20
 
 
 class LimitedLog:
-    """Writes at most `MAX_LINES` a second, and says how many it left out; at debug, all.
+    """A log of at most `MAX_LINES` per second that reports how many it dropped; unlimited at debug.
 
-    Made and used in a running event loop.
+    Create and use it in a running event loop.
     """
 
     def __init__(self) -> None:
@@ -340,7 +332,6 @@ class LimitedLog:
         self._num_lines = 0
 
     def write(self, event: str, *, level: str, **fields: object) -> None:
-        """Log an event at ``level``, if there is room."""
         self._num_lines += 1
         if self._num_lines == 1:
             self._loop.call_later(WINDOW_S, self._end_window)
@@ -357,7 +348,9 @@ _MISTAKES = (ErrorCode.FORBIDDEN, ErrorCode.PROMPT_MISMATCH, ErrorCode.INVALID)
 
 
 class Refusals:
-    """The refusals of one socket; each has lines of its own, so that strangers leave room."""
+    """The refusals of one socket, each with its own line limit, so that strangers cannot use up
+    all.
+    """
 
     def __init__(self, metrics: AgentMetrics) -> None:
         self._metrics, self._lines = metrics, LimitedLog()
@@ -380,7 +373,7 @@ class Refusals:
             **{f"detail_{name}": value for name, value in error.detail.items()},
         }
         if op == Release.op and error.code not in _MISTAKES:
-            log.debug("request.refused", **fields)  # the lease had ended by itself: so it should
+            log.debug("request.refused", **fields)  # expected: the lease had already expired
         else:
             level = "info" if error.code is ErrorCode.OFFER_OPEN else "warning"
             self._lines.write("request.refused", level=level, **fields)

@@ -1,7 +1,7 @@
-"""Sends spans of what has ended by OpenTelemetry's SDK; imported only if a collector is named.
+"""An exporter of spans that uses OpenTelemetry's SDK; imported only if a collector is configured.
 
-The SDK's batch processor has the queue, the thread and the repeats. One item of its queue is one
-offer or fetch: the spans of it are made in that thread, because the event loop has other work.
+The SDK's batch processor provides queue, thread and retries. A queue item is one offer or fetch;
+the thread makes its spans, to keep that work off the event loop.
 """
 
 import logging
@@ -28,13 +28,13 @@ log = structlog.get_logger()
 ENDS_WITHIN_S = 2.0
 HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+=[\t\x20-\x7e\xa0-\xff]*")
-"""What HTTP allows, by the SDK's notation: KEY=VALUE,KEY=VALUE, with percent escapes in values."""
+"""A valid HTTP header in the SDK's notation: KEY=VALUE, with percent escapes in the value."""
 
 
 class SpanSender(OTLPSpanExporter):
-    """Takes what has ended, and sends its spans to the collector at ``endpoint``.
+    """An exporter to the collector at ``endpoint``.
 
-    Raises `ConfigError` for headers of the environment that cannot be sent, without their values.
+    Raises `ConfigError` for invalid headers in the environment, without their values.
     """
 
     def __init__(self, endpoint: str, resource: Mapping[str, str]) -> None:
@@ -45,9 +45,9 @@ class SpanSender(OTLPSpanExporter):
         self._processor, self._resource = BatchSpanProcessor(self), Resource(resource)
 
     def put(self, make_spans: Callable[[], Sequence[Span]], name: str, *traceparents: str) -> None:
-        """Something has ended: of the first trace that is one, if that is sampled.
+        """Queue an ended offer or fetch, if the first valid trace parent is sampled.
 
-        Without one both agents take that of ``name``: the offer's id, or else the fetch's.
+        Without one, both agents derive the trace id from ``name``: the offer's id, or the fetch's.
         """
         is_id = re.fullmatch("[0-9a-f]{32}", name)
         own = TraceParent(name if is_id else uuid.uuid5(uuid.NAMESPACE_OID, name).hex, "0", True)
@@ -59,12 +59,11 @@ class SpanSender(OTLPSpanExporter):
             self._processor.on_end(ended)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Called by the processor, in its thread, with what was put."""
         ended = (one for one in spans if isinstance(one, _Ended))
         return super().export([span for one in ended for span in one.spans()])
 
     async def run(self) -> None:
-        """Return when cancelled; what is left is sent, if that is quick."""
+        """Run until cancelled, then send the queue within `ENDS_WITHIN_S`."""
         try:
             await anyio.sleep_forever()
         finally:
@@ -73,12 +72,9 @@ class SpanSender(OTLPSpanExporter):
 
 
 class _Ended(ReadableSpan):
-    """One offer or fetch, in the queue of the batch processor."""
-
     make_spans: Callable[[], Sequence[Span]]
 
     def spans(self) -> Iterator[ReadableSpan]:
-        """Each a child of the one that it is a part of."""
         clock_ns = time.time_ns() - time.monotonic_ns()
         above = [self.context if self.context.span_id else None]
         for span in self.make_spans():
@@ -117,7 +113,7 @@ def _check_headers() -> None:
 
 
 class _LogHandler(logging.Handler):
-    """Lines of the SDK, in the agent's log. Of a header that is wrong it would tell the value."""
+    """A handler that copies SDK lines to the agent's log, without values of invalid headers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         is_secret = record.name == "opentelemetry.util.re"

@@ -1,4 +1,4 @@
-"""The two processes of an agent, as others see them: resources, restarts, and reasons."""
+"""Resources, restarts and failures of the two processes of an agent."""
 
 import math
 import os
@@ -25,10 +25,7 @@ NOT_READ = ProcessStatus("")
 
 
 class ProcessReport:
-    """Resources of the control process and of the data process, read on demand.
-
-    They are read once a second at most: senders of `status` need no right to ask.
-    """
+    """A report that is refreshed at most once per `READ_S`: unauthorized callers may request it."""
 
     def __init__(self, data: DataProcess) -> None:
         self._data = data
@@ -36,11 +33,10 @@ class ProcessReport:
         self._read_at, self._read = -math.inf, (NOT_READ, NOT_READ)
 
     def note_end(self) -> None:
-        """Remember that a data process has ended."""
         self._ended_at = time.time()
 
     def processes(self) -> tuple[ProcessStatus, ProcessStatus]:
-        """The control process, then the data process; ``pid`` is 0 where that does not run."""
+        """Return the control process and the data process; ``pid`` is 0 if it is not running."""
         now_s, status = time.monotonic(), self._data.status()
         if status.pid != self._read[1].pid or now_s >= self._read_at + READ_S:
             self._read_at = now_s
@@ -50,7 +46,6 @@ class ProcessReport:
         return control, structs.replace(data, num_restarts=restarts, last_end=reason)
 
     def readings(self) -> dict[str, float]:
-        """The values of `READINGS`."""
         _, data = self.processes()
         return {
             "data_running": float(self._data.is_running),
@@ -70,7 +65,7 @@ def _process(name: str, pid: int) -> ProcessStatus:
         process = psutil.Process(pid)
         with process.oneshot():
             times, memory = process.cpu_times(), process.memory_info()
-    except psutil.Error:  # it ends
+    except psutil.Error:  # it is ending
         return ProcessStatus(name=name, pid=pid)
     return ProcessStatus(
         name=name,

@@ -1,4 +1,4 @@
-"""An agent as a process: its parts, made and wired in one place, from its start to its end."""
+"""An agent process: creates its parts, wires them, and runs from start to end."""
 
 import asyncio
 import gc
@@ -58,9 +58,8 @@ ServiceFactory = Callable[[Agent], Service]
 Signals = AsyncIterator[signal.Signals]
 
 MOST_FILES = 1 << 16
-"""Files that an agent may open at most; it holds one for each segment of an engine."""
+"""Limit of open files that an agent sets; each segment of an engine needs one."""
 MAX_ENGINE_PROCESSES = 64
-"""Most attach connections of local engines at a time."""
 BUS_READINGS = {
     "malformed_messages": "Frames that were no message, on any socket.",
     "bus_busy": "Requests that were refused because too many were pending.",
@@ -75,8 +74,8 @@ DATA_READINGS = {**PROCESS_READINGS, "registered_bytes": "Memory registered with
 async def run_agent(
     role: AgentRole, config: AgentConfig, boot: str, make_service: ServiceFactory
 ) -> None:
-    """Run an agent until SIGTERM or SIGINT; raises `KVBusError` when it cannot start."""
-    lifeline = Lifeline()  # first, see there
+    """Run an agent until SIGTERM or SIGINT; raises `KVBusError` if it cannot start."""
+    lifeline = Lifeline()  # must be first, see Lifeline
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_failure)
     access = Access.open(config)
@@ -113,7 +112,7 @@ async def run_agent(
                     access=access,
                     lifeline=lifeline,
                 )
-                runtime.bus_errors.install()  # until the process ends
+                runtime.bus_errors.install()  # stays until the process ends
                 await runtime.start(context, make_service)
                 _settle_interpreter()
                 await runtime.end(signals)
@@ -125,17 +124,16 @@ async def run_agent(
 
 
 def _allow_files() -> None:
-    """Raise the limit of open files: an agent keeps the descriptors of its engines' memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
 
 
 def _settle_interpreter() -> None:
-    """Keep the interpreter out of the way of a handoff, once everything is imported.
+    """Reduce the pauses that the interpreter causes during handoffs; call it after all imports.
 
-    Measured at 1,400 handoffs a second: collections that walk the imported modules pause the loop
-    for up to 150 ms; without them the p99 falls from 170 to 65 ms. The switch interval is how long
-    a thread, as of the HTTP port, may keep the loop from running; 5 ms by default.
+    Measured at 1,400 handoffs per second: garbage collections that scan imported modules pause the
+    loop for up to 150 ms. Without them the p99 falls from 170 to 65 ms. The switch interval, 5 ms
+    by default, is how long another thread may delay the loop.
     """
     gc.collect()
     gc.freeze()
@@ -144,7 +142,6 @@ def _settle_interpreter() -> None:
 
 
 def _log_loop_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A callback failed: the log says so in its own form, and the loop goes on."""
     log.error("loop.failed", reason=context["message"], exc_info=context.get("exception"))
 
 
@@ -154,8 +151,6 @@ def _log_request_failure(error: Exception, call: Call) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Runtime(Agent):
-    """One agent, with its sockets, its service, and what it reports; made by `start`."""
-
     role: AgentRole
     config: AgentConfig
     boot: str
@@ -166,7 +161,6 @@ class Runtime(Agent):
     http: HttpServer | None = None
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
-        """Bind every socket while the data process starts, then let engines in."""
         self.context, self.loop = context, asyncio.get_running_loop()
         self.folder = self.config.runtime_path
         self.data.on_change, self.data.on_log = self._note_data, _log_data
@@ -221,10 +215,9 @@ class Runtime(Agent):
         )
 
     async def end(self, signals: Signals) -> None:
-        """Wait for a signal, drain, and end what the drain did not.
+        """Wait for a signal, drain for at most ``drain_timeout_s``, and stop the remaining work.
 
-        It refuses new work until the rest is over, but no longer than the configuration allows. A
-        second signal ends the drain at once.
+        A second signal ends the drain early.
         """
         received, timeout_s = await anext(signals), self.config.drain_timeout_s
         log.info("agent.draining", signal=received.name, timeout_s=timeout_s)
@@ -245,7 +238,6 @@ class Runtime(Agent):
         scope.cancel()
 
     def _bind(self) -> None:
-        """The sockets for local engines, for other agents, and for who watches."""
         self.access.start(self.context, self.tasks, self.metrics)
         server = partial(RequestServer, self.context, boot=self.boot, on_fault=_log_request_failure)
         self.engine_socket = server(
@@ -280,12 +272,10 @@ class Runtime(Agent):
         )
 
     def _advertised(self, endpoint: str) -> str:
-        """The endpoint as others reach it."""
         host = self.config.advertise_host
         return f"tcp://{host}:{_port(endpoint)}" if host else endpoint
 
     def _note_data(self) -> None:
-        """A data process has started, or ended."""
         status = self.data.status()
         if status.pid:
             log.info("data.started", data_pid=status.pid, num_restarts=status.num_restarts)
@@ -306,7 +296,7 @@ class Runtime(Agent):
             self.service.on_cut(cut)
 
     def _start_sender(self) -> "SpanSender | None":
-        """What takes spans, if a collector is named. Raises `ConfigError` without kvbus[otel]."""
+        """Return None without a collector; raise `ConfigError` without kvbus[otel]."""
         if not self.config.otlp_endpoint:
             return None
         try:
@@ -372,7 +362,7 @@ class Runtime(Agent):
         call.reply(structs.replace(told, faults=live.status.faults))
 
     def _end_sessions(self, lost: frozenset[str]) -> None:
-        """Of keys that are trusted no more; whoever hears events connects again."""
+        """End the sessions of keys that lost a role; all subscribers must reconnect."""
         for key in lost:
             self.peer_socket.end_key(key)
         self.publisher.hang_up()
@@ -390,7 +380,6 @@ class Runtime(Agent):
         self.engines.register(wanted, call)
 
     def _bus_readings(self, attach: AttachServer) -> dict[str, float]:
-        """The readings named in `BUS_READINGS`, for both request sockets together."""
         servers = (self.engine_socket.counters, self.peer_socket.counters)
         return {
             "malformed_messages": sum(c.malformed for c in servers) + attach.num_malformed,

@@ -1,6 +1,6 @@
-"""The memory of a local engine as its agent holds it: descriptors here, mapped by the data process.
+"""The memory of a local engine in its agent: descriptors here, mappings in the data process.
 
-Addresses are kept while a transfer may still touch them; the bytes go at once.
+The bytes of a dead engine are freed immediately; its addresses stay while transfers use them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from kvbus.protocol.message import Empty
 from kvbus.protocol.word import WORDS_BYTES
 
 MAX_PROCESS_SEGMENTS = 4096
-"""Most segments of memory on one attach connection."""
 
 Passed = PassedFile | PassCuda
 
@@ -43,47 +42,43 @@ Passed = PassedFile | PassCuda
 class RankMemory:
     """One rank: its spec, and its segments, which the data process maps.
 
-    ``device`` is where all of it is, and so the slots that it is copied to and from. ``direct``
-    says whether NIXL reads and writes its blocks; else its KV goes through slots. ``words`` are for
-    offers of the engine, if its process has them.
+    All of its memory is on ``device``. ``direct`` means that NIXL reads and writes its blocks;
+    otherwise its KV passes through staging slots.
     """
 
     engine: EngineSpec
     rank: RankSpec
     number: int
-    """Its number for the data process."""
     defined: Defined
     device: str
     direct: bool
     words: WordsPage | None
     segments: Segments
     num_blocks: dict[str, int] = field(init=False)
-    """Blocks that this rank's cache has, by group."""
 
     def __post_init__(self) -> None:
         self.num_blocks = self.rank.num_blocks
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Where each segment begins in the running data process; none unless ``direct``."""
+        """Addresses of the segments in the running data process; empty unless ``direct``."""
         added = self.defined.result
         return added.addresses if self.direct and isinstance(added, wire.MemoryAdded) else {}
 
     @property
     def mapped_addresses(self) -> dict[str, int]:
-        """Where each segment begins in this process, which maps it now; none on a GPU."""
+        """Addresses of the segments in this process, which maps them now; empty on a GPU."""
         return self.segments.map_here(segment.segment_id for segment in self.rank.segments)
 
     def mapped(self) -> PlacedRank:
-        """The rank as the planner of copies in this process wants it."""
         return PlacedRank(self.engine, self.rank, self.mapped_addresses)
 
 
 class Segments:
-    """The segments that one engine process has passed, until it registers them or dies.
+    """The segments that one engine process has passed.
 
-    ``direct`` is False when one of them stays unregistered: then NIXL is told of none. ``on_cut``
-    is called in the event loop with the id of one that the process has truncated.
+    ``direct`` is False if one of them stays unregistered; then none is registered with NIXL.
+    ``on_cut`` runs in the event loop with the id of a truncated segment.
     """
 
     def __init__(
@@ -105,10 +100,10 @@ class Segments:
         self._is_discarded = False
 
     async def take(self, segment: PassSegment, fds: list[int]) -> SegmentPassed:
-        """Check the one descriptor of ``fds``, in a thread, as reserving its pages can take long.
+        """Check the one descriptor in ``fds``, in a thread: reserving its pages can take long.
 
         Raises `ProtocolError`, `SegmentError`, `LocalError`, and `ConfigError` for unregistered
-        memory where there are no slots.
+        memory without slots.
         """
         if len(fds) != 1:
             raise ProtocolError(f"a segment comes with 1 descriptor, not {len(fds)}")
@@ -123,7 +118,7 @@ class Segments:
         self._check_new(segment.segment_id, HOST)
         passed = await in_thread(partial(PassedFile, fds.pop(), size_bytes=segment.size_bytes))
         try:
-            self._check_new(segment.segment_id, HOST)  # another may have come meanwhile
+            self._check_new(segment.segment_id, HOST)  # another one may have arrived meanwhile
             if segment.words and passed.sealed and swap_word is not None:
                 self.words = WordsPage(passed)
         except (KVBusError, OSError):
@@ -135,7 +130,7 @@ class Segments:
         return SegmentPassed(sealed=passed.sealed)
 
     async def take_cuda(self, segment: PassCuda) -> Empty:
-        """Keep memory of a GPU for `register`, and have slots for that GPU.
+        """Keep GPU memory for `register`, and create slots on that GPU.
 
         Raises `SegmentError`, `LocalError`, and `ConfigError` without slots.
         """
@@ -147,9 +142,9 @@ class Segments:
         return Empty()
 
     async def register(self, engine: EngineSpec, rank: RankSpec) -> RankMemory:
-        """Have the data process map every segment of ``rank``, and register it with NIXL.
+        """Map every segment of ``rank`` in the data process, and register it with NIXL.
 
-        Raises `LocalError` when a segment was not passed, and what the data process refuses.
+        Raises `LocalError` for a segment that was not passed, and any refusal of the data process.
         """
         if self._is_discarded:
             raise _ended()
@@ -181,27 +176,26 @@ class Segments:
         return memory
 
     async def check(self) -> None:
-        """Raise what keeps a data process that was restarted from mapping the memory again."""
+        """Raise the error of a restarted data process that cannot map the memory."""
         for memory in self._memories:
             if not (self._is_discarded or memory.defined.is_removed):
-                with suppress(TransferFailed):  # it has ended: the next one is looked at
+                with suppress(TransferFailed):  # it has ended; its successor will be checked
                     await self._data.result(memory.defined)
 
     def has(self, number: int) -> bool:
-        """Whether the data process has memory of this number from here."""
         return any(memory.number == number for memory in self._memories)
 
     def find_cuts(self) -> None:
-        """Report a truncated segment, though nothing has touched it yet."""
+        """Report truncation, even before the first access."""
         for name, passed in self.passed.items():
             if isinstance(passed, PassedFile) and passed.was_cut():
                 self._on_cut(name)
                 return
 
     def map_here(self, names: Iterable[str]) -> dict[str, int]:
-        """Map host segments in this process, and return where each begins.
+        """Map host segments in this process, and return their addresses.
 
-        None are mapped on a GPU, or where the kernel refuses one.
+        The map is empty for GPU memory, or if the kernel refuses a mapping.
         """
         found: dict[str, int] = {}
         for name in names:
@@ -222,17 +216,17 @@ class Segments:
         on_cut = partial(self._loop.call_soon_threadsafe, self._on_cut, name)
         self._bus_errors.watch(mapping.address, mapping.size_bytes, on_cut)
 
-    # An engine's memory goes in two steps, as a transfer may be under way when the engine dies:
+    # An engine's memory is freed in two steps, because a transfer may be in progress when it dies:
     #
-    #     discard   at once: the bytes go, the addresses stay (zeros); live READs hit those
-    #     remove    once no job runs and no READ is live: deregistered, then the addresses go
+    #     discard   immediately: frees the bytes; addresses stay, and read as zeros for live READs
+    #     remove    after the last job and READ: deregisters the memory, then unmaps the addresses
     #
-    # `take` looks again after it has waited. `register` waits in `define`, which fails once the
+    # `take` checks again after it has waited. `register` waits in `define`, which fails once the
     # memory is discarded.
     async def discard(self) -> None:
-        """Release the bytes in the data process and here; its addresses stay, as zeros.
+        """Release the bytes in the data process and here; the addresses stay, and read as zeros.
 
-        Raises the first `KVBusError`, once all is released that can be.
+        Releases all that it can, then raises the first `KVBusError`.
         """
         if self._is_discarded:
             return
@@ -246,7 +240,7 @@ class Segments:
         words = [self.words] if self.words is not None else []
         watched = [mapping.address for mapping in self._mapped.values()]
         ones: list[MappedFile | PassedFile] = [*self._mapped.values(), *words, *files]
-        try:  # a plan may have the addresses, so they stay as long as this object
+        try:  # a plan may contain the addresses, so they live as long as this object
             await in_thread(do_all, [one.close for one in ones])
         finally:
             for address in watched:
@@ -255,12 +249,11 @@ class Segments:
             raise failures[0]
 
     def remove(self, memory: RankMemory | None = None) -> None:
-        """Have the addresses released, of one memory or all, once no job uses them."""
+        """Release the addresses, by default of all, after the last job that uses them."""
         for one in [memory] if memory is not None else self._memories:
             self._data.remove(one.defined)
 
     def _check_new(self, segment_id: str, device: str) -> None:
-        """Raise a `KVBusError` for a segment that the process may not pass beside its others."""
         if self._is_discarded:
             raise _ended()
         if len(self.passed) >= MAX_PROCESS_SEGMENTS:

@@ -1,4 +1,4 @@
-"""What a service adds to the runtime that both agents share, and what it is given: an `Agent`."""
+"""The interface between the shared runtime (`Agent`) and a service (`Service`)."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Agent:
-    """What a service may use of its agent; those parts that are not given are made by its start.
-
-    ``folder`` is for sockets of its own. ``sender`` takes what has ended where a collector wants
-    spans.
-    """
+    """The parts of an agent that its service may use; ``folder`` is for its sockets."""
 
     data: DataProcess
     tasks: TaskGroup
@@ -60,11 +56,10 @@ class Agent:
 
 
 class Service(EngineUser):
-    """The part of an agent that is its own: offers and leases, or fetches and peers.
+    """The role-specific part of an agent: offers and leases, or fetches and peers.
 
-    Its handoffs are the entries of ``table``, which ``driver`` feeds. Handlers may raise a
-    `KVBusError`, which refuses the request. What a service knows of other agents is nothing, unless
-    it asks some.
+    Its handoffs are the entries of ``table``; ``driver`` feeds events to it. A handler refuses a
+    request by raising a `KVBusError`.
     """
 
     def __init__(
@@ -76,51 +71,45 @@ class Service(EngineUser):
     ) -> None:
         self._agent, self._driver, self._live = agent, driver, table.live
         self.stories = stories
-        """What happened to them."""
 
     async def start(self) -> None:
-        """Open what is its own; awaited before anybody can ask for anything."""
+        """Open resources; awaited before any request arrives."""
         raise NotImplementedError
 
     def engine_handlers(self) -> Handlers:
-        """For requests of a local engine, other than registration."""
+        """Return handlers, except those for registration."""
         raise NotImplementedError
 
     def peer_handlers(self) -> Handlers:
-        """For requests on the peer socket."""
         raise NotImplementedError
 
     def start_draining(self) -> None:
-        """Refuse new work from now on; what is live goes on."""
         self._driver.dispatch(DrainStarted())
 
     async def drained(self) -> None:
-        """Return when nothing runs any more; only awaited once draining has started."""
+        """Return when no work is live; call it after `start_draining`."""
         await until(lambda: not self._live)
 
     def stop(self) -> None:
-        """Fail what still runs."""
         raise NotImplementedError
 
     def counts(self) -> dict[str, int]:
-        """What the agent holds, for `Status` and for metrics."""
         raise NotImplementedError
 
     def sharing(self) -> Sharing:
-        """What memory it lends to others of this machine, or maps of theirs."""
         raise NotImplementedError
 
     def on_cut(self, cut: Cut) -> None:
-        """Handle that another agent's memory, mapped by the data process, was truncated."""
+        """Handle the truncation of another agent's memory that the data process has mapped."""
 
     def silent_peers(self) -> dict[tuple[str, str], float]:
-        """Agents that do not answer, by endpoint and CURVE key, and for how many seconds."""
+        """Return seconds of silence, by endpoint and CURVE key of the agent."""
         return {}
 
     def view(self, endpoint: str) -> PeerView:
-        """What it knows of another agent; who it is itself is not in it."""
+        """Return the view of another agent, without its identity."""
         return PeerView()
 
     def cost(self, asked: Cost) -> Predicted:
-        """What a fetch would take now; raises `LocalError`."""
+        """Predict the cost of a fetch now; raises `LocalError`."""
         raise LocalError("only decode agents know what a handoff costs", code=ErrorCode.INVALID)

@@ -1,7 +1,6 @@
-"""The staging slots of an agent, on each device that KV memory is on.
+"""The staging slots of an agent, on each device with KV memory.
 
-The data process holds them, registered with NIXL. Which slot is used for what is decided by the
-service.
+The data process holds them, registered with NIXL. The service assigns them.
 """
 
 from __future__ import annotations
@@ -29,15 +28,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceSlots:
-    """Slots 0 to ``num_slots`` - 1 of ``slot_bytes`` each of one device; equal only to itself."""
-
     device: str
     num_slots: int
     slot_bytes: int
     defined: Defined
 
     def address(self, slot: int) -> int:
-        """Where slot number ``slot`` begins in the running data process. Raises `LocalError`."""
         if not 0 <= slot < self.num_slots:
             raise GeometryError(f"slot {slot} of {self.num_slots} slots", slot=slot)
         return self._opened.address + slot * self.slot_bytes
@@ -59,10 +55,10 @@ class DeviceSlots:
 
 
 class StagingDevices:
-    """The slots of an agent, device by device: the host's from `open` on, a GPU's once it is used.
+    """The slots of an agent by device: the host's exist after `open`, a GPU's after its first use.
 
-    All have ``num_slots`` slots of ``slot_bytes``; both are 0 when packing is turned off. With
-    ``only`` they are all that NIXL is told of: the engines' own memory is not registered.
+    ``num_slots`` and ``slot_bytes`` are the same for all, and 0 if packing is turned off. With
+    ``only``, NIXL registers only slots, never the engines' own memory.
     """
 
     def __init__(
@@ -82,7 +78,6 @@ class StagingDevices:
         self._lock = anyio.Lock()
 
     async def open(self) -> None:
-        """Have the host's slots made, if the agent packs. Raises `SegmentError`."""
         if not self.packs:
             return
         try:
@@ -93,7 +88,6 @@ class StagingDevices:
 
     @property
     def registered_bytes(self) -> int:
-        """Memory of slots, which NIXL is told of."""
         return len(self._slots) * self.num_slots * self.slot_bytes
 
     @property
@@ -101,7 +95,6 @@ class StagingDevices:
         return self.num_slots > 0
 
     def check_packs(self) -> None:
-        """Raise `ConfigError` when the configuration turned packing off."""
         if not self.packs:
             raise ConfigError(
                 "this agent packs nothing: key 'staging_bytes' of its configuration is 0",
@@ -109,7 +102,6 @@ class StagingDevices:
             )
 
     def at(self, device: str) -> DeviceSlots:
-        """The slots of a device; raises `LocalError` when it has none."""
         slots = self._slots.get(device)
         if slots is None:
             self.check_packs()
@@ -117,12 +109,11 @@ class StagingDevices:
         return slots
 
     def of(self, devices: set[str]) -> list[DeviceSlots]:
-        """The slots of those devices that have some."""
         return [slots for device, slots in self._slots.items() if device in devices]
 
     async def check(self) -> None:
-        """Kill a data process that cannot make the slots again: another one follows later."""
-        for slots in list(self._slots.values()):  # a new device may come meanwhile
+        """Kill a restarted data process that cannot create the slots; another one will start."""
+        for slots in list(self._slots.values()):  # a device may be added meanwhile
             try:
                 await self._data.result(slots.defined)
             except TransferFailed:  # it has ended
@@ -131,7 +122,7 @@ class StagingDevices:
                 self._data.kill(f"no staging slots for {slots.device}: {error.message}")
 
     async def make(self, device: str) -> None:
-        """Have slots for a device, made by the first call. Raises `SegmentError`, `ConfigError`."""
+        """Create the slots of a device on the first call. Raises `SegmentError`, `ConfigError`."""
         self.check_packs()
         async with self._lock:
             if device in self._slots:

@@ -1,4 +1,4 @@
-"""Where the configuration of an agent comes from: a file, the environment, and ``--set``.
+"""Sources of an agent's configuration.
 
 defaults  <  CONFIG.toml  <  KVBUS_KEY=value  <  --set key=value
 """
@@ -17,13 +17,11 @@ from kvbus.errors import ConfigError, field_and_reason
 from kvbus.variables import PREFIX, Variable
 
 LIKE = 0.8
-"""How like a key a wrong one has to be to be taken for it, from 0 to 1."""
+"""Minimum similarity, 0 to 1, of a suggested key."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Values by their keys, and where each of them stands."""
-
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
@@ -36,10 +34,10 @@ def gather(
     knows_all: bool = True,
     called: str = "an agent",
 ) -> Given:
-    """The keys of ``kind`` that are given, which is ``called`` so; the later source wins.
+    """Return the configured keys of ``kind``, named ``called`` in errors; a later source wins.
 
-    ``knows_all`` is false for the keys that all agents have: the others are not looked at. Raises
-    `ConfigError` that names key and source.
+    If ``knows_all`` is false, unknown keys are ignored. Raises `ConfigError` that names key and
+    source.
     """
     kinds, given = kinds_of(kind), Given()
     for key, value in _of_file(path):
@@ -57,13 +55,11 @@ def variable(key: str) -> str:
 
 
 def kinds_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Each key with its type and bounds."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: hints[name] for name in kind.__struct_fields__}
 
 
 def in_words(error: msgspec.ValidationError, value: object, hint: Any) -> str:
-    """What is wrong with the value of a key, in words for people where msgspec has none."""
     reason = field_and_reason(error)[1]
     if reason.startswith("cannot be"):
         return f"{value!r}: expected one of {', '.join(map(str, get_args(_bare(hint))))}"
@@ -107,14 +103,13 @@ def _of_settings(
 def _no_such_key(
     problem: str, key: str, kinds: Mapping[str, Any], *, shown: Any = str
 ) -> ConfigError:
-    """With the key that was meant, as far as one can tell."""
     found = get_close_matches(key, kinds, n=1, cutoff=LIKE)
     meant = f"did you mean {shown(found[0])}?" if found else "--print-config has them all"
     return ConfigError(f"{problem}; {meant}", key=key)
 
 
 def _words_of(hint: Any) -> str:
-    """What a pattern means: ``extra`` of its `Meta` says it."""
+    """Return the description of a pattern: ``extra["words"]`` of its `Meta`."""
     inner = get_args(hint)
     own = (one.extra["words"] for one in inner if isinstance(one, msgspec.Meta) and one.extra)
     return next(own, "") or next(filter(None, map(_words_of, inner)), "")
@@ -125,7 +120,6 @@ def _bare(hint: Any) -> Any:
 
 
 def _typed(text: str, hint: Any, key: str, origin: str) -> Any:
-    """The value that a text stands for; a list is separated by commas."""
     value: Any = text
     if get_origin(_bare(hint)) is tuple:
         value = [part.strip() for part in text.split(",") if part.strip()]

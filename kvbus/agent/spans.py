@@ -1,9 +1,9 @@
-"""Where the time of an entry went, out of its story: a span for each stay in a state (pure).
+"""Spans of an entry, made from its story: one span for each stay in a state (pure).
 
     steps   t0 queued   t1 claiming   t2 reading   t3 reading, a new chunk   t4 completed
     spans      ├ queued ┤├ claiming ──┤├ reading ──┤├ reading ────────────────┤
 
-A story keeps the last steps only.
+A story keeps only the last steps.
 """
 
 from collections import deque
@@ -16,19 +16,16 @@ from kvbus.protocol.tools import Remembered, Span, Status, Trace
 from kvbus.table import Story, Table
 
 FORGOTTEN = "forgotten"
-"""The name of the time before the first step that is kept."""
 PENDING, MAX_PENDING_S = "pending", 86_400.0
-"""The name of the wait in an engine before it asked, and the longest one that is believed."""
+"""Span in the engine before its request, and its longest plausible duration."""
 ASKED, MAX_ASKED_S = "asked", 3600.0
-"""The ways between the engine that began an entry and its agent, and the longest way there."""
+"""Span between an engine's request and its arrival, and its longest plausible duration."""
 
 
 N = TypeVar("N")
 
 
 class Stories(Generic[N]):
-    """What is told of the entries of a table: lines, or spans."""
-
     def __init__(self, table: Table[Any, Any, Any, Any]) -> None:
         self._newest = table.newest
 
@@ -39,22 +36,24 @@ class Stories(Generic[N]):
         raise NotImplementedError
 
     def later(self, entry: N) -> Callable[[], list[Span]]:
-        """What makes the spans of one entry, in any thread when it is over; no table is asked."""
+        """Return a maker of spans that needs no table.
+
+        Any thread may call it once the entry is over.
+        """
         raise NotImplementedError
 
     def recent(self, number: int) -> list[Callable[[], list[Span]]]:
-        """What makes the spans of the newest entries, in any thread; live ones come first."""
+        """Return makers for any thread, live entries first."""
         newest = [(one, self.later(one)) for one in self._newest(number)]
         return [later if one.is_over else partial(list, later()) for one, later in newest]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the story of a table reads as spans.
+    """Rules that turn the story of a table into spans.
 
-    The ``ends`` are states that are no span. A command of ``cuts`` begins a new span though the
-    state stays. A span has the name of its state, or that in ``names`` by the state before it and
-    its own.
+    States in ``ends`` make no span. A command in ``cuts`` begins a new span in the same state.
+    ``names`` replaces the name of a state, keyed by previous state and state.
     """
 
     ends: Collection[str]
@@ -63,7 +62,7 @@ class Reading:
 
 
 def state_spans(story: Story, reading: Reading, *, depth: int) -> list[Span]:
-    """The stays in states, by their start, of each part that the story is about."""
+    """Return a span for each stay of each part, sorted by start."""
     spans: list[Span] = []
     stays: dict[str, tuple[str, str, float]] = {}
     cuts = frozenset(reading.cuts)
@@ -83,7 +82,7 @@ def state_spans(story: Story, reading: Reading, *, depth: int) -> list[Span]:
 
 
 def command_spans(story: Story, begins: type, ends: type, *, name: str, depth: int) -> list[Span]:
-    """From each command of the kind ``begins`` to the next one of ``ends`` that is not taken."""
+    """Return spans from each command ``begins`` to the next unused command ``ends``."""
     spans: list[Span] = []
     begun: deque[float] = deque()
     for now, _, _, _, commands, _ in story.steps:
@@ -96,7 +95,6 @@ def command_spans(story: Story, begins: type, ends: type, *, name: str, depth: i
 
 
 def forgotten_span(story: Story, *, depth: int) -> list[Span]:
-    """The time before the first step that is kept, if there is some."""
     if story.started_at is None or story.steps[0][0] <= story.started_at:
         return []
     return [Span(FORGOTTEN, story.started_at, story.steps[0][0], depth)]
@@ -105,11 +103,10 @@ def forgotten_span(story: Story, *, depth: int) -> list[Span]:
 def asked_span(
     story: Story, asked_at: float | None, *, depth: int, started_at: float | None = None
 ) -> list[Span]:
-    """The way before the start, by the word of the engine that asked; empty when it cannot be.
+    """Return a span from the engine's request, at ``asked_at`` by its clock, to the start.
 
-    The start is the first step, if ``started_at`` does not say another one. A word in the clock of
-    another time namespace is not believed. The way is long where the engine asks again after
-    ``busy``.
+    The start is ``started_at``, or the first step. Times of another time namespace are implausible,
+    and make no span. The span is long if the engine retried after ``busy``.
     """
     started_at = story.started_at if started_at is None else started_at
     if asked_at is None or started_at is None or not 0 < started_at - asked_at <= MAX_ASKED_S:
@@ -118,14 +115,13 @@ def asked_span(
 
 
 def pending_span(wanted_at: float | None, asked: Span) -> list[Span]:
-    """Since when the engine had the request, by its own word, until it ``asked`` for it."""
     if wanted_at is None or not 0 < asked.start_s - wanted_at <= MAX_PENDING_S:
         return []
     return [Span(PENDING, wanted_at, asked.start_s)]
 
 
 def nested(parents: Iterable[Span], children: Iterable[Span]) -> list[Span]:
-    """Each child behind the last parent that began before it; both are in order of their start."""
+    """Insert each child after the last parent that began before it; both are sorted by start."""
     left, spans = deque(parents), list[Span]()
     for child in children:
         while left and left[0].start_s <= child.start_s:
@@ -135,7 +131,7 @@ def nested(parents: Iterable[Span], children: Iterable[Span]) -> list[Span]:
 
 
 def last_end(spans: Iterable[Span]) -> float | None:
-    """When the last of some spans ended; None while one goes on, or when there are none."""
+    """Return the last end, or None while a span is open, or without spans."""
     ends = [span.end_s for span in spans]
     return max((end for end in ends if end is not None), default=None) if None not in ends else None
 

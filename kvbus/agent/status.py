@@ -1,4 +1,4 @@
-"""What an agent says of itself: what it holds, whether it can take work, and what is wrong now."""
+"""The status of an agent: its counts, its readiness, and its current faults."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,27 +40,28 @@ ADVICE = {
 }
 OTHERWISE = "The log of both agents has the reason; kvbus trace ID shows where it happened."
 NOBODYS = ("cancelled", "offer_withdrawn", "abandoned")
-"""Codes of requests that were not wanted any more."""
 OLD_S = 600.0
-"""What was last wrong before that is no fault of now."""
+"""Age from which a failure counts as over."""
 
 
 MAX_ERROR_CHARS = 1000
 SILENT_S = 10.0
 LIVE_S = 0.1
-"""Maximum age of a `Live` that is served: requests within that time cost as much as one."""
+"""Maximum age of a `Live` response; concurrent requests share it."""
 MOST_RECENT = 100
-"""Handoffs that one look has: each takes some 0.02 ms, of the loop only while it is under way."""
+"""Maximum number of handoffs in a response.
+
+Each costs about 0.02 ms; the loop does that work only for live ones.
+"""
 
 
 def without_place(status: AgentStatus) -> AgentStatus:
-    """What anybody may hear: not where NIXL listens, nor the user, namespaces and paths."""
     return structs.replace(status, data_endpoints=(), sharing=None, faults=(), processes=())
 
 
 @dataclass(slots=True)
 class SelfReport:
-    """Of one agent; asked in its loop."""
+    """The status reports of one agent; use it in its event loop."""
 
     config: AgentConfig
     agent: Agent
@@ -71,7 +72,6 @@ class SelfReport:
     _maker: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "live"))
 
     def status(self, asked: Status) -> AgentStatus:
-        """What it holds now, and the story of what is asked for."""
         agent, service, view = self.agent, self.service, None
         if asked.peer or asked.key:
             view = structs.replace(
@@ -98,7 +98,6 @@ class SelfReport:
         )
 
     def trace(self, asked: Trace) -> Traced:
-        """What it remembers of a request, as spans."""
         identity, remembered = self.agent.identity, self.service.stories.remembered(asked)
         spans, cut = remembered.newest()
         return Traced(
@@ -113,7 +112,6 @@ class SelfReport:
         )
 
     def unready(self) -> list[Fault]:
-        """Why it should be given no work now; empty when it should."""
         faults, plane, data = [], self.agent.data_plane, self.agent.data
         if not self.is_started:
             faults.append(Fault("the agent is starting", "Wait."))
@@ -143,9 +141,9 @@ class SelfReport:
         return faults
 
     def live(self) -> Future[Live]:
-        """Everything of now, and its newest offers or fetches, `MOST_RECENT` at most.
+        """Return the full status with the newest offers or fetches, up to `LIVE_S` old.
 
-        It is up to `LIVE_S` old. A thread does most of the work.
+        A thread does most of the work.
         """
         now_s = self.agent.loop.time()
         if self._live is None or now_s >= self._live[0] + LIVE_S:
@@ -199,9 +197,9 @@ def _log_faults() -> Iterator[Fault]:
 
 
 def current_faults(live: Live, *, wall_s: float, key_options: Mapping[str, str]) -> Iterator[Fault]:
-    """Those of peers and of memory now, then those of the last minutes.
+    """Return current faults of peers and memory, then those of the last minutes.
 
-    ``wall_s`` is the time since 1970. ``key_options`` is what a command needs to ask each peer, by
+    ``wall_s`` is in seconds since 1970. ``key_options`` has the command-line options for each
     endpoint.
     """
     metrics, silent = live.metrics, live.status.silent_peers
@@ -236,7 +234,7 @@ def current_faults(live: Live, *, wall_s: float, key_options: Mapping[str, str])
 
 
 def _failures(handoffs: Sequence[Span], now_s: float) -> Iterator[Fault]:
-    """One for each code, the most frequent first; the error of a handoff is CODE: MESSAGE."""
+    """Return one fault for each error code; an error has the form CODE: MESSAGE."""
     by_code: dict[str, list[tuple[float, str]]] = {}
     for one in handoffs:
         if one.error:
@@ -258,7 +256,7 @@ def _age(seconds: float) -> str:
 
 
 def _samples(families: Iterable[Metric]) -> Iterator[tuple[str, float]]:
-    """Each sample by its name and labels, as the Prometheus page writes them."""
+    """Return each sample, keyed as on the Prometheus page."""
     for one in (sample for family in families for sample in family.samples):
         labels = ",".join(f'{name}="{value}"' for name, value in sorted(one.labels.items()))
         yield f"{one.name}{{{labels}}}" if labels else one.name, one.value
