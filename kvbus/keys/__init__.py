@@ -1,4 +1,4 @@
-"""Whose keys are trusted, and as what: key files, the file of trusted public keys, `kvbus keys`."""
+"""CURVE keys and trust: key files, the file of trusted public keys, and ``kvbus keys``."""
 # ruff: noqa: F403  the files are the list
 
 from kvbus.keys.files import *

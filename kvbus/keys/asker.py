@@ -1,4 +1,4 @@
-"""The keys of a tool that asks agents, its own and the agent's, as options of its command."""
+"""Command-line options for the keys of a tool and of agents."""
 
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +40,7 @@ ServerKeys = Annotated[
 def curves_of(
     key_file: Path | None, server_keys: list[str], num_agents: int
 ) -> tuple[KeyPair | None, list[str]]:
-    """Our key and those of some agents, or none; raises `ConfigError` as `curve_of` does."""
+    """Return our keys and each agent's public key, or none; raises `ConfigError`."""
     if key_file is not None and len(server_keys) != num_agents:
         raise ConfigError(
             f"--server-key: given {len(server_keys)} times for {num_agents} agents; an agent with "
@@ -53,7 +53,7 @@ def curves_of(
 
 
 def curve_of(key_file: Path | None, server_key: str) -> ClientCurve | None:
-    """The two keys, or none; raises `ConfigError` for one of them alone, and for what is no key."""
+    """Return the two keys, or None without keys; raises `ConfigError` if only one is given."""
     if bool(key_file) != bool(server_key):
         missing = "--server-key" if key_file else "--key-file"
         raise ConfigError(f"{missing}: needed as well; an agent with keys is asked with both")

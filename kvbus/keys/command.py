@@ -1,7 +1,4 @@
-"""The commands ``kvbus keys``: make a key, show keys, trust one, revoke one.
-
-No secret key is printed.
-"""
+"""The commands ``kvbus keys``; they print no secret key."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +17,7 @@ from kvbus.protocol.message import Role
 
 MAX_PROBLEMS = 3
 DASH_FIRST = {"ignore_unknown_options": True}
-"""One public key in 85 begins with a dash, and is no option."""
+"""One public key in 85 begins with a dash, and must not be parsed as an option."""
 
 keys = typer.Typer(
     help="Make, show, trust and revoke the CURVE keys of agents, routers and tools.",
@@ -39,7 +36,7 @@ def new(
         Path, typer.Argument(metavar="FILE", help="Where the secret key goes; key_file names it.")
     ],
 ) -> None:
-    """Make a key: its secret goes to FILE, its public key is printed."""
+    """Create a key pair: write the secret key to FILE, and print the public key."""
     pair = new_key_pair()
     write_secret(path, pair)
     write_text(pair.public + "\n")
@@ -52,7 +49,7 @@ def show(
     ],
     as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show the public key of a key file, or who is trusted by a file and as what."""
+    """Show the public key in a key file, or the names and roles in a file of trusted keys."""
     lines = read(path, lambda *_: None, MAX_BYTES).splitlines()
     if any(line.startswith((b"public_key", b"secret_key")) for line in lines):
         key = read_public(path)
@@ -93,7 +90,7 @@ def trust(
         list[str], typer.Option(metavar="ROLE", help=f"{', '.join(Role)}; may be repeated.")
     ],
 ) -> None:
-    """Trust a public key, as one or more roles. Agents that run see it within a second."""
+    """Trust a public key in one or more roles. Running agents apply it within a second."""
     if Path(key).is_file():
         key = read_public(Path(key))
     trusted = TrustedKey.read(f"{name} {','.join(role)} {key}")
@@ -108,7 +105,7 @@ def revoke(
         str, typer.Argument(metavar="KEY", help="The name or the public key that it was given.")
     ],
 ) -> None:
-    """Trust a key no more. Agents that run end its sessions within a second."""
+    """Revoke a trusted key. Running agents end its sessions within a second."""
     revoked = revoke_trusted(file, key)
     if not revoked:
         raise ConfigError(f"{file} trusts no key {key!r}; see: kvbus keys show {file}")

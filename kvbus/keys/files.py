@@ -1,7 +1,6 @@
-"""Key files: a secret one that nobody else may read, and public ones.
+"""Files of secret and public keys.
 
-A secret file that others can read, a file that others can write, and a key that is none are
-refused, never with the secret.
+Unsafe permissions and invalid keys are refused. No error message contains a secret.
 """
 
 import json
@@ -22,7 +21,7 @@ MAX_FILE_BYTES = 4096
 
 
 def read_secret(path: Path) -> KeyPair:
-    """The key pair in a file that `write_secret` made; raises `ConfigError`, never with the key."""
+    """Raise `ConfigError` for an unsafe or invalid file."""
     fields = _fields(path, _require_private)
     if "secret_key" not in fields:
         raise ConfigError(f"{path} has no secret_key; make a key with: kvbus keys new FILE")
@@ -36,12 +35,12 @@ def read_secret(path: Path) -> KeyPair:
 
 
 def read_private(path: Path) -> bytes:
-    """What is in a file that nobody else may read; raises `ConfigError`."""
+    """Raise `ConfigError` if other users can read the file."""
     return read(path, _require_private)
 
 
 def read_public(path: Path) -> str:
-    """The public key in a file, secret or not; raises `ConfigError`."""
+    """Read a secret or public key file; raises `ConfigError`."""
     key = str(_fields(path, lambda *_: None).get("public_key", ""))
     try:
         require_key(key)
@@ -51,7 +50,7 @@ def read_public(path: Path) -> str:
 
 
 def write_secret(path: Path, pair: KeyPair) -> None:
-    """A new file with mode 0600; raises `ConfigError`, also when there is one already."""
+    """Create a file with mode 0600; raises `ConfigError`, also if it exists."""
     text = (
         "# The secret key of a kvbus agent or tool: nobody else may read it. Others trust\n"
         "# public_key: kvbus keys trust FILE KEY --name NAME --role ROLE\n"
@@ -61,17 +60,17 @@ def write_secret(path: Path, pair: KeyPair) -> None:
 
 
 def key_options(key_file: str, server_key: str) -> str:
-    """The options that ask an agent with this key, with a space before; empty without keys."""
+    """Return options, after a space, for commands to an agent with this key."""
     if not (key_file and server_key):
         return ""
     return f" --key-file {quote(key_file)} --server-key={quote(server_key)}"
 
 
 def require_unwritable(path: Path, status: os.stat_result) -> None:
-    """Raise `ConfigError` when somebody else could change what lies at ``path``.
+    """Raise `ConfigError` if another user could change the file at ``path``.
 
-    Modes do not count where the file system is mounted read-only, as Kubernetes mounts a ConfigMap
-    and a Secret: their folders have mode 0777.
+    Modes are ignored on a read-only file system: the folders of a ConfigMap or a Secret that
+    Kubernetes mounts have mode 0777.
     """
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(f"{path} belongs to uid {status.st_uid}, neither to us nor to root")
@@ -80,9 +79,9 @@ def require_unwritable(path: Path, status: os.stat_result) -> None:
 
 
 def _require_private(path: Path, status: os.stat_result) -> None:
-    """Raise `ConfigError` when somebody else can read or change what lies at ``path``.
+    """Raise `ConfigError` if another user can read or change the file.
 
-    A file of root may be lent to our group, as a mounted Kubernetes secret is.
+    Our group may read a file of root, such as a Kubernetes secret.
     """
     require_unwritable(path, status)
     lent = status.st_uid == 0 and os.geteuid() != 0
@@ -95,7 +94,6 @@ def _require_private(path: Path, status: os.stat_result) -> None:
 
 
 Check = Callable[[Path, os.stat_result], None]
-"""Raises `ConfigError` for a file that is not to be used, by what is true of it."""
 
 
 def _fields(path: Path, check: Check) -> Mapping[str, Any]:
@@ -106,7 +104,7 @@ def _fields(path: Path, check: Check) -> Mapping[str, Any]:
 
 
 def create(path: Path, text: str, mode: int) -> None:
-    """Make a new file, whole or not at all; raises `ConfigError`, also for one that exists."""
+    """Create a file atomically; raises `ConfigError`, also if it exists."""
     try:
         _put(path, text, mode, os.link)
     except FileExistsError as error:
@@ -116,12 +114,11 @@ def create(path: Path, text: str, mode: int) -> None:
 
 
 def replace(path: Path, text: str, mode: int) -> None:
-    """Replace a file, whole or not at all; raises `OSError`."""
     _put(path, text, mode, os.replace)
 
 
-# The process may be killed, and the machine may stop, between any two lines. Until the last step
-# `path` is as it was. What is left then has a name that no later call uses.
+# The process may be killed, or the machine may stop, between any two lines. Until the last step
+# `path` is unchanged. The leftover file has a name that no later call uses.
 def _put(path: Path, text: str, mode: int, move: Callable[[str, Path], None]) -> None:
     descriptor, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -133,7 +130,7 @@ def _put(path: Path, text: str, mode: int, move: Callable[[str, Path], None]) ->
         move(new, path)
     finally:
         with suppress(FileNotFoundError):  # it was moved
-            os.unlink(new)  # noqa: PTH108 - a text, as `mkstemp` returns it
+            os.unlink(new)  # noqa: PTH108 - `mkstemp` returns a str
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -142,7 +139,7 @@ def _put(path: Path, text: str, mode: int, move: Callable[[str, Path], None]) ->
 
 
 def read(path: Path, check: Check, most_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The content, if the file that was really read passes ``check``; raises `ConfigError`."""
+    """Return the content if the opened file passes ``check``; raises `ConfigError`."""
     try:
         with path.open("rb") as file:
             check(path, os.fstat(file.fileno()))

@@ -1,8 +1,8 @@
-"""The file of trusted public keys, as it is now: a line for each, with name, roles and key.
+"""The file of trusted public keys: one line for each key, with name, roles and key.
 
     decode-0  decode,observer  -@rT4y{r9p&oQyQGlh2I-Ry18AU:N5cLRM=y[*ls
 
-A line that is none trusts nobody, and no more; a file that cannot be read trusts nobody at all.
+An invalid line is skipped. An unreadable file trusts no key.
 """
 
 import errno
@@ -25,8 +25,6 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 @dataclass(frozen=True, slots=True)
 class TrustedKey:
-    """A public key, what it is called, and what it is trusted as."""
-
     name: str
     key: str
     roles: frozenset[Role]
@@ -36,7 +34,6 @@ class TrustedKey:
 
     @classmethod
     def read(cls, line: str) -> "TrustedKey":
-        """What a line says; raises `ConfigError`."""
         match line.split():
             case name, roles, key if not name.startswith("#"):
                 require_key(key)
@@ -49,11 +46,11 @@ class TrustedKey:
 
 
 Line = tuple[str, TrustedKey | ConfigError | None]
-"""The text, and what it says, or what is wrong with it; nothing of a comment or an empty line."""
+"""The text of a line, and its key or its error; None for a comment or an empty line."""
 
 
 def write_trusted(path: Path, trusted: TrustedKey) -> None:
-    """Add a line, to a new file if there is none; raises `ConfigError`, also for a taken name."""
+    """Append a line, also to a new file; raises `ConfigError`, also for a used name."""
     with _locked(path, create=True) as file:
         lines = _lines(file)
         if any(isinstance(one, TrustedKey) and one.name == trusted.name for _, one in lines):
@@ -62,7 +59,7 @@ def write_trusted(path: Path, trusted: TrustedKey) -> None:
 
 
 def revoke_trusted(path: Path, key: str) -> list[TrustedKey]:
-    """Leave out the lines with this name or key, and return them; raises `ConfigError`."""
+    """Remove the lines with this name or key, and return them; raises `ConfigError`."""
     with _locked(path) as file:
         lines = _lines(file)
         found = [one for _, one in lines if isinstance(one, TrustedKey)]
@@ -73,10 +70,9 @@ def revoke_trusted(path: Path, key: str) -> list[TrustedKey]:
 
 
 class TrustedKeys:
-    """Who is trusted, as what, by the file as it was when it was looked at last.
+    """The trusted keys in a file, as of the last `refresh`; ``problems`` lists the skipped lines.
 
-    ``problems`` are the lines that are left out, each with why. To refresh is for one thread at a
-    time, which need not be that of those who ask.
+    Call `refresh` from one thread at a time; other threads may read meanwhile.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,17 +87,15 @@ class TrustedKeys:
         return iter(self._keys)
 
     def roles_of(self, key: str) -> frozenset[Role]:
-        """What the key is trusted as; nothing for one that is not trusted."""
         return self._roles.get(key, frozenset())
 
     def name_of(self, key: str) -> str:
-        """The name of the key, for logs; empty for one that is not trusted."""
         return next((one.name for one in self._keys if one.key == key), "")
 
     def refresh(self) -> frozenset[str] | None:
-        """Read a file that has changed; returns the keys that lost a role, or None when it is not.
+        """Read a changed file; return the keys that lost a role, or None if nothing has changed.
 
-        That of a file which was not read before, and still cannot be, has not changed.
+        A file that stays unreadable counts as unchanged.
         """
         try:
             status = self.path.stat()
@@ -112,7 +106,7 @@ class TrustedKeys:
         except (OSError, ConfigError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             if isinstance(cause, OSError) and cause.errno in _NO_DESCRIPTORS:
-                return None  # that says nothing of the keys
+                return None  # this error concerns no key
             reason = error.message if isinstance(error, ConfigError) else error.strerror
             problem = f"cannot read {self.path}: {reason}; nobody is trusted"
             self._stamp = None
@@ -146,11 +140,10 @@ def _lines(path: Path) -> list[Line]:
     return lines
 
 
-# The lock is of the file itself, so that nothing is left beside it. A writer that waited may have
-# locked what another one has replaced meanwhile.
+# The lock is on the file itself, to leave no lock file behind. A waiting writer may hold the lock
+# of a file that another writer has replaced meanwhile; then it retries.
 @contextmanager
 def _locked(path: Path, *, create: bool = False) -> Iterator[Path]:
-    """Keep other writers of the file out; yields its path without links. Raises `ConfigError`."""
     path = path.resolve()
     try:
         if create:
@@ -167,5 +160,4 @@ def _locked(path: Path, *, create: bool = False) -> Iterator[Path]:
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:
-    """Write the file anew; a reader sees the earlier lines, or these."""
     replace(path, "".join(f"{line}\n" for line in lines), 0o644)
