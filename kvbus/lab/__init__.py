@@ -1,1 +1,1 @@
-"""What tools that play engines share: an engine of any shape, its process, a line to it."""
+"""Tools that play engines: an engine of any shape, its process, and a line to it."""

@@ -1,9 +1,9 @@
-"""Bare NIXL: a process that holds memory, or reads another one's, with nothing else of kvbus.
+"""A bare NIXL process that lends its memory or reads another one's, without the rest of kvbus.
 
     python -m kvbus.lab.bare_pair SIZE ROWS.npz
 
-The tool asks one to `lend`, and to drive NIXL while the other one reads. The reader posts all
-descriptors at once and spins until they are done.
+The tool requests `lend` and `drive` from one process while the other reads. The reader posts all
+descriptors together and spins until they are done.
 """
 
 import mmap
@@ -31,23 +31,21 @@ from kvbus.memory.segment import huge_bytes
 
 WORD_BYTES = 8
 LONG_BYTES = 8 << 20
-"""One slice of bytes, as agents post it."""
+"""One slice, as agents post it."""
 NUM_PLACES = 4
-"""So many long descriptors in turn: together they are more than most caches hold, as KV is."""
+"""Number of long descriptors in rotation: their total size exceeds most CPU caches, as KV does."""
 LEAST_READS, MOST_READS, MEASURE_S = 8, 64, 0.4
 
 
 class MemoryLocation(msgspec.Struct, frozen=True):
-    """What a reader needs of its target."""
-
     address: int
     metadata: bytes
 
 
 class BareAgent:
-    """One NIXL agent with memory of its own, which the tool asks; ``rows`` are those of `read`.
+    """One NIXL agent with its own memory; ``rows`` are the descriptors for `read`.
 
-    One that lends its memory drives NIXL by itself, but between `rest` and `drive`.
+    A lending agent drives NIXL in a thread, except between `rest` and `drive`.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class BareAgent:
     ) -> None:
         new_agent = nixl_agent.load()
         self._words = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint64)
-        self._words[:] = 0  # its pages are there from now on
+        self._words[:] = 0  # touches all pages
         self._address = self._words.ctypes.data
         self._rows = rows or {}
         self._agent = new_agent(f"bare-{os.getpid()}")
@@ -65,39 +63,32 @@ class BareAgent:
         self._drives = threading.Event()
 
     def lend(self) -> MemoryLocation:
-        """Fill the memory, say where it is, and let it be read."""
         self._words[:] = np.arange(len(self._words))
         self.drive()
         threading.Thread(target=self._progress, daemon=True).start()
         return MemoryLocation(self._address, self._agent.metadata([self._registration]))
 
     def drive(self) -> None:
-        """Drive NIXL from now on."""
         self._drives.set()
 
     def rest(self) -> None:
-        """Sleep from now on."""
         self._drives.clear()
 
     def _progress(self) -> None:
-        """Drive NIXL as often as an agent does, without an end."""
         while self._drives.wait():
             self._agent.progress()
             time.sleep(ReadLimits().poll_s)
 
     def huge_share(self) -> float:
-        """The part of its memory that lies in huge pages."""
         return huge_bytes(self._address) / self._words.nbytes
 
     def connect(self, **lent: Any) -> None:
-        """Read from there from now on."""
         location = msgspec.convert(lent, MemoryLocation)
         peer = read_metadata(location.metadata)
         self._agent.add_peer(peer)
         self._peer, self._there = peer.name, location.address
 
     def read(self) -> float:
-        """Seconds of one READ."""
         return self._read_s(self._rows["local"], self._rows["remote"])
 
     def verify(self) -> float:
@@ -105,10 +96,10 @@ class BareAgent:
         return self._verify(self._rows["local"], self._rows["remote"])
 
     def measure(self, **lent: Any) -> float:
-        """Bytes a second of long READs from there, the median over a while."""
+        """Return the median bytes per second of long READs."""
         self.connect(**lent)
         places = [_long_row(number) for number in range(NUM_PLACES)]
-        for rows in places:  # connects, and takes the faults of pages
+        for rows in places:  # connects, and takes the page faults
             self._verify(rows, rows)
         times_s: list[float] = []
         began = time.perf_counter()
@@ -120,7 +111,6 @@ class BareAgent:
         return LONG_BYTES / statistics.median(times_s)
 
     def _read_s(self, local: Rows, remote: Rows) -> float:
-        """Of rows whose addresses are offsets."""
         here, there = _from(self._address, local), _from(self._there, remote)
         kinds: tuple[MemoryKind, MemoryKind] = ("DRAM", "DRAM")
         began = time.perf_counter()
@@ -147,7 +137,6 @@ def _long_row(number: int) -> Rows:
 
 
 def _from(address: int, rows: Rows) -> Rows:
-    """The same rows from ``address`` on."""
     moved = rows.copy()
     moved[:, 0] += np.uint64(address)
     return moved
@@ -157,4 +146,4 @@ if __name__ == "__main__":
     with np.load(sys.argv[2]) as given:
         bare = BareAgent(int(sys.argv[1]), dict(given))
     run_program(partial(serve, bare))
-    os._exit(0)  # what is left of NIXL may hang in its destructors
+    os._exit(0)  # remaining NIXL threads may hang in its destructors

@@ -1,7 +1,7 @@
-"""An engine of any shape in this process: a link with its agent, the caches of its ranks, blocks.
+"""An engine of any shape in this process: a link with its agent, the ranks' caches, and blocks.
 
-Where no agent can map the caches, as on a device, what is handed over passes through a ring of
-host blocks. The calls are the same.
+If no agent can map the caches, as on a device, KV passes through a ring of host blocks. The calls
+are the same.
 """
 
 import asyncio
@@ -37,23 +37,22 @@ from kvbus.lab.process import Taken
 from kvbus.protocol.engine import AgentRole
 
 MAX_NOTED = 1 << 16
-"""Ended offers that an engine keeps the times of."""
 BlockIds = Mapping[str, npt.ArrayLike]
 Tables = Mapping[str, BlockTable]
-"""The blocks of one request, by group; a table may lack those that a window has left behind."""
+"""The blocks of one request, by group; a table may lack blocks that left a sliding window."""
 
 
 class BlockPool(HostPool):
-    """The blocks of an engine's caches, by group; a request gets its own in a random order."""
+    """The blocks of an engine's caches, by group; each request gets a random selection."""
 
     def __init__(self, num_blocks: Mapping[str, int], *, seed: str) -> None:
         super().__init__(num_blocks)
         self._rng = np.random.default_rng(list(seed.encode()))
 
     async def take(self, wanted: Mapping[str, range], *, wait_s: float) -> Tables:
-        """A table for each group, of the blocks that are ``wanted`` by their position.
+        """Return a table for each group, with blocks for the positions in ``wanted``.
 
-        Waits for other requests to give theirs back; raises the errors of `acquire`.
+        Waits until other requests release enough blocks; raises the errors of `acquire`.
         """
         numbers = {group: len(blocks) for group, blocks in wanted.items()}
         taken = await self.acquire(numbers, wait_s=wait_s)
@@ -63,17 +62,16 @@ class BlockPool(HostPool):
         }
 
     def give(self, tables: Tables) -> None:
-        """These blocks are free again; raises `LocalError` when one of them is already."""
         self.release({group: table.array() for group, table in tables.items()})
 
 
 class Engine:
     """All ``ranks`` of an engine and its scheduler, attached to one agent within ``async with``.
 
-    ``num_blocks`` are those of the caches, by group. With ``ring_blocks`` the caches are memory of
-    this process alone, and the agent maps so many host blocks of each group; ``copy_of`` makes the
-    function that copies between the two, ``piece_bytes`` at a time. Who asks for room in the ring
-    waits for ``wait_s``. ``options`` are the link's.
+    ``num_blocks`` gives the size of the caches, by group. With ``ring_blocks`` the caches are
+    private to this process, and the agent maps a ring with this many host blocks of each group.
+    ``copy_of`` makes the function that copies between the two, in pieces of ``piece_bytes``. A
+    fetch or offer waits up to ``wait_s`` for room in the ring. ``options`` are passed to the link.
     """
 
     link_type: ClassVar[type[Link]] = Link
@@ -129,17 +127,14 @@ class Engine:
         await self._stack.aclose()
 
     def shared_cache(self, rank: int) -> tuple[RankMemory, KvCache]:
-        """The cache of a rank, in memory that the agent maps."""
         made = RankMemory.allocate(self.spec, rank, self.layout, num_blocks=self.num_blocks)
         return made, KvCache(self.spec, made.rank, made.tensor)
 
     def private_cache(self, rank: int) -> KvCache:
-        """The cache of a rank beside a ring."""
         return private_cache(self.spec, rank, self.layout, self.num_blocks)
 
     @property
     def num_held(self) -> int:
-        """Blocks of the caches and of the ring that are not free."""
         return self.blocks.num_held + (self.ring.num_held if self.ring is not None else 0)
 
     async def offer(
@@ -153,9 +148,9 @@ class Engine:
         ttl_s: float | None = None,
         **options: Any,
     ) -> "Offered":
-        """Offer what is computed; more follows of ``total`` tokens, and without them nothing does.
+        """Offer the computed tokens; with ``total``, the caller adds the rest later and seals.
 
-        What passes through the ring is saved after this, and takes no other ``options``.
+        With a ring, the blocks are copied into it, and ``options`` are ignored.
         """
         ready_s = time.monotonic()
         if not isinstance(self.host, HostPrefill):
@@ -203,17 +198,18 @@ class Engine:
         block_ids: BlockIds,
         **options: Any,
     ) -> "Taking":
-        """Begin to fetch, as `Link.fetch` says, by way of the ring if there is one."""
+        """Fetch as `Link.fetch` does, through the ring if there is one."""
         began_s = time.monotonic()
         through = self.host if isinstance(self.host, HostDecode) else self.link
         fetch = through.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids, **options)
         return Taking(fetch, began_s)
 
     async def settle(self, stall_s: float = 20.0) -> list[tuple[float, float]]:
-        """Wait until no offer is live and no block is held, or nothing has ended for a while.
+        """Wait until no offer is live and no block is held, or until nothing changes for
+        ``stall_s``.
 
-        Of the offers that ended since the last call: when their last tokens were ready, and when
-        their blocks were released, by `time.monotonic`.
+        Return for each offer that ended since the last call when its last tokens were ready and
+        when its blocks were released, by `time.monotonic`.
         """
         before, left = -1, self._num_left
         while left and left != before:
@@ -244,24 +240,21 @@ class Offered:
     def __init__(self, offer: Offer | HostOffer, ready_s: float) -> None:
         self.offer, self.ticket, self.ready_s = offer, offer.ticket, ready_s
         self.states: dict[str, npt.ArrayLike] = {}
-        """Their blocks, of what passes through the ring."""
+        """Blocks of the state groups; the ring needs them again."""
         self.saved: asyncio.Task[None] | None = None
-        """What was computed before it was offered goes into the ring."""
 
     @property
     def offer_id(self) -> str:
-        """The agent's id of it."""
         return self.offer.offer_id
 
     @property
     def ended(self) -> Later[Outcome]:
-        """How it ended."""
         return self.offer.ended
 
     async def extend(self, num_tokens: int, block_ids: BlockIds) -> None:
-        """Say that so many tokens are ready in all, the new ones in these new blocks.
+        """Add tokens in new blocks, so that ``num_tokens`` are ready in total.
 
-        What passes through the ring is saved; of states, which change, again.
+        With a ring, they are copied into it, and changed states are copied again.
         """
         self.ready_s = time.monotonic()
         if isinstance(self.offer, HostOffer):
@@ -272,19 +265,18 @@ class Offered:
             await self.offer.extend(num_tokens, block_ids)
 
     async def seal(self) -> None:
-        """Say that all tokens are ready."""
         await self.offer.seal()
 
     async def freed(self) -> None:
-        """Return when the blocks are the engine's: released, or all of them saved into the ring."""
+        """Return when the engine owns the blocks again: released, or copied into the ring."""
         if self.saved is not None:
             await self.saved
         elif not isinstance(self.offer, HostOffer):
             await self.offer.ended
 
     async def withdraw(self) -> None:
-        """Give it up; returns when the blocks are the engine's."""
-        with suppress(KVBusError):  # it has ended already, or the agent is gone
+        """Withdraw the offer; returns when the engine owns the blocks again."""
+        with suppress(KVBusError):  # it has already ended, or the agent has
             await self.offer.withdraw()
             await self.offer.ended
 
@@ -295,14 +287,13 @@ async def _save(offer: HostOffer, num_tokens: int, block_ids: BlockIds) -> None:
 
 
 class Taking:
-    """A fetch of an `Engine`, timed where its end is heard: before any task goes on."""
+    """A fetch of an `Engine` that records its end before any waiting task continues."""
 
     def __init__(self, fetch: Fetch | HostFetch, began_s: float) -> None:
         self.fetch, self._began_s, self._ended_s = fetch, began_s, began_s
         fetch.ended.add_callback(self._on_ended)
 
     async def taken(self) -> Taken:
-        """How it ended; raises `FetchFailed`."""
         fetched = await self.fetch.ended
         return Taken(fetched, self._ended_s - self._began_s, self._ended_s)
 
@@ -313,14 +304,14 @@ class Taking:
 def private_cache(
     spec: EngineSpec, rank: int, layout: KvLayout, num_blocks: int | Mapping[str, int]
 ) -> KvCache:
-    """A rank's cache in memory of this process alone, which stands for a device."""
+    """Create a cache in memory of this process only; it stands for a device."""
     described = lay_out_rank(spec, rank, layout, num_blocks=num_blocks)
     size_bytes = described.segments[0].size_bytes
     return KvCache(spec, described, torch.zeros(size_bytes, dtype=torch.uint8))
 
 
 def device_copy(caches: Sequence[KvCache]) -> CopyBlocks:
-    """Copies between the ranks' ``caches`` and the ring; a real engine has its device do it."""
+    """Return a function that copies between caches and ring, as a device would."""
 
     def copy(blocks: HostBlocks, ring: torch.Tensor, direction: Direction) -> None:
         ids, (start, stop) = torch.from_numpy(blocks.ids.astype(np.int64)), blocks.slots

@@ -1,9 +1,9 @@
-"""A pipe from a command of a prefill machine to one of a decode machine: a router by hand.
+"""A pipe between a command on a prefill machine and one on a decode machine, in place of a router.
 
     kvbus demo-prefill ... | kvbus demo-decode ...
 
-A line of JSON for each message. Neither end waits for ever for the other: a reader that has ended
-is seen though nothing is written, and a writer that says nothing is not waited for.
+Each message is a line of JSON. Neither end waits for ever: the writer detects the end of the reader
+without writing, and the reader times out.
 """
 
 import os
@@ -21,46 +21,43 @@ from kvbus.output import write_text
 
 MAX_LINE_BYTES = 1 << 20
 NEXT_WITHIN_S = 120.0
-"""Longer than a prefill side waits for its reader, and than a person for a password of ssh."""
+"""Exceeds the prefill side's wait for its reader, and the time to type a password of ssh."""
 RELEASED_WITHIN_S = 2.0
-"""After the reader of the lines has ended: it may have had all of them."""
+"""Grace time after the reader has ended: it may have received all lines."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
 class Pipe:
-    """From the command ``writer`` to the command ``reader``; each end is in one of them."""
-
     writer: str
     reader: str
 
     def write(self, message: msgspec.Struct) -> None:
-        """Write a line; raises `PeerLost` when nobody reads it."""
         if not write_text(msgspec.json.encode(message).decode() + "\n"):
             raise self._reader_gone()
 
     async def watch_reader(self) -> None:
-        """Raise `PeerLost` when nobody has the other end of stdout any more.
+        """Raise `PeerLost` when the reader has closed stdout.
 
-        Returns where that cannot be seen. Raises `ConfigError` at a terminal.
+        Returns if stdout is a file. Raises `ConfigError` at a terminal.
         """
         if sys.stdout is None or sys.stdout.isatty():
             raise ConfigError(f"stdout is no pipe: {self._how} (over ssh without -t)")
-        with select.epoll() as hang_ups:  # itself readable when there is one
+        with select.epoll() as hang_ups:  # readable after a hang-up
             try:
                 hang_ups.register(sys.stdout.fileno(), 0)
-            except PermissionError:  # a file has no other end
+            except PermissionError:  # a file has no reader
                 return
             await anyio.wait_readable(hang_ups.fileno())
         await anyio.sleep(RELEASED_WITHIN_S)
         raise self._reader_gone()
 
     async def read(self, kind: type[M]) -> AsyncIterator[M]:
-        """What the lines of stdin say, for ever: the caller knows which is the last.
+        """Yield the messages on stdin without end: the caller knows which one is the last.
 
-        Raises `ConfigError` at a terminal and for a line that is something else, `PeerLost` when
-        stdin ends, and `RequestTimeout` when nothing comes.
+        Raises `ConfigError` at a terminal and for an invalid line, `PeerLost` when stdin ends, and
+        `RequestTimeout` after `NEXT_WITHIN_S` without a line.
         """
         if sys.stdin is None or sys.stdin.isatty():
             raise ConfigError(f"stdin is no pipe: {self._how}")
@@ -94,7 +91,7 @@ class Pipe:
 
 
 async def _lines(fd: int) -> AsyncIterator[bytes]:
-    """Whole lines. No thread reads them: it could not be ended while nothing comes."""
+    """Yield whole lines, without a thread: a blocked thread could not be stopped."""
     buffer = b""
     while piece := await _read(fd):
         *whole, buffer = (buffer + piece).split(b"\n")
@@ -107,6 +104,6 @@ async def _lines(fd: int) -> AsyncIterator[bytes]:
 async def _read(fd: int) -> bytes:
     try:
         await anyio.wait_readable(fd)
-    except PermissionError:  # it is a file, which never lets wait
+    except PermissionError:  # a file, which cannot be polled
         await anyio.lowlevel.checkpoint()
     return os.read(fd, MAX_LINE_BYTES)

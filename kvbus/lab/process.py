@@ -1,10 +1,10 @@
-"""Processes of a tool: agents, and engines that it asks over a line.
+"""Child processes of a tool: agents, and engines that it controls through a socket.
 
     tool ──{"id": 7, "do": "offer", "with": {…}}──▶ process of engines
     tool ◀──{"id": 7, "reply": …} or {"id": 7, "code": …, "error": …}──
 
-One question, one answer, which may be late. Lines of JSON over a Unix socket, the stdin of the
-process; it ends when the tool closes it.
+Messages are lines of JSON on a Unix socket, which is the stdin of the process. Each question gets
+one answer, in any order. The process ends when the tool closes the socket.
 """
 
 import asyncio
@@ -31,16 +31,12 @@ Settings = Mapping[str, str | float | list[str]]
 
 
 class Question(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What shall be done, and with what."""
-
     id: int
     do: str
     given: dict[str, Any] = msgspec.field(name="with", default_factory=dict)
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What it replies; with an ``error`` why it did not do it."""
-
     id: int
     reply: msgspec.Raw = msgspec.Raw(b"null")
     code: ErrorCode = ErrorCode.INTERNAL
@@ -48,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What was fetched, in how many seconds from the call, and when, by `time.monotonic`."""
+    """A fetch, its duration from the call, and its end by `time.monotonic`."""
 
     fetched: Fetched
     seconds: float
@@ -56,8 +52,6 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class EngineChild:
-    """A process that answers; see `engine_process`."""
-
     def __init__(
         self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -67,10 +61,10 @@ class EngineChild:
         self._num_asked = 0
 
     async def ask(self, kind: type[T], do: str, **given: Any) -> T:
-        """The reply, a ``kind``.
+        """Return the reply, decoded as ``kind``.
 
-        Raises `RequestRefused` with the code and message of what was raised there. When the process
-        ends, the block of `engine_process` does.
+        Raises `RequestRefused` with the code and message of the error in the child. If the process
+        ends, the block of `engine_process` is cancelled.
         """
         self._num_asked += 1
         question = Question(self._num_asked, do, given)
@@ -85,7 +79,6 @@ class EngineChild:
         return msgspec.json.decode(answer.reply, type=kind)
 
     async def listen(self) -> None:
-        """Take answers until the process ends, which raises `PeerLost`."""
         async for answer in _lines(self._reader, Answer):
             asked = self._asked.get(answer.id)
             if asked is not None and not asked.done():
@@ -94,7 +87,6 @@ class EngineChild:
         raise self.child.lost()
 
     def close(self) -> None:
-        """Have it end; idempotent."""
         self._writer.close()
 
 
@@ -104,9 +96,8 @@ async def engine_process(
 ) -> AsyncIterator[EngineChild]:
     """Run ``python -m module``, which calls `serve`, until the block ends.
 
-    ``env`` is added to the environment.
-
-    Raises `PeerLost` in the block when it ends before that, and after it when it does not end well.
+    ``env`` is added to the environment. Raises `PeerLost` in the block if the process ends early,
+    and after it if the process fails or does not end.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -122,7 +113,6 @@ async def engine_process(
 
 
 def start_agent(role: str, folder: Path, *, log: Path, settings: Settings) -> Child:
-    """An agent of this machine alone; its runtime dir is ``folder / role``."""
     config = write_agent_config(role, folder, **settings)
     command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
     return Child.start(f"{role} agent", command, log=log, own_session=True)
@@ -132,7 +122,6 @@ def start_agent(role: str, folder: Path, *, log: Path, settings: Settings) -> Ch
 async def agent_process(
     role: str, folder: Path, *, log: Path, settings: Settings
 ) -> AsyncIterator[Child]:
-    """`start_agent`, until the block ends; raises as `engine_process` does."""
     child = start_agent(role, folder, log=log, settings=settings)
 
     async def watch() -> None:
@@ -163,10 +152,7 @@ async def _running(
 
 
 async def serve(engine: object) -> None:
-    """Have methods of ``engine`` do what the tool asks, each in a task of its own.
-
-    Returns when the tool closes the line.
-    """
+    """Call methods of ``engine`` for the tool, each in its own task, until it closes the socket."""
     stdin = socket.socket(fileno=sys.stdin.fileno())
     reader, writer = await asyncio.open_unix_connection(sock=stdin, limit=MAX_LINE_BYTES)
 
@@ -188,7 +174,6 @@ async def serve(engine: object) -> None:
 
 
 def run_program(main: Callable[[], Awaitable[None]]) -> None:
-    """A `KVBusError` is one line on stderr and exit status 1."""
     failures: list[KVBusError] = []
     try:
         anyio.run(main)
@@ -200,14 +185,12 @@ def run_program(main: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _send(writer: asyncio.StreamWriter, message: Question | Answer) -> None:
-    """What the other end does not hear any more is dropped."""
     with suppress(OSError):
         writer.write(msgspec.json.encode(message) + b"\n")
         await writer.drain()
 
 
 async def _lines(reader: asyncio.StreamReader, kind: type[M]) -> AsyncIterator[M]:
-    """Until the end; raises `ProtocolError` for one that is something else."""
     with suppress(OSError):
         while line := await reader.readline():
             try:

@@ -1,1 +1,1 @@
-"""The command ``kvbus status``: what agents hold and do now, and what happens at one of them."""
+"""The command ``kvbus status``: current state of agents, and events of one agent."""

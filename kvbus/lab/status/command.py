@@ -1,6 +1,6 @@
-"""The command ``kvbus status``: looks at agents once, or again and again, or follows one.
+"""The command ``kvbus status``: queries agents once or periodically, or follows one agent's events.
 
-With ``--events`` each event of an agent is a line of JSON, with what was missed.
+With ``--events`` it prints each event, and each gap, as a line of JSON.
 """
 
 import fnmatch
@@ -45,7 +45,6 @@ from kvbus.protocol.tools import AgentStatus, Heartbeat, Live, Status
 from kvbus.text import printable
 
 DEFAULTS = ("127.0.0.1:7703", "127.0.0.1:7713")
-"""The http_bind of the printed configurations."""
 LOOK_AT_WAY = "to check the way there, run kvbus doctor --only peer --peer "
 NONE = "no answer"
 NAME_ONE = "name one: kvbus status HOST:PORT, its http_bind, or tcp://HOST:PORT, its peer address"
@@ -55,7 +54,7 @@ NAMES = [name for name in EVENTS if name != Heartbeat.op]
 IDS = ("request_id", "offer_id", "fetch_id")
 ANSWER_S, RETRY_S = 3.0, 1.0
 SILENCE_S = 10.0
-"""Longer than some heartbeats of an agent with the default configuration."""
+"""Longer than several heartbeats of an agent with the default configuration."""
 TRUSTED = "our key trusted as observer, router or decode"
 
 
@@ -109,11 +108,11 @@ def status(
 ) -> None:
     """Tell what agents hold and do now, or what happens at one.
 
-    A peer address tells what the agent holds, an HTTP port handoffs and bytes a second, where
-    their time goes, and what is wrong.
+    A peer address shows what the agent holds. An HTTP port also shows rates of handoffs and bytes,
+    where their time goes, and current faults.
 
-    With `--events` each event is a line of JSON. A line `boot` begins those of each process of the
-    agent, `gap` says that events of a topic were missed.
+    With `--events` each event is a line of JSON. A line `boot` precedes the events of each process
+    of the agent. A line `gap` reports missed events of a topic.
     """
     named = addresses or []
     peer = named[0] if len(named) == 1 and named[0].startswith("tcp://") and not watch else ""
@@ -146,10 +145,7 @@ def status(
 
 
 def _tell(peer: str, answer: AgentStatus, asked: Status, *, as_json: bool) -> None:
-    """What an agent holds, and the story of the fetch or offer that was asked for.
-
-    Raises `RemoteError` when there is no such one.
-    """
+    """Raise `RemoteError` if the fetch or offer is unknown."""
     name = asked.fetch_id or asked.offer_id
     if as_json:
         write_json(answer)
@@ -166,17 +162,15 @@ def _tell(peer: str, answer: AgentStatus, asked: Status, *, as_json: bool) -> No
 
 @dataclass(slots=True)
 class HttpAgent:
-    """One agent, the token that it asks for, and what it said last."""
-
     url: str
     token: str
     last: Live | None = None
     was_answered: bool = False
 
     def look(self, timeout_s: float) -> View:
-        """What happened since the last look, or why nothing is known.
+        """Return the changes since the last call, or the reason for a missing response.
 
-        Neither a proxy nor the target of a redirect is shown the token.
+        The token is never sent to a proxy or a redirect target.
         """
         before, self.last = self.last, None
         at = urlsplit(self.url)
@@ -204,9 +198,9 @@ class HttpAgent:
 def _look(
     agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, again: bool, as_json: bool
 ) -> None:
-    """Print what is between two looks, once or ``again`` and again.
+    """Print the state of the agents, once or ``again`` and again.
 
-    Ends the process where no agent has answered: at once, or at a terminal with the watch.
+    Ends the process with an error if no agent answers; at a terminal, only after the watch.
     """
 
     def look() -> dict[str, View]:
@@ -237,10 +231,7 @@ def _look(
 
 
 def _http_agents(addresses: Sequence[str], token_file: Path | None) -> list[HttpAgent]:
-    """Those that are named, else that of this pod, by the variables of its configuration.
-
-    Raises `ConfigError`.
-    """
+    """Return the named agents, or that of this pod, from its environment; raises `ConfigError`."""
     ours, token = gather(AgentConfig, None, knows_all=False).values, ""
     if path := token_file or ours.get("http_token_file"):
         try:
@@ -263,7 +254,6 @@ def _url(address: str) -> str:
 
 
 def _topics_of(only: Sequence[str]) -> list[str]:
-    """The events that one of these patterns matches; raises `ConfigError` if one matches none."""
     for pattern in only:
         if not fnmatch.filter(NAMES, pattern):
             raise ConfigError(f"--only {pattern}: there is no such event; {', '.join(NAMES)} are")
@@ -272,9 +262,9 @@ def _topics_of(only: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class Lines(EventListener):
-    """Writes lines; ``left`` is how many events are still wanted, below 0 for all.
+    """A writer of event lines; ``left`` counts the events still to print, below 0 without limit.
 
-    ``heard`` are the topics that have begun: what came before that is no gap.
+    ``heard`` has the topics with events so far: earlier losses are not gaps.
     """
 
     agent: str
@@ -308,7 +298,7 @@ class Lines(EventListener):
     def _write(self, boot: str, event: str, told: Mapping[str, Any]) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
         ours = {"at": at, "agent": self.agent, "boot": boot, "event": event}
-        line = {**ours, **told, **ours}  # no body takes the place of what is ours
+        line = {**ours, **told, **ours}  # event bodies cannot override these fields
         if not self.ended.is_set() and not write_text(json_text(line) + "\n"):
             self.ended.set()
 
@@ -316,9 +306,9 @@ class Lines(EventListener):
 async def _follow(
     peer: str, curve: ClientCurve | None, topics: list[str], request: str, count: int
 ) -> None:
-    """Write the events of the agent at ``peer`` until ``count`` of them came; 0: without an end.
+    """Print events of the agent at ``peer`` until ``count`` have arrived; 0 means no limit.
 
-    Raises `KVBusError` when the agent refuses to tell, or to have its events heard.
+    Raises `KVBusError` if the agent refuses the status or the events.
     """
     status = await _status_of(peer, curve)
     if not status.events_endpoint:
@@ -339,7 +329,7 @@ async def _follow(
                     await lines.ended.wait()
                 if lines.ended.is_set() or not lines.is_silent:
                     continue
-                # An agent that came back may have its events elsewhere.
+                # A restarted agent may publish its events at another endpoint.
                 before, status = status.events_endpoint, await _status_of(peer, curve, again=True)
                 if status.events_endpoint == before:
                     _say(f"no events come from {before}: is that port open, and {TRUSTED}?")
@@ -351,7 +341,6 @@ async def _follow(
 
 
 async def _status_of(peer: str, curve: ClientCurve | None, *, again: bool = False) -> AgentStatus:
-    """Its answer, for which it is asked until it comes; raises `KVBusError` for a first refusal."""
     question, is_said = Status(key=curve.keys.public if curve else ""), False
     while True:
         try:

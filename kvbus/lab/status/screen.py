@@ -1,4 +1,4 @@
-"""What agents hold and do now, as a table: a column for each, a row for each figure."""
+"""A table of the state of agents: one column for each agent, one row for each value."""
 
 import math
 import re
@@ -21,30 +21,30 @@ _STAGE = re.compile(r'kvbus_stage_seconds_count\{stage="([^"]+)"\}')
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Two looks at an agent; ``before`` is None at the first one. What was not seen is None."""
+    """Two samples of an agent; ``before`` is None at first. Unknown values are None."""
 
     now: Live
     before: Live | None = None
 
     @property
     def seconds(self) -> float | None:
-        """How long it is between them; None when the agent is another process since."""
+        """Time between the samples; None if the agent has restarted."""
         if self.before is None or self.now.boot != self.before.boot:
             return None
         return self.now.now_s - self.before.now_s
 
     def rate(self, name: str, **labels: str) -> float | None:
-        """How much a counter grew, a second, over all labels that are not given.
+        """Return the growth of a counter per second, summed over all other labels.
 
-        A counter has no sample of labels that it has never counted.
+        A counter has no sample for labels that it never counted.
         """
         grown = sum(value for _, value in self._grown(name, labels))
         return max(0.0, grown) / self.seconds if self.seconds else None
 
     def spread(self, name: str, **labels: str) -> tuple[float, float] | None:
-        """Seconds that half and 99 of 100 did not exceed, of what a histogram saw between them.
+        """Return the p50 and p99, in seconds, of a histogram's growth.
 
-        Of all that it ever saw where there is one look only.
+        With one sample, the whole histogram counts.
         """
         counts: dict[float, float] = {}
         for key, value in self._grown(f"{name}_bucket", labels):
@@ -54,7 +54,6 @@ class Between:
         return None if math.isnan(p50) else (p50, p99)
 
     def _grown(self, name: str, labels: Mapping[str, str]) -> Iterator[tuple[str, float]]:
-        """The samples of this name and these labels, less what they were before."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         before = {} if self.before is None or self.seconds is None else self.before.metrics
         for key, value in self.now.metrics.items():
@@ -63,11 +62,9 @@ class Between:
 
 
 View = Between | str
-"""An agent, or why there is nothing of it."""
 
 
 def screen(views: Mapping[str, View]) -> RenderableType:
-    """The agents that answered, what is wrong at each, and who did not, by address."""
     known = [view for view in views.values() if isinstance(view, Between)]
     parts: list[RenderableType] = [_table(known)] if known else []
     for at, view in views.items():
@@ -94,7 +91,6 @@ def _table(views: Sequence[Between]) -> Table:
 
 
 def _figures(view: Between) -> Iterator[tuple[str, str]]:
-    """What it does; only its HTTP port tells more than the first two."""
     status, metrics = view.now.status, view.now.metrics
     yield "role", status.role
     yield "state", "draining" if status.draining else "serving"
@@ -121,7 +117,6 @@ def _figures(view: Between) -> Iterator[tuple[str, str]]:
 
 
 def _holdings(view: Between) -> Iterator[tuple[str, str]]:
-    """What it holds, and what is shared with agents of its machine, or why it is not."""
     status = view.now.status
     for engine, is_ready in status.engines.items():
         yield f"engine {engine}", "ready" if is_ready else "not ready"
@@ -135,7 +130,7 @@ def _holdings(view: Between) -> Iterator[tuple[str, str]]:
     sharing = status.sharing or Sharing()
     if status.sharing is not None:
         yield "NIXL listens at", ", ".join(status.data_endpoints) or "no TCP port"
-    elif not view.now.boot:  # an HTTP port never tells it
+    elif not view.now.boot:  # an HTTP port never reports it
         yield "NIXL listens at", "told with a key, or to the user of the agent"
     if sharing.closed:
         yield "shared memory", sharing.closed
