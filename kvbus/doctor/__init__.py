@@ -1,4 +1,4 @@
-"""The command that says what works on this machine for kvbus, and what does not, and why.
+"""The command ``kvbus doctor``: checks whether kvbus works on this machine.
 
-It changes nothing: what a check makes is gone when it ends.
+A check removes everything that it created.
 """

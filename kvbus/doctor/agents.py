@@ -1,7 +1,7 @@
-"""Whether agents can have what they want, and what those that run say of themselves.
+"""Checks of agents' configurations, and of the faults that running agents report.
 
-What an agent checks itself at its start is checked by the same functions, unless it runs: a port is
-bound and let go, a folder that was made is removed.
+The functions of the agent's start run these checks, unless the agent is running. Bound ports and
+created folders are released.
 """
 
 import contextlib
@@ -39,11 +39,10 @@ from kvbus.text import bytes_text
 
 BINDS = ("peer_bind", "events_bind", "http_bind")
 AgentSource = tuple[str, AgentConfig]
-"""A configuration, and its file, or whose defaults these are."""
 
 
 def wanted_agents(paths: list[Path]) -> list[AgentSource]:
-    """The agents of these files, else of the environment, else of both services' defaults.
+    """Return the agents of these files, of the environment, or of both services' defaults.
 
     Raises `ConfigError`.
     """
@@ -58,7 +57,6 @@ def wanted_agents(paths: list[Path]) -> list[AgentSource]:
 
 
 def check_agents(agents: Sequence[AgentSource]) -> Iterator[Finding]:
-    """What each needs to start, or says; what they want together, and how KV comes between them."""
     seen, wanted = Counter[str](), Counter[str]()
     running: dict[str, AgentStatus] = {}
     staging_bytes = 0
@@ -107,7 +105,7 @@ def check_agents(agents: Sequence[AgentSource]) -> Iterator[Finding]:
 
 
 def _curve(config: AgentConfig) -> tuple[ClientCurve | None, str]:
-    """What the agent is asked with, its own key at both ends, and what is wrong with its keys."""
+    """Return the agent's own key, as client and server, and the problem with its keys."""
     try:
         keys = Access.open(config).keys
         load_http_token(config)
@@ -117,7 +115,7 @@ def _curve(config: AgentConfig) -> tuple[ClientCurve | None, str]:
 
 
 def _holder(peer_bind: str, curve: ClientCurve | None) -> AgentStatus | None:
-    """What the agent says that answers at one of these addresses, None when none does."""
+    """Return the agent that uses one of these addresses, or None."""
     for address in port_range(peer_bind):
         if _bind_error(address) == os.strerror(errno.EADDRINUSE):
             host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -152,7 +150,6 @@ def _ports(
 
 
 def _bind_error(address: str) -> str:
-    """Why a socket cannot be bound there; empty when one could."""
     try:
         if not address.startswith("tcp://"):
             family, *_, at = socket.getaddrinfo(*http_address(address))[0]
@@ -168,7 +165,7 @@ def _bind_error(address: str) -> str:
 
 
 def _folder(name: str, source: str, config: AgentConfig) -> Finding:
-    """Whether the runtime folder is there or can be made; what was made for that goes again."""
+    """Check the runtime folder; remove the folders that the check creates."""
     folder, problem = config.runtime_path, ""
     made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
@@ -193,7 +190,6 @@ def _folder(name: str, source: str, config: AgentConfig) -> Finding:
 
 
 def _interfaces(name: str, source: str, config: AgentConfig) -> Finding:
-    """Those that UCX may use, and whether they have a link."""
     try:
         interfaces, problem = choose_interfaces(config), ""
     except ConfigError as error:
@@ -222,11 +218,10 @@ def _interfaces(name: str, source: str, config: AgentConfig) -> Finding:
 
 
 def _loopback(name: str, source: str, config: AgentConfig) -> Iterator[Finding]:
-    """Of UCX where the other users of the machine reach it, and only they."""
     ports, path = config.data_ports, config.runtime_path
     if not is_on_loopback(config) or (config.mapped and not ports):
         return
-    uid = path.stat().st_uid if path.exists() else os.geteuid()  # the agent's, if not doctor's
+    uid = path.stat().st_uid if path.exists() else os.geteuid()  # the agent's, maybe not ours
     rule = (
         f"-o lo -p tcp --dport {(ports or 'FIRST-LAST').replace('-', ':')} -m owner "
         f"! --uid-owner {uid} -j REJECT"
@@ -251,7 +246,6 @@ def _loopback(name: str, source: str, config: AgentConfig) -> Iterator[Finding]:
 
 
 def _keys(name: str, source: str, config: AgentConfig) -> Finding:
-    """Its keys; where it has some it needs another one that it trusts as an agent."""
     curve, problem = _curve(config)
     key, severity = curve.server_key if curve else "", ERROR if problem else OK
     found = problem or key or "no keys: this machine alone, or a closed network"
@@ -275,7 +269,7 @@ def _keys(name: str, source: str, config: AgentConfig) -> Finding:
 
 
 def _advertised(name: str, host: str) -> Iterator[Finding]:
-    """Whether the host that others are told is one of this machine; a name server may be slow."""
+    """Check that the advertised host is an address of this machine; the name server may be slow."""
     if not host:
         return
     try:

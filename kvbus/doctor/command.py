@@ -1,4 +1,4 @@
-"""The command ``kvbus doctor``: its options, its families of checks, its exit status."""
+"""The command ``kvbus doctor``: its options, its families of checks, and its exit status."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Check = Callable[[], Iterable[Finding]]
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Raises `ConfigError` for those that do not go together."""
+    """The options; raises `ConfigError` if they are inconsistent."""
 
     config: Annotated[
         list[Path] | None,
@@ -98,19 +98,19 @@ class DoctorOptions:
 def doctor(options: DoctorOptions) -> None:
     """Say what works on this machine for kvbus, what does not, why, and what to do.
 
-    Run it as the user, in the container and with the environment of the agents: limits, `UCX_TLS`
-    and what may be read of other processes are those of this command. It measures NIXL between
-    processes of its own, in some ten seconds, and leaves nothing behind.
+    Run it as the user, in the container and with the environment of the agents: it checks its own
+    limits, `UCX_TLS` and rights to read other processes. It measures NIXL between its own processes
+    in about 10 s, and leaves nothing behind.
 
     * `ok`: as it should be; `note`: worth knowing, nothing to do
-    * `warning`: kvbus works, but slower or less of it than it could
+    * `warning`: kvbus works, but slower or with fewer features than possible
     * `error`: kvbus, or the agent of a `--config`, does not work here
 
-    Exit status 0: no error, kvbus works. 1: an error, or with `--strict` a warning. 2: a mistake
-    in an option or a configuration.
+    Exit status 0: no error, kvbus works. 1: an error, or with `--strict` a warning. 2: a mistake in
+    an option or a configuration.
 
-    In a script that waits for a machine to be ready: `kvbus doctor --config agent.toml`, before
-    the agent is started. Where a fast fabric is a must, add `--strict`.
+    To wait in a script until a machine is ready, run `kvbus doctor --config agent.toml` before the
+    agent starts. If a fast fabric is required, add `--strict`.
     """
     checks = _checks(options)
     families = [one for one in FAMILIES if not options.only or one in options.only]
@@ -124,7 +124,6 @@ def doctor(options: DoctorOptions) -> None:
 
 
 def _checks(options: DoctorOptions) -> dict[str, Check]:
-    """By family; raises `ConfigError`."""
     try:
         agents = wanted_agents(options.config or [])
     except ConfigError as error:
@@ -144,7 +143,7 @@ def _checks(options: DoctorOptions) -> dict[str, Check]:
 
 
 def _checked(family: str, check: Check) -> Iterable[Finding]:
-    """What it finds; where it fails that is a finding, and does not end the other families."""
+    """Run a check; report its failure as a finding, so that the other families continue."""
     try:
         yield from check()
     except (OSError, ValueError, KeyError, KVBusError) as error:

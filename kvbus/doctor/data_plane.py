@@ -1,11 +1,11 @@
-"""Whether NIXL reads, how fast and over what, and whether processes share memory of GPUs.
+"""Checks of the data plane: speed and transport of NIXL, and memory sharing of GPUs.
 
-All of it is measured between two processes of this machine, which are nothing else of kvbus: what
-may crash takes its own process along, and a loopback is not the network.
+Two processes of this machine measure both without the rest of kvbus: a crash ends only its own
+process. A loopback does not measure the network.
 
     doctor ──lend──▶ target ──▶ where its memory is ──measure──▶ reader ──▶ what it found
 
-None outlives `_run_pair`: one that does not end in time is killed.
+`_run_pair` kills a process that does not end in time.
 
     python -m kvbus.doctor.data_plane nixl|cuda target|reader
 """
@@ -52,7 +52,6 @@ WHY_AND_FIX = {
         "is in the container.",
     ),
 }
-"""For a read that failed."""
 _TELL = {
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "info",
@@ -71,7 +70,7 @@ T = TypeVar("T")
 
 
 class GpuMemory(msgspec.Struct, frozen=True):
-    """Memory of a GPU that another process can open, and the GPUs that torch sees."""
+    """GPU memory that another process can open, and the GPUs that torch sees."""
 
     cuda_version: str
     gpus: tuple[tuple[str, str, int], ...]
@@ -84,8 +83,6 @@ class GpuMemory(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PairResult(Generic[T]):
-    """What a pair logged, and its answer, or why there is none."""
-
     log: str
     answer: T | None = None
     failure: str = ""
@@ -93,9 +90,9 @@ class PairResult(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class ReadSpeed:
-    """One measurement; ``bytes_per_s`` is 0 when it failed, and ``wire`` what UCX read over.
+    """One measurement; ``bytes_per_s`` is 0 if it failed.
 
-    ``ucx_tls`` is what UCX was told, empty when it could choose.
+    ``ucx_tls`` is empty if UCX chose the transport, and ``wire`` is the transport that it used.
     """
 
     way: str
@@ -107,7 +104,6 @@ class ReadSpeed:
 
 
 def check_nixl(limit_s: float) -> Iterator[Finding]:
-    """How fast NIXL reads, with UCX as it is configured here, or by one kind of transport."""
     for way in WHY_AND_FIX:
         if way == RDMA and not rdma_devices():
             continue
@@ -129,7 +125,7 @@ def check_nixl(limit_s: float) -> Iterator[Finding]:
 
 
 def wire_in(log: str) -> str:
-    """What UCX reads large pieces over, such as ``cma/memory``; `UCX_PROTO_INFO=y` tells it."""
+    """Return the transport of large UCX reads, such as ``cma/memory``, from `UCX_PROTO_INFO=y`."""
     wire, is_read = "", False
     for line in log.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -141,9 +137,9 @@ def wire_in(log: str) -> str:
 
 
 def read_finding(one: ReadSpeed, ptrace_scope: str | None = None) -> Finding:
-    """An error where agents cannot read as it is configured, a warning where they do so over TCP.
+    """Return an error if the configured read fails, a warning if agents here would read over TCP.
 
-    ``ptrace_scope`` is Yama's setting; it is looked up where it is not given.
+    ``ptrace_scope`` is Yama's setting, by default of this machine.
     """
     told = f"UCX_TLS={one.ucx_tls}" if one.ucx_tls else "UCX_TLS is not set"
     (why, fix), command, severity = WHY_AND_FIX[one.way], "", OK
@@ -152,7 +148,7 @@ def read_finding(one: ReadSpeed, ptrace_scope: str | None = None) -> Finding:
         found = f"fails ({told}): {one.error}"
         severity = ERROR if one.way == CONFIGURED else WARNING
         command = "env | grep ^UCX_" if one.way == CONFIGURED else ""
-    elif one.way == CONFIGURED and "tcp/" in one.wire:  # one of several, too
+    elif one.way == CONFIGURED and "tcp/" in one.wire:  # also as one of several
         severity = WARNING
         why = "Agents of this machine whose memory is not mapped read at a fraction of the speed."
         fix, command = _fix_of_tcp(ptrace_scope or text_of(_PTRACE_SCOPE).strip(), one.ucx_tls)
@@ -174,7 +170,7 @@ def read_finding(one: ReadSpeed, ptrace_scope: str | None = None) -> Finding:
 
 
 def _fix_of_tcp(ptrace_scope: str, ucx_tls: str) -> tuple[str, str]:
-    """What lets UCX read the memory of other processes (CMA), and a command."""
+    """Return a fix and a command for reads of other processes' memory (CMA)."""
     if ucx_tls:
         return "Let UCX use shared memory: UCX_TLS unset, or with sm.", "unset UCX_TLS"
     if ptrace_scope not in ("", "0", "1"):
@@ -188,10 +184,7 @@ def _fix_of_tcp(ptrace_scope: str, ucx_tls: str) -> tuple[str, str]:
 
 
 def check_cuda(limit_s: float) -> Iterator[Finding]:
-    """CUDA IPC; one note where there is no GPU: kvbus works from host memory.
-
-    The driver's devices count, visible to torch or not.
-    """
+    """Check CUDA IPC if the driver has GPUs, even if torch does not see them."""
     num_devices = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
     if num_devices == 0:
         yield Finding("cuda.ipc", NOTE, "CUDA was not checked: there is no NVIDIA GPU here")
@@ -202,7 +195,6 @@ def check_cuda(limit_s: float) -> Iterator[Finding]:
 
 
 def ipc_finding(read: GpuMemory | None, error: str, *, num_devices: int) -> Finding:
-    """``error`` says why another process could not open memory that one had, if it had some."""
     driver = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text_of("/proc/driver/nvidia/version"))
     torch_version = installed("torch") or "?"
     versions = f"driver {driver[0] if driver else '?'}, torch {torch_version}"
@@ -225,7 +217,6 @@ def ipc_finding(read: GpuMemory | None, error: str, *, num_devices: int) -> Find
 
 
 def _run_pair(kind: str, answer: type[T], limit_s: float, env: Mapping[str, str]) -> PairResult[T]:
-    """Have one process read what another one has; ``kind`` is ``nixl`` or ``cuda``."""
     answers, failure = list[T](), ""
     with tempfile.TemporaryDirectory(prefix="kvbus-doctor-") as folder:
         log = Path(folder) / "log"
@@ -251,7 +242,7 @@ async def _read(kind: str, answer: type[T], limit_s: float, env: Mapping[str, st
 
 
 def _why(error: KVBusError, log: str) -> str:
-    """How it ended, and the first error that UCX told, or else NIXL, or else its last line."""
+    """Return how the process ended, and the first error of UCX or NIXL, or the last log line."""
     head, _, tail = error.message.partition("; the last lines of its log:")
     reasons = [found[1] for one in (_UCX_ERROR, _NIXL_ERROR) if (found := one.search(log))]
     reasons += tail.splitlines()[-1:]
@@ -259,10 +250,8 @@ def _why(error: KVBusError, log: str) -> str:
 
 
 class CudaMemory:
-    """What a CUDA probe is asked."""
-
     def lend(self) -> GpuMemory:
-        """Memory of a GPU; all of it that is lent has the mark."""
+        """Allocate GPU memory that is filled with the mark."""
         from kvbus.memory import cuda  # noqa: PLC0415 - torch
 
         with _told():
@@ -274,7 +263,6 @@ class CudaMemory:
         return GpuMemory(version, tuple(gpus), *place)
 
     def measure(self, **lent: Any) -> GpuMemory:
-        """The same, once it was read."""
         from kvbus.memory import cuda  # noqa: PLC0415 - torch
 
         seen = msgspec.convert(lent, GpuMemory)
@@ -298,7 +286,7 @@ def _told() -> Iterator[None]:
 
 
 def _be(kind: str) -> object:
-    """What may crash is imported by the probe alone."""
+    """Import modules that may crash in the probe process only."""
     if kind == "cuda":
         return CudaMemory()
     from kvbus.lab.bare_pair import BareAgent  # noqa: PLC0415
@@ -308,4 +296,4 @@ def _be(kind: str) -> object:
 
 if __name__ == "__main__":
     run_program(partial(serve, _be(sys.argv[1])))
-    os._exit(0)  # what is left of NIXL may hang in its destructors
+    os._exit(0)  # remaining NIXL threads may hang in its destructors

@@ -1,4 +1,4 @@
-"""What a check says: findings, what they come to, and how people and programs see them (pure)."""
+"""Findings of checks, their verdict, and their output for people and programs (pure)."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +11,6 @@ from rich.text import Text
 
 
 class Severity(StrEnum):
-    """From good to bad."""
-
     OK = "ok"
     NOTE = "note"
     WARNING = "warning"
@@ -31,11 +29,11 @@ _ORDER = list(Severity)
 
 
 class Finding(msgspec.Struct):
-    """One thing that was looked at; ``name`` is ``family.subject`` and stays the same.
+    """The result of one check; ``name`` is ``family.subject`` and stable.
 
-    ``found`` and ``why`` are for people, ``values`` for programs: their keys carry units. A warning
-    or an error has a ``fix``, what to do; ``command`` is a line of shell that does it. One that is
-    ok needs no reason and no fix, and has none.
+    ``found`` and ``why`` are for people, ``values`` for programs; keys of ``values`` carry units. A
+    warning or an error has a ``fix``; ``command`` is a shell line for it. A finding that is ok has
+    neither reason nor fix.
     """
 
     name: str
@@ -52,20 +50,18 @@ class Finding(msgspec.Struct):
 
     @property
     def family(self) -> str:
-        """The first part of the name."""
         return self.name.partition(".")[0]
 
     @property
     def is_complaint(self) -> bool:
-        """Whether something should be done about it."""
         return self.severity in (WARNING, ERROR)
 
 
 class Report:
-    """Findings in the order of their checks, and what they come to; notes do not count.
+    """Findings in the order of their checks, and their verdict, which ignores notes.
 
-    ``exit_status`` is 0 when kvbus works here, 1 when it does not; with ``strict`` limits are
-    enough for 1.
+    ``exit_status`` is 0 if kvbus works here, otherwise 1; with ``strict``, a warning suffices for
+    1.
     """
 
     def __init__(self, findings: Sequence[Finding], *, strict: bool) -> None:
@@ -77,11 +73,10 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence that names the complaints, worst first."""
         return SENTENCES[VERDICTS[self._worst]] + ", ".join(one.name for one in self._complaints)
 
     def as_json(self, version: str) -> dict[str, object]:
-        """What ``--json`` prints; docs/doctor.md says what each key means."""
+        """Return the JSON object of ``--json``; docs/doctor.md documents its keys."""
         counts = Counter(one.severity for one in self._findings)
         return {
             "kvbus": version,
@@ -96,9 +91,9 @@ class Report:
         }
 
     def shown(self) -> Iterator[RenderableType]:
-        """All findings, the worst at the end with what to do, and the verdict.
+        """Render all findings, the worst last, with fixes and the verdict.
 
-        It needs no colour, and no more than 80 columns.
+        The output needs no colour, and at most 80 columns.
         """
         table = Table.grid(padding=(0, 1))
         table.add_column()

@@ -1,6 +1,6 @@
-"""Whether versions, memory and limits of this machine are enough for kvbus, and what limits it.
+"""Checks of versions, memory and limits of this machine.
 
-Findings are functions of what was seen, so that a test can draw every machine.
+Findings are functions of the observed values, so that tests can simulate any machine.
 """
 
 import os
@@ -26,7 +26,6 @@ _CAP_IPC_LOCK = 14
 
 
 def check_versions() -> Iterator[Finding]:
-    """Each package that is not as the project requires, and those that are."""
     right: dict[str, str] = {}
     for one in map(Requirement, requires(PROJECT) or []):
         if one.marker is not None and not one.marker.evaluate({"extra": ""}):
@@ -52,7 +51,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def installed(name: str) -> str:
-    """The version of a package, which is not imported; empty when it is not installed."""
+    """Return a package's version without an import; empty if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -60,7 +59,6 @@ def installed(name: str) -> str:
 
 
 def check_memory() -> Iterator[Finding]:
-    """Segments, cores, copies; what memory agents want is looked at with them."""
     quota = text_of(cgroup_folder() / "cpu.max").split()
     try:
         SharedSegment(SEGMENT_BYTES, name="kvbus-doctor").close()
@@ -78,7 +76,7 @@ def check_memory() -> Iterator[Finding]:
 def memory_findings(
     segment_error: str, *, num_cores: int, cpu_quota: float | None, compiled: bool
 ) -> Iterator[Finding]:
-    """Of a machine on which a sealed segment could be made, if there is no error."""
+    """Return findings; ``segment_error`` is empty if a sealed segment could be created."""
     yield Finding(
         "memory.segment",
         ERROR if segment_error else OK,
@@ -110,7 +108,6 @@ def memory_findings(
 
 
 def check_limits() -> Iterator[Finding]:
-    """Open files and locked memory: the soft limits of an agent started from here."""
     status = dict(line.split(":", 1) for line in text_of("/proc/self/status").splitlines())
     return limit_findings(
         _soft("RLIMIT_NOFILE"),
@@ -121,7 +118,7 @@ def check_limits() -> Iterator[Finding]:
 
 
 def _soft(limit: str) -> int | None:
-    """None is unlimited."""
+    """Return the limit, or None if it is unlimited."""
     soft, _ = resource.getrlimit(getattr(resource, limit))
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -133,9 +130,9 @@ def limit_findings(
     may_lock: bool,
     rdma_devices: Sequence[str],
 ) -> Iterator[Finding]:
-    """Limits that are None are unlimited; with ``may_lock`` that of locked memory does not count.
+    """Check limits; None is unlimited. With ``may_lock`` the limit of locked memory is ignored.
 
-    Of locked memory a warning at most: whether NIXL works in spite of it is measured.
+    Too little locked memory is only a warning, because `check_nixl` measures its effect.
     """
     severity = OK
     for least, worse in ((MANY_FILES, NOTE), (GOOD_FILES, WARNING), (LEAST_FILES, ERROR)):
@@ -171,7 +168,6 @@ def limit_findings(
 
 
 def text_of(path: Path | str) -> str:
-    """What a file of the kernel says; empty where there is none."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError:
@@ -179,5 +175,4 @@ def text_of(path: Path | str) -> str:
 
 
 def rdma_devices() -> tuple[str, ...]:
-    """The names of the RDMA devices of this machine."""
     return tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*")))

@@ -1,7 +1,7 @@
-"""Whether this machine reaches an agent elsewhere; two agents as a pair, by what each says.
+"""Checks of a remote agent from this machine, and of two agents as a pair.
 
-No agent is had to try another one: what they have done already is what is known. Nothing is said to
-the data plane: a port of it is connected to, and let go.
+No handoff is made for a check: a pair is judged by the status of both agents. The data plane
+receives no data; its ports are only connected to.
 """
 
 import socket
@@ -30,10 +30,10 @@ from kvbus.text import time_text
 
 CONNECT_S, ANSWER_S = 3.0, 5.0
 PADDING = 2 * MAX_TEXT_CHARS * "x"
-"""More than a packet of most networks holds, be they Ethernet or jumbo frames."""
+"""Exceeds a packet of most networks, including jumbo frames."""
 NUM_EXCHANGES = 8
 APART_S = 1.0
-"""From here on lines of logs are out of order that are of one handoff."""
+"""Offset from which log lines of one handoff appear out of order."""
 LEADS_TO = "Fetches from this agent fail here with "
 NOTHING = AgentStatus("", AgentRole.DECODE, {}, draining=False, counts={})
 LOOK_THERE = "See that the agent runs, is not stopped, and trusts the key that you ask with."
@@ -41,9 +41,9 @@ LOOK_THERE = "See that the agent runs, is not stopped, and trusts the key that y
 
 @dataclass(frozen=True, slots=True)
 class AskedAgent:
-    """An agent elsewhere, the keys that it is asked with, and what it has told.
+    """A remote agent, the keys for requests, and its last status.
 
-    Its ``view`` is of the other agent of a pair.
+    Its ``view`` describes the other agent of a pair.
     """
 
     endpoint: str
@@ -51,8 +51,6 @@ class AskedAgent:
     told: AgentStatus = NOTHING
 
     def ask(self, message: Request[R]) -> R:
-        """The answer, by a connection of its own; raises `KVBusError`."""
-
         async def run() -> R:
             return await ask_agent(self.endpoint, message, timeout_s=ANSWER_S, curve=self.curve)
 
@@ -60,14 +58,13 @@ class AskedAgent:
             return anyio.run(run)
 
     def status(self) -> AgentStatus:
-        """What it holds; raises `KVBusError`, also where no connection is taken there."""
+        """Return the status; raises `KVBusError`, also if no TCP connection is accepted."""
         problem = connect_problem(host_of(self.endpoint), int(self.endpoint.rpartition(":")[2]))
         if problem:
             raise RemoteError(problem, code=ErrorCode.PEER_UNREACHABLE)
         return self.ask(Status(faults=True))
 
     def about(self, other: "AskedAgent") -> "AskedAgent":
-        """Asked about another one, by whichever of its addresses is known there."""
         key = other.curve.server_key if other.curve else ""
         endpoints = dict.fromkeys((other.told.peer_endpoint or other.endpoint, other.endpoint))
         answers = [self.ask(Status(peer=at, key=key)) for at in endpoints]
@@ -75,12 +72,10 @@ class AskedAgent:
 
     @property
     def view(self) -> PeerView:
-        """What it says of the other one."""
         return self.told.view or PeerView()
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"the {self.told.role} agent '{self.told.agent_id}'"
 
 
@@ -90,12 +85,11 @@ def _knows(status: AgentStatus) -> bool:
 
 
 def address_of(host: str) -> str:
-    """Raises `RemoteError` (``peer_unreachable``), within seconds: a name server may be silent."""
+    """Resolve a host within seconds, as a name server may not answer; raises `RemoteError`."""
     return anyio.run(look_up, host).strip("[]")
 
 
 def connect_problem(host: str, port: int) -> str:
-    """Why no TCP connection can be made; empty when one was."""
     try:
         socket.create_connection((address_of(host), port), timeout=CONNECT_S).close()
     except KVBusError as error:
@@ -108,9 +102,9 @@ def connect_problem(host: str, port: int) -> str:
 
 
 def check_peer(peer: AskedAgent, reader: AskedAgent | None = None) -> Iterator[Finding]:
-    """What it says is wrong, packets both ways, the ports that KV is read by, and its clock.
+    """Check the agent's faults, packets both ways, the ports of KV, and its clock.
 
-    With a ``reader``, the agent of this side, also the two as a pair.
+    With a ``reader``, the agent on this side, also check the two as a pair.
     """
     try:
         peer = replace(peer, told=peer.status())
@@ -147,7 +141,6 @@ def _finding(
     found: str,
     *reasons: str,
 ) -> Finding:
-    """``reasons`` are why it matters, a fix and a command, as far as there are some."""
     values = {"endpoint": peer.endpoint, "error": found if severity in (WARNING, ERROR) else ""}
     return Finding(f"peer.{subject}", severity, found, values, *reasons)
 
@@ -161,7 +154,7 @@ def _answers_short(peer: AskedAgent) -> bool:
 
 
 def _packets(peer: AskedAgent) -> Finding:
-    """Whether packets of full size come there and back: the question is echoed."""
+    """Check that full-size packets arrive both ways; the agent echoes the request."""
     try:
         peer.ask(Status(echo=PADDING))
     except RequestTimeout:
@@ -184,7 +177,6 @@ def _packets_lost(peer: AskedAgent) -> Finding:
 
 
 def faults_of(name: str, status: AgentStatus) -> Finding:
-    """What an agent says is wrong with it, and what to do."""
     what = [fault.what for fault in status.faults]
     found = "; ".join(what) or "it knows of nothing that is wrong"
     if status.sharing is None:
@@ -200,7 +192,6 @@ def faults_of(name: str, status: AgentStatus) -> Finding:
 
 
 def _data(peer: AskedAgent) -> Finding:
-    """At least one address at which its NIXL listens takes a connection."""
     ends = [(one, *one.rsplit(":", 1)) for one in peer.told.data_endpoints]
     problems = {one: connect_problem(host, int(port)) for one, host, port in ends}
     if not problems:
@@ -223,7 +214,6 @@ def _data(peer: AskedAgent) -> Finding:
 
 
 def _check_pair(peer: AskedAgent, reader: AskedAgent) -> Iterator[Finding]:
-    """What the reader says is wrong; roles, keys, what came of handshakes, and how KV comes."""
     try:
         reader = replace(reader, told=reader.status())
     except KVBusError as error:
@@ -258,7 +248,6 @@ def _check_pair(peer: AskedAgent, reader: AskedAgent) -> Iterator[Finding]:
 
 
 def _keys(peer: AskedAgent, reader: AskedAgent) -> Finding:
-    """Both have keys, and trust that of the other in its role; or none has."""
     has_key = [one for one in (peer, reader) if one.view.server_key]
     if not has_key:
         return _finding(peer, "keys", OK, "both agents are without keys")
@@ -285,7 +274,6 @@ def _keys(peer: AskedAgent, reader: AskedAgent) -> Finding:
 
 
 def _handshake(peer: AskedAgent, reader: AskedAgent) -> Finding:
-    """What the decode agent has met with."""
     view = reader.view
     severity, why, fix = NOTE, "", ""
     if view.problem:
@@ -307,7 +295,6 @@ def _handshake(peer: AskedAgent, reader: AskedAgent) -> Finding:
 
 
 def how_kv_comes(name: str, prefill: AgentStatus, decode: AgentStatus) -> Finding:
-    """Mapped, read through shared memory, or over the network, by what both say of themselves."""
     theirs, ours = prefill.sharing or Sharing(), decode.sharing or Sharing()
     values: dict[str, object] = {"prefill": prefill.agent_id, "decode": decode.agent_id}
     if not (theirs.machine and ours.machine):
@@ -336,7 +323,10 @@ def how_kv_comes(name: str, prefill: AgentStatus, decode: AgentStatus) -> Findin
 
 
 def _why_not_mapped(prefill: AgentStatus, theirs: Sharing, ours: Sharing) -> str:
-    """Empty when the decode agent maps it, or would: what it has met counts, else what is seen."""
+    """Return why the decode agent cannot map the memory; empty if it can.
+
+    Its actual attempts count first, then the visible conditions.
+    """
     names = [f"{engine} at {prefill.agent_id}" for engine in prefill.engines]
     if met := [ours.engines[name] for name in names if name in ours.engines]:
         return next((state for state in met if state != "open"), "")
@@ -344,7 +334,7 @@ def _why_not_mapped(prefill: AgentStatus, theirs: Sharing, ours: Sharing) -> str
         return closed
     if theirs.uid != ours.uid:
         return f"it is of uid {theirs.uid}, and the reader of uid {ours.uid}"
-    if ours.mount_namespace != mount_namespace():  # we cannot look into another one
+    if ours.mount_namespace != mount_namespace():  # another mount namespace is not visible here
         is_one = theirs.mount_namespace == ours.mount_namespace
         return "" if is_one else f"{theirs.path} may not be there for the reader"
     try:
@@ -354,7 +344,7 @@ def _why_not_mapped(prefill: AgentStatus, theirs: Sharing, ours: Sharing) -> str
 
 
 def _clock(peer: AskedAgent) -> Finding:
-    """How far its wall clock is from ours; not which of them is right."""
+    """Measure the difference between its wall clock and ours, whichever is right."""
     try:
         clock = anyio.run(_ask_clock, peer)
     except KVBusError as error:
