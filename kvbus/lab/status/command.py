@@ -21,12 +21,11 @@ from urllib.parse import urlsplit
 import anyio
 import msgspec
 import typer
-from rich.live import Live as Screen
 
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.sources import gather
 from kvbus.bus import ClientCurve, EventListener, EventSubscriber, ask_agent, new_context
-from kvbus.console import Console, text_of
+from kvbus.console import text_of
 from kvbus.errors import (
     ConfigError,
     ErrorCode,
@@ -68,11 +67,14 @@ def status(
         ),
     ] = None,
     *,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Look at HTTP ports again and again, until Ctrl-C.")
-    ] = False,
     every: Annotated[
-        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two looks.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=3600,
+            metavar="SECONDS",
+            help="Time between the two looks at an HTTP port, whose rates are shown.",
+        ),
     ] = 1.0,
     events: Annotated[
         bool, typer.Option("--events", help="Write what happens at a peer address, until Ctrl-C.")
@@ -115,9 +117,9 @@ def status(
     of the agent. A line `gap` reports missed events of a topic.
     """
     named = addresses or []
-    peer = named[0] if len(named) == 1 and named[0].startswith("tcp://") and not watch else ""
+    peer = named[0] if len(named) == 1 and named[0].startswith("tcp://") else ""
     try:
-        with suppress(*([KeyboardInterrupt] if events or watch else [])):
+        with suppress(*([KeyboardInterrupt] if events else [])):
             curve = curve_of(key_file, server_key) if peer else None
             if peer and events:
                 anyio.run(_follow, peer, curve, _topics_of(only or []), request, count)
@@ -131,7 +133,7 @@ def status(
                 raise ConfigError("--events, --fetch and --offer want one tcp://HOST:PORT")
             else:
                 agents = _http_agents(named, token_file)
-                _look(agents, every, timeout, again=watch, as_json=as_one_json)
+                _look(agents, every, timeout, as_json=as_one_json)
     except RequestTimeout as error:
         address = peer.removeprefix("tcp://")
         is_http = not str(HttpAgent(f"http://{address}", "").look(min(timeout, 1.0))).startswith(
@@ -195,13 +197,8 @@ class HttpAgent:
         return Between(self.last, before)
 
 
-def _look(
-    agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, again: bool, as_json: bool
-) -> None:
-    """Print the state of the agents, once or ``again`` and again.
-
-    Ends the process with an error if no agent answers; at a terminal, only after the watch.
-    """
+def _look(agents: Sequence[HttpAgent], every_s: float, timeout_s: float, *, as_json: bool) -> None:
+    """Print the state of the agents. Ends the process with an error if no agent answers."""
 
     def look() -> dict[str, View]:
         urls = [agent.url for agent in agents]
@@ -209,25 +206,17 @@ def _look(
             answers = threads.map(partial(HttpAgent.look, timeout_s=timeout_s), agents)
             return dict(zip(urls, answers, strict=True))
 
-    console, views = Console(), look()
-    try:
-        if as_json:
-            told = {at: {"error": v} if isinstance(v, str) else v.now for at, v in views.items()}
-            write_json(told)
-        elif again and console.is_terminal:
-            with Screen(screen(views), console=console, screen=True, auto_refresh=False) as shown:
-                while True:
-                    time.sleep(every_s)
-                    shown.update(screen(look()), refresh=True)
-        elif any(agent.was_answered for agent in agents):
-            time.sleep(every_s)
-            while write_text(text_of(screen(look()))) and again:
-                time.sleep(every_s)
-    finally:
-        if not any(agent.was_answered for agent in agents):
-            why = "; ".join(f"{at}: {view}" for at, view in views.items())
-            lost = f"no agent answered ({why}); {NAME_ONE}"
-            fail(lost, status=1, cause=PeerLost(lost))
+    views = look()
+    if as_json:
+        told = {at: {"error": v} if isinstance(v, str) else v.now for at, v in views.items()}
+        write_json(told)
+    elif any(agent.was_answered for agent in agents):
+        time.sleep(every_s)
+        write_text(text_of(screen(look())))
+    if not any(agent.was_answered for agent in agents):
+        why = "; ".join(f"{at}: {view}" for at, view in views.items())
+        lost = f"no agent answered ({why}); {NAME_ONE}"
+        fail(lost, status=1, cause=PeerLost(lost))
 
 
 def _http_agents(addresses: Sequence[str], token_file: Path | None) -> list[HttpAgent]:
@@ -248,8 +237,8 @@ def _url(address: str) -> str:
     if found := ADDRESS.fullmatch(address):
         return f"{found[1] or 'http://'}{found[2]}"
     raise ConfigError(
-        f"'{address}' is neither HOST:PORT of an http_bind nor, alone and without --watch, the "
-        "peer address tcp://HOST:PORT of an agent"
+        f"'{address}' is neither HOST:PORT of an http_bind nor, alone, the peer "
+        " address tcp://HOST:PORT of an agent"
     )
 
 
