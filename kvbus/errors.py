@@ -1,22 +1,23 @@
-"""Every exception that kvbus raises, and the code that names it on the wire.
+"""Exceptions of kvbus, and the codes that name them on the wire.
 
-A foreign exception, as of a socket, torch or NIXL, is translated into one of these where it is
-caught, with ``from`` kept.
+Exceptions of sockets, torch, NIXL and other libraries are converted into these where they are
+caught, with ``from``.
 
-    KVBusError                  anything that kvbus raises on purpose
-    ├── LocalError              this process was used wrongly, or is not able to
-    │   ├── ConfigError         a configuration key is missing, unknown or has a wrong value
-    │   ├── GeometryError       a description of memory contradicts itself or leaves its segment
-    │   ├── ProtocolError       bytes that are not a message of the protocol
-    │   ├── SegmentError        shared memory cannot be created, mapped or passed
-    │   └── ClosedError         a session, table or channel was used after its end
-    └── RemoteError             the peer, the agent or the fabric did not do its part
-        ├── RequestRefused      an error reply; ``code`` says which
-        ├── RequestTimeout      no reply within the deadline
-        ├── PeerLost            the other process is gone, or came back as a new one
-        │   └── AgentHungUp     an agent ended the connection of an engine, and lives on
-        ├── TransferFailed      NIXL ended a transfer with an error
-        └── FetchFailed         a fetch ended without its KV; ``stage`` says where
+    KVBusError
+    ├── LocalError
+    │   ├── ConfigError
+    │   ├── GeometryError
+    │   ├── ProtocolError
+    │   ├── SegmentError
+    │   ├── ClosedError
+    │   └── TooEarly
+    └── RemoteError
+        ├── RequestRefused
+        ├── RequestTimeout
+        ├── PeerLost
+        │   └── AgentHungUp
+        ├── TransferFailed
+        └── FetchFailed
 """
 
 import re
@@ -26,79 +27,82 @@ from typing import Self
 
 
 class ErrorCode(StrEnum):
-    """Why a request or a handoff failed. Values are the wire form and never change meaning.
+    """Reason why a request or a handoff failed. Values are the wire form and never change meaning.
 
-    Below each is when it comes, and what the caller should do: docs/errors.md has it from here.
+    The string below a code has its cause and, after "Do:", the caller's remedy. docs/errors.md is
+    generated from these strings.
     """
 
     MALFORMED = "malformed"
-    """The frame is not an envelope of this protocol. Do: correct the sender."""
+    """The frame is not an envelope of this protocol. Do: fix the sender."""
     TOO_LARGE = "too_large"
-    """The frame is over the limit. Do: send less at once."""
+    """The message exceeds a limit. Do: send smaller messages."""
     UNSUPPORTED_VERSION = "unsupported_version"
-    """No version is spoken by both, or the ticket is of another version. Do: update one of the
-    two."""
+    """The two sides share no protocol version, or the ticket has another version. Do: update one of
+    the two."""
     UNKNOWN_OP = "unknown_op"
-    """This socket does not know the operation. Do: check the socket and the agent's role."""
+    """This socket does not support the operation. Do: check the socket and the agent's role."""
     INVALID = "invalid"
-    """A field is missing, has a wrong type or is out of range, or the request makes no sense now.
-    Do: correct the request; the message names the field."""
+    """A field is missing, has a wrong type or is out of range, or the request is not possible in
+    the current state. Do: correct the request; the message names the field."""
     BUSY = "busy"
-    """A bound is reached, or another reader has the lease. Do: try again, not before
-    ``retry_after_s`` of the detail, and [not in step with others](#when-an-agent-is-busy)."""
+    """A limit is reached, or another reader has the lease. Do: retry after ``retry_after_s`` of the
+    detail, [with a random delay](#when-an-agent-is-busy)."""
     DRAINING = "draining"
-    """The side is about to stop and takes nothing new. Do: use another agent."""
+    """The agent is shutting down and accepts nothing new. Do: use another agent."""
     STALE = "stale"
-    """The message names a boot id, an engine or a lease epoch that is not the current one. Do: drop
-    what the message was about. Shake hands or register again."""
+    """The message names a boot id, an engine or a lease epoch that is no longer current. Do: drop
+    the state that the message is about. Shake hands or register again."""
     FORBIDDEN = "forbidden"
-    """The right to it was not shown: the ticket's secret, the lease's token, the access to the
-    memory, or a key of the right role. Do: leave tickets as the prefill engine gave them, and have
-    the keys trusted on both sides."""
+    """Missing or invalid credential: the ticket's secret, the lease's token, the ``access`` of the
+    memory, or a key with the right role. Do: pass tickets on unchanged, and make each side trust
+    the other's key."""
     PROMPT_MISMATCH = "prompt_mismatch"
-    """The ticket is of another prompt than the fetch, or names no prompt where tickets are signed.
-    Do: have the router send each ticket with its own prompt."""
+    """The ticket is for another prompt than the fetch, or has no prompt digest where tickets are
+    signed. Do: make the router send each ticket with its own prompt."""
     TIMEOUT = "timeout"
-    """It was not done in time. Do: try again, or compute the prompt."""
+    """The operation did not finish in time. Do: retry, or compute the prompt."""
     CANCELLED = "cancelled"
-    """The engine cancelled it. Do: nothing."""
+    """The engine cancelled the operation. Do: nothing."""
     CLOSED = "closed"
-    """The side is closing its sockets. Do: connect again, or use another agent."""
+    """The other side is closing its sockets. Do: reconnect, or use another agent."""
     INTERNAL = "internal"
-    """A defect of the side that answers; its log says more. Do: report it. Compute the prompt."""
+    """A bug of the side that replies; its log has details. Do: report it. Compute the prompt."""
     CONFIG = "config"
-    """A process is configured wrongly, or not for what was asked. Do: correct the configuration."""
+    """The configuration of a process is wrong, or does not allow the request. Do: correct the
+    configuration."""
     GEOMETRY = "geometry"
-    """A description of memory, a block table or a box is impossible. Do: correct the description;
-    the detail names the field."""
+    """A memory description, a block table or a box is invalid. Do: correct the description; the
+    detail names the field."""
     INCOMPATIBLE = "incompatible"
-    """KV of one engine cannot be used by the other; the detail has ``field``, ``prefill`` and
+    """One engine cannot use the KV of the other. The detail has ``field``, ``prefill`` and
     ``decode``. Do: do not pair these two engines."""
     SEGMENT = "segment"
-    """Shared memory cannot be mapped, or was not passed. Do: pass the segment first, of the size
-    that was said."""
+    """Shared memory cannot be mapped, or was not passed. Do: pass the segment first, with its
+    declared size."""
     NOT_REGISTERED = "not_registered"
-    """The session has not said ``hello`` or ``register``. Do: say ``hello`` on the attach socket,
+    """The session has not sent ``hello`` or ``register``. Do: send ``hello`` on the attach socket,
     then ``register``."""
     ENGINE_UNKNOWN = "engine_unknown"
-    """The agent has no engine of that name. Do: check the ticket, and whether the engine runs."""
+    """The agent has no engine with this id. Do: check the ticket, and that the engine runs."""
     ENGINE_CONFLICT = "engine_conflict"
-    """Another live process has that engine id or rank, or the specs of two sessions differ. Do:
-    end the process that the message names, by `kill -9` if it is stopped, or use another id."""
+    """Another live process has this engine id or rank, or the specs of two sessions differ. Do:
+    kill the process that the message names (``kill -9`` if it is stopped), or use another id."""
     ENGINE_NOT_READY = "engine_not_ready"
-    """Not all ranks of the engine are registered, or the agent has no engine that could make the
-    offer. Do: try again a little later."""
+    """Some ranks of the engine are not registered, or the agent has no engine that could make the
+    offer. Do: retry a little later."""
     ENGINE_LOST = "engine_lost"
-    """The engine's process is gone. Do: start the engine again."""
+    """The engine's process is gone. Do: restart the engine."""
     OFFER_UNKNOWN = "offer_unknown"
-    """No such offer, or it ended so long ago that it is forgotten. Do: compute the prompt."""
+    """The offer does not exist, or its record has been dropped since it ended. Do: compute the
+    prompt."""
     OFFER_EXISTS = "offer_exists"
-    """The request has a live offer. Do: withdraw that offer first; the detail names it."""
+    """The request already has a live offer. Do: withdraw that offer first; the detail names it."""
     OFFER_OPEN = "offer_open"
-    """The offer is not sealed, so it cannot be taken, and has no states yet. Do: renew until it is.
-    """
+    """The offer is not sealed: it cannot be taken, and its states are not available. Do: renew
+    until it is sealed."""
     OFFER_SEALED = "offer_sealed"
-    """The offer is sealed, so it cannot change. Do: make a new offer."""
+    """The offer is sealed and cannot change. Do: make a new offer."""
     OFFER_WITHDRAWN = "offer_withdrawn"
     """The offer was withdrawn. Do: nothing."""
     OFFER_EXPIRED = "offer_expired"
@@ -106,26 +110,29 @@ class ErrorCode(StrEnum):
     OFFER_COMPLETED = "offer_completed"
     """The offer was read and taken. Do: nothing."""
     LEASE_EXPIRED = "lease_expired"
-    """The lease, or that of a staging slot, ended before the bytes had been read. Do: try again,
-    with a longer lease."""
+    """The lease of the offer or of a staging slot ended before all bytes were read. Do: retry with
+    a longer lease."""
     FETCH_UNKNOWN = "fetch_unknown"
-    """No such fetch, or it ended so long ago that it is forgotten. Do: nothing."""
+    """The fetch does not exist, or its record has been dropped since it ended. Do: nothing."""
     FETCH_EXISTS = "fetch_exists"
-    """The fetch id was used already. Do: use a new id."""
+    """The fetch id is already in use. Do: use a new id."""
     PEER_UNREACHABLE = "peer_unreachable"
-    """The other agent cannot be reached. Do: check the endpoint and the network. Try again, or
-    compute the prompt."""
+    """The other agent cannot be reached. Do: check the endpoint and the network. Retry, or compute
+    the prompt."""
     PEER_LOST = "peer_lost"
-    """The other agent was lost until the deadline. Do: compute the prompt."""
+    """The other agent was lost, and no attempt succeeded before the deadline. Do: compute the
+    prompt."""
     TRANSFER_FAILED = "transfer_failed"
-    """A READ or a copy failed; a fetch repeats it until its deadline. Do: compute the prompt."""
+    """A READ or a copy failed. A fetch retries it until its deadline. Do: compute the prompt."""
     DIGEST_MISMATCH = "digest_mismatch"
-    """What was read has other bytes than the prefill engine: a layer, a head and tokens are named.
-    Do: try again, once; then compute the prompt, and have the machines looked at."""
+    """The bytes read differ from those of the prefill engine; the message names layer, head and
+    tokens. Do: retry once, then compute the prompt. Have the machines checked."""
 
 
 class KVBusError(Exception):
-    """Base of all; ``code`` is the wire form, ``detail`` plain values for logs and replies."""
+    """Base of all errors: ``code`` is the wire form, ``detail`` has plain values for logs and
+    replies.
+    """
 
     default_code = ErrorCode.INTERNAL
 
@@ -144,7 +151,7 @@ class KVBusError(Exception):
 
 
 class LocalError(KVBusError):
-    """This process was used wrongly, or is not able to do what was asked."""
+    """This process was used wrongly, or cannot do what was requested."""
 
     default_code = ErrorCode.INVALID
 
@@ -156,13 +163,13 @@ class ConfigError(LocalError):
 
 
 class GeometryError(LocalError):
-    """A description of memory contradicts itself, overlaps, or leaves its segment."""
+    """A memory description contradicts itself, overlaps, or leaves its segment."""
 
     default_code = ErrorCode.GEOMETRY
 
 
 class ProtocolError(LocalError):
-    """Bytes that are not a message; ``request_id`` is set when the reply can be addressed."""
+    """Bytes that are not a message; ``request_id`` is set if a reply can be addressed."""
 
     default_code = ErrorCode.MALFORMED
 
@@ -185,19 +192,19 @@ class SegmentError(LocalError):
 
 
 class ClosedError(LocalError):
-    """A session, table or channel was used after its end."""
+    """A session, table or channel was used after it was closed."""
 
     default_code = ErrorCode.CLOSED
 
 
 class TooEarly(LocalError):
-    """It may be there later, and whoever wants it asks again: nothing is wrong."""
+    """A result that is not ready yet. Nothing is wrong: the caller retries."""
 
     default_code = ErrorCode.BUSY
 
 
 class RemoteError(KVBusError):
-    """The peer, the agent or the fabric did not do its part."""
+    """The peer, the agent or the fabric failed."""
 
 
 class RequestRefused(RemoteError):
@@ -205,26 +212,26 @@ class RequestRefused(RemoteError):
 
 
 class RequestTimeout(RemoteError):
-    """No reply within the deadline. The request may still have been done: retry is idempotent."""
+    """No reply within the deadline. The request may have succeeded; a retry is idempotent."""
 
     default_code = ErrorCode.TIMEOUT
 
 
 class PeerLost(RemoteError):
-    """The other process is gone, or came back as a new one with another boot id."""
+    """The other process is gone, or was replaced by one with another boot id."""
 
     default_code = ErrorCode.PEER_LOST
 
 
 class AgentHungUp(PeerLost):
-    """An agent ended the connection of an engine, and lives on, or nobody can say.
+    """An agent closed the connection of an engine and is alive, or its state is unknown.
 
-    What it was writing for the engine may still be written.
+    Its pending writes for the engine may still land.
     """
 
 
 class TransferFailed(RemoteError):
-    """NIXL ended a transfer with an error; nothing of it is in flight any more."""
+    """NIXL ended a transfer with an error; nothing of it is in flight any longer."""
 
     default_code = ErrorCode.TRANSFER_FAILED
 
@@ -232,8 +239,8 @@ class TransferFailed(RemoteError):
 class FetchFailed(RemoteError):
     """A fetch ended without its KV.
 
-    ``stage`` is the state in which it failed. ``blocks_free`` is False while transfers that
-    target the blocks can still land: wait for the fetch's blocks before they are used again.
+    ``stage`` is the state in which it failed. ``blocks_free`` is False while transfers into the
+    blocks can still land: wait for the fetch's blocks before you reuse them.
     """
 
     default_code = ErrorCode.TRANSFER_FAILED
@@ -253,7 +260,7 @@ class FetchFailed(RemoteError):
 
 
 def leaves(group: BaseExceptionGroup[KVBusError]) -> list[KVBusError]:
-    """The errors inside nested groups, in the order in which they were raised."""
+    """Return the errors inside nested groups, in the order in which they were raised."""
     found: list[KVBusError] = []
     for error in group.exceptions:
         found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
@@ -261,16 +268,16 @@ def leaves(group: BaseExceptionGroup[KVBusError]) -> list[KVBusError]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what msgspec refused, in plain words: ``'tp' must be at most 8``."""
+    """Return the reason of a msgspec refusal in plain words: ``'tp' must be at most 8``."""
     field, reason = field_and_reason(error)
     return f"'{field}' {reason}" if field else reason
 
 
 def field_and_reason(error: Exception) -> tuple[str, str]:
-    """Return the field that msgspec refused, and a predicate that says why.
+    """Return the field that msgspec refused, and a predicate with the reason.
 
-    The field is a path, such as ``groups[].layers`` for one of any item of a list. It is empty
-    where the whole value is wrong.
+    The field is a path: ``groups[].layers`` stands for any item of a list. It is empty if the whole
+    value is wrong.
     """
     found = _WHERE.fullmatch(str(error))
     text, is_key, path = found.groups() if found else (str(error), None, "")
@@ -282,7 +289,7 @@ def field_and_reason(error: Exception) -> tuple[str, str]:
 
 
 def in_plain_words(message: str) -> str:
-    """Return a message of msgspec, pydantic or Python in plain words; other text as it is."""
+    """Return a message of msgspec, pydantic or Python in plain words, other text unchanged."""
     for pattern, write in _MESSAGES:
         if found := pattern.fullmatch(message):
             return write(*found.groups())

@@ -69,58 +69,59 @@ enum {
 
 /* The frame is not an envelope of this protocol. */
 #define KVBUS_CODE_MALFORMED "malformed"
-/* The frame is over the limit. */
+/* The message exceeds a limit. */
 #define KVBUS_CODE_TOO_LARGE "too_large"
-/* No version is spoken by both, or the ticket is of another version. */
+/* The two sides share no protocol version, or the ticket has another version. */
 #define KVBUS_CODE_UNSUPPORTED_VERSION "unsupported_version"
-/* This socket does not know the operation. */
+/* This socket does not support the operation. */
 #define KVBUS_CODE_UNKNOWN_OP "unknown_op"
-/* A field is missing, has a wrong type or is out of range, or the request makes no sense now. */
+/* A field is missing, has a wrong type or is out of range, or the request is not possible in the current
+   state. */
 #define KVBUS_CODE_INVALID "invalid"
-/* A bound is reached, or another reader has the lease. */
+/* A limit is reached, or another reader has the lease. */
 #define KVBUS_CODE_BUSY "busy"
-/* The side is about to stop and takes nothing new. */
+/* The agent is shutting down and accepts nothing new. */
 #define KVBUS_CODE_DRAINING "draining"
-/* The message names a boot id, an engine or a lease epoch that is not the current one. */
+/* The message names a boot id, an engine or a lease epoch that is no longer current. */
 #define KVBUS_CODE_STALE "stale"
-/* The right to it was not shown: the ticket's secret, the lease's token, the access to the memory, or a key
-   of the right role. */
+/* Missing or invalid credential: the ticket's secret, the lease's token, the `access` of the memory, or a key
+   with the right role. */
 #define KVBUS_CODE_FORBIDDEN "forbidden"
-/* The ticket is of another prompt than the fetch, or names no prompt where tickets are signed. */
+/* The ticket is for another prompt than the fetch, or has no prompt digest where tickets are signed. */
 #define KVBUS_CODE_PROMPT_MISMATCH "prompt_mismatch"
-/* It was not done in time. */
+/* The operation did not finish in time. */
 #define KVBUS_CODE_TIMEOUT "timeout"
-/* The engine cancelled it. */
+/* The engine cancelled the operation. */
 #define KVBUS_CODE_CANCELLED "cancelled"
-/* The side is closing its sockets. */
+/* The other side is closing its sockets. */
 #define KVBUS_CODE_CLOSED "closed"
-/* A defect of the side that answers; its log says more. */
+/* A bug of the side that replies; its log has details. */
 #define KVBUS_CODE_INTERNAL "internal"
-/* A process is configured wrongly, or not for what was asked. */
+/* The configuration of a process is wrong, or does not allow the request. */
 #define KVBUS_CODE_CONFIG "config"
-/* A description of memory, a block table or a box is impossible. */
+/* A memory description, a block table or a box is invalid. */
 #define KVBUS_CODE_GEOMETRY "geometry"
-/* KV of one engine cannot be used by the other; the detail has `field`, `prefill` and `decode`. */
+/* One engine cannot use the KV of the other. The detail has `field`, `prefill` and `decode`. */
 #define KVBUS_CODE_INCOMPATIBLE "incompatible"
 /* Shared memory cannot be mapped, or was not passed. */
 #define KVBUS_CODE_SEGMENT "segment"
-/* The session has not said `hello` or `register`. */
+/* The session has not sent `hello` or `register`. */
 #define KVBUS_CODE_NOT_REGISTERED "not_registered"
-/* The agent has no engine of that name. */
+/* The agent has no engine with this id. */
 #define KVBUS_CODE_ENGINE_UNKNOWN "engine_unknown"
-/* Another live process has that engine id or rank, or the specs of two sessions differ. */
+/* Another live process has this engine id or rank, or the specs of two sessions differ. */
 #define KVBUS_CODE_ENGINE_CONFLICT "engine_conflict"
-/* Not all ranks of the engine are registered, or the agent has no engine that could make the offer. */
+/* Some ranks of the engine are not registered, or the agent has no engine that could make the offer. */
 #define KVBUS_CODE_ENGINE_NOT_READY "engine_not_ready"
 /* The engine's process is gone. */
 #define KVBUS_CODE_ENGINE_LOST "engine_lost"
-/* No such offer, or it ended so long ago that it is forgotten. */
+/* The offer does not exist, or its record has been dropped since it ended. */
 #define KVBUS_CODE_OFFER_UNKNOWN "offer_unknown"
-/* The request has a live offer. */
+/* The request already has a live offer. */
 #define KVBUS_CODE_OFFER_EXISTS "offer_exists"
-/* The offer is not sealed, so it cannot be taken, and has no states yet. */
+/* The offer is not sealed: it cannot be taken, and its states are not available. */
 #define KVBUS_CODE_OFFER_OPEN "offer_open"
-/* The offer is sealed, so it cannot change. */
+/* The offer is sealed and cannot change. */
 #define KVBUS_CODE_OFFER_SEALED "offer_sealed"
 /* The offer was withdrawn. */
 #define KVBUS_CODE_OFFER_WITHDRAWN "offer_withdrawn"
@@ -128,17 +129,17 @@ enum {
 #define KVBUS_CODE_OFFER_EXPIRED "offer_expired"
 /* The offer was read and taken. */
 #define KVBUS_CODE_OFFER_COMPLETED "offer_completed"
-/* The lease, or that of a staging slot, ended before the bytes had been read. */
+/* The lease of the offer or of a staging slot ended before all bytes were read. */
 #define KVBUS_CODE_LEASE_EXPIRED "lease_expired"
-/* No such fetch, or it ended so long ago that it is forgotten. */
+/* The fetch does not exist, or its record has been dropped since it ended. */
 #define KVBUS_CODE_FETCH_UNKNOWN "fetch_unknown"
-/* The fetch id was used already. */
+/* The fetch id is already in use. */
 #define KVBUS_CODE_FETCH_EXISTS "fetch_exists"
 /* The other agent cannot be reached. */
 #define KVBUS_CODE_PEER_UNREACHABLE "peer_unreachable"
-/* The other agent was lost until the deadline. */
+/* The other agent was lost, and no attempt succeeded before the deadline. */
 #define KVBUS_CODE_PEER_LOST "peer_lost"
-/* A READ or a copy failed; a fetch repeats it until its deadline. */
+/* A READ or a copy failed. A fetch retries it until its deadline. */
 #define KVBUS_CODE_TRANSFER_FAILED "transfer_failed"
-/* What was read has other bytes than the prefill engine: a layer, a head and tokens are named. */
+/* The bytes read differ from those of the prefill engine; the message names layer, head and tokens. */
 #define KVBUS_CODE_DIGEST_MISMATCH "digest_mismatch"

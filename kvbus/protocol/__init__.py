@@ -1,7 +1,6 @@
-"""Messages, their codec and the ticket: what agents, engines, routers and tools say (pure).
+"""Messages, codec and ticket of the wire protocol (pure: no I/O).
 
-All of it is here, so that tests name one module; the product imports from the files. A third of
-their lines are the text of the protocol pages.
+Tests import from here; the product imports from the submodules.
 """
 # ruff: noqa: F403  the files are the list
 

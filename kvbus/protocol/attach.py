@@ -1,4 +1,4 @@
-"""Messages of the Unix sockets: an engine passes memory, a prefill agent lends it."""
+"""Messages of the Unix sockets: engines pass memory, prefill agents lend it to readers."""
 
 from typing import Annotated
 
@@ -30,11 +30,11 @@ SegmentId = Id
 """Name of the segment, unique within the rank. Regions refer to it."""
 SegmentBytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 MAX_LENT_AT_ONCE = 64
-"""Segments of one reply, as no message carries more descriptors."""
+"""Segments in one reply: a message carries at most 64 descriptors."""
 
 
 class Welcome(Message, frozen=True):
-    """Reply to `Hello`: what the agent is, and where its other sockets are."""
+    """Reply to `Hello`: the agent, and the endpoints of its other sockets."""
 
     protocol: Protocol
     agent_id: AgentId
@@ -48,7 +48,7 @@ class Welcome(Message, frozen=True):
     events_endpoint: Id
     """ZeroMQ endpoint of the events socket."""
     server_key: Text = ""
-    """CURVE key of both, in Z85; empty without keys."""
+    """CURVE key of the peer and events sockets, in Z85; empty without keys."""
 
 
 @request(
@@ -57,87 +57,89 @@ class Welcome(Message, frozen=True):
     refusals="unsupported_version engine_conflict stale",
 )
 class Hello(Request[Welcome], frozen=True):
-    """The first message on an attach connection: which engine this process belongs to."""
+    """Open an attach connection, and name the engine of this process. Send it first."""
 
     min_protocol: MinProtocol
     max_protocol: MaxProtocol
     engine_id: Id
-    """The engine, the same in all of its processes."""
+    """Id of the engine, the same in all of its processes."""
     boot: Name
-    """The boot id of this session: new for each attach connection."""
+    """Boot id of this session, new for each attach connection."""
 
 
 class SegmentPassed(Message, frozen=True):
     sealed: bool
-    """Whether the kernel forbids to shrink the file."""
+    """Whether a seal prevents shrinking of the file."""
 
 
 @request("segment", Socket.ATTACH, refusals="not_registered segment config")
 class PassSegment(Request[SegmentPassed], frozen=True):
-    """Passes one shared memory object, whose file descriptor comes with it. Where the agent has no
-    staging slots, ``direct`` must be true (``config``).
+    """Pass one shared memory object. Its file descriptor comes with the message. At an agent
+    without staging slots, ``direct`` must be true (else ``config``).
     """
 
     segment_id: SegmentId
     size_bytes: SegmentBytes
-    """Bytes of it, exactly those of the file."""
+    """Size of the segment; equals the size of its file."""
     direct: bool = True
-    """Whether NIXL may register it. One segment with false makes the whole rank *unregistered*: its
-    KV is copied by agents of this machine, or goes through staging slots."""
+    """Whether NIXL may register the segment. One segment with false makes the whole rank
+    *unregistered*: agents of this machine copy its KV, or it goes through staging slots."""
     words: bool = False
-    """Whether it is the engine's [page of words](#words), and no memory of KV: 4,096 zeros, sealed
-    against shrinking."""
+    """Whether this is the engine's [page of words](#words) instead of KV memory: 4,096 zero bytes,
+    sealed against shrinking."""
 
 
 @request("cuda", Socket.ATTACH, refusals="not_registered segment config")
 class PassCuda(Request[Empty], frozen=True):
-    """Passes memory of a GPU that this process allocated; see [CUDA memory](#cuda-memory)."""
+    """Pass GPU memory that this process allocated; see [CUDA memory](#cuda-memory)."""
 
     segment_id: SegmentId
     device: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     """UUID of the GPU, as ``nvidia-smi -L`` prints it: ``GPU-`` and 36 characters."""
     handle: CudaHandle
-    """The allocation's ``CUipcMemHandle``, of ``cuIpcGetMemHandle`` or ``cudaIpcGetMemHandle``."""
-    offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-    """Where the segment begins in the allocation."""
-    size_bytes: SegmentBytes
-    """Bytes of the segment."""
-    event: CudaHandle | None = None
-    """The ``CUipcEventHandle`` of an event that the engine records; nil when it waits for its GPU.
+    """``CUipcMemHandle`` of the allocation, from ``cuIpcGetMemHandle`` or ``cudaIpcGetMemHandle``.
     """
+    offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    """Offset of the segment in the allocation."""
+    size_bytes: SegmentBytes
+    """Size of the segment."""
+    event: CudaHandle | None = None
+    """``CUipcEventHandle`` of an event that the engine records; nil if the engine waits for its GPU
+    instead."""
 
 
 class MemorySocket(msgspec.Struct, frozen=True):
-    """Where memory is lent; see [Memory socket](#memory-socket)."""
+    """Address of a [memory socket](#memory-socket)."""
 
     path: Text = ""
-    """Path of the Unix socket; empty when ``closed`` is not."""
+    """Path of the Unix socket; empty if ``closed`` is set."""
     machine: Text = ""
     """Boot id of the agent's kernel (``/proc/sys/kernel/random/boot_id``)."""
     closed: Text = ""
-    """Why the memory is not lent, for people; empty when it is."""
+    """Reason why the memory is not lent, for people; empty if it is lent."""
 
 
 class LentSegment(msgspec.Struct, frozen=True):
-    """One segment that was lent."""
+    """One segment that an agent lends."""
 
     rank: Size
     """Number of the rank."""
     segment_id: SegmentId
     size_bytes: SegmentBytes
-    """Size of its file, at least that of the rank's segment."""
+    """Size of its file, at least the size of the rank's segment."""
 
 
 class MemoryLent(Message, frozen=True):
     agent_boot: Id
-    """Boot id of the agent. Take nothing from another, which may be at the path."""
+    """Boot id of the agent. Reject any other: another agent may listen at this path."""
     segments: Annotated[tuple[LentSegment, ...], msgspec.Meta(max_length=MAX_LENT_AT_ONCE)]
-    """None behind the last one; the message's descriptors are theirs, in this order."""
+    """Segments from ``first`` on; empty after the last one. The message's descriptors belong to
+    them, in this order."""
 
 
 @request("lend", Socket.MEMORY, refusals="forbidden stale engine_unknown engine_lost config")
 class LendMemory(Request[MemoryLent], frozen=True):
-    """Asks for descriptors of the segments of all ranks of a handshake. A connection is for one
+    """Get descriptors of the segments of all ranks of a handshake. Use one connection for each
     engine.
     """
 
@@ -146,9 +148,9 @@ class LendMemory(Request[MemoryLent], frozen=True):
     memory_id: MemoryId
     access: MemoryAccess
     first: Size = 0
-    """Number of the first segment that is wanted: how many you have."""
+    """Index of the first segment to send: the number of segments that you already have."""
     grant: Text = ""
     """As in the reply to ``handshake``."""
     words: bool = False
-    """Whether the [page of words](protocol-engine.md#words) is wanted, and no segment. Its
-    descriptor comes alone; none comes when the engine has no page."""
+    """Whether to send the [page of words](protocol-engine.md#words) instead of segments. Its
+    descriptor comes alone; an engine without a page has none."""

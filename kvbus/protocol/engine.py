@@ -1,4 +1,4 @@
-"""Messages between an agent and its local engine on the engine socket."""
+"""Messages between an agent and its local engines, on the engine socket."""
 
 from enum import StrEnum
 from typing import Annotated, Any
@@ -35,24 +35,24 @@ Ranks = Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=1024)
 """Numbers of the ranks."""
 WordName = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 Clock = float
-"""When the engine asked for this first, in seconds of ``CLOCK_MONOTONIC``. A time that cannot be
-true, or was over an hour ago, is ignored."""
+"""Time of the engine's first request for this, in seconds of ``CLOCK_MONOTONIC``. The agent ignores
+times in the future, and times over an hour ago."""
 CommitMark = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Commits = Annotated[tuple[CommitMark, ...], msgspec.Meta(max_length=2048)]
-"""The [marks](#publish-again) of the commits of an offer, one for each reader."""
+"""[Marks](#publish-again) of the offer's commits, one for each reader."""
 MAX_ENDED = 1024
-"""Of one message: the offers that were committed last."""
+"""Offers in one ``republished``: the most recently committed ones."""
 
 
 class AgentRole(StrEnum):
-    """Which side of a handoff the agent serves."""
+    """Side of a handoff that the agent serves."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Outcome(StrEnum):
-    """How an offer or a fetch ended."""
+    """Final state of an offer or a fetch."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -67,7 +67,7 @@ class AgentRanks(Redacted, frozen=True):
     endpoint: Endpoint
     ranks: Ranks
     access: Secret
-    """What a session of these ranks said in ``register``."""
+    """The ``access`` that sessions of these ranks sent in ``register``."""
     server_key: ServerKey = ""
 
 
@@ -77,67 +77,69 @@ class AgentRanks(Redacted, frozen=True):
     refusals="not_registered engine_conflict engine_lost geometry segment draining config",
 )
 class Register(Request[Empty], frozen=True):
-    """Registers this session, once: without ``rank`` as the engine's control session, with it as
-    the memory of one rank, whose segments were passed before.
+    """Register this session, once. Without ``rank`` it becomes the engine's control session. With
+    ``rank`` it registers the memory of one rank, after the rank's segments were passed.
     """
 
     engine: EngineSpec
-    """The whole engine, the same from all of its sessions."""
+    """The whole engine, identical in all of its sessions."""
     rank: RankSpec | None = None
-    """The memory of one rank; nil for the control session."""
+    """Memory of one rank; nil for the control session."""
     others: Annotated[tuple[AgentRanks, ...], msgspec.Meta(max_length=1024)] = ()
-    """Of a control session: the other agents that have ranks of this engine. At least one rank is
+    """Control session only: the other agents that have ranks of this engine. At least one rank is
     attached here."""
     access: Secret | None = None
-    """Of a session with ``rank`` that is not at the engine's home: the right to ask this agent
-    about the rank, 128 random bits. All sessions of the engine with one agent say the same."""
+    """Memory session away from the engine's home only: the right to use the rank at this agent, 128
+    random bits. All sessions of the engine at one agent send the same value."""
     role: AgentRole | None = None
-    """What the engine is. An agent of the other role refuses it (``config``)."""
+    """Role of the engine. An agent of the other role refuses it (``config``)."""
     instance: Text = ""
-    """Names the control session, or the memory of the rank: random, and the same each time that
-    this process registers it. Empty lets the agent choose; then the engine cannot publish offers
+    """Random name of the control session, or of the rank's memory. It stays the same each time that
+    this process registers it. If empty, the agent chooses one, and the engine cannot publish offers
     again."""
     republishes: bool = False
-    """Of a control session at a prefill agent: whether it [publishes again](#publish-again) what an
-    earlier process of the agent had. Until ``republished`` readers are refused with
+    """Control session at a prefill agent only: whether it [publishes again](#publish-again) the
+    offers of an earlier process of the agent. Until ``republished``, the agent refuses readers with
     ``engine_not_ready``."""
 
 
 class RanksReady(Message, frozen=True):
     memory: Id
-    """Names the memory of the ranks at this agent. Another value means that a rank has other
-    memory than before: offers of the earlier one are lost."""
+    """Id of the ranks' memory at this agent. If it changes, a rank has new memory, and offers of
+    the old memory are lost."""
 
 
 @request("ready", Socket.ENGINE, refusals="not_registered engine_lost")
 class AwaitReady(Request[RanksReady], frozen=True):
-    """Answered when the control session and all ranks that ``others`` does not name are registered,
-    so give it a long timeout.
+    """Wait until the engine is ready: the control session is registered, and so are all ranks that
+    ``others`` does not name. Use a long timeout.
     """
 
 
 @request("detach", Socket.ENGINE, refusals="not_registered")
 class Detach(Request[Empty], frozen=True):
-    """This session ends on purpose, and with it [the whole
+    """End this session on purpose, and with it [the whole
     engine](#when-the-attach-connection-ends). Close the attach connection after the reply.
     """
 
 
 @request("ping", Socket.ENGINE)
 class Ping(Request[Empty], frozen=True):
-    """Asks for a sign of life."""
+    """Check that the agent is alive."""
 
 
 class OfferMade(Message, frozen=True):
     offer_id: Id
-    """The agent's name of the offer."""
+    """Id of the offer."""
     ticket: dict[str, Any]
-    """The [ticket](#ticket), for the decode engine; unchanged, but for ``ticket_blocks``."""
+    """[Ticket](#ticket) for the decode engine. Pass it on unchanged, except for ``ticket_blocks``.
+    """
     ticket_blocks: Size = 0
-    """Of an open offer: how many blocks the engine may name in the ticket. Once all tokens are
-    computed it may set ``num_tokens`` and ``blocks`` to what it is about to seal."""
+    """Open offers only: number of blocks that the engine may name in the ticket. Once all tokens
+    are computed, it may set the ticket's ``num_tokens`` and ``blocks`` to the values that it is
+    going to seal."""
     ttl_s: Seconds = 120.0
-    """The ``ttl_s`` of the offer, or what the agent chose."""
+    """The offer's ``ttl_s``, or the value that the agent chose."""
 
 
 @request(
@@ -146,45 +148,46 @@ class OfferMade(Message, frozen=True):
     refusals="not_registered engine_not_ready geometry offer_exists cancelled draining",
 )
 class MakeOffer(Request[OfferMade], frozen=True):
-    """Publishes the KV of one request; one table serves all ranks. Until ``released`` the engine
-    does not write to the blocks, but for tokens that ``extend`` is yet to announce. Blocks of
-    several offers are the engine's again when all are released.
+    """Publish the KV of one request. One table serves all ranks. Until ``released``, the engine
+    must not write to the blocks, except for tokens that ``extend`` has yet to announce. The engine
+    may reuse a block of several offers after all of them are released.
     """
 
     request_id: Id
-    """The engine's name of the request. One live offer a request."""
+    """The engine's id of the request. A request has at most one live offer."""
     num_tokens: Tokens
-    """Tokens, from 0 on, whose KV is in the blocks now."""
+    """Number of tokens, from position 0, that have KV in the blocks now."""
     tables: Tables
-    """By group; that of a group with a window may [start late](#block-tables)."""
+    """Block tables by group. The table of a group with a window may [start late](#block-tables)."""
     sealed: bool = True
-    """Whether that is all. False for a prefill that goes on."""
+    """Whether the offer is complete; false while prefill continues."""
     ttl_s: Seconds | None = None
-    """Seconds that the offer waits for a reader, from each ``extend`` and ``seal`` on; nil lets the
-    agent choose. A live lease outlasts it."""
+    """Seconds that the offer waits for a reader; nil lets the agent choose. Each ``extend`` and the
+    ``seal`` restart the count. A live lease outlasts it."""
     audience: Text = ""
-    """Id of the decode engine or agent that alone may use the ticket, where tickets are signed."""
+    """Id of the only decode engine or agent that may use the ticket, where tickets are signed;
+    empty for any."""
     prompt_digest: Text = ""
-    """For the ticket: the [digest of the prompt](#prompt-digest); empty for none."""
+    """[Digest of the prompt](#prompt-digest) for the ticket; empty for none."""
     transfer_id: Secret | None = None
-    """The name that a router gave the offer; see [Rendezvous](#rendezvous)."""
+    """Name that a router gave to the offer; see [Rendezvous](#rendezvous)."""
     readers: Readers = 1
-    """So many may read the offer, at once or in turn. It is completed when the last has taken it.
-    """
+    """Number of readers, in parallel or in turn. The offer completes when the last one has taken
+    it."""
     traceparent: Text = ""
-    """The trace of the request, in the form of [W3C Trace
-    Context](https://www.w3.org/TR/trace-context/). What is not of this form is ignored."""
+    """Trace of the request, in the form of [W3C Trace
+    Context](https://www.w3.org/TR/trace-context/). The agent ignores other forms."""
     asked_s: Clock | None = None
     word: WordName = 0
-    """The name of the offer's [word](#words); 0 for none. Only of a sealed offer for one reader."""
+    """Name of the offer's [word](#words); 0 for none. Only for a sealed offer with one reader."""
     offer_id: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    """The name of the offer: random, and never used for another one. Sent again with the same
-    ``secret``, the request has no further effect. Empty lets the agent choose."""
+    """Random id of the offer, never used for another one. A repeat with the same ``offer_id`` and
+    ``secret`` has no further effect. If empty, the agent chooses."""
     secret: Secret | None = None
-    """The right to the offer: 128 random bits. Nil lets the agent choose."""
+    """The right to the offer: 128 random bits. If nil, the agent chooses."""
     left_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
-    """Of an offer that is [published again](#publish-again): the seconds that are left of
-    ``ttl_s``. The agent waits at least 10 s, for a reader that had a lease."""
+    """[Published again](#publish-again) offers only: seconds left of ``ttl_s``. The agent waits at
+    least 10 s, for a reader that had a lease."""
 
 
 @request(
@@ -193,13 +196,13 @@ class MakeOffer(Request[OfferMade], frozen=True):
     refusals=f"not_registered geometry offer_unknown offer_sealed {OFFER_ENDED}",
 )
 class ExtendOffer(Request[Empty], frozen=True):
-    """More tokens of an open offer, whose bytes are in the blocks by now."""
+    """Add tokens to an open offer. Their bytes are already in the blocks."""
 
     offer_id: OfferId
     num_tokens: Tokens
-    """The new sum of tokens, not less than before."""
+    """New total number of tokens, at least the previous one."""
     tables: Tables = msgspec.field(default_factory=dict)
-    """The new blocks of each group; ``first_block`` continues where its table ended."""
+    """New blocks of each group. ``first_block`` continues at the end of the group's table."""
 
 
 @request(
@@ -208,21 +211,21 @@ class ExtendOffer(Request[Empty], frozen=True):
     refusals=f"not_registered geometry offer_unknown offer_sealed {OFFER_ENDED}",
 )
 class SealOffer(Request[Empty], frozen=True):
-    """No more tokens will come. Only a sealed offer can be taken by a reader."""
+    """Seal the offer: no more tokens will come. A reader can take only a sealed offer."""
 
     offer_id: OfferId
 
 
 @request("withdraw", Socket.PREFILL, refusals="not_registered offer_unknown")
 class WithdrawOffer(Request[Empty], frozen=True):
-    """Ends an offer now: its readers fail. Without effect for one that has ended."""
+    """End an offer now; its readers fail. No effect on an offer that has ended."""
 
     offer_id: OfferId
 
 
 @notice("released")
 class Released(Message, frozen=True):
-    """The offer has ended, no lease on it is live, and its blocks are the engine's again."""
+    """The offer has ended, and no lease on it is live. Its blocks are the engine's again."""
 
     offer_id: OfferId
     request_id: Id
@@ -244,16 +247,17 @@ class EndedOffer(Redacted, frozen=True):
     transfer_id: Secret | None = None
     """As in ``offer``."""
     num_tokens: Tokens = 0
-    """Tokens of the offer, at its seal."""
+    """Number of tokens when the offer was sealed."""
 
 
 @request("republished", Socket.PREFILL, refusals="not_registered")
 class Republished(Request[Empty], frozen=True):
-    """All live offers of the engine are published again: readers may use it from now on."""
+    """Declare that all live offers of the engine are published again. Readers may use it from now
+    on.
+    """
 
     ended: Annotated[tuple[EndedOffer, ...], msgspec.Meta(max_length=MAX_ENDED)] = ()
-    """Offers that were committed shortly before. A reader whose reply was lost may repeat its
-    request."""
+    """Offers that were committed shortly before. Readers may repeat requests that got no reply."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):
@@ -262,68 +266,66 @@ class StageTimes(msgspec.Struct, frozen=True):
     resolving: float = 0.0
     """Finding the agent and shaking hands."""
     claiming: float = 0.0
-    """Getting the lease."""
+    """Claiming the lease."""
     waiting: float = 0.0
     """Waiting for tokens."""
     reading: float = 0.0
     """Moving bytes."""
     taking: float = 0.0
-    """Asking whether what was read is good."""
+    """Confirming the bytes with the prefill agent."""
     queued: float = 0.0
-    """Waiting for its turn."""
+    """Waiting in the queue of fetches."""
     meeting: float = 0.0
     """Waiting for the ticket."""
     retrying: float = 0.0
-    """Ending attempts that failed, and pausing before the next ones."""
+    """Ending failed attempts, and pausing before the next ones."""
 
     @property
     def total(self) -> float:
-        """Seconds from the request to the end."""
         spent_s: tuple[float, ...] = msgspec.structs.astuple(self)
         return sum(spent_s)
 
 
 @notice("landed")
 class Landed(Message, frozen=True):
-    """A chunk of a fetch with ``chunk_tokens`` has landed. It is valid only when the answer to
-    ``fetch`` says ``completed``.
+    """A chunk of a fetch with ``chunk_tokens`` has landed. It is valid only if the reply to
+    ``fetch`` has ``completed``.
     """
 
     fetch_id: FetchId
     num_tokens: Tokens
-    """Tokens ``first_token`` to this one, exclusive, are in the blocks."""
+    """Tokens from ``first_token`` to this one, exclusive, are in the blocks."""
 
 
 class Fetched(Message, frozen=True):
-    """The fetch has ended. The KV is valid only after ``completed``."""
+    """Result of a fetch that has ended. The KV is valid only after ``completed``."""
 
     fetch_id: FetchId
     request_id: Text
-    """The request id in the ticket."""
+    """Request id from the ticket."""
     outcome: Outcome
     """``completed``, ``failed`` or ``cancelled``."""
     stage: Id
-    """Where it ended: ``meeting``, ``resolving``, ``queued``, ``claiming``, ``waiting``,
+    """Stage in which it ended: ``meeting``, ``resolving``, ``queued``, ``claiming``, ``waiting``,
     ``reading``, ``taking`` or ``completed``."""
     blocks_free: bool
-    """Whether the blocks may be used again. When false, not before ``blocks_freed``."""
+    """Whether the blocks may be reused now. If false, wait for ``blocks_freed``."""
     code: Text = ""
-    """The [error code](errors.md) of a fetch that did not complete."""
+    """[Error code](errors.md) of a fetch that did not complete."""
     message: Text = ""
-    """A sentence for a person."""
+    """Explanation for people."""
     num_bytes: Size = 0
-    """Bytes that were read; what several ranks hold alike may be read once."""
+    """Bytes read. Bytes that several ranks hold alike may be read once."""
     path: Text = ""
-    """How they were read: ``direct``, ``staged``, ``packed`` or ``mapped``; else empty."""
+    """Path of the read: ``direct``, ``staged``, ``packed`` or ``mapped``; empty without a read."""
     stages_s: StageTimes = StageTimes()
-    """Where the time went."""
+    """Time spent in each stage."""
     whole_blocks: bool = False
-    """When false, the first block of a window may have a [gap](#block-tables), and must not be
-    cached."""
+    """If false, the first block of a window may have a [gap](#block-tables): do not cache it."""
     num_tokens: Size = 0
-    """One past the last token that was wanted: what ``fetch`` said, or less with ``at_most``."""
+    """One past the last token that was wanted: as in ``fetch``, or less with ``at_most``."""
     attempts: Size = 1
-    """How often the agent tried. It repeats what may pass, until the deadline."""
+    """Number of attempts. The agent retries transient failures until the deadline."""
 
 
 @request(
@@ -334,66 +336,68 @@ class Fetched(Message, frozen=True):
     "engine_not_ready geometry unsupported_version fetch_exists peer_unreachable draining",
 )
 class StartFetch(Request[Fetched], frozen=True):
-    """Asks for tokens ``first_token`` to ``num_tokens`` - 1 of the ticket's request. Answered when
-    it has ended, refused when it was not begun. The blocks are the agent's until the answer, if
-    that has ``blocks_free``, or until ``blocks_freed``.
+    """Fetch tokens ``first_token`` to ``num_tokens`` - 1 of the ticket's request. The reply comes
+    when the fetch has ended; a refusal means that it did not start. The agent owns the blocks until
+    a reply with ``blocks_free``, or until ``blocks_freed``.
     """
 
     fetch_id: Id
-    """The engine's name of this fetch, never used again but to repeat it."""
+    """The engine's id of this fetch. Reuse it only to repeat this fetch."""
     ticket: dict[str, Any]
     """A [ticket](#ticket) or a [rendezvous](#rendezvous)."""
     num_tokens: Tokens
     """One past the last token position that is wanted."""
     tables: Tables
-    """For each group exactly the blocks of the [positions](#block-tables) that these tokens need.
+    """For each group, exactly the blocks of the [positions](#block-tables) that these tokens need.
     """
     first_token: Tokens = 0
-    """First position that is wanted. Tokens before it stay as they are."""
+    """First position that is wanted. Earlier tokens stay as they are."""
     timeout_s: Seconds | None = None
-    """Seconds until the fetch has ended, or one more when the prefill agent's last word is on its
-    way by then; nil lets the agent choose."""
+    """Seconds until the fetch ends; nil lets the agent choose. The end may come 1 s later if the
+    reply to the ``take`` is on its way at the deadline."""
     zero_tail: bool = False
-    """Whether the slots behind the last token, in each group's last block, are zeroed."""
+    """Whether to zero the slots after the last token in each group's last block."""
     chunk_tokens: Tokens = 0
-    """When over 0, tokens are read in chunks that end at multiples of it, and where the ready
-    tokens of an open offer end; ``landed`` tells of each."""
+    """If over 0, tokens are read in chunks, and ``landed`` reports each one. Chunks end at
+    multiples of this number, and at the last ready token of an open offer."""
     prompt_digest: Text = ""
-    """The digest of the prompt; empty to take KV of any. A ticket with another one, or with none
-    where tickets are signed, is refused (``prompt_mismatch``)."""
+    """Digest of the prompt; empty accepts KV of any prompt. A ticket with another digest is refused
+    (``prompt_mismatch``). Where tickets are signed, so is a ticket without one."""
     priority: Priority = 0
     traceparent: Text = ""
-    """As in ``offer``; when there is none, that of the ticket."""
+    """As in ``offer``; if empty, the trace of the ticket."""
     asked_s: Clock | None = None
     wanted_s: Clock | None = None
-    """Since when the engine has had the request, by the same clock."""
+    """Time at which the engine received the request, by the same clock."""
     token: Secret | None = None
-    """The token of the fetch's ``take``: random, and new for each fetch. The agent draws one when
-    it is nil; then the fetch cannot be repeated."""
+    """Token of the fetch's ``take``: random, and new for each fetch. If nil, the agent draws one,
+    and the fetch cannot be repeated."""
     repeated: Size = 0
-    """How often the engine has repeated this fetch, as its agent was lost; see [Repeat a
-    fetch](#repeat-a-fetch)."""
+    """Number of times that the engine has repeated this fetch because its agent was lost; see
+    [Repeat a fetch](#repeat-a-fetch)."""
     at_most: bool = False
-    """Whether ``num_tokens`` is only a bound: of an offer sealed with fewer, these are fetched. Not
-    with windows, or with ranks at other agents."""
+    """Whether ``num_tokens`` is an upper bound: if the offer was sealed with fewer tokens, those
+    are fetched. Not with windows, or with ranks at other agents."""
 
 
 @request("cancel", Socket.DECODE, refusals="not_registered fetch_unknown")
 class CancelFetch(Request[Empty], frozen=True):
-    """Gives a fetch up; its answer still comes. Without effect for one that has ended."""
+    """Cancel a fetch. Its reply still comes. No effect on a fetch that has ended."""
 
     fetch_id: FetchId
     release_offer: bool = False
-    """Whether the offer is withdrawn, too, unless the fetch completed."""
+    """Whether to withdraw the offer too, unless the fetch completed."""
 
 
 @notice("blocks_freed")
 class BlocksFreed(Message, frozen=True):
-    """Nothing can write any more into the blocks of a fetch that ended without ``blocks_free``."""
+    """The blocks of a fetch that ended without ``blocks_free`` may be reused: nothing can write to
+    them any longer.
+    """
 
     fetch_id: FetchId
 
 
 @notice("leaving")
 class Leaving(Message, frozen=True):
-    """The agent ends. What has no answer by now was not begun: ask another agent."""
+    """The agent is stopping. Requests without a reply were not started: use another agent."""

@@ -1,15 +1,15 @@
-"""The envelope of every frame: a msgpack map, and what it takes to trust one.
+"""The envelope of a frame: a msgpack map, and its validation.
 
-Refuses a frame that is too large, has too many items or a key twice, is not a map with string keys,
-speaks another version, or lacks a field; items are counted before anything is built, and each
-refusal is a `ProtocolError` that keeps the request id where one could be read.
+`decode` refuses a frame that is too large, has too many items, or has a key twice. It also refuses
+one that is not a map with string keys, has another version, or lacks a field. Items are counted
+before anything is built. Each refusal is a `ProtocolError`, with the request id if it is readable.
 
-One frame is one message. Four kinds exist, told apart by their keys:
+One frame is one message. Its keys determine its kind:
 
-    request   v, op, id, boot, secret, body  asks; gets exactly one reply
-    reply     v, re, boot, ok | error        answers the request with that id
-    notice    v, op, seq, boot, body         agent to engine, unasked
-    event     v, op, seq, boot, body         on PUB, behind a topic frame
+    request   v, op, id, boot, secret, body  gets exactly one reply
+    reply     v, re, boot, ok | error        for the request with that id
+    notice    v, op, seq, boot, body         agent to engine, unsolicited
+    event     v, op, seq, boot, body         on PUB, after a topic frame
 """
 
 from collections import Counter
@@ -27,11 +27,13 @@ from kvbus.protocol.message import Message, Redacted
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_PEER_REQUEST_BYTES = 4 * 1024 * 1024
-"""Of a request on the peer socket, where strangers may ask; replies are frames like others."""
+"""Limit of a request on the peer socket, which strangers can reach. Replies have the limit of all
+frames."""
 MAX_ITEMS = 2**18
-"""Items inside of arrays and maps, keys included: some thirty ranks of 160 regions each."""
+"""Items inside arrays and maps, keys included: about 30 ranks of 160 regions each."""
 MAX_PEER_ITEMS = 2**13
-"""Items of a request on the peer socket: the largest `pack` has 5,300. They take about 2 ms."""
+"""Items of a request on the peer socket; decoding them takes about 2 ms. The largest `pack` has
+5,300."""
 MAX_ID = 2**64 - 1
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -39,13 +41,14 @@ Body = Mapping[str, Any]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 SenderSecret = Annotated[str, msgspec.Meta(max_length=64)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
-"""At most `MAX_ID`: msgpack has no larger one."""
+"""At most `MAX_ID`, the largest integer of msgpack."""
 
 
 class RequestFrame(Redacted, frozen=True, rename={"request_id": "id"}):
-    """Asks for ``op``; ``request_id`` is unique within the sender's ``boot``.
+    """A request; ``request_id`` is unique within the sender's ``boot``.
 
-    ``secret`` tells the sender from others that know its boot id; empty, its connection does.
+    ``secret`` distinguishes the sender from others that know its boot id. If it is empty, the
+    connection identifies the sender.
     """
 
     op: Name
@@ -56,7 +59,7 @@ class RequestFrame(Redacted, frozen=True, rename={"request_id": "id"}):
 
 
 class Reply(Redacted, frozen=True, rename={"request_id": "re"}):
-    """The one answer to ``request_id``: ``ok``, or ``error`` with code, message and detail."""
+    """The one reply to ``request_id``: ``ok``, or ``error`` with code, message and detail."""
 
     request_id: Number
     boot: Name
@@ -65,7 +68,9 @@ class Reply(Redacted, frozen=True, rename={"request_id": "re"}):
 
 
 class Notice(Redacted, frozen=True):
-    """Unasked message with a ``seq`` of its session or topic: to an engine, or to subscribers."""
+    """An unsolicited message to an engine or to subscribers; ``seq`` counts in its session or
+    topic.
+    """
 
     op: Name
     seq: Number
@@ -79,28 +84,26 @@ Envelope = RequestFrame | Reply | Notice
 def encode_request(
     op: str, request_id: int, boot: str, body: Message | Body, *, secret: str = ""
 ) -> bytes:
-    """The frame of a request; raises `ProtocolError` when it would be larger than a frame may."""
+    """Return the frame; raise `ProtocolError` if it exceeds `MAX_FRAME_BYTES`."""
     fields = {"v": PROTOCOL_VERSION, "op": op, "id": request_id, "boot": boot, "body": body}
     return _pack(fields | {"secret": secret} if secret else fields)
 
 
 def encode_reply(request_id: int, boot: str, ok: Message | Body) -> bytes:
-    """The frame of a reply that has what was asked for."""
     return _pack({"v": PROTOCOL_VERSION, "re": request_id, "boot": boot, "ok": ok})
 
 
 def encode_refusal(request_id: int, boot: str, error: Message | Body) -> bytes:
-    """The frame of a reply that refuses."""
     return _pack({"v": PROTOCOL_VERSION, "re": request_id, "boot": boot, "error": error})
 
 
 def encode_notice(op: str, seq: int, boot: str, body: Message | Body) -> bytes:
-    """The frame of a notice or of an event."""
+    """Return the frame of a notice or an event."""
     return _pack({"v": PROTOCOL_VERSION, "op": op, "seq": seq, "boot": boot, "body": body})
 
 
 def decode(frame: bytes, *, max_items: int = MAX_ITEMS) -> Envelope:
-    """The envelope in ``frame``; raises `ProtocolError` and nothing else, whatever the bytes."""
+    """Return the envelope in ``frame``; raise only `ProtocolError`, for any bytes."""
     if len(frame) > MAX_FRAME_BYTES:
         raise too_large(len(frame))
     fields = unpack_map(frame, max_items=max_items)
@@ -131,7 +134,6 @@ def _pack(fields: dict[str, Any]) -> bytes:
 
 
 def too_large(num_bytes: int, limit_bytes: int = MAX_FRAME_BYTES) -> ProtocolError:
-    """What is said of a frame that is over a limit."""
     return ProtocolError(
         f"message of {num_bytes} bytes is over the limit of {limit_bytes}",
         code=ErrorCode.TOO_LARGE,
@@ -159,8 +161,8 @@ def _wrong(fields: dict[str, Any], field: str, problem: str) -> ProtocolError:
 
 
 def unpack_map(frame: bytes, *, max_items: int = MAX_ITEMS) -> dict[str, Any]:
-    """The map in ``frame``; raises `ProtocolError` and nothing else, whatever the bytes."""
-    # An item takes a byte or more, so that a short frame needs no count.
+    """Return the map in ``frame``; raise only `ProtocolError`, for any bytes."""
+    # An item takes at least one byte, so a short frame needs no count.
     if len(frame) > max_items and num_items(frame, max_items) > max_items:
         raise ProtocolError(
             f"message has more than {max_items} items", code=ErrorCode.TOO_LARGE, limit=max_items
@@ -169,7 +171,7 @@ def unpack_map(frame: bytes, *, max_items: int = MAX_ITEMS) -> dict[str, Any]:
         fields = _unpack(frame, object_pairs_hook=_map_of)
     except _RepeatedKeyError as error:
         raise _repeated(frame, str(error)) from error
-    except Exception as error:  # msgpack documents no closed set; every one means "not a message"
+    except Exception as error:  # msgpack documents no closed set; each means "not a message"
         raise ProtocolError(f"frame is not msgpack: {type(error).__name__}") from error
     if not isinstance(fields, dict):
         raise ProtocolError("frame is not a map")
@@ -177,13 +179,13 @@ def unpack_map(frame: bytes, *, max_items: int = MAX_ITEMS) -> dict[str, Any]:
 
 
 def readable_id(fields: dict[str, Any]) -> int | None:
-    """The request id among ``fields``, if it is one."""
+    """Return the request id among ``fields``; None if it is missing or invalid."""
     request_id = fields.get("id")
     return request_id if type(request_id) is int and request_id >= 0 else None
 
 
 class _RepeatedKeyError(Exception):
-    """Out of the hook of msgpack, with the key."""
+    """A repeated key, the argument; raised in msgpack's hook."""
 
 
 _unpack = partial(msgpack.unpackb, raw=False, strict_map_key=True, max_ext_len=0)
@@ -200,20 +202,20 @@ def _map_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _repeated(frame: bytes, key: str) -> ProtocolError:
     request_id = None
     with suppress(Exception):  # what follows the repeated key may be no msgpack
-        fields = _unpack(frame)  # once more, without the hook: the answer has the request's id
+        fields = _unpack(frame)  # again without the hook, for the request id of the reply
         request_id = readable_id(fields) if isinstance(fields, dict) else None
     return ProtocolError(
         f"key '{key[:64]}' is there twice", code=ErrorCode.INVALID, request_id=request_id
     )
 
 
-# The first byte of an item says how long it is, or how many bytes say so. Items follow each other
-# without nesting in the bytes, so that counting needs no stack:
+# The first byte of an item has its size, or the number of bytes that hold the size. Items follow
+# each other in the bytes, also nested ones, so counting needs no stack:
 #
-#     _SIZES      bytes of the whole item, for arrays and maps of their header
-#     _CHILDREN   items that follow as its content
-#     _LENGTHS    bytes of the length that follows, of a string or of binary
-#     _COUNTS     bytes of the count that follows, of an array or of a map
+#     _SIZES      bytes of the whole item; for arrays and maps, of their header
+#     _CHILDREN   number of items that follow as its content
+#     _LENGTHS    bytes of the length of a string or of binary
+#     _COUNTS     bytes of the count of an array or of a map
 _SIZES, _CHILDREN, _LENGTHS, _COUNTS = (bytearray(256) for _ in range(4))
 _FIRST_MAP_HEADER = 0xDE
 for _byte in range(256):
@@ -238,10 +240,10 @@ for _byte, _size in zip((0xDC, 0xDD, 0xDE, 0xDF), (2, 4, 2, 4), strict=True):
 
 
 def num_items(frame: bytes, most: int = MAX_ITEMS) -> int:
-    """Return how many items the headers of arrays and maps announce; stop at more than ``most``.
+    """Return the number of items that array and map headers announce; stop above ``most``.
 
-    Stops as well at the end of the bytes and at extension types, which are refused anyway. Takes
-    about 0.1 µs an item, and nothing for items of a header that announces too many.
+    Stop too at the end of the bytes, and at extension types, which are refused anyway. Takes about
+    0.1 µs an item. The items of a header that announces too many are not visited.
     """
     at, num_left, total = 0, 1, 0
     sizes, children = _SIZES, _CHILDREN

@@ -1,18 +1,18 @@
-"""What a message declares: the one source of codec, roles, protocol page, schema and C header.
+"""Declarations of messages: the one source of codec, roles, protocol page, schema and C header.
 
-A request says in front of its class how it is asked, and below each field what that means:
+The decorator of a request declares its sockets, roles and refusals; a string below a field
+documents it:
 
     @request("seal", Socket.PREFILL, refusals="offer_unknown")
     class SealOffer(Request[Empty], frozen=True):
         ...
         offer_id: OfferId
 
-The strings below classes and fields are the text of the page, in its words (nil, the op of another
-message). A field without one means what the string below its type says.
+The strings below classes and fields are the text of the protocol pages. They use the words of these
+pages: nil, or the op of another message. A field without a string has the one below its type.
 
-A body that lacks a field, or has one of a wrong type or out of range, is `ProtocolError` with code
-``invalid`` that names the field. Fields that this version does not know are ignored, so that a
-minor version may add some.
+A body with a missing field, a wrong type or a value out of range raises `ProtocolError`
+(``invalid``), which names the field. Unknown fields are ignored, so a minor version may add some.
 """
 
 import hmac
@@ -35,7 +35,7 @@ MAX_TEXT_CHARS = 4096
 MAX_DETAILS = 32
 Scalar = str | int | float
 BUSY_RETRY_S = 0.1
-"""When to ask again who is busy, if nothing better is known."""
+"""Default ``retry_after_s`` of a ``busy`` refusal."""
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -47,47 +47,47 @@ Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
-"""How urgent it is; see [priority](#priority)."""
+"""Urgency of the request; see [priority](#priority)."""
 Secret = Annotated[str, msgspec.Meta(min_length=16, max_length=128)]
-"""The right to something: 128 random bits or more, never to be published or logged."""
+"""Credential of at least 128 random bits. Never publish or log it."""
 
 MinProtocol = int
-"""Lowest protocol version that the sender speaks."""
+"""Lowest protocol version that the sender supports."""
 MaxProtocol = int
-"""Highest protocol version that the sender speaks."""
+"""Highest protocol version that the sender supports."""
 Protocol = int
-"""The version that both will speak."""
+"""Protocol version that both sides use from now on."""
 AgentId = Id
-"""Name of the agent."""
+"""Id of the agent."""
 AgentBoot = Id
-"""Boot id of the agent's process; another one is ``stale``."""
+"""Boot id of the agent's process; any other is ``stale``."""
 ServerKey = Text
 """CURVE key of the agent, in Z85; empty without keys."""
 EngineId = Id
-"""The engine."""
+"""Id of the engine."""
 OfferId = Id
-"""The offer."""
+"""Id of the offer."""
 FetchId = Id
-"""The fetch."""
+"""Id of the fetch."""
 Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-"""The lease."""
+"""Epoch of the lease."""
 MemoryId = Id
-"""The ranks, as the handshake named them; others are ``stale``."""
+"""The ``memory_id`` from the reply to ``handshake``. It is ``stale`` if the ranks have changed."""
 MemoryAccess = Secret
-"""What the handshake with this agent gave."""
+"""The ``access`` from this agent's reply to ``handshake``."""
 
 REDACTED = frozenset(
     {"secret", "token", "access", "grant", "transfer_id", "signature", "ticket", "body", "ok"}
 )
-"""Fields that are a right, or may hold one: no repr shows them."""
+"""Fields that are, or may contain, a credential. No repr shows them."""
 
 
 class Socket(StrEnum):
-    """Where a request is asked, and which agents answer it there."""
+    """Socket of a request, and the agents that answer it there."""
 
     ATTACH = "attach"
     ENGINE = "engine"
-    """The engine socket, of every agent."""
+    """The engine socket of every agent."""
     PREFILL = "prefill"
     """The engine socket of a prefill agent."""
     DECODE = "decode"
@@ -100,25 +100,25 @@ PEER_SOCKETS = (Socket.PREFILL_PEER, Socket.DECODE_PEER)
 
 
 class Role(StrEnum):
-    """What a key is trusted as."""
+    """Role of a trusted key."""
 
     PREFILL = "prefill"
-    """An agent that decode agents may connect to; it asks for the status and for traces only."""
+    """An agent that decode agents may connect to. It may request only status and traces."""
     DECODE = "decode"
-    """An agent that reads, and that others of its engine may connect to."""
+    """An agent that reads. Other agents of its engine may connect to it."""
     ROUTER = "router"
-    """Withdraws offers by their tickets."""
+    """A router, which withdraws offers by their tickets."""
     OBSERVER = "observer"
-    """Asks for the status and for traces, and hears events."""
+    """A tool that requests status and traces, and receives events."""
 
 
 HEARS_EVENTS = frozenset((Role.DECODE, Role.ROUTER, Role.OBSERVER))
 OFFER_ENDED = "offer_withdrawn offer_expired offer_completed engine_lost draining"
-"""What all is refused with that is about an offer which has ended."""
+"""Refusals of every request about an offer that has ended."""
 
 
 class Redacted(msgspec.Struct, frozen=True):
-    """A struct whose repr leaves out what is a right to something."""
+    """A struct with a repr that hides credentials."""
 
     def __repr__(self) -> str:
         shown = (
@@ -141,9 +141,9 @@ R = TypeVar("R", bound=Message)
 class Request(Message, Generic[R], frozen=True):
     """The body of a request. `Request[Granted]` is answered with a `Granted`, or refused.
 
-    One that is answered ``at_once`` never waits, or takes one of the places of its own kind: an
-    agent that is full of what waits takes it. ``askers`` are the roles of keys that may ask it, on
-    a peer socket; those of that socket are the same when done twice.
+    An agent with too many pending requests still accepts those with ``at_once``: they never wait,
+    or have a limit of their own. ``askers`` are the roles of keys that may send it on a peer
+    socket. All requests of a peer socket are idempotent.
     """
 
     reply: ClassVar[type[Any]]
@@ -157,7 +157,7 @@ class Request(Message, Generic[R], frozen=True):
 
 
 class Empty(Message, frozen=True):
-    """The reply that says no more than ok."""
+    """A reply without fields."""
 
 
 REQUESTS: dict[Socket, dict[str, type[Request[Any]]]] = {socket: {} for socket in Socket}
@@ -176,8 +176,8 @@ def request(
 ) -> Callable[[type[Q]], type[Q]]:
     """Declare the request ``op`` of ``sockets``; see `Request`.
 
-    On a peer socket agents that read may ask it, or the ``askers`` that are named. ``refusals`` are
-    the error codes, between spaces, that it has beside those of all requests.
+    ``refusals`` are its error codes, separated by spaces, in addition to those of all requests. On
+    a peer socket, only keys of the roles ``askers`` may send it.
     """
 
     def declare(kind: type[Q]) -> type[Q]:
@@ -193,7 +193,7 @@ def request(
 
 
 def notice(op: str) -> Callable[[type[M]], type[M]]:
-    """Declare a notice of agents to engines."""
+    """Declare a notice from agents to engines."""
 
     def declare(kind: type[M]) -> type[M]:
         kind.op, NOTICES[op] = op, kind
@@ -203,7 +203,7 @@ def notice(op: str) -> Callable[[type[M]], type[M]]:
 
 
 def event(*ops: str) -> Callable[[type[M]], type[M]]:
-    """Declare the body of the events ``ops``, which are their topics, too."""
+    """Declare the body of the events ``ops``, which are also their topics."""
 
     def declare(kind: type[M]) -> type[M]:
         kind.op = ops[0] if len(ops) == 1 else ""
@@ -214,12 +214,11 @@ def event(*ops: str) -> Callable[[type[M]], type[M]]:
 
 
 def may_ask(roles: Iterable[Role], op: str) -> bool:
-    """Whether a key of these ``roles`` may ask for ``op`` on a peer socket."""
     return not _ASKERS.get(op, frozenset()).isdisjoint(roles)
 
 
 def may_hear(roles: Iterable[str]) -> bool:
-    """Whether a key of these ``roles`` may subscribe to events."""
+    """Return whether one of ``roles`` may subscribe to events."""
     return not HEARS_EVENTS.isdisjoint(roles)
 
 
@@ -227,21 +226,21 @@ class ErrorBody(Message, frozen=True):
     """The ``error`` of a reply."""
 
     code: ErrorCode
-    """What happened, for programs."""
+    """Reason, for programs."""
     message: Text
-    """What happened, for people."""
+    """Reason, for people."""
     detail: dict[str, Scalar] = {}
-    """Plain values, such as the field and both sides' values."""
+    """Plain values, such as the field and the values of both sides."""
 
 
 def to_body(message: Message) -> dict[str, Any]:
-    """The map of ``message``, as msgpack can pack it."""
+    """Return the map of ``message``, ready for msgpack."""
     body: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
     return body
 
 
 def from_body(kind: type[M], body: Mapping[str, Any]) -> M:
-    """The typed body; raises `ProtocolError` (``invalid``) that says which field is wrong."""
+    """Return the typed body; raise `ProtocolError` (``invalid``) that names the wrong field."""
     try:
         return msgspec.convert(body, kind, builtin_types=(bytes,))
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
@@ -251,7 +250,7 @@ def from_body(kind: type[M], body: Mapping[str, Any]) -> M:
 
 
 def error_body(error: KVBusError) -> dict[str, Any]:
-    """The ``error`` map of a reply that refuses with ``error``; ``busy`` says until when."""
+    """Return the ``error`` map for ``error``; ``busy`` gets a ``retry_after_s``."""
     is_busy = error.code is ErrorCode.BUSY
     hint: dict[str, Scalar] = {"retry_after_s": BUSY_RETRY_S} if is_busy else {}
     return {
@@ -262,10 +261,10 @@ def error_body(error: KVBusError) -> dict[str, Any]:
 
 
 def refusal(body: Mapping[str, Any]) -> RequestRefused:
-    """The exception that an ``error`` map stands for, whatever the peer put into it.
+    """Return the exception for an ``error`` map with any content.
 
-    An unknown code, as a newer peer may have, reads as ``internal`` and is kept in the detail as
-    ``remote_code``. Detail that is no plain value is dropped.
+    An unknown code, from a newer peer, becomes ``internal``; the detail keeps it as
+    ``remote_code``. Detail values that are not plain are dropped.
     """
     text, detail = body.get("message"), _plain(body.get("detail"))
     try:
@@ -275,7 +274,7 @@ def refusal(body: Mapping[str, Any]) -> RequestRefused:
         detail["remote_code"] = str(body.get("code"))[:256]
     message = text if isinstance(text, str) else "refused without a message"
     refused = RequestRefused(message[:MAX_TEXT_CHARS], code=code)
-    refused.detail = detail  # any keys: they are the peer's choice, never arguments of ours
+    refused.detail = detail  # the peer chooses the keys, so they are never keyword arguments
     return refused
 
 

@@ -1,7 +1,7 @@
-"""Messages on the peer socket of an agent: from other agents, routers and tools.
+"""Messages on the peer socket of an agent, from other agents, routers and tools.
 
-Types and ranges are in the annotations; the agent checks the meaning. A request with an
-``agent_boot`` is for that process of the agent: another one answers ``stale``.
+Annotations have types and ranges; the agent checks the meaning. A request with an ``agent_boot`` is
+for that process of the agent; any other process refuses it with ``stale``.
 """
 
 from typing import Annotated, Any, Literal
@@ -41,48 +41,48 @@ from kvbus.protocol.message import (
 )
 
 OF_OFFER = f"stale forbidden offer_unknown {OFFER_ENDED}"
-Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]  # plus an offset still 64 bits, signed
+Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]  # with an offset, still 64 bits, signed
 OfferSecret = Secret
-"""The secret of the offer's ticket."""
+"""Secret from the offer's ticket."""
 LeaseToken = Secret
 """The right to the lease, from the reply to ``claim``."""
 ReaderId = Id
-"""The reader: one for each fetch of each agent."""
+"""Id of the reader, unique for each fetch of each agent."""
 ReaderAgent = Text
-"""Id of the agent that asks. It ends a lease of the same agent, and key, with another
-``reader_boot``."""
+"""Id of the reader's agent. The request ends an earlier lease of the same agent and key with
+another ``reader_boot``."""
 ReaderBoot = Text
-"""Boot id of the agent that asks."""
+"""Boot id of the reader's agent."""
 TransferId = Secret
-"""The name of the offer. Who knows it is given the ticket."""
+"""Name of the offer, and the right to its ticket."""
 HolderRank = Index
-"""The rank that holds the box."""
+"""Number of the rank that holds the box."""
 BoxTable = BlockTable
-"""Exactly the blocks of the box's positions, as the offer names them."""
+"""Exactly the blocks of the box's positions, with the block ids of the offer."""
 TicketMap = dict[str, Any]
 """The [ticket](#ticket)."""
 SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-"""Names this use of a slot, and no other."""
+"""Id of this use of a slot, never used again."""
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
-"""The slots."""
+"""Ids of the uses of slots."""
 MAX_TAKEN = 64
-"""Of one message: the loop of its agent is held up for some 3 ms by so many ends of offers."""
+"""Offers in one message: to end them occupies the agent's event loop for about 3 ms."""
 MAX_DIGESTS = 1 << 17
-"""Of one request; they take 1 MiB."""
+"""Digests in one request; they take 1 MiB."""
 OneIn = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-"""1 for all pieces, more for about one in so many."""
+"""1 for all pieces; N for about one piece in N."""
 
 
 class EngineMemory(msgspec.Struct, frozen=True):
-    """The ranks of one engine that are attached to one agent."""
+    """Ranks of one engine that are attached to one agent."""
 
     engine: EngineSpec
-    """The engine."""
+    """Spec of the engine."""
     ranks: Annotated[tuple[RankSpec, ...], msgspec.Meta(min_length=1, max_length=1024)]
-    """Its ranks at this agent, in order of their number."""
+    """Its ranks at this agent, in order of their numbers."""
     addresses: tuple[dict[str, Address], ...] = ()
-    """For each of ``ranks`` the address of each segment in the agent's data process, by
-    ``segment_id``. A rank whose map is empty is *unregistered*."""
+    """For each of ``ranks``, the address of each segment in the agent's data process, by
+    ``segment_id``. An *unregistered* rank has an empty map."""
 
 
 class HandshakeDone(Message, frozen=True):
@@ -91,28 +91,28 @@ class HandshakeDone(Message, frozen=True):
     protocol: Protocol
     agent_id: AgentId
     memory: EngineMemory
-    """The prefill engine, with the ranks that are attached here and their addresses."""
+    """The prefill engine, its ranks at this agent, and their addresses."""
     memory_id: Id
-    """Stands for the processes that hold these ranks."""
+    """Id of the set of processes that hold these ranks."""
     nixl_agent: Id
     """Name of the NIXL agent that owns the memory."""
     nixl_metadata: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=8)]
-    """What NIXL's ``getLocalPartialMD`` gave, a blob for each kind of memory. Empty for a
-    ``machine`` that maps the memory."""
+    """Blobs from NIXL's ``getLocalPartialMD``, one for each kind of memory. Empty for a ``machine``
+    that maps the memory."""
     events_endpoint: Endpoint
-    """Where the prefill agent publishes events."""
+    """ZeroMQ endpoint of the prefill agent's events socket."""
     max_lease_s: Seconds
-    """The longest lease that one claim or renewal gets."""
+    """Longest lease that one claim or renewal grants."""
     access: Secret
-    """What is shown in ``pack``, ``digest``, ``check`` and ``lend`` at this agent."""
+    """Credential for ``pack``, ``digest``, ``check`` and ``lend`` at this agent."""
     slot_bytes: Size = 0
-    """Bytes of a staging slot, and so of the largest box; 0 when the agent packs nothing."""
+    """Size of a staging slot, and so of the largest box; 0 if the agent packs nothing."""
     others: tuple[AgentRanks, ...] = ()
-    """Of the engine's home: the other agents that have ranks of it."""
+    """Engine's home only: the other agents that have ranks of it."""
     memory_socket: MemorySocket = MemorySocket()
-    """Where an agent of the same machine and user gets this memory."""
+    """Socket where an agent of the same machine and user gets this memory."""
     grant: Text = ""
-    """With keys: what ``lend`` shows there. It ties that connection to the key of this one."""
+    """With keys only: credential for ``lend``. It ties that connection to the key of this one."""
 
 
 @request(
@@ -122,88 +122,87 @@ class HandshakeDone(Message, frozen=True):
     "geometry transfer_failed busy",
 )
 class Handshake(Request[HandshakeDone], frozen=True):
-    """A decode agent introduces one of its engines to one prefill engine, at each agent that has
-    ranks of that, and again whenever one of these, or its data process, is a new process. Without
-    ``offer_id`` and ``secret`` it is *ahead* of the first ticket, for those that
-    ``shake_hands_ahead`` allows.
+    """Introduce a decode engine to a prefill engine. The decode agent sends it to each agent with
+    ranks of the prefill engine, and again after a restart of that agent or of its data process. A
+    handshake without ``offer_id`` and ``secret`` is *ahead* of the first ticket;
+    ``shake_hands_ahead`` controls which agents may send one.
     """
 
     min_protocol: MinProtocol
     max_protocol: MaxProtocol
     agent_id: Id
-    """Name of the decode agent."""
+    """Id of the decode agent."""
     engine_id: Id
-    """The prefill engine, from the ticket, or from the status."""
+    """The prefill engine, from the ticket or from the status."""
     reader: EngineSpec
-    """The decode engine."""
+    """Spec of the decode engine."""
     engine_instance: Text = ""
-    """Its instance, from the same. Empty with ``ranks``."""
+    """Instance of the prefill engine, from the same source. Empty with ``ranks``."""
     offer_id: Text = ""
     """The offer, from the ticket. Empty with ``ranks``, and ahead of a ticket."""
     secret: Secret | None = None
-    """The secret, from the ticket. Nil with ``ranks``, and ahead of a ticket."""
+    """Secret from the ticket. Nil with ``ranks``, and ahead of a ticket."""
     ranks: Annotated[tuple[Size, ...], msgspec.Meta(max_length=1024)] = ()
-    """To an agent that is not the home: what ``others`` of the home says it has."""
+    """To an agent that is not the home: its ranks, from ``others`` of the home."""
     access: Secret | None = None
-    """With ``ranks``: what the home says is shown there."""
+    """With ``ranks``: the ``access`` of this agent, from ``others`` of the home."""
     machine: Text = ""
-    """Boot id of the decode agent's kernel; empty when it cannot map memory."""
+    """Boot id of the decode agent's kernel; empty if the agent cannot map memory."""
 
 
 class Granted(Message, frozen=True):
-    """Reply to `Claim` and `Renew`: the lease, and what of the offer is readable."""
+    """Reply to `Claim` and `Renew`: the lease, and the readable part of the offer."""
 
     epoch: Epoch
-    """The lease; it grows with each claim of an offer."""
+    """Epoch of the lease; it grows with each claim of an offer."""
     lease_s: Seconds
-    """The lease ends so many seconds after the agent *received* the request; a reader counts from
+    """Duration of the lease. The agent counts from when it *received* the request, a reader from
     when it *sent* it."""
     num_tokens: Tokens
-    """Tokens that may be read now."""
+    """Number of tokens that may be read now."""
     sealed: bool
-    """Whether that is all."""
+    """Whether these are all tokens of the offer."""
     tables: Tables
-    """By group, the blocks behind those that the reader knows."""
+    """By group, the blocks after ``known_blocks``."""
     token: Secret
     """The right to the lease."""
 
 
 @request("claim", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} busy")
 class Claim(Request[Granted], frozen=True):
-    """Asks for the lease of an offer, of which there are as many at a time as ``readers`` are left.
-    The same ``reader_id``, or a new process of the agent that had the lease, gets a new epoch, and
-    the old one is dead.
+    """Claim a lease of an offer. At most as many leases are live as ``readers`` are left. The same
+    ``reader_id``, or a new process of the agent that had the lease, gets a new epoch, and the old
+    lease ends.
     """
 
     agent_boot: AgentBoot
     offer_id: OfferId
     reader_id: ReaderId
     lease_s: Seconds
-    """Seconds that are wanted. The agent may grant fewer."""
+    """Seconds wanted; the agent may grant fewer."""
     secret: OfferSecret
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
-    """Whether the reader is one of several agents of an engine, and not its home: it does not count
-    among the ``readers``. At most 1,024 of an offer."""
+    """Whether the reader is an agent of a decode engine other than its home. It does not count as
+    one of the ``readers``. An offer has at most 1,024 of these leases."""
 
 
 @request("renew", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
 class Renew(Request[Granted], frozen=True):
-    """Lengthens a live lease, and asks what was added to the offer."""
+    """Extend a live lease, and get the tokens and blocks that were added to the offer."""
 
     agent_boot: AgentBoot
     offer_id: OfferId
     epoch: Epoch
     lease_s: Seconds
-    """Seconds that are wanted from now on. A renewal never shortens a lease."""
+    """Seconds wanted from now on. A renewal never shortens a lease."""
     token: LeaseToken
     known_blocks: dict[str, Size] = msgspec.field(default_factory=dict)
-    """How many blocks of each group the reader knows."""
+    """Number of blocks of each group that the reader knows."""
     nixl_agent: Text = ""
-    """The handshake's ``nixl_agent``. Another one than the agent has now is ``stale``: a READ from
-    it may never end.
-    """
+    """The ``nixl_agent`` of the handshake. If the agent has another one now, the request is
+    ``stale``: a READ from the old one may never end."""
 
 
 @request(
@@ -213,9 +212,9 @@ class Renew(Request[Granted], frozen=True):
     refusals=f"{OF_OFFER} offer_open lease_expired busy geometry",
 )
 class Take(Request[Empty], frozen=True):
-    """Asks, after the last byte has landed, whether what was read is good. Only ``ok`` makes the
-    bytes valid. It ends the lease of this reader, and completes the offer when this was the last
-    one. Sent again with the same ``token`` it is ok again.
+    """Confirm the read after the last byte has landed. The bytes are valid only if the reply is
+    ``ok``. A take ends the reader's lease, and completes the offer if this was the last reader. A
+    repeat with the same ``token`` succeeds again.
     """
 
     agent_boot: AgentBoot
@@ -223,27 +222,26 @@ class Take(Request[Empty], frozen=True):
     reader_id: ReaderId
     secret: OfferSecret
     token: Secret
-    """The reader's own, random and new for each fetch: a repeated take shows it."""
+    """Random token of the reader, new for each fetch. A repeated take has the same one."""
     tables: Tables | None = None
-    """The block tables that were read, as the ticket's ``blocks`` has them; others than the offer's
-    are ``geometry``. A reader with a live lease leaves them out, and the two fields that follow."""
+    """Block tables that were read, as in ``blocks`` of the ticket; ``geometry`` if the offer has
+    others. A reader with a live lease omits this field and the next two."""
     num_tokens: Tokens = 0
-    """The ticket's tokens; another number than the offer's is ``geometry``."""
+    """Tokens of the ticket; ``geometry`` if the offer has another number."""
     engine_id: Annotated[str, msgspec.Meta(max_length=200)] = ""
-    """The ticket's engine; another one than the offer's is ``geometry``."""
+    """Engine of the ticket; ``geometry`` if the offer has another one."""
     reader_agent: ReaderAgent = ""
     reader_boot: ReaderBoot = ""
     part: bool = False
-    """As of a ``claim``: the take ends the lease, and not the offer."""
+    """As in ``claim``: the take ends the lease, but not the offer."""
     nixl_agent: Text = ""
-    """The handshake's ``nixl_agent`` that was read from; empty when nothing was read with NIXL.
-    Another one than the agent has now is ``stale``.
-    """
+    """The ``nixl_agent`` of the handshake that was read from; empty if nothing was read with NIXL.
+    If the agent has another one now, the request is ``stale``."""
 
 
 @request("taken", Socket.PREFILL_PEER, at_once=True, refusals="stale")
 class WordsTaken(Request[Empty], frozen=True):
-    """Names offers that were taken by their words; any others are passed over."""
+    """Report offers that were taken by their words. The agent ignores offers that were not."""
 
     agent_boot: AgentBoot
     tokens: Annotated[dict[OfferId, Secret], msgspec.Meta(max_length=MAX_TAKEN)]
@@ -254,7 +252,7 @@ class CommitAnswer(Message, frozen=True):
     committed: bool
     """Whether a ``take`` with this token, or a swap of the offer's word, completed the read."""
     num_tokens: Tokens = 0
-    """Tokens of the offer, if so."""
+    """Tokens of the offer, if committed."""
 
 
 @request(
@@ -264,20 +262,20 @@ class CommitAnswer(Message, frozen=True):
     refusals="forbidden engine_not_ready",
 )
 class CommitQuery(Request[CommitAnswer], frozen=True):
-    """Asks whether an earlier process of this decode agent took the offer, before a fetch is
-    repeated. Any process of the prefill agent answers, so it names no ``agent_boot``.
+    """Check whether an earlier process of this decode agent took the offer, before the fetch is
+    repeated. Any process of the prefill agent answers, so there is no ``agent_boot``.
 
-    When the answer is no, only ``reader_boot`` may take the offer with this token: a ``take`` of
-    another process that arrives later is ``stale``. An offer that the agent does not know is not
-    committed; ``engine_not_ready`` while the agent waits for the engine's offers.
+    After a negative reply, only ``reader_boot`` may take the offer with this token: a later
+    ``take`` of another process is ``stale``. An unknown offer is not committed. The agent refuses
+    with ``engine_not_ready`` while it waits for the engine's offers.
     """
 
     secret: OfferSecret
-    """The secret of the ticket; of a rendezvous, its ``transfer_id``."""
+    """Secret of the ticket; for a rendezvous, its ``transfer_id``."""
     token: Secret
-    """That of the ``take``."""
+    """Token of the ``take``."""
     reader_boot: Id
-    """Boot id of the decode agent that asks."""
+    """Boot id of the reader's agent."""
     offer_id: Text = ""
     """The offer, from the ticket; empty for a rendezvous."""
     engine_id: Text = ""
@@ -288,14 +286,14 @@ class CommitQuery(Request[CommitAnswer], frozen=True):
 
 @request("release", Socket.PREFILL_PEER, at_once=True, refusals=f"{OF_OFFER} lease_expired")
 class Release(Request[Empty], frozen=True):
-    """Gives a lease back, with nothing in flight and nothing used."""
+    """Release a lease, with nothing in flight and nothing used."""
 
     agent_boot: AgentBoot
     offer_id: OfferId
     epoch: Epoch
     token: LeaseToken
     code: Id
-    """Why it was not used: an error code."""
+    """Reason, as an error code."""
 
 
 @request(
@@ -306,7 +304,7 @@ class Release(Request[Empty], frozen=True):
     refusals="stale forbidden offer_unknown engine_not_ready",
 )
 class PeerWithdraw(Request[Empty], frozen=True):
-    """Ends an offer whose request was aborted; for routers."""
+    """Withdraw the offer of an aborted request; for routers."""
 
     agent_boot: AgentBoot
     offer_id: OfferId
@@ -324,20 +322,20 @@ class Met(Message, frozen=True):
     "offer_completed draining",
 )
 class Meet(Request[Met], frozen=True):
-    """Asks for the ticket of a [rendezvous](#rendezvous). Answered as soon as there is one;
-    ``busy`` when there is none after ``wait_s``; ``engine_not_ready`` when no engine has been ready
-    for 2 s.
+    """Wait for the ticket of a [rendezvous](#rendezvous). The reply comes as soon as there is one.
+    The agent refuses with ``busy`` after ``wait_s``, and with ``engine_not_ready`` when no engine
+    has been ready for 2 s.
     """
 
     transfer_id: TransferId
     wait_s: Seconds
-    """Seconds that the agent may take to answer."""
+    """Seconds that the agent may take to reply."""
 
 
 @request("forgo", Socket.PREFILL_PEER, refusals="busy offer_unknown draining")
 class Forgo(Request[Empty], frozen=True):
-    """Nobody will read the offer of a name. It is withdrawn, or refused to its engine
-    (``cancelled``) when that makes it later.
+    """Declare that the offer of this name will not be read. The agent withdraws it. If the engine
+    makes it later, the agent refuses it (``cancelled``).
     """
 
     transfer_id: TransferId
@@ -345,27 +343,27 @@ class Forgo(Request[Empty], frozen=True):
 
 @request("cancel_request", Socket.PREFILL_PEER, at_once=True)
 class CancelRequest(Request[Empty], frozen=True):
-    """Tells the agent that you wait no longer for the reply to an earlier request of this session.
-    The agent frees what the request holds, and refuses it with ``cancelled``. Without this, a
-    ``meet`` that nobody waits for holds its place until ``wait_s`` is over.
+    """Stop waiting for the reply to an earlier request of this session. The agent frees the
+    resources of that request, and refuses it with ``cancelled``. Without this, an abandoned
+    ``meet`` occupies its place until the end of ``wait_s``.
     """
 
     request_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-    """The ``id`` of that request. One that was answered, or never came, changes nothing."""
+    """The ``id`` of that request. No effect if it was answered or never arrived."""
 
 
 class Packed(Message, frozen=True):
-    """Reply to `Pack`. What is read after the end of the slot's lease is not valid."""
+    """Reply to `Pack`. Bytes read after the end of the slot's lease are not valid."""
 
     slot_id: SlotId
     address: Address
-    """Where the box starts in the agent's data process, within ``nixl_metadata``."""
+    """Start of the box in the agent's data process, within ``nixl_metadata``."""
     num_bytes: Size
-    """Bytes of the box in its order, parts of blocks outside the box included."""
+    """Size of the box."""
     slot_lease_s: Seconds
-    """The slot is the reader's for so long, while the lease lives; counted as ``lease_s``."""
+    """Seconds that the slot stays the reader's, while the lease lives; counted as ``lease_s``."""
     memory: Literal["DRAM", "VRAM"] = "DRAM"
-    """NIXL's kind of the slot's memory: that of the host, or of a GPU."""
+    """NIXL's kind of the slot's memory: ``DRAM`` of the host, or ``VRAM`` of a GPU."""
     device: Index = 0
     """NIXL's device number of the slot, in the prefill agent's data process."""
 
@@ -377,8 +375,8 @@ class Packed(Message, frozen=True):
     "engine_lost draining geometry timeout config transfer_failed",
 )
 class Pack(Request[Packed], frozen=True):
-    """Asks for a box of what one rank holds, gathered into a staging slot; see [Packed
-    reads](#packed-reads). Answered when it is gathered, which may wait for a slot.
+    """Gather a box of one rank into a staging slot; see [Packed reads](#packed-reads). The reply
+    comes when the box is gathered, which may wait for a slot.
     """
 
     agent_boot: AgentBoot
@@ -386,24 +384,25 @@ class Pack(Request[Packed], frozen=True):
     memory_id: MemoryId
     offer_id: OfferId
     epoch: Epoch
-    """The lease. Only the engine's home can check it; else the ``take`` does."""
+    """Epoch of the lease. Only the engine's home checks it here; for other agents, the ``take``
+    does."""
     rank: HolderRank
     box: Box
-    """What is wanted. Not more than ``slot_bytes``."""
+    """Box to gather, of at most ``slot_bytes``."""
     table: BoxTable
     slot_lease_s: Seconds
-    """Seconds that are wanted to wait, gather and read; the agent may grant fewer."""
+    """Seconds wanted to wait, gather and read; the agent may grant fewer."""
     token: Secret
-    """That of the lease, which only the engine's home can check."""
+    """The right to the lease; only the engine's home can check it."""
     access: MemoryAccess
     done: SlotIds = ()
-    """Slots that were read: given back, also when the rest is refused."""
+    """Slots that were read. The agent frees them even if it refuses the rest."""
     priority: Priority = 0
 
 
 @request("unpack", Socket.PREFILL_PEER, at_once=True, refusals="stale")
 class Unpack(Request[Empty], frozen=True):
-    """Gives back staging slots that were read, or are not wanted."""
+    """Release staging slots that were read or are not wanted."""
 
     agent_boot: AgentBoot
     slot_ids: SlotIds
@@ -411,34 +410,34 @@ class Unpack(Request[Empty], frozen=True):
 
 class Digests(Message, frozen=True):
     digests: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_DIGESTS)]
-    """For each chosen piece, in order, its digest: 8 bytes, little-endian."""
+    """Digest of each chosen piece, in order: 8 bytes, little-endian."""
 
 
 @request("digest", Socket.PREFILL_PEER, refusals=f"{OF_OFFER} offer_open geometry transfer_failed")
 class Digest(Request[Digests], frozen=True):
-    """Asks for digests of a box of what one rank holds now; see [Digests](#digests)."""
+    """Get digests of a box as one rank holds it now; see [Digests](#digests)."""
 
     agent_boot: AgentBoot
     engine_id: EngineId
     memory_id: MemoryId
     offer_id: OfferId
-    """The offer; it says which pieces are chosen, too."""
+    """Id of the offer; also selects the pieces."""
     rank: HolderRank
     box: Box
-    """What is to be digested: at most 131,072 pieces."""
+    """Box to digest, of at most 131,072 pieces."""
     table: BoxTable
     one_in: OneIn
     secret: OfferSecret
-    """The ticket's secret, which only the engine's home can check."""
+    """Secret from the offer's ticket; only the engine's home can check it."""
     access: MemoryAccess
 
 
 @request("check", Socket.PREFILL_PEER, at_once=True, refusals="stale forbidden engine_lost")
 class CheckMemory(Request[Empty], frozen=True):
-    """Asks whether the ranks of an engine that are at this agent are still those of the handshake.
-    For agents that are not the engine's home: before the read, with each renewal of the lease, and
-    after the last byte. For any agent: while a read drains, and after mapped memory has gone. The
-    agent looks then whether the engine has truncated its memory, as at a handshake.
+    """Check that the ranks of an engine at this agent are still those of the handshake. Send it to
+    agents other than the engine's home: before the read, with each renewal of the lease, and after
+    the last byte. Send it to any agent while a read drains, and after mapped memory has gone. As in
+    a handshake, the agent also detects memory that the engine has truncated.
     """
 
     agent_boot: AgentBoot
@@ -446,27 +445,26 @@ class CheckMemory(Request[Empty], frozen=True):
     memory_id: MemoryId
     access: MemoryAccess
     offer_id: Text = ""
-    """The offer that is read, or was."""
+    """Offer that is or was read."""
     progress_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
-    """Seconds from now for which the agent drives reads of the offer; 0 when nothing more is
-    read."""
+    """Seconds from now for which the agent drives reads of the offer; 0 if nothing more is read."""
     nixl_agent: Text = ""
-    """As of a ``take``."""
+    """As in ``take``."""
 
 
 class PartFetched(Message, frozen=True):
-    """Reply to `FetchPart`: nothing of the part is in flight at this agent any more. Without a
-    ``code`` all of it was read and taken.
+    """Reply to `FetchPart`: nothing of the part is in flight at this agent any longer. Without a
+    ``code``, all of it was read and taken.
     """
 
     num_bytes: Size
-    """Bytes that were read into the remote ranks."""
+    """Bytes read into the remote ranks."""
     path: Text
-    """How, as in the reply to ``fetch``."""
+    """As in the reply to ``fetch``."""
     code: Text = ""
-    """Of the error that the part failed with, as in the reply to ``fetch``."""
+    """Error code of a failed part, as in the reply to ``fetch``."""
     message: Text = ""
-    """Of that error."""
+    """Explanation of that error."""
 
 
 @request(
@@ -475,30 +473,30 @@ class PartFetched(Message, frozen=True):
     refusals="engine_unknown engine_not_ready geometry unsupported_version draining busy",
 )
 class FetchPart(Request[PartFetched], frozen=True):
-    """The home of a decode engine asks an agent with remote ranks of it to fetch into these; see
-    [Engines with several agents](#engines-with-several-agents). A repeat with the same ``token``
-    waits for the same reply. A refusal does not prove that nothing was begun: send ``cancel_part``.
+    """Fetch into remote ranks of a decode engine, at the request of its home; see [Engines with
+    several agents](#engines-with-several-agents). A repeat with the same ``token`` waits for the
+    same reply. After a refusal, send ``cancel_part``: the part may have started.
     """
 
     token: Secret
     """The right to this part, new for each."""
     fetch_id: Id
-    """The fetch at the home, for stories and traces."""
+    """Id of the fetch at the home, for stories and traces."""
     engine_id: EngineId
     access: Secret
-    """What the control session said of this agent in ``others``."""
+    """The ``access`` of this agent in ``others`` of the control session."""
     ranks: Ranks
-    """The remote ranks to read into."""
+    """Remote ranks to read into."""
     ticket: TicketMap
     memory_ids: Annotated[tuple[Id, ...], msgspec.Meta(min_length=1, max_length=1024)]
-    """``memory_id`` of the prefill engine's home, then of each of ``others``. An agent that knows
-    others shakes hands again."""
+    """The ``memory_id`` of the prefill engine's home, then of each of ``others``. An agent that
+    knows other ids shakes hands again."""
     num_tokens: Tokens
     """As in ``fetch``."""
     tables: Tables
     """As in ``fetch``."""
     timeout_s: Seconds
-    """Seconds until the part fails by itself."""
+    """Seconds until the part fails on its own."""
     first_token: Tokens = 0
     """As in ``fetch``."""
     zero_tail: bool = False
@@ -507,16 +505,16 @@ class FetchPart(Request[PartFetched], frozen=True):
     traceparent: Text = ""
     """As in ``fetch``."""
     origin: Secret | None = None
-    """Names all parts that this process of the home asks this agent for in one fetch."""
+    """Name of all parts that this process of the home requests from this agent in one fetch."""
 
 
 @request("cancel_part", Socket.DECODE_PEER, refusals="busy")
 class CancelPart(Request[Empty], frozen=True):
-    """Ends a part; answered when nothing of it is in flight any more. From then on the reply to a
-    ``fetch_part`` with this ``token`` has the code ``cancelled``, or that of the part. Asked again,
-    the earlier question is ``busy``.
+    """Cancel a part. The reply comes when nothing of it is in flight any longer. From then on, the
+    reply to a ``fetch_part`` with this ``token`` has the code ``cancelled``, or that of the part. A
+    second request makes the agent refuse the first one with ``busy``.
     """
 
     token: Secret
-    """That of the ``fetch_part``, or its ``origin``: the next process of the home ends what the
-    one before has asked for."""
+    """Token of the ``fetch_part``, or its ``origin``. A new process of the home uses the origin to
+    end the parts of its predecessor."""

@@ -1,8 +1,8 @@
-"""What a router carries: the ticket of an offer, or a rendezvous before there is one.
+"""Credentials that a router carries: the ticket of an offer, or a rendezvous before there is one.
 
-Both are small maps that pass through any JSON. They are signed by keys that the agents of a site
-share: `TicketKeys` refuses tickets that were altered, are of no known key, or are not of this time.
-It knows no clock: times are seconds since 1970 and come from outside.
+Both are small maps that pass through any JSON. The agents of a site share the keys that sign them.
+`TicketKeys` refuses a ticket that was altered, has an unknown key, or is outside its lifetime.
+Times are seconds since 1970, and callers pass them in.
 """
 
 import base64
@@ -37,38 +37,39 @@ TICKET_VERSION = 1
 MAX_REQUEST_ID = 256
 UNKNOWN = "-"
 MAX_TICKET_BLOCKS = 16_384
-"""Most blocks that a ticket can name; a prefill agent's configuration allows some of them."""
+"""Upper bound of a prefill agent's ``ticket_blocks``."""
 CLOCK_TOLERANCE_S = 30
-"""How far the clocks of two agents may be apart."""
+"""Largest difference between the clocks of two agents."""
 _Base64 = Annotated[str, msgspec.Meta(max_length=131_072)]
 Audience = Text
-"""The decode engine or agent that alone may use it, where tickets are signed; empty for any."""
+"""The only decode engine or agent that may use it, where tickets are signed; empty for any."""
 IssuedAt = Size
-"""When it was signed, in seconds since 1970; 0 without a signature."""
+"""Time of the signature, in seconds since 1970; 0 without a signature."""
 ExpiresAt = Size
-"""Until when it is good; 0 without a signature."""
+"""End of its validity, in seconds since 1970; 0 without a signature."""
 Version = int
-"""Version of the ticket, or rendezvous: 1."""
+"""Version of the ticket or rendezvous: 1."""
 Signature = Text
-"""64 hexadecimal digits; see [Signed tickets](#signed-tickets). Empty when the site signs none."""
+"""64 hexadecimal digits; see [Signed tickets](#signed-tickets). Empty where tickets are not signed.
+"""
 
 
 class Carried(Redacted, frozen=True):
-    """A map of strings and integers, called ``what``."""
+    """A map of strings and integers; ``what`` is its name in messages."""
 
     what: ClassVar[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Strings and integers only, safe to pass through any JSON."""
+        """Return a map of strings and integers only, safe in any JSON."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         return fields
 
     @classmethod
     def from_json(cls, fields: object) -> Self:
-        """What is in ``fields``; raises `ProtocolError` that says what is wrong with it."""
+        """Return the parsed ``fields``; raise `ProtocolError` with the reason."""
         try:
             carried = msgspec.convert(fields, cls)
-            msgspec.json.encode(carried)  # JSON can escape half a character, which cannot travel
+            msgspec.json.encode(carried)  # JSON can escape a lone surrogate, which UTF-8 cannot
         except (msgspec.ValidationError, OverflowError, UnicodeError) as error:
             raise ProtocolError(
                 f"{cls.what}: {reason_of(error)}", code=ErrorCode.INVALID
@@ -85,7 +86,7 @@ class Carried(Redacted, frozen=True):
 
 
 class Ticket(Carried, frozen=True):
-    """Names one offer of one prefill agent; whoever shows its ``secret`` may claim the offer."""
+    """The name of one offer of one prefill agent. Its ``secret`` is the right to claim it."""
 
     what: ClassVar[str] = "ticket"
 
@@ -95,33 +96,34 @@ class Ticket(Carried, frozen=True):
     endpoint: Endpoint
     engine_id: EngineId
     engine_instance: Id
-    """Stands for the engine's control session: a new one each time that one registers."""
+    """Instance of the engine: the ``instance`` of its control session, or one that the agent chose.
+    """
     offer_id: OfferId
     request_id: Id
-    """The prefill engine's name of the request."""
+    """The prefill engine's id of the request."""
     num_tokens: Tokens
-    """Tokens ready when the ticket was made; more may follow."""
+    """Tokens that were ready when the ticket was made; more may follow."""
     secret: Secret
-    """The right to claim the offer, or withdraw it."""
+    """The right to claim or withdraw the offer."""
     server_key: ServerKey = ""
     audience: Audience = ""
     prompt_digest: Text = ""
-    """From ``offer``."""
+    """As in ``offer``."""
     issued_at_s: IssuedAt = 0
     expires_at_s: ExpiresAt = 0
     kvbus: Version = TICKET_VERSION
     signature: Signature = ""
     blocks: _Base64 = ""
-    """The block tables of an offer that is not written to any more: base64 of the msgpack map that
-    ``offer`` had as ``tables``. A reader may read them at once, and ``take`` the offer after the
-    last byte. Empty when the offer was open, or has too many."""
+    """Block tables of an offer with blocks that are not written any longer: base64 of the msgpack
+    map ``tables`` of ``offer``. A reader may read these blocks immediately, and ``take`` the offer
+    after the last byte. Empty if the offer was open or has too many blocks."""
     traceparent: Text = ""
-    """As in ``offer``. It is not signed."""
+    """As in ``offer``. Not signed."""
     word: WordName = 0
-    """As in ``offer``. It is not signed: with another one the fetch takes longer, and no more."""
+    """As in ``offer``. Not signed: a wrong value only makes the fetch slower."""
 
     def tables(self) -> dict[str, BlockTable]:
-        """The block tables in ``blocks``, none when it is empty; raises `ProtocolError`."""
+        """Return the block tables in ``blocks``, or none if it is empty; raise `ProtocolError`."""
         if not self.blocks:
             return {}
         try:
@@ -135,16 +137,18 @@ class Ticket(Carried, frozen=True):
 
 
 class Rendezvous(Carried, frozen=True):
-    """Names an offer before there is one; made by whoever sends both engines the request."""
+    """The name of an offer before there is a ticket. The router that sends the request to both
+    engines makes it.
+    """
 
     what: ClassVar[str] = "rendezvous"
 
     transfer_id: Secret
-    """The name of the offer, and the right to its ticket: 128 random bits."""
+    """Name of the offer, and the right to its ticket: 128 random bits."""
     endpoint: Endpoint
     server_key: ServerKey = ""
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID)] = ""
-    """What the router calls the request, for logs."""
+    """Router's name of the request, for logs."""
     audience: Audience = ""
     issued_at_s: IssuedAt = 0
     expires_at_s: ExpiresAt = 0
@@ -153,11 +157,11 @@ class Rendezvous(Carried, frozen=True):
 
     @classmethod
     def is_one(cls, fields: object) -> bool:
-        """Whether ``fields`` are meant to be a rendezvous, and not a ticket."""
+        """Return whether ``fields`` are meant as a rendezvous, not as a ticket."""
         return isinstance(fields, dict) and "transfer_id" in fields
 
     def unknown_ticket(self) -> Ticket:
-        """What is known of the ticket by now: where it will come from, and what it is for."""
+        """Return a ticket with the fields known so far; the others are placeholders."""
         return Ticket(
             agent_id=UNKNOWN,
             agent_boot=UNKNOWN,
@@ -173,7 +177,7 @@ class Rendezvous(Carried, frozen=True):
 
 
 def packed_tables(tables: Mapping[str, BlockTable], *, max_blocks: int) -> str:
-    """``tables`` as the ``blocks`` of a ticket: base64 of msgpack; empty when they are too many."""
+    """Return ``tables`` as ``blocks`` of a ticket; empty if there are over ``max_blocks``."""
     if sum(len(table) for table in tables.values()) > max_blocks:
         return ""
     return base64.b64encode(msgspec.msgpack.encode(dict(tables))).decode()
@@ -183,7 +187,7 @@ T = TypeVar("T", Ticket, Rendezvous)
 
 
 class TicketKeys:
-    """The keys of a site: the first signs, any of them verifies, so that they can be replaced."""
+    """The keys of a site. The first one signs and all verify, so that keys can be rotated."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         if not keys:
@@ -191,7 +195,6 @@ class TicketKeys:
         self._keys = tuple(keys)
 
     def sign(self, ticket: T, *, now_s: float, lifetime_s: float) -> T:
-        """``ticket`` with its times and its signature."""
         issued_at_s = int(now_s)
         dated = msgspec.structs.replace(
             ticket, issued_at_s=issued_at_s, expires_at_s=issued_at_s + int(lifetime_s)
@@ -200,7 +203,7 @@ class TicketKeys:
         return msgspec.structs.replace(dated, signature=signature)
 
     def check_signature(self, ticket: Ticket | Rendezvous) -> None:
-        """Raise `LocalError` (``forbidden``) unless one of our keys signed exactly this ticket."""
+        """Raise `LocalError` (``forbidden``) unless one of the keys signed exactly this ticket."""
         shown = ticket.signature.encode()
         ours = (_signature(key, ticket).encode() for key in self._keys)
         if not any(hmac.compare_digest(one, shown) for one in ours):
@@ -213,7 +216,7 @@ class TicketKeys:
             raise LocalError(f"the {ticket.what} {problem}: {remedy}", code=ErrorCode.FORBIDDEN)
 
     def check_times(self, ticket: Ticket | Rendezvous, *, now_s: float) -> None:
-        """Raise `LocalError` when the ticket is over, or from a time that has not come."""
+        """Raise `LocalError` if the ticket has expired, or was issued in the future."""
         maker = f"agent '{ticket.agent_id}'" if isinstance(ticket, Ticket) else "the router"
         early_s, late_s = ticket.issued_at_s - now_s, now_s - ticket.expires_at_s
         if late_s > CLOCK_TOLERANCE_S:
@@ -233,10 +236,10 @@ class TicketKeys:
 
 
 def _signature(key: bytes, ticket: Ticket | Rendezvous) -> str:
-    """HMAC-SHA256 of all other fields: compact JSON, in the order in which the page has them.
+    """Return the HMAC-SHA256 of all other fields: compact JSON, in the order of the protocol page.
 
-    Without ``blocks`` when there are none, and without ``traceparent`` and ``word``: agents that do
-    not know these fields sign without them.
+    Empty ``blocks``, ``traceparent`` and ``word`` are left out: agents that do not know these
+    fields sign without them.
     """
     fields = msgspec.structs.replace(ticket, signature="").to_json()
     if not fields.get("blocks", True):
@@ -248,10 +251,11 @@ def _signature(key: bytes, ticket: Ticket | Rendezvous) -> str:
 
 
 def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str] = ("",)) -> str:
-    """What a prompt is known by on both sides of a handoff; see [Prompt digest](#prompt-digest).
+    """Return the digest that identifies a prompt at both engines; see [Prompt
+    digest](#prompt-digest).
 
-    Of its tokens, and of all else that their KV depends on: the name of the LoRA adapter, empty for
-    none, and then what each image or other item is known by, in the order of the prompt.
+    ``conditions`` are the other inputs of the KV: first the name of the LoRA adapter, empty for
+    none. Then comes the identifier of each image or other item, in prompt order.
     """
     ids = array("q", token_ids)
     if sys.byteorder == "big":

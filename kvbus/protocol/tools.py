@@ -1,6 +1,6 @@
-"""Messages for routers and tools: an agent's status, what a handoff costs, traces, and events.
+"""Messages for routers and tools: status, cost of a handoff, traces, and events.
 
-An event may be lost: it says that something is to be asked, never that it is so.
+Events may be lost: an event is a hint to request the state, never the state itself.
 """
 
 import re
@@ -34,72 +34,72 @@ from kvbus.protocol.message import (
 )
 
 MAX_SPANS = 512
-"""Most spans in one answer."""
 MAX_OTHERS = 64
 AnySeconds = Annotated[float, msgspec.Meta(ge=0)]
 Echo = Annotated[str, msgspec.Meta(max_length=2 * MAX_TEXT_CHARS)]
-"""Comes back as it is: a large answer."""
+"""Returned unchanged, to make the reply large."""
 
 
 class PeerView(msgspec.Struct, frozen=True):
-    """What an agent knows of another one, and its own key."""
+    """An agent's view of another agent, and its own key."""
 
     server_key: ServerKey = ""
     roles: tuple[Text, ...] = ()
-    """What the agent trusts ``key`` as, if anything."""
+    """Roles that the agent trusts ``key`` with."""
     listed: bool = False
     """Whether ``peer`` is in the configuration of a decode agent."""
     warm: bool = False
-    """Whether that is ready for the first fetch."""
+    """Whether that peer is ready for the first fetch."""
     num_routes: Size = 0
-    """Routes from engines of ``peer``, made by handshakes."""
+    """Number of routes from engines of ``peer``, created by handshakes."""
     problem: Text = ""
-    """Why it is not warm, or why the last handshake failed, for people."""
+    """Reason why it is not warm, or why the last handshake failed; for people."""
 
 
 class Sharing(msgspec.Struct, frozen=True):
-    """What an agent says of memory that it lends or maps; see [Memory socket](#memory-socket)."""
+    """Memory that an agent lends or maps; see [Memory socket](#memory-socket)."""
 
     machine: Text = ""
     """Boot id of the agent's kernel."""
     uid: Size = 0
-    """User of the agent's process."""
+    """UID of the agent's process."""
     mount_namespace: Text = ""
     """Its mount namespace, if the kernel names it."""
     pid_namespace: Text = ""
     """Its PID namespace: UCX reads the memory of another one over TCP."""
     path: Text = ""
-    """Path of a prefill agent's memory socket; empty when it has none."""
+    """Path of a prefill agent's memory socket; empty if it has none."""
     closed: Text = ""
-    """Why it neither lends nor maps anything, for people; empty when it may."""
+    """Reason why it neither lends nor maps memory, for people; empty if it may."""
     engines: dict[str, Text] = {}
-    """Of each engine that a decode agent has met ``open``, or why its memory is not mapped."""
+    """For each engine that a decode agent has met, ``open``, or the reason why its memory is not
+    mapped."""
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One thing that is wrong at an agent."""
+    """One problem of an agent."""
 
     what: Text
-    """What is wrong, for people."""
+    """The problem, for people."""
     do: Text
-    """What to do about it."""
+    """The remedy."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
     """One process of an agent."""
 
     name: Text
-    """``control``, or ``data`` that moves the KV."""
+    """``control``, or ``data`` for the process that moves KV."""
     pid: Size = 0
-    """0 while it does not run."""
+    """Process id; 0 while it does not run."""
     cpu_s: AnySeconds = 0.0
-    """CPU time since it was started."""
+    """CPU time since its start."""
     memory_bytes: Size = 0
     """Memory, without KV and other shared memory."""
     num_restarts: Size = 0
-    """How often it was started again."""
+    """Number of restarts."""
     last_end: Text = ""
-    """Why the one before ended, for people."""
+    """Reason why its predecessor ended, for people."""
 
 
 class AgentStatus(Message, frozen=True):
@@ -108,48 +108,49 @@ class AgentStatus(Message, frozen=True):
     engines: dict[str, bool]
     """Engine ids, and whether each is ready."""
     draining: bool
-    """Whether it takes no new offers or fetches."""
+    """Whether the agent refuses new offers or fetches."""
     counts: dict[str, int]
-    """How many offers, leases, fetches and the like it holds."""
+    """Numbers of offers, leases, fetches and other objects that it holds."""
     data_endpoints: tuple[Text, ...] = ()
     """HOST:PORT of each TCP socket at which the agent's NIXL listens. Only for senders with a key,
-    or of the same user (or root) on this machine, as ``sharing``."""
+    or of the same user (or root) on this machine."""
     story: tuple[Text, ...] = ()
-    """The last events of the fetch or offer that was asked for, for people."""
+    """Last events of the requested fetch or offer, for people."""
     sharing: Sharing | None = None
-    """Whether memory is shared with agents of the same machine."""
+    """State of memory sharing with agents of the same machine. Only for the senders that get
+    ``data_endpoints``."""
     silent_peers: dict[str, float] = msgspec.field(default_factory=dict)
-    """Agents that do not answer pings, by endpoint: for how many seconds."""
+    """Agents that do not answer pings, by endpoint: seconds of silence."""
     engine_instances: dict[str, str] = msgspec.field(default_factory=dict)
-    """Of each engine, its ``engine_instance`` in tickets."""
+    """The ``engine_instance`` of each engine in tickets."""
     peer_endpoint: Text = ""
-    """Where others reach this socket: the ``endpoint`` in tickets."""
+    """Address of this socket for others: the ``endpoint`` in tickets."""
     events_endpoint: Text = ""
-    """Where its events are."""
+    """Address of its events socket."""
     echo: Echo = ""
     view: PeerView | None = None
-    """What the agent knows of the ``peer`` that it was asked about."""
+    """View of the requested ``peer``."""
     faults: tuple[Fault, ...] = ()
-    """What is wrong now, if that was asked for. Only for the senders that are told ``sharing``."""
+    """Current problems, if requested. Only for the senders that get ``data_endpoints``."""
     processes: tuple[ProcessStatus, ...] = ()
-    """The agent's processes. Only for the senders that are told ``sharing``."""
+    """Processes of the agent. Only for the senders that get ``data_endpoints``."""
 
 
 @request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)
 class Status(Request[AgentStatus], frozen=True):
-    """Asks what an agent holds now; a subscriber resyncs with it."""
+    """Get the state of an agent; subscribers resynchronize with it."""
 
     fetch_id: Text = ""
-    """A fetch of this decode agent whose story is wanted."""
+    """Fetch of this decode agent, to get its ``story``."""
     offer_id: Text = ""
-    """An offer of this prefill agent whose story is wanted."""
+    """Offer of this prefill agent, to get its ``story``."""
     echo: Echo = ""
     peer: Text = ""
-    """Endpoint of another agent whose ``view`` is wanted; or only its ``key``."""
+    """Endpoint of another agent, to get the ``view`` of it. ``key`` alone is enough."""
     key: Text = ""
     """CURVE key of that agent, in Z85."""
     faults: bool = False
-    """Whether the ``faults`` are wanted."""
+    """Whether to return ``faults``."""
 
 
 class Predicted(Message, frozen=True):
@@ -159,9 +160,9 @@ class Predicted(Message, frozen=True):
     """Bytes that it would move."""
     decode_engine: EngineId
     path: Text = ""
-    """How it would be read. Empty where the engines have not met: it is a guess then."""
+    """Path of the read. Empty if the engines have not met; then the prediction is a guess."""
     num_observed: Size = 0
-    """How many handoffs from there on this path have corrected it."""
+    """Number of handoffs from that agent on this path that have corrected the prediction."""
 
 
 @request(
@@ -171,41 +172,42 @@ class Predicted(Message, frozen=True):
     refusals="engine_unknown engine_not_ready",
 )
 class Cost(Request[Predicted], frozen=True):
-    """Asks a decode agent what a fetch would take now, for routers. It changes nothing."""
+    """Predict the duration of a fetch at a decode agent now, for routers. It changes nothing."""
 
     endpoint: Endpoint
-    """The prefill agent's, as in its tickets."""
+    """Endpoint of the prefill agent, as in its tickets."""
     num_tokens: Tokens
-    """Tokens of the request, with those in the decode engine's cache."""
+    """Tokens of the request, including those in the decode engine's cache."""
     first_token: Tokens = 0
-    """How many of them the decode engine has already."""
+    """Number of tokens that the decode engine has already."""
     prefill_engine: Text = ""
-    """May be empty where the two agents know one."""
+    """Id of the prefill engine. May be empty if the two agents know only one."""
     decode_engine: Text = ""
-    """May be empty where this agent has one."""
+    """Id of the decode engine. May be empty if this agent has only one."""
 
 
 class Span(Redacted, frozen=True):
-    """A time in which something went on, by the agent's own clock."""
+    """A time interval by the agent's own clock."""
 
     name: Id
-    """What went on: ``offer`` or ``fetch``, a state of one, or a step of a read."""
+    """Kind of the span: ``offer`` or ``fetch``, a state of one, or a step of a read."""
     start_s: float
-    """When it began."""
+    """Start, by the agent's clock."""
     end_s: float | None = None
-    """When it ended; nil while it goes on."""
+    """End, by the agent's clock; nil while in progress."""
     depth: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
-    """0 for an offer or a fetch. A span is a part of the last one before it of a smaller depth."""
+    """0 for an offer or a fetch. A span is part of the nearest earlier span with a smaller depth.
+    """
     about: Text = ""
-    """Which of several, such as the leg of a read; empty where there is one."""
+    """Distinguishes several, such as the legs of a read; empty if there is only one."""
     error: Text = ""
-    """The error that ended it; empty for none."""
+    """Error that ended it; empty for none."""
     attributes: dict[str, Scalar] = msgspec.field(default_factory=dict)
-    """Plain values that say more."""
+    """Further plain values."""
 
 
 class OtherAgent(Redacted, frozen=True):
-    """Another agent that has a part in what was asked for."""
+    """Another agent with a part in the traced request."""
 
     endpoint: Endpoint
     server_key: ServerKey = ""
@@ -217,39 +219,39 @@ class Traced(Message, frozen=True):
     boot: Id
     """Boot id of the agent."""
     now_s: float
-    """The agent's clock as it answered, in seconds since any time."""
+    """The agent's clock at the reply, in seconds since an arbitrary time."""
     wall_s: float
-    """Seconds since 1970 then, as its machine believes."""
+    """The machine's clock at the reply, in seconds since 1970."""
     spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
-    """What it remembers, the oldest first."""
+    """Spans that the agent has kept, oldest first."""
     cut: bool = False
-    """Whether it remembers more than fits: the oldest entries are left out."""
+    """Whether the agent has kept more than fits: the oldest entries are left out."""
     others: Annotated[tuple[OtherAgent, ...], msgspec.Meta(max_length=MAX_OTHERS)] = ()
-    """Agents that have a part in it."""
+    """Agents with a part in it."""
 
 
 @request("trace", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)
 class Trace(Request[Traced], frozen=True):
-    """Asks what went on for a request, an offer or a fetch, and what the agent's clock says; see
+    """Get the spans of a request, an offer or a fetch, and the agent's clock; see
     [Traces](#traces).
     """
 
     request_id: Text = ""
-    """A request, as its ticket or its rendezvous names it."""
+    """A request, by its id in the ticket or rendezvous."""
     offer_id: Text = ""
-    """An offer of this agent, or of another, which had boxes gathered here."""
+    """An offer of this agent, or of another agent that had boxes gathered here."""
     fetch_id: Text = ""
-    """A fetch of this agent, or of another, which had a part of it read here."""
+    """A fetch of this agent, or of another agent that had a part read here."""
 
 
 class Remembered(Redacted, frozen=True):
-    """What a service says to `Trace`: the spans of each offer or fetch, the oldest one first."""
+    """A service's reply to `Trace`: the spans of each offer or fetch, oldest first."""
 
     entries: tuple[tuple[Span, ...], ...] = ()
     others: tuple[OtherAgent, ...] = ()
 
     def newest(self) -> tuple[tuple[Span, ...], bool]:
-        """The spans of the newest ones that fit into a reply, and whether some do not."""
+        """Return the newest spans that fit into a reply, and whether some were left out."""
         kept: list[tuple[Span, ...]] = []
         num_left = MAX_SPANS
         for entry in reversed(self.entries):
@@ -260,11 +262,11 @@ class Remembered(Redacted, frozen=True):
 
 
 class Live(msgspec.Struct, frozen=True):
-    """The process ``boot`` of an agent at the time ``now_s`` of its clock, that of the spans.
+    """A snapshot of an agent: its process ``boot``, at ``now_s`` of the clock of the spans.
 
-    ``metrics`` are the samples of its Prometheus page, by name and labels as that writes them;
-    ``recent`` has the spans of its newest offers or fetches. ``key_options`` are what a command
-    needs on its line to ask this agent, here; empty without keys.
+    ``metrics`` are the samples of its Prometheus page, by name and labels in the page's form.
+    ``recent`` has the spans of its newest offers or fetches. ``key_options`` are the options that a
+    command needs to reach this agent from here; empty without keys.
     """
 
     status: AgentStatus
@@ -281,7 +283,7 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """The trace, the span that what we do is a part of, and whether somebody wants to see it."""
+    """A parsed ``traceparent``: the trace, the parent span, and whether the trace is sampled."""
 
     trace_id: str
     span_id: str
@@ -289,7 +291,7 @@ class TraceParent:
 
     @classmethod
     def read(cls, text: str) -> "TraceParent | None":
-        """What ``text`` says; None when it is no trace."""
+        """Return the parsed ``text``, or None if it is not a ``traceparent``."""
         found = _FORM.fullmatch(text)
         if found is None:
             return None
@@ -300,22 +302,22 @@ class TraceParent:
 
 
 def known_trace(*texts: str) -> str:
-    """The first of ``texts`` that is a trace; empty when none is."""
+    """Return the first valid ``traceparent`` of ``texts``; empty if there is none."""
     return next((text for text in texts if text and TraceParent.read(text)), "")
 
 
 def trace_attributes(*texts: str) -> dict[str, str]:
-    """What a span says of the first of ``texts`` that is a trace."""
+    """Return span attributes with the first valid ``traceparent`` of ``texts``."""
     text = known_trace(*texts)
     return {"traceparent": text} if text else {}
 
 
 @event("heartbeat")
 class Heartbeat(Message, frozen=True):
-    """The agent is alive. It comes every two seconds (``heartbeat_s``)."""
+    """The agent is alive. Published every 2 s (``heartbeat_s``)."""
 
     seqs: dict[str, Size]
-    """The last ``seq`` of each topic."""
+    """Last ``seq`` of each topic."""
 
 
 @event("offer.opened", "offer.extended", "offer.sealed", "offer.released")
@@ -324,15 +326,15 @@ class OfferEvent(Message, frozen=True):
 
     offer_id: OfferId
     num_tokens: Tokens
-    """Tokens ready."""
+    """Number of tokens that are ready."""
     outcome: Text = ""
     """As in ``released``; empty while the offer lives."""
 
 
 @event("lease.granted", "lease.revoked", "lease.expired", "lease.ended")
 class LeaseEvent(Message, frozen=True):
-    """A lease was granted; revoked by a withdrawal or a new claim; expired; or was ended by its
-    reader.
+    """A lease was granted, was revoked by a withdrawal or a new claim, has expired, or was ended by
+    its reader.
     """
 
     offer_id: OfferId
@@ -345,14 +347,14 @@ class FetchEvent(Message, frozen=True):
 
     fetch_id: FetchId
     request_id: Text
-    """The request id in the ticket."""
+    """Request id from the ticket."""
     code: Text = ""
-    """As in the reply to ``fetch``; empty when it completed."""
+    """As in the reply to ``fetch``; empty if it completed."""
 
 
 @event("engine.ready", "engine.lost")
 class EngineEvent(Message, frozen=True):
-    """An engine is complete and can be used, or is gone."""
+    """An engine is ready for use, or was lost."""
 
     engine_id: EngineId
     engine_instance: Text = ""
