@@ -1,4 +1,4 @@
-"""Configuration of an agent: what was given into typed structs, and its addresses."""
+"""Configuration of an agent: typed structs of its keys, checks, and addresses."""
 
 import os
 import re
@@ -25,17 +25,17 @@ DEFAULTS: Mapping[AgentRole, Mapping[str, str]] = {
     }
     for role, port in ((AgentRole.PREFILL, 7701), (AgentRole.DECODE, 7711))
 }
-"""What a printed configuration has for keys without a default, and for the HTTP port."""
+"""Values for keys without a default in a printed configuration, and for the HTTP port."""
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
 MEMORY_SOCKET = "memory.sock"
 MAX_PORT = 65_535
 CLOSES_WITHIN_S = 3.0
-"""How long a stop waits for posted transfers to end."""
+"""Longest wait of a stop for the end of posted transfers."""
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both agents need; each service adds its own keys. ``called`` is for messages."""
+    """Keys of both agents; each service adds its own. ``called`` names the agent in messages."""
 
     called: ClassVar[str] = "an agent"
 
@@ -48,53 +48,44 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ]
     """Name of this agent in logs, metrics and tickets; unique in the cluster."""
     peer_bind: str
-    """Where other agents reach this one, tcp://HOST:PORT; port 0 takes a free one, FIRST-LAST the
-    first free one of a range. HOST * is every address of this machine, IPv6 and IPv4.
-    """
+    """Address for other agents, tcp://HOST:PORT. HOST * means all addresses of this machine, IPv6
+    and IPv4. PORT 0 takes a free port, FIRST-LAST the first free one of a range."""
     events_bind: str
-    """Where subscribers get this agent's events; as peer_bind."""
+    """Address for subscribers to this agent's events; format as peer_bind."""
     advertise_host: str = ""
-    """Host name or IP address that others use; needed when an address above is a wildcard."""
+    """Host name or IP address of this agent for others; required if an address above is a wildcard.
+    """
     key_file: str = ""
-    """Secret key of this agent, of mode 0600; made by: kvbus keys new. Empty: its sockets are
-    neither encrypted nor closed to anybody.
-    """
+    """Secret key of this agent, mode 0600; to create one: kvbus keys new. Empty: its sockets are
+    not encrypted, and accept everyone."""
     authorized_keys: str = ""
-    """File of the public keys that are trusted; made by: kvbus keys trust. It is read again when
-    it changes.
-    """
+    """File of the trusted public keys; to add one: kvbus keys trust. The agent reads it again when
+    it changes."""
     insecure: bool = False
-    """Whether an address above may be not loopback without keys."""
+    """Whether to allow an address above that is not loopback without keys."""
     data_interfaces: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
-    """Network interfaces or RDMA devices that KV passes over, such as ["eth0"] or ["mlx5_0:1"].
-    Empty: what UCX_NET_DEVICES names, or loopback when the addresses above are loopback.
-    """
+    """Network interfaces or RDMA devices for KV, such as ["eth0"] or ["mlx5_0:1"]. Empty: the value
+    of UCX_NET_DEVICES, or loopback if the addresses above are loopback."""
     data_ports: Annotated[str, Meta(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$")] = ""
-    """TCP ports at which UCX may listen, FIRST-LAST, for the rules of a firewall: 16 for each agent
-    of the machine. Empty: any, or what UCX_TCP_PORT_RANGE names.
-    """
+    """TCP ports, FIRST-LAST, at which UCX may listen, for firewall rules: 16 for each agent of the
+    machine. Empty: the value of UCX_TCP_PORT_RANGE, or any."""
     ticket_keys: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
-    """Files with the keys of the site that sign tickets, one in each, of mode 0600. The first
-    signs, any of them verifies. Empty: tickets are not signed, and anyone's are taken.
-    """
+    """Files with the site's keys that sign tickets, one key in each, mode 0600. The first one
+    signs; all of them verify. Empty: tickets are not signed, and all tickets are accepted."""
     runtime_dir: str = ""
-    """Folder of the sockets for the local engine, of mode 0700, below folders that only this user
-    and root write into. Empty: kvbus-UID/AGENT_ID below XDG_RUNTIME_DIR, or below /tmp.
-    """
+    """Folder of the sockets for local engines, mode 0700. Only this user and root may write into
+    its parents. Empty: kvbus-UID/AGENT_ID in XDG_RUNTIME_DIR, or in /tmp."""
     http_bind: str = ""
-    """HOST:PORT for /metrics, /healthz, /readyz and /status; empty: no port. One that is not
-    loopback needs http_token_file.
-    """
+    """HOST:PORT for /metrics, /healthz, /readyz and /status; empty: no port. An address other than
+    loopback requires http_token_file."""
     http_token_file: str = ""
-    """File of mode 0600 with the token that all of http_bind but /healthz and /readyz asks for: as
-    a bearer's, or as the password of any user.
-    """
+    """File, mode 0600, with the token for all paths of http_bind but /healthz and /readyz. Clients
+    send it as a bearer token, or as the password of any user."""
     engine_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
-    """How long after its start an agent waits for engines that were attached before: requests for
-    them are refused with `engine_not_ready`, and repeated, until they register again.
-    """
+    """Wait after a start for engines that were attached before. Until they register, requests for
+    them are refused with `engine_not_ready`, and retried."""
     ready_needs_engine: bool = False
-    """Whether /readyz is 503 until an engine is attached."""
+    """Whether /readyz returns 503 until an engine is attached."""
     otlp_endpoint: Annotated[
         str,
         Meta(
@@ -102,45 +93,37 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             extra={"words": "http://HOST:PORT or https://HOST:PORT, or nothing"},
         ),
     ] = ""
-    """Where an OpenTelemetry collector takes spans by OTLP over HTTP, such as
-    http://127.0.0.1:4318; needs kvbus[otel]. Empty: nothing is sent.
-    """
+    """Address of an OpenTelemetry collector for spans, by OTLP over HTTP, such as
+    http://127.0.0.1:4318; requires kvbus[otel]. Empty: none is sent."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe level that is logged."""
+    """Lowest level that is logged."""
     drain_timeout_s: Duration = 30.0
-    """How long a stop waits for what runs before it fails it."""
+    """Longest wait of a stop for offers and fetches in progress; then they fail."""
     heartbeat_s: Duration = 2.0
-    """Time between heartbeat events."""
+    """Interval of heartbeat events."""
     max_ended_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 40 << 20
-    """Memory for what is known of offers or fetches that have ended, some 2 KiB each: of those of
-    the last minute, and the last 1,024.
-    """
+    """Memory limit for records of ended offers or fetches, about 2 KiB each. Within it, the agent
+    keeps those of the last minute, and at least the last 1,024."""
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 128 << 20
-    """Memory of this agent that staged and packed transfers pass through; 0 turns them off, so that
-    KV of another shape goes in small pieces.
-    """
+    """Memory of this agent for staged and packed transfers. 0 turns them off: KV of another shape
+    is then read in small pieces."""
     mapped: bool = True
-    """Whether a prefill agent lends the memory of its engines to decode agents of this machine and
-    user, and whether a decode agent maps it and copies from there.
-    """
+    """Whether memory is shared on this machine: a prefill agent lends the memory of its engines to
+    decode agents of the same user. A decode agent maps it and copies from there."""
     exposure: Literal["memory", "staging"] = "memory"
-    """What NIXL is told of: `memory`, the KV caches of engines and the staging slots; `staging`,
-    the slots alone, which a prefill agent zeroes after use.
-    """
+    """Memory that is registered with NIXL. `memory`: the KV caches of engines and the staging
+    slots. `staging`: only the slots; a prefill agent zeroes them after use."""
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 30, multiple_of=4096)] = 8 << 20
     """Size of one staging slot, and so of the largest box."""
     slice_bytes: Annotated[int, Meta(ge=4096, le=1 << 30)] = 8 << 20
-    """Largest post of one transfer, and largest part of a copy out of mapped memory, in bytes."""
+    """Largest post of one transfer, and largest step of a copy from mapped memory."""
     max_handoffs: Bound = 4096
-    """Most offers, or fetches, at a time, those included that drain; more are `busy`."""
+    """Most offers, or fetches, at a time, draining ones included; more are `busy`."""
     copy_threads: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Threads that gather boxes out of blocks, or scatter them into blocks, and copy mapped
-    memory.
-    """
+    """Threads that gather boxes from blocks, scatter them into blocks, and copy mapped memory."""
 
     @property
     def runtime_path(self) -> Path:
-        """The runtime folder, with the default filled in."""
         if self.runtime_dir:
             return Path(self.runtime_dir)
         base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 - made 0700, owner checked
@@ -151,7 +134,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.runtime_path / "attach.sock"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield keys of this kind of agent that contradict others, each with why."""
+        """Yield each key of this kind of agent that contradicts others, with the reason."""
         yield from ()
 
 
@@ -160,16 +143,16 @@ _HOST = re.compile(r"[^\s/:\[\]]*|\[[0-9A-Fa-f:.]+(%[^\s/:\[\]]+)?\]")
 
 
 def load_config(kind: type[C], path: Path | None, *, settings: Iterable[str] = ()) -> C:
-    """What the file, the environment and ``settings`` give; raises `ConfigError` that names key and
-    source.
+    """Return the configuration from file, environment and ``settings``; raise `ConfigError` that
+    names key and source.
     """
     return _converted(kind, gather(kind, path, settings=settings, called=kind.called), path)
 
 
 def load_shared_config(path: Path | None) -> AgentConfig:
-    """The keys that all agents have, of whatever role; the others are not looked at.
+    """Return the keys of all agents, of either role; ignore other keys.
 
-    Raises `ConfigError` that names key and source.
+    Raise `ConfigError` that names key and source.
     """
     return _converted(AgentConfig, gather(AgentConfig, path, knows_all=False), path)
 
@@ -194,9 +177,9 @@ def convert_config(
     source: str,
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> C:
-    """The typed config of ``fields``; raises `ConfigError` that names the key and where it stands.
+    """Return the typed config of ``fields``; raise `ConfigError` that names key and source.
 
-    That is ``source``, unless ``origins`` says otherwise.
+    The source of a key is its entry in ``origins``, or else ``source``.
     """
     try:
         config = msgspec.convert(fields, kind)
@@ -212,7 +195,7 @@ def convert_config(
 
 
 def _with_brackets(config: C) -> C:
-    """Put IPv6 addresses into brackets: Kubernetes and others name addresses without."""
+    """Put IPv6 addresses into brackets: Kubernetes and others omit them."""
     binds = {key: getattr(config, key) for key in ("peer_bind", "events_bind")}
     for key, address in binds.items():
         host = bind_host(address)
@@ -222,7 +205,7 @@ def _with_brackets(config: C) -> C:
 
 
 def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
-    """The keys with values that their types allow, and what is wrong with them."""
+    """Yield keys with values that their types allow but that are wrong, with the reason."""
     for key in ("peer_bind", "events_bind"):
         address = getattr(config, key)
         host, ports = bind_host(address), address.rpartition(":")[2].split("-")
@@ -263,7 +246,7 @@ def _problems(config: AgentConfig) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def named(key: str) -> Iterator[None]:
-    """A `ConfigError` within is about this key, and says so."""
+    """Prefix a `ConfigError` raised inside with this key."""
     try:
         yield
     except ConfigError as error:
@@ -271,18 +254,18 @@ def named(key: str) -> Iterator[None]:
 
 
 def _are_ports(ports: Sequence[str]) -> bool:
-    """Whether these are one port, or the first and the last of some."""
+    """Return whether these are one port, or the first and the last of a range."""
     if not all(port.isascii() and port.isdigit() and int(port) <= MAX_PORT for port in ports):
         return False  # ZeroMQ would wrap a larger one
     return len(ports) == 1 or (len(ports) == 2 and 0 < int(ports[0]) <= int(ports[1]))
 
 
 def bind_host(address: str) -> str:
-    """The host of tcp://HOST:PORT, with the brackets of an IPv6 address."""
+    """Return the host of tcp://HOST:PORT, with the brackets of an IPv6 address."""
     return address.removeprefix("tcp://").rpartition(":")[0]
 
 
 def http_address(bind: str) -> tuple[str, int]:
-    """The host, without brackets, and the port of a checked HOST:PORT."""
+    """Return host, without brackets, and port of a checked HOST:PORT."""
     host, _, port = bind.rpartition(":")
     return host.strip("[]"), int(port)

@@ -1,4 +1,4 @@
-"""The keys of a decode agent's configuration; `kvbus.agent.config` reads and checks."""
+"""Configuration keys of a decode agent; `kvbus.agent.config` reads and checks them."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
@@ -12,16 +12,15 @@ from kvbus_decode.read_table import ReadLimits
 LISTING = r"^tcp://[^\s/;,]+:[0-9]{1,5}( [!-~]{40})?$"
 WORDS = "tcp://HOST:PORT for each, and behind a space the agent's public key if it has one"
 Listing = Annotated[str, Meta(pattern=LISTING, max_length=300, extra={"words": WORDS})]
-"""Where a prefill agent is, and its public key."""
+"""Endpoint of a prefill agent, and its public key."""
 
 TAKE_GRACE_S = 1.0
-"""The answer to a take that was asked by the deadline of its fetch counts so much longer.
+"""Extra wait for the reply to a take that was sent before its fetch's deadline.
 
-A yes has ended the offer, and the fetch completes so much late.
-"""
+If the take succeeded, the offer has ended, and the fetch completes this much late."""
 SAMPLED_ONE_IN = 64
 BOXES_IN_FLIGHT = 3
-"""Most packed boxes of one fetch that are on their way."""
+"""Most packed boxes of one fetch in flight."""
 
 
 class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,43 +29,40 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     called: ClassVar[str] = "a decode agent"
 
     fetch_timeout_s: Duration = 60.0
-    """Deadline of a fetch, when not told otherwise."""
+    """Default deadline of a fetch."""
     fetches_at_once: Bound = 32
-    """Most fetches that begin before one of them ends or stalls; the others wait in order, without
-    leases.
-    """
+    """Most fetches that start before one of them ends or stalls. The others wait in order, without
+    leases."""
     lease_s: Duration = 10.0
-    """Lease that is asked for; renewed after a third of it."""
+    """Requested duration of a lease; renewed after a third of it."""
     request_timeout_s: Duration = 5.0
-    """A prefill agent that does not answer a handshake or a claim for so long is not there."""
+    """Time after which a prefill agent without a reply to a handshake or a claim counts as
+    unreachable."""
     allowed_peers: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
-    """Addresses that agents are connected to, as `10.0.0.7`, `10.1.0.0/16:7701-7702` or
-    `[fd00::/8]:7000-7999`, compared after names are resolved. Empty: any that a ticket or another
-    agent names.
-    """
+    """Addresses that this agent may connect to, such as `10.0.0.7`, `10.1.0.0/16:7701-7702` or
+    `[fd00::/8]:7000-7999`. Names are resolved before the comparison. Empty: any address from a
+    ticket or another agent."""
     peers: Annotated[tuple[Listing, ...], Meta(max_length=1024)] = ()
-    """Prefill agents to connect to, and to shake hands with, before the first fetch from them: each
-    `tcp://HOST:PORT`, with keys `tcp://HOST:PORT KEY`. They have to allow it (shake_hands_ahead).
+    """Prefill agents to connect to, and to shake hands with, before the first fetch from them. Each
+    is `tcp://HOST:PORT`, with keys `tcp://HOST:PORT KEY`. They must allow it (shake_hands_ahead).
     """
     max_peers: Bound = 256
     """Most prefill agents at a time; idle ones make room."""
     idle_peer_s: Duration = 600.0
-    """A prefill agent that nothing was read from for so long is left, with all that is held for it.
+    """Time without a read after which a prefill agent is disconnected, and its resources are freed.
     """
     quarantine_timeout_s: Duration = 10.0
-    """How long the agent waits for READs that were aborted, if their prefill agent is stopped or
-    cut off. Then it replaces the data process. That fails other READs, which are repeated.
-    """
+    """Wait for aborted READs if their prefill agent is stopped or cut off. Then the agent replaces
+    its data process; other READs fail and are retried."""
 
     path: Literal["auto", "direct", "staged", "packed", "mapped"] = "auto"
-    """How KV is read: `direct` from blocks into blocks, `staged` through staging slots here,
-    `packed` through slots on both sides, `mapped` by a copy out of a prefill engine's memory on
-    this machine; `auto` chooses.
-    """
+    """Path of KV. `direct`: from blocks into blocks. `staged`: through staging slots here.
+    `packed`: through slots on both sides. `mapped`: a copy from a prefill engine's memory on this
+    machine. `auto`: the agent chooses."""
     digest: Literal["off", "sampled", "full"] = "off"
-    """Whether what was read is compared with what the prefill engine has, by digests, before a
-    fetch completes: all of it, or a 64th. Bytes that differ fail it with `digest_mismatch`.
-    """
+    """Whether to compare digests of the bytes read with those of the prefill engine before a fetch
+    completes: `full` for all, `sampled` for a 64th. If they differ, the fetch fails with
+    `digest_mismatch`."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if len(self.peers) > self.max_peers:
@@ -90,7 +86,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def digest_one_in(self) -> int:
-        """One of so many pieces is compared; 0: none."""
+        """Compare one in this many pieces; 0 for none."""
         return {"off": 0, "sampled": SAMPLED_ONE_IN, "full": 1}[self.digest]
 
     def read_limits(self, *, num_slots: int) -> ReadLimits:

@@ -1,4 +1,4 @@
-"""The keys of a prefill agent's configuration; `kvbus.agent.config` reads and checks."""
+"""Configuration keys of a prefill agent; `kvbus.agent.config` reads and checks them."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -15,28 +15,24 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     called: ClassVar[str] = "a prefill agent"
 
     offer_ttl_s: Duration = 120.0
-    """How long an offer waits for a reader, when not told otherwise."""
+    """Default time that an offer waits for a reader."""
     ticket_lifetime_s: Duration = 3600.0
-    """How long a signed ticket is good; longer than its offer waits or grows."""
+    """Validity of a signed ticket; longer than its offer waits or grows."""
     ticket_blocks: Annotated[int, Meta(ge=0, le=MAX_TICKET_BLOCKS)] = 1024
-    """Most blocks of a sealed offer that its ticket names, some 5.5 bytes each, so that a decode
-    agent can read them before it asks. 0: none.
-    """
+    """Most blocks of a sealed offer that its ticket names, about 5.5 bytes each. A decode agent can
+    read them before its first request. 0: none."""
     max_lease_s: Duration = 30.0
     """Longest lease that one claim or renewal grants."""
     max_hold_s: Duration = 600.0
-    """Longest time that one reader may go on renewing, or that readers without a lease keep an open
-    offer.
-    """
+    """Longest time that one reader may renew its lease, or that readers without a lease keep an
+    open offer."""
     late_read_s: Duration = 30.0
-    """How long reads of a revoked or expired lease are still served, so that their reader gets its
-    blocks back; and how long a dead engine's addresses are kept.
-    """
+    """Time for which reads of a revoked or expired lease are still served, so that their reader
+    gets its blocks back. A dead engine's addresses are kept as long."""
     shake_hands_ahead: Literal["keys", "anybody", "nobody"] = "keys"
-    """Which decode agents may shake hands before they have a ticket: `keys` those whose key is
-    trusted as `decode`, `anybody` all that reach the peer socket, or `nobody`. Who has shaken hands
-    can read the engines' memory by NIXL.
-    """
+    """Decode agents that may shake hands before they have a ticket. `keys`: those with a key that
+    is trusted as `decode`. `anybody`: all that reach the peer socket. `nobody`: none. After a
+    handshake, an agent can read the engines' memory by NIXL."""
 
     @property
     def offer_limits(self) -> OfferLimits:
