@@ -115,7 +115,7 @@ class ErrorCode(StrEnum):
     FETCH_UNKNOWN = "fetch_unknown"
     """The fetch does not exist, or its record has been dropped since it ended. Do: nothing."""
     FETCH_EXISTS = "fetch_exists"
-    """The fetch id is already in use. Do: use a new id."""
+    """The fetch id was used before. Do: use a new id."""
     PEER_UNREACHABLE = "peer_unreachable"
     """The other agent cannot be reached. Do: check the endpoint and the network. Retry, or compute
     the prompt."""

@@ -133,7 +133,7 @@ enum {
 #define KVBUS_CODE_LEASE_EXPIRED "lease_expired"
 /* The fetch does not exist, or its record has been dropped since it ended. */
 #define KVBUS_CODE_FETCH_UNKNOWN "fetch_unknown"
-/* The fetch id is already in use. */
+/* The fetch id was used before. */
 #define KVBUS_CODE_FETCH_EXISTS "fetch_exists"
 /* The other agent cannot be reached. */
 #define KVBUS_CODE_PEER_UNREACHABLE "peer_unreachable"

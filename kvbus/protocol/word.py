@@ -29,9 +29,9 @@ _LIVE, _TAKEN, _NAMED = 1, 2, 3
 #     reader                              └ ticket   copy, live ─▶ taken
 #
 # The swaps of one word have one order. Only the engine writes to the blocks again, and it closes
-# the word before it does. It may do so because the agent sent `released`
-# or died, or because the engine left an agent that hung up or is stopped. In all cases, a reader
-# that finds the word live has copied before any such write, whichever processes are alive.
+# the word before it does. The agent has sent `released` or died, or the engine has left an agent
+# that hung up or is stopped. In all cases, a reader that finds the word live has copied before any
+# such write. It does not matter which processes are alive.
 #
 # An engine that died closes no word, and writes nothing. Therefore words are for engines with all
 # memory in the process that frees blocks. An agent that outlives its connection to the engine no
