@@ -1,7 +1,4 @@
-"""SIGBUS of this process: who touches memory that its owner cut lives, and is told.
-
-Any other bus error ends the process as it would have.
-"""
+"""SIGBUS handling: a process that touches truncated memory survives, and a callback runs."""
 
 import ctypes
 import signal
@@ -13,12 +10,12 @@ from typing import Any
 from kvbus.memory import libc
 
 _SA_SIGINFO = 4
-_ADDRESS_OFFSET = 16  # of si_addr, on Linux of 64 bits
+_ADDRESS_OFFSET = 16  # of si_addr, on 64-bit Linux
 _MASK_BYTES = 128
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 OnCut = Callable[[], object]
-"""Called in the thread that touched the memory: it must not wait for anything."""
+"""Runs in the thread that touched the memory; must not block."""
 
 
 class _Action(ctypes.Structure):
@@ -32,54 +29,53 @@ class _Action(ctypes.Structure):
     )
 
 
-# Memory of a file that an engine could not seal goes when the engine truncates the file. The next
-# access to it is SIGBUS, in whatever thread of this process it is: a copy of torch's, or UCX that
-# serves a peer. That ends the process, and with it the handoffs of all other engines.
+# An engine can truncate a file that it could not seal. The next access to the lost pages raises
+# SIGBUS in any thread of this process: in a copy of torch, or in UCX while it serves a peer. That
+# ends the process, and with it the handoffs of all other engines.
 #
-#     load or store ──▶ SIGBUS ──▶ whose address?
-#                                   a watched mapping   its owner is told, then zeros under all of
-#                                                       it; the same instruction goes on
-#                                   any other           as before us: the process ends
+#     load or store ──▶ SIGBUS ──▶ which address?
+#                                   in a watched mapping   run its callback, map zeros over all of
+#                                                          it, and retry the instruction
+#                                   any other              as without the handler: the process ends
 #
-# `signal.signal` is of no use: Python runs its handlers later, in the main thread, and the
-# instruction would fault for ever. So the handler of the C library's `sigaction` is a callback of
-# ctypes, which takes the GIL. That is safe here, though not in general: a fault at a watched
-# address comes from a copy of KV, never from inside of malloc or of the interpreter; copies hold no
-# lock that a thread with the GIL waits for, as torch and NIXL are called without it, and NIXL by
-# one thread only. Nothing that waits may be done in it.
+# `signal.signal` does not help: Python runs its handlers later, in the main thread, and the
+# instruction would fault forever. So the handler is a ctypes callback for `sigaction` of the C
+# library, and it takes the GIL. That is not safe in general, but it is here. A fault at a watched
+# address comes from a copy of KV, never from inside malloc or the interpreter. Copies hold no lock
+# that a thread with the GIL waits for: torch and NIXL are called without the GIL, and NIXL by one
+# thread only. The handler must not block.
 class BusErrors:
-    """Mappings whose bytes may go; once it is installed, this process outlives that."""
+    """A SIGBUS handler, and the mappings that may lose their bytes."""
 
     def __init__(self) -> None:
         self._watched: dict[int, tuple[int, OnCut]] = {}
-        self._handler = _Handler(self._handle)  # as long as it is installed
+        self._handler = _Handler(self._handle)  # keeps the callback alive while it is installed
         self._before = _Action()
         self._unknown: tuple[int, int] | None = None
 
     def watch(self, address: int, length_bytes: int, on_cut: OnCut) -> None:
-        """Survive that the bytes of a mapping go; ``on_cut`` is told, of each thread's fault."""
+        """``on_cut`` runs for each thread that faults."""
         self._watched[address] = length_bytes, on_cut
 
     def unwatch(self, address: int) -> None:
-        """The mapping is of no file any more; idempotent."""
         self._watched.pop(address, None)
 
     def install(self) -> None:
-        """Handle SIGBUS from now on; call it again after libraries that do. Raises ``OSError``."""
+        """Install the handler; repeat after libraries that do. Raises ``OSError``."""
         handler, before = ctypes.cast(self._handler, ctypes.c_void_p).value, _Action()
         _sigaction(_Action(handler=handler, flags=_SA_SIGINFO), before)
         if before.handler != handler:
             self._before = before
 
     def restore(self) -> None:
-        """Leave SIGBUS to whoever had it before."""
+        """Reinstall the previous handler."""
         _sigaction(self._before, None)
 
     def _handle(self, _number: int, siginfo: int, _context: Any) -> None:
         address = ctypes.c_void_p.from_address(siginfo + _ADDRESS_OFFSET).value or 0
         if self._mended(address):
             return
-        # Another thread may have mended it, and its owner unwatched it since: try once more.
+        # Another thread may have mended the mapping, and its owner unwatched it since: retry once.
         unknown = threading.get_ident(), address
         if self._unknown == unknown:
             self.restore()  # the same access faults again, and ends the process

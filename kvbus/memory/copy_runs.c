@@ -1,5 +1,5 @@
-/* Copies a lattice of runs between mapped memories, past the caches where the CPU can; and swaps
-   words that processes share. */
+/* Copies of a lattice of runs between mapped memories, past the caches if the CPU can; and a swap
+   of words that processes share. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -10,8 +10,8 @@
 #endif
 
 #define LINE 64
-#define LINES_AHEAD 32 /* of the source: some 100 ns of the memory, at its pace */
-#define LINES_OF_RUN 16 /* the CPU itself foresees the others */
+#define LINES_AHEAD 32 /* of the source: about 100 ns at the pace of the memory */
+#define LINES_OF_RUN 16 /* the CPU prefetches the rest */
 
 struct run {
     char *to;
@@ -19,13 +19,13 @@ struct run {
     size_t bytes;
 };
 
-/* Offsets from sources, and as many from targets. */
+/* Offsets of sources, and as many of targets. */
 struct axis {
     const int64_t *from, *to;
     int64_t num;
 };
 
-/* Which run is next: at the sum of one offset of each axis, of which the last steps fastest. */
+/* The next run: at the sum of one offset of each axis. The last axis steps fastest. */
 struct place {
     struct axis axes[3];
     int64_t at[3];
@@ -49,12 +49,13 @@ static int take(struct place *next, struct run *run) {
 }
 
 #if defined(__SSE2__)
-/* Stores past the caches do not first read what they overwrite: a third less of the memory's time.
-   They pay from a few lines on; every CPU of x86-64 has them.
+/* Stores past the caches do not read the lines that they overwrite: this saves a third of the
+   memory's time. They pay from a few lines on; every x86-64 CPU has them.
 
-   A copy is as fast as the CPU has lines of the source under way, which are those of the
-   instructions that it holds at once. With AVX a line is half as many instructions: runs of 4 to
-   64 KiB out of scattered blocks take a tenth to a quarter less. Wider ones brought no more. */
+   The speed of a copy depends on how many lines of the source the CPU has in flight. These are the
+   lines of the instructions that it holds together. With AVX a line takes half as many
+   instructions: runs of 4 to 64 KiB out of scattered blocks take 10 to 25 % less time. Wider
+   instructions brought no more. */
 #define STREAMED (2 * LINE)
 
 #ifndef HAS_AVX /* tests compile it without */
@@ -99,22 +100,22 @@ static void copy_run(struct run run) {
         memcpy(run.to, run.from, run.bytes);
 }
 
-static void finish(void) { _mm_sfence(); } /* before anybody is told that the bytes are there */
+static void finish(void) { _mm_sfence(); } /* before any notification that the bytes are there */
 #else
 static void copy_run(struct run run) { memcpy(run.to, run.from, run.bytes); }
 
 static void finish(void) {}
 #endif
 
-/* Where a run starts, no CPU can foresee: so the lines of those that follow are asked for while
-   one is copied.
+/* A CPU cannot predict where a run starts. So while one run is copied, the lines of the next ones
+   are prefetched.
 
-   One run in a unit: outer offsets step slowest, so that units which are neighbours become one.
-   Several: units do, so that what outer offsets take of one unit (the heads of each reader, say)
-   is read while a cache still has what was read beside it.
+   With one run in a unit, outer offsets step slowest, so that neighbouring units are merged. With
+   several, units step slowest: the outer offsets (the heads of each reader, for example) read one
+   unit while a cache still has the bytes beside it.
 
-   Each array is of offsets from sources, then as many from targets. A run that continues the one
-   before on both sides is copied together with it. */
+   Each array has the offsets of sources, then as many of targets. A run that continues the previous
+   one on both sides is copied together with it. */
 void kvbus_copy_runs(const int64_t *outer, int64_t num_outer, const int64_t *units,
                      int64_t num_units, const int64_t *inner, int64_t num_inner,
                      int64_t run_bytes) {
@@ -150,8 +151,8 @@ void kvbus_copy_runs(const int64_t *outer, int64_t num_outer, const int64_t *uni
     finish();
 }
 
-/* Put a new value in the place of the expected one; returns the value that was there. Every read
-   before the call is done before the swap, and no write after it is seen before. */
+/* Store a new value if the word has the expected one; return the old value. Every read before the
+   call completes before the swap, and no write after the call is visible before the swap. */
 uint64_t kvbus_swap_word(uint64_t *word, uint64_t expected, uint64_t value) {
     __atomic_compare_exchange_n(word, &expected, value, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     return expected;

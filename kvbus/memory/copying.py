@@ -1,9 +1,7 @@
-"""Copies boxes from a rank's blocks into staging slots and back, and zeroes positions of blocks.
+"""Copies of boxes between blocks and staging slots, checked before any byte moves.
 
-A box, a table or a slot that would reach outside of its memory is refused before any byte moves.
-All three are plans: a slot is to the planner a rank with one region at address 0. What runs them
-depends on where the memory is: `kvbus.memory.run_copy` on the host, `kvbus.memory.cuda.open` on a
-GPU. Nothing here imports torch.
+All operations are plans: to the planner, a slot is a rank with one region at address 0. `run_copy`
+executes them on the host, `cuda.open` on a GPU. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -38,30 +36,26 @@ if TYPE_CHECKING:
     """One row of bytes: on the host, or on a GPU."""
 
 RunsAt = Callable[[int], Runs]
-"""Runs whose slot is at an address."""
 MAX_PLANS = 256
-"""Plans that are kept of a group on a rank, some 20 KB each: readers ask for boxes of any shape."""
+"""Plans kept per group and rank, about 20 KB each. Readers choose their boxes."""
 
 
 class Mover(Protocol):
-    """What runs copies of memory that this process has not mapped: that of a GPU."""
+    """An executor of copies in memory that is not mapped here, such as a GPU's."""
 
     def move(self, content: Buffer, runs_at: RunsAt, *, into_slot: bool) -> None:
-        """Copy between the rank and ``content``, all bytes of a box in its slot."""
+        """``content`` is the part of a slot that the box fills."""
         ...
 
-    def zero(self, runs: Runs) -> None:
-        """Write zeros over the targets."""
-        ...
+    def zero(self, runs: Runs) -> None: ...
 
 
 class PagedMemory:
-    """The memory of one group on one rank; several threads may use it at once.
+    """The memory of one group on one rank; thread-safe.
 
-    ``buffers`` are the rank's segments, each one row of uint8, all on the host, or all on
-    one GPU and with the ``mover`` of that.
-    ``regions`` are of a rank that `validate_rank` has passed; those of other groups are left out.
-    Raises `GeometryError` for a region whose buffer is missing or too small.
+    ``buffers`` are the rank's segments as rows of uint8, on the host or on the GPU of ``mover``.
+    ``regions`` must have passed `validate_rank`; other groups' are ignored. Raises `GeometryError`
+    for a region whose buffer is missing or too small.
     """
 
     def __init__(
@@ -84,14 +78,14 @@ class PagedMemory:
         self._plan = lru_cache(MAX_PLANS)(partial(SlotPlan, self._placed))
 
     def gather(self, table: BlockTable, box: Box, slot: Buffer) -> None:
-        """Copy ``box`` from the blocks into ``slot``, from its first byte on; it may be larger.
+        """Copy ``box`` from the blocks to the start of ``slot``, which may be larger.
 
-        Raises `GeometryError` when the rank, the table or the slot does not have all of the box.
+        Raises `GeometryError` unless rank, table and slot hold the whole box.
         """
         self._move(table, box, slot, into_slot=True)
 
     def scatter(self, table: BlockTable, box: Box, slot: Buffer) -> None:
-        """Copy ``box`` from ``slot`` into the blocks, and change nothing else; as `gather`."""
+        """Copy back from ``slot`` into the blocks; raises as `gather`."""
         self._move(table, box, slot, into_slot=False)
 
     def _move(self, table: BlockTable, box: Box, slot: Buffer, *, into_slot: bool) -> None:
@@ -118,10 +112,7 @@ class PagedMemory:
             self.mover.move(slot[:needed], runs_at, into_slot=into_slot)
 
     def zero(self, table: BlockTable, start: int, stop: int) -> None:
-        """Write zeros over all bytes of positions [start, stop).
-
-        Raises `GeometryError` when the table does not have them.
-        """
+        """Zero positions [start, stop); raises `GeometryError` if the table lacks any."""
         self._check_blocks(table, start, stop)
         tables = {self.group.name: table}
         runs = self._whole.runs(tables, tables, {self.group.name: (start, stop)})
@@ -129,12 +120,11 @@ class PagedMemory:
 
     @cached_property
     def _whole(self) -> RunPlan:
-        """Every region onto itself: no two of a rank have bytes in common."""
+        # Each region moves onto itself: regions of one group share no bytes.
         shares = map(Share.whole, self._placed.rank.regions)
         return RunPlan({0: self._placed}, {0: self._placed}, shares)
 
     def _check_blocks(self, table: BlockTable, start: int, stop: int) -> None:
-        """Raise `GeometryError` unless ``table`` has positions [start, stop), in blocks of here."""
         table.check_holds(start, stop, self.group.block_size, group=self.group.name)
         table.check_below(self._num_blocks)
 

@@ -1,7 +1,6 @@
-"""The few calls of the C library that Python does not offer at a known address.
+"""C library calls that Python lacks, for Linux on x86-64 and arm64.
 
-Each function is one call, and a failure is an ``OSError``. The constants are those of Linux on
-x86-64 and arm64.
+All raise ``OSError``.
 """
 
 import ctypes
@@ -15,7 +14,7 @@ _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _READ_WRITE = _mmap.PROT_READ | _mmap.PROT_WRITE
-_STATFS_BYTES = 256  # more than any Linux struct statfs, whose first long is the file system's type
+_STATFS_BYTES = 256  # over any Linux struct statfs, whose first long is the file system type
 
 _pointer, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,48 +27,40 @@ _libc.fstatfs.argtypes = [_int, _pointer]
 
 
 def map_shared(fd: int, length_bytes: int, *, writable: bool = True) -> int:
-    """Map the file, readable, where the kernel likes; return the address."""
     protection = _READ_WRITE if writable else _mmap.PROT_READ
     return _mapped(_libc.mmap(None, length_bytes, protection, _mmap.MAP_SHARED, fd, 0))
 
 
 def map_zeros_over(address: int, length_bytes: int) -> None:
-    """Replace, in one step, what is mapped there by private zeros that cost memory when written."""
+    """Replace a mapping atomically by private zeros, which cost memory when written."""
     flags = _MAP_FIXED | _mmap.MAP_ANONYMOUS | _mmap.MAP_PRIVATE | _MAP_NORESERVE
-    _mapped(_libc.mmap(address, length_bytes, _READ_WRITE, flags, -1, 0))  # -1: of no file
+    _mapped(_libc.mmap(address, length_bytes, _READ_WRITE, flags, -1, 0))  # -1: no file
 
 
 def populate(address: int, length_bytes: int, *, writable: bool = True) -> None:
-    """Enter all pages there into the page table, without a change of their bytes.
-
-    Fails with EINVAL before Linux 5.14.
-    """
+    """Enter pages into the page table, unchanged. Fails with EINVAL before Linux 5.14."""
     advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
     _check(_libc.madvise(address, length_bytes, advice))
 
 
 def advise_huge_pages(address: int, length_bytes: int) -> None:
-    """Have the pages that are touched there for the first time be huge ones, if the kernel may.
-
-    Fails with EINVAL where the kernel has none.
-    """
+    """Ask for huge pages at first access. Fails with EINVAL if the kernel has none."""
     _check(_libc.madvise(address, length_bytes, _MADV_HUGEPAGE))
 
 
 def unmap(address: int, length_bytes: int) -> None:
-    """Give the addresses back."""
     _check(_libc.munmap(address, length_bytes))
 
 
 def file_system_type(fd: int) -> int:
-    """Return the magic number of the file system that holds the file; see statfs(2)."""
+    """Return the file system's magic number; see statfs(2)."""
     answer = ctypes.create_string_buffer(_STATFS_BYTES)
     _check(_libc.fstatfs(fd, answer))
     return ctypes.c_long.from_buffer(answer).value
 
 
 def set_signal_action(number: int, new: int, old: int | None) -> None:
-    """Take the ``struct sigaction`` at ``new`` from now on; the one before goes to ``old``."""
+    """Install the ``struct sigaction`` at ``new``; write the previous one to ``old``."""
     _check(_libc.sigaction(number, new, old))
 
 

@@ -1,7 +1,7 @@
-"""A memory file that is mapped here: what all of them do, and those that another process passed.
+"""Memory files mapped into this process.
 
-What is passed is not trusted: it must be a memory file of exactly the claimed size. That of an
-engine is sealed against truncation where the kernel allows that, and its pages are reserved.
+Passed files are not trusted: each must be a memory file of the claimed size. An engine's file is
+sealed against truncation if the kernel allows that, and its pages are reserved.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     import torch
 
 POPULATE_WITHIN_S = 2.0
-"""An engine waits so long, at most, as it makes its memory."""
+"""Limit of the wait of an engine that creates memory."""
 _POPULATED_AT_ONCE_BYTES = 1 << 28
 _DISCARDED_AT_ONCE_BYTES = 1 << 25
-_SEGMENTS_PERCENT = 75  # of the files that a process may open: the others are for its sockets
+_SEGMENTS_PERCENT = 75  # of the files that a process may open; its sockets need the rest
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 
 
 class OwnedMemory:
-    """Memory that goes when its owner closes it; the garbage collector only warns.
+    """Memory that its owner must close; the garbage collector only warns.
 
-    NIXL, kernels and other processes use its address without Python knowing of them.
+    NIXL, kernels and other processes use its address without a Python reference.
     """
 
-    closed = True  # until there is some
+    closed = True  # until __init__ has mapped it
     size_bytes: int
 
     def close(self) -> None:
-        """Give it back; idempotent."""
+        """Release the memory; idempotent."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -58,7 +58,7 @@ class OwnedMemory:
         self.close()
 
     def __del__(self) -> None:
-        if not (self.closed or sys.is_finalizing()):  # at exit the kernel takes all of it
+        if not (self.closed or sys.is_finalizing()):  # at exit the kernel frees it
             what = f"{type(self).__name__} of {self.size_bytes} bytes"
             warnings.warn(f"{what} was never closed", ResourceWarning, stacklevel=2)
 
@@ -66,8 +66,8 @@ class OwnedMemory:
 class MappedFile(OwnedMemory):
     """A memory file, mapped shared until ``close``. Raises ``OSError``.
 
-    The addresses stay until this object and the last numpy or torch view of it are gone: from
-    ``close`` on they read zeros.
+    After ``close``, the addresses read zeros until this object and its last numpy or torch view are
+    collected.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
@@ -77,7 +77,7 @@ class MappedFile(OwnedMemory):
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """What numpy reads to make a view that keeps this object alive."""
+        """Views keep this object alive."""
         return {
             "version": 3,
             "typestr": "|u1",
@@ -87,26 +87,24 @@ class MappedFile(OwnedMemory):
 
     @property
     def address(self) -> int:
-        """Where the first byte is in this process."""
         self._check_open()
         return self._address
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All bytes as one uint8 tensor."""
-        import torch  # noqa: PLC0415 - costs seconds, and who wants numpy should not pay
+        """All bytes, as uint8."""
+        import torch  # noqa: PLC0415 - takes seconds, and `view` does not need it
 
         return torch.from_numpy(self.view())
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """All bytes, writable where the mapping is."""
         self._check_open()
         return np.asarray(self)
 
     def swap(self, number: int, expected: int, value: int) -> int:
-        """Put ``value`` in the place of word ``number`` if that is as expected; what was there.
+        """Compare and swap 64-bit word ``number``; return the old value. Needs the C kernel.
 
-        A word has 64 bits. Needs the kernel in C. After `close` no other process has these words.
+        After `close` the words are not shared.
         """
         found: int = swap_word(self._address + 8 * number, expected, value)
         return found
@@ -117,10 +115,7 @@ class MappedFile(OwnedMemory):
         *,
         is_needed: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Have the first access to each page cost no more than later ones, if the kernel can.
-
-        From the first page on, for ``within_s`` seconds at most, and while it ``is_needed``.
-        """
+        """Fault pages in, if the kernel can, so that first accesses are as fast as later ones."""
         deadline = time.monotonic() + within_s
         with contextlib.suppress(OSError):
             for offset in range(0, self.size_bytes, _POPULATED_AT_ONCE_BYTES):
@@ -129,26 +124,25 @@ class MappedFile(OwnedMemory):
                 length = min(_POPULATED_AT_ONCE_BYTES, self.size_bytes - offset)
                 libc.populate(self._address + offset, length, writable=self._writable)
 
-    # An engine dies while NIXL reads from its memory, or writes into it. NIXL cannot cancel, and
-    # has only addresses. To unmap them would crash this process, or let the bytes land in whatever
-    # is mapped there next. So one mmap puts other pages under the same addresses, with no moment
-    # at which nothing is there:
+    # An engine can die while NIXL reads or writes its memory. NIXL cannot cancel the operation, and
+    # it knows only addresses. Unmapping them would crash this process, or send the bytes to the
+    # next mapping there. So one mmap replaces the pages under the same addresses, without a gap:
     #
     #     before   address ──▶ pages of the file (the engine's KV)
-    #     zeroed   address ──▶ private zeros; the file's pages are free once nobody else maps them
-    #     close    as zeroed; the addresses go when the last view is collected
+    #     zeroed   address ──▶ private zeros; the file's pages are free once no process maps them
+    #     close    as zeroed; the addresses are unmapped when the last view is collected
     #
-    # A page of zeros costs memory only when something is written into it. The kernel takes a while
-    # for each GiB, and keeps every page fault of the process waiting meanwhile: hence the parts.
+    # A page of zeros costs memory only when it is written. The kernel needs time for each GiB, and
+    # delays every page fault of the process meanwhile. So the pages are replaced in parts.
     def close(self) -> None:
-        """Give the memory back here; idempotent. The mapping of another process lives on by itself.
+        """Free the memory here; idempotent. Blocks for 0.1 s per GiB or more: use a thread.
 
-        It takes a tenth of a second and more for each GiB: large ones belong into a thread.
+        Other processes keep their mappings.
         """
         if not self.closed:
             self.closed = True
             finalizer = weakref.finalize(self, libc.unmap, self._address, self.size_bytes)
-            finalizer.atexit = False  # at exit, views may be alive and the kernel cleans up anyway
+            finalizer.atexit = False  # at exit views may be alive, and the kernel cleans up
             self._put_zeros()
 
     def _put_zeros(self) -> None:
@@ -162,7 +156,7 @@ class MappedFile(OwnedMemory):
 
 
 def do_all(calls: Iterable[Callable[[], object]]) -> None:
-    """Make all calls, which give memory back; raise the first `KVBusError` then."""
+    """Make all calls; then raise the first failure as a `KVBusError`."""
     failures: list[KVBusError] = []
     for call in calls:
         try:
@@ -176,13 +170,13 @@ def do_all(calls: Iterable[Callable[[], object]]) -> None:
 
 
 class PassedFile:
-    """A segment that an engine passed: its descriptor, checked, and not mapped.
+    """A segment that an engine passed: a checked descriptor, not mapped.
 
-    Takes over ``fd``. An event loop makes it in a thread, as to reserve pages takes long. Raises
-    `SegmentError`, with code ``busy`` when the descriptors of this process are used up.
+    Owns ``fd``, also if it raises. Blocks while it reserves pages: event loops use a thread. Raises
+    `SegmentError`; ``busy`` means that too few descriptors are left.
 
-    ``sealed`` is False when the owner of the file can still truncate it. ``is_lendable`` says
-    whether other processes can get it, read-only.
+    ``sealed`` is False if the file's owner can truncate it. ``is_lendable``: other processes can
+    get it, read-only.
     """
 
     def __init__(self, fd: int, *, size_bytes: int) -> None:
@@ -202,22 +196,18 @@ class PassedFile:
         return self.fd < 0
 
     def was_cut(self) -> bool:
-        """Return whether the file was truncated."""
         return not (self.sealed or self.is_closed) and os.fstat(self.fd).st_size < self.size_bytes
 
-    # The descriptor that an engine passed is open for writing. One that is opened anew, by its name
-    # in /proc, has a mode of its own: who gets KV cannot map it writable by mistake.
+    # The passed descriptor is open for writing. A descriptor that is opened by its name in /proc
+    # has its own mode: a process that receives KV cannot map it writable by mistake.
     def reopen(self, *, writable: bool = False) -> int:
-        """Return a new descriptor, for reading only unless ``writable``.
-
-        Raises ``OSError``, and `ClosedError` once it is closed.
-        """
+        """Return a new descriptor; raises ``OSError``, or `ClosedError` after `close`."""
         if self.is_closed:
             raise ClosedError("the engine has ended")
         return _reopen(self.fd, os.O_RDWR if writable else os.O_RDONLY)
 
     def close(self) -> None:
-        """Close the descriptor; idempotent. It takes long when the memory goes with it."""
+        """Close the descriptor; idempotent. Blocks long if that frees the memory."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -231,19 +221,17 @@ class WordsPage(MappedFile):
         self._passed = passed
 
     def reopen(self) -> int:
-        """Return a new descriptor for reading and writing. Raises as `PassedFile.reopen`."""
         return self._passed.reopen(writable=True)
 
 
 class SegmentMapping(MappedFile):
-    """A segment that another process passed, mapped here; ``discarded`` once its bytes are gone.
+    """A segment that another process passed, mapped here.
 
-    Takes over ``fd`` and closes it, also when it raises. It takes long when the engine left pages
-    unreserved: an event loop calls it in a thread. ``borrowed`` says that it is another agent's: to
-    be read only. Raises ``SegmentError``.
+    Closes ``fd``, also if it raises ``SegmentError``. Blocks while it reserves pages: event loops
+    use a thread. ``borrowed`` marks another agent's segment, which is read-only.
 
-    ``sealed`` is False when who made the file can still truncate it (torch's shared storage cannot
-    be sealed): then the next access here is SIGBUS, which `survive_cuts` is for.
+    ``discarded``: the bytes are gone. ``sealed`` is False if the file's owner can truncate it, as
+    with torch's shared storage. The next access then raises SIGBUS: see `survive_cuts`.
     """
 
     def __init__(self, fd: int, *, size_bytes: int, borrowed: bool = False) -> None:
@@ -254,25 +242,21 @@ class SegmentMapping(MappedFile):
             super().__init__(fd, size_bytes, writable=not borrowed)
 
     def survive_cuts(self, bus_errors: BusErrors, on_cut: OnCut) -> None:
-        """Have this process live when somebody truncates the file; ``on_cut`` is told of it.
-
-        Zeros take the place of all of the segment then, as after `discard`.
-        """
+        """On truncation, call ``on_cut`` and map zeros over the whole segment."""
         bus_errors.watch(self.address, self.size_bytes, on_cut)
         self._watcher = bus_errors
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """As every mapping; none of an engine that is gone."""
+        """Return all bytes; raises `ClosedError` after `discard`."""
         if self.discarded:
             raise ClosedError("the segment was discarded: its engine is gone")
         return super().view()
 
     def discard(self) -> None:
-        """Give a dead engine's memory back to the machine at once; idempotent.
+        """Free a dead engine's memory at once; idempotent. Live views read zeros.
 
-        Private zeros take its place at the same address, so that a transfer in flight can neither
-        crash this process nor touch anything real. Live views read zeros. Memory that a device
-        pinned goes when it is deregistered.
+        Private zeros take its place, so a transfer in flight can neither crash this process nor
+        touch real memory. Memory that a device pinned is freed when it is deregistered.
         """
         self._check_open()
         if not self.discarded:
@@ -281,19 +265,18 @@ class SegmentMapping(MappedFile):
             self._forget()
 
     def close(self) -> None:
-        """As every mapping; no transfer may be in flight: `discard` is for that."""
+        """Close the mapping. With a transfer in flight, call `discard` instead."""
         if not self.closed:
             super().close()
             self._forget()
 
     def _forget(self) -> None:
-        """The file's bytes are not here any more: nobody cuts them."""
         if self._watcher is not None:
             self._watcher.unwatch(self._address)
 
 
 def _check_segment(fd: int, size_bytes: int, *, reserve: bool = True) -> bool:
-    """Check a segment, and reserve its pages; return whether it is sealed."""
+    """Return whether it is sealed."""
     sealed = _seal_against_shrinking(fd)
     _check_file(fd, size_bytes)
     missing_bytes = _missing_bytes(fd, size_bytes)
@@ -304,9 +287,8 @@ def _check_segment(fd: int, size_bytes: int, *, reserve: bool = True) -> bool:
 
 
 def _check_descriptors(fd: int, size_bytes: int) -> None:
-    """Raise `SegmentError` (``busy``) unless enough descriptors are left for connections."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The kernel gives the lowest number that is free, so this one tells how many are open.
+    # The kernel returns the lowest free number, so this one shows how many files are open.
     if fd * 100 >= limit * _SEGMENTS_PERCENT:
         raise SegmentError(
             f"cannot keep a segment of {size_bytes} bytes: the agent has {fd} of {limit} files "
@@ -326,7 +308,6 @@ def _try_reopen(fd: int) -> bool:
 
 @contextlib.contextmanager
 def _taken_over(fd: int, size_bytes: int, *, borrowed: bool) -> Iterator[None]:
-    """Close the descriptor of what is mapped; an ``OSError`` is a `SegmentError`."""
     try:
         with _segment_errors(size_bytes, borrowed=borrowed):
             yield
@@ -352,7 +333,7 @@ def _reopen(fd: int, mode: int) -> int:
 
 
 def _seal_against_shrinking(fd: int) -> bool:
-    """Add the seal; return False when this kind of file, or its owner, forbids it."""
+    """Return False if the kind of file or its owner forbids the seal."""
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             return True
@@ -379,7 +360,6 @@ def _check_file(fd: int, size_bytes: int) -> None:
 
 
 # A sparse file of a terabyte costs an engine nothing and passes every check of its size. To reserve
-# it would be this process's memory: the room is checked first, for what is not there yet only.
+# its pages would take this process's memory. So the missing part must fit first.
 def _missing_bytes(fd: int, size_bytes: int) -> int:
-    """How much of the file is not there yet."""
     return size_bytes - os.fstat(fd).st_blocks * 512

@@ -10,7 +10,7 @@ _LIBRARY = "libcuda.so.1"
 
 @cache
 def nvidia_driver() -> ctypes.CDLL:
-    """Load and initialise the driver, which may take seconds. Raises `SegmentError`."""
+    """Load and initialise the driver; may block for seconds. Raises `SegmentError`."""
     try:
         driver = ctypes.CDLL(_LIBRARY)
     except OSError as error:
@@ -25,7 +25,6 @@ def nvidia_driver() -> ctypes.CDLL:
 
 
 def check_has_gpu() -> None:
-    """Raise `SegmentError` unless the driver shows this process a GPU."""
     count = ctypes.c_int()
     if nvidia_driver().cuDeviceGetCount(ctypes.byref(count)) or count.value < 1:
         raise SegmentError(

@@ -1,7 +1,7 @@
-"""Whether shared memory of some size fits into this machine, asked before it is tried.
+"""Checks of available memory.
 
-The kernel answers a request that does not fit with its out-of-memory killer, which may choose any
-process of the machine.
+The kernel answers an allocation that does not fit with its out-of-memory killer, which may choose
+any process.
 """
 
 from pathlib import Path
@@ -9,11 +9,11 @@ from pathlib import Path
 from kvbus.errors import ErrorCode, SegmentError
 
 _USABLE_MAPPINGS_PERCENT = 75
-_USABLE_PERCENT = 95  # of the memory that is available: the last of it belongs to the machine
+_USABLE_PERCENT = 95  # of the available memory; the machine needs the rest
 
 
 def check_memory(size_bytes: int) -> None:
-    """Raise ``SegmentError`` for what cannot fit; a snapshot, another process may take it next."""
+    """Raise ``SegmentError`` if the size does not fit now; others may allocate next."""
     room_bytes = available_bytes()
     if size_bytes > room_bytes:
         raise SegmentError(
@@ -25,9 +25,9 @@ def check_memory(size_bytes: int) -> None:
 
 
 def check_mappings() -> None:
-    """Raise ``SegmentError`` (busy) when this process may soon map nothing more.
+    """Raise ``SegmentError`` (busy) if this process is close to its limit of mappings.
 
-    Then even memory that a thread or a library needs is refused, and the process ends.
+    At the limit, even memory for a thread is refused, and the process ends.
     """
     most = int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
     num_mappings = Path("/proc/self/maps").read_bytes().count(b"\n")
@@ -41,7 +41,6 @@ def check_mappings() -> None:
 
 
 def available_bytes() -> int:
-    """How much may be asked for: what the machine and the control group leave, less a margin."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     room_bytes = int(fields["MemAvailable"].split()[0]) * 1024
@@ -49,14 +48,13 @@ def available_bytes() -> int:
 
 
 def cgroup_folder() -> Path:
-    """Where the control group (version 2) of this process has its settings, if it has one."""
+    """Return the folder of this process's control group (version 2); it may be missing."""
     groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     own = next((line[len("0::/") :] for line in groups if line.startswith("0::/")), "")
     return Path("/sys/fs/cgroup") / own
 
 
 def _cgroup_room_bytes(unlimited_bytes: int) -> int:
-    """What the control group (version 2) of this process still allows."""
     try:
         folder = cgroup_folder()
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()

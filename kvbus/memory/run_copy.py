@@ -1,6 +1,6 @@
-"""Copies runs of bytes within this process: by the kernel in C, or by numpy where it is not built.
+"""Copies of byte runs within this process, in C, or in numpy without a compiler.
 
-Addresses are the caller's to check (`kvbus.planning.Runs.check_sources`).
+Callers check all addresses (`kvbus.planning.Runs.check_sources`).
 """
 
 import ctypes
@@ -18,16 +18,15 @@ Numbers = npt.NDArray[np.int64]
 Kernel = Callable[..., None]
 KERNEL = Path(__file__).with_name("copy_runs.so")
 STREAMED_BYTES = 1 << 20
-"""A single run of so many bytes or more is copied by the kernel, which stores past the caches. A
-smaller one is copied by libc: a call of the kernel takes 5 µs, longer than what it saves.
+"""Larger single runs go to the C kernel, which stores past the caches. A call costs 5 µs, so libc
+copies smaller ones.
 """
 MAX_ARRAY_BYTES = int(np.iinfo(np.intp).max)
-"""numpy makes no larger array. Runs of 64 KiB and more exceed it between the heap and a mapping."""
+"""numpy's limit. A view from heap to mapping exceeds it for runs of 64 KiB."""
 _AT = np.zeros((2, 1), np.int64)
 
 
 def load_kernel(library: Path) -> Kernel | None:
-    """The kernel in C; None where there is none for this machine."""
     try:
         kernel: Any = ctypes.CDLL(str(library)).kvbus_copy_runs
     except (OSError, AttributeError):
@@ -39,7 +38,7 @@ def load_kernel(library: Path) -> Kernel | None:
 
 
 def _load_swap() -> Any:
-    """As `load_kernel`; without the pause of the GIL, which takes longer than a swap."""
+    """Keep the GIL in swaps: releasing it takes longer than a swap."""
     try:
         swap: Any = ctypes.PyDLL(str(KERNEL)).kvbus_swap_word
     except (OSError, AttributeError):
@@ -53,14 +52,13 @@ _kernel, swap_word = load_kernel(KERNEL), _load_swap()
 
 
 def is_compiled() -> bool:
-    """Whether copies are made by the kernel in C."""
     return _kernel is not None
 
 
 def copy_runs(runs: Runs) -> None:
-    """Copy, in this thread; the GIL is released while bytes move.
+    """Copy in this thread, without the GIL while bytes move.
 
-    All memory must be mapped and stay so. Sources and targets must not overlap.
+    All memory must stay mapped. Sources and targets must not overlap.
     """
     for target, source, num_bytes in runs.few:
         if num_bytes < STREAMED_BYTES or _kernel is None:
@@ -75,20 +73,17 @@ def copy_runs(runs: Runs) -> None:
 
 
 def zero_runs(runs: Runs) -> None:
-    """Write zeros over the targets."""
     for target, _, num_bytes in runs:
         ctypes.memset(target, 0, num_bytes)
 
 
 def copy_by_kernel(kernel: Kernel, lattice: Lattice) -> None:
-    """One call into C."""
     axes = [*map(np.ascontiguousarray, (lattice.outer, lattice.units, lattice.inner))]
     arguments = [number for axis in axes for number in (axis.ctypes.data, axis.shape[1])]
     kernel(*arguments, lattice.run_bytes)
 
 
 def copy_by_numpy(lattice: Lattice) -> None:
-    """The same without a compiler: all runs are brought together, and then put in their places."""
     if not lattice.num_runs:
         return
     addresses, run_bytes = lattice.addresses(), lattice.run_bytes
@@ -101,7 +96,7 @@ def copy_by_numpy(lattice: Lattice) -> None:
 
 
 class _Runs:
-    """What numpy reads to see a run of so many bytes at every address from ``first`` on."""
+    """A numpy array interface with one run at every address from ``first`` on."""
 
     def __init__(self, first: int, num_addresses: int, run_bytes: int) -> None:
         self.__array_interface__: dict[str, Any] = {
@@ -114,6 +109,6 @@ class _Runs:
 
 
 def _runs_from(addresses: Numbers, run_bytes: int) -> tuple[Bytes, Numbers]:
-    """Runs by their distance from the first, [distance, byte]; and the distances."""
+    """Return a view, [distance, byte], and the distances."""
     first, last = int(addresses.min()), int(addresses.max())
     return np.asarray(_Runs(first, last - first + 1, run_bytes)), addresses - first

@@ -1,8 +1,4 @@
-"""The memory that an engine creates for its KV cache so that an agent can map it.
-
-Every page is reserved at creation, so that a later write cannot end in SIGBUS, and the file is
-sealed, so that neither side can cut it under the other.
-"""
+"""Memory that an engine creates for its KV cache, and shares with its agent."""
 
 import contextlib
 import errno
@@ -18,7 +14,7 @@ from kvbus.memory.mapping import MappedFile
 from kvbus.memory.room import check_memory
 
 HugePages = bool | Literal["advise"]
-"""False for ordinary pages, True for reserved ones (vm.nr_hugepages), "advise" for the kernel's."""
+"""False: ordinary pages. True: reserved ones (vm.nr_hugepages). "advise": the kernel decides."""
 
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -33,11 +29,10 @@ _ADVICE = {
 
 
 class SharedSegment(MappedFile):
-    """A sealed memory file of zeros, mapped here, whose ``fd`` goes over the attach socket.
+    """A sealed memory file of zeros, mapped here; the attach socket passes its ``fd``.
 
-    ``huge_pages`` True asks for those that the machine has reserved, and rounds ``size_bytes`` up
-    to whole ones; "advise" asks the kernel to make some. ``uses_huge_pages`` says whether there
-    were any; without, it is ordinary pages. Raises ``SegmentError``.
+    ``huge_pages`` True rounds ``size_bytes`` up to whole reserved pages. Without huge pages it uses
+    ordinary ones, and ``uses_huge_pages`` is False. Raises ``SegmentError``.
     """
 
     def __init__(
@@ -51,10 +46,10 @@ class SharedSegment(MappedFile):
             super().__init__(self._fd, status.st_size)
             self.uses_huge_pages = status.st_blksize > os.sysconf("SC_PAGESIZE")
             if huge_pages == "advise":
-                self.populate()  # what is mapped huge is seen then
+                self.populate()  # only mapped huge pages are visible
                 self.uses_huge_pages = huge_bytes(self.address) > 0
         except OSError as error:
-            if self.closed:  # it is not mapped
+            if self.closed:  # not mapped yet
                 os.close(self._fd)
             else:
                 self.close()
@@ -62,33 +57,32 @@ class SharedSegment(MappedFile):
 
     @property
     def fd(self) -> int:
-        """The descriptor to pass to the agent; borrowed, it is closed by ``close``."""
+        """Borrowed: ``close`` closes it."""
         self._check_open()
         return self._fd
 
     def close(self) -> None:
-        """As every mapping; the descriptor goes too."""
         if not self.closed:
             os.close(self._fd)
         super().close()
 
 
-# Three things in this order keep a segment from killing a process later:
+# Three steps in this order keep a segment from killing a process later:
 #
-#     check_memory     fallocate of more than there is ends with the kernel's out-of-memory killer,
-#                      which may choose any process; so what cannot fit is refused before
-#     posix_fallocate  a page that was only promised is SIGBUS when it is first touched, here or
-#                      in the agent; so every page is taken now, and an error is an error
-#     seals            who truncates the file takes pages away under the other, SIGBUS again; so
-#                      nobody can shrink or grow it any more, nor take the seals off
+#     check_memory     fallocate of more than is available starts the out-of-memory killer, which
+#                      may choose any process. So a size that does not fit is refused first.
+#     posix_fallocate  the first access to a page that was only promised may raise SIGBUS, here or
+#                      in the agent. So every page is allocated now, and a failure is an error.
+#     seals            a process that truncates the file takes pages from the other, SIGBUS again.
+#                      So no process can shrink or grow the file, or remove the seals.
 #
-# Huge pages are counted by the kernel on their own, and fallocate refuses them without a killer.
+# The kernel counts reserved huge pages separately, and fallocate refuses them without the killer.
 def _create_file(name: str, size_bytes: int, *, huge_pages: HugePages) -> int:
     if huge_pages is True:
         try:
             return _reserve_file(name, size_bytes, os.MFD_HUGETLB)
         except (OSError, OverflowError):
-            pass  # none configured, or not enough: ordinary pages do
+            pass  # none configured, or too few: use ordinary pages
     check_memory(size_bytes)
     try:
         return _reserve_file(name, size_bytes, 0, advise=huge_pages == "advise")
@@ -121,7 +115,7 @@ def _refusal(error: OSError, size_bytes: int) -> SegmentError:
 
 
 def shmem_word() -> str:
-    """What the kernel does for memory files: always, within_size, advise, never, ...; or empty."""
+    """Return the kernel's huge page setting for memory files (always, advise, never, ...) or ""."""
     try:
         words = SHMEM_ENABLED.read_text(encoding="ascii")
     except OSError:
@@ -129,12 +123,10 @@ def shmem_word() -> str:
     return words.partition("[")[2].partition("]")[0]
 
 
-# The kernel looks at the advice when a page is touched for the first time, through the mapping that
-# was advised. posix_fallocate takes pages through no mapping: ordinary ones, and they stay. So the
-# pages are touched first, which changes nothing of their zeros, and then reserved as ever, which
-# finds them there.
+# The kernel reads the advice when a page is first touched through the advised mapping.
+# posix_fallocate allocates pages through no mapping: they are ordinary, and stay so. So the pages
+# are touched first, which leaves their zeros unchanged. posix_fallocate then finds them allocated.
 def _touch_advised(fd: int, length_bytes: int) -> None:
-    """Take all pages of a new file, huge ones if the kernel gives them. Raises nothing."""
     with contextlib.suppress(OSError):
         address = libc.map_shared(fd, length_bytes)
         try:
@@ -145,7 +137,6 @@ def _touch_advised(fd: int, length_bytes: int) -> None:
 
 
 def huge_bytes(address: int) -> int:
-    """How much of the mapping that begins at ``address`` this process sees in huge pages."""
     maps = Path("/proc/self/smaps").read_text(encoding="utf-8")
     (_, _, found) = maps.partition(f"\n{address:x}-")
     sizes = (

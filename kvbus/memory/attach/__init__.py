@@ -1,7 +1,7 @@
-"""The attach socket: how an engine passes file descriptors to its agent, and how it dies in sight.
+"""The attach socket: an engine passes file descriptors, and its agent detects its death.
 
-``docs/protocol-engine.md`` has its format. The memory socket of a prefill agent, at which other
-agents get its engines' memory, has the same; there the agent's answers carry the descriptors.
+``docs/protocol-engine.md`` has the format. The memory socket of a prefill agent uses it to lend its
+engines' memory to other agents.
 """
 
 from kvbus.memory.attach.channel import LENGTH_BYTES as LENGTH_BYTES

@@ -1,8 +1,4 @@
-"""Attach messages and a connected socket for them: whole frames, with the descriptors they carry.
-
-Refuses what is too large or no map with string keys, and descriptors that are not on a frame's
-first bytes, or too many of them.
-"""
+"""Attach messages as frames over a socket, with descriptors on a frame's first bytes."""
 
 import array
 import os
@@ -26,7 +22,7 @@ _CONTROL_BYTES = socket.CMSG_SPACE(MAX_FDS * _FD_BYTES)
 
 
 def encode_frame(message: dict[str, Any]) -> bytes:
-    """Return length and body; ``ProtocolError`` when it is too large or no msgpack."""
+    """Return length and body; raises ``ProtocolError`` if it is too large or not msgpack."""
     try:
         body: bytes = msgpack.packb(message)
     except (TypeError, ValueError, OverflowError) as error:
@@ -35,7 +31,6 @@ def encode_frame(message: dict[str, Any]) -> bytes:
 
 
 def encode_error(error: KVBusError) -> bytes:
-    """Return the frame of an error reply; detail that does not fit is left out."""
     body = error_body(error)
     try:
         return encode_frame({"error": body})
@@ -44,20 +39,19 @@ def encode_error(error: KVBusError) -> bytes:
 
 
 def decode_length(header: bytes) -> int:
-    """Return how long the body is; ``ProtocolError`` when nobody would read that much."""
     return _checked(int.from_bytes(header, "little"))
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
-    """Return the map; ``ProtocolError`` for anything else."""
+    """Raise ``ProtocolError`` for all but a map with string keys."""
     message = unpack_map(body, max_items=MAX_PEER_ITEMS)
-    if not all(isinstance(key, str) for key in message):  # bin is a key to msgpack as well
+    if not all(isinstance(key, str) for key in message):  # msgpack allows bin keys, too
         raise ProtocolError("an attach message must be a map with string keys")
     return message
 
 
 def open_reply(reply: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``ok`` holds, or raise ``RequestRefused``; ``ProtocolError`` if it is neither."""
+    """Return the ``ok`` part, or raise ``RequestRefused`` or ``ProtocolError``."""
     match reply:
         case {"ok": dict(answer)}:
             return answer
@@ -77,7 +71,7 @@ def _checked(num_bytes: int) -> int:
 
 
 class FrameChannel:
-    """Frames over a connected Unix stream socket. One task receives, one at a time sends."""
+    """Frames over a connected Unix stream socket, for one receiver and one sender at a time."""
 
     def __init__(
         self, connected: socket.socket, *, frame_timeout_s: float = FRAME_TIMEOUT_S
@@ -88,7 +82,7 @@ class FrameChannel:
 
     @property
     def has_hung_up(self) -> bool:
-        """Whether the other side has, as of now and though nobody has received its end yet."""
+        """Whether the other side has closed, even if its end-of-file is unread."""
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -97,11 +91,11 @@ class FrameChannel:
             return True
 
     async def receive(self) -> tuple[bytes, list[int]]:
-        """Wait for a frame as long as it takes, and for its rest no longer than the deadline.
+        """Wait for a frame without limit, and for its rest until the deadline.
 
-        Gives the body, and the descriptors that came with it, which are the caller's to close.
-        Raises ``anyio.EndOfStream`` when the other side is gone, a frame unfinished or not, and
-        ``ProtocolError`` when it broke the format: nothing further can be read then.
+        Returns the body and its descriptors, which the caller closes. Raises ``anyio.EndOfStream``
+        if the other side is gone, also within a frame, and ``ProtocolError`` if it broke the
+        format. Both end the channel.
         """
         await anyio.wait_readable(self._socket)
         fds: list[int] = []
@@ -118,9 +112,9 @@ class FrameChannel:
             ) from error
 
     async def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a whole frame; interrupted half-way, the channel is useless and hung up.
+        """Send a whole frame; hang up if interrupted in the middle.
 
-        Raises ``OSError`` when the other side is gone or a descriptor cannot be passed.
+        Raises ``OSError`` if the other side is gone or a descriptor cannot be passed.
         """
         rest = memoryview(frame)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -138,9 +132,9 @@ class FrameChannel:
             raise
 
     async def ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """Send a message where no other waits for its reply; what ``ok`` holds, and descriptors.
+        """Send a message; return the ``ok`` of its reply, and descriptors that the caller closes.
 
-        Those are the caller's to close. Raises as `send` and `receive`, and ``RequestRefused``.
+        No other task may wait for a reply. Raises as `send` and `receive`, and ``RequestRefused``.
         """
         await self.send(encode_frame(message))
         body, fds = await self.receive()
@@ -154,17 +148,17 @@ class FrameChannel:
         """Make both sides see end-of-file; idempotent."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other side was faster
+        except OSError:  # the other side closed first
             return
 
     def close(self) -> None:
-        """Close the socket; idempotent. No task may wait on it."""
+        """Close the socket; no task may wait on it."""
         self._socket.close()
 
-    # The kernel keeps descriptors with the bytes that they were sent with, but a read that goes on
-    # into the next message would bring that one's descriptors along. So nothing is read beyond the
-    # end of the frame: first the 4 bytes of the length, with which the descriptors come, then
-    # exactly the body, with which none may come.
+    # The kernel keeps descriptors with the bytes that they were sent with. A read that continued
+    # into the next message would receive its descriptors, too. So no read passes the end of the
+    # frame: first the 4 bytes of the length, with which the descriptors come, then exactly the
+    # body, with which none may come.
     #
     #     [len 4][body ........][len 4][body ...
     #      ^fds of this message  ^fds of the next
@@ -179,7 +173,7 @@ class FrameChannel:
     async def _read(self, num_bytes: int, fds: list[int]) -> bytes:
         read = bytearray()
         while len(read) < num_bytes:
-            await anyio.wait_readable(self._socket)  # also lets other connections have their turn
+            await anyio.wait_readable(self._socket)  # also yields to other connections
             try:
                 chunk, ancillary, flags, _ = self._socket.recvmsg(
                     num_bytes - len(read), _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
@@ -201,7 +195,6 @@ class FrameChannel:
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close and forget all; those that were taken out of the list are not in it."""
     while fds:
         os.close(fds.pop())
 

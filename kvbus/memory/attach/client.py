@@ -1,4 +1,4 @@
-"""The engine's side of the attach socket: requests, their replies in order, the agent's end."""
+"""The engine's side of the attach socket."""
 
 import asyncio
 import uuid
@@ -25,17 +25,15 @@ from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.message import from_body, to_body
 
 Reply = tuple[dict[str, Any], list[int]]
-"""A message, and the descriptors that came with it."""
 PendingReply = asyncio.Future[Reply | None]
-"""Of one message, None when the agent is gone; stays in line when its caller gives up."""
+"""None: the agent is gone. Stays queued if its caller is cancelled."""
 
 
 class AttachClient:
     """A connection to the agent at ``path``, open within ``async with``.
 
-    ``closed`` is set when the agent has gone away or the block was left. Entering raises
-    ``PeerLost`` when no agent listens there, ``RequestRefused`` (busy) when it has a full queue and
-    ``ConfigError`` when who listens is of another user: nothing was sent then.
+    ``closed`` is set when the agent disconnects or the block ends. Entering raises as
+    `connect_to_agent`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,27 +56,26 @@ class AttachClient:
 
     async def __aexit__(self, *_: object) -> None:
         self._channel = None
-        await self._stack.aclose()  # told of no exception, its tasks do not wrap the caller's
+        await self._stack.aclose()  # so that it does not wrap the caller's exception
 
     def hang_up(self) -> None:
-        """The agent sees the end from now on; the block is still to be left."""
+        """Make the agent see end-of-file now, before the block ends."""
         if self._channel is not None:
             self._channel.hang_up()
 
     async def call(self, message: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-        """Send a message, with descriptors that stay the caller's; return what ``ok`` holds.
+        """Send a message, with descriptors that the caller keeps; return the ``ok`` of the reply.
 
-        Raises ``RequestRefused``, ``PeerLost``, ``ClosedError``, ``ProtocolError`` for a message
-        that cannot be sent and ``SegmentError`` for a descriptor that cannot. A call that is
-        cancelled while it waits for the reply is still done; one that is cancelled while it is
-        sent ends the connection.
+        Raises ``RequestRefused``, ``PeerLost``, ``ClosedError``, ``ProtocolError`` for an invalid
+        message and ``SegmentError`` for an invalid descriptor. Cancelled while it waits, a call is
+        still executed. Cancelled while it sends, it ends the connection.
         """
         answer, passed = await self.call_for_fds(message, fds)
         close_fds(passed)
         return answer
 
     async def call_for_fds(self, message: dict[str, Any], fds: Sequence[int] = ()) -> Reply:
-        """As `call`, with the descriptors that came with the reply, which the caller closes."""
+        """As `call`, with the descriptors of the reply, which the caller closes."""
         if len(fds) > MAX_FDS:
             raise ProtocolError(f"a message carries at most {MAX_FDS} descriptors")
         frame = encode_frame(message)
@@ -104,10 +101,10 @@ class AttachClient:
         try:
             await self._channel.send(frame, fds)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the receiver resolves it, maybe with the agent's last words
+            pass  # `_receive_replies` resolves it, perhaps with the agent's last reply
         except OSError as error:
             raise SegmentError(f"cannot pass {len(fds)} descriptors: {error.strerror}") from error
-        # The reply cannot come first, as nothing was awaited since sending.
+        # Nothing was awaited since sending, so the reply cannot have been accepted yet.
         pending: PendingReply = asyncio.get_running_loop().create_future()
         if self.closed.is_set() or self._unasked_reply is not None:
             pending.set_result(self._unasked_reply)
@@ -125,7 +122,7 @@ class AttachClient:
                     close_fds(fds)
                     raise
                 self._accept_reply((reply, fds))
-        except (anyio.EndOfStream, ProtocolError):  # a broken format is as good as gone
+        except (anyio.EndOfStream, ProtocolError):  # a broken format ends the connection, too
             channel.hang_up()
         finally:
             self.closed.set()
@@ -143,10 +140,7 @@ class AttachClient:
 
 
 async def greet(attach: Path) -> Welcome:
-    """Who listens at ``attach``, and where its other sockets are.
-
-    Raises `PeerLost` or `RequestRefused` (``busy``) while it is not ready.
-    """
+    """Identify an agent; raises `PeerLost` or `RequestRefused` (``busy``) until it is ready."""
     hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, engine_id="greeting", boot=uuid.uuid4().hex)
     async with AttachClient(attach) as client:
         return from_body(Welcome, await client.call({"op": hello.op, "body": to_body(hello)}))

@@ -10,26 +10,26 @@ from kvbus.memory.attach.channel import close_fds
 
 
 # A child process of an agent may write into blocks of an engine, too, and outlive the agent. So
-# each process holds the write end of one pipe from its start to its end; engines hold the read end:
+# each process holds the write end of one pipe from its start to its end. Engines hold the read end:
 #
 #     agent    ────────────────────────────────┤ SIGKILL
 #     child    ──────────────────────────────────────┤ exits, as it lost the agent
 #     pipe     write ends: 2                   1     0 ─▶ end-of-file
 #     engine   attach connection ends ─────────┘     └─▶ no process of the agent can write
 #
-# A process that exits gives up its memory first, then its descriptors: when the last write end is
-# closed, no thread can run and no mapping is left. Descriptors of NICs close in the same pass, and
+# An exiting process frees its memory first, then closes its descriptors. When the last write end
+# closes, no thread can run and no mapping is left. Descriptors of NICs close in the same pass, and
 # Linux closes low numbers last: so an agent makes the pipe before it opens any. A write end must
 # not leak to another program, which could outlive the agent: only `pass_fds` passes it on.
 class Lifeline:
-    """The agent's side: ``write_fd`` is for child processes that write into blocks."""
+    """The agent's side; child processes that write into blocks inherit ``write_fd``."""
 
     def __init__(self) -> None:
         self._read_fd, self.write_fd = os.pipe()
         weakref.finalize(self, close_fds, [self._read_fd, self.write_fd])
 
     def new_read_end(self) -> int:
-        """Return a descriptor, which the caller closes. Raises `LocalError` (``busy``)."""
+        """Return a descriptor for the caller; raises `LocalError` (``busy``)."""
         try:
             return os.dup(self._read_fd)
         except OSError as error:
@@ -38,9 +38,9 @@ class Lifeline:
 
 
 class AgentLife:
-    """The engine's side, in the event loop that makes it.
+    """The engine's side, in the event loop that creates it; owns ``fd``, the read end.
 
-    ``fd`` is the read end, closed here; None when the agent passed none, and is never known to end.
+    Without ``fd``, the agent's end is never detected.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -50,14 +50,13 @@ class AgentLife:
             asyncio.get_running_loop().add_reader(fd, self._end)
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once no process of the agent is left, at once if none is."""
+        """Call ``call`` once no process of the agent is left; now, if none is."""
         if self.has_ended:
             call()
         else:
             self._calls.append(call)
 
     async def ended(self, within_s: float) -> bool:
-        """Wait for the end; return whether it came in time."""
         over = asyncio.Event()
         call = over.set
         self.when_ended(call)
@@ -70,12 +69,11 @@ class AgentLife:
         return True
 
     def release(self) -> None:
-        """Close the descriptor, unless a call still waits for the end."""
         if not self._calls:
             self.close()
 
     def close(self) -> None:
-        """Close the descriptor; no call follows. Idempotent."""
+        """Close the descriptor and drop all calls; idempotent."""
         self._calls = []
         if self._fd is not None:
             asyncio.get_running_loop().remove_reader(self._fd)

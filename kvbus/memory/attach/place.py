@@ -1,7 +1,4 @@
-"""The place of an agent's sockets: its folder, its lock, its file, and who is at the other end.
-
-Nobody but the user of an agent can put another in its place.
-"""
+"""Sockets of an agent, which only its own user can replace."""
 
 import fcntl
 import os
@@ -20,17 +17,17 @@ _BACKLOG = 64
 ENGINE_SOCKET = "engine.sock"
 """In the folder of the attach socket; ZeroMQ binds it."""
 _CREDENTIALS = struct.Struct("iII")
-_MOST_LINKS = 40  # as Linux
+_MOST_LINKS = 40  # the limit of Linux
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 @contextmanager
 def listening_at(path: Path) -> Iterator[socket.socket]:
-    """A socket that listens at the path with mode 0600, in a directory made with 0700.
+    """Listen at ``path`` with mode 0600, in a folder made with mode 0700.
 
-    A lock file beside it, which the kernel unlocks when its owners are dead, tells a dead agent's
-    socket file, which is replaced, from a living one's. The agent's other socket in that folder is
-    its own as well, by the same lock. Both files are removed at the end. Raises ``ConfigError``.
+    The kernel unlocks the lock file when its owners are dead. So a dead agent's socket file is
+    replaced, and a live one's is not. The lock also covers the agent's other socket in the folder.
+    Both socket files are removed at the end. Raises ``ConfigError``.
     """
     check_path_length(path)
     prepare_folder(path.parent)
@@ -39,11 +36,10 @@ def listening_at(path: Path) -> Iterator[socket.socket]:
             yield listener
         finally:
             path.unlink(missing_ok=True)
-            path.with_name(ENGINE_SOCKET).unlink(missing_ok=True)  # which ZeroMQ leaves behind
+            path.with_name(ENGINE_SOCKET).unlink(missing_ok=True)  # ZeroMQ leaves it behind
 
 
 def check_path_length(path: Path) -> None:
-    """Raise ``ConfigError`` for a path that does not fit into a socket address."""
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_PATH_BYTES:
         raise ConfigError(
@@ -53,10 +49,7 @@ def check_path_length(path: Path) -> None:
 
 
 def _locked(lock: Path, path: Path) -> IO[bytes]:
-    """The file ``lock``, made, and locked until it is closed.
-
-    It stays when it is closed: removing it would race with who takes it next.
-    """
+    """Lock the file until it is closed. It stays: removal would race with the next agent."""
     try:
         opened = lock.open("ab")
     except OSError as error:
@@ -75,7 +68,7 @@ def _bound(path: Path) -> socket.socket:
     try:
         listener.setblocking(False)
         listener.bind(str(path))
-        path.chmod(0o600)  # nobody can connect before it listens
+        path.chmod(0o600)  # no process can connect before it listens
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
@@ -106,11 +99,11 @@ def _in_use(path: Path) -> ConfigError:
 
 
 def connect_to_agent(path: Path) -> socket.socket:
-    """Connect without waiting, and see who listens, before anything is sent.
+    """Connect without blocking, and check the listener's user before anything is sent.
 
-    An agent attaches processes of its own user only, so one of another user, root too, is none.
-    Raises ``PeerLost`` when nobody listens there, ``RequestRefused`` (busy) when there is a full
-    queue and ``ConfigError`` when who listens is of another user.
+    An agent attaches only processes of its own user; a listener of another user, even root, is not
+    one. Raises ``PeerLost`` if no process listens, ``RequestRefused`` (busy) if the queue is full
+    and ``ConfigError`` for another user.
     """
     check_path_length(path)
     with ExitStack() as stack:
@@ -136,7 +129,7 @@ def connect_to_agent(path: Path) -> socket.socket:
 
 
 class PeerIdentity(NamedTuple):
-    """The process as it was when it connected, or when it began to listen."""
+    """Credentials of a process when it connected, or began to listen."""
 
     pid: int
     uid: int
@@ -144,28 +137,27 @@ class PeerIdentity(NamedTuple):
 
     @classmethod
     def of(cls, connected: socket.socket) -> "PeerIdentity":
-        """Who is at the other end."""
         credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return cls(*_CREDENTIALS.unpack(credentials))
 
 
-# A folder is only as safe as those above it: who may write into one of them may rename what is in
-# it, and put a folder of his own there. So the way is walked from the root down, name by name:
+# A folder is only as safe as its parents: a user who can write to a parent can rename the folder
+# and put another in its place. So the path is checked from the root down, name by name:
 #
-#     /             root's, nobody else writes      ok
-#     /tmp          anybody writes, sticky          ok: only its owner renames what is in there
-#     /tmp/kvbus-7  of root or of this user?        somebody else may have made it first: refused
-#     .../one       this user's, 0700               what is in there is ours
+#     /             root's, others cannot write      ok
+#     /tmp          all can write, sticky            ok: only the owner of an entry can rename it
+#     /tmp/kvbus-7  of root or of this user?         another user may have made it first: refused
+#     .../one       this user's, 0700                its content is ours
 #
-# Each name is looked at when nobody can change it any more, as all above it were found safe. A link
-# is followed by hand, so that the folders on its way are looked at too.
+# When a name is checked, all its parents were found safe, so no other user can change it. Links are
+# followed by hand, so that the folders on their way are checked, too.
 def prepare_folder(folder: Path) -> None:
-    """Make the folder with mode 0700, and what is missing above it; as `check_folder`."""
+    """Make the folder with mode 0700, and its parents; check as `check_folder`."""
     _walk(folder, make=True)
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ``ConfigError`` unless the folder is ours alone, and nobody else can replace it."""
+    """Raise ``ConfigError`` unless only this user can enter or replace it."""
     _walk(folder, make=False)
 
 
@@ -185,7 +177,7 @@ def _check_way(path: Path, *, make: bool, num_links: int = 0) -> None:
         raise ConfigError(f"the way to the runtime directory has too many links: {path}")
     for at in (*reversed(path.parents), path):
         if make and not os.path.lexists(at):
-            at.mkdir(mode=0o700, exist_ok=True)  # another may be faster: it is looked at
+            at.mkdir(mode=0o700, exist_ok=True)  # another process may be faster: checked below
         status = at.lstat()
         _check_name(at, status)
         if stat.S_ISLNK(status.st_mode):

@@ -1,8 +1,4 @@
-"""An agent's side of a Unix socket: who may connect, one task a connection, the replies.
-
-Refuses other users and more connections than the bound, with an error reply each. What a message
-means is the handler's.
-"""
+"""The agent's side of a Unix socket: access checks, one task per connection, replies."""
 
 import os
 import socket
@@ -32,20 +28,20 @@ log = structlog.get_logger()
 
 
 class AttachConnection(FrameChannel):
-    """One process at the other end, from its connect to its end; compares and hashes by identity.
+    """A connected process; compares by identity.
 
-    Its owner may ``hang_up`` to send it away; ``on_closed`` follows.
+    Its owner may ``hang_up`` to disconnect it; ``on_closed`` follows.
     """
 
     def __init__(self, accepted: socket.socket, *, frame_timeout_s: float) -> None:
         super().__init__(accepted, frame_timeout_s=frame_timeout_s)
         self.peer = PeerIdentity.of(accepted)
         self.has_ended = False
-        """Whether the other side has ended it, or broke the format; not when the server stops."""
+        """The other side closed or broke the format; False if the server stops."""
 
 
 class PassingAnswer(NamedTuple):
-    """What ``ok`` holds, and descriptors that go with it: the server's, which closes them."""
+    """The ``ok`` part, and descriptors to send, which the server closes."""
 
     ok: dict[str, Any]
     fds: list[int]
@@ -57,15 +53,17 @@ OnRefusal = Callable[[AttachConnection, str, KVBusError], object]
 
 
 class AttachServer:
-    """Listens at ``path`` while ``serve`` runs.
+    """A server that listens at ``path`` while ``serve`` runs.
+
+    Rejects other users, and connections above the limits, with an error reply.
 
     ``on_message(connection, message, fds)`` returns the answer, or raises a ``KVBusError`` that
-    becomes the error reply. It owns the descriptors that it takes out of the
-    list (``fds.pop()``); those that are left in it are closed after the reply is made. Messages of
-    one connection are handled one after the other, those of several at the same time.
-    ``on_refusal(connection, op, error)`` hears of each such error, with the ``op`` that was asked.
-    ``on_closed(connection)`` is called once for each accepted connection, however it ends: the
-    engine died or closed it, it broke the format, or the server stops.
+    becomes the error reply. It owns the descriptors that it pops from ``fds``; the others are
+    closed after the reply is made. Messages are handled in order within a connection, concurrently
+    across connections.
+
+    ``on_refusal(connection, op, error)`` is called for each such error. ``on_closed(connection)``
+    is called once for each accepted connection, also when the server stops.
     """
 
     def __init__(
@@ -81,7 +79,6 @@ class AttachServer:
     ) -> None:
         self.path = Path(path)
         self.num_refused = self.num_malformed = 0
-        """Connections that were turned away, and messages that broke the format."""
         self._on_message = on_message
         self._on_closed, self._on_refusal = on_closed, on_refusal
         self._max_connections = max_connections
@@ -103,14 +100,14 @@ class AttachServer:
             accepted, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # out of descriptors or memory: readable at once again
+        except OSError as error:  # out of descriptors or memory: still readable
             log.warning("attach.accept_failed", error=str(error))
             await anyio.sleep(_ACCEPT_PAUSE_S)
             return
         connection = AttachConnection(accepted, frame_timeout_s=self._frame_timeout_s)
         if (refusal := self._refusal(connection.peer)) is not None:
             self.num_refused += 1
-            with accepted, suppress(OSError):  # a fresh socket's buffer takes a small frame whole
+            with accepted, suppress(OSError):  # a small frame fits into a new socket's buffer
                 accepted.send(encode_error(refusal))
             return
         self._connections.add(connection)
@@ -125,7 +122,7 @@ class AttachServer:
                 f"all {self._max_connections} attach connections are in use", code=ErrorCode.BUSY
             )
         limit, pid = self._max_process_connections, peer.pid
-        # 0 is any process of another container, which the kernel does not name here
+        # 0 stands for any process of another container: the kernel gives no pid of it here
         if pid and sum(other.peer.pid == pid for other in self._connections) >= limit:
             return LocalError(
                 f"process {pid} has {limit} attach connections, which is the limit",
@@ -133,15 +130,16 @@ class AttachServer:
             )
         return None
 
-    # End-of-file is how an agent learns that an engine died: the kernel closes the socket of a
-    # process however it ends, SIGKILL included, before its pid can be taken by another.
+    # An agent detects a dead engine by end-of-file. The kernel closes the socket of a process
+    # however it ends, SIGKILL included, before another process can take its pid.
     #
     #     engine ends ──▶ end-of-file ──▶ `receive` raises ──▶ on_closed, once ──▶ memory discarded
     #
-    # It is seen only by who reads. So messages of a connection are answered one by one by the task
-    # that reads, and a handler that waits delays the news of the end of its own engine only. A
-    # broken format, an `OSError` and a stop of the server end in the same `finally`. A child that
-    # keeps the engine's socket hides its end; exec closes it, as Python opens sockets so.
+    # Only a reader sees it. So the task that reads a connection also answers its messages, one by
+    # one. A handler that waits delays only the detection of its own engine's end. A broken format,
+    # an `OSError` and a stop of the server end in the same `finally`. A child process that keeps
+    # the engine's socket hides the engine's end; exec closes the socket, as Python opens sockets
+    # so.
     async def _converse(self, connection: AttachConnection) -> None:
         try:
             with suppress(anyio.EndOfStream, OSError):
@@ -157,7 +155,6 @@ class AttachServer:
                 log.exception("attach.farewell_failed", pid=connection.peer.pid)
 
     async def _answer_one(self, connection: AttachConnection) -> bool:
-        """Answer the next message; return False when the connection cannot go on."""
         try:
             body, fds = await connection.receive()
         except ProtocolError as error:
@@ -176,7 +173,6 @@ class AttachServer:
     async def _reply(
         self, connection: AttachConnection, body: bytes, fds: list[int], passed: list[int]
     ) -> bytes:
-        """The frame of the answer; the descriptors that go with it are put into ``passed``."""
         try:
             message = decode_body(body)
         except ProtocolError as error:

@@ -1,8 +1,6 @@
-"""Memory of GPUs, shared by CUDA IPC; imported by name only, as torch costs seconds.
+"""GPU memory, shared by CUDA IPC. Import it by name only, as torch takes seconds.
 
-driver   GPUs by UUID, and the driver's calls
-share    the engine's side
-open     the agent's side
+``share`` is the engine's side, ``open`` the agent's.
 """
 
 from kvbus.memory.cuda.driver import check_cuda as check_cuda

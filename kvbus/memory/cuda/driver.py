@@ -1,13 +1,11 @@
-"""GPUs by UUID, and the calls of the CUDA driver that torch does not offer.
+"""GPUs by UUID, and calls of the CUDA driver for memory of another process.
 
-Those are for memory of one process that is opened by another.
-Each is one call, made with the GPU's primary context, which torch uses too. A failure is a
-`SegmentError` that has CUDA's own name for it.
+Each call uses the GPU's primary context, as torch does. Failures are `SegmentError`, with CUDA's
+name.
 
-Torch can share storages between processes as well. It is not used, as what it opens stays open for
-as long as any tensor, view or traceback refers to it, when a dead engine's memory has to be free
-within a second; and as it counts references in files of shared memory, which an engine that is
-killed leaves behind. Handles of the driver are closed when we say so, and need nothing else.
+Torch can share storages, too, but keeps an opened one while any tensor, view or traceback refers to
+it. A dead engine's memory must be free within a second. Torch also counts references in shared
+memory files, which a killed engine leaves behind.
 """
 
 import ctypes
@@ -20,7 +18,7 @@ from kvbus.errors import SegmentError
 from kvbus.memory.nvidia import nvidia_driver
 
 HANDLE_BYTES = 64
-"""Of a memory handle, and of an event's."""
+"""Of a memory handle, and of an event handle."""
 _LAZY_PEER_ACCESS = 1
 _NO_SUCH_MEMORY = (1, 500)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND
 
@@ -33,7 +31,7 @@ class _Handle(ctypes.Structure):
 
 @contextmanager
 def on_gpu(ordinal: int) -> Iterator[None]:
-    """Make calls of this thread be about one GPU, by the number that this process gives it."""
+    """Select a GPU of this process for CUDA calls of this thread."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
@@ -48,9 +46,9 @@ def on_gpu(ordinal: int) -> Iterator[None]:
 
 
 def allocation_of(address: int) -> tuple[int, int] | None:
-    """Where the allocation that has ``address`` begins, and its bytes; None if CUDA does not say.
+    """Return start and bytes of the allocation, or None if CUDA does not know them.
 
-    It may not of memory that another process allocated.
+    It may not know memory of another process.
     """
     base, size, at = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64(address)
     code = nvidia_driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at)
@@ -61,14 +59,13 @@ def allocation_of(address: int) -> tuple[int, int] | None:
 
 
 def export_memory(base: int) -> bytes:
-    """The handle of the allocation that begins at ``base``; one that was made by parts has none."""
+    """Return the handle of an allocation; one mapped in parts has no handle."""
     handle = _Handle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
     return bytes(handle.reserved)
 
 
 def open_memory(handle: bytes) -> int:
-    """Map an allocation of another process; returns where it begins here."""
     address, flags = ctypes.c_uint64(), ctypes.c_uint(_LAZY_PEER_ACCESS)
     by_value = _Handle.from_buffer_copy(handle)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, flags)
@@ -76,7 +73,6 @@ def open_memory(handle: bytes) -> int:
 
 
 def close_memory(address: int) -> None:
-    """End what `open_memory` began; nothing may use the memory any more."""
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
@@ -94,12 +90,12 @@ def _check(code: int, name: str) -> None:
 
 
 def gpu_uuid(ordinal: int) -> str:
-    """The UUID of a GPU that torch numbers so, as ``nvidia-smi -L`` prints it."""
+    """Return the UUID as ``nvidia-smi -L`` prints it."""
     return f"GPU-{str(torch.cuda.get_device_properties(ordinal).uuid).removeprefix('GPU-')}"
 
 
 def gpu_ordinal(uuid: str) -> int:
-    """The number that torch has for a GPU; raises `SegmentError` when it does not see it."""
+    """Return torch's number of a GPU; raises `SegmentError`."""
     check_cuda()
     visible = [gpu_uuid(ordinal) for ordinal in range(torch.cuda.device_count())]
     if uuid not in visible:
@@ -112,10 +108,10 @@ def gpu_ordinal(uuid: str) -> int:
 
 
 def seen_gpus() -> tuple[str, list[tuple[str, str, int]]]:
-    """The CUDA of torch; UUID, name and bytes of each GPU that it sees. `RuntimeError` of none."""
+    """Return torch's CUDA version, and UUID, name and bytes per GPU; raises `RuntimeError`."""
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} is built without CUDA")
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no type; says why it cannot
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # untyped; its error has the reason
     found = [torch.cuda.get_device_properties(num) for num in range(torch.cuda.device_count())]
     if not found:
         raise RuntimeError("no GPU is visible: look at CUDA_VISIBLE_DEVICES")
@@ -124,7 +120,7 @@ def seen_gpus() -> tuple[str, list[tuple[str, str, int]]]:
 
 
 def gpu_of(device: torch.device) -> int:
-    """The number of a CUDA device, the current one when it names none; raises `SegmentError`."""
+    """Return a device's number, by default the current one; raises `SegmentError`."""
     check_cuda()
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     if ordinal >= torch.cuda.device_count():

@@ -1,7 +1,7 @@
-"""The agent's side of an engine's CUDA memory: opened, copied from and to, closed again.
+"""The agent's side of an engine's CUDA memory: open, copy, close.
 
-The engine is not trusted: the handle must open, and what is claimed must lie in the allocation.
-Unlike host memory it cannot be replaced by zeros: who copies has to have ended before `close`.
+Engines are not trusted: the handle must open, and the claimed bytes must lie in the allocation.
+Zeros cannot replace this memory: all copies must end before `close`.
 """
 
 import time
@@ -23,10 +23,10 @@ Offsets = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 WAIT_S = 30.0
-"""How long the engine's stream may go on working on what it says is ready."""
+"""Time limit for the engine's GPU work on KV that it reported as ready."""
 POLL_S = 50e-6
 WORDS = {
-    16: torch.complex128,  # moved as 16 bytes at once, its bits as they are
+    16: torch.complex128,  # 16 bytes, whose bits stay as they are
     8: torch.int64,
     4: torch.int32,
     2: torch.int16,
@@ -35,10 +35,9 @@ WORDS = {
 
 
 class CudaMapping(OwnedMemory):
-    """An engine's CUDA memory, open here.
+    """An engine's CUDA memory, open in this process; ``device`` is the GPU's UUID.
 
-    ``device`` is the GPU's UUID. Takes milliseconds, and seconds for the first of a process: call
-    it in a thread. Raises `SegmentError`.
+    Blocks for milliseconds, or seconds the first time: use a thread. Raises `SegmentError`.
     """
 
     def __init__(self, device: str, handle: bytes, *, offset_bytes: int, size_bytes: int) -> None:
@@ -69,19 +68,16 @@ class CudaMapping(OwnedMemory):
             raise
 
     def view(self) -> torch.Tensor:
-        """All bytes as one uint8 tensor on the GPU; of no use after `close`."""
+        """Return all bytes as uint8 on the GPU, valid until `close`."""
         if self._tensor is None:
             raise ClosedError("the CUDA memory was closed: its engine is gone")
         return self._tensor
 
     def discard(self) -> None:
-        """Nothing can be given back yet: `close` follows once no copy runs."""
+        """Do nothing: `close` follows once no copy runs."""
 
     def close(self) -> None:
-        """Close the memory, so that a dead engine's is free; idempotent.
-
-        No copy may run. Call it in a thread: the driver may wait for the GPU.
-        """
+        """Free the memory; idempotent. No copy may run. May block: use a thread."""
         was_closed, self.closed, self._tensor = self.closed, True, None
         if not was_closed:
             with driver.on_gpu(self.ordinal):
@@ -100,7 +96,6 @@ class CudaMapping(OwnedMemory):
 
 
 def _make_context(ordinal: int) -> None:
-    """Have torch make the GPU's primary context, which it then keeps for the process's life."""
     try:
         torch.zeros(1, device=f"cuda:{ordinal}")
     except RuntimeError as error:
@@ -108,8 +103,6 @@ def _make_context(ordinal: int) -> None:
 
 
 class _Extent:
-    """What torch reads to lay a tensor over device memory that it does not own."""
-
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
             "version": 3,
@@ -121,7 +114,7 @@ class _Extent:
 
 
 class GpuSlots:
-    """So many bytes, zeroed; ``pinned`` in host memory, else on the GPU. Raises `SegmentError`."""
+    """Zeroed memory of a GPU, or ``pinned`` on the host. Raises `SegmentError`."""
 
     def __init__(self, size_bytes: int, ordinal: int, *, pinned: bool) -> None:
         check_cuda()
@@ -140,27 +133,24 @@ class GpuSlots:
         self._tensor: torch.Tensor | None = made
 
     def view(self) -> torch.Tensor:
-        """All bytes as one uint8 tensor."""
         if self._tensor is None:
             raise ClosedError("the staging memory was closed")
         return self._tensor
 
     @property
     def address(self) -> int:
-        """Where the first byte is."""
         return self.view().data_ptr()
 
     def close(self) -> None:
-        """Let the memory go; idempotent."""
         self._tensor = None
 
 
-# No stream of ours waits for another process: one that dies would leave it waiting. The thread that
-# copies waits for the engine's events instead, for as long as the engine lives.
+# No stream here waits for another process: if that process died, the stream would wait forever.
+# Instead, the thread that copies waits for the engine's events while the engine lives.
 class CopyStream:
-    """The copies of one rank on a GPU; several threads may run some, one after the other there.
+    """The copies of one rank on a GPU, one after the other; thread-safe.
 
-    ``events`` are handles of the engine's events. Raises `SegmentError` for one that is none.
+    ``events`` are handles of the engine. Raises `SegmentError` for an invalid one.
     """
 
     def __init__(self, ordinal: int, events: Iterable[bytes]) -> None:
@@ -172,9 +162,10 @@ class CopyStream:
             raise SegmentError(f"the engine's CUDA event cannot be opened: {error}") from error
 
     def run(self, copy: Callable[[], T], *, gone: Callable[[], bool]) -> T:
-        """What ``copy`` returns, once its bytes are there; ``gone`` says if the engine has ended.
+        """Wait for the engine's events, then for ``copy``. Blocks until its bytes are there.
 
-        Raises `LocalError` (``engine_lost``, ``timeout``), and what ``copy`` raises.
+        ``gone`` returns whether the engine ended. Raises `LocalError` (``engine_lost``,
+        ``timeout``), and what ``copy`` raises.
         """
         wait_for(self._events, gone=gone)
         with torch.cuda.stream(self._stream):
@@ -185,7 +176,7 @@ class CopyStream:
 
 
 def is_context_lost() -> bool:
-    """Return whether every CUDA call of this process fails from now on, as after a fault."""
+    """Return whether all CUDA calls of this process fail from now on, as after a fault."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -194,7 +185,7 @@ def is_context_lost() -> bool:
 
 
 def wait_for(events: Iterable[Any], *, gone: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Return once every event has come; raises `LocalError` (``engine_lost`` or ``timeout``)."""
+    """Block until each event is complete; raises `LocalError` (``engine_lost``, ``timeout``)."""
     deadline = time.monotonic() + timeout_s
     for event in events:
         while not event.query():
@@ -210,12 +201,12 @@ def wait_for(events: Iterable[Any], *, gone: Callable[[], bool], timeout_s: floa
 
 
 class GpuMover:
-    """Copies between ``tensors``, the segments of a rank on one device, and slots.
+    """An executor of copies between a rank's ``tensors`` on one device and slots.
 
-    Runs are rows of the widest size that divides all of their addresses and their length, so one
-    `index_select` and one `index_copy_` move all runs between two allocations.
+    Runs are rows of the largest size that divides their offsets and length. So one `index_select`
+    and one `index_copy_` move all runs between two allocations.
 
-    A slot on another device is copied in one piece, from or into one beside the rank.
+    Slots on another device are copied in one piece, through a buffer on the rank's.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -228,11 +219,10 @@ class GpuMover:
         *,
         into_slot: bool,
     ) -> None:
-        """Copy between the rank and ``content``, all bytes of a box in its slot."""
         there = torch.from_numpy(content) if isinstance(content, np.ndarray) else content
         is_beside = there.device == self.device
         near = there if is_beside else torch.empty_like(there, device=self.device)
-        at_once = is_beside or not there.is_pinned()  # else the copy stream is waited for
+        at_once = is_beside or not there.is_pinned()  # otherwise `CopyStream.run` waits
         if not (into_slot or is_beside):
             near.copy_(there, non_blocking=not at_once)
         for addresses, run_bytes in runs_at(near.data_ptr()).by_length():
@@ -243,7 +233,6 @@ class GpuMover:
             there.copy_(near, non_blocking=not at_once)
 
     def zero(self, runs: Runs) -> None:
-        """Write zeros over the targets."""
         for addresses, run_bytes in runs.by_length():
             for (rows,), (numbers,) in _by_tensor(addresses[1:], run_bytes, self._tensors):
                 rows.index_fill_(0, numbers, 0)
@@ -252,10 +241,7 @@ class GpuMover:
 def _by_tensor(
     addresses: Offsets, run_bytes: int, tensors: Sequence[torch.Tensor]
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The tensors that runs lie in, as rows, and the numbers of their rows: of each side.
-
-    ``addresses`` have the shape [side, run].
-    """
+    """Yield rows of the tensors that runs ([side, run]) lie in, and row numbers, by side."""
     ordered = sorted(tensors, key=torch.Tensor.data_ptr)
     starts = np.array([tensor.data_ptr() for tensor in ordered])
     held = np.searchsorted(starts, addresses, side="right") - 1
@@ -270,7 +256,6 @@ def _by_tensor(
 
 
 def _rows(tensors: Sequence[torch.Tensor], row_bytes: int) -> list[torch.Tensor]:
-    """All whole rows of each tensor, in the widest words that all are aligned to."""
     starts = [at for one in tensors for at in (one.data_ptr(), int(one.storage_offset()))]
     word_bytes = gcd(max(WORDS), row_bytes, *starts)
     return [

@@ -1,7 +1,4 @@
-"""The engine's side: torch storages to be passed, and a handle of each on a GPU, and of an event.
-
-Nothing is moved: the agent copies between this memory and slots of its own on the same GPU.
-"""
+"""The engine's side: torch storages to share, and handles of GPU storages and events."""
 
 import torch
 
@@ -12,7 +9,7 @@ from kvbus.memory.mapping import OwnedMemory
 
 
 class TorchStorage(OwnedMemory):
-    """A torch storage that an engine passes to its agent; alive until it is closed."""
+    """A torch storage that an engine shares with its agent, kept alive until `close`."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage: torch.UntypedStorage | None = storage
@@ -20,14 +17,13 @@ class TorchStorage(OwnedMemory):
         self.closed = False
 
     def offset_bytes_of(self, tensor: torch.Tensor) -> int:
-        """Return where the tensor's first element is; ``GeometryError`` if it lies elsewhere."""
+        """Raise ``GeometryError`` for a tensor of another storage."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() != self.address or storage.nbytes() != self.size_bytes:
             raise GeometryError("the tensor does not lie in this shared storage")
         return tensor.data_ptr() - self.address
 
     def close(self) -> None:
-        """Let the storage go; idempotent."""
         self._storage, self.closed = None, True
 
     def _check_open(self) -> torch.UntypedStorage:
@@ -37,11 +33,9 @@ class TorchStorage(OwnedMemory):
 
 
 class CudaStorage(TorchStorage):
-    """A torch storage on a GPU, as its agent can open it; made by `share_tensor`.
+    """A GPU storage that an agent can open, ``offset_bytes`` into the allocation of ``handle``.
 
-    It keeps the storage alive, so that torch does not free memory that the agent has open: close it
-    once the agent has not.
-    ``offset_bytes`` is where the storage begins in the allocation that ``handle`` stands for.
+    It keeps torch from freeing memory that the agent has open: close it after the agent has.
     """
 
     def __init__(self, storage: torch.UntypedStorage, *, handle: bytes, offset_bytes: int) -> None:
@@ -52,17 +46,17 @@ class CudaStorage(TorchStorage):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All bytes as one uint8 tensor on the GPU."""
+        """All bytes as uint8 on the GPU."""
         storage = self._check_open()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return whole.set_(storage, 0, (self.size_bytes,), (1,))
 
     def __del__(self) -> None:
-        """Say nothing: torch frees the memory by itself."""
+        """Do not warn: torch frees the memory."""
 
 
 class CudaEvent:
-    """The event of one memory session: what the engine had done when it last recorded it."""
+    """An event of one memory session, which the engine records behind its GPU work."""
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
@@ -71,12 +65,12 @@ class CudaEvent:
             self.handle: bytes = self._event.ipc_handle()  # type: ignore[no-untyped-call]  # torch's
 
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Mark what ``stream``, or the current one of the GPU, was given so far."""
+        """Mark the work queued so far on ``stream``, by default the GPU's current stream."""
         self._event.record(stream or torch.cuda.current_stream(self._ordinal))
 
 
 def share_cuda_tensor(tensor: torch.Tensor) -> CudaStorage:
-    """The tensor's whole storage, to be passed; raises `SegmentError` for what cannot be."""
+    """Share the tensor's whole storage; raises `SegmentError` if CUDA cannot."""
     ordinal, storage = gpu_of(tensor.device), tensor.untyped_storage()
     if storage.nbytes() == 0:
         raise SegmentError("an empty tensor has no memory to share")
@@ -98,11 +92,11 @@ def share_cuda_tensor(tensor: torch.Tensor) -> CudaStorage:
 
 
 def allocate_cuda(size_bytes: int, device: torch.device | str) -> CudaStorage:
-    """Zeroed memory of a GPU, to be passed; raises `SegmentError`."""
+    """Allocate zeroed GPU memory; raises `SegmentError`."""
     ordinal = gpu_of(torch.device(device))
     try:
         tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
-        torch.cuda.synchronize(ordinal)  # zero before anybody else may write
+        torch.cuda.synchronize(ordinal)  # zero before another process may write
     except RuntimeError as error:
         raise SegmentError(
             f"cannot allocate {size_bytes} bytes on {device}: {error}", size_bytes=size_bytes
