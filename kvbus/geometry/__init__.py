@@ -1,4 +1,4 @@
-"""What KV memory means: engines, ranks, groups and regions, and where each token's bytes lie."""
+"""KV memory geometry: engines, ranks, groups and regions, and the address of each token's bytes."""
 # ruff: noqa: F403  the files are the list
 
 from kvbus.geometry.blocks import *

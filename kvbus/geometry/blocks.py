@@ -1,8 +1,4 @@
-"""Block tables: which block of the cache holds which token positions of a request.
-
-Refuses ids outside the cache and ids named twice, because a table like that puts two tokens into
-one slot.
-"""
+"""Block tables: the cache blocks that hold the token positions of a request."""
 
 import struct
 from contextlib import suppress
@@ -10,17 +6,17 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.ma  # np.unique does it at its first call, for 10 ms: not in a first fetch
+import numpy.ma  # np.unique imports it at its first call (10 ms): not in a first fetch
 import numpy.typing as npt
 
 from kvbus.errors import GeometryError
 
 MAX_BLOCKS = 1 << 20
 FEW_IDS = 64
-"""So many are looked at one by one: a call of numpy costs more."""
+"""Up to this many ids, Python is faster than a numpy call."""
 
 DENSE = 32
-"""One id in so many is marked in an array; fewer are sorted."""
+"""Tables with one id in this many, or more, are marked in an array; others are sorted."""
 
 BlockIds = npt.NDArray[np.uint32]
 
@@ -37,9 +33,9 @@ class BlockTable(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, block_ids: npt.ArrayLike, *, first_block: int = 0) -> "BlockTable":
-        """The table of ``block_ids`` (any integers that fit uint32; raises `GeometryError`)."""
+        """Make a table of integers that fit uint32; raises `GeometryError`."""
         if isinstance(block_ids, list | tuple | range) and len(block_ids) <= FEW_IDS:
-            with suppress(struct.error):  # what this does not take is looked at below
+            with suppress(struct.error):  # other values are checked below
                 return cls(struct.pack(f"<{len(block_ids)}I", *block_ids), first_block)
         try:
             ids = np.asarray(block_ids)
@@ -51,7 +47,7 @@ class BlockTable(msgspec.Struct, frozen=True):
         return cls(ids=ids.astype("<u4").tobytes(), first_block=first_block)
 
     def array(self) -> BlockIds:
-        """The ids, shape (len(self),); raises `GeometryError` when the bytes are not whole ids."""
+        """Return the ids; raises `GeometryError` if the bytes are not whole ids."""
         if len(self.ids) % 4:
             raise GeometryError(f"block table of {len(self.ids)} bytes is not whole uint32 ids")
         return np.frombuffer(self.ids, dtype="<u4")
@@ -60,7 +56,7 @@ class BlockTable(msgspec.Struct, frozen=True):
         return len(self.ids) // 4
 
     def block(self, number: int) -> int:
-        """The id of block ``number`` of the request; raises `IndexError` when it is not here."""
+        """Return the id of the request's block ``number``; raises `IndexError`."""
         at = 4 * (number - self.first_block)
         if not 0 <= at <= len(self.ids) - 4:
             raise IndexError(
@@ -69,9 +65,9 @@ class BlockTable(msgspec.Struct, frozen=True):
         return int.from_bytes(self.ids[at : at + 4], "little")
 
     def extended(self, more: "BlockTable") -> "BlockTable":
-        """This table followed by ``more``, whose first_block must be the next one.
+        """Return this table followed by ``more``, which must start at its end.
 
-        Raises `GeometryError` when it is not, or when the sum is more than a message may hold.
+        Raises `GeometryError` if it does not, or above `MAX_BLOCKS`.
         """
         _check_number(self.array().size + more.array().size)
         if more.first_block != self.first_block + len(self):
@@ -84,7 +80,7 @@ class BlockTable(msgspec.Struct, frozen=True):
         return BlockTable(ids=self.ids + more.ids, first_block=self.first_block)
 
     def check_below(self, num_blocks: int) -> int:
-        """The largest id, or -1; raises `GeometryError` unless it is below ``num_blocks``."""
+        """Return the largest id, or -1; raises `GeometryError` from ``num_blocks`` on."""
         ids = self._ids()
         largest = max(ids, default=-1) if isinstance(ids, tuple) else int(ids.max())
         if largest >= num_blocks:
@@ -96,9 +92,9 @@ class BlockTable(msgspec.Struct, frozen=True):
         return largest
 
     def check_ids(self, num_blocks: int) -> None:
-        """Raise `GeometryError` unless every id is below ``num_blocks`` and named once.
+        """Raise `GeometryError` unless all ids are distinct and below ``num_blocks``.
 
-        Also for more than `MAX_BLOCKS` ids.
+        A repeated id would put two tokens into one slot. At most `MAX_BLOCKS` ids pass.
         """
         if len(self.ids) > 4 * MAX_BLOCKS:
             _check_number(len(self))
@@ -108,7 +104,7 @@ class BlockTable(msgspec.Struct, frozen=True):
         elif largest >= DENSE * len(ids):
             num_distinct = len(np.unique(ids))
         else:
-            seen = np.zeros(largest + 1, dtype=np.bool_)  # a million ids are sorted in 50 ms
+            seen = np.zeros(largest + 1, dtype=np.bool_)  # sorting a million ids takes 50 ms
             seen[ids] = True
             num_distinct = int(np.count_nonzero(seen))
         if num_distinct != len(ids):
@@ -127,7 +123,7 @@ class BlockTable(msgspec.Struct, frozen=True):
             )
 
     def check_holds(self, start: int, stop: int, block_size: int, *, group: str) -> None:
-        """Raise `GeometryError` unless the blocks of tokens [start, stop) are among the table's."""
+        """Raise `GeometryError` unless the table includes the blocks of tokens [start, stop)."""
         first, end = start // block_size, num_blocks_for(stop, block_size)
         if start < stop and not self.first_block <= first < end <= self.first_block + len(self):
             raise GeometryError(
@@ -138,7 +134,6 @@ class BlockTable(msgspec.Struct, frozen=True):
             )
 
     def _ids(self) -> tuple[int, ...] | BlockIds:
-        """As integers where an array is slower."""
         num_ids, rest = divmod(len(self.ids), 4)
         if rest or num_ids > FEW_IDS:
             return self.array()
@@ -156,5 +151,5 @@ def _check_number(num_blocks: int) -> None:
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that ``num_tokens`` tokens occupy when the first one starts a block."""
+    """Return the blocks of tokens whose first one starts a block."""
     return -(-num_tokens // block_size)

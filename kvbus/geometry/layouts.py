@@ -1,8 +1,7 @@
-"""Ready-made regions: a whole rank of an engine from the order of its axes, and a staging slot.
+"""Ready-made regions: a whole rank from the order of its axes, and a staging slot.
 
-An engine whose memory is different describes its regions itself. A slot holds one box, what one
-packed transfer carries: a region at offset 0 of one block, without gaps, in the canonical order
-``[layer, kv, token, head, dim]``.
+An engine with other memory describes its regions itself. A slot holds one box of a packed read: one
+region at offset 0, with one block, without gaps, in the order ``[layer, kv, token, head, dim]``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,9 +41,9 @@ NAMED_ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The order of a cache's axes, outermost first; with the layer axis, one region has all layers.
+    """The order of a cache's axes, outermost first.
 
-    Without it (per-layer) each layer has a region of its own.
+    With a layer axis, one region has all layers. Otherwise each layer has its own.
     """
 
     axes: tuple[AxisName, ...]
@@ -59,14 +58,14 @@ class KvLayout:
 
     @property
     def cross_layer(self) -> bool:
-        """Whether the layers lie in one region."""
         return AxisName.LAYER in self.axes
 
     @classmethod
     def parse(cls, text: str, *, cross_layer: bool = False) -> "KvLayout":
-        """``NHD`` or ``HND`` (the order within a block), or all axes: ``block,kv,token,head,dim``.
+        """Parse ``NHD`` or ``HND`` (within a block), or all axes: ``block,kv,token,head,dim``.
 
-        ``cross_layer`` puts the layer axis behind the block axis, unless ``text`` has one already.
+        ``cross_layer`` adds the layer axis behind the block axis if ``text`` has none. Raises
+        `GeometryError`.
         """
         inner = NAMED_ORDERS.get(text)
         try:
@@ -89,11 +88,10 @@ def lay_out_rank(
     num_blocks: int | Mapping[str, int],
     segment_id: str = "kv",
 ) -> RankSpec:
-    """The rank's regions one after the other in one segment.
+    """Lay out a rank's regions one after the other in one segment.
 
-    ``num_blocks`` is that of every group, or by group. The rank holds the layers of its pipeline
-    stage, split evenly, and its interval of KV heads, or a replica of one when that is empty.
-    Raises `GeometryError` for a stage without a layer.
+    The rank holds the layers of its pipeline stage, split evenly, and its interval of KV heads, or
+    a replica of one if that is empty. Raises `GeometryError` for a stage without a layer.
     """
     regions: list[Region] = []
     end, stage = 0, held_layers(engine, rank)
@@ -124,13 +122,13 @@ def lay_out_rank(
 
 
 def held_heads(tp_rank: int, tp_size: int, num_kv_heads: int) -> range:
-    """Global KV heads in a rank's memory: its even share, or a replica of one when that is none."""
+    """Return the global KV heads of a rank: its even share, or one replica if that is empty."""
     first, stop = (rank * num_kv_heads // tp_size for rank in (tp_rank, tp_rank + 1))
     return range(first, max(stop, first + 1))
 
 
 def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
-    """The layers of a rank's pipeline stage when all layers are split evenly, by number."""
+    """Return the layers of a rank's pipeline stage, split evenly by number."""
     layers = sorted({layer for group in engine.groups for layer in group.layers})
     stage = rank // engine.tp_size
     first, stop = (at * len(layers) // engine.pp_size for at in (stage, stage + 1))
@@ -138,9 +136,9 @@ def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
 
 
 def slot_region(group: GroupSpec, box: Box) -> Region:
-    """Where each element of ``box`` lies in its slot: all of its positions are in block 0.
+    """Return the region of ``box`` in its slot, with all positions in block 0.
 
-    ``group`` is either side's. Raises `GeometryError` for a box that is none of the group.
+    ``group`` is either side's. Raises `GeometryError` for a box that does not fit it.
     """
     check_held(group, box, "box")
     if box.stop <= box.start:
@@ -151,9 +149,9 @@ def slot_region(group: GroupSpec, box: Box) -> Region:
 def staged_regions(
     group: GroupSpec, regions: Iterable[Region], held: Box, *, num_blocks: int
 ) -> Iterator[Region]:
-    """Where ``num_blocks`` blocks lie in a slot that holds them as ``regions`` do, without gaps.
+    """Yield regions of a slot that holds blocks in the order of ``regions``, without gaps.
 
-    Only the layers, parts and heads of ``held`` are in it.
+    They have only the layers, parts and heads of ``held``.
     """
     end = 0
     for one in regions:
@@ -172,7 +170,6 @@ def staged_regions(
 
 
 def slot_bytes(group: GroupSpec, box: Box) -> int:
-    """Bytes of the slot that `slot_region` describes."""
     heads = len(box.layers) * len(box.parts) * box.num_heads
     return (box.stop - box.start) * heads * group.head_bytes(box.parts[0])
 
@@ -186,7 +183,7 @@ def _packed_region(
     segment_id: str = "slot",
     offset_bytes: int = 0,
 ) -> Region:
-    """A region of blocks such as this one without gaps, its axes in this order, outermost first."""
+    """Return a region of blocks of this shape, without gaps; ``order`` is outermost first."""
     sizes = {
         AxisName.BLOCK: num_blocks,
         AxisName.LAYER: len(block.layers),

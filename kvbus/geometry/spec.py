@@ -1,9 +1,9 @@
-"""Specs of an engine, its groups, its ranks and their regions, as they travel on the wire.
+"""Specs of an engine, its groups, ranks and regions, as sent on the wire.
 
-Whether a spec can be is said by `kvbus.geometry.validation`.
+`kvbus.geometry.validation` checks them.
 
-Axes of a region, in whatever order memory has them:
-    block   num_blocks of the rank's cache       token   slots within one block
+Axes of a region, in any order:
+    block   num_blocks of the rank's cache        token   slots within one block
     layer   the region's layers, in `layers`      kv      the region's parts, in `parts`
     head    the region's KV heads                 dim     elements of one head
 """
@@ -30,7 +30,7 @@ DTYPE_SIZES_BYTES = {
 
 
 class AxisName(StrEnum):
-    """What moving along one axis of a region changes."""
+    """Axes of a region."""
 
     BLOCK = "block"
     LAYER = "layer"
@@ -41,7 +41,7 @@ class AxisName(StrEnum):
 
 
 class KvPart(StrEnum):
-    """What attention caches along the kv axis; a state group names parts of its own."""
+    """Parts of attention along the kv axis; a state group has its own."""
 
     KEY = "k"
     VALUE = "v"
@@ -89,11 +89,11 @@ class Region(msgspec.Struct, frozen=True):
     """Its axes in any order, none twice. An axis of size 1 may be left out."""
 
     def size(self, name: AxisName) -> int:
-        """Number of indices along ``name``; 1 when the region does not have that axis."""
+        """Return the number of indices, or 1 without the axis."""
         return next((axis.size for axis in self.axes if axis.name is name), 1)
 
     def stride_bytes(self, name: AxisName) -> int:
-        """Bytes from one index of ``name`` to the next; 0 when the region lacks the axis."""
+        """Return the bytes between indices, or 0 without the axis."""
         return next((axis.stride_bytes for axis in self.axes if axis.name is name), 0)
 
 
@@ -109,7 +109,7 @@ class StatePart(msgspec.Struct, frozen=True):
 
 
 class PartShape(NamedTuple):
-    """Heads of one part of a group, over all ranks, and elements of one head."""
+    """Heads over all ranks, and elements of one head."""
 
     num_heads: int
     head_dim: int
@@ -144,10 +144,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     """Whether an engine of the other side may be without this group."""
 
     def part_shape(self, part: str) -> PartShape:
-        """Heads and head size of ``part``; units and their bytes, if it is one of a state.
-
-        Raises `KeyError` when a state has no such part.
-        """
+        """Return the shape; for a state, units and bytes per unit. Raises `KeyError`."""
         if not self.state:
             return PartShape(self.num_kv_heads, self.head_dim)
         for one in self.state:
@@ -156,14 +153,12 @@ class GroupSpec(msgspec.Struct, frozen=True):
         raise KeyError(part)
 
     def head_bytes(self, part: str) -> int:
-        """Bytes of one head, or unit, of ``part`` at one position."""
         return self.part_shape(part).head_dim * DTYPE_SIZES_BYTES[self.dtype]
 
     def positions(self, start: int, stop: int) -> tuple[int, int]:
-        """Which positions of the block table tokens [start, stop) of a request of ``stop`` need.
+        """Return the positions that tokens [start, stop) of a request of ``stop`` tokens need.
 
-        All of them; of a group with a window those among the last ``window`` tokens; of a state
-        the only one. Equal bounds mean none.
+        A window limits them to the last ``window`` tokens; a state has one. Equal bounds mean none.
         """
         if stop <= start:
             return start, start
@@ -177,11 +172,11 @@ class GroupSpec(msgspec.Struct, frozen=True):
 def state_group(
     name: str, layers: tuple[int, ...], parts: tuple[StatePart, ...], *, optional: bool = False
 ) -> GroupSpec:
-    """A group whose memory is opaque bytes, one block for a request, whatever its length.
+    """Make a group of opaque bytes: one block per request, of any length.
 
-    The bytes are moved as they are once the offer is sealed: a state is that of the last token.
-    Without ``layers`` it is of no layer, such as a row of metadata. The other side may be without
-    one that is ``optional``.
+    The bytes move unchanged once the offer is sealed: a state is that of the last token. Without
+    ``layers`` it belongs to no layer, such as a row of metadata. If ``optional``, the other side
+    may lack it.
     """
     names = tuple(part.name for part in parts)
     return GroupSpec(name, layers or (0,), 1, 1, 1, "uint8", names, None, parts, optional)
@@ -203,11 +198,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all pipeline stages."""
         return self.tp_size * self.pp_size
 
     def group(self, name: str) -> GroupSpec:
-        """The group called ``name``; raises `KeyError` when there is none."""
         for group in self.groups:
             if group.name == name:
                 return group
@@ -226,7 +219,7 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_blocks(self) -> dict[str, int]:
-        """Blocks of its cache, by group; of one group all regions have as many."""
+        """Blocks by group; all regions of a group have the same number."""
         return {region.group: region.size(AxisName.BLOCK) for region in self.regions}
 
 

@@ -1,8 +1,4 @@
-"""Says whether a spec can describe real memory, before any byte moves.
-
-Refuses specs that contradict themselves, regions that overlap or leave their segment, and ranks
-that hold a layer twice or not at all; each refusal is a `GeometryError` that names the field.
-"""
+"""Validation of specs before any byte moves; each `GeometryError` names the field."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -24,11 +20,10 @@ from kvbus.geometry.spec import (
 )
 
 MAX_COMPARED_SPANS = 1 << 13
-"""Some 10 ms. A rank whose regions interleave regularly needs one for each region and axis."""
+"""About 10 ms. A rank whose regions interleave regularly needs one per region and axis."""
 
 
 def validate_engine(spec: EngineSpec) -> None:
-    """Raise `GeometryError` unless the groups of ``spec`` are consistent."""
     layers = [layer for group in spec.groups if not group.state for layer in group.layers]
     _require(_differ(group.name for group in spec.groups), "groups", "two groups have one name")
     _require(_differ(layers), "layers", "a layer is in two groups")
@@ -52,9 +47,9 @@ def validate_engine(spec: EngineSpec) -> None:
 def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
     """Raise `GeometryError` unless ``rank`` is a possible rank of ``spec``.
 
-    Checks the rank's number, each region against its group and segment, that no two regions
-    overlap, and that every layer of its pipeline stage is held exactly once, with all its parts.
-    Regions of different groups may share bytes, but only those of equal block ids.
+    Regions must fit their group and segment, must not overlap, and must hold each layer of the
+    pipeline stage once, with all parts. Regions of different groups may share bytes of equal block
+    ids.
     """
     _require(rank.rank < spec.num_ranks, "rank", f"rank {rank.rank} of {spec.num_ranks} ranks")
     sizes = {segment.segment_id: segment.size_bytes for segment in rank.segments}
@@ -77,7 +72,7 @@ def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
 def validate_ranks(spec: EngineSpec, ranks: Iterable[RankSpec]) -> None:
     """Raise `GeometryError` unless valid ``ranks`` are all of ``spec`` and together hold its KV.
 
-    A replica may be missing, but not the last holder of a layer's part and head.
+    A replica may be missing, but not the last holder of a head.
     """
     ranks = tuple(ranks)
     ordered = sorted(rank.rank for rank in ranks)
@@ -104,7 +99,6 @@ def validate_ranks(spec: EngineSpec, ranks: Iterable[RankSpec]) -> None:
 
 
 def check_held(group: GroupSpec, held: Region | Box, where: str) -> None:
-    """Raise `GeometryError` unless ``group`` has these layers, parts and heads."""
     for field, named, known in (
         ("layers", held.layers, group.layers),
         ("parts", held.parts, group.parts),
@@ -121,7 +115,6 @@ def check_held(group: GroupSpec, held: Region | Box, where: str) -> None:
 
 
 def check_axes(group: GroupSpec, region: Region, where: str) -> None:
-    """Raise `GeometryError` unless the axes of ``region`` are those of what it holds."""
     names = [axis.name for axis in region.axes]
     _require(_differ(names), "axes", f"{where}: an axis is named twice")
     check_held(group, region, where)
@@ -186,7 +179,7 @@ def _validate_coverage(group: GroupSpec, rank: RankSpec, *, whole: bool) -> None
 
 
 class _Span(NamedTuple):
-    """A region, or a part of one, from its first byte to its last.
+    """The bytes of a region, or of a part of one, from first to last.
 
     ``axes`` are those along which its contiguous runs repeat, outermost first.
     """
@@ -198,11 +191,10 @@ class _Span(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Bytes from index to index of the outermost axis."""
         return self.axes[0].stride_bytes if self.axes else 0
 
     def first(self, num: int) -> list["_Span"]:
-        """What it has of each of the first ``num`` indices of the outermost axis."""
+        """Return a span for each of the first ``num`` outermost indices."""
         stop, axes, region = self.stop - _reach(self.axes[0]), self.axes[1:], self.region
         starts = (index * self.step for index in range(num))
         return [_Span(self.start + by, stop + by, axes, region) for by in starts]
@@ -235,9 +227,9 @@ def _refuse_overlaps(spec: EngineSpec, rank: RankSpec) -> None:
 
 
 def _share_a_cell(spans: list[_Span]) -> bool:
-    """Whether block b of a region can only share bytes with block b of another.
+    """Return whether block b of a region can share bytes only with block b of another.
 
-    So it is when all step as far from block to block, and what they have of one block fits there.
+    All must have the same block stride, and one block of all of them must fit into it.
     """
     (step, *others) = {span.region.stride_bytes(AxisName.BLOCK) for span in spans}
     stops = (span.stop - (span.region.size(AxisName.BLOCK) - 1) * step for span in spans)
@@ -250,7 +242,6 @@ def _by(name: str, spans: list[_Span]) -> list[list[_Span]]:
 
 
 def _touching(spans: list[_Span]) -> list[list[_Span]]:
-    """Spans that overlap, directly or through others; most are alone."""
     clusters: list[list[_Span]] = []
     reach = 0
     for span in sorted(spans, key=attrgetter("start")):
@@ -261,12 +252,12 @@ def _touching(spans: list[_Span]) -> list[list[_Span]]:
     return clusters
 
 
-# Regions whose spans interleave, such as K and V of one tensor, are compared from the outermost
-# axis inwards, and never block by block. Where all of them step S bytes along that axis, index i
-# of one meets index j of another only if |i - j| * S is less than what all of them have of their
-# first index, from its first byte to its last. So it is enough to compare the few indices that are
-# as near as that: index 0 alone where this fits into S bytes, as it does where a block is one cell,
-# however many blocks there are. Each of them is a span with one axis less.
+# Regions with interleaved spans, such as K and V of one tensor, are compared from the outermost
+# axis inwards, never block by block. Suppose that all of them step S bytes along that axis. Let D
+# be the bytes that they span together at their first index. Index i of one can meet index j of
+# another only if |i - j| * S is less than D. So comparing the first few indices, up to that
+# distance, is enough. If D is at most S, as with blocks that are one cell, index 0 alone is enough
+# for any number of blocks. Each compared index is a span with one axis less.
 def _refuse_interleaved(spans: list[_Span]) -> None:
     num_compared, pending = 0, [spans]
     while pending:
@@ -294,7 +285,6 @@ def _refuse_interleaved(spans: list[_Span]) -> None:
 
 
 def _differ(names: Iterable[object]) -> bool:
-    """Whether none is there twice."""
     names = tuple(names)
     return len(set(names)) == len(names)
 
