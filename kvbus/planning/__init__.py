@@ -1,4 +1,4 @@
-"""Who reads what from whom, as runs of bytes, and by which path.
+"""Read plans: which rank reads which bytes from which rank, and on which path.
 
 Addresses are numbers here.
 """

@@ -1,9 +1,9 @@
-"""Boxes: a share cut to what a staging slot holds, or to what one message of digests compares.
+"""Boxes: a share, cut to the size of a staging slot or of a message of digests.
 
-What is compared are pieces. A piece is what one head of one part of one layer has of 16 positions
-in a row, from a multiple of 16 on and cut to the box, in the order ``[token, dim]``. Both sides
-know the same pieces, whatever their layouts, block sizes and ranks are. They are told in the order
-``[span, layer, part, head]``.
+Digests compare pieces. A piece is one head of one part of one layer at up to 16 positions: from a
+multiple of 16 on, cut to the box. Its bytes are in the order ``[token, dim]``, and pieces are in
+the order ``[span, layer, part, head]``. So both sides derive the same pieces, for all layouts,
+block sizes and ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,20 +20,19 @@ from kvbus.geometry import Box, GroupSpec, num_blocks_for
 from kvbus.planning.mapping import Share, position_bytes
 
 LONG_BLOCK_BYTES = 128 << 10
-"""What a box has of one block, from which on copying more at a time is hardly faster."""
+"""A box's bytes of one block; larger copies are hardly faster."""
 SPAN_TOKENS = 16
 MAX_PIECES = 1 << 16
-"""Of a box; the digests of so many take 512 KiB."""
+"""Per box. Their digests take 512 KiB."""
 
 
 def cut_into_boxes(
     share: Share, group: GroupSpec, span: tuple[int, int], *, box_bytes: int
 ) -> tuple[Box, ...]:
-    """Boxes that cover ``share`` at positions ``span`` once, each of at most ``box_bytes``: as few
-    as can be, and about equal.
+    """Cut ``share`` at positions ``span`` into as few boxes as possible, about equal.
 
-    Positions are cut between blocks of ``group``, either side's, if such a block fits. Raises
-    `GeometryError` when not even one position of one layer fits.
+    Positions are cut between blocks of ``group``, either side's, if one fits. Raises
+    `GeometryError` if one position of one layer does not fit.
     """
     start, stop = span
     if stop <= start:
@@ -62,10 +61,10 @@ def cut_into_boxes(
 
 
 class _Way(NamedTuple):
-    """A way to cut: layers and span into so many parts each, between multiples of ``alignment``.
+    """A cut of layers and span into parts; the span is cut at multiples of ``alignment``.
 
-    The least is the best: fewest boxes first, then long blocks, of short ones the longest, of long
-    ones those of few layers, as each layer may be a copy of its own.
+    The minimum is best. Order: fewest boxes; then the longest blocks, up to 128 KiB; then the
+    fewest layers, as each layer may be a separate copy.
     """
 
     num_boxes: int
@@ -79,7 +78,6 @@ class _Way(NamedTuple):
 def _ways(
     share: Share, group: GroupSpec, span: tuple[int, int], *, layer_bytes: int, box_bytes: int
 ) -> Iterator[_Way]:
-    """One for each number of layers together of which a box has room for one position."""
     start, stop = span
     for together in range(1, min(len(share.layers), box_bytes // layer_bytes) + 1):
         most = box_bytes // (layer_bytes * together)
@@ -96,7 +94,6 @@ def _ways(
 
 
 def evenly(start: int, stop: int, num: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) in ``num`` intervals as equal as can be."""
     return pairwise(start + index * (stop - start) // num for index in range(num + 1))
 
 
@@ -111,16 +108,15 @@ class Piece(NamedTuple):
 
 
 def num_pieces(box: Box) -> int:
-    """Pieces of all spans, layers, parts and heads."""
     return len(_spans(box.start, box.stop)) * prod(_shape(box))
 
 
 def cut_for_digests(
     share: Share, span: tuple[int, int], *, most: int = MAX_PIECES
 ) -> Iterator[Box]:
-    """Boxes of at most ``most`` pieces that have ``share`` at these positions once.
+    """Yield boxes of at most ``most`` pieces that cover ``share`` once.
 
-    Cut between spans, and between layers when one span of all has too many.
+    They are cut between spans, and between layers if one span has too many pieces.
     """
     start, stop = span
     per_layer = len(share.parts) * share.num_heads
@@ -132,12 +128,10 @@ def cut_for_digests(
             yield share.box(layers, max(start, at), min(stop, at + spans.step))
 
 
-# Both sides choose by themselves, and alike: by which layer and span it is, not by where it is in a
-# box. So the choice is the same however the KV is cut, and another one for each offer.
+# Both sides choose independently, and must choose alike. The choice depends on layer and span, not
+# on the position in a box. So it does not depend on how the KV is cut. It differs between offers.
 def chosen_boxes(box: Box, *, offer_id: str, one_in: int) -> Iterator[Box]:
-    """What is compared: of each span all layers, or about one in ``one_in``, with all parts and
-    heads.
-    """
+    """Yield the boxes to compare: of each span, about one layer in ``one_in``."""
     spans = _spans(box.start, box.stop)
     numbers = np.array(spans, np.uint64) // np.uint64(SPAN_TOKENS)
     mixed = _mixed(_seed(offer_id, box.group) + np.array(box.layers, np.uint64))
@@ -150,7 +144,7 @@ def chosen_boxes(box: Box, *, offer_id: str, one_in: int) -> Iterator[Box]:
 
 
 def piece_of(boxes: Iterable[Box], number: int) -> Piece:
-    """The piece of a number among those of `chosen_boxes`; raises `IndexError`."""
+    """Return a piece by its number in `chosen_boxes`; raises `IndexError`."""
     for box in boxes:
         if number < num_pieces(box):
             layer, part, head = map(int, np.unravel_index(number, _shape(box)))
@@ -161,7 +155,6 @@ def piece_of(boxes: Iterable[Box], number: int) -> Piece:
 
 
 def _spans(start: int, stop: int, num: int = 1) -> range:
-    """Where the spans of positions [start, stop) begin, ``num`` at a time."""
     first = start - start % SPAN_TOKENS
     return range(first, stop if stop > start else first, num * SPAN_TOKENS)
 
@@ -178,7 +171,7 @@ def _seed(offer_id: str, group: str) -> np.uint64:
 
 
 def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The numbers as if drawn: the last step of splitmix64."""
+    """Scramble numbers by the last step of splitmix64."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

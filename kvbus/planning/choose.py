@@ -1,4 +1,4 @@
-"""The rule that picks the path of a fetch, and what a fetch takes: two numbers that are learned."""
+"""The choice of a fetch's path, and the learned duration of fetches."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -10,30 +10,30 @@ from kvbus.planning.mapping import Share, position_bytes
 
 
 class Path(StrEnum):
-    """How the bytes of a fetch go from blocks to blocks."""
+    """Paths from blocks to blocks."""
 
     DIRECT = "direct"
-    """READ straight from the prefill engine's blocks into the decode engine's."""
+    """READ from the prefill engine's blocks into the decode engine's."""
     STAGED = "staged"
-    """READ whole blocks of the prefill engine into a slot here, and copy out of it."""
+    """READ whole blocks into a slot here, and copy out of it."""
     PACKED = "packed"
-    """Gather into a slot in the canonical order, READ the slot, scatter it."""
+    """Gather into a slot in canonical order, READ the slot, scatter it."""
     MAPPED = "mapped"
-    """Copy from blocks to blocks: the decode agent has mapped the prefill engine's."""
+    """Copy between blocks; the decode agent has mapped the prefill engine's."""
 
 
 LONG_RUN_BYTES = 8 << 10
-"""The READ of a run takes no longer than to gather and scatter so many bytes, twice over."""
+"""READing a run takes no longer than gathering and scattering this many bytes twice."""
 SHORT_BYTES, FEW_RUNS = 1 << 20, 128
-"""So little is read before a box could have been asked for."""
+"""A fetch this small ends before a box could have been requested."""
 LEAST_BOX_BYTES = 1 << 20
 WEIGHT, MAX_RATIO = 0.2, 100.0
 
 
-# Mapped memory is copied once, by one core: each other path moves the bytes as often or more. A
-# READ takes time for each run. Out of a slot here a run costs a thirtieth of that, but each byte is
-# copied once more, and is read once for all ranks that hold the same; through slots on both sides
-# it is copied twice more.
+# Mapped memory is copied once, by one core; each other path moves the bytes at least as often. A
+# READ takes time for each run. Copying a run out of a slot here takes a thirtieth of that, but each
+# byte is copied once more. In return, bytes that several ranks hold are read once. With slots on
+# both sides, each byte is copied twice more.
 def choose_path(
     paths: Collection[Path],
     *,
@@ -42,11 +42,12 @@ def choose_path(
     repeated_bytes: int,
     num_staged_runs: int,
 ) -> Path:
-    """The path of a fetch that can take ``paths``: the mapped one, if it is open.
+    """Return the first possible path in this order; raises `LocalError` without any.
 
-    Else the direct one, if its ``num_runs`` are long and nothing is read for several ranks
-    (``repeated_bytes``), or all that is very little; else through slots here alone, if runs into
-    them are long; else through slots on both sides. Raises `LocalError` when there are none.
+    mapped
+    direct   if runs are long and no bytes repeat across ranks, or if the fetch is very small
+    staged   if runs into slots are long
+    packed, staged, direct
     """
     is_little = num_bytes <= SHORT_BYTES and num_runs <= FEW_RUNS
     is_long = num_bytes >= num_runs * LONG_RUN_BYTES and not repeated_bytes
@@ -60,36 +61,35 @@ def choose_path(
 
 
 def usual_box_bytes(num_bytes: int, *, least: int, slot_bytes: int) -> int:
-    """How large the boxes of a fetch are to be: two at least, as their stages overlap.
+    """Return the size of a fetch's boxes: at least two, as their stages overlap.
 
-    None can be under ``least``, see `least_box_bytes`.
+    No box can be smaller than ``least``: see `least_box_bytes`.
     """
     return min(slot_bytes, max(LEAST_BOX_BYTES, num_bytes // 2, least))
 
 
 def least_box_bytes(shares: Iterable[Share], engine: EngineSpec) -> int:
-    """The smallest box that `cut_into_boxes` can make of each of ``shares``; 1 without any."""
+    """Return the smallest box that `cut_into_boxes` can make of each share."""
     sizes = (position_bytes(one, engine.group(one.group)) // len(one.layers) for one in shares)
     return max(sizes, default=1)
 
 
-# A fetch takes fixed_s + num_bytes / bytes_per_s. By how much one took longer than that corrects
-# both, each by its part of the time: short fetches teach the fixed time, long ones the rate. What
-# others take from it meanwhile is in what it takes.
+# A fetch takes fixed_s + num_bytes / bytes_per_s. The ratio of its duration to the prediction
+# corrects both terms, each by its part of the time: short fetches teach the fixed time, long ones
+# the rate. Contention with other fetches is included in the duration.
 @dataclass(slots=True)
 class Learned:
-    """What fetches from one prefill agent by one path take; the defaults are assumed."""
+    """Durations of fetches from one prefill agent on one path; the defaults are assumed."""
 
     fixed_s: float = 1e-3
     bytes_per_s: float = 8e9
     num_observed: int = 0
 
     def predict_s(self, num_bytes: int) -> float:
-        """What one would take."""
         return self.fixed_s + num_bytes / self.bytes_per_s
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """One took so long; of nothing, or in no time, says nothing."""
+        """Learn from one fetch; ignore it if no bytes or no time passed."""
         if num_bytes <= 0 or seconds <= 0:
             return
         predicted_s = self.predict_s(num_bytes)

@@ -1,6 +1,6 @@
-"""The command ``kvbus plan``: who would read what from whom, by which path, how long it would take.
+"""The ``kvbus plan`` command: reads, path and duration of a handoff between two specs.
 
-No agent is started and no KV memory is allocated: engines are specs, their addresses synthetic.
+It starts no agent and allocates no KV memory; addresses are synthetic.
 """
 
 from collections.abc import Iterator
@@ -56,10 +56,10 @@ from kvbus.text import bytes_text, numbers_text, time_text
 MAX_PAIRED_LAYERS = 1 << 19
 MAX_RANK_BYTES, RANK_DISTANCE_BYTES = 1 << 48, 1 << 50
 MAX_MERGED = 1 << 22
-"""Runs that are merged with their neighbours; more are only counted, before that."""
+"""Above this number, runs are counted before neighbours are merged."""
 MAX_ROWS = 40
 PREFILL_STEP, DECODE_STEP = 0.618, 0.414
-"""The next block of a request is so much of the cache further on, as in a busy one."""
+"""Distance of a request's next block, as a fraction of the cache, as in a busy one."""
 HOW = {
     Path.DIRECT: "straight from blocks to blocks",
     Path.STAGED: "whole blocks, into slots of the decode agent, and copied from there",
@@ -72,7 +72,7 @@ SHORT = {"num_bytes": "bytes", "num_boxes": "boxes", "prefill": "from", "decode"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Two engines, tokens [first_token, tokens) of a request, and what the path depends on."""
+    """Two engines, tokens [first_token, tokens) of a request, and inputs of the path choice."""
 
     prefill: Annotated[str, Option("--from", metavar="SPEC", help="The prefill engine.")]
     decode: Annotated[str, Option("--to", metavar="SPEC", help="The decode engine.")]
@@ -101,8 +101,7 @@ def plan(options: PlanOptions) -> None:
     """Show what a handoff would read from whom, on which path, and how long it would take.
 
     A SPEC is a text such as `tp=4,layout=HND,block=16,kv_heads=8,head=128,layers=32,dtype=bf16`,
-    with commas or spaces.
-    Needed are `layers`, `head` and, but for `attention=mla`, `kv_heads`.
+    with commas or spaces. It needs `layers`, `head` and, unless `attention=mla`, `kv_heads`.
 
     * `tp`, `pp`: tensor parallel ranks and pipeline stages (1); with fewer `kv_heads`, replicas
     * `layout`: `NHD`, `HND`, or all axes as `block.kv.token.head.dim` (NHD); `cross_layer=true`
@@ -110,15 +109,15 @@ def plan(options: PlanOptions) -> None:
     * `block`: tokens in a block (16)
     * `kv_heads`, `head`, `layers`, `dtype`: of the model (`dtype=bf16`)
     * `attention`: `gqa`, or `mla` with one latent of `head` elements (gqa)
-    * `window`: every other layer has a sliding window of so many tokens (none)
-    * `model`: both sides' must be equal (unnamed)
+    * `window`: tokens of a sliding window, which every other layer has (none)
+    * `model`: must be equal on both sides (unnamed)
 
-    Or it is a TOML or JSON file of an EngineSpec, as the protocol has it, then perhaps its layout:
-    `engine.toml,layout=HND,cross_layer=true`.
+    A SPEC can also be a TOML or JSON file with an EngineSpec of the protocol, optionally followed
+    by its layout: `engine.toml,layout=HND,cross_layer=true`.
 
-    The time is what agents assume of each other before they have read.
+    The time follows from the rates that agents assume before their first read.
 
-    Exit status 1: the KV of these two cannot be exchanged; 2: a mistake in a spec or an option.
+    Exit status 1: the engines cannot exchange KV; 2: a mistake in a spec or an option.
     """
     try:
         found = make_plan(options)
@@ -131,14 +130,14 @@ def plan(options: PlanOptions) -> None:
 
 
 class PlannedEngine(msgspec.Struct, frozen=True):
-    """One engine, and the axes of its memory, outermost first."""
+    """One engine; ``axes`` of its memory, outermost first."""
 
     engine: EngineSpec
     axes: tuple[AxisName, ...]
 
 
 class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
-    """What one rank reads from another; intervals are half open."""
+    """One rank's reads from another; intervals are half open."""
 
     prefill_rank: int
     decode_rank: int
@@ -151,9 +150,9 @@ class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
 
 
 class PathPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
-    """One path: READs are ``descriptors`` of ``num_bytes`` in all; mapped, so many runs are copied.
+    """One path: ``descriptors`` READs, or copies if mapped, of ``num_bytes`` in total.
 
-    Out of slots ``scattered_bytes`` are written: more than are read, where ranks hold the same.
+    ``scattered_bytes`` are written out of slots: more than are read if ranks hold the same KV.
     """
 
     descriptors: int
@@ -163,7 +162,7 @@ class PathPlan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
-    """What `make_plan` found, as ``--json`` has it; a path that cannot be taken is null."""
+    """The result of `make_plan`, as ``--json`` prints it; impossible paths are null."""
 
     prefill: PlannedEngine
     decode: PlannedEngine
@@ -179,11 +178,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, rename=SHORT):
 
 
 def make_plan(options: PlanOptions) -> Plan:
-    """The plan that they ask for.
-
-    Raises `GeometryError` (``incompatible``) when the engines differ in more than shape, and
-    `ConfigError` when an option is wrong or the plan would be too large.
-    """
+    """Plan a handoff; raises `GeometryError` (``incompatible``) and `ConfigError`."""
     first, stop = options.first_token, options.tokens
     if first > stop:
         raise ConfigError(f"--first-token: {first} is more than --tokens {stop}")
@@ -274,22 +269,21 @@ def make_plan(options: PlanOptions) -> Plan:
 def _staged_boxes(
     plans: tuple[StagedPlan, ...], spans: Spans, *, num_bytes: int, slot_bytes: int
 ) -> list[tuple[StagedPlan, Span]]:
-    """What each plan has of the positions, slot by slot."""
     box_bytes = usual_box_bytes(num_bytes, least=1, slot_bytes=slot_bytes)
     return [(one, box) for one in plans for box in one.boxes(spans[one.group], box_bytes=box_bytes)]
 
 
 class _Placed:
-    """The ranks of an engine that holds the positions of ``spans``, and the tables of a request.
+    """The ranks of an engine at synthetic addresses, and the block tables of a request.
 
-    Its next block is ``step`` of the cache further on.
+    ``step`` is the distance of the next block, as a fraction of the cache.
     """
 
     def __init__(self, planned: PlannedEngine, spans: Spans, *, step: float) -> None:
         engine, layout = planned.engine, KvLayout(planned.axes)
         self.tables, num_blocks = dict[str, BlockTable](), dict[str, int]()
         for group in engine.groups:
-            start, stop = spans.get(group.name, (0, 0))  # an optional one may not be there
+            start, stop = spans.get(group.name, (0, 0))  # an optional group may be missing
             first = start // group.block_size
             needed = num_blocks_for(stop, group.block_size) - first if stop > start else 0
             if needed > MAX_BLOCKS:
@@ -297,7 +291,7 @@ class _Placed:
                     f"--tokens: {stop} tokens are {needed} blocks of group '{group.name}', at most "
                     f"{MAX_BLOCKS} are allowed"
                 )
-            # Ids are different, as the cache is a power of 2 and the distance between two is odd.
+            # Ids are distinct: the cache is a power of 2, and the distance is odd.
             cache = num_blocks[group.name] = max(16, 1 << (2 * needed - 1).bit_length())
             ids = np.arange(needed, dtype=np.int64) * (int(cache * step) | 1) % cache
             self.tables[group.name] = BlockTable.of(ids, first_block=first)
@@ -332,7 +326,6 @@ def _reads(decode: EngineSpec, shares: tuple[Share, ...], spans: Spans) -> Itera
 
 
 def _reason(chosen: Path, *, num_runs: int, num_bytes: int, repeated_bytes: int) -> str:
-    """What of `choose_path` applies."""
     long = bytes_text(LONG_RUN_BYTES)
     if not num_bytes:
         return "there is nothing to read"
@@ -348,7 +341,6 @@ def _reason(chosen: Path, *, num_runs: int, num_bytes: int, repeated_bytes: int)
 
 
 def _print(plan: Plan, console: Console) -> None:
-    """The two sides, the tables and the lines below them."""
     for name, side in (("from", plan.prefill), ("to  ", plan.decode)):
         groups = "; ".join(map(_group_line, side.engine.groups))
         tp, pp, axes = side.engine.tp_size, side.engine.pp_size, ".".join(side.axes)

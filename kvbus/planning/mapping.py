@@ -1,7 +1,7 @@
-"""Who reads what from whom: for each rank of the decode engine, the ranks that it reads from.
+"""The prefill ranks that each decode rank reads from.
 
-What a reader holds is looked for by position (layer, part, head) in what the prefill ranks hold.
-So tensor parallelism, replicas and pipeline stages of any kind need no case of their own.
+Each (layer, part, head) of a reader is looked for in the prefill ranks. So tensor parallelism,
+replicas and pipeline stages need no cases of their own.
 """
 
 from collections import Counter, defaultdict
@@ -22,11 +22,10 @@ Cell = tuple[str, int, str]
 
 
 def check_compatible(prefill: EngineSpec, decode: EngineSpec) -> None:
-    """Raise `GeometryError` (``incompatible``) unless KV of the one can become KV of the other.
+    """Raise `GeometryError` (``incompatible``) unless the engines can exchange KV.
 
-    Model, groups, layers, heads and dtypes must be equal: else tokens would be wrong. Parallelism,
-    block sizes and layouts may differ. The error's detail has ``field``, ``prefill`` and
-    ``decode``, of the first field that differs.
+    Parallelism, block sizes and layouts may differ. Other differences would give wrong tokens. The
+    error's detail has ``field``, ``prefill`` and ``decode`` of the first one.
     """
     _refuse_difference("model", prefill.model, decode.model)
     read, held = ({group.name for group in side.groups} for side in (decode, prefill))
@@ -53,7 +52,7 @@ def _refuse_difference(field: str, prefill: object, decode: object) -> None:
 
 
 def _shown(value: object) -> str:
-    """As text; groups, layers and parts in any order are the same."""
+    """Ignore the order of groups, layers and parts."""
     if not isinstance(value, tuple | list):
         return str(value)
     ordered = sorted(value, key=lambda one: (one if isinstance(one, int) else 0, str(one)))
@@ -62,10 +61,10 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Rank ``reader`` reads layers x parts x heads of one group from rank ``holder``.
+    """Layers x parts x heads of one group that rank ``reader`` reads from rank ``holder``.
 
-    The parts have heads of one size; which tokens is up to the fetch. ``others`` are further
-    readers of a joined share: each gets a copy of what ``reader`` reads.
+    The parts have heads of one size; the fetch chooses the tokens. ``others`` are further readers
+    of a joined share: each gets a copy.
     """
 
     holder: int
@@ -79,28 +78,25 @@ class Share:
 
     @classmethod
     def whole(cls, held: Box | Region) -> "Share":
-        """All that is held, from rank 0 to rank 0."""
         return cls(0, 0, held.group, held.layers, held.parts, held.first_head, held.num_heads)
 
     @property
     def readers(self) -> tuple[int, ...]:
-        """All ranks that it is for."""
         return self.reader, *self.others
 
     def box(self, layers: tuple[int, ...], start: int, stop: int) -> Box:
-        """Some of its layers at positions [start, stop)."""
         heads = self.first_head, self.num_heads
         return Box(self.group, layers, self.parts, *heads, start, stop)
 
 
 def position_bytes(held: Region | Share, group: GroupSpec) -> int:
-    """Bytes at one position of the block table; ``group`` is either side's."""
+    """Return the bytes at one position; ``group`` is either side's."""
     num_heads = len(held.layers) * len(held.parts) * held.num_heads
     return num_heads * group.head_bytes(held.parts[0])
 
 
 def bytes_by_group(held: Iterable[Region | Share], engine: EngineSpec) -> Counter[str]:
-    """Bytes at one position of all that is held or read; ``engine`` is either side's."""
+    """Return the bytes at one position; ``engine`` is either side's."""
     found = Counter[str]()
     for one in held:
         found[one.group] += position_bytes(one, engine.group(one.group))
@@ -108,7 +104,6 @@ def bytes_by_group(held: Iterable[Region | Share], engine: EngineSpec) -> Counte
 
 
 def span_bytes(position_bytes: Mapping[str, int], spans: Spans) -> int:
-    """Bytes of all positions in ``spans``, each of so many bytes, by group."""
     found = 0
     for group, num_bytes in position_bytes.items():
         start, stop = spans[group]
@@ -117,14 +112,13 @@ def span_bytes(position_bytes: Mapping[str, int], spans: Spans) -> int:
 
 
 def cells(held: Region | Share) -> Iterator[Cell]:
-    """Every layer and part of what is held or read."""
     return product([held.group], held.layers, held.parts)
 
 
 class _Wanted(NamedTuple):
-    """Heads [first, stop) of one cell that one reader needs, and every rank that holds them all.
+    """Heads [first, stop) of one cell that a reader needs, and the ranks that hold all of them.
 
-    ``others`` need the same, and get a copy of what the reader reads.
+    ``others`` need the same, and get a copy.
     """
 
     reader: int
@@ -137,11 +131,10 @@ class _Wanted(NamedTuple):
 
 
 class ReadMap:
-    """All that the decode ranks hold, with every prefill rank that it could be read from.
+    """The content of the decode ranks, and the prefill ranks that have each part of it.
 
-    ``decode`` may be some ranks of the engine only; ``places`` says where each of them is, for
-    `joined`. Without, all are in one place.
-    Raises `GeometryError` (``incompatible``) when no prefill rank holds something.
+    ``decode`` may be some of the engine's ranks; ``places`` are their locations, by default one.
+    Raises `GeometryError` (``incompatible``) if no prefill rank holds something.
     """
 
     def __init__(
@@ -155,21 +148,21 @@ class ReadMap:
         self._joined = _joined(self._wanted, places or {})
         self._offsets = _offsets(self._wanted)
         self.num_choices = min(MAX_CHOICES, lcm(*{len(w.candidates) for w in self._wanted}))
-        """After so many values of ``replica_index`` the shares are the same again.
+        """Period of ``replica_index``, over which replicas are read equally often.
 
-        Over these, replicas are read equally often; where the cap cuts a round short, within one.
+        Where `MAX_CHOICES` cuts a round short, the numbers differ by one.
         """
 
     def shares(self, replica_index: int = 0) -> tuple[Share, ...]:
-        """One holder for each element; ``replica_index`` says which, where several ranks have it.
+        """Return one holder for each element; ``replica_index`` selects among replicas.
 
-        Readers that want the same, and values of ``replica_index`` next to each other, take
-        different holders, so that replicas share the load within a fetch and over fetches.
+        Readers of the same elements, and consecutive values of ``replica_index``, use different
+        holders. So replicas share the load within a fetch and over fetches.
         """
         return self._shares(self._wanted, replica_index)
 
     def joined(self, replica_index: int = 0) -> tuple[Share, ...]:
-        """The same, but what several readers in one place want is read once, for all of them."""
+        """As `shares`, but read once what several readers in one place want."""
         return self._shares(self._joined, replica_index)
 
     def _shares(self, wanted: list[_Wanted], replica_index: int) -> tuple[Share, ...]:
@@ -196,7 +189,6 @@ class ReadMap:
         )
 
     def _chosen(self, wanted: list[_Wanted], replica_index: int) -> list[_Wanted]:
-        """Each with the one candidate that is chosen; neighbouring heads of one become one."""
         chosen: list[_Wanted] = []
         for each in wanted:
             index = replica_index + self._offsets[each.candidates, each.reader]
@@ -210,7 +202,7 @@ class ReadMap:
 
 
 def _all_wanted(prefill: Iterable[RankSpec], decode: Iterable[RankSpec]) -> Iterator[_Wanted]:
-    """The heads of each reader's cells, cut wherever the set of ranks that hold them changes."""
+    """Yield each reader's heads, cut where the set of their holders changes."""
     held: dict[Cell, list[tuple[int, int, int]]] = defaultdict(list)
     for rank, region in _regions(prefill):
         for cell in cells(region):
@@ -236,7 +228,6 @@ def _regions(ranks: Iterable[RankSpec]) -> Iterator[tuple[int, Region]]:
 
 
 def _joined(wanted: Iterable[_Wanted], places: Mapping[int, Hashable]) -> list[_Wanted]:
-    """One for all readers in a place that want the same: the first of them reads it."""
     readers: dict[tuple[_Wanted, Hashable], list[int]] = defaultdict(list)
     for one in wanted:
         readers[one._replace(reader=0), places.get(one.reader)].append(one.reader)
@@ -247,9 +238,10 @@ def _joined(wanted: Iterable[_Wanted], places: Mapping[int, Hashable]) -> list[_
 
 
 def _offsets(wanted: Iterable[_Wanted]) -> dict[tuple[tuple[int, ...], int], int]:
-    """For each reader of each set of holders, its position in the row of those that read them.
+    """Return each reader's index among the readers of each set of holders.
 
-    Rows start at the lowest reader, so that agents that do not know each other's differ, too.
+    It starts at the lowest reader, so that agents that do not know each other's readers differ,
+    too.
     """
     readers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for one in wanted:

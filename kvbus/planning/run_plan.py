@@ -1,12 +1,12 @@
-"""The one answer to "which bytes of this rank are these tokens": plans between source and target.
+"""Plans: which bytes of source ranks go to which bytes of target ranks.
 
-Bytes are paired by position (token, layer, part, head), never by counting blocks. So any block
-sizes and strides give the right pairs; what differs is only how long the contiguous runs are. All
-blocks of a region are alike, so the runs of one unit, tokens in one block on either side, are found
-once and hold for every unit of that length.
+Bytes are paired by position (token, layer, part, head), never by counting blocks. So all block
+sizes and strides give the right pairs, and change only the length of runs. A unit is tokens in one
+block on either side. All blocks of a region are alike, so the runs of a unit are computed once per
+length.
 
-READs, mapped copies, packing, unpacking and zeroing are all runs of a plan: a staging slot is to it
-a rank with one region at address 0. Arrays of offsets have the shape (2, n): row 0 is the source.
+READs, mapped copies, packing, unpacking and zeroing are all runs of a plan. To a plan, a staging
+slot is a rank with one region at address 0.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ from kvbus.planning.runs import ZERO, Lattice, Offsets, Run, Runs
 from kvbus.planning.spans import Spans, Tables
 
 MAX_FEW = 32
-"""Runs that are found one by one; from there on arrays are faster."""
+"""Above this number of runs, arrays are faster."""
 
 ENDLESS = 2**31 - 1
 WHOLE_SLOT = BlockTable.of([0])
@@ -41,7 +41,7 @@ WHOLE_SLOT = BlockTable.of([0])
 
 @dataclass(frozen=True, slots=True)
 class PlacedRank:
-    """A rank of an engine, and the address at which its agent has mapped each segment.
+    """A rank, and the address at which its agent has mapped each segment.
 
     Without addresses it is unregistered: no READ can start or end in its blocks.
     """
@@ -52,15 +52,14 @@ class PlacedRank:
 
     @property
     def direct(self) -> bool:
-        """Whether READs can start or end in its blocks."""
         return bool(self.addresses)
 
 
 class RunPlan:
-    """What ``shares`` move from source ranks to target ranks, both given by number.
+    """What ``shares`` move from source ranks to target ranks, both by number.
 
-    Made once, as shapes are constant; `runs` is called for each fetch. Raises `GeometryError` when
-    a rank does not hold what a share names.
+    Made once, as shapes are constant; `runs` is called for each fetch. Raises `GeometryError` if a
+    rank lacks content of a share.
     """
 
     def __init__(
@@ -76,14 +75,14 @@ class RunPlan:
         self._bundles = [_Bundle(form, at) for form, at in corners.items()]
 
     def num_runs(self, spans: Spans) -> int:
-        """About how many runs these positions are, before neighbours are merged."""
+        """Return about how many runs these are, before neighbours are merged."""
         return sum(one.num_runs(*spans[one.form.group]) for one in self._bundles)
 
     def runs(self, source_tables: Tables, target_tables: Tables, spans: Spans) -> Runs:
-        """The runs of the positions in ``spans``, each of them once.
+        """Return the runs of all positions, each once.
 
-        Both sides' tables must cover the positions; raises `IndexError` when one does not. A group
-        without positions needs no tables.
+        Raises `IndexError` if a table does not cover its positions. Groups without positions need
+        no tables.
         """
         few: list[Run] = []
         for one in self._bundles:
@@ -103,13 +102,12 @@ class RunPlan:
         return Runs(lattices=tuple(found))
 
 
-# A box of n positions from p on is, to the planner, all that a rank has of these positions in one
-# block that never ends. So no unit is cut for the slot's sake, and the address of position 0 is so
-# many tokens in front of the slot. Plans depend on n, but not on p.
+# To the planner, a slot with n positions from p on is one block that never ends. So the slot cuts
+# no unit, and position 0 lies p tokens in front of it. Plans depend on n, but not on p.
 class SlotPlan:
-    """The runs between a rank's blocks and slots that hold a box of one shape.
+    """The runs between a rank's blocks and slots for boxes of one shape.
 
-    Raises `GeometryError` for a layer, part or head that the rank does not hold.
+    Raises `GeometryError` for a layer, part or head that the rank lacks.
     """
 
     def __init__(self, placed: PlacedRank, box: Box, *, into_slot: bool) -> None:
@@ -127,7 +125,7 @@ class SlotPlan:
         self._token_bytes = region.stride_bytes(AxisName.TOKEN)
 
     def runs(self, table: BlockTable, start: int, stop: int, *, slot_at: int) -> Runs:
-        """The runs of positions [start, stop); the slot's first byte is at ``slot_at``."""
+        """Return the runs of positions [start, stop); the slot begins at address ``slot_at``."""
         first, there = slot_at - start * self._token_bytes, {self._group: WHOLE_SLOT}
         here, spans = {self._group: table}, {self._group: (start, stop)}
         if self._into_slot:
@@ -136,8 +134,9 @@ class SlotPlan:
 
 
 class _Side(NamedTuple):
-    """Of regions on one side: bytes from block to block and from token to token, tokens in a block,
-    and of the other axes, layer to dim, the bytes from the first index that is moved to each.
+    """Strides and block size of regions on one side.
+
+    ``axes`` are the other axes, layer to dim: bytes from the first moved index to each.
     """
 
     block_bytes: int
@@ -146,9 +145,9 @@ class _Side(NamedTuple):
     axes: tuple[tuple[int, ...] | range, ...]
 
     def offsets(self, table: BlockTable, positions: Offsets) -> Offsets:
-        """From block 0 on, of positions that ascend; raises `IndexError` when the table lacks one.
+        """Return offsets of ascending positions from block 0; raises `IndexError`.
 
-        `_Bundle.add_few` has the same for one position.
+        `_Bundle.add_few` does the same for one position.
         """
         rows = positions // self.block_size - table.first_block
         if rows[0] < 0:
@@ -158,7 +157,7 @@ class _Side(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What pairs of regions have in common when they differ only in where they lie."""
+    """The common form of pairs of regions that differ only in their addresses."""
 
     group: str
     source: _Side
@@ -167,7 +166,7 @@ class _Form(NamedTuple):
 
 
 class _Bundle:
-    """Pairs of regions of one form: one pattern of runs serves them all.
+    """Pairs of regions of one form, with one pattern of runs.
 
     A corner is the address of block 0, token 0 and the first layer, part, head and dim.
     """
@@ -179,14 +178,13 @@ class _Bundle:
         self._units: dict[int, tuple[Lattice, tuple[Run, ...]]] = {}
 
     def num_runs(self, start: int, stop: int) -> int:
-        """Runs of so many tokens that start a block."""
         size = min(self._sizes)
         return -(-(stop - start) // size) * self._unit(size)[0].num_runs
 
     def add_few(
         self, runs: list[Run], source: BlockTable, target: BlockTable, start: int, stop: int
     ) -> bool:
-        """Add the runs of positions [start, stop), or return False when all are many."""
+        """Add the runs of [start, stop), or return False if they become many."""
         _, (from_block, from_token, there, _), (to_block, to_token, here, _), _ = self.form
         while start < stop:
             at, within = start % there, start % here
@@ -204,10 +202,7 @@ class _Bundle:
     def lattices(
         self, source: BlockTable, target: BlockTable, start: int, stop: int
     ) -> Iterator[Lattice]:
-        """The runs of positions [start, stop), a lattice for each length of a unit.
-
-        Targets ascend where the offsets nest.
-        """
+        """Yield one lattice per unit length; targets ascend where the offsets nest."""
         starts = self._unit_starts(start, stop)
         units = np.empty((2, starts.size), np.int64)
         units[0] = self.form.source.offsets(source, starts)
@@ -222,17 +217,16 @@ class _Bundle:
             yield replace(self._unit(length)[0], units=in_order)
 
     def _unit_starts(self, start: int, stop: int) -> Offsets:
-        """Return ``start``, and where blocks of either side begin behind it."""
         every = [np.arange(start - start % size, stop, size) for size in self._sizes]
         for some in every:
             some[0] = start
         return every[0] if len(every) == 1 else np.unique(np.concatenate(every))
 
     def _unit(self, num_tokens: int) -> tuple[Lattice, tuple[Run, ...]]:
-        """The runs of one unit at offset 0, over all pairs; the second is empty when they are many.
+        """Return the runs of one unit at offset 0, over all pairs; an empty tuple if they are many.
 
-        Outer steps go past a block of the target, inner ones stay within it. All units that were
-        asked for are kept: there are no more than tokens in a block.
+        Outer steps leave a block of the target, inner ones do not. All units are kept: a block
+        limits their number.
         """
         found = self._units.get(num_tokens)
         if found is None:
@@ -257,7 +251,6 @@ class _Bundle:
 
 
 def _sums(axes: Iterable[Offsets]) -> Offsets:
-    """Every sum of one step of each axis; the first axis is the outermost."""
     sums = ZERO
     for steps in axes:
         sums = (sums[:, :, None] + steps[:, None, :]).reshape(2, -1)
@@ -267,7 +260,6 @@ def _sums(axes: Iterable[Offsets]) -> Offsets:
 def _pairs(
     source: PlacedRank, target: PlacedRank, share: Share
 ) -> Iterator[tuple[_Form, tuple[int, int]]]:
-    """Every pair of regions that has bytes of ``share`` in common: its form and its corners."""
     there, here = _held(source, share), _held(target, share)
     wanted = set(share.layers)
     pairs = {(id(there[cell]), id(here[cell])): (there[cell], here[cell]) for cell in there}
@@ -281,7 +273,6 @@ def _pairs(
 
 
 def _held(placed: PlacedRank, share: Share) -> dict[Cell, Region]:
-    """The region of each layer and part of ``share``."""
     of_group = (one for one in placed.rank.regions if one.group == share.group)
     regions = {cell: one for one in of_group for cell in cells(one)}
     found: dict[Cell, Region] = {}
@@ -304,7 +295,6 @@ def _held(placed: PlacedRank, share: Share) -> dict[Cell, Region]:
 def _side(
     placed: PlacedRank, region: Region, share: Share, layers: list[int], parts: list[str]
 ) -> tuple[int, _Side]:
-    """The corner of what is moved of ``region``, and the steps from there."""
     first_head = share.first_head - region.first_head
     indices: dict[AxisName, tuple[int, ...] | range] = {
         AxisName.LAYER: tuple(region.layers.index(layer) for layer in layers),
@@ -324,7 +314,7 @@ def _side(
 
 
 def _steps(indices: tuple[int, ...] | range, stride_bytes: int) -> tuple[int, ...] | range:
-    """Bytes from the first index to each; a range hashes and compares as fast however long."""
+    """Return bytes from the first index; a range hashes and compares fast at any length."""
     if isinstance(indices, range):
         return range(0, len(indices) * stride_bytes, stride_bytes) if stride_bytes else range(1)
     return tuple((index - indices[0]) * stride_bytes for index in indices)

@@ -1,6 +1,6 @@
-"""Runs: bytes to move, from source addresses to target addresses, as executors take them.
+"""Runs: bytes to move from source addresses to target addresses.
 
-A few are integers, as one call of numpy costs as much as a run does; many are lattices. Arrays of
+A few runs are integers, as a numpy call costs as much as a run; many are lattices. Arrays of
 offsets have the shape (2, n): row 0 is the source, row 1 the target.
 """
 
@@ -23,26 +23,25 @@ Rows = npt.NDArray[np.uint64]
 Run = tuple[int, int, int]
 """Target address, source address, bytes."""
 Extents = Sequence[tuple[int, int]]
-"""Addresses [first, end) of memory, in any order, none within another."""
+"""Memory at addresses [first, end), in any order; none contains another."""
 
 
 class Reads(NamedTuple):
-    """Runs as NIXL takes them: row i of either, of shape (n, 3), is address, bytes, device."""
+    """Runs for NIXL: rows of both arrays, shape (n, 3), are address, bytes, device."""
 
     local: Rows
     remote: Rows
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are read."""
         return int(self.local[:, 1].sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Lattice:
-    """Runs of one length: one at each sum of an outer, a unit and an inner offset.
+    """Runs of one length, at each sum of an outer, a unit and an inner offset.
 
-    The offsets of ``outer`` are addresses; each column of ``units`` is one unit of tokens.
+    ``outer`` offsets are addresses; each column of ``units`` is one unit of tokens.
     """
 
     outer: Offsets
@@ -52,28 +51,24 @@ class Lattice:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """How many offsets each array has."""
         return self.outer.shape[1], self.units.shape[1], self.inner.shape[1]
 
     @property
     def num_runs(self) -> int:
-        """Runs of the whole lattice."""
         num_outer, num_units, num_inner = self.shape
         return num_outer * num_units * num_inner
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are moved."""
         return self.num_runs * self.run_bytes
 
     def addresses(self) -> Offsets:
-        """Of each run, shape (2, num_runs): outer offsets step slowest, inner ones fastest."""
+        """Return shape (2, num_runs); outer offsets step slowest, inner ones fastest."""
         found = np.empty((2, self.num_runs), dtype=np.int64)
         self.write(*found)
         return found
 
     def write(self, sources: Offsets, targets: Offsets) -> None:
-        """Write the addresses of each run, in the order of `addresses`."""
         for side, row in enumerate((sources, targets)):
             corners = self.outer[side][:, None] + self.units[side]
             np.add(corners[:, :, None], self.inner[side], out=row.reshape(self.shape))
@@ -81,9 +76,9 @@ class Lattice:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Bytes to move: either ``few``, or ``lattices`` of many.
+    """Bytes to move: ``few`` runs, or ``lattices`` of many.
 
-    Targets do not overlap, and sources are the caller's to check.
+    Targets do not overlap. Callers check the sources.
     """
 
     few: tuple[Run, ...] = ()
@@ -95,7 +90,7 @@ class Runs:
                 yield target, source, run_bytes
 
     def by_length(self) -> Iterator[tuple[Offsets, int]]:
-        """Addresses of shape (2, n), sources and targets, of n runs of so many bytes."""
+        """Yield addresses, shape (2, n), and the bytes of each of these runs."""
         for one in self._all_lattices():
             yield one.addresses(), one.run_bytes
 
@@ -107,7 +102,6 @@ class Runs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are moved."""
         num_bytes = 0
         for _, _, run_bytes in self.few:
             num_bytes += run_bytes
@@ -116,9 +110,9 @@ class Runs:
         return num_bytes
 
     def check_sources(self, extents: Extents) -> None:
-        """Raise `GeometryError` unless what is read together lies in one of ``extents``.
+        """Raise `GeometryError` unless each source lies within one of ``extents``.
 
-        That is each of the few runs, and all runs of an outer offset.
+        All runs of an outer offset must lie in the same one.
         """
         ordered = sorted(extents)
         for _, source, num_bytes in self.few:
@@ -136,7 +130,6 @@ class Runs:
                 raise _outside()
 
     def moved(self, *, source_bytes: int = 0, target_bytes: int = 0) -> "Runs":
-        """The same runs with all addresses so much further on."""
         by = np.array([[source_bytes], [target_bytes]], dtype=np.int64)
         return Runs(
             tuple((to + target_bytes, out_of + source_bytes, num) for to, out_of, num in self.few),
@@ -144,7 +137,7 @@ class Runs:
         )
 
     def reads(self, *, local_device: int = 0, remote_device: int = 0) -> Reads:
-        """As READs into the targets, neighbours merged, in ascending local address."""
+        """Return READs into the targets, neighbours merged, by ascending local address."""
         if self.lattices:
             found, end = np.empty((3, sum(one.num_runs for one in self.lattices)), np.int64), 0
             for one in self.lattices:
@@ -158,7 +151,7 @@ class Runs:
         return Reads(_rows(targets, sizes, local_device), _rows(sources, sizes, remote_device))
 
     def cut(self, job_bytes: int) -> list["Runs"]:
-        """Jobs of at most ``job_bytes`` that move each byte once; small ones share a job."""
+        """Return jobs of at most ``job_bytes`` that move each byte once; small runs share a job."""
         jobs: list[Runs] = []
         room = 0
         for one in self._all_lattices():
@@ -177,7 +170,6 @@ def _outside() -> GeometryError:
 
 
 def _merged_few(runs: Iterable[Run]) -> list[Run]:
-    """By target; runs that continue the one before on both sides become one with it."""
     merged: list[Run] = []
     for target, source, num_bytes in sorted(runs):
         if merged:
@@ -190,8 +182,7 @@ def _merged_few(runs: Iterable[Run]) -> list[Run]:
 
 
 def _merged(runs: Offsets) -> Offsets:
-    """The same of many: rows of targets, sources and bytes."""
-    if not (runs[0, 1:] > runs[0, :-1]).all():  # a lattice that nests ascends
+    if not (runs[0, 1:] > runs[0, :-1]).all():  # nested lattices ascend
         runs = runs.take(np.argsort(runs[0], kind="stable"), axis=1)
     ends = runs[:2] + runs[2]
     continues = (runs[:2, 1:] == ends[:, :-1]).all(axis=0)
@@ -211,11 +202,11 @@ def _rows(addresses: Offsets, num_bytes: Offsets, device: int) -> Rows:
 
 
 def _cut(one: Lattice, job_bytes: int) -> Iterator[Lattice]:
-    """The lattice in parts of at most ``job_bytes``.
+    """Yield the lattice in parts of at most ``job_bytes``.
 
-    It is cut between outer offsets if it can be, so that units which are neighbours stay together;
-    where a unit has several runs, between units, so that what the outer offsets take of one is read
-    together. Then the other way, then within units and runs.
+    Cuts between outer offsets keep neighbouring units together. If a unit has several runs, cuts
+    between units come first, to read its bytes together. Then come cuts the other way, and cuts
+    within units and runs.
     """
     if one.num_bytes <= job_bytes:
         yield one
@@ -235,25 +226,24 @@ def _cut(one: Lattice, job_bytes: int) -> Iterator[Lattice]:
         yield replace(one, inner=one.inner + first, run_bytes=num_bytes)
 
 
-# What is read in short pieces waits for memory, and what is written in them does not: stores leave
-# the CPU on their way. So a unit is read in order, and written where that leads.
+# Short reads wait for memory. Short writes do not: stores leave the CPU on their own. So a unit is
+# read in order, and written in the resulting one.
 def _for_caches(one: Lattice) -> Lattice:
-    """The same runs, read in order, and in turns, if they are more than a cache holds."""
     if one.num_bytes <= CACHED_BYTES:
         return one
     by_source = one.inner[:, np.argsort(one.inner[0], kind="stable")]
     return _interleaved(replace(one, inner=by_source))
 
 
-# Two readers of one token, each of half of its heads: by target, all of reader 0 comes first, and
-# each line of the source is brought in twice, as the look-ahead of the CPU takes more than is asked
-# for. In turns, what lies together is read together; likewise what is written together.
+# Suppose that two readers need half of the heads of each token. By target, all of reader 0 comes
+# first, and each line of the source is fetched twice, as the CPU prefetches more than is needed.
+# Interleaved, bytes that lie together are read together, and likewise written together.
 #
 #     source       [t0 heads 0-3][t0 heads 4-7][t1 heads 0-3][t1 heads 4-7] ...
 #     by target     1             33            2             34
 #     interleaved   1             2             3             4
 def _interleaved(one: Lattice) -> Lattice:
-    """The same runs, but outer offsets that are neighbours or equal on one side as inner ones."""
+    """Make outer offsets that are neighbours or equal on one side inner ones."""
     num = one.outer.shape[1]
     for side in (0, 1):
         ascending = one.outer[:, np.argsort(one.outer[side], kind="stable")]

@@ -1,8 +1,8 @@
-"""Spans: which positions of each group's block table a fetch, or one chunk of it, moves.
+"""Spans: the positions of each group's block table that a fetch, or a chunk of it, moves.
 
-A span may be empty: then its group needs no blocks. Of a window more is moved than its tokens, as
-engines cache whole blocks: the tokens in front of it that share its first block, if they are asked
-for. They come as far as both sides have them, as the holder drops whole blocks, too:
+A group with an empty span needs no blocks. Engines cache whole blocks, so a span covers more than a
+window. It includes requested tokens in front of the window that share its first block, as far as
+both sides have them. The holder drops whole blocks, too:
 
     reader, blocks of 4    ....|...w|wwww|ww      w: the window, 7 tokens before the 14th
     holder, blocks of 4        |mmmw|wwww|ww      m: moved with it; the reader's block is whole
@@ -16,15 +16,14 @@ from kvbus.geometry import BlockTable, GroupSpec
 Span = tuple[int, int]
 """Positions [lo, hi)."""
 Spans = Mapping[str, Span]
-"""By group."""
 Tables = Mapping[str, BlockTable]
 NO_TABLES: Tables = {}
 
 
 class SpanMap:
-    """What fetches move from the groups of one engine, the holder, to those of a reader.
+    """What fetches move from the groups of an engine, the holder, to those of a reader.
 
-    Groups that the holder has not are left out.
+    Groups that the holder lacks are ignored.
     """
 
     def __init__(self, readers: Iterable[GroupSpec], holders: Iterable[GroupSpec]) -> None:
@@ -36,7 +35,6 @@ class SpanMap:
         self._may_have_gaps = [one for one, size in self._windows if size % one.block_size]
 
     def whole(self, first_token: int, num_tokens: int) -> dict[str, Span]:
-        """What a fetch of tokens [first_token, num_tokens) moves."""
         spans = dict.fromkeys(self._full, (first_token, max(first_token, num_tokens)))
         for group, held_size in self._windows:
             start, stop = group.positions(first_token, num_tokens)
@@ -51,11 +49,10 @@ class SpanMap:
     def chunk(
         self, whole: Span, chunk: Span, *, last: bool, tables: Tables = NO_TABLES
     ) -> dict[str, Span]:
-        """What tokens [chunk) of a fetch of tokens [whole) move.
+        """Return the spans of tokens [chunk) of a fetch of tokens [whole).
 
-        A state is that of the last token: it comes with the ``last`` chunk, even an empty one. One
-        for which ``tables`` have a block is wanted though no token may be; an optional one for
-        which they have none is not.
+        A state is that of the last token: it comes with the ``last`` chunk, even an empty one. A
+        block in ``tables`` requests a state even without tokens. An optional state needs one.
         """
         spans = self.whole(*whole)
         for name, (lo, hi) in spans.items():
@@ -68,7 +65,7 @@ class SpanMap:
         return spans
 
     def fills_blocks(self, first_token: int, num_tokens: int) -> bool:
-        """Whether no window's first block has a gap once all of a fetch is there."""
+        """Return whether a complete fetch leaves no gap in a window's first block."""
         spans = self.whole(first_token, num_tokens) if self._may_have_gaps else {}
         for group in self._may_have_gaps:
             start, stop = group.positions(first_token, num_tokens)
@@ -79,12 +76,12 @@ class SpanMap:
 
 
 def asked_states(groups: Iterable[GroupSpec], tables: Tables) -> frozenset[str]:
-    """The states that a fetch wants: those that it has a block for."""
+    """Return the states that a fetch wants: those with a block."""
     return frozenset(one.name for one in groups if one.state and tables.get(one.name))
 
 
 def tail_spans(groups: Iterable[GroupSpec], spans: Spans) -> Spans:
-    """The unused positions of each group's last block, behind those of the whole ``spans``."""
+    """Return the unused positions of each group's last block, behind a whole fetch's ``spans``."""
     tails = {}
     for group in groups:
         start, stop = spans[group.name]

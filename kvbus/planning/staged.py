@@ -1,8 +1,8 @@
-"""Blocks that are READ as they lie at their holder, into a slot here, and copied to the readers.
+"""Staged reads: whole blocks are READ into a slot here, and copied to the readers.
 
-What goes to the readers' blocks in short runs may lie in long ones at the holder: a block whose
-axes have another order, or one with the heads of several ranks that are here. A slot holds whole
-blocks of the holder in its order, without gaps; so it is to the planner a rank of its engine:
+Short runs of the readers' blocks may be long ones at the holder. This is so if axes have another
+order, or if a block has the heads of several ranks here. A slot holds the holder's blocks in their
+order, without gaps. To the planner it is a rank of the holder's engine:
 
     holder's blocks ──READ, long runs──▶ slot ──copy, short runs──▶ blocks of each reader
 """
@@ -19,9 +19,9 @@ from kvbus.planning.spans import Span, Spans, Tables
 
 
 class StagedPlan:
-    """What ``shares`` of one holder, which differ in readers and heads alone, have of ``layers``.
+    """The plan of one holder's ``layers`` for ``shares`` that differ only in readers and heads.
 
-    A block of these fits ``slot_bytes``.
+    One block of these must fit into ``slot_bytes``.
     """
 
     def __init__(
@@ -52,11 +52,10 @@ class StagedPlan:
         self._copy = RunPlan({0: slot}, readers, copied)
 
     def num_runs(self, spans: Spans) -> int:
-        """About how many runs are read of these positions."""
         return self._read.num_runs({self.group: spans[self.group]})
 
     def boxes(self, span: Span, *, box_bytes: int) -> Iterator[Span]:
-        """The positions in boxes of whole blocks, about equal, of ``box_bytes`` if one fits."""
+        """Yield whole blocks as about equal boxes, of ``box_bytes`` if a block fits."""
         start, stop = span
         if start < stop:
             first, end = start // self._block_size, num_blocks_for(stop, self._block_size)
@@ -65,15 +64,15 @@ class StagedPlan:
                 yield max(start, lo * self._block_size), min(stop, hi * self._block_size)
 
     def reads(self, tables: Tables, box: Span, *, slot_at: int) -> Runs:
-        """The runs from the holder's blocks into a slot that begins at ``slot_at``.
+        """Return the runs from the holder's blocks to the slot at address ``slot_at``.
 
-        Raises `IndexError` when the holder's ``tables`` do not cover the positions.
+        Raises `IndexError` if ``tables`` do not cover the positions.
         """
         runs = self._read.runs(tables, self._in_slot(box), {self.group: box})
         return runs.moved(target_bytes=slot_at)
 
     def copies(self, tables: Tables, box: Span, *, slot_at: int) -> Runs:
-        """The runs from the slot into the blocks of ``tables``, of all readers; as `reads`."""
+        """Return the runs from the slot to all readers; raises as `reads`."""
         runs = self._copy.runs(self._in_slot(box), tables, {self.group: box})
         return runs.moved(source_bytes=slot_at)
 
@@ -89,7 +88,7 @@ def staged_plans(
     *,
     slot_bytes: int,
 ) -> tuple[StagedPlan, ...]:
-    """Plans that have each of ``shares`` once; none when a slot has no room for one layer's block.
+    """Return plans of each share once; none if a slot cannot hold one layer's block.
 
     Shares whose heads are neighbours at one holder are read together.
     """
@@ -117,7 +116,6 @@ def staged_plans(
 
 
 def _alike(share: Share) -> tuple[int, str, tuple[int, ...], tuple[str, ...]]:
-    """What shares that are read together have in common."""
     return share.holder, share.group, share.layers, share.parts
 
 
