@@ -1,1 +1,1 @@
-"""The prefill agent: offers the KV of a prefill engine and leases it to decode agents."""
+"""Prefill agent: offers the KV of prefill engines, and leases it to decode agents."""

@@ -1,4 +1,4 @@
-"""The command ``kvbus-prefill``: runs a prefill agent until it is told to stop."""
+"""Command ``kvbus-prefill``: runs a prefill agent until a signal stops it."""
 
 from kvbus.interrupt import importing
 

@@ -1,4 +1,4 @@
-"""The prefill agent: requests become events of the offer table, its commands become replies."""
+"""Prefill agent: requests become events of the offer table, its commands become replies."""
 
 import time
 from collections.abc import Mapping
@@ -57,12 +57,10 @@ from kvbus_prefill.offer.table import OfferTable
 log = structlog.get_logger()
 
 HANDSHAKE_WITHIN_S = 4.0
-"""How long a handshake waits for a data process that is starting again."""
+"""Time that a handshake waits for a data process to restart."""
 
 
 class PrefillService(Service):
-    """Everything of a prefill agent that is not shared with the decode agent."""
-
     def __init__(self, agent: Agent, config: PrefillConfig) -> None:
         self._config = config
         self._table = OfferTable(limits=config.offer_limits)
@@ -83,7 +81,6 @@ class PrefillService(Service):
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
-        """Open the memory socket. Engines come later."""
         self._driver.dispatch(ev.EnginesGone())
         await self.lender.open()
 
@@ -95,7 +92,6 @@ class PrefillService(Service):
         }
 
     def peer_handlers(self) -> Handlers:
-        """A reader shakes hands, uses a lease or wants boxes packed, or a router withdraws."""
         about_offers = (Claim, Release, Forgo)
         return {
             Handshake: self._shake_hands,
@@ -114,7 +110,6 @@ class PrefillService(Service):
         self._driver.dispatch(ev.EngineReady())
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
-        """Its offers end; there is no one to be told."""
         self._packing.end_engine(engine)
         self._driver.dispatch(EngineLost(engine.engine_id))
         if not any(other.ready for other in self._agent.engines.engines.values()):
@@ -122,11 +117,11 @@ class PrefillService(Service):
         self.lender.end_engine(engine)
 
     def _close_words(self, engine: LocalEngine) -> None:
-        """Its readers ask from now on, and all that one took by a word is over."""
+        """Revoke an engine's words: readers use requests again, and earlier takes are recorded."""
         self._driver.dispatch(ev.WordsRevoked(engine.engine_id))
 
     async def quiesce(self, engine: LocalEngine) -> None:
-        """A reader may still be served late reads; its agent aborts them when its lease is over."""
+        """Wait ``late_read_s`` for late reads, which their agents abort after their lease."""
         log.debug("engine.retiring", engine_id=engine.engine_id)
         await anyio.sleep(self._config.late_read_s)
 
@@ -152,11 +147,11 @@ class PrefillService(Service):
         fresh = new_secret() if isinstance(message, Claim | Meet | Forgo) else ""
         self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))
 
-    # A data process, ours or the reader's, that touches memory which the engine has truncated gets
-    # zeros and does not stop. The take may come here before the data process reports that. The file
-    # is shorter since before the first zero, though, so the agent looks.
+    # Memory that an engine has truncated reads as zeros in both data processes. A take may arrive
+    # before the data process reports the truncation. The file is shorter before the first zero is
+    # read, so this agent checks the files for each take.
     def _take(self, take: Take, call: Call) -> None:
-        """An engine that has left may write to the blocks that were read."""
+        """Forward a take, after ending an engine that has exited or truncated its memory."""
         if not self._table.is_committed(take, call.session.key):
             check_read_from(self._agent.data, take.nixl_agent)
         offer = self._table.live.get(take.offer_id)
@@ -205,8 +200,8 @@ class PrefillService(Service):
     async def _answer_handshake(self, handshake: Handshake, call: Call) -> None:
         """Reply with the engine's memory.
 
-        A reader without a right to the engine is refused without detail, one whose engine cannot
-        use the KV with the field and both values.
+        A reader without a right to the engine is refused without detail. An incompatible reader
+        gets the field and both values.
         """
         agent = self._agent
         check_protocol(handshake.min_protocol, handshake.max_protocol)
@@ -244,10 +239,10 @@ class PrefillService(Service):
         )
 
     async def _metadata(self, engine: LocalEngine) -> tuple[bytes, ...]:
-        """What NIXL needs to read the engine, or slots for it: a blob for each kind of memory.
+        """Return a blob of NIXL metadata for each kind of memory, of the engine or of its slots.
 
-        It is of the running data process, as the name of NIXL's agent and all addresses are when
-        this returns. Raises `LocalError` (``busy``) when none runs in time.
+        Blobs, NIXL's agent name and addresses are of the data process that runs when this returns.
+        Raises `LocalError` (``busy``) when none runs in time.
         """
         data = self._agent.data
         while True:
@@ -281,11 +276,11 @@ class PrefillService(Service):
         await agent.data_plane.end_if_exposed()
         return reply.result.blobs if isinstance(reply.result, wire.MetadataBlobs) else ()
 
-    # The reader holds a ticket of the engine, or is one of those who may ask ahead of it; an agent
-    # that has only ranks of it knows no tickets, and is shown what the engine's home hands out for
-    # it. Nothing is told, and nothing looked up, before.
+    # The reader has a ticket of the engine, or may shake hands ahead of it. An agent that has only
+    # ranks of the engine knows no tickets. Its readers show the access that the engine's home hands
+    # out. Nothing is disclosed or looked up before these checks.
     def _engine_for(self, handshake: Handshake) -> LocalEngine:
-        """The engine of the ticket, or those of its ranks that are here; raises `LocalError`."""
+        """Return the engine of the ticket, or its local ranks. Raises `LocalError`."""
         engines, wanted = self._agent.engines, handshake.engine_id
         if handshake.ranks:
             return engines.part(wanted, handshake.ranks, access=handshake.access)
@@ -300,9 +295,9 @@ class PrefillService(Service):
         return engine
 
     def _check_ahead(self) -> None:
-        """Raise `LocalError` (``forbidden``) unless readers may ask without a ticket.
+        """Raise `LocalError` (``forbidden``) unless readers may shake hands without a ticket.
 
-        With keys, only those whose key is trusted as ``decode`` may shake hands at all.
+        With keys, only readers with a key trusted as ``decode`` may shake hands.
         """
         allowed = self._config.shake_hands_ahead
         if allowed == "nobody" or (allowed == "keys" and self._agent.access.keys is None):
@@ -339,7 +334,7 @@ class PrefillService(Service):
         if self._ticket_keys is not None:
             lifetime_s = self._config.ticket_lifetime_s
             ticket = self._ticket_keys.sign(ticket, now_s=time.time(), lifetime_s=lifetime_s)
-        # The engine may name blocks itself, at the end, but not in what the site signs.
+        # The engine may append blocks to a ticket itself, unless the site signs tickets.
         may_name = not offer.sealed and self._ticket_keys is None
         self._driver.dispatch(
             ev.Opened(
@@ -353,7 +348,6 @@ class PrefillService(Service):
         )
 
     def _change(self, message: ExtendOffer | SealOffer | WithdrawOffer, call: Call) -> None:
-        """What an engine wants of its own offer."""
         engine = self._agent.engines.engine_of(call)
         offer = self._table.live.get(message.offer_id)
         if offer is not None and offer.engine_id == engine.engine_id:
@@ -366,13 +360,13 @@ class PrefillService(Service):
         self._driver.dispatch(changed)
 
     def _begin_lease(self, command: ev.BeginLease) -> None:
-        """Connection set-up and READs need progress here."""
+        """Drive progress here, which connection set-up and READs need."""
         lease = command.offer_id, command.epoch
         self._tokens[lease] = self._agent.data.drive_progress()
         self._agent.publisher.publish("lease.granted", LeaseEvent(*lease))
 
     def _end_lease(self, command: ev.EndLease) -> None:
-        """A reader that came to its end needs no progress; a late one, so that it can end."""
+        """End a lease. Progress continues for late reads if it expired or was revoked."""
         lease, reason = (command.offer_id, command.epoch), command.reason
         self._metrics.leases.values[reason,] += 1
         self._packing.end_lease(*lease, command.code)
@@ -385,7 +379,7 @@ class PrefillService(Service):
         self._agent.loop.call_later(self._config.late_read_s, token.close)
 
     def _report_released(self, report: ev.ReportReleased) -> None:
-        """The engine first: it waits for its blocks, while the log and the counters do not."""
+        """Notify the engine before logging: it waits for its blocks."""
         released = report.released
         engine = self._agent.engines.engines.get(report.engine_id)
         if engine is not None:
@@ -427,7 +421,6 @@ def _not_ready() -> LocalError:
 
 
 def _cancel_request(cancel: CancelRequest, call: Call) -> None:
-    """End a call of the same session, whose caller waits no longer."""
     waiting = call.session.pending.get(cancel.request_id)
     if waiting is not None and waiting is not call:
         waiting.end(LocalError("it was cancelled", code=ErrorCode.CANCELLED))
@@ -439,8 +432,8 @@ def check_tables(
 ) -> None:
     """Raise `GeometryError` unless ``tables`` hold what ``num_tokens`` tokens need of each group.
 
-    While an offer is open, a group may have no table yet if no token needs it, and one with a
-    window may lack blocks that its end does not need.
+    In an open offer, a group without tokens needs no table. A group with a window may lack blocks
+    that its end does not need.
     """
     engine.check_tables(tables, all_groups=sealed)
     for group in engine.spec.groups:

@@ -1,7 +1,7 @@
-"""Boxes of KV that readers ask for: the data process gathers them into slots, or digests them.
+"""Boxes of KV that readers request: the data process gathers them into slots, or digests them.
 
-Who may have a slot, and when, is the slot table's to say. A reader of memory that is not there any
-more is ``stale``. The memory of an engine is not given back while a job reads it.
+A reader of replaced memory is ``stale``. An engine gets its memory back after the last job that
+reads it.
 """
 
 from functools import partial
@@ -38,28 +38,25 @@ from kvbus_prefill.offer.table import OfferTable
 log = structlog.get_logger()
 
 MAX_PACKS = 1024
-"""Boxes that are asked for and not packed yet, at a time; more are ``busy``."""
+"""Limit of pending boxes; further requests are ``busy``."""
 MOST_LOST = 64
-"""Engines that are gone, whose late readers are served so that their READs end."""
+"""Limit of lost engines whose late readers are served, to end their READs."""
 MOST_DIGESTS = 256
-"""Boxes that are digested, or wait for it, at a time: packs take turns with them."""
+"""Limit of pending digests."""
 WIPES_AGAIN_S = 0.1
 
 
 class Gather(NamedTuple):
-    """What a box is copied from."""
-
     engine: LocalEngine
     memory: RankMemory
     group: GroupSpec
 
 
 class Packing:
-    """What readers ask the memory of engines for, its slots and its threads.
+    """Requests for memory of engines: packing, digests, and checks of reads.
 
-    A box of an offer that is here is checked against ``offers``. What an engine offers elsewhere,
-    of which only some ranks are here, is bounded by the leases of the slots alone: its reader takes
-    where the offer is.
+    A box of a local offer is checked against ``offers``. If the offer is at another agent, only
+    slot leases bound its boxes: its reader sends the take there.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class Packing:
         self.slots = slots.SlotTable(
             slots.SlotLimits(
                 num_slots=agent.staging.num_slots,
-                max_slot_lease_s=config.max_lease_s,  # as an offer is leased
+                max_slot_lease_s=config.max_lease_s,  # like leases of offers
                 wipe=agent.staging.only,
             )
         )
@@ -94,12 +91,12 @@ class Packing:
         }
 
     def end_lease(self, offer_id: str, epoch: int, code: ErrorCode) -> None:
-        """Nothing that was gathered under this lease is valid any more; ``code`` says why."""
+        """Invalidate the boxes of this lease; ``code`` is for their readers."""
         if self.slots.live:
             self._driver.dispatch(slots.LeaseEnded((offer_id, epoch), code))
 
     def end_engine(self, engine: LocalEngine) -> None:
-        """Its slots are free, but those that are gathered into."""
+        """Free an engine's slots, except those of running gathers."""
         if engine.ranks:
             self._lost[engine.memory_id] = engine
         if len(self._lost) > MOST_LOST:
@@ -111,7 +108,7 @@ class Packing:
         self._driver.stop()
 
     def _engine(self, asked: Pack | Digest | CheckMemory) -> LocalEngine:
-        """The engine with exactly these processes, for a reader with access; or `LocalError`."""
+        """Return the engine with exactly this memory. Raises `LocalError`."""
         engine = self._agent.engines.engines.get(asked.engine_id)
         if engine is None:
             raise LocalError(
@@ -130,10 +127,10 @@ class Packing:
             )
         return engine
 
-    # The memory that is read.
+    # Checks of reads.
 
     def _check(self, check: CheckMemory, call: Call) -> None:
-        """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
+        """Confirm the memory before, during or after a read of an offer at another agent."""
         check_read_from(self._agent.data, check.nixl_agent)
         lost = self._lost.get(check.memory_id)
         if lost is None:
@@ -145,13 +142,13 @@ class Packing:
         if check.progress_s:
             for_s = min(check.progress_s, self._config.max_lease_s) + self._config.late_read_s
             self._drive_until(self._agent.loop.time() + for_s)
-        if lost is not None:  # what is still in flight ends, and counts for nothing
+        if lost is not None:  # its READs can end now, but are not valid
             self._engine(check)
         call.reply(Empty())
 
-    # This agent does not see the reads of leases that are held elsewhere. NIXL serves nothing over
-    # TCP, and sets no connection up, unless progress is driven here: until the last time that any
-    # reader has asked for. They ask again while they read, and there is one timer for all of them.
+    # This agent does not see leases at other agents. Over TCP, NIXL serves READs and sets
+    # connections up only while this agent drives progress. It does so until the latest time that a
+    # reader has requested. Readers repeat the request while they read, and one timer serves all.
     def _drive_until(self, when: float) -> None:
         self._driven_until = max(self._driven_until, when)
         if self._progress is None:
@@ -165,7 +162,7 @@ class Packing:
             self._progress.close()
             self._progress = None
 
-    # Boxes that are packed.
+    # Packing.
 
     def _unpack(self, unpack: Unpack, call: Call) -> None:
         self._driver.dispatch(slots.GivenBack(unpack.slot_ids, call.session.name))
@@ -216,10 +213,10 @@ class Packing:
         uses = (work.memory.defined, device_slots.defined)
         self._agent.data.start(gather, end, uses=uses)
 
-    # A slot that could not be wiped is not free: its next reader would get what is in it. A data
-    # process that ended took its slots along, and those of the next one are wiped once more.
+    # A slot stays in use until its wipe succeeds, as its next reader would see the bytes. The slots
+    # of a restarted data process are wiped again.
     def _start_wipe(self, command: slots.StartWipe) -> None:
-        """Wipe a slot, again and again until that has worked."""
+        """Wipe a slot, with retries until that succeeds."""
         device_slots = self._agent.staging.at(command.slots.device)
 
         def end(reply: wire.Reply) -> None:
@@ -240,12 +237,12 @@ class Packing:
             getattr(log, level)("slot.unwiped", slot=command.slot, reason=error.message)
             self._agent.loop.call_later(WIPES_AGAIN_S, self._start_wipe, command)
 
-    # Boxes that are digested. A digest tells of bytes: it needs the secret of the offer. One that
-    # ends while its blocks are digested may have other bytes in them by then. So it is looked at
-    # twice: before, for who may ask, and when the digests are made, for what they are worth.
+    # Digests. A digest reveals something of the bytes, so its request needs the offer's secret. If
+    # the offer ends meanwhile, its blocks may have other bytes by then. The offer is therefore
+    # checked twice: for the right before, and for validity after.
 
     def _digest(self, asked: Digest, call: Call) -> None:
-        """Reply when the digests are made; raises `LocalError`, `GeometryError`."""
+        """Reply when the digests are made. Raises `LocalError` and `GeometryError`."""
         engine, box = self._engine(asked), asked.box
         memory, group = _holder(engine, asked)
         if num_pieces(box) > MAX_DIGESTS:
@@ -254,7 +251,7 @@ class Packing:
                 "ask for a smaller one",
                 field="box",
             )
-        slot_region(group, box)  # refuses a box that is none of the group's
+        slot_region(group, box)  # raises for a box outside the group
         offered_here, is_state = engine.control is not None, bool(group.state)
 
         def check() -> None:
@@ -288,20 +285,20 @@ def _gather_failed(command: slots.StartGather, error: Exception) -> slots.Gather
     return slots.GatherEnded(command.slot_id, failure(error))
 
 
-# A READ names a process by its address at the network, or by its pid (UCX reads memory of this
-# machine by `process_vm_readv`), and memory by its address there. All three may mean something else
-# once the data process has ended:
+# A READ names a process by its network address or its pid (UCX reads local memory by
+# `process_vm_readv`), and memory by its address there. All three may have another meaning after the
+# data process has ended:
 #
 #     data process A     serves at port P, pid N ──✗
 #     data process B                                 serves at port P, or has pid N
 #     reader             handshake (A) ── READ from A's addresses ── take
 #
-# B then answers a READ that was meant for A, with what lies at these addresses in B. So a READ
-# counts only if A is still the running data process when the reader takes: it lived from the
-# handshake on, so its port, its pid and its addresses meant it all the time. The kernel reuses
-# neither before this process has reaped A, which it did before it started B.
+# B then serves a READ that was meant for A, with its own bytes at these addresses. A READ is
+# therefore valid only if A still runs when the reader takes. In that case A has run since the
+# handshake, so its port, pid and addresses meant A all the time. The kernel reuses neither before
+# this process has reaped A, and B starts after that.
 def check_read_from(data: DataProcess, nixl_agent: str) -> None:
-    """Raise `LocalError` (``stale``) unless this is the NIXL agent here, or nothing was read."""
+    """Raise `LocalError` (``stale``) if bytes were read from an earlier data process."""
     if nixl_agent and nixl_agent != data.nixl_name:
         raise LocalError(
             "what was read came from a data process that has ended: read again",
@@ -310,9 +307,9 @@ def check_read_from(data: DataProcess, nixl_agent: str) -> None:
 
 
 def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RankMemory, GroupSpec]:
-    """The memory and the group of a box; raises `GeometryError` for a table that is not theirs.
+    """Return the memory and the group of a box. Raises `GeometryError`.
 
-    What the rank does not hold of the box is refused by the copy itself, before any byte moves.
+    The copy itself refuses positions that the rank does not hold, before any byte moves.
     """
     box, table = asked.box, asked.table
     memory, groups = engine.ranks.get(asked.rank), {one.name: one for one in engine.spec.groups}
@@ -333,9 +330,9 @@ def _holder(engine: LocalEngine, asked: Pack | Digest) -> tuple[RankMemory, Grou
 
 
 def _check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> tuple[Gather, int]:
-    """What to copy for ``pack``, and its bytes; raises `GeometryError` for what is no such box.
+    """Return the source and the bytes of a box. Raises `GeometryError`.
 
-    The size comes first: only to describe a far too large one would take memory and time.
+    The size is checked first: the mere description of a huge box takes memory and time.
     """
     memory, group = _holder(engine, pack)
     part = pack.box.parts[0]
@@ -349,5 +346,5 @@ def _check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> tuple[Gath
             box_bytes=num_bytes,
             slot_bytes=max_bytes,
         )
-    slot_region(group, pack.box)  # refuses a box that is none of the group's
+    slot_region(group, pack.box)  # raises for a box outside the group
     return Gather(engine, memory, group), num_bytes

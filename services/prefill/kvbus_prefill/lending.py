@@ -1,7 +1,7 @@
-"""Lends the memory of engines to decode agents of this machine, read-only, by a Unix socket.
+"""Read-only lending of engine memory to decode agents on this machine, over a Unix socket.
 
-Other users are refused, readers without the right to the memory, and a second engine on one
-connection: its end is how a reader learns that the engine is gone, or its own key revoked.
+Other users are refused. A connection is for one engine: its end notifies the reader that the engine
+is lost, or its key revoked.
 """
 
 import os
@@ -36,20 +36,20 @@ log = structlog.get_logger()
 
 MAX_CONNECTIONS = 256
 MAX_PROCESS_CONNECTIONS = 192
-"""One for each engine here that a decode agent reads; others find room besides."""
+"""Limit for one process, with a connection for each engine that it reads."""
 
 
-# A connection is tied to the key of the handshake by a grant: the key, and a hash of it that only
-# this agent can make. A revoked key loses its connection, and its agent finds the memory closed. A
-# reader that is no kvbus keeps its maps all the same, and can swap in the page of words:
+# A grant ties a connection to the key of the handshake. It is the key, and a hash of it that only
+# this agent can compute. Revoking a key closes its connections, and thus the memory at its agent. A
+# hostile reader could keep its maps and swap in the page of words:
 #
-#     words      live ──────────┤ closed: what it took before is completed, the rest asks
+#     words      live ──────────┤ closed: earlier takes complete, later ones are requests
 #     revoked                   ├─ hang up
 #     offers     with words     ├─ without words, while the engine lives
 class MemoryLender:
-    """The memory socket; ``socket_for`` is what a handshake tells of it.
+    """Memory socket of a prefill agent.
 
-    ``on_revoked`` is called with an engine whose words a revoked reader may write to.
+    ``on_revoked`` is called with an engine whose words a revoked reader can write to.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class MemoryLender:
         self._agent, self._config, self._on_revoked = agent, config, on_revoked
         self._readers: dict[AttachConnection, tuple[LocalEngine, str]] = {}
         self._have_words: defaultdict[LocalEngine, set[str]] = defaultdict(set)
-        """The keys of readers that were lent its page."""
+        """Keys of readers that have the engine's page of words."""
         self._secret = secrets.token_bytes(32)
         agent.access.on_change.append(self._hang_up_revoked)
         self._closed = "closed by the prefill agent's config (mapped = false)"
@@ -75,7 +75,7 @@ class MemoryLender:
         )
 
     async def open(self) -> None:
-        """Listen, unless the config says no; what keeps it from that is told in each handshake."""
+        """Listen, unless disabled. If that fails, handshakes report why."""
         if not self._config.mapped:
             return
         try:
@@ -88,11 +88,10 @@ class MemoryLender:
 
     @property
     def num_readers(self) -> int:
-        """How many maps of engines here other agents have."""
         return len(self._readers)
 
     def socket_for(self, engine: LocalEngine) -> MemorySocket:
-        """Where the engine's memory is lent, or why it is not."""
+        """Return where the engine's memory is lent, or why it is not."""
         closed, files = self._closed, [passed for *_, passed in _segments(engine)]
         if not closed and None in files:
             closed = "the prefill engine is on a GPU"
@@ -105,20 +104,19 @@ class MemoryLender:
         return sharing(path="" if self._closed else str(self._server.path), closed=self._closed)
 
     def end_engine(self, engine: LocalEngine) -> None:
-        """The engine is gone: its readers see the end of their connections."""
         self._have_words.pop(engine, None)
         for connection, (lent, _) in self._readers.items():
             if lent is engine:
                 connection.hang_up()
 
     def grant_for(self, key: str) -> str:
-        """What a reader with this key shows; empty without keys."""
+        """Return the grant for a key; empty without keys."""
         if self._agent.access.keys is None:
             return ""
         return f"{blake2b(key.encode(), key=self._secret, digest_size=16).hexdigest()} {key}"
 
     def _check_grant(self, grant: str) -> str:
-        """The key that the grant was for; raises `LocalError` (``forbidden``)."""
+        """Return the grant's key. Raises `LocalError` (``forbidden``)."""
         key = grant.partition(" ")[2]
         check_right(grant, self.grant_for(key))
         if not self._may_read(key):
@@ -165,7 +163,6 @@ class MemoryLender:
         return PassingAnswer(to_body(answer), _opened([one.reopen for *_, one in some]))
 
     def _engine(self, wanted: LendMemory) -> LocalEngine:
-        """The engine that is asked for, if the right to it is shown; raises `LocalError`."""
         if wanted.agent_boot != self._agent.identity.agent_boot:
             raise LocalError("another process of the agent is here", code=ErrorCode.STALE)
         engine = self._agent.engines.part(wanted.engine_id, (), access=wanted.access)
@@ -177,7 +174,6 @@ class MemoryLender:
 
 
 def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, PassedFile | None]]:
-    """What the ranks here are made of, None for what no host maps."""
     for memory in engine.ranks.values():
         for segment in memory.rank.segments:
             passed = memory.segments.passed[segment.segment_id]
@@ -185,10 +181,10 @@ def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, PassedFile | None
             yield memory.rank.rank, segment.segment_id, shared
 
 
-# A reply may wait for its reader, and the engine end meanwhile. Its descriptors are closed then,
-# and their numbers may be those of other files at once: what is sent is opened for it.
+# A reply may wait for its reader while the engine ends. Then the engine's descriptors are closed,
+# and other files may get their numbers. So each reply opens its own.
 def _opened(openers: Iterable[Callable[[], int]]) -> list[int]:
-    """Return a descriptor of each. Raises `LocalError` (``busy``) when no more can be opened."""
+    """Return a new descriptor from each. Raises `LocalError` (``busy``) at the limit."""
     fds: list[int] = []
     try:
         for opener in openers:

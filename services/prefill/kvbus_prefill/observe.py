@@ -1,4 +1,4 @@
-"""What is told of offers: metrics, and spans, which come out of the stories of the tables."""
+"""Metrics and spans of offers. The spans are derived from the stories of the tables."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -36,10 +36,7 @@ READINGS = {
 
 
 class PrefillMetrics:
-    """What became of offers and leases, how long offers lived, and what was packed.
-
-    No request, offer or peer is a label: those have no bound.
-    """
+    """Metrics without labels for requests, offers or peers, as these are unbounded."""
 
     def __init__(self, agent: AgentMetrics) -> None:
         self.offers = agent.tally("kvbus_offers", "Offers that ended, by outcome.", "outcome")
@@ -59,7 +56,7 @@ LEASE = "leased"
 
 
 class OfferStories(Stories[OfferEntry]):
-    """The offers of ``offers``, and the boxes of ``slots`` by the id of their offer."""
+    """Stories of offers, with their boxes in ``slots``."""
 
     def __init__(self, offers: OfferTable, slots: SlotTable) -> None:
         super().__init__(offers)
@@ -70,7 +67,7 @@ class OfferStories(Stories[OfferEntry]):
         return [] if offer is None else list(offer.story.lines())
 
     def remembered(self, asked: Trace) -> Remembered:
-        """The offers that are asked for; boxes of an offer whose engine has its home elsewhere."""
+        """Return the requested offers, or boxes of an offer whose engine has its home elsewhere."""
         offers, named = self._offers.named(asked.request_id), self._offers.find(asked.offer_id)
         if named is not None and named not in offers:
             offers.append(named)
@@ -81,7 +78,7 @@ class OfferStories(Stories[OfferEntry]):
         return Remembered(tuple(map(tuple, entries)))
 
     def later(self, offer: OfferEntry) -> Callable[[], list[Span]]:
-        """The offer itself, its states, its leases, and boxes in these."""
+        """Return a function that makes the spans of an offer."""
         return partial(_spans, offer, tuple(self._boxes(offer.key)))
 
 

@@ -1,6 +1,6 @@
-"""The staging slots of a prefill agent, and the boxes that readers want there (pure).
+"""State machine of a prefill agent's staging slots, and of the boxes that wait for them (pure).
 
-A ``lease`` is any key: (offer id, epoch) of an offer here, the reader's own key for one elsewhere.
+A ``lease`` is any key: (offer id, epoch) for a local offer, the reader's own key for another.
 """
 
 from collections import defaultdict
@@ -21,25 +21,20 @@ from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, SendReply, St
 
 
 class SlotState(StrEnum):
-    """Where a box is; it has a slot from gathering on, until it is over."""
-
     WAITING = "waiting"
-    """It is another lease's turn, or no slot is free."""
 
     GATHERING = "gathering"
-    """The box is copied into its slot, or waits for a thread."""
+    """Also while it waits for a thread."""
 
     PACKED = "packed"
-    """The reader was told, and may read the slot."""
 
     ABANDONED = "abandoned"
-    """Refused and not wanted any more, but the copy still runs: its slot is not free."""
+    """Refused, but the copy still runs: its slot is not free."""
 
     WIPING = "wiping"
-    """No reader reads the slot any more; where slots are wiped, zeros are written over it."""
+    """Zeros are written over the slot."""
 
     OVER = "over"
-    """The slot, if it had one, is free."""
 
 
 WAITING, GATHERING, PACKED = SlotState.WAITING, SlotState.GATHERING, SlotState.PACKED
@@ -48,11 +43,7 @@ ABANDONED, WIPING, OVER = SlotState.ABANDONED, SlotState.WIPING, SlotState.OVER
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """Bounds of the table; each device has ``num_slots``.
-
-    ``wipe`` says that a slot is zeroed before it is free. How many boxes wait is bounded by the
-    requests for them.
-    """
+    """Bounds of the table; ``num_slots`` is for each device."""
 
     num_slots: int = 16
     max_slot_lease_s: float = 30.0
@@ -64,7 +55,7 @@ Context = AnyContext[SlotLimits]
 
 
 class DeviceSlots(Protocol):
-    """The slots of one device, by their numbers; equal only to itself."""
+    """Slots of one device by number; equal only to itself."""
 
     @property
     def device(self) -> str: ...
@@ -79,10 +70,9 @@ class DeviceSlots(Protocol):
 
 
 class SlotWanted(Value, frozen=True):
-    """A reader wants a box of ``num_bytes`` gathered into one of ``slots``.
+    """Event: a reader requests a box. ``work`` is opaque here.
 
-    ``work`` tells the agent how. ``reader`` is the name of the session that asked: only it can give
-    the slot back.
+    Only ``reader``, the name of the session, can release the slot.
     """
 
     pack: Pack
@@ -95,45 +85,37 @@ class SlotWanted(Value, frozen=True):
 
     @property
     def turn(self) -> Key:
-        """What it waits under, for a slot and then for a thread."""
+        """Turn for a slot, then for a thread."""
         return Key(self.lease, self.pack.priority)
 
 
 class SlotGranted(Value, frozen=True):
-    """A slot of its device is free, and no other lease comes first."""
-
     slot: int
 
 
 class GatherEnded(Value, frozen=True):
-    """The copy into a slot ended, with ``error`` if it failed."""
-
     slot_id: int
     error: KVBusError | None = None
 
 
 class WipeEnded(Value, frozen=True):
-    """Zeros are written over what was gathered."""
-
     slot_id: int
 
 
 class GivenBack(Value, frozen=True):
-    """A reader has read slots, or does not want them any more; ids that it has not do nothing."""
-
     slot_ids: tuple[int, ...]
     reader: str
 
 
 class BoxAbandoned(Value, frozen=True):
-    """A reader that waits for its box has been told to ask again, or is not there any more."""
+    """Event: a reader no longer waits for its box."""
 
     lease: Hashable
     reply_to: object
 
 
 class LeaseEnded(Value, frozen=True):
-    """The lease of an offer is over, as ``code`` says: what was gathered under it is not valid."""
+    """Event: a lease has ended, which invalidates its boxes."""
 
     lease: Hashable
     code: ErrorCode
@@ -154,7 +136,7 @@ Event = (
 
 
 class StartGather(Value, frozen=True):
-    """Copy the box of ``asked`` into slot number ``slot``, and tell when that has ended."""
+    """Command: copy a box into a slot, then dispatch `GatherEnded`."""
 
     slot_id: int
     slot: int
@@ -162,7 +144,7 @@ class StartGather(Value, frozen=True):
 
 
 class StartWipe(Value, frozen=True):
-    """Write zeros over slot number ``slot``, and tell when that has ended."""
+    """Command: zero a slot, then dispatch `WipeEnded`."""
 
     slot_id: int
     slot: int
@@ -175,7 +157,7 @@ Commands = list[Command]
 
 @dataclass(slots=True)
 class SlotEntry:
-    """One box; ``slot_id`` names this use of a slot and no other."""
+    """State of one box; ``slot_id`` is unique for each use of a slot."""
 
     slot_id: int
     asked: SlotWanted
@@ -195,23 +177,20 @@ class SlotEntry:
 
     @property
     def due_at(self) -> float | None:
-        """When its lease ends; None while only a copy or a wipe counts."""
+        """Return the end of its lease; None while only a copy or a wipe is awaited."""
         return None if self.state in (ABANDONED, WIPING) else self.expires_at
 
     def retire(self) -> None:
-        """Keep neither the memory that it was copied from, nor the call, nor the block table."""
         pack = replace(self.asked.pack, table=BlockTable(b""))
         self.asked = replace(self.asked, pack=pack, work=None, reply_to=None)
 
 
 def start(box: SlotEntry, event: SlotGranted, _: Context) -> Commands:
-    """The slot is this box's from now on."""
     box.state, box.slot = GATHERING, event.slot
     return [StartGather(box.slot_id, event.slot, box.asked)]
 
 
 def end_gather(box: SlotEntry, event: GatherEnded, at: Context) -> Commands:
-    """The reader may read, or learns why not."""
     asked = box.asked
     if event.error is not None or box.slot is None:
         error = event.error or KVBusError("the box was gathered into no slot")
@@ -229,19 +208,17 @@ def end_gather(box: SlotEntry, event: GatherEnded, at: Context) -> Commands:
 
 
 def give_up(box: SlotEntry, event: Event, _: Context) -> Commands:
-    """It was not gathered yet."""
     box.state = OVER
     return [Refuse(box.asked.reply_to, _reason(box, event))]
 
 
 def abandon(box: SlotEntry, event: Event, _: Context) -> Commands:
-    """The reader need not wait for the copy; the slot has to."""
     box.state = ABANDONED
     return [Refuse(box.asked.reply_to, _reason(box, event))]
 
 
 def free(box: SlotEntry, _event: Event, at: Context) -> Commands:
-    """The slot is not written into, and nothing that is read from it now is valid."""
+    """Free or wipe the slot. A READ of it from now on is invalid."""
     if at.limits.wipe and box.slot is not None:
         box.state = WIPING
         return [StartWipe(box.slot_id, box.slot, box.asked.slots)]
@@ -255,7 +232,6 @@ def end_wipe(box: SlotEntry, _event: WipeEnded, _: Context) -> Commands:
 
 
 def ignore(_box: SlotEntry, _event: Event, _: Context) -> Commands:
-    """It was said before, or by a reader that cannot know."""
     return []
 
 
@@ -291,8 +267,6 @@ TRANSITIONS = transitions(
 
 
 class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
-    """All boxes that are not over, by slot id."""
-
     transitions = TRANSITIONS
 
     def __init__(self, limits: SlotLimits | None = None) -> None:
@@ -304,9 +278,10 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         self._pools: defaultdict[DeviceSlots, FairPool[int]] = defaultdict(self._new_pool)
 
     def _new_pool(self) -> FairPool[int]:
-        """Of a device. A lease has half of it, so that a reader that stopped leaves some.
+        """Return the pool of a device.
 
-        But it has 2, as packing pipelines.
+        A lease has at most half of the slots, so that a hung reader leaves some. The limit is at
+        least 2, since packing pipelines.
         """
         num_slots = self.limits.num_slots
         most = max(2, num_slots // 2)
@@ -318,14 +293,12 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots that are gathered into, read, or wiped, or not yet free."""
         return sum(pool.num_in_use for pool in self._pools.values())
 
     def _names_of(self, entry: SlotEntry) -> tuple[str, ...]:
         return (entry.asked.pack.offer_id,)
 
     def _handle(self, event: Event, now: float) -> Commands:
-        """Slots that came free, by this event or by what was due, are given on at the end."""
         commands: Commands = []
         if isinstance(event, SlotWanted):
             commands = self._ask(event, now)
@@ -362,7 +335,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, Command]):
         return []
 
     def _take_turns(self, now: float) -> Commands:
-        """Slots to boxes that wait; threads are given to them in the same turns (`Copiers`)."""
+        """Grant slots to waiting boxes. `Copiers` grants threads in the same turns."""
         commands: Commands = []
         for pool in self._pools.values():
             while (granted := pool.acquire()) is not None:

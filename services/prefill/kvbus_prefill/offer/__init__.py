@@ -1,4 +1,4 @@
-"""Offers, the leases on them, and the names that they are awaited by: one state machine (pure)."""
+"""State machine of offers, their leases, and the names that readers await them by (pure)."""
 
 from kvbus_prefill.offer import events
 from kvbus_prefill.offer.entry import OfferLimits, OfferState

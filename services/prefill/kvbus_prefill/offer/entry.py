@@ -1,8 +1,4 @@
-"""One offer, the leases on it, and who waits for it by its name.
-
-A lease is not a state of its own: an offer that is open or sealed has a live lease for each of its
-readers at most.
-"""
+"""State of one offer, its leases, and the readers that wait for it by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,36 +31,34 @@ NO_BLOCKS = BlockTable(b"")
 
 
 class OfferState(StrEnum):
-    """Where an offer is: its blocks belong to the agent from the opening to the release."""
+    """State of an offer. Its blocks belong to the agent until it is released."""
 
     AWAITED = "awaited"
-    """Readers wait for it by its name; the engine has not made it."""
+    """Readers wait for it by name; the engine has not made it."""
 
     OPEN = "open"
-    """The engine still computes: blocks and tokens are added."""
+    """The engine adds blocks and tokens."""
 
     SEALED = "sealed"
     """All tokens are there; only now can a reader take it."""
 
     RELEASED = "released"
-    """Over, and said so: no lease is live, the blocks are the engine's again."""
+    """No lease is live, and the blocks belong to the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferLimits:
     """Bounds of the table; durations in seconds.
 
-    ``max_lease_s`` caps one grant, ``max_hold_s`` all renewals of one lease together, and all
-    leases with which one reader follows itself. A reader that finds another's lease is told to ask
-    again when it ends, or in ``busy_retry_s`` if that is sooner.
+    ``max_lease_s`` limits one grant, ``max_hold_s`` all leases and renewals of one reader. A reader
+    that finds another's lease may retry when it ends, or after ``busy_retry_s`` if sooner.
 
-    Readers wait for an offer by its name for ``max_wait_s``, and until ``engine_grace_s`` after the
-    last engine is lost, as it may come back; one that found no offer may ask again after
-    ``early_retry_s``. Of names that were used ``max_names`` are known. An offer has at most
-    ``max_parts`` leases of parts that are live or done.
+    Readers wait for a name for ``max_wait_s`` at most. If the last engine is lost, they wait for
+    ``engine_grace_s``, as it may reconnect. A reader that found no offer may retry after
+    ``early_retry_s``. ``max_parts`` limits the live and done leases of parts of an offer.
 
-    An offer that is published again lives for at least ``reader_return_s``, as a reader that had a
-    lease may acquire another one.
+    A republished offer lives for at least ``reader_return_s``, so that its reader can acquire a new
+    lease.
     """
 
     max_offers: int = 4096
@@ -79,7 +73,7 @@ class OfferLimits:
     max_names: int = 16_384
     max_parts: int = 1024
     max_denied: int = 1024
-    """Tokens of one offer that are denied to earlier processes of readers."""
+    """Denied tokens of one offer."""
 
 
 Context = AnyContext[OfferLimits]
@@ -87,12 +81,11 @@ Context = AnyContext[OfferLimits]
 
 @dataclass(slots=True)
 class Lease:
-    """A reader's right to read; ``held_until`` is the end that no renewal moves.
+    """Right of a reader to read; no renewal moves ``held_until``.
 
-    ``holder`` is the CURVE key of its reader, ``reader_agent`` and ``reader_boot`` are the process
-    that reads, empty where it did not say so. A lease that is over has an ``end``, the code for a
-    late reader; it ``is_done`` when the reader has taken the offer, and may take it again. One that
-    ``is_part`` is read beside its reader, by another agent of the same engine.
+    ``holder`` is the CURVE key of its reader. ``reader_agent`` and ``reader_boot`` may be empty.
+    ``end`` is the code that a late reader gets. ``is_done`` is true after the take, which may be
+    repeated. A lease that ``is_part`` is for another agent of the reader's engine.
     """
 
     epoch: int
@@ -108,10 +101,10 @@ class Lease:
     is_done: bool = False
 
     def is_outlived_by(self, event: ev.Asked[Claim] | ev.Asked[Take]) -> bool:
-        """Whether it belongs to an earlier process of the agent that asks.
+        """Return whether it belongs to an earlier process of the requesting agent.
 
-        Agents have names, not proofs of them. But the claim shows the ticket's secret, which could
-        end the offer as well: ending one lease of it by a wrong name is no more.
+        Agent names are not authenticated. A false name ends one lease of the offer, while the
+        ticket's secret in the claim could end the offer.
         """
         message = event.message
         is_of_same = bool(self.reader_agent) and self.reader_agent == message.reader_agent
@@ -122,15 +115,13 @@ class Lease:
 
 @dataclass(slots=True)
 class OfferEntry:
-    """One offer; ``expires_at`` counts only while there is no live lease.
+    """State of one offer; ``expires_at`` counts only without a live lease.
 
-    Until it is made only ``transfer_id`` and ``waiting`` have a meaning: the calls that wait for
-    its ticket, with the end of the wait of each. Readers that ask for its seal put its expiry off,
-    but not beyond ``hold_ends_at``. ``leases`` are by epoch: those that are live or done, and as
-    many others of the last numbers as it has readers; ``epoch`` is the last number. ``ended_by`` is
-    how the offer ended, for those who come late. Until its ``word`` is closed, a reader may have
-    taken it. ``taken`` are the marks of commits that no lease shows. A commit with a token in
-    ``denied`` counts only from the process with that boot id.
+    An awaited offer has only ``transfer_id`` and ``waiting``: the end of the wait of each call.
+    Readers that request the seal extend ``expires_at``, up to ``hold_ends_at``. ``leases`` are by
+    epoch: live and done ones, and the last ``readers`` others. A reader may have taken the offer
+    until its ``word`` is closed. ``taken`` are marks of commits without a lease. ``denied`` maps
+    tokens to the only boot id that may commit with them.
     """
 
     offer_id: str
@@ -175,22 +166,18 @@ class OfferEntry:
 
     @property
     def live_leases(self) -> list[Lease]:
-        """Those that are not over, the oldest first."""
         return [lease for lease in self.leases.values() if lease.end is None]
 
     @property
     def num_done(self) -> int:
-        """How many readers have everything."""
         return sum(lease.is_done and not lease.is_part for lease in self.leases.values())
 
     @property
     def commits(self) -> tuple[int, ...]:
-        """The marks of all commits."""
         tokens = (lease.token for lease in self.leases.values() if lease.is_done)
         return (*self.taken, *(commit_mark(self.secret, token) for token in tokens))
 
     def has_committed(self, token: str, holder: str) -> bool:
-        """Whether a reader has committed the offer with this token."""
         right = token, holder
         if any(one.is_done and (one.token, one.holder) == right for one in self.leases.values()):
             return True
@@ -199,7 +186,7 @@ class OfferEntry:
         return bool(self.taken) and commit_mark(self.secret, token) in self.taken
 
     def deny(self, asked: CommitQuery, max_denied: int) -> None:
-        """Grant a commit with this token to no process but the one that asks.
+        """Deny commits with this token, except from the requesting process.
 
         Raises `LocalError` (``busy``) when too many tokens are denied.
         """
@@ -209,7 +196,6 @@ class OfferEntry:
         self.denied[asked.token] = asked.reader_boot
 
     def retire(self) -> None:
-        """Keep no tables: a late message asks how it ended, and no more."""
         self.tables, self.ticket, self.waiting = {}, None, {}
 
     def wait_until(self, when: float) -> None:
@@ -223,12 +209,11 @@ class OfferEntry:
         }
 
     def check_right(self, event: ev.Asked[Any]) -> None:
-        """Raise `LocalError` (``forbidden``) unless the message shows the right to ask.
+        """Raise `LocalError` (``forbidden``) unless the sender has the right to its request.
 
-        That is the ticket's secret for the offer, and the token for the lease, which belongs to the
-        key that claimed it: another one that was told its token may have boxes packed and no more.
-        A lease that is not known is not looked at: it is stale whatever is shown. An engine may ask
-        for its own offers (else ``offer_unknown``).
+        An offer needs the ticket's secret, a lease its token and the key that claimed it. With the
+        token, another key may only have boxes packed. An unknown lease is stale in any case.
+        Another engine's offer is ``offer_unknown``.
         """
         match event.message:
             case Claim(secret=secret) | Take(secret=secret) | PeerWithdraw(secret=secret):
@@ -241,14 +226,14 @@ class OfferEntry:
                 raise LocalError("the offer is another engine's", code=ErrorCode.OFFER_UNKNOWN)
 
     def check_token(self, epoch: int, token: str) -> None:
-        """Raise `LocalError` (``forbidden``) when ``token`` is not that of the lease ``epoch``."""
+        """Raise `LocalError` (``forbidden``) if ``epoch`` is known with another token."""
         if (lease := self.leases.get(epoch)) is not None:
             check_right(token, lease.token)
 
     def check_box(self, asked: Pack | Digest, *, is_state: bool) -> None:
-        """Raise `LocalError` or `GeometryError` unless the offer has the box by now.
+        """Raise `LocalError` or `GeometryError` unless the offer has the box now.
 
-        That of a group that ``is_state`` is there once the offer is sealed.
+        A state is there once the offer is sealed.
         """
         group, stop, table = asked.box.group, asked.box.stop, asked.table
         if is_state and self.state is OfferState.OPEN:
@@ -273,9 +258,9 @@ class OfferEntry:
             )
 
     def live_lease(self, epoch: int) -> Lease:
-        """The lease of ``epoch``, if it is live; raises `LocalError` otherwise.
+        """Return the live lease of ``epoch``.
 
-        It says what became of one of the latest leases, and ``stale`` of those before.
+        Raises `LocalError` with the end of a recent lease, or ``stale`` for older ones.
         """
         lease = self.leases.get(epoch)
         if lease is None or lease.end is not None:
@@ -292,7 +277,7 @@ class OfferEntry:
     def add_lease(
         self, event: ev.Asked[Claim] | ev.Asked[Take], token: str, now: float, held_until: float
     ) -> Lease:
-        """A lease under a new number, which has no time yet; the first that ended is forgotten."""
+        """Add a lease without time, and remove old ones that have ended."""
         message = event.message
         self.epoch += 1
         forgotten = self.epoch - self.readers
@@ -315,7 +300,7 @@ class OfferEntry:
         return lease
 
     def grant(self, lease: Lease, message: Claim | Renew, at: Context) -> Granted:
-        """Lengthen a lease; the reply has the blocks that its reader does not know yet."""
+        """Extend a lease. The reply has the blocks that are new to its reader."""
         wanted = min(at.now + min(message.lease_s, at.limits.max_lease_s), lease.held_until)
         lease.expires_at = max(lease.expires_at, wanted)
         known_blocks = message.known_blocks if isinstance(message, Renew) else {}
@@ -334,16 +319,16 @@ class OfferEntry:
     def end_lease(
         self, lease: Lease, reason: str, code: ErrorCode = ErrorCode.STALE
     ) -> ev.EndLease:
-        """End a live lease: it was given back or taken (ended), expired, or was revoked."""
+        """End a live lease: ``reason`` is ended (released or taken), expired or revoked."""
         lease.end = code
         return ev.EndLease(self.offer_id, lease.epoch, reason, code)
 
     def release(self, outcome: Outcome, code: ErrorCode) -> ev.Commands:
-        """End the offer, its live leases first, so that no one else has its blocks."""
+        """End the live leases, then the offer, so that no reader still has its blocks."""
         return [*self.end(outcome, code), self.report()]
 
     def end(self, outcome: Outcome, code: ErrorCode) -> ev.Commands:
-        """As `release`, without a report to its engine."""
+        """End the offer without a report to its engine."""
         revoked: ev.Commands = [
             self.end_lease(lease, "revoked", code) for lease in self.live_leases
         ]
@@ -351,18 +336,15 @@ class OfferEntry:
         return revoked
 
     def report(self) -> ev.ReportReleased:
-        """Report to the engine how the offer ended."""
         outcome = self.outcome or Outcome.WITHDRAWN
         commits = self.commits if outcome is Outcome.COMPLETED else ()
         released = Released(self.offer_id, self.request_id, outcome, commits)
         return ev.ReportReleased(self.engine_id, released, self.num_tokens, self.opened_at)
 
     def published(self, op: str) -> ev.Publish:
-        """The event ``op`` with what subscribers may know of this offer."""
         return ev.Publish(op, OfferEvent(self.offer_id, self.num_tokens))
 
 
 def _after(table: BlockTable, known_blocks: int) -> BlockTable:
-    """The part of a table behind the blocks that the reader already knows."""
     skipped = min(known_blocks, len(table))
     return BlockTable(ids=table.ids[4 * skipped :], first_block=table.first_block + skipped)

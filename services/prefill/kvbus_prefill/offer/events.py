@@ -1,7 +1,4 @@
-"""What happens to offers, and what the agent is told to do about it: values without behaviour.
-
-A request is its own event: `Asked` carries its message as it came.
-"""
+"""Events of offers and commands to the agent: values without behaviour."""
 
 from typing import Any, Generic, TypeVar
 
@@ -25,10 +22,10 @@ M = TypeVar("M", bound=Message)
 
 
 class Asked(Value, Generic[M], frozen=True):
-    """A request about one offer or one name, which ``reply_to`` answers.
+    """Request about one offer or name.
 
-    A request of a local engine has its ``engine_id``. Any other has the CURVE key of its sender as
-    ``holder``, empty without keys, and a ``fresh`` secret for what it may begin.
+    From a local engine, it has an ``engine_id``. From others, ``holder`` is the CURVE key, empty
+    without keys, and ``fresh`` a secret for a new lease or offer.
     """
 
     message: M
@@ -39,10 +36,10 @@ class Asked(Value, Generic[M], frozen=True):
 
 
 class Opened(Value, frozen=True):
-    """The engine of ``ticket`` makes an offer; ``message`` was checked against its memory.
+    """Offer of an engine, with checked tables.
 
-    ``ttl_s`` counts while no lease is live. The engine may name ``ticket_blocks`` of its blocks in
-    the ticket itself. A reader of this machine may take the offer by its ``word``.
+    ``ttl_s`` counts while no lease is live. The engine may append ``ticket_blocks`` of its blocks
+    to the ticket.
     """
 
     message: MakeOffer
@@ -54,38 +51,38 @@ class Opened(Value, frozen=True):
 
 
 class Restored(Value, frozen=True):
-    """An engine publishes an offer again that an earlier process of the agent has completed."""
+    """Completed offer of an earlier agent process, which its engine publishes again."""
 
     engine_id: str
     ended: EndedOffer
 
 
 class WordTaken(Value, frozen=True):
-    """A reader says that it has taken the offer by its word, or the table finds it so itself."""
+    """Take by the word, as its reader reports or the table finds."""
 
     offer_id: str
     token: str = ""
 
 
 class WordsRevoked(Value, frozen=True):
-    """A reader that may write to the engine's words has lost the right to take its offers."""
+    """Revocation of a reader that can write to the engine's words."""
 
     engine_id: str
 
 
 class Abandoned(Value, frozen=True):
-    """A reader that waited for the offer of this name waits no longer."""
+    """End of a reader's wait for a name."""
 
     transfer_id: str
     reply_to: object
 
 
 class EngineReady(Value, frozen=True):
-    """An engine of the agent is ready to make offers."""
+    """An engine of the agent is ready."""
 
 
 class EnginesGone(Value, frozen=True):
-    """No engine of the agent is ready to make offers: the last one is lost, or none has come."""
+    """No engine of the agent is ready: the last one is lost, or none has come."""
 
 
 Event = (
@@ -105,7 +102,7 @@ Event = (
 
 
 class ReportReleased(Value, frozen=True):
-    """Tell the engine that the offer's blocks are its own again, and subscribers, too."""
+    """Command: report to the engine and subscribers that the engine owns the blocks again."""
 
     engine_id: str
     released: Released
@@ -114,21 +111,21 @@ class ReportReleased(Value, frozen=True):
 
 
 class Publish(Value, frozen=True):
-    """Tell subscribers; ``op`` is the event's name on the wire."""
+    """Command: publish an event to subscribers; ``op`` is its name on the wire."""
 
     op: str
     body: OfferEvent
 
 
 class BeginLease(Value, frozen=True):
-    """A reader may read from now on: its connection set-up and its READs need progress."""
+    """Command: drive progress for the reader of a new lease."""
 
     offer_id: str
     epoch: int
 
 
 class EndLease(Value, frozen=True):
-    """The lease is over: ``reason`` is ended, expired or revoked; ``code`` is for its reader."""
+    """Command: end a lease. ``reason`` is ended, expired or revoked; ``code`` is for its reader."""
 
     offer_id: str
     epoch: int

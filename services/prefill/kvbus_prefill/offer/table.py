@@ -1,4 +1,4 @@
-"""All offers of one prefill agent: admission, names, and the dispatch of events (sans-IO)."""
+"""Table of a prefill agent's offers: admission, names, and dispatch of events (sans-IO)."""
 
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -27,28 +27,24 @@ from kvbus_prefill.offer.events import Commands
 from kvbus_prefill.offer.transitions import TRANSITIONS, done, draining, ended, given_up
 
 NAMES_KEPT_S = 600.0
-"""How long a name that was used or given up is remembered: an engine may come to it late."""
+"""Time for which a used name is kept, as an engine may use it late."""
 
 
 KEEPING = (MakeOffer, Meet, Renew, Release, ExtendOffer, SealOffer, ev.Abandoned)
-"""What neither ends an offer nor gives it to a reader."""
+"""Events that neither end an offer nor give it to a reader."""
 OUTLIVED = (ErrorCode.ENGINE_LOST, ErrorCode.DRAINING)
-"""Ends of an offer here that its engine outlives, and the offer with it."""
+"""Codes of offers that live on in their engine after they ended here."""
 
 
 class UsedName(NamedTuple):
-    """A name of which no offer will be made: that of an offer that has ended, or was given up."""
+    """Name without a future offer: its offer has ended, or was forgone."""
 
     used_at: float
     code: ErrorCode
 
 
 class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
-    """All offers of one agent, by offer id; the retired ones tell a late message what became.
-
-    More offers than the limit are refused, as is a request or a name that is offered already. How
-    many offers are awaited is bounded by the requests for them.
-    """
+    """Table of offers by id. Retired ones serve late messages."""
 
     transitions = TRANSITIONS
 
@@ -73,12 +69,12 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     def num_leases(self) -> int:
         return sum(len(offer.live_leases) for offer in self.live.values())
 
-    # Questions: nothing changes.
+    # Queries without side effects.
 
     def check_pack(self, pack: Pack, now: float, *, is_state: bool) -> None:
         """Raise `LocalError` or `GeometryError` unless the lease is live and the offer has the box.
 
-        A lease whose time is up is not live, also when it has not been told yet.
+        A lease is not live after its time, even before `_expire` handles it.
         """
         offer = self._known(pack.offer_id)
         offer.check_token(pack.epoch, pack.token)
@@ -87,13 +83,13 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         offer.check_box(pack, is_state=is_state)
 
     def check_digest(self, asked: Digest, *, is_state: bool) -> None:
-        """As `check_pack`, for the ticket's secret in place of a lease: the offer must be live."""
+        """Check as `check_pack`, with the ticket's secret instead of a lease."""
         offer = self.check_reader(asked.offer_id, asked.secret)
         check_right(asked.engine_id, offer.engine_id)
         offer.check_box(asked, is_state=is_state)
 
     def check_reader(self, offer_id: str, secret: str | None) -> OfferEntry:
-        """The live offer that has this secret; raises `LocalError`."""
+        """Return the live offer with this secret. Raises `LocalError`."""
         offer = self._known(offer_id)
         check_right(secret, offer.secret)
         if offer.is_over:
@@ -101,16 +97,15 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return offer
 
     def is_committed(self, take: Take, holder: str) -> bool:
-        """Whether a reader took the offer with this token already."""
         offer = self.find(take.offer_id)
         return offer is not None and offer.has_committed(take.token, holder)
 
     def may_be_published(self, asked: CommitQuery) -> bool:
-        """Whether the agent has no such offer; its engine may still publish it again."""
+        """Return whether the offer is unknown, so that its engine may still republish it."""
         return self._committed(asked) is None
 
     def _committed(self, asked: CommitQuery) -> OfferEntry | None:
-        """The offer of a query, the last one of its name for a rendezvous.
+        """Return the offer of a query; for a rendezvous, the last one of its name.
 
         Raises `LocalError` (``forbidden``).
         """
@@ -122,8 +117,9 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             check_right(asked.secret, offer.secret)
         return offer
 
-    # A no is binding. A commit of the reader's earlier process may still arrive, and would end the
-    # offer under the second read; then the second commit, with the same token, would get a yes.
+    # A negative answer is binding. A commit of the reader's earlier process may still arrive, and
+    # would end the offer during the second read. The second commit has the same token, and would
+    # then succeed.
     #
     #     earlier process   commit ──────────────────────────▶ stale
     #     next process            query: no ──▶ reads again ──▶ commit: yes
@@ -138,14 +134,14 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         commands: Commands = [SendReply(event.reply_to, CommitAnswer(True, offer.num_tokens))]
         if offer.word is None or offer.is_over:
             return commands
-        taken = ev.WordTaken(offer.offer_id, asked.token)  # its reader ended before it said so
+        taken = ev.WordTaken(offer.offer_id, asked.token)  # its reader crashed before its report
         return commands + self._apply(offer, taken, now)
 
     def _names_of(self, entry: OfferEntry) -> tuple[str, ...]:
         return tuple(filter(None, (entry.request_id, entry.transfer_id)))
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
-        """A handler that refuses does so by raising; it changes no more than how long to wait."""
+        """Handle an event. A handler refuses by raising, having changed ``expires_at`` at most."""
         if isinstance(event, ev.Restored):
             return self._restore(event, now)
         if not isinstance(event, ev.Asked | ev.Opened):
@@ -166,8 +162,9 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         offer.check_right(event)
         return self._apply(offer, event, now)
 
-    # What may end an offer, or give it to a reader, closes its word first (`kvbus.protocol.word`).
-    # If the reader or the engine was faster, what comes then comes to an offer that is over.
+    # An event that may end an offer, or give it to a reader, first closes its word
+    # (`kvbus.protocol.word`). If the reader or the engine was faster, the event finds a released
+    # offer.
     def _apply(self, entry: OfferEntry, event: Any, now: float) -> Commands:
         word, kind = entry.word, type(getattr(event, "message", event))
         if word is None or word.is_closed or kind in KEEPING:
@@ -185,7 +182,6 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             return [*commands, Refuse(event.reply_to, error)]
 
     def _hit_by(self, event: ev.Event, now: float) -> list[OfferEntry]:
-        """The offers that an event is about which names no request."""
         match event:
             case ev.Abandoned(transfer_id):
                 return [self._named[transfer_id]] if transfer_id in self._named else []
@@ -206,7 +202,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return []
 
     def _admit(self, event: ev.Opened) -> OfferEntry:
-        """The offer that is about to be made, which readers may wait for; raises `LocalError`."""
+        """Return the entry of a new offer, which readers may await. Raises `LocalError`."""
         ticket, name = event.ticket, event.message.transfer_id or ""
         request = ticket.engine_id, ticket.request_id
         if (known := self.find(ticket.offer_id)) is not None:
@@ -243,14 +239,12 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return self._enter_as(ticket.offer_id, name)
 
     def _restore(self, event: ev.Restored, now: float) -> Commands:
-        """Enter an offer that has ended; one that is known here ended here."""
         offer_id, name = event.ended.offer_id, event.ended.transfer_id or ""
         if self.find(offer_id) is not None:
             return []
         return self._apply(self._enter_as(offer_id, name), event, now)
 
     def _answer_by_name(self, event: ev.Asked[Any], message: Meet | Forgo, now: float) -> Commands:
-        """The offer is awaited, made, over, or not known yet."""
         name = message.transfer_id
         offer, used = self._named.get(name), self._used_names.get(name)
         if isinstance(message, Forgo):
@@ -265,15 +259,15 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             event = self._within_grace(event, message, now)
         return self._apply(offer or self._enter(OfferEntry(event.fresh, name)), event, now)
 
-    # An engine that is gone makes no offer, so its reader had better compute at once. It may also
-    # be between two sessions, as when its agent was started again: that takes a moment.
+    # After the last engine is lost, readers should compute locally without delay. But the engine
+    # may only reconnect, as after a restart of its agent, which takes a moment.
     #
     #     engine  ready ──┤ gone                  grace ends
     #     asked     └─────┴▶ engine_lost              │
-    #     asked               └───────────────────────┴▶ busy: the reader asks again
+    #     asked               └───────────────────────┴▶ busy: the reader retries
     #     asked                                            └▶ engine_not_ready, if none is ready
     def _within_grace(self, event: ev.Asked[Any], message: Meet, now: float) -> ev.Asked[Any]:
-        """Bound the wait for an offer that no engine can make now; raises `LocalError`."""
+        """Bound the wait while no engine is ready. Raises `LocalError` after the grace."""
         until = self._engines_awaited_until
         if until is None:
             return event
@@ -288,18 +282,17 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return [one for one in self._named.values() if one.state is OfferState.AWAITED]
 
     def _enter(self, offer: OfferEntry) -> OfferEntry:
-        """One that is awaited, or about to be made."""
         self.live[offer.offer_id] = offer
         if offer.transfer_id:
             self._named[offer.transfer_id] = offer
         return offer
 
     def _enter_as(self, offer_id: str, name: str) -> OfferEntry:
-        """One that is about to be made, and may be awaited by its name."""
+        """Enter a new offer, in place of the awaited entry of its name."""
         offer = self._named.get(name)
         if offer is None or offer.state is not OfferState.AWAITED:
             return self._enter(OfferEntry(offer_id, name))
-        del self.live[offer.offer_id]  # it was awaited under another id
+        del self.live[offer.offer_id]  # under a temporary id
         self.deadlines.set(offer.offer_id, None)
         offer.offer_id = offer_id
         return self._enter(offer)
@@ -313,7 +306,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return offer
 
     def _retire(self, offer: OfferEntry) -> None:
-        """One that was never made is not kept; a name that was given up is."""
+        """Retire an offer. One that was never made is dropped, but a forgone name is kept."""
         name = offer.transfer_id
         self._named.pop(name, None)
         if offer.outcome is None:

@@ -1,7 +1,7 @@
-"""Which event does what to an offer in which state: the handlers, and the table of them.
+"""Transitions of offers: handlers, and the table of them by state and event.
 
-A handler refuses by raising `LocalError` before anything has changed but how long the offer waits;
-`OfferTable` turns that into a reply. It returns the commands for the agent, in order.
+A handler returns the commands in order. It refuses by raising `LocalError`, before it changes more
+than ``expires_at``.
 """
 
 from typing import Any
@@ -39,34 +39,28 @@ def done(event: ev.Asked[Any]) -> SendReply:
 
 
 def draining() -> LocalError:
-    """Why no offer is made here."""
     return LocalError("the prefill agent is draining", code=ErrorCode.DRAINING)
 
 
 def given_up() -> LocalError:
-    """Why an offer of this name is neither made nor waited for."""
     return LocalError("the reader of this offer has given it up", code=ErrorCode.CANCELLED)
 
 
 def ended(offer: OfferEntry) -> LocalError:
-    """What became of an offer that is over."""
     return LocalError(
         f"the offer is over: {offer.ended_by}", code=offer.ended_by, offer_id=offer.offer_id
     )
 
 
-# Before the offer is made: its readers wait for it by name. One that was not made is nothing once
-# no reader waits for it.
+# Before the offer is made: readers wait for it by name. Without readers, the entry is removed.
 
 
 def wait(offer: OfferEntry, event: ev.Asked[Meet], at: Context) -> Commands:
-    """There is no offer yet: the answer comes with it."""
     offer.waiting[event.reply_to] = at.now + min(event.message.wait_s, at.limits.max_wait_s)
     return []
 
 
 def end_waits(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
-    """Some have waited long enough."""
     early = TooEarly(
         "the prefill engine has not made this offer yet", retry_after_s=at.limits.early_retry_s
     )
@@ -82,7 +76,6 @@ def leave(offer: OfferEntry, event: ev.Abandoned, _: Context) -> Commands:
 
 
 def turn_away(offer: OfferEntry, event: ev.Event, _: Context) -> Commands:
-    """The offer cannot be made here any more."""
     offer.state, error = RELEASED, draining()
     if isinstance(event, ev.EnginesGone):
         error = LocalError("the prefill engine is gone", code=ErrorCode.ENGINE_LOST)
@@ -90,13 +83,11 @@ def turn_away(offer: OfferEntry, event: ev.Event, _: Context) -> Commands:
 
 
 def give_up(offer: OfferEntry, event: ev.Asked[Forgo], _: Context) -> Commands:
-    """Its reader gave it up, for all that wait, and for the engine if that makes it late."""
     offer.state, offer.ended_by = RELEASED, ErrorCode.CANCELLED
     return [*(Refuse(reply_to, given_up()) for reply_to in offer.waiting), done(event)]
 
 
 def make(offer: OfferEntry, event: ev.Opened, at: Context) -> Commands:
-    """The engine has made it: all that wait are given the ticket."""
     message, ticket = event.message, event.ticket
     offer.state = SEALED if message.sealed else OPEN
     offer.engine_id, offer.request_id = ticket.engine_id, ticket.request_id
@@ -126,17 +117,17 @@ def made(event: ev.Opened) -> SendReply:
 
 
 def make_again(_offer: OfferEntry, event: ev.Opened, _: Context) -> Commands:
-    """The reply was lost; the offer is as its engine left it."""
+    """Repeat a lost reply. The offer stays as it is."""
     return [made(event)]
 
 
 def report_again(offer: OfferEntry, event: ev.Opened, _: Context) -> Commands:
-    """The report of its end was lost."""
+    """Repeat a lost report of the end."""
     return [made(event), offer.report()]
 
 
 def restore(offer: OfferEntry, event: ev.Restored, _: Context) -> Commands:
-    """An earlier process of the agent has completed it: only repeated requests are answered."""
+    """Restore an offer that an earlier agent process has completed, to answer repeated requests."""
     known = event.ended
     offer.state, offer.engine_id, offer.request_id = RELEASED, event.engine_id, known.request_id
     offer.secret, offer.taken = known.secret, known.commits
@@ -150,7 +141,7 @@ def tell(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
 
 
 def ignore(_offer: OfferEntry, _event: ev.Event, _: Context) -> Commands:
-    """The reader has its ticket; or readers ask, as the word is closed."""
+    """Readers have their tickets, or use requests after their word is closed."""
     return []
 
 
@@ -160,11 +151,10 @@ def _leave(offer: OfferEntry, reply_to: object) -> None:
         offer.state = RELEASED
 
 
-# While it lives: the engine adds to it or ends it.
+# Changes by the engine.
 
 
 def extend(offer: OfferEntry, event: ev.Asked[ExtendOffer], at: Context) -> Commands:
-    """More blocks and tokens; the time to live starts again."""
     more = event.message
     if more.num_tokens < offer.num_tokens:
         raise LocalError(
@@ -177,21 +167,20 @@ def extend(offer: OfferEntry, event: ev.Asked[ExtendOffer], at: Context) -> Comm
 
 
 def seal(offer: OfferEntry, event: ev.Asked[SealOffer], at: Context) -> Commands:
-    """Nothing will be added; the time to live starts again."""
     offer.state = SEALED
     offer.wait_until(at.now + offer.ttl_s)
     return [done(event), offer.published("offer.sealed")]
 
 
 def withdraw(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
-    """The request was aborted: revoke the leases, so that their readers fail, and release."""
+    """Release an aborted request, and revoke its leases, so that their reads fail."""
     return [done(event), *offer.release(Outcome.WITHDRAWN, ErrorCode.OFFER_WITHDRAWN)]
 
 
 def end_with(offer: OfferEntry, event: EngineLost | Stopped, _: Context) -> Commands:
-    """The engine is gone, and what it offered with it; or the agent ends.
+    """End an offer with its engine or with the agent.
 
-    In the second case the offer lives on in its engine, which publishes it again.
+    After the agent's end, the engine keeps the offer and publishes it again.
     """
     if isinstance(event, EngineLost):
         return offer.release(Outcome.WITHDRAWN, ErrorCode.ENGINE_LOST)
@@ -199,9 +188,9 @@ def end_with(offer: OfferEntry, event: EngineLost | Stopped, _: Context) -> Comm
 
 
 def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
-    """End the leases that were not renewed, then an offer that was not read in time.
+    """End leases that were not renewed, then an offer that was not read in time.
 
-    One that some, but not all, of its readers have taken is completed: no other came.
+    An offer with at least one take is completed: its other readers never came.
     """
     commands: Commands = []
     for lease in offer.live_leases:
@@ -213,14 +202,11 @@ def expire(offer: OfferEntry, _event: DeadlinePassed, at: Context) -> Commands:
     return commands
 
 
-# Leases.
-
-
 def claim(offer: OfferEntry, event: ev.Asked[Claim], at: Context) -> Commands:
-    """Grant a lease under a new epoch; a reader may claim again, one too many has to wait.
+    """Grant a lease under a new epoch.
 
-    A reader that claims again does not hold the offer longer than by renewing. The leases of an
-    earlier process of its agent end: it is not there to give them back.
+    A reader that claims again gets no more time than by renewing. The leases of an earlier process
+    of its agent end, as it cannot release them.
     """
     own, outlived = _leases_of(offer, event)
     _check_room(offer, event.message, [*own, *outlived], at)
@@ -235,13 +221,12 @@ def claim(offer: OfferEntry, event: ev.Asked[Claim], at: Context) -> Commands:
 
 
 def renew(offer: OfferEntry, event: ev.Asked[Renew], at: Context) -> Commands:
-    """More time under the same epoch, and what was added since."""
+    """Extend the lease under the same epoch, and send added blocks."""
     lease = offer.live_lease(event.message.epoch)
     return [SendReply(event.reply_to, offer.grant(lease, event.message, at))]
 
 
 def give_back(offer: OfferEntry, event: ev.Asked[Release], _: Context) -> Commands:
-    """The reader gave up; the offer waits for another one."""
     lease = offer.live_lease(event.message.epoch)
     return [done(event), offer.end_lease(lease, "ended")]
 
@@ -249,7 +234,6 @@ def give_back(offer: OfferEntry, event: ev.Asked[Release], _: Context) -> Comman
 def _leases_of(
     offer: OfferEntry, event: ev.Asked[Claim] | ev.Asked[Take]
 ) -> tuple[list[Lease], list[Lease]]:
-    """The live leases that this reader has, and those of an earlier process of its agent."""
     live, message = offer.live_leases, event.message
     outlived = [one for one in live if one.is_outlived_by(event)]
     own = [
@@ -262,18 +246,15 @@ def _leases_of(
     return own, outlived
 
 
-# An engine at several agents is one reader of an offer, and each of its agents has a lease:
+# An engine at several agents is one reader of an offer, with a lease for each agent:
 #
 #     home    claim ─▶ lease ──────── reads ─────────────── all parts have ended ─▶ take: ends it
 #     part            └▶ claim ─▶ lease ── reads ── take ──▶┘
 #
-# Only the home's counts. The others keep the offer while they live, as any lease does, and their
-# takes say that what they have read is good. The home takes last, so no part is cut short by that.
+# Only the home's lease counts as a reader. The others keep the offer alive, as any lease does, and
+# their takes confirm their reads. The home takes last, so it never cuts a part short.
 def _check_room(offer: OfferEntry, message: Claim | Take, ending: list[Lease], at: Context) -> None:
-    """Raise `LocalError` (``busy``) when as many read or have read as may, but for ``ending``.
-
-    The reader of a lease may give it back at any time, or keep it to its end.
-    """
+    """Raise `LocalError` (``busy``) if the offer has all its readers without ``ending``."""
     if not offer.leases:
         return
     if message.part:
@@ -292,26 +273,27 @@ def _check_room(offer: OfferEntry, message: Claim | Take, ending: list[Lease], a
     )
 
 
-# Taking: a reader asks whether what it has read is good. Why a yes is right:
+# A take asks whether the bytes that were read are valid. Proof that a successful take is right:
 #
 #     engine  last write                                      ▶ released, blocks written again
 #     offer       │      sealed ────────────────────────────────▶┘
 #                 └ ticket    READ of its tables   take: yes ──▶┘
 #     reader          └────────▶├──────────────┤──▶┘
 #
-# The engine names the blocks in a ticket, or the agent in a grant, when they are written for the
-# last time, and the seal says that all are; which of the two comes first does not matter. It is
-# written to them again after the release. A yes needs the seal, and the take comes after the last
-# byte: whatever was read while the offer is live when the take comes was read in between. A lease
-# keeps the offer from its expiry meanwhile, and other readers away; it adds nothing to the bytes.
-# What a ticket named is compared: what else was read, out of a ticket that was altered, is no KV of
-# this offer. The tables that a grant named are the offer's own: its reader leaves them out.
+# A ticket or a grant names a block only after its last write. The seal confirms that all blocks are
+# written. The order of the two does not matter. The engine writes to the blocks again only after
+# the release. A take comes after the last byte, and succeeds only if the offer is sealed and live.
+# So all bytes were read in between. A lease only delays expiry and keeps other readers away; it
+# adds nothing to validity.
+#
+# The table compares tables from a ticket: bytes from an altered ticket are not KV of this offer.
+# Tables from a grant are the offer's own, so the take omits them.
 def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
-    """The reader has everything; the last of the readers ends the offer, and no part does."""
+    """Complete a read. The take of the last reader ends the offer; a part's take does not."""
     message, own, outlived = event.message, list[Lease](), list[Lease]()
     if offer.denied.get(message.token, message.reader_boot) != message.reader_boot:
         raise LocalError("a later process of the reader repeats the read", code=ErrorCode.STALE)
-    if offer.leases:  # as a rule there is none: what a ticket names is read without one
+    if offer.leases:  # usually none: tables from a ticket are read without one
         if offer.has_committed(message.token, event.holder):
             return [done(event)]
         own, outlived = _leases_of(offer, event)
@@ -323,7 +305,7 @@ def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
     completed = ErrorCode.OFFER_COMPLETED
     commands: Commands = [done(event)]
     commands += [offer.end_lease(lease, "ended", completed) for lease in (*own, *outlived)]
-    # A number of its own: what is said of the lease before, maybe another reader's, is stale.
+    # An epoch of its own: messages about an earlier lease, maybe another reader's, are stale.
     taken = offer.add_lease(event, message.token, at.now, at.now)
     taken.end, taken.is_done = completed, True
     if offer.num_done == offer.readers:
@@ -332,7 +314,7 @@ def take(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
 
 
 def end_taken(offer: OfferEntry, _event: ev.WordTaken, _: Context) -> Commands:
-    """Its reader has everything, and said so in the word."""
+    """End an offer that its reader took by the word."""
     if offer.word is not None:
         if not offer.word.is_closed:
             offer.word.close()
@@ -341,7 +323,7 @@ def end_taken(offer: OfferEntry, _event: ev.WordTaken, _: Context) -> Commands:
 
 
 def _check_read(offer: OfferEntry, message: Take) -> None:
-    """Raise `LocalError` (``geometry``) unless what a ticket named is this offer's."""
+    """Raise `LocalError` (``geometry``) unless what a ticket named is the offer's."""
     read = {
         "block table": (message.tables, offer.tables),
         "number of tokens": (message.num_tokens, offer.num_tokens),
@@ -357,7 +339,6 @@ def _check_read(offer: OfferEntry, message: Take) -> None:
 
 
 def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
-    """Why a reader must show what it has read: its lease is over, or there was none."""
     who = event.message.reader_id, event.holder
     mine = [one.end for one in offer.leases.values() if (one.reader_id, one.holder) == who]
     return LocalError(
@@ -368,10 +349,10 @@ def _without_lease(offer: OfferEntry, event: ev.Asked[Take]) -> LocalError:
 
 
 def refuse_early_take(offer: OfferEntry, _event: ev.Asked[Take], at: Context) -> Commands:
-    """The seal is on its way, if the ticket is right; the reader asks again.
+    """Refuse the take until the seal arrives; the reader retries.
 
-    Meanwhile it keeps the offer as a lease would, as the engine may be slow: for `max_lease_s`
-    from each time that it asks, and for `max_hold_s` from the first.
+    The engine may be slow, so each take keeps the offer for `max_lease_s`, and all for
+    `max_hold_s`.
     """
     if offer.hold_ends_at is None:
         offer.hold_ends_at = at.now + at.limits.max_hold_s
@@ -379,29 +360,27 @@ def refuse_early_take(offer: OfferEntry, _event: ev.Asked[Take], at: Context) ->
     raise LocalError("the offer is not sealed yet", code=ErrorCode.OFFER_OPEN)
 
 
-# When it is sealed or over.
+# After the seal, or the release.
 
 
 def refuse_sealed(offer: OfferEntry, _event: ev.Asked[Any], _: Context) -> Commands:
-    """A sealed offer does not change."""
     raise LocalError("the offer is sealed", code=ErrorCode.OFFER_SEALED, offer_id=offer.offer_id)
 
 
 def refuse_ended(offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
-    """Says what became of the offer, or of the lease."""
+    """Raise the end of the lease or of the offer."""
     if isinstance(event.message, Renew | Release):
         offer.live_lease(event.message.epoch)
     raise ended(offer)
 
 
 def take_again(offer: OfferEntry, event: ev.Asked[Take], at: Context) -> Commands:
-    """The reply to the reader's take was lost: say it again, to no one else."""
+    """Repeat a lost reply, only to the reader that has taken the offer."""
     is_own = offer.has_committed(event.message.token, event.holder)
     return [done(event)] if is_own else refuse_ended(offer, event, at)
 
 
 def withdraw_again(_offer: OfferEntry, event: ev.Asked[Any], _: Context) -> Commands:
-    """It is over already, which is what the sender wanted."""
     return [done(event)]
 
 
