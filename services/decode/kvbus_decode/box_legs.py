@@ -1,4 +1,4 @@
-"""The legs of boxes: staged here, packed by their holder, zeroed here, or compared."""
+"""Legs of boxes: staged here, packed by the holder, zeroed here, or compared."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StagedWork:
-    """Positions ``box`` of a plan: READ into a slot as they lie there, and copied out of it.
+    """READ of whole blocks into a slot, then a copy out of it.
 
     ``index`` is that of the plan in the source's list of staged ones.
     """
@@ -43,7 +43,6 @@ class StagedWork:
     slots: DeviceSlots
 
     def begin(self, stage: Stage) -> None:
-        """Read whole blocks into the slot, or copy them into the blocks of the readers."""
         plan, slots, asked = open_plan(self.plan.staged_plan), self.slots, self.chunk.asked
         slot = _slot_of(stage)
         if stage.kind is READING:
@@ -72,10 +71,7 @@ class StagedWork:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PackedWork:
-    """One box, from a rank of a source into ours; ``packed`` is where it lies there.
-
-    ``slots`` are those here that it is scattered from.
-    """
+    """READ of a box that its holder has packed, then a copy to all ``share.readers``."""
 
     stages: ClassVar[tuple[LegState, ...]] = (PACKING, QUEUED, READING, COPYING)
     chunk: Chunk
@@ -87,7 +83,6 @@ class PackedWork:
     packed: wire.Packed | None = None
 
     def begin(self, stage: Stage) -> None:
-        """Have it packed, read it into a slot here, or scatter that into the blocks."""
         if stage.kind is PACKING:
             self._pack(stage)
         elif stage.kind is READING:
@@ -161,15 +156,12 @@ def _slot_of(stage: Stage) -> int:
 
 
 def release_slots(source: Source, slot_ids: tuple[int, ...]) -> None:
-    """Give slots back; when that fails they come back by themselves, with their lease."""
     message = wire.Unpack(agent_boot=source.agent_boot, slot_ids=slot_ids)
     source.ask(message, UNPACK_TIMEOUT_S, lambda _: None)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ZeroWork:
-    """Positions of one group that are zeroed on one rank."""
-
     stages: ClassVar[tuple[LegState, ...]] = (COPYING,)
     chunk: Chunk
     rank: RankMemory
@@ -187,9 +179,9 @@ class ZeroWork:
         stage.start(zero, self.rank.defined)
 
 
-# The holder answers if the offer is live once its digests are made, and it is asked when all has
-# landed. So an answer is of the bytes that were read, and bytes that differ are never those of an
-# offer that ended meanwhile, whose blocks have other uses then:
+# Digests are requested when all bytes have landed. The holder checks that the offer is live only
+# after it has computed them. Its reply thus describes the bytes that were read. Blocks of an offer
+# that ended meanwhile, which may be reused, never count as a mismatch:
 #
 #     read       READ, copy ──▶ all has landed
 #     ours                      ├─ digests ───────────────┐
@@ -197,7 +189,7 @@ class ZeroWork:
 #     offer      live ──────────────────────────────▶
 @dataclass(slots=True, eq=False, kw_only=True)
 class CompareWork:
-    """One box of a share; ``found`` has the digests of our ranks, and under None the holder's."""
+    """Comparison of one box. ``found`` has digests by rank, those of the holder under None."""
 
     stages: ClassVar[tuple[LegState, ...]] = (COMPARING,)
     chunk: Chunk
@@ -242,7 +234,6 @@ class CompareWork:
     def _take(
         self, stage: Stage, rank: int | None, found: wire.Digests | data.Digested | KVBusError
     ) -> None:
-        """Compare the digests once the last ones have come."""
         if isinstance(found, KVBusError):
             stage.end(error=found)
             return
@@ -258,7 +249,6 @@ class CompareWork:
         stage.end(error=error)
 
     def _compare(self, stage: Stage, rank: int, expected: Digests) -> KVBusError | None:
-        """Return why the read has failed, by the first piece of the rank that differs."""
         found, counts, chunk = self.found[rank], stage.means.digests, self.chunk
         if expected.size != found.size:
             return RemoteError(

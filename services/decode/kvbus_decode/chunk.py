@@ -1,4 +1,4 @@
-"""A fetch that is under way, and its chunks: tokens that are read together."""
+"""Resources of a fetch, and its chunks: tokens that are read together."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,11 +18,10 @@ from kvbus_decode.route import PathChoice, Route, SourcePlan
 
 @dataclass(slots=True, eq=False)
 class FetchResources:
-    """What the I/O of a fetch uses: `Requested.resources`. `LeaseClient` fills and clears them.
+    """Resources for the I/O of a fetch: `Requested.resources`. `LeaseClient` fills and clears them.
 
-    ``key`` names the fetch in the table. All but ``engine``, which has the blocks, is of one
-    ``attempt``; that is 0 between attempts. ``peers`` are held until its end; the first is the
-    agent that has the offer. ``choice`` is the path, which is chosen with the ``route``.
+    All but ``key`` and ``engine`` belong to one ``attempt``, which is 0 between attempts. ``peers``
+    are held to its end, the first one has the offer.
     """
 
     key: str
@@ -35,17 +34,15 @@ class FetchResources:
     peers: list[Peer] = field(default_factory=list)
     replica_index: int = 0
     meeting: tuple[int, Callable[[KVBusError], None]] | None = None
-    """The `Meet` that waits for its reply, and what ends that."""
+    """The `Meet` that waits for its reply, and a function that ends the wait."""
     stop_parts: Callable[[], None] = lambda: None
-    """Stops the parts that were requested of other agents."""
 
     def fills_blocks(self, asked: StartFetch) -> bool:
-        """Whether no window's first block has a gap once all is read, see `Fetched`."""
+        """Return whether the read completes the first block of every window, see `Fetched`."""
         first_token, num_tokens = asked.first_token, asked.num_tokens
         return self.route is not None and self.route.spans.fills_blocks(first_token, num_tokens)
 
     def reads_from(self, remote: RemoteAgent) -> bool:
-        """Whether it reads from this process, or has a part there."""
         sources = self.route.sources if self.route is not None else ()
         return any(one.remote is remote for one in sources) or remote.peer in self.peers[1:]
 
@@ -55,8 +52,7 @@ def check_tables(
 ) -> None:
     """Raise `GeometryError` unless ``tables`` are exactly the blocks that the tokens need.
 
-    A fetch of no tokens may want states alone: their tables have a block then. An optional group
-    that is not wanted has an empty one.
+    A fetch of no tokens may still read states. An unwanted optional group has an empty table.
     """
     engine.check_tables(tables)
     for group in engine.spec.groups:
@@ -71,10 +67,9 @@ def check_tables(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is ``wanted`` now: positions by group, from the offer's blocks into the fetch's.
+    """Chunk to read now. ``tail`` is zeroed after the read.
 
-    ``tail`` are positions behind the last token that are zeroed after the read. About one in
-    ``one_in`` pieces is compared after it, none with 0.
+    Then about 1 in ``one_in`` pieces is compared, none if 0.
     """
 
     fetch: FetchResources
@@ -88,12 +83,11 @@ class Chunk:
 
     @property
     def turn(self) -> Turn:
-        """What its copies wait for a thread under: those of one lease have one turn."""
+        """Turn for a thread, shared by all copies under one lease."""
         return Turn(f"{self.ticket.offer_id} {self.wanted.epoch}", self.asked.priority)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the chunk, for all ranks that are here."""
         return self.route.num_bytes(self.spans)
 
     @property
@@ -101,11 +95,10 @@ class Chunk:
         return self.route.plans(self.fetch.replica_index)
 
     def time_left_s(self, now: float) -> float:
-        """Seconds until the deadline of the fetch, at least a millisecond."""
+        """Return the time to the fetch's deadline, at least 1 ms."""
         return max(1e-3, self.fetch.deadline - now)
 
     def blocks_of(self, box: Box) -> BlockTable:
-        """The prefill engine's blocks that hold a box."""
         table = self.wanted.tables[box.group]
         size = self.route.prefill.group(box.group).block_size
         first, end = box.start // size, num_blocks_for(box.stop, size)
@@ -114,9 +107,8 @@ class Chunk:
 
 
 def make_chunk(wanted: ReadChunk, *, one_in: int) -> Chunk:
-    """What the fetch wants read now; with the last chunk comes the tail, if that is zeroed.
-
-    Raises `GeometryError` when the offer's tables do not hold it.
+    """Return the chunk to read now. Raises `GeometryError` when the offer's tables lack a block of
+    it.
     """
     fetch: FetchResources = wanted.requested.resources
     route, asked = fetch.route, wanted.requested.asked

@@ -1,4 +1,4 @@
-"""What each stage of a leg is: jobs of the data process, and requests to the leg's holder.
+"""Stages of legs: jobs of the data process, and requests to the leg's holder.
 
 Begin ─▶ StageRunner ─▶ work.begin(stage) ─▶ jobs, requests ─▶ Stage.end ─▶ StageEnded, once
 """
@@ -30,28 +30,20 @@ from kvbus_decode.route import SourcePlan
 
 
 class Work(Protocol):
-    """What a leg does. A stage that `begin` begins ends by its `Stage.end`, or when this raises."""
+    """Interface of a leg's work. `begin` ends the stage by `Stage.end`, or by raising."""
 
     def begin(self, stage: "Stage") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What stages are carried out with.
-
-    Slots are requested with ``lease_s``. ``digests`` counts pieces that were compared.
-    """
-
     agent: Agent
     lease_s: float
     digests: dict[tuple[str, ...], float]
 
 
 class Stage:
-    """One stage of a leg in progress.
-
-    It has ended when `end` was called and no job of it is in flight.
-    """
+    """Stage in progress. It ends after `end` was called and its last job has ended."""
 
     def __init__(
         self, means: Means, command: Begin, on_ended: Callable[[StageEnded], None]
@@ -59,7 +51,6 @@ class Stage:
         self.means, self.leg = means, command.leg
         self.kind: LegState = command.stage
         self.done: tuple[int, ...] = command.done
-        """Slots at the holder that are read, and can be freed."""
         self._on_ended = on_ended
         self._jobs: list[StartedJob] = []
         self._outcome: StageEnded | None = None
@@ -67,10 +58,7 @@ class Stage:
     def start(
         self, message: wire.Job, *uses: Defined, then: Callable[[wire.Reply], None] | None = None
     ) -> None:
-        """Start a job, whose end ends the stage, or is for ``then``.
-
-        Raises as `DataProcess.start`.
-        """
+        """Start a job. Its end calls ``then``, or ends the stage. Raises as `DataProcess.start`."""
 
         def take(reply: wire.Reply) -> None:
             self._jobs.remove(job)
@@ -84,7 +72,7 @@ class Stage:
         self._jobs.append(job)
 
     def read(self, message: wire.Job, source: Source, *uses: Defined) -> None:
-        """Start a READ from a source. Raises `PeerLost` if its process is lost."""
+        """Start a READ. Raises `PeerLost` if the source is lost."""
         if source.remote.closed:
             raise source.remote.loss()
 
@@ -93,7 +81,7 @@ class Stage:
 
         def end(reply: wire.Reply) -> None:
             error = reply.failure()
-            if data.boot == boot:  # the end of our own data process says nothing of the source
+            if data.boot == boot:  # our own data process ended: not the source's fault
                 source.note_read(error, undriven=reply.undriven)
             self.end(reply.num_bytes, error)
 
@@ -106,7 +94,7 @@ class Stage:
         slot_id: int | None = None,
         slot_lease_s: float = 0.0,
     ) -> None:
-        """End the stage; only the first call counts. Its jobs are aborted on an error."""
+        """End the stage, and abort its jobs on an error. Only the first call counts."""
         if self._outcome is None:
             self._outcome = StageEnded(self.leg, num_bytes, error, slot_id, slot_lease_s)
             if error is not None:
@@ -114,7 +102,6 @@ class Stage:
         self._settle()
 
     def abort(self) -> None:
-        """Begin no further part of its jobs: NIXL cannot take back what was posted."""
         for job in self._jobs:
             job.abort()
 
@@ -127,14 +114,12 @@ class Stage:
 
 
 class StageRunner:
-    """Carries out the stages of legs."""
-
     def __init__(self, means: Means) -> None:
         self._means = means
         self._running: dict[Leg, Stage] = {}
 
     def begin(self, command: Begin, promise: Promise[Event]) -> None:
-        """Begin a stage. If that fails, the stage has failed once its jobs have ended."""
+        """Begin a stage. On an exception it fails once its jobs have ended."""
 
         def end(ended: StageEnded) -> None:
             if not promise.is_kept:
@@ -149,14 +134,12 @@ class StageRunner:
             stage.end(error=failure(error))
 
     def abort(self, leg: Leg) -> None:
-        """Begin no further part of the stage that a leg is in."""
         if (stage := self._running.get(leg)) is not None:
             stage.abort()
 
 
 @contextmanager
 def tables_are_checked() -> Iterator[None]:
-    """Raise `GeometryError` where a plan finds that the offer's block tables lack a block."""
     try:
         yield
     except (IndexError, KeyError) as error:
@@ -166,8 +149,6 @@ def tables_are_checked() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DirectWork:
-    """All that is read from one source, straight into the blocks."""
-
     stages: ClassVar[tuple[LegState, ...]] = (READING,)
     chunk: Chunk
     plan: SourcePlan
@@ -184,24 +165,24 @@ class DirectWork:
         stage.read(read, self.plan.source, plan)
 
 
-# The memory that is copied from may end at any moment; the bytes under its addresses are zeros then
-# (`kvbus_decode.mapped`). A fetch must not be completed with them:
+# Mapped source memory may end at any moment. Its addresses then read as zeros
+# (`kvbus_decode.mapped`). A fetch must never complete with such zeros:
 #
-#     the engine dies   its offers end in its agent, and then that hangs up: a fetch that has read
-#                       a zero takes later, and is refused
-#     its agent dies    no one is left to say yes
-#     the file is cut   by an engine that lives: its lease goes on, and a take would get a yes;
-#                       but the process that copied finds it cut before the first zero is there, and
-#                       its job fails
+#     the engine dies   its agent ends its offers, then hangs up: the take of a fetch that has read
+#                       a zero comes later, and is refused
+#     its agent dies    no agent is left to confirm a take
+#     the file is cut   by a live engine: its lease stays valid, and a take would succeed; but the
+#                       process that copied sees the cut before the first zero, and its job fails
 #
 #     copy    ──read──read──[cut]──zero──zero──┐ last part has ended
 #                                              └─ was it cut? then the job has failed
 #     here    ───────[closed]──DiscardMemory──────── the job has ended ── is it open? no: it failed
 #
-# So a leg looks once more after its job: a map that is open here then was so at each of its reads.
+# A leg therefore checks its map again after the job. A map that is still open here was open at each
+# read of the job.
 @dataclass(slots=True, eq=False, kw_only=True)
 class MappedWork:
-    """All that is copied from one source whose memory is mapped, straight into the blocks."""
+    """Copy from one mapped source, straight into the blocks."""
 
     stages: ClassVar[tuple[LegState, ...]] = (COPYING,)
     chunk: Chunk
@@ -229,7 +210,7 @@ class MappedWork:
         stage.start(copy, plan, then=end)
 
     def copy_here(self, max_bytes: int) -> int | None:
-        """Copy few short runs in this process; return the number of bytes, or None if too many.
+        """Copy a few short runs on the calling thread; return the bytes, or None if too many.
 
         Raises `GeometryError`, and `TransferFailed` when the memory has ended.
         """
@@ -253,7 +234,6 @@ class MappedWork:
             raise loss
 
     def _loss(self) -> RemoteError | None:
-        """Return the error if the source memory was closed."""
         memory = self.plan.source.mapped
         if memory is None or not memory.closed:
             return None
@@ -261,7 +241,6 @@ class MappedWork:
 
 
 def open_plan(plan: Defined | None) -> Defined:
-    """Raises `LocalError` for what the route has no plan."""
     if plan is None:
         raise LocalError("the memory of one side cannot be read so", code=ErrorCode.INTERNAL)
     return plan

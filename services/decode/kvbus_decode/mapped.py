@@ -1,6 +1,6 @@
-"""The memory of prefill engines of this machine that is mapped, or why it is not.
+"""Mapping of the memory of prefill engines on this machine.
 
-A prefill agent passes it on a Unix socket. Where memory cannot be mapped, KV is read with NIXL.
+A prefill agent passes descriptors over a Unix socket. Other KV is read with NIXL.
 """
 
 import os
@@ -47,23 +47,19 @@ from kvbus_decode.config import DecodeConfig
 log = structlog.get_logger()
 
 MAP_WITHIN_S = 2.0
-"""A prefill agent that takes longer was stopped."""
+"""Timeout of mapping. A slower prefill agent counts as suspended."""
 MOST_STATES = 256
 WITH_NIXL = ("direct", "staged", "packed")
 OPEN = "open"
 
 Extent = tuple[int, int]
-"""First and one-past-last address of memory."""
+"""First and one-past-last address."""
 MemoryKey = tuple[str, str]
-"""An engine id and a memory id."""
 SegmentKey = tuple[int, str]
-"""A rank, and the id of a segment of it."""
 
 
 @dataclass(slots=True, eq=False)
 class Lent:
-    """What a prefill agent has passed: each segment as it is mapped here, and its descriptor."""
-
     mappings: dict[SegmentKey, SegmentMapping] = field(default_factory=dict)
     fds: dict[SegmentKey, int] = field(default_factory=dict)
     words: SegmentMapping | None = None
@@ -74,7 +70,6 @@ class Lent:
         self.mappings[key] = SegmentMapping(fd, size_bytes=size_bytes, borrowed=True)
 
     def defined(self, data: DataProcess, memory: EngineMemory) -> dict[int, Defined]:
-        """Return what defines each rank for the data process."""
         return {rank.rank: self._define(data.new_number(), memory, rank) for rank in memory.ranks}
 
     def _define(self, number: int, memory: EngineMemory, rank: RankSpec) -> Defined:
@@ -92,7 +87,7 @@ class Lent:
         return Defined(add, RemoveMemory(memory=number), fds=[self.fds[key] for key in found])
 
     def close(self) -> None:
-        """In a thread: to unmap takes tens of milliseconds a GiB."""
+        """Unmap. Blocks for tens of milliseconds a GiB: run it in a thread."""
         for fd in self.fds.values():
             os.close(fd)
         self.fds.clear()
@@ -100,28 +95,28 @@ class Lent:
             mapping.close()
 
 
-# A copy knows addresses only, and cannot be stopped. So these rules, here and in the data process:
+# A copy knows addresses only, and cannot be cancelled. These rules hold here and in the data
+# process:
 #
 #     the engine or its agent ends   end-of-file ──▶ `close`, DiscardMemory, then zeros under all
-#                                    addresses; `closed` says why before the first one is there
+#                                    addresses; `closed` is set before the first zero is there
 #     its agent revokes our key      the same
-#     its file is cut                SIGBUS in a copy ──▶ zeros there, and the copy has failed;
-#                                    `closed` says so; this process hangs up, and all of it is zeros
-#     no route needs it              the route is dropped: nothing changes for a fetch that still
-#                                    holds this object, as its take may get a yes
-#     nothing holds it               the connection is hung up, and the addresses go
+#     its file is cut                SIGBUS in a copy ──▶ zeros there, and the copy fails; `closed`
+#                                    is set, this process hangs up, and all of it becomes zeros
+#     no route needs it              the route is dropped; a fetch that still holds this object
+#                                    may complete its take, so nothing changes for it
+#     nothing holds it               the connection is closed, and the addresses are unmapped
 #     the data process ends          the next one gets the descriptors before the next copy
 #
-# A copy that has read a zero for a byte therefore has failed, or finds this `closed` afterwards.
-# To unmap takes tens of milliseconds a GiB, and the last holder may be the event loop. So it only
-# hangs up: the task that waits for the end of the connection unmaps in a thread.
+# A copy that has read a zero instead of a byte has therefore failed, or finds `closed` set
+# afterwards. To unmap takes tens of milliseconds a GiB, and the event loop may hold the last
+# reference. The finalizer therefore only closes the connection, and the task that waits for its end
+# unmaps in a thread.
 class MappedMemory:
-    """Memory of all ranks of an engine, mapped read-only as long as this is held.
+    """Memory of all ranks of an engine, mapped read-only while this object is held.
 
-    ``name`` is the engine and its agent, for people; ``lender`` is the agent's process. ``ranks``
-    define it for the data process. It is mapped in this process as well, for short copies:
-    ``addresses`` are by rank and segment, ``extents`` are all of it, in order of address. ``words``
-    are those of its engine's offers.
+    ``ranks`` define it for the data process. For short copies, it is also mapped here:
+    ``addresses`` by rank and segment, ``extents`` in order of address.
     """
 
     def __init__(
@@ -139,11 +134,12 @@ class MappedMemory:
         self.extents: tuple[Extent, ...] = tuple(
             sorted((one.address, one.address + one.size_bytes) for one in lent.mappings.values())
         )
-        self._mappings = tuple(lent.mappings.values())  # else its addresses go
+        self._mappings = tuple(lent.mappings.values())  # keeps the addresses mapped
         self.closed = ""
-        """Why not every byte there is the engine's own any more; empty while all are."""
+        """Reason why bytes may not be the engine's; empty while all are."""
         self.hang_up = weakref.finalize(self, channel.hang_up)
-        """Have it unmapped, once it is closed; so it is when nothing holds it any more."""
+        """Close the connection, which unmaps the memory. Also runs when nothing holds this object.
+        """
         self.hang_up.atexit = False
 
     @property
@@ -151,15 +147,14 @@ class MappedMemory:
         return sum(end - first for first, end in self.extents)
 
     def has(self, number: int) -> bool:
-        """Whether the data process knows one of its ranks by this number."""
         return any(defined.number == number for defined in self.ranks.values())
 
     def cut(self) -> None:
-        """Some of it is gone; from any thread."""
+        """Close it, as its file was truncated. Thread-safe."""
         self.close("the prefill engine cut its memory")
 
     def close(self, reason: str) -> None:
-        """No copy from it counts any more; the first reason stays."""
+        """Invalidate further copies. The first reason is kept."""
         self.closed = self.closed or reason
 
 
@@ -167,21 +162,16 @@ MemoryRef = weakref.ReferenceType[MappedMemory]
 
 
 class Lender(Protocol):
-    """The process that lends memory: `RemoteAgent`."""
+    """Process that lends memory: `RemoteAgent`."""
 
     boot: str
     mapped: WeakValueDictionary[MemoryKey, MappedMemory]
 
-    def end_memory(self, memory: MappedMemory) -> None:
-        """The memory is zeros now."""
-        ...
+    def end_memory(self, memory: MappedMemory) -> None: ...
 
 
 class MemoryBorrower:
-    """Maps memory once for all routes that read it.
-
-    ``states`` says of the engines that were met whether their memory is mapped here, or why not.
-    """
+    """Mapper of memory, once for all routes. ``states`` maps engines to `OPEN`, or to why not."""
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent = agent
@@ -198,7 +188,7 @@ class MemoryBorrower:
         return sum(memory.num_bytes for memory in self._mapped)
 
     def machine(self, engine: LocalEngine) -> str:
-        """This machine, if memory can be mapped for the engine, else empty."""
+        """Return this machine's id if memory can be mapped for the engine, otherwise ""."""
         return machine_id() if not self._closed and engine.devices == {HOST} else ""
 
     def sharing(self) -> Sharing:
@@ -207,7 +197,7 @@ class MemoryBorrower:
     async def borrow(
         self, lender: Lender, done: HandshakeDone, engine: LocalEngine, *, within_s: float
     ) -> MappedMemory | str:
-        """The memory that a handshake was about, mapped; or why it is not, and read with NIXL."""
+        """Return the mapped memory of a handshake, or the reason to read it with NIXL."""
         engine_id = done.memory.engine.engine_id
         key, name = (engine_id, done.memory_id), f"{engine_id} at {done.agent_id}"
         closed = self._reason_not_to(done, engine)
@@ -243,7 +233,7 @@ class MemoryBorrower:
         return ""
 
     async def _map(self, name: str, lender: Lender, done: HandshakeDone) -> MappedMemory:
-        """Raises `KVBusError`, and what sockets and paths raise."""
+        """Raises `KVBusError`, and the errors of sockets and paths."""
         channel, lent = _connect(Path(done.memory_socket.path)), Lent()
         data, ranks = self._agent.data, dict[int, Defined]()
         try:
@@ -257,8 +247,8 @@ class MemoryBorrower:
             with anyio.CancelScope(shield=True):
                 await _give_back(data, lent, ranks)
             raise
-        # Neither what watches the files nor what waits for the connection may hold the memory: it
-        # goes when nothing reads it any more, and hangs up then.
+        # The file watcher and the task that waits for the connection hold no reference to the
+        # memory. It is freed when nothing reads it, which closes the connection.
         self._mapped[memory] = None
         reference = weakref.ref(memory)
         for mapping in lent.mappings.values():
@@ -274,10 +264,10 @@ class MemoryBorrower:
         ranks: Mapping[int, Defined],
         reference: MemoryRef,
     ) -> None:
-        """Wait for the end of the connection, by whichever side, and unmap in a thread then."""
+        """Wait for either side to close the connection, then unmap in a thread."""
         try:
             _, fds = await channel.receive()
-            close_fds(fds)  # it has nothing to say, so what speaks is not an agent
+            close_fds(fds)  # only another program sends here
         except (anyio.EndOfStream, ProtocolError):
             pass
         finally:
@@ -288,14 +278,13 @@ class MemoryBorrower:
                 await guarded(give_back, lambda _: None)
 
     def on_cut(self, cut: Cut) -> None:
-        """The data process has found a segment cut, of this memory or of other memory."""
         for memory in list(self._mapped):
             if memory.has(cut.memory):
                 memory.cut()
                 self._end(weakref.ref(memory))
 
     def _see_cut(self, reference: MemoryRef) -> None:
-        """In whatever thread has touched what is not there."""
+        """Handle SIGBUS, on any thread."""
         if (memory := reference()) is not None:
             memory.cut()
             self._agent.loop.call_soon_threadsafe(self._end, reference)
@@ -311,7 +300,6 @@ class MemoryBorrower:
         memory.lender.end_memory(memory)
 
     def _note(self, name: str, state: str) -> None:
-        """Say it once: handshakes are many."""
         if self.states.pop(name, "") != state:
             event = "mapped.opened" if state == OPEN else "mapped.closed"
             log.info(event, memory=name, reason=state)
@@ -321,7 +309,7 @@ class MemoryBorrower:
 
 
 async def _give_back(data: DataProcess, lent: Lent, ranks: Mapping[int, Defined]) -> None:
-    """Put zeros under all addresses; the data process unmaps it when no job uses it any more."""
+    """Replace the bytes with zeros. The data process unmaps them after their last job."""
     try:
         for defined in ranks.values():
             await data.discard(defined)
@@ -332,10 +320,10 @@ async def _give_back(data: DataProcess, lent: Lent, ranks: Mapping[int, Defined]
 
 
 def _connect(path: Path) -> FrameChannel:
-    """Connect to a memory socket.
+    """Connect to a memory socket. Raises `ConfigError`, or `RemoteError` when no agent listens
+    there.
 
-    A peer of the network names the path: it must not have us talk to other programs of this
-    machine. Raises `ConfigError`, and `RemoteError` when no agent listens there.
+    A network peer names the path, so other sockets of this machine are refused.
     """
     if path.name != MEMORY_SOCKET or not path.is_absolute():
         raise ConfigError(f"{path} is not the path of a memory socket")
@@ -344,10 +332,9 @@ def _connect(path: Path) -> FrameChannel:
 
 
 async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent: Lent) -> None:
-    """Ask for the segments of one engine until all are ``lent``, which the caller closes, and then
-    for its words: it may have none.
+    """Request segments until all are ``lent``, then the words, if any. The caller closes ``lent``.
 
-    Raises `KVBusError`, and what sockets raise.
+    Raises `KVBusError`, and the errors of sockets.
     """
     wanted = _sizes(done.memory)
     has_all = False
@@ -370,14 +357,14 @@ async def _take_all(channel: FrameChannel, boot: str, done: HandshakeDone, lent:
                 await in_thread(_map_some, reply, fds, lent)
             elif len(fds) == 1 and swap_word is not None:
                 page = partial(SegmentMapping, fds.pop(), size_bytes=WORDS_BYTES)
-                with suppress(SegmentError):  # all can do without
+                with suppress(SegmentError):  # words are optional
                     lent.words = await in_thread(page)
         finally:
             close_fds(fds)
 
 
 def _sizes(memory: EngineMemory) -> Mapping[SegmentKey, int]:
-    """The least size of each segment; raises `PeerLost` when there is none."""
+    """Return the minimum size of each segment. Raises `PeerLost` without segments."""
     sizes = {
         (rank.rank, segment.segment_id): segment.size_bytes
         for rank in memory.ranks
@@ -389,7 +376,7 @@ def _sizes(memory: EngineMemory) -> Mapping[SegmentKey, int]:
 
 
 def _check(reply: MemoryLent, fds: list[int], boot: str, wanted: Mapping[SegmentKey, int]) -> None:
-    """Raise unless it is of the agent and the segments that the handshake named."""
+    """Raise unless the agent and the segments are those of the handshake."""
     if reply.agent_boot != boot:
         raise RemoteError(
             "another agent listens at the path of its memory socket here, as in another mount "

@@ -1,4 +1,4 @@
-"""Which paths a route can take, which of them a fetch takes, and how long that would take."""
+"""Path selection: open paths of a route, the path of a fetch, and its predicted time."""
 
 from kvbus.agent.engine import LocalEngine
 from kvbus.agent.service import Agent
@@ -22,20 +22,18 @@ from kvbus_decode.route import PathChoice, Route
 from kvbus_decode.route_book import RouteBook
 
 MEETING_S = 0.1
-"""What engines that have not met take for that."""
+"""Estimated time for two engines to connect."""
 
 UNPACKED = (Path.DIRECT, Path.STAGED, Path.MAPPED)
-"""Paths that need nothing of the prefill agent that is asked for under an epoch."""
+"""Paths that request nothing of the prefill agent under an epoch."""
 
 
 class PathChooser:
-    """Knows which paths are open on each route."""
-
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._staging, self._wanted = agent.staging, config.path
 
     def choose(self, route: Route, first_token: int, num_tokens: int) -> PathChoice | None:
-        """How a fetch of these tokens is read; None when no path is open: `path_of` says why."""
+        """Return the path for a fetch of these tokens, or None where `path_of` raises."""
         try:
             paths = self._open_paths(route)
             if Path.MAPPED in paths:
@@ -46,7 +44,7 @@ class PathChooser:
             return None
 
     def path_of(self, chunk: Chunk) -> PathChoice:
-        """How a chunk is read: as its whole fetch, unless memory that was mapped has closed.
+        """Return the path of a chunk: that of its fetch, unless mapped memory has closed.
 
         Without a lease it is one of `UNPACKED`. Raises `ConfigError` when no path is open.
         """
@@ -65,11 +63,11 @@ class PathChooser:
     def _choose(
         self, route: Route, paths: tuple[Path, ...], spans: Spans, replica_index: int
     ) -> PathChoice:
-        """A box has to fit the slots of both sides; if none can, `cut_into_boxes` says so."""
+        """Choose by cost. A box must fit the slots of both sides, or `cut_into_boxes` raises."""
         if Path.MAPPED in paths:
             return PathChoice(Path.MAPPED)
         num_bytes = route.num_bytes(spans)
-        if not num_bytes or paths == (Path.DIRECT,):  # nothing to read: it zeroes a tail
+        if not num_bytes or paths == (Path.DIRECT,):  # only a tail to zero
             return PathChoice(paths[0])
         slot_bytes, least = self._slot_bytes(route), route.least_box_bytes
         plans = route.plans(replica_index)
@@ -89,10 +87,9 @@ class PathChooser:
         return PathChoice(path, box_bytes)
 
     def _open_paths(self, route: Route) -> tuple[Path, ...]:
-        """Mapped memory may close; the others stay open, or closed, as long as the route is used.
+        """Return the open paths. Only mapped memory may close while the route is used.
 
-        Raises `ConfigError` when there is none, and `TransferFailed` when there was one, to memory
-        that is not mapped any more.
+        Raises `ConfigError`, and `TransferFailed` if the only path closed with its memory.
         """
         if route.paths and (route.is_mapped or Path.MAPPED not in route.paths):
             return route.paths
@@ -118,24 +115,23 @@ class PathChooser:
 
 
 def ahead_of(requested: Requested, route: Route, choice: PathChoice) -> Ahead | None:
-    """What the fetch can read by the blocks that its ticket names, before there is a lease.
+    """Return what the fetch can read before it has a lease, or None if it must claim first.
 
-    None when it has to claim first: a box is packed under an epoch, and agents that have no lease
-    to look at are asked to drive their part of a read as long as it lasts. Raises `ProtocolError`
-    when the ticket's blocks are none.
+    A box is packed under an epoch. Agents without the lease drive their part of a read only on
+    request. Raises `ProtocolError` when the ticket's blocks are invalid.
     """
     if choice.path not in UNPACKED or not _names_all(requested):
         return None
     if route.others or requested.others or requested.access:
         return None
-    # Only the prefill agent's progress ends a READ over TCP, or one that has to connect first: the
-    # lease makes it drive. A copy needs no one, be it made here or by the kernel (CMA).
+    # A READ over TCP, or with a new connection, needs progress at the prefill agent. The lease
+    # makes that agent drive it. A copy needs no progress there, whether this process or the kernel
+    # (CMA) makes it.
     is_copied = choice.path is Path.MAPPED or route.home.is_undriven
     return Ahead(requested.ticket.tables(), claims=not is_copied)
 
 
 def _names_all(requested: Requested) -> bool:
-    """Whether the ticket names blocks, and they hold all that is wanted, in one chunk."""
     ticket, num_tokens = requested.ticket, requested.asked.num_tokens
     if not ticket.blocks or requested.asked.chunk_tokens or ticket.num_tokens < num_tokens:
         return False
@@ -143,7 +139,7 @@ def _names_all(requested: Requested) -> bool:
 
 
 def _unpacked(paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Those of ``paths`` that need no lease; raises `TransferFailed` when they have closed."""
+    """Raises `TransferFailed` when all paths without a lease have closed."""
     found = tuple(path for path in paths if path in UNPACKED)
     if not found:
         message = "the path that needs no lease has closed while the fetch waited"
@@ -152,7 +148,6 @@ def _unpacked(paths: tuple[Path, ...]) -> tuple[Path, ...]:
 
 
 def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
-    """Why paths cannot be taken; ``packs_here`` says whether this agent has slots."""
     closed: dict[Path, str] = {}
     if not route.is_mapped:
         closed[Path.MAPPED] = _unmapped(route)
@@ -197,15 +192,12 @@ def _unmapped(route: Route) -> str:
 
 
 class CostBook:
-    """What fetches would take, by what each `RemoteAgent` has learned."""
-
     def __init__(self, agent: Agent, routes: RouteBook, chooser: PathChooser) -> None:
         self._agent, self._routes, self._chooser = agent, routes, chooser
 
     def cost(self, asked: Cost) -> Predicted:
-        """What a fetch would take now.
-
-        Raises `LocalError` for an engine that is not here, and for tokens in the wrong order.
+        """Predict a fetch that starts now. Raises `LocalError` for unknown engines or wrong token
+        order.
         """
         first, last = asked.first_token, asked.num_tokens
         if first > last:
@@ -241,7 +233,6 @@ class CostBook:
 
 
 def _num_bytes(engine: LocalEngine, first_token: int, num_tokens: int) -> int:
-    """Of these tokens, for the ranks of the engine that are here."""
     spans = SpanMap(engine.spec.groups, engine.spec.groups).whole(first_token, num_tokens)
     held = (region for rank in engine.ranks.values() for region in rank.rank.regions)
     return span_bytes(bytes_by_group(held, engine.spec), spans)

@@ -1,10 +1,10 @@
-"""All reads of one decode agent: the legs of each, slots here, and how a read ends (sans-IO).
+"""State machine of all reads of a decode agent: legs, slots here, and the end of a read (sans-IO).
 
-    ChunkWanted ─▶ legs ─▶ at most so many with slots at a time ─▶ ... ─▶ next round ─▶ ReadEnded
+    ChunkWanted ─▶ legs ─▶ up to `legs_in_flight` with slots ─▶ ... ─▶ next round ─▶ ReadEnded
                               │ ▲
-                              ▼ │ slots here, holder by holder in fair turn
+                              ▼ │ slots here, fairly between holders
 
-A leg goes through its stages, one after the other:
+The stages of a leg depend on the path:
 
     direct       wanted ────────────────────────▶ reading ─────────────▶ over
     staged       wanted ────────────▶ queued ───▶ reading ─▶ copying ──▶ over
@@ -13,17 +13,11 @@ A leg goes through its stages, one after the other:
     zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
     comparing    wanted ─▶ comparing ──────────────────────────────────▶ over
 
-What may write into the engine's blocks is reading (unless into a slot here) or copying. Such a
-leg is never over before the data process has said that it ended, or has ended itself: NIXL and a
-thread cannot be called back.
-All others are over as soon as they are stopped. So `ReadEnded` is the one place where blocks
-become free, whatever was aborted, lost or late before.
+NIXL and threads cannot be cancelled. A leg that may write into the engine's blocks is reading
+without a slot, or copying. It stays live until the data process reports its end, or ends itself.
+All other legs stop immediately. Only `ReadEnded` frees blocks, even after an abort or a loss.
 
-The legs of a read come in rounds: those that bring bytes, those that zero, and those that compare,
-so these see what the read leaves in the blocks.
-
-One READ that feeds several of our ranks is a leg with a slot, whose copy writes to all of them. So
-its slot here is given on when none of them is copied to any more.
+Rounds run one after the other: read, zero, compare. The comparison thus sees the final bytes.
 """
 
 from collections import defaultdict, deque
@@ -41,35 +35,28 @@ from kvbus.table.events import DeadlinePassed, Stopped, Value
 from kvbus_decode.fetch.events import ReadEnded, StopReads
 
 USABLE_SHARE = 0.99
-"""Of the lease of a slot: its holder counts by another clock, and ours may be the slower one. The
-lease of an offer needs no such share: whether it has ended is asked. Of a slot it is not: what a
-READ found there too late would be taken for good.
+"""Usable share of a slot's lease: the holder's clock may be faster, and a late READ would return
+another box's bytes unnoticed. Leases of offers need no margin, since their agent confirms them.
 """
 
 
 class LegState(StrEnum):
-    """Where a leg is; packing, reading, copying and comparing are its stages."""
-
     WANTED = "wanted"
-    """Its turn has not come: as many legs of its read are under way as may be."""
 
     PACKING = "packing"
-    """Its holder was asked to gather the box into a slot there."""
 
     QUEUED = "queued"
-    """It waits for a slot here; a box that was packed lies in a slot there."""
+    """A packed box is in a slot at its holder."""
 
     READING = "reading"
-    """A READ is planned or posted."""
 
     COPYING = "copying"
-    """Threads copy into the engine's blocks: out of a slot here, mapped memory, or zeros."""
+    """Threads copy from a slot here, mapped memory, or zeros."""
 
     COMPARING = "comparing"
-    """Its holder and threads here make digests of the box."""
 
     OVER = "over"
-    """Nothing of it can write anywhere."""
+    """No write is in flight."""
 
 
 WANTED, PACKING, QUEUED = LegState.WANTED, LegState.PACKING, LegState.QUEUED
@@ -79,12 +66,9 @@ COMPARING, OVER = LegState.COMPARING, LegState.OVER
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Leg:
-    """One leg; ``work`` is what carries out its stages, and means nothing here.
+    """Unit of work of a read; ``work`` is opaque here.
 
-    It goes through ``stages``, of which ``num_begun`` were begun; between the first and the last of
-    them it is one of the ``read``. ``source`` is the holder's agent, ``device`` where the slots
-    here are that it reads into. ``slot_id`` names the slot there while it is the leg's, ``slot`` is
-    the number of the one here.
+    ``slot_id`` names its slot at ``source``, ``slot`` is the number of its slot on ``device`` here.
     """
 
     stages: tuple[LegState, ...]
@@ -102,11 +86,10 @@ class Leg:
 
 
 class ChunkWanted(Value, frozen=True):
-    """Read a chunk into the blocks of ``engine``, by legs in rounds.
+    """Event: read a chunk into the blocks of ``engine``. Legs of higher ``priority`` get slots
+    first.
 
-    The first ones bring the bytes; the next round begins when all legs of one are over. ``path``
-    and ``nixl_agent`` are only passed on to `ReadEnded`. Legs of a greater ``priority`` are given
-    slots here first.
+    ``path`` and ``nixl_agent`` are only copied to `ReadEnded`.
     """
 
     key: str
@@ -118,10 +101,9 @@ class ChunkWanted(Value, frozen=True):
 
 
 class StageEnded(Value, frozen=True):
-    """The stage that a leg is in has ended, whatever became of it; said once.
+    """Event: the current stage of a leg has ended, and no write of it is in flight.
 
-    After reading and copying nothing writes for it any more. ``num_bytes`` were read. A box that
-    was packed lies in slot ``slot_id`` at its holder, for ``slot_lease_s`` since it was asked for.
+    The lease of a packed slot starts at the request.
     """
 
     leg: Leg
@@ -132,29 +114,27 @@ class StageEnded(Value, frozen=True):
 
 
 class EngineGone(Value, frozen=True):
-    """The engine whose blocks are written is lost."""
-
     engine: Hashable
     error: KVBusError
 
 
 class LegDue(Value, frozen=True):
-    """The leg may start, or go on with a slot here; the table itself says when."""
+    """Internal event: the leg may start, or has a slot here."""
 
     slot: int | None = None
 
 
 class LegStopped(Value, frozen=True):
-    """The read of the leg has failed or was stopped; the table itself says so."""
+    """Internal event: the read failed or was stopped."""
 
 
 Event = ChunkWanted | StageEnded | StopReads | EngineGone | Stopped | DeadlinePassed
 
 
 class Begin(Value, frozen=True):
-    """Begin ``stage`` of the leg; answer `StageEnded`, once.
+    """Command: begin ``stage`` of the leg. The agent dispatches one `StageEnded` in return.
 
-    ``done`` are slots at its holder that are read, and come back with a request to pack.
+    ``done`` are slots at the holder that have been read. A pack request releases them.
     """
 
     leg: Leg
@@ -163,20 +143,22 @@ class Begin(Value, frozen=True):
 
 
 class Abort(Value, frozen=True):
-    """Begin no further part of what the leg is at; `StageEnded` follows when nothing runs."""
+    """Command: begin no further part of the stage. `StageEnded` follows when nothing runs."""
 
     leg: Leg
 
 
 class ReleaseSlots(Value, frozen=True):
-    """Give slots back to their holder; when that fails their lease ends by itself."""
+    """Command: release slots at their holder. If that fails, their leases expire."""
 
     source: Any
     slot_ids: tuple[int, ...]
 
 
 class ReplaceDataProcess(Value, frozen=True):
-    """Aborted stages do not end: end the process that does them; `StageEnded` follows for each."""
+    """Command: replace the data process, as aborted stages do not end. `StageEnded` follows for
+    each.
+    """
 
 
 Command = Begin | Abort | ReleaseSlots | ReplaceDataProcess | ReadEnded
@@ -185,11 +167,9 @@ Commands = list[Command]
 
 @dataclass(slots=True, eq=False)
 class ReadEntry:
-    """One read; ``live`` are the legs that were started and are not over.
+    """State of one read. ``live`` are its legs that have started and are not over.
 
-    ``waiting`` are legs that wait for their turn, ``read_slots`` slots of each source that are read
-    and go back with the next request to it. With an ``error`` it drains; what has not ended at
-    ``replace_at`` never ends by itself.
+    The next request to a source releases its ``read_slots``.
     """
 
     wanted: ChunkWanted
@@ -213,21 +193,17 @@ class ReadEntry:
 
     @property
     def due_at(self) -> float | None:
-        """The end of the first lease of a slot that is still to be read; fetches have deadlines.
-
-        While it drains, the end of our patience with what is in flight.
-        """
+        """Return the first end of the lease of an unread slot or, while draining, `replace_at`."""
         if self.replace_at is not None:
             return self.replace_at
         times = [leg.slot_expires_at for leg in self.live if leg.slot_expires_at is not None]
         return min(times, default=None)
 
     def turn_of(self, leg: Leg) -> Key:
-        """What one of its legs waits for a slot here under."""
         return Key(leg.source, self.wanted.priority)
 
     def next_leg(self, most_queued: int) -> Leg | None:
-        """The leg to start now, taken from those that wait; so many with slots live at a time."""
+        """Remove and return the leg that may start now, if any."""
         while not self.waiting and not self.live and self.rounds and self.error is None:
             self.waiting.extend(self.rounds.popleft())
         if not self.waiting:
@@ -239,19 +215,16 @@ class ReadEntry:
         return self.waiting.popleft()
 
     def release_slots(self) -> Commands:
-        """Give back the slots that were read of sources to which no further request goes."""
         asked = {leg.source for leg in self.waiting}
         sources = [source for source in self.read_slots if source not in asked]
         return [ReleaseSlots(source, tuple(self.read_slots.pop(source))) for source in sources]
 
     def retire(self) -> None:
-        """Keep no engine, no error with its frames, and no legs, which hold memory."""
         self.wanted, self.error = ChunkWanted(self.key, None, ()), None
         self.rounds.clear()
 
 
 def begin(read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
-    """Its next stage: it is its turn, a slot here is free, or the stage before has ended."""
     if isinstance(event, LegDue):
         leg.slot = event.slot
     leg.state = leg.stages[leg.num_begun]
@@ -265,9 +238,9 @@ def begin(read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
 
 
 def go_on(read: ReadEntry, leg: Leg, event: StageEnded, now: float) -> Commands:
-    """A stage has ended: the next one, if nothing of the read has failed; or the leg is over.
+    """Begin the next stage, or end the leg.
 
-    Had the lease of a slot ended before its READ, so would the read have.
+    `_expire` has failed the read by now if the READ outlived its slot's lease.
     """
     read.num_bytes += event.num_bytes
     read.error = read.error or event.error
@@ -281,13 +254,12 @@ def go_on(read: ReadEntry, leg: Leg, event: StageEnded, now: float) -> Commands:
 
 
 def drop(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Commands:
-    """Nothing writes for it, so it is over at once."""
     leg.state = OVER
     return []
 
 
 def abort(_read: ReadEntry, leg: Leg, _event: LegStopped, _now: float) -> Commands:
-    """NIXL cannot take back what was posted, and a thread finishes the part that it is at."""
+    """NIXL cannot cancel a posted READ, and a thread finishes its part."""
     return [Abort(leg)]
 
 
@@ -304,10 +276,7 @@ TRANSITIONS = transitions(
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Bounds of the table: legs of a read with slots at a time, and slots here on each device.
-
-    What drains for ``quarantine_s`` is ended from outside.
-    """
+    """Bounds. A read that drains for ``quarantine_s`` causes the data process to be replaced."""
 
     legs_in_flight: int = 4
     num_slots: int = 16
@@ -316,24 +285,22 @@ class ReadLimits:
 
 
 class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
-    """All reads by key; retired ones keep their story, and one of the same key goes on with it."""
+    """Table of all reads by key. A new read of a retired key continues its story."""
 
     def __init__(self, limits: ReadLimits) -> None:
         super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)
         self.stopped = False
-        # A holder that stopped while it is read keeps half of the slots at most, the next such one
-        # half of the rest, and so on: none takes all.
+        # A holder that hangs while it is read keeps at most half of the slots, the next one half of
+        # the rest, and so on. None can take all.
         self._pools: defaultdict[Hashable, FairPool[Leg]] = defaultdict(
             lambda: FairPool(limits.num_slots, may_have=lambda held, free: held < free)
         )
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots here that are read into or copied from."""
         return sum(pool.num_in_use for pool in self._pools.values())
 
     def num_reads(self, engine: Hashable) -> int:
-        """Reads that can still write into the engine's blocks."""
         return sum(read.wanted.engine == engine for read in self.live.values())
 
     def _handle(self, event: Event, now: float) -> Commands:
@@ -354,7 +321,6 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         return self._stop(reads, error, now)
 
     def _end_stage(self, event: StageEnded, now: float) -> Commands:
-        """A leg that is over wants nothing; but a slot that is packed for it has to go back."""
         leg, slot_id = event.leg, event.slot_id
         if (read := leg.read) is not None:
             return self._apply_leg(leg, event, now) + self._go_on(read, now)
@@ -373,7 +339,6 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         return self._go_on(read, now)
 
     def _stop(self, reads: Iterable[ReadEntry], error: KVBusError, now: float) -> Commands:
-        """Nothing new of them starts, what is in flight ends."""
         commands: Commands = []
         for read in reads:
             read.error = read.error or error
@@ -381,7 +346,6 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         return commands
 
     def _go_on(self, read: ReadEntry, now: float) -> Commands:
-        """Start what may start or, once it has failed, stop its legs; end it when none is left."""
         commands: Commands = []
         if read.error is not None and read.replace_at is None:
             read.replace_at = now + self.limits.quarantine_s
@@ -409,10 +373,6 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
         return commands
 
     def _apply_leg(self, leg: Leg, event: object, now: float) -> Commands:
-        """Apply ``event`` to a live leg, and account what it holds.
-
-        That is a place in the queue for a slot here, such a slot, one at its holder, its read.
-        """
         read, before = leg.read, leg.state
         if read is None:
             return []

@@ -1,11 +1,8 @@
-"""Reads chunks: a path, the legs of it, and what the read table says of them.
+"""Chunk reads: the path, its legs, and the read table that schedules them.
 
-    read_chunk ─▶ path ─▶ legs ─▶ ReadTable ─▶ Begin: pack, READ, copy, compare
-                                      ▲                        │
-                                      └─── StageEnded ◀────────┘        ReadEnded ─▶ its promise
-
-A direct chunk starts no task. A copy of mapped memory that takes some 0.1 ms is made at once, and
-needs no leg in the table.
+read_chunk ─▶ path ─▶ legs ─▶ ReadTable ─▶ Begin: pack, READ, copy, compare
+                                  ▲                        │
+                                  └─── StageEnded ◀────────┘        ReadEnded ─▶ its promise
 """
 
 from collections import deque
@@ -36,19 +33,14 @@ from kvbus_decode.route import PathChoice, SourcePlan
 log = structlog.get_logger()
 
 SHORT_BYTES = 128 << 10
-"""So many, in few runs, are copied on the event loop, in 30 to 130 µs with their plan; the way to
-the data process and back takes longer.
+"""Largest copy on the event loop, if in few runs. It takes 30 to 130 µs with its plan, less than a
+round trip to the data process.
 """
 GRACE_S = 2.0
-"""How long other jobs may take to end before their data process is replaced."""
+"""Time that other jobs have to end before their data process is replaced."""
 
 
 class Reader:
-    """All chunks that are read by this agent.
-
-    The promise of each is kept when nothing can write into the blocks for it any more.
-    """
-
     def __init__(
         self,
         agent: Agent,
@@ -81,9 +73,9 @@ class Reader:
         return None if read is None else read.story
 
     def read_chunk(self, command: ReadChunk, promise: Promise[FetchEvent]) -> None:
-        """Read a chunk by the path that was chosen for its fetch, or another if that has closed.
+        """Read a chunk by the path of its fetch, or by another if that path has closed.
 
-        It has ended at once when no path can be taken, or it is short.
+        Keeps the promise when no write is in flight: before it returns, for short mapped chunks.
         """
         key, chunk = command.requested.fetch_id, make_chunk(command, one_in=self._one_in)
         choice = self._chooser.path_of(chunk)
@@ -108,7 +100,6 @@ class Reader:
         self._reading.pop(ended.fetch_id)(ended)
 
     def stop_reads(self, command: StopReads) -> None:
-        """Begin nothing more of a fetch's chunk."""
         self._dispatch(command)
 
     def stop(self) -> None:
@@ -119,23 +110,20 @@ class Reader:
         self._dispatch(ev.EngineGone(engine, engine_lost()))
 
     async def reads_done(self, engine: LocalEngine) -> None:
-        """Return when nothing can write into ``engine`` any more."""
+        """Return when no write into ``engine`` is in flight."""
         await until(lambda: not self._table.num_reads(engine))
 
     def _copy_here(self, chunk: Chunk) -> int | None:
-        """Copy a chunk of mapped memory here where the way to the data process takes longer.
-
-        Nothing of it is in flight then, so the table has no leg of it. Raises as
-        `MappedWork.copy_here`.
-        """
+        """Copy a short chunk on the event loop, without a leg. Raises as `MappedWork.copy_here`."""
         if len(chunk.plans) != 1 or chunk.tail or chunk.one_in:
             return None
         return MappedWork(chunk=chunk, plan=chunk.plans[0]).copy_here(SHORT_BYTES)
 
     def _legs_of(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Leg]:
-        """Those that bring the bytes: one for each source, or for each box.
+        """Yield the legs that read.
 
-        Raises `GeometryError` when a box is too small for anything, and as `StagingDevices.at`.
+        Raises as `StagingDevices.at`, and `GeometryError` when boxes are too small to hold
+        anything.
         """
         if choice.path in (Path.STAGED, Path.PACKED):
             yield from self._box_legs(chunk, choice)
@@ -146,7 +134,7 @@ class Reader:
             yield ev.Leg(stages=work.stages, work=work, source=plan.source)
 
     def _box_legs(self, chunk: Chunk, choice: PathChoice) -> Iterator[ev.Leg]:
-        """One leg for each box; those of different sources and ranks take turns."""
+        """Yield the legs of all boxes. Sources and ranks take turns."""
         queues, box_bytes = deque[Iterator[ev.Leg]](), choice.box_bytes
         for plan in chunk.plans:
             if choice.path is Path.PACKED:
@@ -172,7 +160,7 @@ class Reader:
     def _legs_of_share(
         self, chunk: Chunk, source: Source, share: Share, box_bytes: int
     ) -> Iterator[ev.Leg]:
-        """A packed box is for all ranks that want the same and have their slots on one device."""
+        """Yield a leg for each box. Ranks on one device that read the same bytes share it."""
         group = chunk.route.readers[share.reader].engine.group(share.group)
         device, span = chunk.route.engine.ranks[share.reader].device, chunk.spans[share.group]
         slots = self._agent.staging.at(device)
@@ -183,7 +171,6 @@ class Reader:
             yield ev.Leg(stages=work.stages, work=work, source=source, device=device)
 
     def _zero_legs(self, chunk: Chunk) -> Iterator[ev.Leg]:
-        """One leg for each rank that holds a group with a tail."""
         for name, span in chunk.tail.items():
             for rank in chunk.route.engine.ranks.values():
                 if name in rank.num_blocks:
@@ -191,7 +178,6 @@ class Reader:
                     yield ev.Leg(stages=work.stages, work=work)
 
     def _compare_legs(self, chunk: Chunk, path: Path) -> Iterator[ev.Leg]:
-        """Legs that compare each rank with where its bytes were read."""
         for plan in chunk.plans if chunk.one_in else ():
             for share in plan.joined if path is Path.PACKED else plan.shares:
                 for box in cut_for_digests(share, chunk.spans[share.group]):
@@ -199,7 +185,6 @@ class Reader:
                     yield ev.Leg(stages=work.stages, work=work, source=plan.source)
 
     def _replace_data_process(self, _: ev.ReplaceDataProcess) -> None:
-        """End what was aborted and does not end: with its process, nothing of it can land."""
         reason = f"what was aborted has not ended within {self._table.limits.quarantine_s:g} s"
         log.warning("data.replaced", reason=reason)
         replace = partial(self._agent.data.replace, reason, grace_s=GRACE_S)

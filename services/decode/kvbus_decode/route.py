@@ -1,7 +1,4 @@
-"""How one decode engine reads one prefill engine: which ranks, of which agents, and the plans.
-
-A route is made of what handshakes brought.
-"""
+"""Route from one prefill engine to one decode engine: ranks, agents and plans."""
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -42,12 +39,11 @@ from kvbus_decode.remote_agent import Source
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """What is read from one source; what is not open is None, or empty.
+    """Plans for one source; None or empty where the path is closed.
 
-    Jobs go by ``read_plan``, ``staged_plan`` and ``copy_plan``. The others are for what is decided
-    here: ``direct`` and ``staged`` have the same runs at other addresses, ``mapped`` is between
-    addresses of this process. The packed path has ``joined`` shares, and so has ``staged``. Each is
-    read from where its first reader reads anyway, so no source has these alone.
+    Jobs use ``read_plan``, ``staged_plan`` and ``copy_plan``. The event loop uses the others for
+    estimates, and ``mapped`` for short copies. A ``joined`` share, of the packed and staged paths,
+    is read from the source of its first reader. No source has joined shares alone.
     """
 
     source: Source
@@ -67,20 +63,19 @@ class SourcePlan:
 
 @dataclass(frozen=True, slots=True)
 class PathChoice:
-    """A path, and the size of its boxes in bytes (0 without)."""
+    """Path and its box size, 0 for a path without boxes."""
 
     path: Path
     box_bytes: int = 0
 
 
 class Route:
-    """From all ranks of a prefill engine to the ranks of a decode engine that are here.
+    """Route from all ranks of a prefill engine to the local ranks of a decode engine.
 
-    The first of ``sources`` is the engine's home, where its leases are. Blocks are staged in slots
-    of ``slot_bytes`` here, unless all is mapped. Takes some 100 ms for engines of many ranks and
-    layers: make it in a thread. Raises `GeometryError` when the ranks do not hold all that the
-    decode engine needs. What it defines for the data process stays until `close`, which calls
-    ``on_close``; so does the end of a source's process.
+    The first of ``sources`` is the engine's home, which has its leases. The end of a source's
+    process closes the route. Construction takes about 100 ms for engines of many ranks and layers:
+    run it in a thread. Raises `GeometryError` when the ranks lack data that the decode engine
+    needs.
     """
 
     def __init__(
@@ -96,67 +91,60 @@ class Route:
         self.on_close: Callable[[], object] = lambda: None
         self._slot_bytes, self._data = slot_bytes, data
         self.home, self.others = sources[0], sources[1:]
-        """The agent that has the engine's offers, and those that have ranks alone."""
+        """The agent that has the engine's offers, and agents that have ranks alone."""
         self.paths: tuple[Path, ...] = ()
-        """Those that were open when it was looked at last."""
+        """Open paths at the last check."""
         self._holders = {rank: source for source in sources for rank in source.ranks}
         placed_there = [placed for source in sources for placed in source.ranks.values()]
         ranks = [placed.rank for placed in placed_there]
         validate_ranks(prefill, ranks)
         held = {group.name for group in prefill.groups}
         self.groups = tuple(group for group in engine.spec.groups if group.name in held)
-        """Those of the decode engine, without optional ones that the prefill engine has not."""
+        """Groups of the decode engine, without optional ones that the prefill engine lacks."""
         self.missing = [group.name for group in engine.spec.groups if group.name not in held]
         ours = engine.ranks.values()
         self.readers = {one.rank.rank: _placed(engine.spec, one.rank, held) for one in ours}
-        """The ranks of the decode engine that are here, by number, for estimates."""
         self.prefill_direct = all(placed.direct for placed in placed_there)
-        """Whether READs can start in the blocks of every rank of the prefill engine."""
+        """Whether READs can start in the blocks of every prefill rank."""
         self.decode_direct = all(rank.direct for rank in ours)
-        """Whether READs can end in the blocks of every rank that is here."""
+        """Whether READs can end in the blocks of every local rank."""
         self.decode_mapped = all(rank.device == HOST for rank in ours)
-        """Whether the memory of every rank that is here is the host's."""
         self._map = ReadMap(
             ranks,
             [placed.rank for placed in self.readers.values()],
             places={number: memory.device for number, memory in engine.ranks.items()},
         )
         self.spans = SpanMap(self.groups, prefill.groups)
-        """What fetches move, by group."""
         self._num_blocks: dict[str, int] = {}
-        """Blocks that every rank has, by group."""
+        """Blocks that every rank has."""
         for name, num_blocks in (item for rank in ranks for item in rank.num_blocks.items()):
             self._num_blocks[name] = min(num_blocks, self._num_blocks.get(name, num_blocks))
         self._position_bytes = bytes_by_group(self._map.shares(), prefill)
         self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
         every = (plan for plans in self._plans for plan in plans)
         self.is_staged = all(plan.staged for plan in every if plan.joined)
-        """Whether blocks can be read as they lie there, into slots here."""
+        """Whether whole blocks can be read into slots here."""
         joined = self._map.joined()
         self.least_box_bytes = least_box_bytes(joined, prefill)
-        """The smallest box that the packed path can go in."""
         self._repeated_bytes = self._position_bytes - bytes_by_group(joined, prefill)
         self._next_replica_index = 0
         self.used_at = 0.0
-        """When a fetch last took it."""
 
     @property
     def memory_ids(self) -> tuple[str, ...]:
-        """What of the prefill engine's memory was shaken hands about, the home's first."""
         return tuple(source.memory_id for source in self.sources)
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """What stands for the memory at the other agents, and for their data processes."""
+        """Memory ids and data processes at the other agents."""
         return tuple(f"{source.memory_id} {source.nixl_agent}" for source in self.others)
 
     @property
     def is_mapped(self) -> bool:
-        """Whether the memory of both sides is mapped, still."""
         return self.decode_mapped and all(one.is_mapped for one in self.sources)
 
     def next_replica_index(self) -> int:
-        """Another number for each fetch, so that replicas are read in turn."""
+        """Return the next index in turn, so that fetches share replicas."""
         self._next_replica_index = (self._next_replica_index + 1) % self._map.num_choices
         return self._next_replica_index
 
@@ -166,7 +154,7 @@ class Route:
     def check_tables(self, tables: Mapping[str, BlockTable], spans: Spans) -> None:
         """Raise `GeometryError` unless the offer's ``tables`` hold ``spans`` in real blocks.
 
-        That no id is there twice has been seen to where the offer was made.
+        The prefill agent has checked that no block id appears twice.
         """
         for group in self.prefill.groups:
             start, stop = spans.get(group.name, (0, 0))
@@ -176,15 +164,13 @@ class Route:
                 table.check_holds(start, stop, group.block_size, group=group.name)
 
     def num_bytes(self, spans: Spans) -> int:
-        """Bytes of these positions, for all ranks that are here."""
         return span_bytes(self._position_bytes, spans)
 
     def repeated_bytes(self, spans: Spans) -> int:
-        """Bytes that joined shares read once, and the others again for each further rank."""
         return span_bytes(self._repeated_bytes, spans)
 
     def close(self) -> None:
-        """Have the data process drop its plans and the ranks at peers, once no job uses them."""
+        """Call ``on_close``, and remove the data process's definitions, once no job uses them."""
         on_close, self.on_close = self.on_close, lambda: None
         on_close()
         for plans in self._plans:
@@ -224,7 +210,6 @@ class Route:
     def _define(
         self, sources: Mapping[int, Defined], shares: tuple[Share, ...], *, slot_bytes: int = 0
     ) -> Defined:
-        """A plan from these ranks to ours, which the data process makes before its first job."""
         number, ranks = self._data.new_number(), self.engine.ranks
         add = AddPlan(
             plan=number,
@@ -246,7 +231,7 @@ class Route:
     def _mapped_plan(
         self, source: Source, mapped: MappedMemory, shares: tuple[Share, ...]
     ) -> RunPlan | None:
-        """The plan of short copies in this process; None where it cannot map our memory."""
+        """Return the plan of short copies, or None if our memory cannot be mapped here."""
         held, engine = {group.name for group in self.prefill.groups}, self.engine
         there = {
             n: _placed(self.prefill, placed.rank, held, mapped.addresses[n])
@@ -267,7 +252,6 @@ def _placed(
     groups: Container[str],
     addresses: Mapping[str, int] | None = None,
 ) -> PlacedRank:
-    """The rank with what it has of ``groups`` alone; without addresses, for estimates."""
     regions = tuple(one for one in rank.regions if one.group in groups)
     if len(regions) < len(rank.regions):
         rank = msgspec.structs.replace(rank, regions=regions)
@@ -279,7 +263,6 @@ def _placed(
 def add_remotes(
     data: DataProcess, memory: EngineMemory, peer_name: str, peer: Defined
 ) -> dict[int, Defined]:
-    """What defines each registered rank at a peer."""
     remotes = dict[int, Defined]()
     for rank, addresses in zip(memory.ranks, memory.addresses, strict=True):
         if addresses:
@@ -296,7 +279,7 @@ def add_remotes(
 
 
 def placed_ranks(memory: EngineMemory) -> dict[int, PlacedRank]:
-    """The peer's ranks for the planner; raises `GeometryError` for what cannot be."""
+    """Return the peer's ranks for the planner. Raises `GeometryError` for invalid ones."""
     validate_engine(memory.engine)
     if len(memory.addresses) != len(memory.ranks):
         raise GeometryError(f"{len(memory.ranks)} ranks with {len(memory.addresses)} addresses")

@@ -1,4 +1,4 @@
-"""Meets the prefill agents of ``peers`` before the first fetch from them: connected, hands shaken.
+"""Connections and handshakes with the prefill agents of ``peers``, before the first fetch.
 
 start, or an engine of either side is ready ─▶ status ─▶ a handshake for each pair of engines
 """
@@ -25,15 +25,14 @@ log = structlog.get_logger()
 
 AT_ONCE = 4
 RETRY_S, MAX_RETRY_S = 15.0, 240.0
-"""How often each is asked again, twice as late each time while it cannot be met."""
+"""Interval of status requests. It doubles while an agent cannot be warmed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Listed:
-    """An agent of `peers`; ``peer`` is held, so that it is not left for being idle.
+    """Agent of `peers`. Holding ``peer`` keeps it from being closed as idle.
 
-    ``news`` says to meet it again, ``problem`` is what keeps it cold, ``unfit`` are pairs of
-    engines of other models.
+    ``news`` triggers a status request. ``unfit`` are pairs of engines with incompatible models.
     """
 
     address: PeerAddress
@@ -44,8 +43,6 @@ class _Listed:
 
 
 class WarmPeers:
-    """All agents that are listed."""
-
     def __init__(
         self, agent: Agent, config: DecodeConfig, peers: PeerDirectory, routes: RouteBook
     ) -> None:
@@ -61,11 +58,9 @@ class WarmPeers:
 
     @property
     def num_warm(self) -> int:
-        """Those of them that a first fetch finds met."""
         return sum(map(self._is_warm, self._listed))
 
     def view(self, endpoint: str) -> PeerView:
-        """Whether the agent there is listed and warm, and what keeps it cold."""
         for one in self._listed:
             if endpoint in (one.address.endpoint, one.peer.endpoint if one.peer else ""):
                 return PeerView(listed=True, warm=self._is_warm(one), problem=one.problem)
@@ -80,7 +75,7 @@ class WarmPeers:
             one.news.set()
 
     def see_news(self, peer: Peer, is_new: bool) -> None:
-        """A peer has answered: as another process, or maybe as the one of a meeting under way."""
+        """Retry early when a peer is a new process, or its last handshake failed."""
         for one in self._listed:
             if one.peer is peer and (is_new or one.problem):
                 one.news.set()
@@ -99,7 +94,7 @@ class WarmPeers:
             pause_s = min(2 * pause_s, MAX_RETRY_S) if one.problem else RETRY_S
 
     async def _meet(self, one: _Listed) -> None:
-        """Shake hands for each pair of engines; raises `KVBusError`."""
+        """Shake hands for each pair of engines. Raises `KVBusError`."""
         began, num_routes = self._agent.loop.time(), 0
         peer = one.peer
         if peer is None or not self._peers.has(peer):
@@ -114,7 +109,7 @@ class WarmPeers:
             )
         pairs = self._pairs(peer, status)
         named = one.address._replace(endpoint=status.peer_endpoint or peer.endpoint)
-        if named != peer.address:  # it is read from where its tickets say that it is
+        if named != peer.address:  # tickets name this endpoint
             peer = self._hold(one, named)
         self._peers.listen(peer, status.events_endpoint)
         one.unfit &= pairs.keys()
@@ -138,7 +133,6 @@ class WarmPeers:
             log.info("peer.warmed", peer=endpoint, num_routes=num_routes, seconds=seconds)
 
     def _hold(self, one: _Listed, address: PeerAddress) -> Peer:
-        """The peer at ``address`` in place of the one before; raises as `PeerDirectory.acquire`."""
         before, one.peer = one.peer, None
         if before is not None:
             self._peers.release(before)
@@ -146,10 +140,7 @@ class WarmPeers:
         return one.peer
 
     def _pairs(self, peer: Peer, status: AgentStatus) -> dict[RouteKey, tuple[Ticket, LocalEngine]]:
-        """An engine there and one here, and what tickets of that one will say of it.
-
-        There is no offer, and no secret.
-        """
+        """Return each pair of engines, with a ticket that has no offer and no secret."""
         tickets = [
             Ticket(
                 agent_id=status.agent_id,
@@ -170,7 +161,6 @@ class WarmPeers:
         return {RouteKey.of(one, own): (one, own) for one in tickets for own in engines}
 
     def _note_cold(self, one: _Listed, error: KVBusError) -> None:
-        """Said once."""
         if one.problem != error.message:
             endpoint = one.address.endpoint
             log.warning("peer.cold", peer=endpoint, code=error.code, reason=error.message)
