@@ -1,15 +1,11 @@
-"""Messages between processes over ZeroMQ: requests, notices and events; the only import of zmq.
+"""Messages between processes over ZeroMQ: requests, notices and events.
 
-One event loop, one thread: no call here may come from another one.
+All calls must come from the event loop's thread.
 
     RequestClient.send ─▶ Pump ═══▶ Pump ─▶ RequestServer: session, call, gate ─▶ handler
     on_reply ◀─ RequestClient ◀─ Pump ═══ Pump ◀─ RequestServer.answer ◀─ Call.reply ◀┘
 
     EventPublisher.publish ─▶ Pump ═══▶ Pump ─▶ EventSubscriber: boot, seqs ─▶ EventListener
-
-`Connecting` is what both that connect are: the address of a name, refusals, the boot id of the
-peer, when it was heard, and whether its process is gone. `trust` lets others in, `sockets` has
-every option of ZeroMQ.
 """
 # ruff: noqa: F403  the files are the list
 

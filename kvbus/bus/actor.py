@@ -1,7 +1,4 @@
-"""The life of what owns sockets: runs in one task, fails once, closes once; and its alarms.
-
-Sending is allowed before `run`, from the same thread.
-"""
+"""Base of the objects that own sockets."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +9,10 @@ from kvbus.errors import ClosedError, LocalError
 
 
 class SocketActor:
-    """Base of the ends of the bus; the asyncio backend of anyio is needed."""
+    """Owner of sockets: it runs in one task (asyncio backend), fails once and closes once.
+
+    It can send before `run`, from the same thread.
+    """
 
     def __init__(self) -> None:
         self.closed = False
@@ -21,7 +21,7 @@ class SocketActor:
         self._failed: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Own the sockets until cancelled; raises only what a callback without ``on_fault`` did."""
+        """Serve the sockets until cancelled. Raise a callback's error if no ``on_fault`` is set."""
         if self.closed:
             raise ClosedError(f"{type(self).__name__} is closed")
         if self._failed is not None:
@@ -41,7 +41,7 @@ class SocketActor:
                 self.close()
 
     def close(self) -> None:
-        """Close the sockets, after ending what is pending; `run` calls it. Idempotent."""
+        """Fail pending operations and close the sockets. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -51,7 +51,7 @@ class SocketActor:
         self._alarms.clear()
 
     def _call_at(self, when: float, callback: Callable[[], None]) -> None:
-        """Call back at ``when``, in place of an earlier time; not once this is closed."""
+        """Schedule ``callback``, replacing an earlier time."""
         if self.closed:
             return
         if callback in self._alarms:
@@ -63,7 +63,7 @@ class SocketActor:
         del self._alarms[callback]
         try:
             callback()
-        except Exception as error:  # a bug of ours: it must end the owner, not the loop's handler
+        except Exception as error:  # a kvbus bug: fail the owner, not just the loop's handler
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -73,7 +73,7 @@ class SocketActor:
             self._failed.set_exception(error)
 
     async def _on_close(self) -> None:
-        """Last words before closing; not cancelled, so it must be short."""
+        """Do short final work before `close`, shielded from cancellation."""
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         raise NotImplementedError

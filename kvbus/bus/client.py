@@ -1,8 +1,7 @@
-"""The asking end of requests: a DEALER, one answer to each request, and the notices that come.
+"""Client side of requests: a DEALER socket, one reply for each request, and notices.
 
-A request is sent again when the connection is a new one, and never because its answer is late: what
-a connection has taken arrives while it lives. When the peer comes back as a new process, what was
-pending fails.
+A late reply never causes a resend, because a live connection delivers all it accepted. Pending
+requests are sent again on a new connection, and fail if the server process is a new one.
 """
 
 import asyncio
@@ -39,44 +38,41 @@ from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode, encode_
 from kvbus.protocol.message import R, Request, from_body, refusal
 
 PAUSE_S = 1.0
-"""An alarm that rings so late was held up by a pause of this process, or of its machine."""
+"""Lateness of a timer, in seconds, that counts as a pause of this process."""
 
 _T = TypeVar("_T")
 OnReply = Callable[[R | KVBusError], None]
 
 
 def new_boot_id() -> str:
-    """A fresh boot id; make one for each process start, and for each further client in it."""
+    """Return an id for one process start or one client."""
     return uuid.uuid4().hex
 
 
 def new_secret() -> str:
-    """What tells a client from others that have heard its boot id."""
+    """Return a secret that proves the sender's identity; its boot id is public."""
     return secrets.token_hex(16)
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A request that waits for its answer."""
-
     message: Request[Any]
     frame: bytes
     on_reply: OnReply[Any]
     timeout_s: float
     ends_at: float
     on_sent: Callable[[], None] | None
-    """Called when a connection takes it for the first time."""
 
 
 class RequestClient(Connecting):
-    """Requests to one server. The boot id must be this client's alone at that server.
+    """Client of one server. ``boot`` must be unique among the server's clients.
 
-    ``on_boot`` is called with the server's boot id when it becomes known and whenever it changes,
-    ``on_gone`` with it when its process is gone, also before it is known, as an empty one; what is
-    pending waits on. ``on_moved`` is called with the new address when the server's name has one.
-    ``on_notice`` is called for each notice, in order. Exceptions out of any callback go to
-    ``on_fault``; without one they end `run`. The server is asked for a sign of life when nothing
-    has come for ``ping_s``: it may be a new one, or not know this connection.
+    ``on_boot`` is called with each new boot id of the server. ``on_gone`` is called with that id,
+    or "" if unknown, when the process is gone; pending requests keep waiting. ``on_moved`` is
+    called with a new address of the server's name.
+
+    A callback's exception goes to ``on_fault``; without one it ends `run`. The client pings after
+    ``ping_s`` of silence.
     """
 
     def __init__(
@@ -105,9 +101,9 @@ class RequestClient(Connecting):
         self._pending: dict[int, _Pending] = {}
         self._unsent: dict[int, None] = {}
         self.closed_by: KVBusError | None = None
-        """What fails the requests that wait when this is closed; None for a `ClosedError`."""
+        """Error for requests pending at `close`; None means `ClosedError`."""
         self._secret = new_secret()
-        self._last_id = secrets.randbelow(2**52)  # an integer for peers that have only floats
+        self._last_id = secrets.randbelow(2**52)  # an integer that a float holds exactly
         self._was_connected = False
         self._look_at = math.inf
         self._was_paused = False
@@ -116,28 +112,27 @@ class RequestClient(Connecting):
 
     @property
     def num_pending(self) -> int:
-        """How many requests wait for their reply."""
         return len(self._pending)
 
-    # A pause of this process lengthens the time since the last message, and the peer is not to
-    # blame. So silence is counted in pings, to which a pause adds none.
+    # A pause of this process lengthens the time since the last message, although the peer is
+    # healthy. So silence is measured in unanswered pings: a pause adds none.
     @property
     def silent_s(self) -> float:
-        """For how long the other side has not answered pings."""
+        """Seconds without an answer to pings."""
         has_answered = self.heard_at != self._silent_since
         return 0.0 if has_answered else self._num_unanswered * self._ping_s
 
     def note_alive(self, boot: str) -> None:
-        """A heartbeat of the server came another way; another process is asked who it is."""
+        """Record a heartbeat that arrived on another socket. Ping if ``boot`` differs."""
         if boot == self.peer_boot:
             self.heard_at = asyncio.get_running_loop().time()
         elif self.peer_boot is not None:
             self._ping()
 
     async def ask(self, message: Request[R], *, timeout_s: float) -> R:
-        """The reply; raises what `send` would hand to its callback or raise itself.
+        """Return the reply. Raises the errors of `send`.
 
-        When the caller is cancelled the request is dropped here; the server may still do it.
+        Cancellation drops the request here, but the server may still execute it.
         """
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
@@ -163,24 +158,29 @@ class RequestClient(Connecting):
         on_reply: OnReply[R],
         on_sent: Callable[[], None] | None = None,
     ) -> int:
-        """Send a request; ``on_reply`` gets the reply or one of the errors below, once.
+        """Send a request and return its id. ``on_reply`` gets one reply or error.
 
-        ``on_sent`` is called when a connection takes it for the first time, maybe at once: while it
-        was not, the server cannot have it.
+        ``on_sent`` is called when a connection first accepts the request, possibly at once. Until
+        then the server cannot have it.
 
-        `RequestRefused` for an error reply, `ProtocolError` for a reply that makes no sense,
-        `RequestTimeout` after ``timeout_s``, never if that is `math.inf`, `PeerLost` when the
-        server came back as a new process, `ClosedError` when this client was closed. Raises
-        `LocalError` with code ``busy`` when too many are pending, and `ProtocolError` when the
-        message is too large. A server that does not take our key is `RemoteError` with code
-        ``forbidden``, either way. Returns the request id.
+        Errors passed to ``on_reply``:
+
+            RequestRefused             error reply
+            ProtocolError              invalid reply
+            RequestTimeout             no reply within ``timeout_s``, which may be `math.inf`
+            PeerLost                   the server restarted as a new process
+            ClosedError                this client was closed
+            RemoteError (forbidden)    the server rejects our key; also raised
+
+        Raises `LocalError` (``busy``) if too many requests are pending, `ProtocolError` if too
+        large.
         """
         if self.closed:
             raise ClosedError("client is closed", endpoint=self.endpoint)
         if len(self._pending) >= self._max_pending:
             raise LocalError("too many requests are pending", code=ErrorCode.BUSY)
         if self.refusal is not None:
-            raise self.refusal.with_traceback(None)  # one error, raised often
+            raise self.refusal.with_traceback(None)  # the same error object is raised many times
         request_id = self._last_id + 1
         frame = encode_request(message.op, request_id, self.boot, message, secret=self._secret)
         if len(frame) > self._max_bytes:
@@ -196,19 +196,15 @@ class RequestClient(Connecting):
         return request_id
 
     def take_last(self) -> None:
-        """Take the answers and notices that have come: the server has ended."""
+        """Process all received messages: the server's process has ended."""
         self._pump.take_last()
 
     def take_back(self, request_id: int) -> None:
-        """Send a request no more, and drop its reply; the server may do it all the same."""
+        """Drop a request and its reply. The server may still execute it."""
         self._pending.pop(request_id, None)
         self._unsent.pop(request_id, None)
 
     def _on_writable(self) -> None:
-        """Send what waits, or found no connection or no room on it, in the order of the requests.
-
-        It ends where there is no connection that takes it.
-        """
         while self._unsent:
             request_id = next(iter(self._unsent))
             pending = self._pending[request_id]
@@ -219,10 +215,9 @@ class RequestClient(Connecting):
                 pending.on_sent()
                 pending.on_sent = None
 
-    # What the connection before has taken may be lost with it. What the new one took before its
-    # making is told comes twice, which changes nothing.
+    # Requests that the old connection accepted may be lost with it. A request that the new one
+    # accepted before this call is sent twice, which is harmless.
     def _on_made(self) -> None:
-        """Send all that waits, unless it is the first connection."""
         if self._was_connected:
             self._unsent = dict.fromkeys(self._pending)
             self._on_writable()
@@ -230,7 +225,7 @@ class RequestClient(Connecting):
         self._was_connected = True
 
     def _ping(self) -> None:
-        """Its answer is that of no request: all that counts is that it has come."""
+        """Its reply matches no pending request; receiving it is enough."""
         self._last_id += 1
         self._pump.send(
             encode_request(Ping.op, self._last_id, self.boot, Ping(), secret=self._secret)
@@ -247,17 +242,16 @@ class RequestClient(Connecting):
         self._ping_at = silent_at
         self._call_at(silent_at, self._keep_alive)
 
-    # One look at all that is pending for many timeouts: nearly every request is answered before its
-    # own, so that a timer for each would be the most that most of them cost.
+    # One timer serves all timeouts. Nearly every request is answered in time, so a timer for each
+    # would be most of its cost.
     def _look_again(self, when: float) -> None:
         self._look_at = when
         self._call_at(when, self._time_out)
 
     def _time_out(self) -> None:
-        """Fail the requests whose time is over."""
         now = asyncio.get_running_loop().time()
         self._was_paused = not self._was_paused and now >= self._look_at + PAUSE_S
-        if self._was_paused:  # replies may have come meanwhile: ZeroMQ reads them first
+        if self._was_paused:  # replies may have arrived meanwhile: let ZeroMQ read them first
             self._look_again(now + PAUSE_S)
             return
         self._look_at = math.inf
@@ -286,7 +280,7 @@ class RequestClient(Connecting):
                 outcome = wrong
         try:
             pending.on_reply(outcome)
-        except Exception as error:  # the user's callback must not end other requests
+        except Exception as error:  # a user's callback must not fail other requests
             self._on_fault(error)
 
     def _on_error(self, error: KVBusError) -> None:
@@ -325,7 +319,7 @@ class RequestClient(Connecting):
         try:
             if callback is not None:
                 callback(argument)
-        except Exception as error:  # the user's callback must not end the connection
+        except Exception as error:  # a user's callback must not end the connection
             self._on_fault(error)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -333,7 +327,7 @@ class RequestClient(Connecting):
         self._keep_alive()
 
     def _close(self) -> None:
-        self._on_writable()  # the last requests of this turn of the loop may still wait
+        self._on_writable()  # the last requests of this loop turn may still wait
         error = self.closed_by or ClosedError("client was closed", endpoint=self.endpoint)
         self._fail_all(error)
         super()._close()
@@ -343,11 +337,11 @@ class RequestClient(Connecting):
 async def agent_client(
     endpoint: str, *, curve: ClientCurve | None = None
 ) -> AsyncIterator[RequestClient]:
-    """Several requests to one agent; raises `ConfigError` for an endpoint or a key that is none."""
+    """Yield a running client. Raises `ConfigError` for a bad endpoint or key."""
     with new_context() as context:
         options = SocketOptions(curve=curve)
         client = RequestClient(context, endpoint, boot=new_boot_id(), options=options)
-        running = asyncio.create_task(client.run())  # no group: what the block raises comes bare
+        running = asyncio.create_task(client.run())  # a task group would wrap errors
         try:
             yield client
         finally:
@@ -359,10 +353,10 @@ async def agent_client(
 async def ask_agent(
     endpoint: str, message: Request[R], *, timeout_s: float, curve: ClientCurve | None = None
 ) -> R:
-    """The typed reply of the agent at ``endpoint``, which is asked with keys if it has some.
+    """Send one request and return the reply.
 
-    Raises `RequestRefused`, `RequestTimeout`, `ConfigError` for an endpoint that is none, and
-    `RemoteError` with code ``forbidden`` when the two have not the keys for each other.
+    Raises `RequestRefused`, `RequestTimeout`, `ConfigError` for a bad endpoint, and `RemoteError`
+    (``forbidden``) if the keys do not match.
     """
     async with agent_client(endpoint, curve=curve) as client:
         return await client.ask(message, timeout_s=timeout_s)

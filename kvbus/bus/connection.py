@@ -1,8 +1,4 @@
-"""The connection of a socket that connects: its address, whether it is there, who is at its end.
-
-One health: when the peer was last heard, the boot id of its process, whether it refuses this one,
-and whether its process is gone.
-"""
+"""Connection state of a connecting socket: address, peer's boot id, last message, refusal."""
 
 import asyncio
 import concurrent.futures
@@ -24,30 +20,25 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
 NAME_PERIOD_S, MAX_NAME_PERIOD_S = 1.0, 5.0
-"""Seconds between lookups of a name: without a connection, and while the peer is silent or the name
-server fails.
-"""
+"""Seconds between lookups: without a connection, and with a silent peer or failing name server."""
 BROKEN_OFF_S = 1.0
 GONE_S = 0.3
-"""A process that ends and comes back by then was not gone, but is another."""
+"""Seconds. A process that returns sooner is not reported as gone."""
 MAX_EARLIER_BOOTS = 8
 
 
 class _Event(Enum):
-    """What happened to the connection, by the monitor of its socket."""
-
     NOT_TAKEN = int(zmq.EVENT_CLOSED)
-    """There was no TCP connection; ZeroMQ tries again."""
+    """No TCP connection. ZeroMQ retries."""
     MADE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-    """Both sides know each other."""
     LOST = int(zmq.EVENT_DISCONNECTED)
-    """It ended, or its handshake did; ZeroMQ connects again unless it was refused."""
+    """ZeroMQ reconnects, unless it was refused."""
     REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    """The other side does not take our key; ZeroMQ does not connect again."""
+    """The peer rejects our key. ZeroMQ does not retry."""
     MISMATCHED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-    """One side has keys and the other has none; ZeroMQ does not connect again."""
+    """Only one side has keys. ZeroMQ does not retry."""
     BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-    """The other side hung up within the handshake, as one does that has another server key."""
+    """The peer closed during the handshake, as with another server key."""
 
 
 _OTHER_MECHANISM = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
@@ -56,14 +47,13 @@ _FINAL = (_Event.REFUSED, _Event.MISMATCHED)
 
 
 class Connecting(SocketActor):
-    """Base of what connects a socket to ``endpoint``; it is told by ``_on_...``, to be overridden.
+    """Base of the sockets that connect to ``endpoint``. Subclasses override the hooks.
 
-    A name is looked up at the start, and again while its address does not answer. The socket moves
-    to a new address if that is allowed. Only TCP is watched: ZeroMQ takes a refusal
-    as final. Here it is `refusal` until it is tried again: the key may be trusted by then.
+    A host name is resolved at start, and again while its address does not respond. Only TCP is
+    monitored. ZeroMQ does not retry after a refusal, so this class does: the peer may trust the key
+    by then.
 
-    Raises `ConfigError` for an endpoint that is none, and `LocalError` for one that ``options`` do
-    not allow.
+    Raises `ConfigError` for a bad endpoint, `LocalError` for a disallowed one.
     """
 
     def __init__(
@@ -73,10 +63,8 @@ class Connecting(SocketActor):
         self.endpoint = endpoint
         self.refusal: RemoteError | None = None
         self.peer_boot: str | None = None
-        """The boot id of the other side, once it was heard."""
         self.heard_at = math.inf
         self.is_gone = False
-        """Whether its process was found to be gone, and did not come back since."""
         self._is_made = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context, self._socket, self._options = context, socket, options
@@ -96,7 +84,7 @@ class Connecting(SocketActor):
             on_writable=self._on_writable,
         )
         self._monitor: Pump | None = None
-        if endpoint.startswith("tcp://"):  # before it is connected: what was earlier is not told
+        if endpoint.startswith("tcp://"):  # before connecting: earlier events are not reported
             monitor: Socket = socket.get_monitor_socket(_ALL)
             self._monitor = Pump(monitor, on_frames=self._read_event, on_failure=self._fail)
         try:
@@ -107,30 +95,29 @@ class Connecting(SocketActor):
             raise
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        """A message came."""
         raise NotImplementedError
 
     def _on_writable(self) -> None:
-        """The socket takes more."""
+        """Called when the socket accepts more."""
 
     def _on_made(self) -> None:
-        """There is a connection."""
+        """Called on a new connection."""
 
     def _on_error(self, error: KVBusError) -> None:
-        """It is refused, or its name has no address."""
+        """Called on a refusal, or if the name has no address."""
 
     def _on_moved(self) -> None:
-        """The name has another address."""
+        """Called on a new address."""
 
     def _on_boot(self, boot: str, before: str | None) -> None:
-        """The peer has another boot id than it had."""
+        """Called on a new boot id of the peer."""
 
     def _on_gone(self) -> None:
-        """The connection broke and nobody listens there any more, as after the process's death."""
+        """Called when the connection broke and the port refuses: the process is probably dead."""
 
     @property
     def missing(self) -> str:
-        """What keeps a request from its answer, in words; empty while there is a connection."""
+        """Why requests get no reply; empty while connected."""
         if self._is_made:
             return ""
         if not self._address:
@@ -139,20 +126,20 @@ class Connecting(SocketActor):
 
     @property
     def address(self) -> str:
-        """The endpoint with the address that the name has; empty before it has one."""
+        """Endpoint with the resolved address, or ""."""
         return self._address
 
     @property
     def is_gone_here(self) -> bool:
-        """As `is_gone`, and it was on this machine, whose kernel says so: no network is between."""
+        """`is_gone` for a peer on this machine, where no network failure can cause it."""
         return self.is_gone and self._context.is_here(host_of(self._address).strip("[]"))
 
     def look_again(self) -> None:
-        """Look the name up: what is at its address may be another agent by now."""
+        """Resolve the name again: another agent may have its address by now."""
         self._must_look_up.set()
 
     async def has_moved(self, earlier: str) -> bool:
-        """Whether the name has another address than ``earlier``; looks it up if it has not."""
+        """Return whether the address differs from ``earlier``, after a new lookup if needed."""
         if self._naming is not None and self._address == earlier:
             looked_up = self._looked_up
             self.look_again()
@@ -160,7 +147,7 @@ class Connecting(SocketActor):
         return self._address != earlier
 
     def _hear(self, boot: str) -> bool:
-        """Take note of a message; False for one of an earlier process, which changes nothing."""
+        """Record a message. Return False if an earlier process sent it: ignore it then."""
         if boot != self.peer_boot:
             if boot in self._earlier:
                 return False
@@ -185,14 +172,14 @@ class Connecting(SocketActor):
             self._naming.cancel()
         self._looked_up.set()
         if self._monitor is not None:
-            with contextlib.suppress(zmq.ZMQError):  # an endpoint that is none has closed it
+            with contextlib.suppress(zmq.ZMQError):  # connecting to an invalid endpoint closed it
                 self._socket.disable_monitor()
             self._monitor.close()
             self._monitor = None
         self._pump.close()
 
     # A restarted pod has another address. Its old address refuses connections, drops packets, or
-    # belongs to another pod. So three things start a lookup:
+    # belongs to another pod. So three events start a lookup:
     #
     #     refused, lost, another key   an event of the monitor
     #     another pod                  a ticket with a boot id that is unknown there
@@ -214,11 +201,11 @@ class Connecting(SocketActor):
                 looked_up.set()
                 await asyncio.sleep(RETRY_S)
                 await self._name_is_due(period_s)
-        except Exception as error:  # a bug of ours: it must end the owner
+        except Exception as error:  # a kvbus bug: it must fail the owner
             self._fail(error)
 
     async def _name_is_due(self, period_s: float) -> None:
-        """Return when the name must be looked up, or there was silence for so long."""
+        """Wait for a lookup request or ``period_s``; while connected, for silence of the peer."""
         loop = asyncio.get_running_loop()
         began_at = now = loop.time()
         while not self._must_look_up.is_set():
@@ -232,7 +219,6 @@ class Connecting(SocketActor):
             now = loop.time()
 
     async def _find_address(self) -> None:
-        """Look the name up, and move to its address; raises `KVBusError`."""
         found, port = await _look_up(host_of(self.endpoint)), self.endpoint.rpartition(":")[2]
         addresses = [f"tcp://{one}:{port}" for one in found]
         if self._address in addresses:
@@ -241,7 +227,7 @@ class Connecting(SocketActor):
             self._options.allowed.check(addresses[0])
         self._left, self._address = self._address, addresses[0]
         if self._left:
-            with contextlib.suppress(zmq.ZMQError):  # it was refused there
+            with contextlib.suppress(zmq.ZMQError):  # the peer there refused us
                 self._socket.disconnect(self._left)
             self._is_made, self.refusal = False, None
             self._end_probe()
@@ -274,25 +260,24 @@ class Connecting(SocketActor):
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             self._on_error(self.refusal)
 
-    # A system that refuses says that nobody listens there. Who does not answer may be cut off, and
-    # one that hangs up at once may stand between. ZeroMQ does not tell these apart.
+    # A refusal by the peer's kernel proves that no process listens there. A peer that does not
+    # respond may be cut off, and one that closes at once may be a proxy. ZeroMQ does not tell these
+    # cases apart, so a probe does.
     def _probe_listener(self, *, lost_s: float) -> None:
-        """ZeroMQ got no connection: look what the last probe got, and begin the next."""
         if self._end_probe() and lost_s >= GONE_S:
             self._lost_at, self.is_gone = None, True
             self._on_gone()
         else:
             host, _, port = self._address.removeprefix("tcp://").rpartition(":")
-            with contextlib.suppress(OSError):  # there are no descriptors: the next one will do
+            with contextlib.suppress(OSError):  # out of descriptors: a later probe will do
                 self._probe = self._context.probe(host.strip("[]"), int(port))
 
     def _end_probe(self) -> bool:
-        """Whether the probe that is under way was refused."""
         probe, self._probe = self._probe, None
         return probe is not None and probe.end()
 
     def _see_broken_off(self, now: float) -> None:
-        """Tell of it once it goes on: once may be a server that ended, or was full, just then."""
+        """Report only if it persists: the server may be restarting or full."""
         if self._broken_since is None:
             self._broken_since = now
         elif now - self._broken_since >= BROKEN_OFF_S:
@@ -301,7 +286,7 @@ class Connecting(SocketActor):
     def _try_again(self) -> None:
         if self._monitor is not None:
             self.refusal = None
-            with contextlib.suppress(zmq.ZMQError):  # there is nothing left to disconnect
+            with contextlib.suppress(zmq.ZMQError):  # already disconnected
                 self._socket.disconnect(self._address)
             connect(self._socket, self._address)
 
@@ -322,8 +307,8 @@ class Connecting(SocketActor):
         )
 
 
-# libzmq resolves a name in its one I/O thread, again at each reconnect: one name server that is
-# dead holds up all sockets of a process for seconds. So it gets numbers only.
+# libzmq resolves names in its only I/O thread, and again at each reconnect. One dead name server
+# would block all sockets of the process for seconds. So libzmq gets only numeric addresses.
 ANSWER_WITHIN_S = 5.0
 MAX_LOOKUPS = 32
 
@@ -331,10 +316,7 @@ _places = threading.BoundedSemaphore(MAX_LOOKUPS)
 
 
 def look_up_all(host: str) -> list[str]:
-    """All addresses of ``host``, as they stand in endpoints; blocks.
-
-    Raises `OSError`, or `UnicodeError` for what is no host name.
-    """
+    """Return all addresses in endpoint notation. Blocks; raises `OSError` or `UnicodeError`."""
     found = tcp.getaddrinfo(host.strip("[]"), None, type=tcp.SOCK_STREAM)
     texts = (
         f"[{address[0]}]" if family == tcp.AF_INET6 else str(address[0])
@@ -344,10 +326,7 @@ def look_up_all(host: str) -> list[str]:
 
 
 async def look_up(host: str) -> str:
-    """The first address of ``host``; raises `RemoteError` (``peer_unreachable``) that says why.
-
-    That is after `ANSWER_WITHIN_S` at the latest.
-    """
+    """Return the first address, or raise `RemoteError` within `ANSWER_WITHIN_S`."""
     return (await _look_up(host))[0]
 
 
@@ -366,12 +345,13 @@ async def _look_up(host: str) -> list[str]:
     )
 
 
-# A lookup cannot be ended, so its thread is a daemon: no process waits for a name server to end.
+# A lookup cannot be cancelled. Its thread is a daemon, so a slow name server never delays process
+# exit.
 def _begin_to_look_up(host: str) -> concurrent.futures.Future[list[str]]:
     if not _places.acquire(blocking=False):
         raise OSError(f"{MAX_LOOKUPS} other names are being looked up")
     answer = concurrent.futures.Future[list[str]]()
-    answer.set_running_or_notify_cancel()  # who waits no longer does not cancel it
+    answer.set_running_or_notify_cancel()  # a caller that stops waiting must not cancel it
 
     def run() -> None:
         try:

@@ -1,8 +1,7 @@
-"""Events: a PUB that numbers each topic and beats, and a SUB that sees by it what was lost.
+"""Events: a publisher with a seq for each topic, and a subscriber that detects gaps.
 
-The publisher neither waits nor keeps: ZeroMQ drops silently for a subscriber that is ``hwm``
-messages behind. The subscriber sees it by the seqs, those in heartbeats included, and recovers
-nothing: a gap, a new boot or silence is reported, and its user asks what is true.
+ZeroMQ silently drops messages for a subscriber that is ``hwm`` behind. The subscriber reports gaps,
+new boot ids and silence; its user must then query the current state.
 """
 
 import asyncio
@@ -31,10 +30,10 @@ MAX_TOPICS = 256
 
 
 class EventPublisher(SocketActor):
-    """Events of one process: frames ``[op, event]``, with a seq from 1 for each op.
+    """Publisher of one process's events: frames ``[op, event]``, seq from 1 for each op.
 
-    To anyone, or with ``options.curve`` to those whose keys are let in. Raises `ConfigError` when
-    ``endpoint`` cannot be bound.
+    With ``options.curve`` only admitted keys can subscribe. Raises `ConfigError` if ``endpoint``
+    cannot be bound.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class EventPublisher(SocketActor):
         self._pump: Pump | None = self._bind()
 
     def publish(self, op: str, message: Message) -> None:
-        """Send an event. It is not even encoded when there is no subscriber to its ``op``."""
+        """Send an event; without subscribers it is not even encoded."""
         if op == Heartbeat.op:
             raise LocalError("the heartbeat topic is the publisher's own")
         seq = self._seqs[op] = self._seqs.get(op, 0) + 1
@@ -69,7 +68,7 @@ class EventPublisher(SocketActor):
             self._pump.send(op.encode(), encode_notice(op, seq, self.boot, message))
 
     def hang_up(self) -> None:
-        """End all connections: who is still let in connects again, and sees a gap."""
+        """Close all connections. Admitted subscribers reconnect and see a gap."""
         if self._pump is not None and not self.closed:
             self._pump.close()
             self._pump = None
@@ -83,7 +82,7 @@ class EventPublisher(SocketActor):
         return Pump(socket, on_frames=self._on_frames, on_failure=self._fail)
 
     def _bind_again(self) -> None:
-        """ZeroMQ gives the address back when it comes to it: until then, try."""
+        """Retry until ZeroMQ has released the address."""
         try:
             self._pump = self._bind()
         except ConfigError:
@@ -110,7 +109,7 @@ class EventPublisher(SocketActor):
         self._call_at(asyncio.get_running_loop().time() + self._heartbeat_s, self._beat)
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        """A subscription. ZeroMQ keeps each topic for as long as a connection that asked for it."""
+        """ZeroMQ keeps each topic while a connection subscribes to it."""
         kind, topic = frames[0][:1], frames[0][1:]
         if kind == b"\1":
             self._topics.add(topic)
@@ -121,37 +120,38 @@ class EventPublisher(SocketActor):
             self.hang_up()
 
     def _is_by_zmq(self) -> bool:
-        """Whether ZeroMQ itself says that the last subscriber of a topic has gone.
+        """Return whether a topic's last subscriber is gone.
 
-        An unsubscription that a connection sends may be of a topic that only others have subscribed
-        to: ZeroMQ hands that on as well. It changes nothing here.
+        ZeroMQ also passes on unsubscriptions from topics that only other connections have.
         """
         frame = self._pump.last if self._pump is not None else None
         return frame is not None and descriptor_of(frame) is None
 
 
 class EventListener:
-    """What a subscriber reports, always with the endpoint; override what is of interest."""
+    """Callbacks of a subscriber."""
 
     def on_event(self, endpoint: str, event: Notice) -> None:
-        """An event arrived that is no heartbeat."""
+        """Called for each event except heartbeats."""
 
     def on_heartbeat(self, endpoint: str, boot: str) -> None:
-        """The publisher lives, and says so about once a second."""
+        """Called about once a second."""
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
-        """Events of ``topic`` were lost, or came before we listened; before what shows it."""
+        """Called on missing events of ``topic``, before the event or heartbeat that shows it.
+
+        Events from before the subscription count, too.
+        """
 
     def on_boot(self, endpoint: str, boot: str) -> None:
-        """The publisher's boot id became known, or changed."""
+        """Called on each new boot id of the publisher."""
 
 
 class EventSubscriber(SocketActor):
-    """Events of many publishers, by endpoint; endpoints may come and go at any time.
+    """Subscriber to many publishers, which can be added and removed at any time.
 
-    ``keys`` are what publishers with a server key know us by; one that refuses them is silent, and
-    so is one of which the name has no address.
-    Exceptions out of ``listener`` go to ``on_fault``; without one they end `run`.
+    A publisher that rejects ``keys``, or whose name has no address, is silent. Exceptions of
+    ``listener`` go to ``on_fault``; without one they end `run`.
     """
 
     def __init__(
@@ -175,15 +175,10 @@ class EventSubscriber(SocketActor):
 
     @property
     def endpoints(self) -> list[str]:
-        """The endpoints that are listened to."""
         return list(self._feeds)
 
     def add(self, endpoint: str, *, server_key: str = "") -> None:
-        """Listen to ``endpoint``; nothing happens when that is done already.
-
-        Raises `ConfigError` for an endpoint that cannot be parsed, `LocalError` with code ``busy``
-        when there are too many.
-        """
+        """Subscribe once. Raises `ConfigError` (bad endpoint) or `LocalError` (``busy``)."""
         if endpoint in self._feeds:
             return
         if len(self._feeds) >= self._max_endpoints:
@@ -196,13 +191,11 @@ class EventSubscriber(SocketActor):
             feed.start(self._loop)
 
     def remove(self, endpoint: str) -> None:
-        """Listen no more to ``endpoint``; nothing happens when it was not listened to."""
         feed = self._feeds.pop(endpoint, None)
         if feed is not None:
             feed.close()
 
     def fail(self, error: Exception) -> None:
-        """End `run` with ``error``."""
         self._fail(error)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -216,8 +209,6 @@ class EventSubscriber(SocketActor):
 
 
 class _Feed(Connecting):
-    """One endpoint of a subscriber, and the last seq of each topic of its boot."""
-
     def __init__(
         self, owner: EventSubscriber, context: BusContext, endpoint: str, options: SocketOptions
     ) -> None:
@@ -228,7 +219,6 @@ class _Feed(Connecting):
         self._seqs: dict[str, int] = {}
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to listen: it has no task of its own."""
         self._start(loop)
 
     def _fail(self, error: Exception) -> None:
@@ -242,7 +232,7 @@ class _Feed(Connecting):
                 return
             beat = from_body(Heartbeat, event.body) if event.op == Heartbeat.op else None
             missing = self._missing(event) if beat is None else self._missing_tails(beat)
-        except ProtocolError:  # it changes nothing
+        except ProtocolError:  # ignored
             return
         for topic in missing:
             self._tell(listener.on_gap, at, event.boot, topic)
@@ -256,7 +246,7 @@ class _Feed(Connecting):
         self._tell(self._owner.listener.on_boot, self.endpoint, boot)
 
     def _missing(self, event: Notice) -> list[str]:
-        """The event's topic, if one before it is missing; raises `ProtocolError` if it is old."""
+        """Return the topic if earlier events are missing. Raises `ProtocolError` if old."""
         last = self._seqs.get(event.op, 0)
         if event.seq <= last:
             raise ProtocolError(f"seq {event.seq} of topic '{event.op}' after {last}")
@@ -264,7 +254,6 @@ class _Feed(Connecting):
         return [event.op] if event.seq > last + 1 else []
 
     def _missing_tails(self, beat: Heartbeat) -> list[str]:
-        """The topics of which the last events are missing."""
         known, topics = self._seqs, self._owner.topics
         seqs = {topic: seq for topic, seq in beat.seqs.items() if not topics or topic in topics}
         missing = [topic for topic, seq in seqs.items() if seq > known.get(topic, 0)]
@@ -282,7 +271,7 @@ class _Feed(Connecting):
             return
         try:
             callback(*arguments)
-        except Exception as error:  # the user's callback must not end the subscription
+        except Exception as error:  # a user's callback must not end the subscription
             self._owner.on_fault(error)
 
 

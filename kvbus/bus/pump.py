@@ -1,8 +1,7 @@
-"""Moving messages between one ZeroMQ socket and one event loop, without a thread or a poll.
+"""Bridge between one ZeroMQ socket and one event loop, without a thread or polling.
 
-From the thread of the loop only. The socket's descriptor is edge-triggered: any call on the socket
-can swallow its signal, so ``ZMQ_EVENTS`` is read at the end of each turn, and once in the turn of
-the loop that follows on sends. Each look costs some system calls.
+The socket's descriptor is edge-triggered, and any call on the socket can consume its signal. So
+``ZMQ_EVENTS`` is read at the end of each turn, and once in the loop turn after sends.
 """
 
 import asyncio
@@ -17,20 +16,19 @@ Socket: TypeAlias = zmq.Socket[bytes]
 _BATCH, _BATCH_BYTES, _BATCH_S = 128, 1 << 20, 0.003
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
-_MAX_FRAMES = 10  # a question of ZAP has 9
+_MAX_FRAMES = 10  # a ZAP request has 9
 
 
 def _nothing() -> None: ...
 
 
 class Pump:
-    """Hands each received message to ``on_frames``; one turn of the loop takes `_BATCH` frames, or
-    fewer when they are large or take long, so that other sockets have their turns.
+    """Receiver and sender of one socket, used from the loop's thread.
 
-    Of a message of more than `_MAX_FRAMES` the first so many are handed over. ``last`` is the last
-    frame that was received, for what ZeroMQ knows of its connection.
-    ``on_writable`` sends what waits; it is called by `flush`, and when the socket takes more.
-    An exception out of a callback goes to ``on_failure``: callbacks isolate their own users.
+    A turn takes up to `_BATCH` frames, fewer if large or slow, to be fair to other sockets.
+    ``on_frames`` gets up to `_MAX_FRAMES` of each message. ``last`` is the last frame, with
+    ZeroMQ's data about its connection. ``on_writable`` sends queued messages. A callback's
+    exception goes to ``on_failure``.
     """
 
     def __init__(
@@ -51,21 +49,20 @@ class Pump:
         self._frames: list[bytes] = []
         self.last: zmq.Frame | None = None
         self.was_full = False
-        """Whether the last message that was not sent found its peer's queue full."""
+        """The last failed send found the peer's queue full."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to receive in ``loop``."""
         self._loop = loop
         loop.add_reader(self._socket.fileno(), self._wake)
         self._schedule()
 
     def take_last(self) -> None:
-        """Hand over what has come, however much: the other side has ended."""
+        """Pass on everything received so far: the peer has ended."""
         while self._loop is not None and self._turn(signalled=False) & _POLLIN:
             pass
 
     def close(self) -> None:
-        """Stop, and close the socket; what it has queued is flushed for 0.2 s at most."""
+        """Close the socket; it flushes for up to 0.2 s."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
@@ -75,7 +72,7 @@ class Pump:
         self._socket.close()
 
     def send(self, *parts: bytes) -> bool:
-        """Send one message now; False when the peer is unroutable, unconnected or at its HWM."""
+        """Send one message now; False if the peer is unroutable, unconnected or at its HWM."""
         if not self._open:
             return False
         send, last = self._socket.send, parts[-1]
@@ -94,15 +91,15 @@ class Pump:
             self._has_sent = True
         return True
 
-    # A message that finds ZeroMQ's thread asleep wakes it, by a system call and often by a change
-    # of threads, which costs more than the message itself. So the first one of a turn goes at once:
-    # nothing may follow. Those behind it go together, and find that thread at work:
+    # A message that finds ZeroMQ's thread asleep wakes it, by a system call and often a thread
+    # switch. That costs more than the message itself. The first message of a turn is sent at once,
+    # as no other may follow. Later ones of the turn are sent together, and find that thread awake:
     #
-    #     one question    ─▶ answer
-    #     64 questions    ─▶ answer   2 .. 64 are kept   ─▶ 63 answers, and one wake-up
-    #                     └───────── one turn ──────────┘
+    #     1 request      ─▶ reply
+    #     64 requests    ─▶ reply    2 .. 64 are queued   ─▶ 63 replies, and one wake-up
+    #                    └────────── one turn ───────────┘
     def flush(self) -> None:
-        """Call ``on_writable``: now, or with all that is sent later in this turn of the loop."""
+        """Call ``on_writable``: now, or with all other sends of this turn."""
         if self._has_sent and self._loop is not None:
             self._flushes = True
         else:
@@ -114,7 +111,7 @@ class Pump:
             self._loop.call_soon(self._wake, False)
 
     def _wake(self, signalled: bool = True) -> None:
-        if signalled and self._scheduled:  # a turn is due anyway; two would take two batches
+        if signalled and self._scheduled:  # a turn is scheduled already; two would take two batches
             return
         self._scheduled = False
         if self._loop is None:
@@ -124,15 +121,14 @@ class Pump:
             if self._refused and events & _POLLOUT:
                 self._refused = False
                 self._on_writable()
-            if events & _POLLIN:  # the batch was full; a send since then has looked by itself
+            if events & _POLLIN:  # the batch was full; a later send schedules its own turn
                 self._schedule()
-        except Exception as error:  # a bug of ours: it must end the owner, not the loop's handler
+        except Exception as error:  # a kvbus bug: fail the owner, not just the loop's handler
             self._on_failure(error)
 
-    # A signal is nearly always for a message, so that is tried first. Where one follows there are
-    # most often more: they are taken until there is none.
+    # A signal nearly always means a message, so receive before reading ``ZMQ_EVENTS``. More
+    # messages often follow, so receive until there is none.
     def _turn(self, *, signalled: bool) -> int:
-        """Take a batch, send what waits, and look what there is then."""
         get, recv = self._socket.get, self._socket.recv
         num_frames = num_bytes = 0
         surely, events, ends_at = signalled, -1, perf_counter() + _BATCH_S
@@ -141,7 +137,7 @@ class Pump:
             while num_frames < _BATCH and num_bytes <= _BATCH_BYTES and self._loop is not None:
                 if num_frames and perf_counter() >= ends_at:
                     break
-                # The frames of a message are there together; before its first one is to be asked.
+                # A message's frames arrive together. Check the events only before its first frame.
                 if not self._frames and not surely:
                     events = int(get(_EVENTS))
                     if not events & _POLLIN:

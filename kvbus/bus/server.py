@@ -1,7 +1,6 @@
-"""The answering end of requests: a ROUTER, its sessions, and one answer to every request.
+"""Server side of requests: a ROUTER socket, its sessions, and one reply for each request.
 
-What it cannot read, has no room for, comes from a boot that was forgotten or is for an earlier
-process gets an error reply. It answers ``ping`` itself.
+Malformed, stale and excess requests get error replies.
 """
 
 import asyncio
@@ -45,9 +44,9 @@ Handler = Callable[[Any, "Call"], None]
 
 
 class Shared(NamedTuple):
-    """A handler with at most ``most`` calls in progress, in fair shares of the parties that ask.
+    """Handler with up to ``most`` calls in progress, shared fairly between parties.
 
-    A call may be ended to make room for another party's: it sets `Call.on_end`.
+    The server may end a call to make room; `Call.on_end` reports it.
     """
 
     handler: Handler
@@ -55,22 +54,19 @@ class Shared(NamedTuple):
 
 
 Handlers = Mapping[type[Request[Any]], Handler | Shared]
-"""By class of request: what is called with the message, and with the call to answer."""
 
-# A DEALER that is disconnected drops what it has received but not yet handed out (libzmq 4.3.5,
-# with ZMQ_IMMEDIATE): whoever closes right after a reply takes it back.
+# A DEALER that disconnects drops messages that it received but has not delivered (libzmq 4.3.5 with
+# ZMQ_IMMEDIATE). A server that closed right after a reply would lose it.
 _GRACE_S = 0.05
 CLOSING = KVBusError("the server is closing", code=ErrorCode.CLOSED)
 _MAX_LEFT = 8
-# Nobody reads the answer to a request of a connection that has ended. A small one is handled all
-# the same, as it may give something back, such as the last `release` before a process exits.
+# No process reads the reply to a request of an ended connection. Small requests are still handled,
+# as they may release something, such as the last `release` before a process exits.
 _LARGE_BYTES = 8 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Bounds of a `RequestServer`."""
-
     max_sessions: int = 1024
     max_pending: int = 8192
     max_session_pending: int = 1024
@@ -79,8 +75,6 @@ class ServerLimits:
 
 @dataclass(slots=True)
 class ServerCounters:
-    """What a `RequestServer` saw since it was made."""
-
     pings: int = 0
     repeats_absorbed: int = 0
     malformed: int = 0
@@ -88,20 +82,19 @@ class ServerCounters:
     dropped: int = 0
 
 
-# Who a request is from: key, boot id, proof. Boot ids are heard by others; the proof is what they
-# cannot show, so that another one under a known boot id is another sender, with its own session:
+# Identity of a request's sender: key, boot id, proof. Other processes can learn a boot id, but not
+# the proof. A different proof with a known boot id is a different sender, with its own session:
 #
-#     with a secret     it comes with any connection         proof: the secret
+#     with a secret     valid on any connection              proof: the secret
 #     without, keys     any connection of the same key       proof: empty
 #     without, no keys  this connection and no other         proof: its routing id
 Sender = tuple[str, str, str | bytes]
 
 
 class Call:
-    """One request to be answered exactly once, now or later, from the event loop's thread.
+    """Request to be answered exactly once, now or later, from the loop's thread.
 
-    One that its server has ended (`end`) was answered; what its owner says then goes nowhere. An
-    owner that wants to know of that sets ``on_end``.
+    Replies to a call that the server has ended (``on_end``) are ignored.
     """
 
     __slots__ = ("_server", "answered", "on_end", "op", "request_id", "session", "was_ended")
@@ -115,15 +108,14 @@ class Call:
         self.on_end: Callable[[], None] | None = None
 
     def reply(self, message: Message) -> None:
-        """Answer ``ok``; a message that cannot be encoded becomes an error reply and a fault."""
+        """Reply ``ok``, or an error if ``message`` cannot be encoded."""
         self._server.answer(self, message)
 
     def refuse(self, error: KVBusError) -> None:
-        """Answer with the code, message and detail of ``error``."""
         self._server.answer(self, error)
 
     def end(self, error: KVBusError | None) -> None:
-        """Refuse it, or answer no more without ``error``, while its owner may still be at it."""
+        """Refuse the call, or drop it. Its owner may still be working on it."""
         if error is not None:
             self.refuse(error)
         else:
@@ -135,19 +127,19 @@ class Call:
 
 
 class Session:
-    """One sender, over all the connections that it makes.
+    """State of one sender, across its connections.
 
-    Set ``pinned`` to keep it while idle. ``on_unread`` is called when a notice or an answer to it
-    finds no room: a peer that does not read has lost something, and must not go on.
+    A ``pinned`` session is kept while idle. ``on_unread`` is called when a message is lost because
+    the peer's queue is full; the peer must not continue then.
     """
 
     def __init__(self, server: "RequestServer", sender: Sender, identity: bytes) -> None:
         self.sender = sender
         self.key, self.boot, _ = sender
         self.name = blake2b(repr(sender).encode(), digest_size=16).hexdigest()
-        """Stands for the sender in tables and logs, without its secret."""
+        """Digest of the sender, without its secret."""
         self.party: Party = self.key or identity
-        """Who pays for what it asks for: the key, or the connection by which it came first."""
+        """Unit of fair shares: the key, or without keys the first connection."""
         self.identity = identity
         self.pinned = self.closed = False
         self.on_unread: Callable[[], None] | None = None
@@ -156,21 +148,19 @@ class Session:
         self._left: deque[bytes] = deque(maxlen=_MAX_LEFT)
 
     def notify(self, op: str, body: Message | Body) -> None:
-        """Send a notice; none to a session that was forgotten."""
         if self.closed:
             return
         self._last_seq += 1
         self._server.post(encode_notice(op, self._last_seq, self._server.boot, body), self)
 
     def say_unread(self) -> None:
-        """Its peer does not read."""
         if self.on_unread is not None and not self.closed:
             self.on_unread()
 
     def moves_to(self, identity: bytes) -> bool:
-        """Whether this other connection is a new one: what comes by one that was left is not done.
+        """Switch to a new connection. Return False for one that the sender has left.
 
-        By a new one the peer asks again for all that it waits for.
+        Its late requests are dropped: the peer repeats them on the new connection.
         """
         if identity in self._left:
             return False
@@ -179,19 +169,15 @@ class Session:
         return True
 
     def end_calls(self, error: KVBusError | None) -> None:
-        """Refuse all that it waits for; without ``error`` nobody waits for it any more."""
         for call in list(self.pending.values()):
             call.end(error)
 
     def close(self, error: KVBusError | None = None) -> None:
-        """It is forgotten, and so is what it waits for, or refused with ``error``."""
         self.closed = True
         self.end_calls(error)
 
 
 class Sessions:
-    """The sessions of a server, the one heard last at the end."""
-
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
         self._sessions: OrderedDict[Sender, Session] = OrderedDict()
@@ -204,14 +190,13 @@ class Sessions:
         return iter(list(self._sessions.values()))
 
     def find(self, sender: Sender) -> Session | None:
-        """The sender's session, if it has one; it is heard now."""
         session = self._sessions.get(sender)
         if session is not None:
             self._sessions.move_to_end(sender)
         return session
 
     def add(self, session: Session) -> None:
-        """Begin a session; raises `KVBusError` with code ``stale`` or ``busy``."""
+        """Raises `KVBusError` with code ``stale`` or ``busy``."""
         if session.boot in self._ended_boots:
             raise KVBusError("this boot id was ended here", code=ErrorCode.STALE)
         if len(self) >= self._limits.max_sessions:
@@ -219,26 +204,24 @@ class Sessions:
         self._sessions[session.sender] = session
 
     def end_boot(self, boot: str) -> None:
-        """End the sessions of a process that is gone: for good, later messages are ``stale``."""
+        """End the sessions of a dead process. Its later messages are ``stale``."""
         self.end([session for session in self if session.boot == boot])
         self._ended_boots[boot] = None
         if len(self._ended_boots) > self._limits.max_forgotten:
             self._ended_boots.popitem(last=False)
 
     def has_ended(self, boot: str) -> bool:
-        """Whether the process with that boot id is gone."""
         return boot in self._ended_boots
 
     def end(self, sessions: list[Session], error: KVBusError | None = None) -> None:
-        """Forget sessions; what they wait for is refused with ``error``."""
         for session in sessions:
             if self._sessions.pop(session.sender, None) is not None:
                 session.close(error)
 
     def _make_room(self, party: Party) -> None:
-        """End a session of who has most, what it waits for too; among equals an idle one.
+        """End a session of the largest party, even a busy one; among equals, an idle one.
 
-        So who fills the table has its own sessions ended, and not those that others work with.
+        A party that fills the table loses its own sessions, not those of others.
         """
         sessions = self._sessions.values()
         num_of = Counter(one.party for one in sessions)
@@ -255,14 +238,14 @@ class Sessions:
 
 
 class RequestServer(SocketActor):
-    """Calls the request's handler, see `on`, for each one, in the event loop's thread.
+    """Server that calls one handler for each request, in the loop's thread; see `on`.
 
-    A request is known by (sender, id) while it is in progress: its repeat is absorbed, and the
-    answer goes where the sender was heard last. After that a repeat is done again: requests are the
-    same when done twice. A `KVBusError` out of a handler refuses its request. Any other exception
-    is answered ``internal``, then given to ``on_fault``; without one it ends `run`. ``on_refusal``
-    is told of each refused call. ``gate`` may refuse a call before its body is read. With
-    ``options.curve`` a session belongs to the key of its connection, too.
+    A repeat of a request in progress is absorbed; the reply goes to the latest connection. A later
+    repeat is executed again, as requests are idempotent.
+
+    A `KVBusError` from a handler refuses the request. Other exceptions are answered ``internal``
+    and go to ``on_fault``; without one they end `run`. ``on_refusal`` gets each refused call.
+    ``gate`` can refuse a call before its body is parsed.
     """
 
     def __init__(
@@ -303,9 +286,9 @@ class RequestServer(SocketActor):
         )
 
     def knows(self, call: Call) -> bool:
-        """Whether the sender shows a key, or is a process of the same user on this machine.
+        """Return whether the sender has a key, or runs here as our user or root.
 
-        Only a call's handler may ask, before it returns.
+        Valid only in the call's handler, before it returns.
         """
         if call.session.key or self.endpoint.startswith("ipc://"):
             return True
@@ -313,31 +296,29 @@ class RequestServer(SocketActor):
         return fd is not None and is_of_same_user(fd)
 
     def on(self, handlers: Handlers) -> None:
-        """Have requests of these classes handled; their ops must differ."""
         for kind, handler in handlers.items():
             if isinstance(handler, Shared):
                 self._places[kind.op] = Places(handler.most)
-                handler = handler.handler  # noqa: PLW2901 - what is called is within
+                handler = handler.handler  # noqa: PLW2901 - the callable is inside
             self._routes[kind.op] = kind, handler
 
     def forget(self, boot: str) -> None:
-        """End the session of a process that is gone: for good, later messages are ``stale``."""
+        """End the sessions of a dead process. Its later messages are ``stale``."""
         self.sessions.end_boot(boot)
 
     def end_key(self, key: str) -> None:
-        """End the sessions of a key that is not trusted any more: what they wait for is refused."""
+        """Refuse the calls of a revoked key and end its sessions."""
         error = KVBusError("this key is not trusted any more", code=ErrorCode.FORBIDDEN)
         self.sessions.end([one for one in self.sessions if one.key == key], error)
 
     def leave(self, last: Message) -> None:
-        """Begin nothing from now on; ``last`` is the last that sessions which stay are told."""
+        """Accept no further requests. Send ``last`` to pinned sessions."""
         self._end_calls()
         for session in self.sessions:
             if session.pinned:
                 session.notify(last.op, last)
 
     def answer(self, call: Call, outcome: Message | KVBusError) -> None:
-        """The end of every call, whoever answers it and whenever; `Call` calls it."""
         if call.was_ended:
             return
         if call.answered:
@@ -349,7 +330,7 @@ class RequestServer(SocketActor):
                 frame = encode_refusal(call.request_id, self.boot, error_body(outcome))
             else:
                 frame = encode_reply(call.request_id, self.boot, outcome)
-        except Exception as encoding:  # msgpack documents no closed set for what it cannot encode
+        except Exception as encoding:  # msgpack has no documented list of its encoding errors
             fault = encoding
             code = fault.code if isinstance(fault, KVBusError) else ErrorCode.INTERNAL
             error = KVBusError(f"reply to '{call.op}' could not be encoded", code=code)
@@ -362,7 +343,7 @@ class RequestServer(SocketActor):
             self._on_refusal(outcome, call)
 
     def let_go(self, call: Call) -> None:
-        """It is not in progress any more; `Call` calls it, too."""
+        """Remove a call from those in progress. `Call` uses this."""
         if call.session.pending.pop(call.request_id, None) is not None:
             self.num_pending -= 1
             if (places := self._places.get(call.op)) is not None:
@@ -372,7 +353,6 @@ class RequestServer(SocketActor):
         self.pump.start(loop)
 
     async def _on_close(self) -> None:
-        """Refuse what is pending, and stay until it was read: see `_GRACE_S`."""
         self._end_calls()
         if len(self.sessions):
             await anyio.sleep(_GRACE_S)
@@ -446,14 +426,14 @@ class RequestServer(SocketActor):
             if kind is None or handler is None:
                 raise ProtocolError(f"no request '{call.op}' here", code=ErrorCode.UNKNOWN_OP)
             handler(self._read(kind, request.body), call)
-        except Exception as error:  # the handler's fault must not end other peers' requests
+        except Exception as error:  # one handler's fault must not end other peers' requests
             if isinstance(error, KVBusError) and not call.answered:
                 call.refuse(error)
             else:
                 self._fault(error, call)
 
     def _read(self, kind: type[Request[Any]], body: Body) -> Request[Any]:
-        """The typed message; raises `KVBusError` if it is wrong, or for an earlier process."""
+        """Return the message. Raises `KVBusError` if invalid or for an earlier process."""
         message = from_body(kind, body)
         meant_for = getattr(message, "agent_boot", self.boot)
         if meant_for != self.boot:
@@ -465,10 +445,11 @@ class RequestServer(SocketActor):
             )
         return message
 
-    # What waits must not keep out what works. Claims, renewals and takes are answered at once, so
-    # they need no room. Of those that wait, each party has its share of the calls with one op.
+    # Requests that wait must not block requests that work. Claims, renewals and takes are answered
+    # at once, so they need no room. Among waiting requests, each party has its share of the calls
+    # with one op.
     def _make_room(self, call: Call) -> None:
-        """Raise `KVBusError` (``busy``) when there is no room for a call that may wait."""
+        """Raise `KVBusError` (``busy``) without room for a call that may wait."""
         limits, num_pending = self.limits, len(call.session.pending)
         if self.num_pending >= limits.max_pending or num_pending >= limits.max_session_pending:
             raise KVBusError("too many requests in progress", code=ErrorCode.BUSY)
@@ -487,13 +468,12 @@ class RequestServer(SocketActor):
             self._on_fault(error, call)
 
     def _refuse(self, identity: bytes, request_id: int, error: KVBusError) -> None:
-        """Answer without a call."""
         if error.code is ErrorCode.BUSY:
             self.counters.busy += 1
         self.post(encode_refusal(request_id, self.boot, error_body(error)), identity)
 
     def post(self, frame: bytes, to: "Session | bytes") -> None:
-        """Send to a session's latest connection, or to this one; it is dropped if that is gone."""
+        """Send to a session's latest connection or a given one. Drop the frame if that is gone."""
         self._outbox.append((frame, to))
         self.pump.flush()
 

@@ -1,7 +1,4 @@
-"""Opening ZeroMQ sockets: every option that kvbus relies on is set here.
-
-Refuses endpoints that cannot be bound or parsed, as `ConfigError`.
-"""
+"""Creation of ZeroMQ sockets, with every option that kvbus relies on."""
 
 import contextlib
 import errno
@@ -24,28 +21,27 @@ from kvbus.protocol.envelope import (
     MAX_PEER_REQUEST_BYTES,
 )
 
-# A frame somewhat over the limit is read and answered; one far over it ends the connection.
+# A frame slightly over the limit gets an error reply; one far over it ends the connection.
 _OVER_BYTES = 64 * 1024
-# The largest that ZeroMQ's own handshake needs; a topic has at most 64 characters.
+# ZeroMQ's own handshake needs this size; a topic has at most 64 characters.
 _MAX_TOPIC_FRAME_BYTES = 1024
 _HANDSHAKE_MS = 5_000
 _LINGER_MS = 200
 _RECONNECT_MS, _MAX_RECONNECT_MS = 50, 1_000
 _KEEPALIVE_S = 5
-# What a peer may have queued here, and we for it, before its connection has to wait: in messages.
+# Messages queued for each peer, in each direction, before its connection must wait.
 _MAX_UNREAD, _MAX_UNREAD_BYTES, _MAX_UNSENT = 1000, 128 * 1024, 1000
-# An XPUB takes subscriptions in within any call, until none is there: a stream of them would hold
-# the call. With so few at a time the I/O thread has to be asked for each next ones, and is slower.
-# With CURVE a queue of one takes none at all.
+# An XPUB processes subscriptions inside any call until the queue is empty, so a stream of them
+# would block that call. A short queue makes it wait for the I/O thread, which is slower. With
+# CURVE, a queue of one never delivers.
 _MAX_UNREAD_SUBSCRIPTIONS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketOptions:
-    """What may be tuned on a socket; ``hwm`` is in messages, for each peer and direction.
+    """Options of a socket. ``hwm`` counts messages, for each peer and direction.
 
-    With ``curve`` it is encrypted, and both sides know each other by their keys. With ``allowed``
-    it connects to these addresses only.
+    ``curve`` encrypts and authenticates. ``allowed`` limits the addresses to connect to.
     """
 
     hwm: int = 10_000
@@ -54,7 +50,7 @@ class SocketOptions:
 
 
 class Probe:
-    """One TCP connection, to see whether it is refused: nobody listens there then."""
+    """TCP connection attempt that shows whether a port refuses, as without a listener."""
 
     def __init__(self, host: str, port: int) -> None:
         self._socket = tcp.socket(_family(host), tcp.SOCK_STREAM)
@@ -62,21 +58,17 @@ class Probe:
         self._begun = self._socket.connect_ex((host, port))
 
     def end(self) -> bool:
-        """Close it; returns whether it was refused by now."""
         with self._socket as ended:
             by_now = ended.getsockopt(tcp.SOL_SOCKET, tcp.SO_ERROR)
         return errno.ECONNREFUSED in (self._begun, by_now)
 
 
 class BusContext(zmq.Context[Any]):
-    """Makes all sockets of the bus, and sees what ZeroMQ does not tell of numeric addresses."""
-
     def probe(self, host: str, port: int) -> Probe:
-        """Look whether somebody listens there."""
         return Probe(host, port)
 
     def is_here(self, host: str) -> bool:
-        """Whether an address is of this machine, or of this container."""
+        """Return whether ``host`` is an address of this machine or container."""
         with tcp.socket(_family(host), tcp.SOCK_DGRAM) as one:
             try:
                 one.bind((host, 0))
@@ -90,25 +82,24 @@ def _family(host: str) -> tcp.AddressFamily:
 
 
 def new_context() -> BusContext:
-    """A ZeroMQ context with one I/O thread; share it by all sockets of a process.
+    """Return a context with one I/O thread, for all sockets of a process.
 
-    Leaving its ``with`` block waits until closed sockets have flushed, 0.2 s at most.
+    Leaving its ``with`` block flushes closed sockets for up to 0.2 s.
     """
     return BusContext()
 
 
 def max_request_bytes(endpoint: str) -> int:
-    """The largest request there: over TCP, where strangers may ask, it is smaller."""
+    """Return the limit for a request: less over TCP, where strangers may send."""
     return MAX_PEER_REQUEST_BYTES if endpoint.startswith("tcp://") else MAX_FRAME_BYTES
 
 
 def max_request_items(endpoint: str) -> int:
-    """The most items of a request there."""
     return MAX_PEER_ITEMS if endpoint.startswith("tcp://") else MAX_ITEMS
 
 
 def open_router(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
-    """A ROUTER bound to ``endpoint`` that reports unroutable peers instead of dropping."""
+    """Return a bound ROUTER that reports unroutable peers instead of dropping."""
     socket = _open(context, zmq.ROUTER, options)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.MAXMSGSIZE, max_request_bytes(endpoint) + _OVER_BYTES)
@@ -120,9 +111,9 @@ def open_router(context: BusContext, endpoint: str, options: SocketOptions) -> S
 
 
 def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
-    """A DEALER for ``endpoint`` that queues only to a connection that exists; not connected yet.
+    """Return an unconnected DEALER that queues only to an established connection.
 
-    Over ipc it queues before, too: it does not connect again, and so it keeps what came last.
+    Over ipc it also queues before, and never reconnects, which keeps its last messages.
     """
     _require_port(endpoint)
     socket = _open(context, zmq.DEALER, options)
@@ -131,9 +122,9 @@ def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> S
 
 
 def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
-    """An XPUB bound to ``endpoint``; it drops silently for a subscriber that is ``hwm`` behind.
+    """Return a bound XPUB that reports each subscription.
 
-    It tells of each subscription. A topic takes ZeroMQ fifty times the memory of its bytes.
+    A topic costs ZeroMQ about 50 times its bytes of memory.
     """
     socket = _open(context, zmq.XPUB, options)
     socket.set(zmq.XPUB_VERBOSE, 1)
@@ -145,7 +136,7 @@ def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -
 def open_subscriber(
     context: BusContext, endpoint: str, topics: frozenset[str], options: SocketOptions
 ) -> Socket:
-    """A SUB for ``endpoint``, for ``topics``, or for all when there are none; not connected yet."""
+    """Return an unconnected SUB; no ``topics`` means all."""
     _require_port(endpoint)
     socket = _open(context, zmq.SUB, options)
     for topic in topics or ("",):
@@ -154,15 +145,15 @@ def open_subscriber(
 
 
 def key_of(frame: zmq.Frame | None) -> str:
-    """Whose connection a frame came by, of a socket with keys: the ``User-Id`` of a `KeyCheck`.
+    """Return the key of the frame's connection, which a `KeyCheck` set as ``User-Id``.
 
-    A client may choose its routing id, so that only what comes with the message itself will do.
+    A routing id proves nothing: clients choose it.
     """
     return str(frame["User-Id"]) if frame is not None else ""
 
 
 def descriptor_of(frame: zmq.Frame) -> int | None:
-    """The connection that a frame came by; ZeroMQ does not say it of what it made up itself."""
+    """Return the frame's connection; None if ZeroMQ made the frame itself."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -170,10 +161,9 @@ def descriptor_of(frame: zmq.Frame) -> int | None:
 
 
 def has_hung_up(frame: zmq.Frame | None) -> bool:
-    """Whether the connection that a frame came by has ended.
+    """Return whether the frame's connection has ended.
 
-    ZeroMQ hands out what it has queued all the same. A descriptor that is in use again gives the
-    state of its new connection.
+    A reused descriptor gives the state of its new connection.
     """
     fd = descriptor_of(frame) if frame is not None else None
     if fd is None:
@@ -184,7 +174,7 @@ def has_hung_up(frame: zmq.Frame | None) -> bool:
 
 
 def connect(socket: Socket, endpoint: str, allowed: AllowedPeers | None = None) -> None:
-    """Connect to an endpoint without a name; raises `LocalError` and closes the socket."""
+    """Connect to a numeric endpoint. On failure close the socket and raise `LocalError`."""
     with _closed_on_error(socket, f"cannot connect to {endpoint}", endpoint):
         if allowed is not None:
             allowed.check(endpoint)
@@ -193,7 +183,6 @@ def connect(socket: Socket, endpoint: str, allowed: AllowedPeers | None = None) 
 
 
 def is_numeric(endpoint: str) -> bool:
-    """Whether ZeroMQ can connect to ``endpoint`` without asking a name server."""
     if not endpoint.startswith("tcp://"):
         return "://" in endpoint
     try:
@@ -204,12 +193,12 @@ def is_numeric(endpoint: str) -> bool:
 
 
 def host_of(endpoint: str) -> str:
-    """HOST of tcp://HOST:PORT; empty when there is none, or no port."""
+    """Return HOST of tcp://HOST:PORT, or ""."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
 def with_brackets(host: str) -> str:
-    """Return ``host`` as it stands in an endpoint: an IPv6 address has brackets there."""
+    """Return ``host`` in endpoint notation: IPv6 in brackets."""
     try:
         is_bare = ipaddress.ip_address(host.partition("%")[0]).version == 6
     except ValueError:
@@ -218,7 +207,6 @@ def with_brackets(host: str) -> str:
 
 
 def bound_endpoint(socket: Socket) -> str:
-    """The endpoint that a bound socket really has, with the port that the system chose."""
     endpoint = socket.get(zmq.LAST_ENDPOINT)
     return bytes(endpoint).rstrip(b"\0").decode()
 
@@ -226,7 +214,7 @@ def bound_endpoint(socket: Socket) -> str:
 def _open(context: BusContext, kind: int, options: SocketOptions) -> Socket:
     try:
         socket: Socket = context.socket(kind)
-    except zmq.ZMQError as error:  # there are no descriptors
+    except zmq.ZMQError as error:  # out of descriptors
         raise ConfigError(f"cannot open a socket: {zmq.strerror(error.errno or 0)}") from error
     socket.set(zmq.LINGER, _LINGER_MS)
     socket.set(zmq.SNDHWM, options.hwm)
@@ -242,11 +230,11 @@ def _open(context: BusContext, kind: int, options: SocketOptions) -> Socket:
     return socket
 
 
-# Not ZeroMQ's heartbeats: its timer for them goes on when a connection has failed that was not read
-# at that moment, as its queue was full. Then libzmq 4.3.5 ends the process ("!_io_error"). Whoever
-# asks without reading the answers, and goes, can have that.
+# ZeroMQ's own heartbeats are not used. Their timer keeps running after a connection fails that was
+# not being read because its queue was full. libzmq 4.3.5 then aborts the process ("!_io_error"). A
+# peer could cause this: send requests, read no replies, and disconnect.
 def _keep_alive(socket: Socket) -> None:
-    """A peer that is gone without a word is found by TCP, after four times `_KEEPALIVE_S`."""
+    """Let TCP detect a silent peer after four times `_KEEPALIVE_S`."""
     socket.set(zmq.TCP_KEEPALIVE, 1)
     socket.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
     socket.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S)
@@ -255,9 +243,9 @@ def _keep_alive(socket: Socket) -> None:
 
 
 def _bind(socket: Socket, endpoint: str) -> Socket:
-    """Bind to ``endpoint``; of tcp://HOST:FIRST-LAST to the first port that is free."""
+    """Bind to ``endpoint``; for tcp://HOST:FIRST-LAST, to the first free port."""
     with _closed_on_error(socket, f"cannot bind {endpoint}", endpoint):
-        # Of "*" ZeroMQ makes one socket for IPv6 and IPv4, or for IPv4 where there is no IPv6.
+        # For "*" ZeroMQ opens one socket for IPv6 and IPv4, or for IPv4 only without IPv6.
         socket.set(zmq.IPV6, "[" in endpoint or host_of(endpoint) == "*")
         *others, last = port_range(endpoint)
         for one in others:
@@ -269,7 +257,6 @@ def _bind(socket: Socket, endpoint: str) -> Socket:
 
 
 def port_range(endpoint: str) -> list[str]:
-    """The endpoints of tcp://HOST:FIRST-LAST; of any other just that one."""
     host, _, ports = endpoint.rpartition(":")
     first, dash, last = ports.partition("-")
     if not (endpoint.startswith("tcp://") and dash):
@@ -278,7 +265,6 @@ def port_range(endpoint: str) -> list[str]:
 
 
 def _require_port(endpoint: str) -> None:
-    """Raise `ConfigError` for what is no endpoint, and for a name that has no port."""
     host, port = host_of(endpoint), endpoint.rpartition(":")[2]
     if endpoint.startswith("tcp://") and (bracketed := with_brackets(host)) != host:
         raise ConfigError(
@@ -293,7 +279,7 @@ def _require_port(endpoint: str) -> None:
 
 @contextlib.contextmanager
 def _closed_on_error(socket: Socket, what: str, endpoint: str) -> Iterator[None]:
-    """Close the socket when the block fails; what ZeroMQ refuses is a `ConfigError`."""
+    """Close the socket on an error. ZeroMQ errors become `ConfigError`."""
     try:
         yield
     except zmq.ZMQError as error:

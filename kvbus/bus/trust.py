@@ -1,6 +1,6 @@
-"""Whom sockets speak with: CURVE keys, the check of each, addresses, and the user of a connection.
+"""Peer authentication: CURVE keys, ZAP checks, addresses, and the UID of a local connection.
 
-Keys are text everywhere: 40 characters of Z85.
+Keys are text: 40 characters of Z85.
 """
 
 import asyncio
@@ -25,22 +25,20 @@ HANDSHAKE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """Who this process is: others are told ``public``, and never ``secret``."""
-
     public: str
     secret: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCurve:
-    """A socket that binds: clients must know its public key, and be let in by a `KeyCheck`."""
+    """Keys of a binding socket. A `KeyCheck` admits its clients."""
 
     keys: KeyPair
     domain: str
-    """What the `KeyCheck` is told of the socket."""
+    """ZAP domain of the socket."""
 
     def apply(self, socket: Socket) -> None:
-        """Set the options; without a `KeyCheck` in the context no client is let in."""
+        """Set the options. Without a `KeyCheck` in the context every client is rejected."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.keys.secret.encode())
         socket.set(zmq.ZAP_DOMAIN, self.domain.encode())
@@ -50,13 +48,12 @@ class ServerCurve:
 
 @dataclass(frozen=True, slots=True)
 class ClientCurve:
-    """A socket that connects, to a server that has ``server_key`` and to no other."""
+    """Keys of a connecting socket. Only the owner of ``server_key`` is accepted."""
 
     keys: KeyPair
     server_key: str
 
     def apply(self, socket: Socket) -> None:
-        """Set the options; raises `ConfigError` when ``server_key`` is no key."""
         require_key(self.server_key)
         socket.set(zmq.CURVE_SERVERKEY, self.server_key.encode())
         socket.set(zmq.CURVE_PUBLICKEY, self.keys.public.encode())
@@ -65,13 +62,12 @@ class ClientCurve:
 
 
 def new_key_pair() -> KeyPair:
-    """A fresh pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
 
 
 def key_pair_of(secret: str) -> KeyPair:
-    """The pair of a secret key; raises `ConfigError` when it is no key."""
+    """Raises `ConfigError` if ``secret`` is not a key."""
     require_key(secret)
     return KeyPair(zmq.curve_public(secret.encode()).decode(), secret)
 
@@ -94,19 +90,16 @@ _NUM_FRAMES = 9
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """Who asks to be let in: the public key, the address, and the domain of the socket."""
-
     key: str
     address: str
     domain: str
 
 
 class KeyCheck(SocketActor):
-    """Asks ``admit`` about each handshake; make it before the sockets that need it are bound.
+    """ZAP handler that calls ``admit`` for each handshake. Create it before the sockets bind.
 
-    The key of who is let in is the ``User-Id`` of all its messages. One who is refused is told so,
-    by a code alone (400), and does not try again by itself. While this does not run, handshakes
-    wait.
+    The admitted key becomes the ``User-Id`` of all messages. A rejected client gets code 400 and
+    does not retry. Handshakes wait while this does not run.
     """
 
     def __init__(
@@ -115,7 +108,7 @@ class KeyCheck(SocketActor):
         super().__init__()
         self._admit = admit
         self._answering = set[asyncio.Task[None]]()
-        socket: Socket = context.socket(zmq.ROUTER)  # a REP must answer one question before another
+        socket: Socket = context.socket(zmq.ROUTER)  # a REP must answer one request before the next
         socket.set(zmq.LINGER, 0)
         socket.bind(ZAP_ENDPOINT)
         self._pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail)
@@ -144,22 +137,21 @@ class KeyCheck(SocketActor):
                 key = key if await self._admit(applicant) else ""
             code = _LET_IN if key else _REFUSED
             self._pump.send(sender, delimiter, _VERSION, request, code, b"", key.encode(), b"")
-        except Exception as error:  # a bug of ours: nobody could connect any more
+        except Exception as error:  # a kvbus bug: no client could connect any more
             self._fail(error)
 
 
 class AllowedPeers:
-    """Addresses or networks, each with any port, one, or a range of them.
+    """Addresses and networks, with any port, one port, or a range: ``10.1.0.0/16:7501``.
 
-    ``10.0.0.7``, ``10.1.0.0/16:7501``, ``[fd00::/8]:7000-7999``. Names are not compared: what is
-    checked is the number that ZeroMQ is given.
+    IPv6 has brackets: ``[fd00::/8]:7000-7999``. Names are not compared, only the numeric address.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
         self._allowed = [_parse(entry) for entry in entries]
 
     def check(self, endpoint: str) -> None:
-        """Raise `LocalError` (``forbidden``) unless the numeric ``endpoint`` is one of these."""
+        """Raise `LocalError` (``forbidden``) unless the numeric ``endpoint`` is allowed."""
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
         plain = getattr(address, "ipv4_mapped", None) or address
@@ -191,19 +183,18 @@ def _parse(entry: str) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, r
     return network, allowed
 
 
-# <linux/inet_diag.h>: a netlink header and a request for one socket, by its two ends and no cookie;
-# the answer has the socket's owner and inode behind its header, state, ends and counters. A socket
-# that was closed has no inode, and its owner reads as 0, which is not root's then.
+# <linux/inet_diag.h>: a netlink header and a request for one socket, by its two ends and without a
+# cookie. In the reply, the owner and inode follow the header, state, ends and counters. A closed
+# socket has no inode; its owner reads as 0, which does not mean root.
 _NETLINK_SOCK_DIAG, _BY_FAMILY, _IS_REQUEST, _ANY = 4, 20, 1, 0xFFFFFFFF
 _ASKED = struct.Struct("=LHHLL4BL")
 _TYPE_AT, _OWNER_AT = 4, 80
 
 
 def is_of_same_user(fd: int) -> bool:
-    """Whether a process of this user, or of root, is at the other end of a TCP connection.
+    """Return whether this user or root owns the other end of a TCP connection.
 
-    The kernel is asked for the socket there, so it is false for one of another machine or network
-    namespace, and where the kernel does not tell.
+    False for another machine or network namespace, or if the kernel gives no answer.
     """
     try:
         return _owner_at_other_end(fd) in (0, os.geteuid())
