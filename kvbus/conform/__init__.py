@@ -1,10 +1,8 @@
-"""The command that plays an agent for somebody's engine, and says what the engine did wrong.
+"""Conformance test of an engine: a command that plays its agent and reports violations.
 
     COMMAND ◀── lines ── Stage, scenes ──▶ PlayedAgent ──▶ Book ──▶ report
        │                                     ▲   │
-       └──── attach, engine socket ──────────┘   └─ what it sees of each message
+       └──── attach, engine socket ──────────┘   └─ each message, checked
 
-It needs no NIXL, and no other agent. It uses the declarations of messages and memory, and no code
-of agents or of the SDK, as a mistake that both make would not be seen. So it attaches, takes frames
-and maps memory by itself.
+It uses no code of agents or of the SDK, because it would not detect a shared mistake.
 """

@@ -1,8 +1,7 @@
-"""Plays an agent: its two sockets, what it answers unless it is told otherwise, its notices.
+"""Played agent: its two sockets, its default answers, its notices.
 
-One thread, no event loop: everything happens inside `until`, which scenes call while they wait.
-It reads bytes and raw frames itself, as what it has to check is whether the engine keeps to the
-page, and not to how this project's own agents happen to read it.
+One thread without an event loop: everything runs inside `until`. It parses bytes itself, to check
+the documented protocol rather than kvbus's reading of it.
 """
 
 import fcntl
@@ -46,25 +45,23 @@ from kvbus.protocol.word import WORDS_BYTES
 TICK_MS = 50
 BACKLOG = 64
 LOWEST_FIRST_ID, END_OF_FIRST_IDS = 1_000, 2**53
-"""A random number below the latter is below the former once in nine million million sessions."""
+"""Limits of a session's first request id: a random one is too low once in 9e12 sessions."""
 MAX_BOOT_CHARS = 64
 WANTED_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 Answer = Mapping[str, Any]
-"""``ok`` or ``error`` of a reply."""
 OK: Answer = {"ok": {}}
 
 
 def refusal(code: str, message: str, **detail: str | int | float) -> Answer:
-    """An ``error``."""
     return {"error": {"code": code, "message": message, "detail": detail}}
 
 
 class PlayedAgent:
-    """An agent of this role, with sockets in ``folder``.
+    """Agent with one role, and sockets in ``folder``.
 
-    ``answering`` has what answers each operation, with None when that is done later; those in
-    ``held`` are for a scene to answer.
+    ``answering`` has a handler for each operation; None as its answer means later. Scenes answer
+    the operations in ``held``.
     """
 
     def __init__(self, folder: Path, engine: EngineCommand, role: AgentRole, book: Book) -> None:
@@ -85,7 +82,6 @@ class PlayedAgent:
         self._used_boots: set[str] = set()
 
     def open(self) -> None:
-        """Come up as a new process of the agent."""
         self._num_boots += 1
         self.boot = f"{self._num_boots:032x}"
         self._lifeline = list(os.pipe())
@@ -107,7 +103,7 @@ class PlayedAgent:
         self._listener.setblocking(False)
 
     def close(self) -> None:
-        """Go away as a process does that is killed."""
+        """End like a killed process."""
         self.hang_up()
         self._listener.close()
         self.engine.attach_path.unlink()
@@ -115,7 +111,6 @@ class PlayedAgent:
         close_all(self._lifeline)
 
     def hang_up(self) -> None:
-        """End all attach connections, and so all sessions."""
         for session in self._connections:
             session.close()
         self._connections.clear()
@@ -130,33 +125,30 @@ class PlayedAgent:
 
     @property
     def sessions(self) -> list[Session]:
-        """Those of the engine's processes that are attached now."""
         return [one for one in self._connections if one.boot and not one.closed]
 
     @property
     def spec(self) -> EngineSpec | None:
-        """The engine, as the first session that registered states it."""
+        """Engine as stated by the first registered session."""
         registered = (one.registered for one in self.sessions)
         return next((body.engine for body in registered if body), None)
 
     @property
     def places(self) -> list[RegionView]:
-        """The memory of all ranks that can be mapped."""
         return [place for session in self.sessions for place in session.places]
 
     @property
     def words(self) -> memoryview | None:
-        """The page of words, as integers of 64 bits; None of an engine without one."""
+        """Page of words as 64-bit integers."""
         return next((one.words for one in self.sessions if one.words is not None), None)
 
     @property
     def files(self) -> set[tuple[int, int]]:
-        """The files of all segments that are mapped now."""
+        """Device and inode of each mapped segment."""
         return {file for session in self.sessions for file in session.files}
 
     @property
     def is_complete(self) -> bool:
-        """Whether the control session and all ranks are registered."""
         bodies = [one.registered for one in self.sessions if one.registered]
         control = next((body for body in bodies if body.rank is None), None)
         if control is None:
@@ -166,7 +158,6 @@ class PlayedAgent:
         return ranks | elsewhere == set(range(control.engine.num_ranks))
 
     def until(self, condition: Callable[[], object], within_s: float) -> bool:
-        """Play on until the condition holds; False when it does not in time."""
         deadline = time.monotonic() + within_s
         while not condition():
             if time.monotonic() >= deadline:
@@ -175,12 +166,11 @@ class PlayedAgent:
         return True
 
     def play(self, seconds: float) -> None:
-        """Play on for so long."""
         self.until(lambda: False, seconds)
 
     @contextmanager
     def holding(self, op: str) -> Iterator[None]:
-        """Leave to the caller what asks for this operation within the block."""
+        """Leave requests of this operation to the caller."""
         self.held.add(op)
         try:
             yield
@@ -188,7 +178,6 @@ class PlayedAgent:
             self.held.discard(op)
 
     def answer(self, asked: EngineRequest) -> None:
-        """Answer a request as its operation is answered."""
         asked.taken = True
         answer: Answer | None = refusal("invalid", "the body is not as the page wants it")
         if asked.body is not None:
@@ -197,24 +186,22 @@ class PlayedAgent:
             self.reply(asked, answer)
 
     def refuse(self, asked: EngineRequest, code: str, **detail: str | int | float) -> None:
-        """Answer with an error."""
         self.reply(asked, refusal(code, f"kvbus conform says {code}", **detail))
 
     def reply(self, asked: EngineRequest, answer: Answer) -> None:
-        """Send the one answer to a request, with a field that no version has."""
+        """Send the reply, with a field of no version."""
         asked.taken = True
         later = {"a_later_field": [1]}
         self._reply(asked.session.identity, asked.request_id, {**later, **answer})
 
     def notify(self, op: str, body: Message | Mapping[str, Any]) -> None:
-        """Send a notice to the control session."""
         for session in self.sessions:
             if session.registered and session.registered.rank is None:
                 session.last_seq += 1
                 self._post(session.identity, encode_notice(op, session.last_seq, self.boot, body))
 
     def asked(self, op: str, since: int = 0) -> list[EngineRequest]:
-        """The requests of this operation, those behind the first ``since`` requests of all."""
+        """Return the requests of ``op`` after the first ``since`` of the log."""
         return [asked for asked in self.log[since:] if asked.op == op]
 
     def _reply(self, identity: bytes, request_id: int, answer: Answer) -> None:
@@ -248,7 +235,6 @@ class PlayedAgent:
         self._answer_all()
 
     def _answer_all(self) -> None:
-        """Answer what waits: what came in a silence after that, `ready` once all is there."""
         while asked := next(filter(self._may_answer, self.log), None):
             self.answer(asked)
 
@@ -388,7 +374,7 @@ class PlayedAgent:
         body = self._read_body(request)
         session = next((one for one in self.sessions if one.boot == request.boot), None)
         known = f"`{request.op}` with boot id {request.boot!r}, which is not attached"
-        # A session that has just ended may still have messages on their way.
+        # Messages of a session that has just ended may still arrive.
         was_attached = request.boot in self._used_boots
         self.book.expect("frames.boot", session is not None or was_attached, known)
         if session is None:

@@ -1,4 +1,4 @@
-"""The command ``kvbus conform``: its options, its progress, its report, its exit status."""
+"""The command ``kvbus conform``."""
 
 import shutil
 import textwrap
@@ -53,11 +53,11 @@ def conform(
     """Check whether an engine keeps to the protocol, by playing its agent.
 
     COMMAND is started with `KVBUS_ATTACH`, the path of the attach socket, and `KVBUS_ROLE`. It
-    is told on its stdin what to offer or fetch, and says on its stdout what became of it: see
-    docs/conformance.md. The agent answers late, refuses, dies and comes back; it maps the engine's
-    memory and compares it. It needs no NIXL, no GPU and no other agent.
+    reads on stdin what to offer or fetch, and reports the results on stdout: see
+    docs/conformance.md. The agent replies late, refuses, crashes and restarts; it maps the engine's
+    memory and compares it. No NIXL, GPU or other agent is needed.
 
-    Exit status 0: no rule was broken. 1: one was. 2: a mistake in an option or the command.
+    Exit status 0: no rule was broken. 1: a rule was broken. 2: bad option or command.
     """
     wanted = scene or []
     known = scenes_of(role)
@@ -88,7 +88,6 @@ def conform(
 
 
 def sentence_of(outcomes: Sequence[RuleOutcome]) -> str:
-    """What all come to."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     failed = ", ".join(one.name for one in outcomes if one.verdict is Verdict.FAILED)
     if failed:
@@ -99,16 +98,12 @@ def sentence_of(outcomes: Sequence[RuleOutcome]) -> str:
 
 
 def exit_status_of(outcomes: Sequence[RuleOutcome]) -> int:
-    """1 when a rule failed, or none was tried."""
     verdicts = {outcome.verdict for outcome in outcomes}
     return int(Verdict.FAILED in verdicts or Verdict.PASSED not in verdicts)
 
 
 def report_of(outcomes: Sequence[RuleOutcome]) -> str:
-    """All rules, then what was seen of those that failed, then the sentence.
-
-    Of an engine that did not even start the failure alone: it is why nothing else was tried.
-    """
+    """Return the report; for an engine that did not start, only that failure."""
     lines = []
     is_tried = any(one.verdict is Verdict.PASSED for one in outcomes)
     for one in outcomes if is_tried else ():

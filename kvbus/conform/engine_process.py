@@ -1,7 +1,4 @@
-"""The process of the engine under test: its environment, its lines in both directions.
-
-An engine may print what it likes between the lines that are waited for.
-"""
+"""Process of the engine under test."""
 
 import os
 import select
@@ -21,7 +18,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class EngineCommand:
-    """The command, which `start` starts each time as a new process."""
+    """Command that `start` runs, each time as a new process."""
 
     def __init__(self, command: Sequence[str], attach_path: Path, role: AgentRole, log: Path):
         self.attach_path = attach_path
@@ -36,11 +33,10 @@ class EngineCommand:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
         return self._child is not None and self._child.is_alive
 
     def start(self) -> None:
-        """Start the command; raises `ConfigError` when it cannot be."""
+        """Raises `ConfigError` if the command cannot be started."""
         self._rest = b""
         self._child = Child.start(
             "engine", self._command, log=self._log, stdin=PIPE, stdout=PIPE, env=self._env
@@ -48,10 +44,7 @@ class EngineCommand:
         os.set_blocking(_pipe(self._child.process.stdout).fileno(), False)
 
     def stop(self, within_s: float = END_S) -> int | None:
-        """Close its stdin, read what it says, kill it if it takes longer.
-
-        Returns its exit status, None if it was not started.
-        """
+        """Close its stdin, read its output, kill it after ``within_s``; return its exit status."""
         if self._child is None:
             return None
         self.hush()
@@ -65,16 +58,13 @@ class EngineCommand:
         return status
 
     def hush(self) -> None:
-        """Close its stdin, which tells it to end."""
         if self._child is not None:
             self._child.ask_to_end()
 
     def fileno(self) -> int | None:
-        """Its stdout, for a poller; None when it was not started."""
         return None if self._child is None else _pipe(self._child.process.stdout).fileno()
 
     def say(self, *words: object) -> None:
-        """Write a line to its stdin, which it may have closed."""
         if self._child is not None:
             stdin = _pipe(self._child.process.stdin)
             with suppress(BrokenPipeError):
@@ -82,7 +72,6 @@ class EngineCommand:
                 stdin.flush()
 
     def on_readable(self) -> bool:
-        """Take in what it printed; False at the end of its output."""
         output = self.fileno()
         if output is None:
             return False
@@ -96,11 +85,10 @@ class EngineCommand:
         return bool(chunk)
 
     def told(self, word: str, name: int) -> list[str]:
-        """What it said of this name, one text for each line that begins so."""
+        """Return the rest of each line that begins with ``word`` and ``name``."""
         return [" ".join(line[2:]).strip() for line in self._lines if line[:2] == [word, str(name)]]
 
     def last_words(self) -> str:
-        """How it ended, and the end of its log."""
         return (
             "it was not started" if self._child is None else self._child.lost("is silent").message
         )

@@ -1,7 +1,6 @@
-"""Plays a decode agent: checks tables of fetches, and writes into their blocks as transfers do.
+"""Played decode agent: it checks the tables of fetches and writes into their blocks.
 
-What it writes before a fetch is over is wrong on purpose: an engine that uses it, or writes into
-blocks that are not its own yet, is seen.
+It writes wrong numbers until a fetch is over, to detect early use and foreign writes.
 """
 
 import json
@@ -26,12 +25,10 @@ from kvbus.protocol.message import Message, to_body
 
 EARLY_S, NUM_SPOILT = 0.5, 3
 WRONG_BY = 89
-"""Added to a job's name it gives numbers of which none is right: no multiple of 251."""
+"""Offset of a job's name that makes every number wrong: not a multiple of 251."""
 
 
 class FetchStage(Stage):
-    """The fetches of one decode engine."""
-
     op, over_word, rules = StartFetch.op, "fetched", DECODE
 
     def __init__(self, agent: PlayedAgent, patience_s: float, start_s: float) -> None:
@@ -49,7 +46,6 @@ class FetchStage(Stage):
         return str(body.ticket.get("request_id")) if isinstance(body, StartFetch) else ""
 
     def finish(self, job: Job) -> None:
-        """The right numbers land, and the fetch is completed."""
         self.land(job)
         self.end(job, Outcome.COMPLETED)
 
@@ -59,19 +55,19 @@ class FetchStage(Stage):
         return self.book.expect("fetch.numbers", told == ["completed 0"], seen)
 
     def lose(self, job: Job, *, same_memory: bool) -> None:
-        """In the same memory the blocks are not free: the agent's process has not ended."""
+        """With the same memory the agent's process may still write into the blocks."""
         super().lose(job, same_memory=same_memory)
         self.book.expect("fetch.lost_blocks", True)
         if same_memory:
             self._lost.append((self.agent.boot, job))
 
     def settle_lost(self, job: Job) -> bool:
-        """An engine ends a fetch with its agent, or repeats it: then all is read once more."""
+        """The fetch fails with its agent, or is repeated; then all KV is checked again."""
         self.wait(lambda: self.told_over(job) or job.again)
         return self.end_well(job) if job.again else bool(self.told_over(job))
 
     def land(self, job: Job) -> None:
-        """The right numbers are there; the engine is told, if it asked for that."""
+        """Write the right numbers, with a notice if requested."""
         if job.written == job.name:
             return
         self.check_untouched(job)
@@ -82,7 +78,6 @@ class FetchStage(Stage):
             self.agent.notify(landed.op, landed)
 
     def end(self, job: Job, outcome: Outcome, *, blocks_free: bool = True, code: str = "") -> None:
-        """Answer that a fetch has ended so."""
         if job.asked is None:
             return
         job.over |= blocks_free
@@ -98,13 +93,13 @@ class FetchStage(Stage):
         self.agent.reply(job.asked, {"ok": to_body(fetched)})
 
     def free(self, job: Job) -> None:
-        """Nothing writes into the blocks any more; until now nothing else did."""
+        """Free the blocks, after checking that only this agent wrote into them."""
         self.check_untouched(job)
         job.over = True
         self.agent.notify(BlocksFreed.op, BlocksFreed(fetch_id=job.handoff_id))
 
     def spoil(self, job: Job) -> int:
-        """Change some bytes of the first row of a fetch; returns how many."""
+        """Corrupt bytes of the fetch's first row and return their number."""
         for place, table, start, _ in self._covered(job):
             kv = place.read(table, start, start + 1)
             row = kv[0, 0, 0, 0].reshape(-1)
@@ -114,7 +109,7 @@ class FetchStage(Stage):
         return 0
 
     def check_untouched(self, job: Job) -> None:
-        """The blocks of a fetch have what was written from here, and nothing else."""
+        """Check that the blocks hold exactly the bytes written from here."""
         for place, table, start, stop in self._covered(job):
             want = place.numbers(job.written, start, stop)
             wrong = place.difference(place.read(table, start, stop), want, start)
@@ -122,7 +117,7 @@ class FetchStage(Stage):
             self.book.expect("fetch.blocks", not wrong, seen)
 
     def told(self, job: Job, rule: str, word: str) -> None:
-        """The engine says in time, and once, that a job has ended so."""
+        """Check that the engine reports this end in time, and once."""
         self.wait(lambda: self.told_over(job))
         told = self.told_over(job)
         right = len(told) == 1 and told[0].startswith(word)
@@ -177,7 +172,7 @@ class FetchStage(Stage):
         return ""
 
     def _check_blocks(self, new: Job) -> None:
-        """The blocks of a new fetch are not those of another, nor of one that a hang-up ended."""
+        """Check that a new fetch shares no blocks with a live one or a lost one."""
         for job in self.jobs.values():
             both = "" if job.over or job is new else _common(new, job)
             seen = f"request {new.name}: {both} are those of request {job.name}"
@@ -195,7 +190,6 @@ class FetchStage(Stage):
 
 
 def _common(one: Job, other: Job) -> str:
-    """Which blocks two fetches have both, in words; empty when none."""
     for group in one.tables.keys() & other.tables.keys():
         both = set(one.tables[group].array().tolist()) & set(other.tables[group].array().tolist())
         if both:
@@ -204,7 +198,7 @@ def _common(one: Job, other: Job) -> str:
 
 
 def shapes(stage: FetchStage) -> None:
-    """From the first token and from within a block, over windows, none at all."""
+    """Fetches from the first token, from within a block, over windows, and of nothing."""
     block, window = stage.block_size, stage.window
     wanted = (
         (0, 1),
@@ -221,7 +215,7 @@ def shapes(stage: FetchStage) -> None:
 
 
 def counts(stage: FetchStage) -> None:
-    """Wrong numbers lie there at first, then right ones land; of the next fetch some stay wrong."""
+    """Wrong numbers precede the right ones. In the next fetch some stay wrong."""
     job = stage.taken(stage.begin(2 * stage.block_size))
     stage.agent.play(EARLY_S)
     stage.land(job)
@@ -241,7 +235,7 @@ def counts(stage: FetchStage) -> None:
 
 
 def failed(stage: FetchStage) -> None:
-    """Fetches that fail, with known and unknown codes."""
+    """Fetches fail with known and unknown codes."""
     for code in ("peer_lost", "moon_phase"):
         job = stage.taken(stage.begin(20))
         stage.land(job)
@@ -250,7 +244,7 @@ def failed(stage: FetchStage) -> None:
 
 
 def blocks(stage: FetchStage) -> None:
-    """Blocks that a transfer still writes into, while the engine needs blocks."""
+    """A transfer still writes into blocks while the engine needs blocks."""
     job, cancelled = stage.begin(20), stage.begin(20)
     stage.taken(job, cancelled)
     stage.end(job, Outcome.FAILED, blocks_free=False, code="timeout")

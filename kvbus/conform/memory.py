@@ -1,14 +1,14 @@
-"""Maps the memory that an engine described, and reads and writes KV in it by token position.
+"""Access to the KV in an engine's memory by token position.
 
-Arrays of KV have the axes
+KV arrays have the axes
 
     position, layer, part, head, dim, byte of an element
 
-The known numbers: byte `i` of the row of one head, of one layer, part and position, is
+Known numbers: byte `i` of the row of one head, layer, part and position is
 
     (101 * NAME + 59 * layer + 37 * part + 7 * position + 23 * head + 3 * i) modulo 251
 
-where NAME is the request's, `part` counts in the group's `parts`, and layers and heads are global.
+NAME is the request's name, `part` the index in the group's `parts`. Layers and heads are global.
 """
 
 import mmap
@@ -30,7 +30,7 @@ from kvbus.geometry import (
 
 Bytes = npt.NDArray[np.uint8]
 Segments = Mapping[str, mmap.mmap | None]
-"""The segments of a rank by their ids; None for one of a GPU, which is not mapped."""
+"""Segments by id; None for GPU memory, which is not mapped."""
 _ORDER = (
     AxisName.BLOCK,
     AxisName.TOKEN,
@@ -44,7 +44,7 @@ _MODULUS = 251
 
 @dataclass(frozen=True, slots=True)
 class RegionView:
-    """One region of one rank: ``view`` has the axes block, token, layer, part, head, dim, byte."""
+    """Region of one rank: ``view`` has the axes block, token, layer, part, head, dim, byte."""
 
     rank: int
     group: GroupSpec
@@ -52,16 +52,13 @@ class RegionView:
     view: Bytes
 
     def read(self, table: BlockTable, start: int, stop: int) -> Bytes:
-        """A copy of the KV of these positions."""
         copied: Bytes = self.view[self._slots(table, start, stop)]
         return copied
 
     def write(self, table: BlockTable, start: int, kv: Bytes) -> None:
-        """Write KV from this position on."""
         self.view[self._slots(table, start, start + len(kv))] = kv
 
     def numbers(self, name: int, start: int, stop: int) -> Bytes:
-        """The known numbers that the KV of these positions must have."""
         shape = self.view.shape
         parts = [self.group.parts.index(part) for part in self.region.parts]
         row = np.arange(shape[5] * shape[6]).reshape(shape[5:])
@@ -77,7 +74,7 @@ class RegionView:
         return numbers
 
     def difference(self, have: Bytes, want: Bytes, start: int) -> str:
-        """The first byte from position ``start`` on that is wrong, in words; empty if none is."""
+        """Describe the first wrong byte, or return ""."""
         differs = np.argwhere(have != want)
         if not len(differs):
             return ""
@@ -98,8 +95,6 @@ class RegionView:
 
 @dataclass(frozen=True, slots=True)
 class LiveWord:
-    """The word of an offer, as the agent has made it live."""
-
     page: memoryview
     number: int
     value: int
@@ -111,7 +106,6 @@ class LiveWord:
 
 
 def places_of(engine: EngineSpec, rank: RankSpec, segments: Segments) -> list[RegionView]:
-    """The regions of a rank whose description was checked, those that can be mapped."""
     return [
         RegionView(rank.rank, group, region, _view(group, region, segment))
         for region in rank.regions
@@ -125,7 +119,6 @@ def covered(
     first_token: int,
     num_tokens: int,
 ) -> Iterator[tuple[RegionView, BlockTable, int, int]]:
-    """Each place that holds KV of these tokens, with its table and its positions."""
     for place in places:
         start, stop = place.group.positions(first_token, num_tokens)
         if stop > start and place.group.name in tables:

@@ -1,4 +1,4 @@
-"""Plays a prefill agent: checks tables and numbers of offers, and that they stay as they are."""
+"""Played prefill agent: it checks the tables and numbers of offers."""
 
 import json
 from functools import partial
@@ -24,8 +24,6 @@ from kvbus.protocol.word import NUM_WORDS
 
 
 class OfferStage(Stage):
-    """The offers of one prefill engine."""
-
     op, over_word, rules = MakeOffer.op, "released", PREFILL
 
     def __init__(self, agent: PlayedAgent, patience_s: float, start_s: float) -> None:
@@ -56,7 +54,7 @@ class OfferStage(Stage):
         return ended and once and self._is_right(job, tickets[0])
 
     def release(self, job: Job, outcome: Outcome) -> None:
-        """Tell the engine that an offer has ended so; its blocks were unchanged until now."""
+        """End an offer, after checking that its blocks are unchanged."""
         for kept in job.kept:
             now = kept.place.read(kept.table, kept.start, kept.start + len(kept.kv))
             wrong = kept.place.difference(now, kept.kv, kept.start)
@@ -93,9 +91,9 @@ class OfferStage(Stage):
         self._announce(job, body.num_tokens)
         return {"ok": {"offer_id": job.handoff_id, "ticket": ticket_of(job), "later": None}}
 
-    # The engine may write to the blocks of an offer that has ended only after it has closed the
-    # word. The agent sees this when the blocks come with another offer: the numbers of that one are
-    # in them by then. The played agent closes no word itself, as an agent that was killed.
+    # The engine may write to the blocks of an ended offer only after it has closed the word. The
+    # agent sees a violation when the blocks arrive in another offer: they hold new numbers by then.
+    # The played agent closes no word itself, like an agent that was killed.
     def _look_at_words(self, job: Job) -> None:
         for other in self.jobs.values():
             if other.over and other.word and _share_blocks(other, job):
@@ -122,8 +120,8 @@ class OfferStage(Stage):
         if not same_memory:
             job.word = None
 
-    # An engine ends an offer with its agent, or publishes it again to the next one. Then all of it
-    # is looked at once more, and it ends well.
+    # An engine ends an offer with its agent, or publishes it again to the next one. Then the whole
+    # offer is checked once more, and it completes.
     def settle_lost(self, job: Job) -> bool:
         self.wait(lambda: self.told_over(job) or job.again)
         if not job.again:
@@ -207,7 +205,7 @@ class OfferStage(Stage):
         return ""
 
     def _announce(self, job: Job, num_tokens: int) -> None:
-        """Check the numbers of all tokens that are ready now, and keep them."""
+        """Check the numbers of all ready tokens, and keep their KV."""
         self._look_at_words(job)
         job.num_ready, job.kept = num_tokens, []
         for place, table, first, stop in covered(self.agent.places, job.tables, 0, num_tokens):
@@ -248,7 +246,7 @@ def grows(stage: OfferStage) -> None:
 
 
 def blocks(stage: OfferStage) -> None:
-    """Of several offers one is withdrawn: the blocks of all stay until `released`."""
+    """An offer is withdrawn. Its blocks and all others stay in use until `released`."""
     block, before = stage.block_size, len(stage.agent.log)
     first, *others = stage.begin(block + 1), stage.begin(block), stage.begin(2 * block)
     stage.taken(first, *others)
@@ -264,7 +262,7 @@ def blocks(stage: OfferStage) -> None:
 
 
 def words(stage: OfferStage) -> None:
-    """The agent dies with an offer whose word is open; then all blocks are used at once."""
+    """The agent crashes while an offer's word is open. Then all blocks are used."""
     job = stage.taken(stage.begin(stage.block_size))
     if job.word is None:
         stage.book.untried("offer.word", "the engine names no words")

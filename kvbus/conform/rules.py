@@ -1,7 +1,4 @@
-"""What is checked, and what was seen of it: how often it was looked at, and what was wrong.
-
-Names of rules stay the same.
-"""
+"""Rules and their observations. Rule names are stable."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -18,7 +15,7 @@ PAGE = "docs/protocol-engine.md"
 
 
 class Rule(NamedTuple):
-    """One thing that an engine must do; ``anchor`` is a heading of docs/protocol-engine.md."""
+    """Requirement on an engine. ``anchor`` is a heading of docs/protocol-engine.md."""
 
     name: str
     anchor: str
@@ -104,16 +101,12 @@ RULES = {rule.name: rule for rule in (*BOTH, *PREFILL, *DECODE)}
 
 
 class Verdict(StrEnum):
-    """What came of a rule."""
-
     PASSED = "passed"
     FAILED = "failed"
     UNTRIED = "untried"
 
 
 class RuleOutcome(msgspec.Struct):
-    """One rule, what came of it, and what was seen; ``page`` says where the rule stands."""
-
     name: str
     verdict: Verdict
     page: str
@@ -124,15 +117,13 @@ class RuleOutcome(msgspec.Struct):
 
 
 class Book:
-    """What was seen, by the name of the rule that it is about."""
-
     def __init__(self) -> None:
         self._looks = Counter[str]()
         self._wrong = defaultdict[str, list[str]](list)
         self._untried: dict[str, str] = {}
 
     def expect(self, rule: str, holds: bool, seen: str = "") -> bool:
-        """Take note of one look; ``seen`` says what was seen where it does not hold."""
+        """Record one check; ``seen`` describes a violation."""
         name = RULES[rule].name
         self._looks[name] += 1
         if not holds:
@@ -141,7 +132,7 @@ class Book:
 
     @contextmanager
     def reading(self, rule: str) -> Iterator[None]:
-        """One look, at what the block reads: it holds unless that raises `ProtocolError`."""
+        """Record one check, which fails if the block raises `ProtocolError`."""
         try:
             yield
         except ProtocolError as error:
@@ -152,16 +143,13 @@ class Book:
         self.expect(rule, True)
 
     def untried(self, rule: str, why: str) -> None:
-        """Say why a rule could not be tried."""
         self._untried[RULES[rule].name] = why
 
     @property
     def num_wrong(self) -> int:
-        """How much was wrong so far."""
         return sum(map(len, self._wrong.values()))
 
     def outcomes(self, rules: Iterable[Rule]) -> list[RuleOutcome]:
-        """What came of each of these rules."""
         return [self._outcome(rule) for rule in rules]
 
     def _outcome(self, rule: Rule) -> RuleOutcome:

@@ -1,8 +1,4 @@
-"""The scenes that are played with an engine, and the play of all of them.
-
-Those of one role are in `offers` and in `fetches`. Those of either role are here: answers that are
-late, refused or out of order; an agent that is stopped, hangs up, dies and comes back.
-"""
+"""Scenes of both roles, and their sequence."""
 
 import tempfile
 import time
@@ -22,7 +18,6 @@ from kvbus.conform.stage import Job, SceneEndedError, Stage
 from kvbus.protocol.engine import AgentRole, Ping
 
 Scene = Callable[[Any], None]
-"""It gets the `Stage` of its role."""
 
 PATIENCE_S, START_S = 10.0, 60.0
 LATE_S, SILENT_S, AWAY_S = 3.0, 4.0, 0.5
@@ -31,7 +26,7 @@ NUM_MANY = 5_000
 
 
 def late(stage: Stage) -> None:
-    """The answer is late, and was asked for once all the same."""
+    """The reply is late, and the request must not be repeated."""
     job, asked = _held(stage)
     stage.agent.play(LATE_S)
     stage.agent.answer(asked)
@@ -41,7 +36,7 @@ def late(stage: Stage) -> None:
 
 
 def other_order(stage: Stage) -> None:
-    """Two requests wait at once; the second is answered first, with a refusal."""
+    """The second of two concurrent requests is answered first, with a refusal."""
     with stage.agent.holding(stage.op):
         first, second = stage.begin(20), stage.begin(30)
         stage.agent.until(lambda: stage.requests(first) and stage.requests(second), CONCURRENT_S)
@@ -64,7 +59,7 @@ def other_order(stage: Stage) -> None:
 
 
 def unknown_code(stage: Stage) -> None:
-    """A refusal that this version does not know ends that request, and no other."""
+    """An unknown code fails its request and no other."""
     job, asked = _held(stage)
     stage.agent.refuse(asked, "moon_phase", phase=0.25)
     told = stage.wait(lambda: stage.engine.told("refused", job.name))
@@ -74,7 +69,7 @@ def unknown_code(stage: Stage) -> None:
 
 
 def busy(stage: Stage) -> None:
-    """A busy agent is asked again, when it said, with a new id."""
+    """A `busy` request is retried after `retry_after_s`, with a new id."""
     job, asked = _held(stage)
     refused_at = time.monotonic()
     stage.agent.refuse(asked, "busy", retry_after_s=RETRY_AFTER_S)
@@ -89,7 +84,7 @@ def busy(stage: Stage) -> None:
 
 
 def many(stage: Stage) -> None:
-    """Thousands of notices at once, of a kind that no version has; what counts comes last."""
+    """Thousands of unknown notices."""
     job = stage.taken(stage.begin(20))
     for number in range(NUM_MANY):
         stage.agent.notify("weather", {"number": number, "wind": "a later version's"})
@@ -98,7 +93,7 @@ def many(stage: Stage) -> None:
 
 
 def silence(stage: Stage) -> None:
-    """The agent is stopped, and goes on: as the same process, with all that it had."""
+    """The agent is stopped and continues as the same process."""
     before = len(stage.agent.log)
     stage.agent.silent = True
     job = stage.begin(20)
@@ -112,7 +107,7 @@ def silence(stage: Stage) -> None:
 
 
 def hang_up(stage: Stage) -> None:
-    """The agent ends all attach connections, and lives on: it may still write into the memory."""
+    """The agent closes all attach connections but may still write into the memory."""
     job, files = _begun(stage), stage.agent.files
     stage.agent.hang_up()
     if _comes_back(stage, job, "ends.hang_up", files) and isinstance(stage, FetchStage):
@@ -120,7 +115,7 @@ def hang_up(stage: Stage) -> None:
 
 
 def new_agent(stage: Stage) -> None:
-    """The agent dies, and is started again."""
+    """The agent crashes and is restarted."""
     job = _begun(stage)
     stage.agent.close()
     time.sleep(AWAY_S)
@@ -129,7 +124,6 @@ def new_agent(stage: Stage) -> None:
 
 
 def stop(stage: Stage) -> None:
-    """The engine is told to end."""
     stage.engine.hush()
     in_time = stage.wait(lambda: not stage.engine.is_alive)
     status = stage.engine.stop(0.0)
@@ -138,7 +132,6 @@ def stop(stage: Stage) -> None:
 
 
 def _held(stage: Stage) -> tuple[Job, EngineRequest]:
-    """A new job and its request, which is not answered yet."""
     with stage.agent.holding(stage.op):
         job = stage.begin(20)
         return job, stage.asked(job)
@@ -151,7 +144,7 @@ def _asked_once(stage: Stage, job: Job) -> None:
 
 
 def _begun(stage: Stage) -> Job:
-    """A job that the engine has begun: an offer without its ticket may not be told."""
+    """Begin a job with its ticket: an offer without one may go unreported."""
     job = stage.taken(stage.begin(20))
     if isinstance(stage, OfferStage):
         stage.wait(lambda: stage.engine.told("ticket", job.name))
@@ -160,9 +153,9 @@ def _begun(stage: Stage) -> Job:
 
 
 def _comes_back(stage: Stage, job: Job, rule: str, files: set[tuple[int, int]]) -> bool:
-    """The engine registers anew; one that ends instead is started again, as a supervisor does.
+    """Check that the engine registers again. If it exits, restart it as a supervisor would.
 
-    ``files`` are those of its memory that the agent may still write into.
+    ``files`` is the memory that the agent may still write into.
     """
     back = stage.registered()
     ended = not back and not stage.engine.is_alive
@@ -193,7 +186,6 @@ _OF_BOTH = (late, other_order, unknown_code, busy, many, silence, hang_up, new_a
 
 
 def scenes_of(role: AgentRole) -> dict[str, Scene]:
-    """The scenes of a role by name, in the order in which they are played."""
     return {scene.__name__: scene for scene in (*_OF_ROLE[role], *_OF_BOTH)}
 
 
@@ -207,9 +199,9 @@ def play(
     only: Collection[str] = (),
     on_scene: Callable[[str], None] = lambda _: None,
 ) -> list[RuleOutcome]:
-    """What came of each rule; ``only`` names the scenes that are played, all when it is empty.
+    """Play scenes (all if ``only`` is empty) and return the outcome of each rule.
 
-    The engine's stderr goes to ``log``. Raises `ConfigError` when the command cannot be started.
+    Raises `ConfigError` if the command cannot start.
     """
     book, kind = Book(), _STAGES[role]
     with tempfile.TemporaryDirectory(prefix="kvbus-conform-") as path:
@@ -231,10 +223,7 @@ def play(
 
 
 def _play_scene(stage: Stage, scene: Scene) -> bool:
-    """Play one; False when the engine does not even register.
-
-    An engine that did something wrong is started anew, so that each scene stands alone.
-    """
+    """Return False if the engine does not register. Restart it after a violation."""
     if not stage.engine.is_alive:
         stage.engine.stop()
         started = stage.start()

@@ -1,4 +1,4 @@
-"""One process of the engine: its attach connection, read byte by byte as it comes."""
+"""Attach session of one engine process."""
 
 import ctypes
 import mmap
@@ -21,9 +21,9 @@ _CLOEXEC = 0o2000000
 
 
 class Session:
-    """One attach connection, and what its process has said on the engine socket.
+    """Attach connection, with its process's state on the engine socket.
 
-    ``boot`` is empty before its `hello`; ``closed`` once either side has hung up.
+    ``boot`` is empty before `hello`. ``closed`` is set once either side has hung up.
     """
 
     def __init__(self, accepted: socket.socket) -> None:
@@ -42,24 +42,21 @@ class Session:
         self._read, self._fds = bytearray(), list[int]()
 
     def fileno(self) -> int:
-        """For a poller."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Hang up; idempotent."""
         if not self.closed:
             self.closed = True
             self._socket.close()
             close_all(self._fds)
 
-    # Linux hands descriptors out with the read that takes the byte they were sent on. So the first
-    # byte of a message is read alone, and never a byte beyond its end: descriptors that come with
-    # any other read were not on the first byte.
+    # Linux delivers descriptors with the read that takes the byte they were sent on. So the first
+    # byte of a message is read alone, and no read crosses a message's end. Descriptors that arrive
+    # with any other read were not on the first byte.
     def read(self, book: Book) -> tuple[bytes, list[int]] | None:
-        """Read what is there of the current message.
+        """Read available bytes of the current message. Return body and descriptors once complete.
 
-        Returns its body, of at most one byte more than it may have, and its descriptors, which are
-        the caller's then, once it is whole.
+        An oversized body is cut to one byte over the limit. The caller owns the descriptors.
         """
         try:
             chunk, fds, _, _ = socket.recv_fds(self._socket, self._num_missing(), MAX_FDS)
@@ -83,7 +80,6 @@ class Session:
         return whole
 
     def write(self, packed: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a message, and duplicates of ``fds``."""
         try:
             socket.send_fds(
                 self._socket, [len(packed).to_bytes(LENGTH_BYTES, "little") + packed], fds
@@ -100,7 +96,7 @@ class Session:
         return LENGTH_BYTES + min(length, MAX_BODY_BYTES + 1) - len(self._read)
 
     def is_inherited(self) -> bool | None:
-        """Whether the process would pass its end on to what it executes; None when unknown."""
+        """Whether an exec of the process would inherit its end; None if unknown."""
         credentials = self._socket.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
@@ -112,9 +108,9 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """One request: ``taken`` once it was answered, or is for a scene to answer.
+    """Request of the engine. ``taken`` means answered, or left to a scene.
 
-    A ``body`` of None could not be read.
+    ``body`` is None if it could not be parsed.
     """
 
     session: Session
@@ -126,7 +122,6 @@ class EngineRequest:
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors, and forget them."""
     while fds:
         os.close(fds.pop())
 
@@ -145,7 +140,6 @@ def _sockets(pid: int) -> list[int]:
 
 
 def _leads_to(pid: int, fd: int, path: str) -> bool:
-    """Whether the other end of a process's socket is bound to this path."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
