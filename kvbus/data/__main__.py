@@ -1,7 +1,6 @@
-"""``python -m kvbus.data FD``: a data process, at the other end of a channel of its agent.
+"""``python -m kvbus.data FD``: a data process at the other end of an agent's channel.
 
-The control process of the agent starts it, and it ends with that. Other descriptors that it
-inherits stay open until then.
+The control process starts it and closes it. Other inherited descriptors stay open until exit.
 """
 
 import ctypes
@@ -18,11 +17,11 @@ _PR_SET_PDEATHSIG = 1
 _CREDENTIALS = struct.Struct("3i")
 
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's library starts threads otherwise
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's library would start threads
 
 
 def main() -> None:
-    passed = int(sys.argv[1])  # a high number, where the agent has many files: `select` takes none
+    passed = int(sys.argv[1])  # high in an agent with many files: `select` rejects it
     sock = socket.socket(fileno=os.dup(passed))
     os.close(passed)
     _die_with_parent(sock)
@@ -34,7 +33,7 @@ def main() -> None:
 
 
 def _serve(sock: socket.socket) -> None:
-    from kvbus.data.loop import DataLoop  # noqa: PLC0415  # the parent may end meanwhile
+    from kvbus.data.loop import DataLoop  # noqa: PLC0415  # the parent may exit meanwhile
     from kvbus.data.messages import Log  # noqa: PLC0415
     from kvbus.errors import ClosedError  # noqa: PLC0415
     from kvbus.memory.bus_errors import BusErrors  # noqa: PLC0415
@@ -46,9 +45,9 @@ def _serve(sock: socket.socket) -> None:
     status = 0
     try:
         loop.run()
-    except ClosedError:  # the control process has ended, or wants this one to end
+    except ClosedError:  # the control process has exited, or closed the channel
         pass
-    except BaseException:  # what is in flight would never end: the control process starts another
+    except BaseException:  # jobs in flight cannot complete: the control process restarts this one
         status = 1
         trace = traceback.format_exc()
         loop.log(Log(level="error", event="data.broken", fields={"trace": trace}))
@@ -57,8 +56,8 @@ def _serve(sock: socket.socket) -> None:
     os._exit(status)  # NIXL must not wait for peers, nor a thread for a lock
 
 
-# The kernel sends no signal for a parent that ended before the call. So the parent is compared with
-# the process that made the channel.
+# The kernel sends no signal if the parent exited before the call. So compare the parent with the
+# process that made the channel.
 def _die_with_parent(sock: socket.socket) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     made_by = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -68,7 +67,6 @@ def _die_with_parent(sock: socket.socket) -> None:
 
 
 def _settle_interpreter() -> None:
-    """Keep the collector and the other threads from delaying READs."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 1_000)

@@ -1,7 +1,7 @@
-"""A channel of messages and file descriptors between two processes of one agent.
+"""Channel of messages and file descriptors between two processes of one agent.
 
-A socketpair of kind SEQPACKET. A message is sent in frames of at most `FRAME_BYTES` and
-`FRAME_FDS`; the first byte of a frame says whether more follow.
+A SEQPACKET socketpair. A message has one or more frames of up to `FRAME_BYTES` and `FRAME_FDS`. A
+frame's first byte tells whether more follow.
 """
 
 import array
@@ -30,10 +30,9 @@ R = TypeVar("R")
 
 
 class Channel(Generic[S, R]):
-    """One end: sends ``S``, receives ``R``; `send` may be called by any thread.
+    """End that sends ``S`` and receives ``R``. Any thread may call `send`.
 
-    Never waits. What the kernel does not take yet is kept, and `flush` sends it later. Messages are
-    trusted: both processes run the same code.
+    It never blocks: unsent frames are kept for `flush`. Messages are trusted.
     """
 
     def __init__(self, sock: socket.socket, receives: object) -> None:
@@ -54,11 +53,10 @@ class Channel(Generic[S, R]):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the kernel has not taken everything: call `flush` when the socket is writable."""
         return bool(self._unsent)
 
     def send(self, message: S, fds: Sequence[int] = ()) -> None:
-        """Send a message, and duplicates of ``fds``. Raises `ClosedError` when the peer is gone."""
+        """Send a message with duplicates of ``fds``. Raises `ClosedError`."""
         frames = list(_frames(self._encoder.encode(message), fds))
         with self._lock:
             for number, (frame, some) in enumerate(frames):
@@ -67,7 +65,7 @@ class Channel(Generic[S, R]):
                     return
 
     def flush(self) -> None:
-        """Send what was kept, as much as the kernel takes. Raises as `send`."""
+        """Send kept frames, as far as possible. Raises `ClosedError`."""
         with self._lock:
             while self._unsent:
                 frame, fds = self._unsent[0]
@@ -78,17 +76,17 @@ class Channel(Generic[S, R]):
                 _close(fds)
 
     def receive(self) -> tuple[R, list[int]] | None:
-        """The next message with its descriptors, which the caller closes; None if there is none.
+        """Return the next message, if any, with descriptors that the caller owns.
 
-        Raises `ClosedError` when the peer is gone, and `ProtocolError`.
+        Raises `ClosedError` if the peer is gone, and `ProtocolError`.
         """
         while True:
             try:
                 frame, fds, flags, _ = socket.recv_fds(self._sock, FRAME_BYTES + 1, FRAME_FDS)
             except BlockingIOError:
                 return None
-            except ConnectionResetError:  # told once, where the peer left something unread
-                continue  # what it had sent follows, then the end
+            except ConnectionResetError:  # reported once if the peer left data unread
+                continue  # sent data follows, then the end
             except OSError as error:
                 raise ClosedError(f"the channel is broken: {error.strerror}") from error
             if not frame:
@@ -104,7 +102,6 @@ class Channel(Generic[S, R]):
             return self._decoder.decode(body), fds
 
     def close(self) -> None:
-        """Close this end; the other one finds it closed."""
         self._sock.close()
         _close(self._fds)
         for _, fds in self._unsent:
@@ -118,7 +115,7 @@ class Channel(Generic[S, R]):
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:  # until the other one receives what is on its way
+            if error.errno == errno.ETOOMANYREFS:  # until the peer receives queued descriptors
                 return False
             raise ClosedError(f"the channel is broken: {error.strerror}") from error
         return True
@@ -137,12 +134,10 @@ class Channel(Generic[S, R]):
 
 
 def channel_to_data(sock: socket.socket) -> "Channel[ToData, FromData]":
-    """The end of the control process."""
     return Channel(sock, FromData)
 
 
 def channel_to_control(sock: socket.socket) -> "Channel[FromData, ToData]":
-    """The end of the data process."""
     return Channel(sock, ToData)
 
 

@@ -1,4 +1,4 @@
-"""A data process as a child of this process: spawned, watched by a pidfd, and reaped."""
+"""Data process as a child of this process."""
 
 import asyncio
 import os
@@ -18,15 +18,15 @@ MAX_MESSAGES_A_TURN = 256
 
 
 def spawner(loop: asyncio.AbstractEventLoop, *, held_fds: Iterable[int] = ()) -> Spawn:
-    """Return what starts data processes, each of which holds ``held_fds`` open until it ends."""
+    """Return a starter of data processes that hold ``held_fds`` open until exit."""
     return partial(_DataChild, loop, tuple(held_fds))
 
 
-# The kernel closes the descriptors of a process after it has dropped its memory. So once the pidfd
-# is readable, nothing of the process can land. What it had sent before is still in the channel:
-# replies of jobs that were done. These are read first, and only then is the end reported.
+# The kernel closes a process's descriptors after dropping its memory. So once the pidfd is
+# readable, no write of the process can land. Replies of completed jobs may still be in the channel:
+# they are read first, and only then is the end reported.
 class _DataChild:
-    """One data process; spawned from the main thread, whose end would kill it."""
+    """Data process, spawned by the main thread: the end of another thread would kill it."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class _DataChild:
             self._loop.add_writer(self._channel.fileno(), self._write)
 
     def kill(self) -> None:
-        if self._process.returncode is None:  # else it is over already
+        if self._process.returncode is None:  # else it has ended already
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _write(self) -> None:
@@ -79,12 +79,11 @@ class _DataChild:
                 return
 
     def _read_one(self) -> bool:
-        """Handle one message; return whether there may be another."""
         try:
             received = self._channel.receive()
         except (ClosedError, ProtocolError):
             self._loop.remove_reader(self._channel.fileno())
-            self.kill()  # it is of no use without a channel
+            self.kill()  # useless without a channel
             return False
         if received is None:
             return False
@@ -97,7 +96,7 @@ class _DataChild:
         try:
             while self._read_one():
                 pass
-        finally:  # a reply that cannot be handled hides no end
+        finally:  # report the end even if a reply cannot be handled
             self._loop.remove_reader(self._channel.fileno())
             self._loop.remove_writer(self._channel.fileno())
             self._channel.close()

@@ -1,7 +1,6 @@
-"""The data process as the control process sees it: started, restarted, given jobs.
+"""Data process as seen by the control process: started, restarted, given jobs.
 
-A data process may die at any moment. What it was asked for then ends with an error, once the kernel
-says that it has ended. The next one gets all definitions again.
+If it crashes, its requests fail, and the next data process gets all definitions again.
 """
 
 from __future__ import annotations
@@ -22,44 +21,38 @@ from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError, Transfe
 
 MAX_JOBS = 16_384
 LIVED_S = 30.0
-"""A data process that lived this long is restarted at once when it ends."""
+"""Lifetime after which a data process is restarted without a pause."""
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)
-"""Pauses before restarts of data processes that did not live so long."""
 
 OnReply = Callable[[wire.Reply], object]
 ProgressToken = ExitStack
-"""Keeps progress driven until it is closed: for peers that connect and read."""
+"""Demand for progress, for peers that connect and read, until it is closed."""
 
 
 class Child(Protocol):
-    """A running data process."""
-
     @property
     def pid(self) -> int: ...
 
     def send(self, message: wire.ToData, fds: Sequence[int] = ()) -> None:
-        """Send without waiting; a broken channel shows as the end of the process."""
+        """Send without blocking. A broken channel shows as the end of the process."""
         ...
 
-    def kill(self) -> None:
-        """Send SIGKILL; `OnExit` follows."""
-        ...
+    def kill(self) -> None: ...
 
 
 OnMessage = Callable[[wire.FromData], None]
 OnExit = Callable[[str], None]
-"""Gets the reason. No message comes after it, and nothing of the process can land any more."""
+"""Called with the reason, after the last message. No write of the process can land any more."""
 Spawn = Callable[[str, OnMessage, OnExit], Child]
-"""Starts a data process with a boot id. Raises ``OSError``."""
+"""Start a data process with a boot id. Raises ``OSError``."""
 
 
 @dataclass(slots=True, eq=False)
 class Defined:
-    """An object that jobs name: a memory, a peer, a plan, or slots.
+    """Object that jobs name: a memory, a peer, a plan, or slots. It refers to ``needs``.
 
-    ``add`` defines it, ``remove`` drops it. It refers to the objects in ``needs``. ``fds`` stay
-    open as long as it may be defined again. ``result`` and ``error`` are those of the running
-    process, once ``is_answered``.
+    ``fds`` stay open while it may be defined again. ``result`` and ``error`` are those of the
+    running process, once ``is_answered``.
     """
 
     add: wire.ToData
@@ -67,7 +60,6 @@ class Defined:
     needs: tuple[Defined, ...] = ()
     fds: Sequence[int] = ()
     num_jobs: int = 0
-    """Jobs in flight that use it."""
     is_removed: bool = False
     is_discarded: bool = False
     is_answered: bool = False
@@ -77,7 +69,6 @@ class Defined:
 
     @property
     def number(self) -> int:
-        """What jobs call a memory or a plan."""
         match self.add:
             case wire.AddMemory() | wire.AddRemote():
                 return self.add.memory
@@ -86,7 +77,7 @@ class Defined:
         raise TypeError(f"{type(self.add).__name__} defines nothing with a number")
 
     def closure(self) -> Iterator[Defined]:
-        """Yield what it needs, and itself, in the order in which they must be defined."""
+        """Yield what it needs, then itself."""
         for one in self.needs:
             yield from one.closure()
         yield self
@@ -94,7 +85,7 @@ class Defined:
 
 @dataclass(slots=True, eq=False)
 class StartedJob:
-    """A job in flight. Its reply comes once, when nothing of it is in flight any more."""
+    """Job in flight. Its one reply comes after all of its I/O has ended."""
 
     on_reply: OnReply
     uses: tuple[Defined, ...]
@@ -104,7 +95,7 @@ class StartedJob:
 
 @dataclass(frozen=True, slots=True)
 class DataStatus:
-    """The data process for `kvbus status`; ``problem`` says why none is running."""
+    """State for `kvbus status`. ``problem`` is why no data process is running."""
 
     pid: int
     boot: str
@@ -114,10 +105,10 @@ class DataStatus:
 
 
 class DataProcess:
-    """One data process after the other.
+    """Sequence of data processes, used on the event loop.
 
-    ``on_change`` is called when one has started, and when one has ended. ``on_cut`` gets a memory
-    and a segment that its owner truncated. All calls and callbacks are on the event loop.
+    ``on_change`` is called at each start and end. ``on_cut`` gets a memory and a segment that its
+    owner truncated.
     """
 
     def __init__(
@@ -142,22 +133,20 @@ class DataProcess:
         self._pending: dict[int, OnReply] = {}
         self._jobs: dict[int, StartedJob] = {}
         self._kept: dict[Defined, None] = {}
-        """Defined again for each data process as it starts."""
+        """Objects that each new data process gets."""
         self._known: dict[Defined, None] = {}
         self._num_progress = 0
         self._is_open = self.is_closing = self._is_replacing = False
         self._ended, self._started = anyio.Event(), anyio.Event()
         self.boot = ""
-        """Of the running data process; empty while none is."""
         self.num_restarts, self.last_end, self.problem = 0, "", "it has not been started"
         self.num_replaced = 0
         self._killed_for, self.was_replaced = "", False
         self.nixl_error: KVBusError | None = None
-        """Why the running data process could not open NIXL."""
 
     @property
     def nixl_name(self) -> str:
-        """The name of the NIXL agent: unique to the running data process."""
+        """Name of the NIXL agent, unique to the running data process."""
         return f"{self._name}-{self.boot}"
 
     @property
@@ -170,7 +159,6 @@ class DataProcess:
 
     @property
     def num_progress(self) -> int:
-        """How many demand progress."""
         return self._num_progress
 
     def status(self) -> DataStatus:
@@ -178,13 +166,12 @@ class DataProcess:
         return DataStatus(pid, self.boot, self.num_restarts, self.last_end, self.problem)
 
     def new_number(self) -> int:
-        """Return an unused number for a memory or a plan."""
         return next(self._numbers)
 
-    # The life of data processes.
+    # Lifecycle.
 
     async def run(self) -> None:
-        """Start a data process, and the next one whenever one has ended; until `close`."""
+        """Run data processes, one after the other, until `close`."""
         failures = 0
         loop = asyncio.get_running_loop()
         while not self.is_closing:
@@ -204,7 +191,7 @@ class DataProcess:
             self.num_restarts += 1
 
     def start_one(self) -> None:
-        """Start a data process and define all that is kept. Raises ``OSError``."""
+        """Start a data process and define all kept objects. Raises ``OSError``."""
         self.boot = boot = self._new_boot()
         try:
             self._child = self._spawn(boot, partial(self._receive, boot), partial(self._end, boot))
@@ -223,10 +210,10 @@ class DataProcess:
         self.on_change()
 
     async def replace(self, reason: str, *, grace_s: float) -> None:
-        """Kill the data process, as jobs that were aborted do not end.
+        """Kill the data process because aborted jobs do not end.
 
-        Other jobs have ``grace_s`` to end, and no job is started meanwhile. What is still in flight
-        then fails, and may be repeated.
+        Other jobs get ``grace_s`` to end; no job starts meanwhile. Jobs that then fail may be
+        repeated.
         """
         if not self.is_running:
             return
@@ -240,18 +227,17 @@ class DataProcess:
             self.kill(reason)
 
     async def until_running(self) -> None:
-        """Return when a data process is running."""
         while not self.is_running:
             await self._started.wait()
 
     def kill(self, reason: str) -> None:
-        """Kill the data process, if there is one; another one follows."""
+        """Kill the data process, if any; another follows."""
         if self._child is not None:
             self._killed_for = reason
             self._child.kill()
 
     async def close(self) -> None:
-        """End the data process for good, and return when it has ended."""
+        """Kill the data process for good, and wait for its end."""
         self.is_closing = True
         if self._child is not None:
             self._child.kill()
@@ -260,7 +246,7 @@ class DataProcess:
     # Requests.
 
     async def open_nixl(self) -> None:
-        """Have NIXL opened, now and by each later data process. Raises `KVBusError`."""
+        """Open NIXL now and in each later data process. Raises `KVBusError`."""
         self._is_open, boot = True, self.boot
         if self._num_progress:
             self._send_progress()
@@ -274,16 +260,15 @@ class DataProcess:
 
     @property
     def is_open(self) -> bool:
-        """Whether NIXL was asked to open."""
         return self._is_open
 
     def _note_opened(self, reply: wire.Reply) -> None:
         self.nixl_error = reply.failure()
 
     async def call(self, message: wire.ToData, fds: Sequence[int] = ()) -> wire.Reply:
-        """Send a request that is no job, and return its reply.
+        """Send a request that is not a job, and return its reply.
 
-        Raises the `KVBusError` of the reply, `TransferFailed` when the data process ends first.
+        Raises the reply's `KVBusError`, or `TransferFailed` if the data process ends first.
         """
         self._check_running()
         return await self._request(message, fds)
@@ -302,9 +287,9 @@ class DataProcess:
         return reply
 
     async def define(self, defined: Defined) -> wire.Result | None:
-        """Define an object now, and for each later data process; return its result.
+        """Define an object now and in each later data process; return its result.
 
-        Waits for a data process where none is running. Raises `KVBusError`; then it is not kept.
+        Waits for a running data process. Raises `KVBusError`; the object is not kept then.
         """
         self._kept[defined], defined.is_removed = None, False
         try:
@@ -314,12 +299,12 @@ class DataProcess:
             raise
 
     async def result(self, defined: Defined) -> wire.Result | None:
-        """Return the running data process's result for an object. Raises `KVBusError`.
+        """Wait for the running data process's result for an object. Raises `KVBusError`.
 
-        Waits until there is one. Without a data process only kept objects wait for the next.
+        Without a data process, only kept objects wait for the next one.
         """
         if any(one.is_discarded for one in defined.closure()):
-            raise _gone()  # its descriptors may be closed, and their numbers be others'
+            raise _gone()  # its descriptors may be closed, and their numbers reused
         if not defined.is_answered:
             if defined not in self._kept:
                 self._check_running()
@@ -333,15 +318,15 @@ class DataProcess:
             raise defined.error
         if defined.is_discarded:
             raise _gone()
-        if defined.is_removed:  # a peer's process has ended, for example: another try may find it
+        if defined.is_removed:  # e.g. the peer's process ended: a retry may find it
             raise TransferFailed("what this needs was dropped while it was defined")
         return defined.result
 
     async def discard(self, defined: Defined) -> None:
-        """Replace the bytes of a memory by zeros for good; return when that is done.
+        """Zero the bytes of a memory for good, and wait for that.
 
-        Jobs that use it are aborted, and no data process gets it again. Its addresses stay until
-        `remove`. Its descriptors may be closed afterwards.
+        Jobs that use it are aborted. Its addresses stay until `remove`; its descriptors may be
+        closed.
         """
         self._kept.pop(defined, None)
         defined.is_discarded = True
@@ -353,7 +338,7 @@ class DataProcess:
                 await self._request(wire.DiscardMemory(memory=defined.add.memory))
 
     def remove(self, defined: Defined) -> None:
-        """Drop an object, at once or when no job uses it any more."""
+        """Remove an object, once no job uses it."""
         self._kept.pop(defined, None)
         defined.is_removed = True
         _settle(defined)
@@ -361,20 +346,20 @@ class DataProcess:
             self._undefine(defined)
 
     def knows(self, defined: Defined) -> bool:
-        """Whether the running data process has the object, or is about to."""
+        """Whether the running data process has the object, or will get it."""
         return defined in self._known
 
     def forget(self, defined: Defined) -> None:
-        """Have an object defined again before the next job that uses it."""
+        """Define an object again before the next job that uses it."""
         self._undefine(defined)
         defined.is_answered = False
 
     def start(
         self, message: wire.Job, on_reply: OnReply, *, uses: Iterable[Defined] = ()
     ) -> StartedJob:
-        """Start a job that uses these objects. ``on_reply`` is called once, never before return.
+        """Start a job that uses these objects. ``on_reply`` is called once, after this returns.
 
-        Raises `TransferFailed` while no data process is running, `LocalError` (``busy``).
+        Raises `TransferFailed` without a running data process, and `LocalError` (``busy``).
         """
         self._check_running()
         if len(self._jobs) >= MAX_JOBS:
@@ -395,7 +380,7 @@ class DataProcess:
         return job
 
     def drive_progress(self) -> ProgressToken:
-        """Have progress driven until the token is closed; demands are counted."""
+        """Demand progress until the token is closed. Demands are counted."""
         token = ProgressToken()
         token.callback(self._end_progress)
         self._num_progress += 1
@@ -409,7 +394,6 @@ class DataProcess:
             self._send_progress()
 
     def _send_progress(self) -> None:
-        """Send whether progress is demanded, unless there is no NIXL to drive."""
         if self._is_open and self._child is not None:
             self._send(wire.DriveProgress(on=self._num_progress > 0), lambda _: None)
 
@@ -428,8 +412,6 @@ class DataProcess:
         return TransferFailed(f"the data process is not running: {self.problem}")
 
     def _define(self, defined: Defined) -> None:
-        """Send a definition, unless the running process has it."""
-
         def take(reply: wire.Reply) -> None:
             has_ended = self._child is None
             if has_ended and defined in self._kept:
@@ -462,8 +444,8 @@ class DataProcess:
                 raise
         return number
 
-    # Replies, and the end of a process. The child hands over all that it has received before it
-    # reports the end, so a job that was done has ended as done.
+    # Replies, and the end of a process. The child delivers all received replies before it reports
+    # the end, so a completed job succeeds.
 
     def _receive(self, boot: str, message: wire.FromData) -> None:
         if boot != self.boot:
@@ -500,7 +482,6 @@ class DataProcess:
         self._ended.set()
 
     def _note_not_running(self) -> None:
-        """Have `until_running` wait; the event that it waits for already stays."""
         if self._started.is_set():
             self._started = anyio.Event()
 
@@ -515,7 +496,6 @@ class DataProcess:
 
 
 def _settle(defined: Defined) -> None:
-    """Have those that wait for the result look again."""
     waiters, defined.waiters = defined.waiters, []
     for waiter in waiters:
         if not waiter.done():

@@ -1,4 +1,4 @@
-"""The threads that copy KV memory, in fair turns."""
+"""Threads that copy KV memory, in fair turns."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -11,27 +11,27 @@ from kvbus.errors import KVBusError
 from kvbus.fair import FairQueue, Key
 
 LEAST_PART_BYTES = 1 << 20
-"""A part of this size takes longer than the way to another thread."""
+"""A part of this size takes longer than to wake another thread."""
 
 Part = Callable[[], int]
-"""A part of a copy job; returns the bytes that it moved."""
+"""Part of a copy; returns the bytes that it moved."""
 
 
 @dataclass(slots=True, eq=False)
 class CopyJob:
-    """A copy in parts. ``plan`` makes them, in a thread. ``error`` is why it stopped, or failed."""
+    """Copy in parts, which ``plan`` makes in a thread. ``error`` is why it stopped or failed."""
 
     turn: Key
     plan: Callable[[], Iterable[Part]]
     on_end: Callable[["CopyJob"], None]
     parts: deque[Part] = field(default_factory=deque)
     moved: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes of each part that is done, and the seconds that it took."""
+    """Bytes and seconds of each completed part."""
     num_threads: int = 1
     error: KVBusError | None = None
 
     def stop(self, error: KVBusError) -> None:
-        """Start no further part; the end follows when none runs."""
+        """Start no further part. `on_end` follows once no part runs."""
         self.error = self.error or error
 
     @property
@@ -40,7 +40,7 @@ class CopyJob:
 
     @property
     def seconds(self) -> float:
-        """Time that threads took for it, all together."""
+        """Time of all threads together."""
         return sum(seconds for _, seconds in self.moved)
 
     def make_parts(self) -> int:
@@ -49,18 +49,15 @@ class CopyJob:
 
 
 # The queue holds each job once for each thread that may serve it. A thread takes a job, does one
-# part of it, and appends the job to those with the same key:
+# part, and appends the job to those with the same key:
 #
 #     queue   [large] [small] [large]    small waits for one part of each owner before it,
 #                │                       however many more these have
-#                └─ one part ─▶ to the end, or out when nothing is left
+#                └─ one part ─▶ to the end, or out when empty
 #
 # The last thread of a job reports its end.
 class Copiers:
-    """At most ``num_threads`` parts at once, in the turns of `kvbus.fair.FairQueue`.
-
-    ``to_error`` makes an error of kvbus of any exception.
-    """
+    """Executor of up to ``num_threads`` parts at a time, in fair turns."""
 
     def __init__(
         self,
@@ -76,18 +73,17 @@ class Copiers:
         self._waiting: FairQueue[Callable[[], None]] = FairQueue()
 
     def part_bytes(self, num_bytes: int, *, most: int) -> int:
-        """Return the size of parts that give each thread one, and that have ``most`` at most."""
+        """Return a part size, up to ``most``, that gives each thread a part."""
         return min(most, max(LEAST_PART_BYTES, -(-num_bytes // self._num_threads)))
 
-    # A part cannot be stopped, and a thread that copies holds addresses. So only the end of the
-    # job is reported: an earlier reply would free a slot that is still read or written.
+    # A part cannot be stopped, and its thread uses addresses. So only the end of the job is
+    # reported: an earlier reply would free a slot that is still read or written.
     def start(self, job: CopyJob) -> None:
-        """Start a job; ``on_end`` is called in a thread, once, when no part of it runs."""
+        """Start a job. A thread calls ``on_end`` once, when no part runs."""
         job.parts.append(job.make_parts)
         self._queue(job, partial(self._plan, job))
 
     def _plan(self, job: CopyJob) -> None:
-        """Make the parts, and let as many threads serve the job as it has parts."""
         self._do_next(job)
         job.num_threads = max(1, min(self._num_threads, len(job.parts)))
         for _ in range(job.num_threads - 1):
@@ -95,7 +91,7 @@ class Copiers:
         self._turn(job)
 
     def _queue(self, job: CopyJob, turn: Callable[[], None]) -> None:
-        """Queue a turn, and wake a thread. A turn that gets no thread has ended."""
+        """Queue a turn and wake a thread. A turn that gets no thread has ended."""
         is_added = False
         try:
             with self._lock:
@@ -109,7 +105,6 @@ class Copiers:
             self._leave(job)
 
     def _withdraw(self, job: CopyJob, turn: Callable[[], None]) -> bool:
-        """Remove a turn from the queue; return whether it was there."""
         with self._lock:
             try:
                 self._waiting.discard(job.turn, turn)
@@ -120,7 +115,7 @@ class Copiers:
     def _take_turn(self) -> None:
         with self._lock:
             taken = self._waiting.take()
-        if taken is not None:  # there is a call for each that waits
+        if taken is not None:  # there is a call for each waiting turn
             _, turn = taken
             turn()
 
@@ -146,7 +141,6 @@ class Copiers:
         return job.error is None and bool(job.parts)
 
     def _leave(self, job: CopyJob) -> None:
-        """One thread less serves the job."""
         with self._lock:
             job.num_threads -= 1
             has_ended = not job.num_threads

@@ -30,7 +30,7 @@ WIPES = Turn(owner="wipe")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copying:
-    """A copy job: its parts, and the memories that must be there at its end."""
+    """Copy job: its parts, and the memories that must still exist at its end."""
 
     turn: Turn
     memories: tuple[LocalMemory, ...]
@@ -101,7 +101,7 @@ def digest(asked: Digest, memory: LocalMemory) -> Copying:
 def _cut(
     runs: Runs, memories: tuple[LocalMemory, ...], copiers: Copiers, most: int
 ) -> Iterable[Part]:
-    """Cut so that all threads have some, and others get their turn."""
+    """Cut so that every thread gets parts and other jobs get turns."""
 
     def part(some: Runs) -> int:
         for memory in memories:

@@ -1,12 +1,11 @@
-"""The objects that requests name, by name, and the requests that wait for them.
+"""Objects that requests name, and the requests that wait for them.
 
     AddMemory 1 ─▶ thread: map ──────▶ register, reply ─▶ AddPlan 2 ─▶ thread ...
     AddPlan 2      waits for memory 1 ───────────────────┘
     Read 3         waits for plan 2 ───────────────────────────────────▶ ...
 
-A request waits for one pending object at a time, and is then checked again. Requests that wait for
-an object start in the order in which they came. An object is pending as soon as the request that
-makes it waits.
+A request waits for one pending object at a time. Requests that wait for an object start in order of
+arrival. An object is pending as soon as the request that makes it waits.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -67,19 +66,19 @@ NAMES: dict[type[Any], Callable[[Any], Iterable[Name]]] = {
     wire.Wipe: lambda asked: (slots(asked.device),),
     wire.Digest: lambda asked: (memory(asked.memory),),
 }
-"""Objects that requests name, in the order in which they are awaited. A plan names a peer."""
+"""Objects that requests name, in the order in which they are awaited."""
 
 
 MAKES: dict[type[Any], Callable[[Any], Name]] = {
     wire.AddPeer: lambda asked: peer(asked.peer),
     wire.AddPlan: lambda asked: plan(asked.plan),
 }
-"""Objects made by requests that may have to wait for other objects."""
+"""Objects made by requests that may have to wait for others."""
 
 
 @dataclass(slots=True, eq=False)
 class Definition:
-    """An object. Requests that name it wait while it ``is_pending``, except for its ``maker``."""
+    """State of an object. All but its ``maker`` wait while it ``is_pending``."""
 
     is_pending: bool = True
     value: Any = None
@@ -89,7 +88,7 @@ class Definition:
 
 
 class Definitions:
-    """All objects of a data process. ``begin`` gets requests that have waited."""
+    """Objects of a data process. ``begin`` gets requests that have waited."""
 
     def __init__(self, begin: Callable[[wire.ToData, list[int]], None]) -> None:
         self._begin = begin
@@ -102,7 +101,7 @@ class Definitions:
         return self._known.get(name)
 
     def find(self, name: Name) -> Any:
-        """Return an object. Raises the error of its definition, `LocalError` without one."""
+        """Return an object. Raises the error of its definition, or `LocalError` if undefined."""
         definition = self._known.get(name)
         if definition is None:
             raise LocalError(f"{_in_words(name)} is not defined", code=ErrorCode.INTERNAL)
@@ -111,13 +110,12 @@ class Definitions:
         return definition.value
 
     def check_new(self, name: Name) -> None:
-        """Raise `LocalError` if there is such an object."""
         definition = self._known.get(name)
         if definition is not None and definition.value is not None:
             raise LocalError(f"{_in_words(name)} is defined already", code=ErrorCode.INTERNAL)
 
     def waits(self, message: wire.ToData, fds: list[int]) -> bool:
-        """Return whether a request has to wait; then it begins later."""
+        """Return whether a request must wait; it begins later then."""
         for name in self._names(message):
             definition = self._known.get(name)
             if definition is None or not definition.is_pending or definition.maker is message:
@@ -130,13 +128,13 @@ class Definitions:
         return False
 
     def _expect(self, name: Name, maker: wire.ToData) -> None:
-        """Have the object pend while its maker waits for other objects."""
+        """Mark the object as pending while its maker waits."""
         definition = self._known.setdefault(name, Definition(is_pending=False))
         if not definition.is_pending:
             definition.is_pending, definition.maker = True, maker
 
     def withdraw(self, maker: wire.ToData) -> None:
-        """The request that was to make an object has failed, and changed nothing."""
+        """Undo `_expect` after the maker failed."""
         make = MAKES.get(type(maker))
         definition = self._known.get(make(maker)) if make is not None else None
         if make is None or definition is None or definition.maker is not maker:
@@ -146,25 +144,23 @@ class Definitions:
         self._resume(definition)
 
     def pend(self, name: Name) -> Definition:
-        """Have requests that name the object wait until it is settled."""
+        """Make requests that name the object wait until it is settled."""
         definition = self._known.setdefault(name, Definition())
         definition.is_pending = True
         return definition
 
     def settle(self, name: Name, value: Any) -> None:
-        """The object is ready."""
         definition = self.pend(name)
         definition.value, definition.error = value, None
         self._resume(definition)
 
     def fail(self, name: Name, error: KVBusError) -> None:
-        """The object cannot be made: requests that name it fail with ``error``."""
+        """Fail requests that name the object, now and later."""
         definition = self.pend(name)
         definition.value, definition.error = None, error.without_frames()
         self._resume(definition)
 
     def remove(self, name: Name) -> None:
-        """Remove an object, if there is one."""
         definition = self._known.pop(name, None)
         if definition is not None:
             self._resume(definition)

@@ -1,4 +1,4 @@
-"""Digests of KV memory, made by the threads that copy."""
+"""Digests of KV memory, computed by the copy threads."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -15,12 +15,9 @@ from kvbus.planning import chosen_boxes, num_pieces
 
 Digests = npt.NDArray[np.uint64]
 PART_BYTES = 8 << 20
-"""About how much is digested by one part of a job."""
 
 
 class DigestParts:
-    """The parts of a digest job, and what they found."""
-
     def __init__(self, asked: Digest, memory: LocalMemory) -> None:
         self._asked, self._memory = asked, memory
         self._found: dict[int, Digests] = {}
@@ -38,7 +35,7 @@ class DigestParts:
         yield partial(self._digest, number, boxes, num_bytes)
 
     def joined(self) -> bytes:
-        """All digests, in the order of `chosen_boxes`."""
+        """Return all digests, in the order of `chosen_boxes`."""
         found = [self._found[number] for number in sorted(self._found)]
         return np.concatenate(found).astype("<u8").tobytes()
 
@@ -53,10 +50,7 @@ class DigestParts:
 
 
 def digest_pieces(memory: PagedMemory, table: BlockTable, boxes: Iterable[Box]) -> Digests:
-    """XXH3 of 64 bits of each piece of ``boxes``, of one span each, in the order of `chosen_boxes`.
-
-    A box is gathered into memory of this process. Raises as `PagedMemory.gather`.
-    """
+    """Return 64-bit XXH3 of each piece, in the order of `chosen_boxes`. A box has one span."""
     found: list[int] = []
     for box in boxes:
         gathered = np.empty(slot_bytes(memory.group, box), np.uint8)

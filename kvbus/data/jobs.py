@@ -1,4 +1,4 @@
-"""The jobs of a data process: READs and copies, from the request to its one reply."""
+"""Jobs of a data process, from the request to its one reply."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,15 +23,13 @@ from kvbus.planning import MAX_FEW, Reads, Runs
 
 MAX_JOBS = 1 << 16
 MAX_INLINE_RUNS, FIRST_RUNS = 2048, 512
-"""A READ of more runs is planned in two parts: the first at once, the second in a thread."""
+"""A longer READ is planned in two parts: the first now, the second in a thread."""
 SHORT_COPY_BYTES = 128 << 10
-"""The main thread copies up to this size in few runs, in 30 to 130 µs with the plan. To start a
-thread takes 70 µs.
-"""
+"""Limit of copies in the main thread: 30 to 130 µs with the plan. A thread starts in 70 µs."""
 
 
 class Jobs:
-    """All jobs that have not ended. Each gets one reply, when nothing of it is in flight."""
+    """Jobs in progress. Each gets one reply, after all of its I/O has ended."""
 
     def __init__(
         self,
@@ -47,7 +45,6 @@ class Jobs:
         self._copiers, self._background, self._replies = copiers, background, replies
         self._slice_bytes, self._clock = slice_bytes, clock
         self._aborts: dict[int, Callable[[], object]] = {}
-        """Calls that abort the jobs."""
         self._starts: dict[type[Any], Callable[[Any], None]] = {
             wire.Read: self._read,
             wire.ReadStaged: self._read_staged,
@@ -62,13 +59,13 @@ class Jobs:
         }
 
     def accept(self, job: wire.Job) -> None:
-        """Take a job, which may wait before it starts. Raises `LocalError` (``busy``)."""
+        """Accept a job, which may wait before it starts. Raises `LocalError` (``busy``)."""
         if len(self._aborts) >= MAX_JOBS:
             raise LocalError(f"{MAX_JOBS} jobs are in flight", code=ErrorCode.BUSY)
         self._aborts[job.id] = partial(self.fail, job, _cancelled())
 
     def start(self, job: wire.Job) -> None:
-        """Start a job whose objects are ready, unless it has ended. Raises why it cannot start."""
+        """Start a job whose objects are ready, unless it has ended."""
         if job.id in self._aborts:
             self._starts[type(job)](job)
 
@@ -79,7 +76,7 @@ class Jobs:
             abort()
 
     def fail(self, job: wire.Job, error: Exception) -> None:
-        """End a job of which nothing is in flight."""
+        """Fail a job without I/O in flight."""
         self._end(wire.Reply(to=job.id, error=wire.Failure.of(self._replies.to_error(error))))
 
     def _end(self, reply: wire.Reply) -> None:
@@ -134,7 +131,7 @@ class Jobs:
         *,
         num_parts: int = 1,
     ) -> Callable[[Reads | Exception], None]:
-        """Start a READ; return what continues it by its second part."""
+        """Start a READ; return the callback for its second part."""
         reads: NixlReads = self._find(named.NIXL)
         if self._definitions.get(named.peer(peer)) is None:  # it may have waited for its plan
             raise PeerLost("the peer was removed before the READ began", peer=peer)
@@ -226,7 +223,7 @@ class Jobs:
         self._copiers.start(work)
 
     def _end_copy(self, job: wire.Request, copying: Copying, work: CopyJob) -> None:
-        """Reply, in a thread: no part of the job runs."""
+        """Reply, from a thread, once no part runs."""
         error, result = work.error, None
         try:
             if error is None:

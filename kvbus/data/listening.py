@@ -1,4 +1,4 @@
-"""The TCP sockets at which this process listens."""
+"""TCP sockets at which this process listens."""
 
 import errno
 import os
@@ -11,9 +11,9 @@ _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def listening_sockets() -> Iterator[tuple[str, int]]:
-    """Yield host and port of each TCP socket at which this process listens. Raises ``OSError``.
+    """Yield host and port. Raises ``OSError``.
 
-    Its own descriptors are inspected: what Linux lists has the sockets of the whole machine.
+    Only the process's own descriptors are used: Linux lists the sockets of the whole machine.
     """
     for path in Path("/proc/self/fd").iterdir():
         number = int(path.name)
@@ -32,5 +32,5 @@ def listening_sockets() -> Iterator[tuple[str, int]]:
                     host, port, *_ = one.getsockname()
                     yield host.partition("%")[0], port
         except OSError as error:
-            if error.errno not in (errno.EBADF, errno.ENOTSOCK):  # closed meanwhile, or reused
+            if error.errno not in (errno.EBADF, errno.ENOTSOCK):  # closed or reused meanwhile
                 raise

@@ -1,4 +1,4 @@
-"""The main thread of a data process: it waits for messages, and steps the READs between them."""
+"""Main thread of a data process: it waits for messages, and steps READs between them."""
 
 import os
 import select
@@ -18,13 +18,12 @@ from kvbus.memory.bus_errors import BusErrors
 from kvbus.threads import started_threads
 
 MAX_MESSAGES_A_PASS = 64
-"""Number of messages that are handled before READs are stepped again."""
 
 
-# The channel and what wakes the thread are the first descriptors of the process: `select` takes
-# none above 1,023, and only it has pauses below 1 ms.
+# The channel and the eventfd must be the first descriptors of the process: `select` takes none
+# above 1,023, and only `select` has timeouts below 1 ms.
 class DataLoop:
-    """One data process, or what stands for it in a thread; ``run`` is its main thread."""
+    """Data process, or its stand-in in a thread."""
 
     def __init__(self, sock: socket.socket, bus_errors: BusErrors) -> None:
         self._channel, self._bus_errors = channel_to_control(sock), bus_errors
@@ -32,7 +31,7 @@ class DataLoop:
         self._calls: deque[Callable[[], object]] = deque()
 
     def run(self) -> None:
-        """Serve the other end of the channel. Raises `ClosedError` when that closes it."""
+        """Serve the channel. Raises `ClosedError` when the peer closes it."""
         server = self._configured()
         while True:
             self._wait(server.pause_s())
@@ -65,7 +64,6 @@ class DataLoop:
         )
 
     def _wait(self, pause_s: float | None) -> None:
-        """Return when there is a message or a call, or the pause is over."""
         writers = [self._channel] if self._channel.has_unsent else []
         if self._calls:
             pause_s = 0.0
@@ -82,15 +80,14 @@ class DataLoop:
         os.eventfd_write(self._wake_fd, 1)
 
     def _send(self, message: FromData) -> None:
-        """Send from any thread."""
-        with suppress(ClosedError):  # the main thread finds that, too
+        with suppress(ClosedError):  # the main thread detects that, too
             self._channel.send(message)
         if self._channel.has_unsent:
             os.eventfd_write(self._wake_fd, 1)
 
 
 def load_nixl_for(bus_errors: BusErrors) -> LoadNixl:
-    """Return what loads NIXL, and handles SIGBUS again after UCX has installed its handler."""
+    """Return a loader of NIXL that restores our SIGBUS handler after UCX replaced it."""
 
     def load() -> OpenNixlAgent:
         from kvbus.data import nixl_agent  # noqa: PLC0415  # takes 0.2 s and 20 MB

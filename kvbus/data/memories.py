@@ -1,7 +1,4 @@
-"""The KV memory of ranks of this machine, mapped here; and of ranks at peers, as addresses.
-
-When an engine ends its bytes are freed at once. Addresses stay while a transfer may touch them.
-"""
+"""KV memory of ranks: mapped here, or as addresses at peers."""
 
 from __future__ import annotations
 
@@ -29,20 +26,18 @@ if TYPE_CHECKING:
     Mapped = SegmentMapping | CudaMapping
 
 MAPPINGS_A_CHECK = 64
-"""Number of mappings after which the limit of the machine is checked again."""
+"""Mappings between two checks of the machine's limit."""
 OnCut = Callable[[str], object]
-"""Gets the id of a segment, in the thread that touched the memory: it must not wait."""
+"""Called with a segment's id in the thread that touched it. It must not block."""
 
 
 @dataclass(slots=True, eq=False)
 class RemoteMemory:
-    """One rank at a peer."""
-
     peer: str
     placed: PlacedRank
 
 
-# A copy knows addresses only, and its thread cannot be stopped. Hence these rules:
+# A copy knows only addresses, and its thread cannot be stopped. Hence these rules:
 #
 #     its engine or its agent ends   `gone` is set, then `discard` puts zeros under all addresses
 #     its file is truncated          SIGBUS in a copy: `gone` is set, then zeros are put there
@@ -51,13 +46,10 @@ class RemoteMemory:
 #     copy   ──read──read──[gone]──zero──zero──┐ the last part has ended
 #                                              └─ is `gone` set? then the job has failed
 #
-# So a job checks `gone` after its last part. If it is empty, all bytes that it read were real.
+# A job checks `gone` after its last part. If it is empty, all bytes that the job read were real.
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class LocalMemory:
-    """One rank: its segments, mapped; registered with NIXL or not.
-
-    ``device`` is where all of it is. On a GPU, copies run on ``stream``.
-    """
+    """Mapped segments of one rank, all on one ``device``. On a GPU, copies run on ``stream``."""
 
     engine: EngineSpec
     rank: RankSpec
@@ -68,15 +60,14 @@ class LocalMemory:
     device: str = HOST
     stream: CopyStream | None = None
     gone: str = ""
-    """The reason why some bytes are not the engine's own; empty while all are."""
+    """Reason why some bytes are not the engine's own, or ""."""
     registrations: dict[str, Registration] = field(default_factory=dict)
     refused: SegmentError | None = None
-    """The reason why NIXL does not know it, though it is ``direct``."""
+    """Reason why NIXL could not register it, though it is ``direct``."""
     _paged: dict[str, PagedMemory] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Addresses of the host segments in this process."""
         mapped = self.mappings.items()
         return {name: one.address for name, one in mapped if isinstance(one, SegmentMapping)}
 
@@ -91,12 +82,11 @@ class LocalMemory:
         return PlacedRank(self.engine, self.rank, self.addresses)
 
     def check_is_there(self) -> None:
-        """Raise `TransferFailed` when bytes of it are gone."""
         if self.gone:
             raise TransferFailed(f"the memory of engine '{self.engine.engine_id}' {self.gone}")
 
     def paged(self, group: str) -> PagedMemory:
-        """One group of it, for copies; made once, as its plans are kept. Call it in a thread."""
+        """Return one group for copies, kept with its plans. Call it in a thread."""
         if group not in self._paged:
             buffers = {name: mapping.view() for name, mapping in self.mappings.items()}
             mover = None if self.stream is None else cuda().GpuMover([*buffers.values()])
@@ -105,10 +95,7 @@ class LocalMemory:
         return self._paged[group]
 
     def run(self, copy: Callable[[], None]) -> None:
-        """Call ``copy`` so that its bytes have moved when this returns.
-
-        Raises what it raises, and `TransferFailed` when CUDA is lost.
-        """
+        """Call ``copy`` and wait for its bytes. Raises `TransferFailed` if CUDA is lost."""
         if self.stream is None:
             copy()
             return
@@ -121,25 +108,26 @@ class LocalMemory:
             raise TransferFailed(f"CUDA is lost to the data process: {error}") from error
 
     def populate(self) -> None:
-        """Enter pages into the page table, so that no copy has to; in a thread, for 2 s at most."""
+        """Enter pages into the page table before copies need them. In a thread: up to 2 s."""
         deadline = time.monotonic() + POPULATE_WITHIN_S
         for mapping in self.mappings.values():
             if isinstance(mapping, SegmentMapping) and not self.gone:
                 mapping.populate(deadline - time.monotonic(), is_needed=lambda: not self.gone)
 
-    # An engine's memory goes in two steps, as a transfer may be in flight when the engine dies:
+    # An engine's memory is released in two steps, as a transfer may be in flight when the engine
+    # crashes:
     #
     #     discard   at once: frees the bytes; the addresses stay, as zeros, for READs in flight
     #     close     when no job names it and NIXL does not know it: frees the addresses
     def discard(self) -> None:
-        """Give the bytes back to the machine; the addresses stay, as private zeros.
+        """Free the bytes; the addresses stay, as private zeros. Call it in a thread.
 
-        Those of a GPU have to wait for `close`. In a thread: it takes long for a large cache.
+        GPU memory has to wait for `close`.
         """
         do_all(mapping.discard for mapping in self.mappings.values())
 
     def close(self) -> None:
-        """Unmap it; raises the first `KVBusError` at the end. In a thread, as `discard`."""
+        """Unmap it. Raises the first `KVBusError` at the end. Call it in a thread."""
         self._paged.clear()
         do_all(mapping.close for mapping in self.mappings.values())
 
@@ -152,7 +140,7 @@ def map_rank(
     on_cut: OnCut,
     on_cuda_lost: Callable[[Exception], object],
 ) -> LocalMemory:
-    """Map a rank, in a thread: it can take seconds. Takes over ``fds``. Raises `LocalError`."""
+    """Map a rank. Call it in a thread: it takes seconds. Owns ``fds``. Raises `LocalError`."""
     mappings: dict[str, Mapped] = {}
     try:
         for number, segment in enumerate(added.segments):
@@ -180,7 +168,6 @@ def map_rank(
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close descriptors that nothing has taken over."""
     while fds:
         os.close(fds.pop())
 
@@ -225,7 +212,6 @@ def _check_sizes(rank: RankSpec, mappings: Mapping[str, Mapped]) -> None:
 
 
 def host_registrations(memory: LocalMemory) -> Sequence[tuple[str, Registration]]:
-    """Return registrations for NIXL, by segment."""
     return [
         (name, Registration(mapping.address, mapping.size_bytes, 0, "DRAM"))
         for name, mapping in memory.mappings.items()

@@ -1,7 +1,7 @@
 """Messages between the control process of an agent and its data process.
 
-The control process sends requests. Each has an id and gets exactly one `Reply`: a definition when
-it holds, a job when nothing of it is in flight any more. The data process also sends notices.
+Each request has an id and gets exactly one `Reply`: a definition when it holds, a job after all of
+its I/O has ended. The data process also sends notices.
 
     control process                       data process
       Configure, OpenSlots      ──▶
@@ -10,8 +10,8 @@ it holds, a job when nothing of it is in flight any more. The data process also 
       Abort                     ──▶        the job's reply follows
                                 ◀──        Reply, Cut, Log
 
-Requests are handled in order, so a job may follow the definitions that it names at once. When a
-definition fails, each job that names it fails with the same error.
+Requests are handled in order, so a job can directly follow its definitions. If a definition fails,
+each job that names it fails with the same error.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from kvbus.geometry import BlockTable, Box, EngineSpec, RankSpec
 from kvbus.planning import Share
 
 HOST = "host"
-"""The device of all memory that is not a GPU's; GPUs are named by their UUIDs."""
+"""Device of all memory outside GPUs. GPUs are named by UUID."""
 MemoryKind = Literal["DRAM", "VRAM"]
 Span = tuple[int, int]
 """Token positions [start, stop)."""
@@ -34,13 +34,11 @@ Spans = Mapping[str, Span]
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """A message to the data process; ``id`` names its reply."""
-
     id: int = 0
 
 
 class Configure(Request, frozen=True):
-    """The first message. ``nixl_name`` is the name of the NIXL agent, unique to this process."""
+    """First message. ``nixl_name`` is unique to this process."""
 
     nixl_name: str
     slice_bytes: int
@@ -48,14 +46,14 @@ class Configure(Request, frozen=True):
 
 
 class OpenNixl(Request, frozen=True):
-    """Create the NIXL agent, if there is none, and register all memory that is ``direct``."""
+    """Create the NIXL agent, once, and register all ``direct`` memory."""
 
 
 class OpenSlots(Request, frozen=True):
-    """Allocate and register ``num_slots`` staging slots on a device; replied with `SlotsOpened`.
+    """Allocate and register ``num_slots`` staging slots on a device. Reply: `SlotsOpened`.
 
-    ``device`` is ``host`` or the UUID of a GPU. With ``nic_reads_gpu`` slots for a GPU are placed
-    in its memory if NIXL can register that, else in pinned host memory; without, the other way.
+    ``device`` is ``host`` or a GPU's UUID. Slots for a GPU are in its memory or in pinned host
+    memory. ``nic_reads_gpu`` prefers the former; the other is the fallback.
     """
 
     device: str
@@ -65,7 +63,7 @@ class OpenSlots(Request, frozen=True):
 
 
 class CudaPart(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a CUDA allocation of another process. ``handle`` is its IPC handle."""
+    """Part of another process's CUDA allocation, by IPC handle."""
 
     device: str
     handle: bytes
@@ -74,7 +72,7 @@ class CudaPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentPart(msgspec.Struct, frozen=True, array_like=True):
-    """A segment of a rank: host memory, whose descriptor comes with the message, or CUDA memory."""
+    """Segment of a rank: CUDA memory, or host memory by a descriptor of the message."""
 
     segment_id: str
     size_bytes: int
@@ -82,11 +80,11 @@ class SegmentPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddMemory(Request, frozen=True):
-    """Map one rank of an engine of this machine; replied with `MemoryAdded`.
+    """Map one rank of an engine of this machine. Reply: `MemoryAdded`.
 
-    The descriptors of its host segments come with the message, in the order of ``segments``.
-    ``borrowed`` memory is another agent's: it is mapped read-only. ``direct`` memory is registered
-    with NIXL.
+    Descriptors of host segments come with the message, in the order of ``segments``. ``borrowed``
+    memory belongs to another agent and is mapped read-only. ``direct`` memory is registered with
+    NIXL.
     """
 
     memory: int
@@ -108,38 +106,35 @@ class AddRemote(Request, frozen=True):
 
 
 class DiscardMemory(Request, frozen=True):
-    """Replace the bytes of a memory by zeros, at the same addresses. Jobs may be in flight."""
+    """Zero the bytes of a memory, at the same addresses. Jobs may be in flight."""
 
     memory: int
 
 
 class RemoveMemory(Request, frozen=True):
-    """Deregister and unmap a memory. No job may name it any more."""
+    """Deregister and unmap a memory that no job names."""
 
     memory: int
 
 
 class AddPeer(Request, frozen=True):
-    """Add a peer to NIXL, or later registrations of a known one. ``metadata`` names the peer."""
+    """Add a peer, or later registrations of a known one, to NIXL."""
 
     peer: str
     metadata: tuple[bytes, ...]
 
 
 class RemovePeer(Request, frozen=True):
-    """Remove a peer from NIXL, once no READ from it is in flight.
-
-    Requests that name the peer and come later wait for that.
-    """
+    """Remove a peer from NIXL, once no READ from it is in flight. Later requests for it wait."""
 
     peer: str
 
 
 class AddPlan(Request, frozen=True):
-    """Make a plan from source ranks to target ranks; both map a rank number to a memory.
+    """Make a plan; ``sources`` and ``targets`` map a rank number to a memory.
 
-    With ``slot_bytes`` above 0 it is a list of staged plans, else one `RunPlan`. Only regions of
-    ``groups`` are planned.
+    With ``slot_bytes`` above 0 the result is a list of staged plans, otherwise one `RunPlan`. Only
+    regions of ``groups`` are planned.
     """
 
     plan: int
@@ -151,20 +146,20 @@ class AddPlan(Request, frozen=True):
 
 
 class RemovePlan(Request, frozen=True):
-    """Drop a plan. No job may name it any more."""
+    """Drop a plan that no job names."""
 
     plan: int
 
 
 class Metadata(Request, frozen=True):
-    """Reply with `MetadataBlobs`: what peers need to read these memories and slots."""
+    """Request what peers need to read these memories and slots. Reply: `MetadataBlobs`."""
 
     memories: tuple[int, ...]
     devices: tuple[str, ...]
 
 
 class DriveProgress(Request, frozen=True):
-    """Drive NIXL as the target of READs, until this comes with ``on`` false."""
+    """Drive NIXL as the target of READs, until ``on`` is false."""
 
     on: bool
 
@@ -174,17 +169,17 @@ class Ping(Request, frozen=True):
 
 
 class ListListening(Request, frozen=True):
-    """Reply with `Listening`: the TCP sockets at which this process listens."""
+    """Request the TCP sockets at which this process listens. Reply: `Listening`."""
 
 
 class Abort(Request, frozen=True):
-    """Start no further part of ``job``; its reply follows when nothing of it is in flight."""
+    """Start no further part of ``job``."""
 
     job: int
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """What a job waits for a thread under; jobs of one ``owner`` share one turn."""
+    """Key under which a job waits for a thread. Jobs of one ``owner`` share one turn."""
 
     owner: str
     priority: int = 0
@@ -228,7 +223,7 @@ class ReadBox(Request, frozen=True):
 class Copy(Request, frozen=True):
     """Copy between mapped memories, by a plan.
 
-    Fails with ``transfer_failed`` when a source was truncated or discarded before the end.
+    Fails with ``transfer_failed`` if a source was truncated or discarded before the end.
     """
 
     plan: int
@@ -251,7 +246,7 @@ class CopyStaged(Request, frozen=True):
 
 
 class Scatter(Request, frozen=True):
-    """Copy a packed box from a slot into the blocks of each of ``memories``."""
+    """Copy a packed box from a slot into the blocks of each memory."""
 
     memories: tuple[int, ...]
     table: BlockTable
@@ -262,7 +257,7 @@ class Scatter(Request, frozen=True):
 
 
 class Gather(Request, frozen=True):
-    """Copy a box from blocks into a slot. The reply's ``seconds`` is the time of the copy."""
+    """Copy a box from blocks into a slot. The reply's ``seconds`` is the copy's duration."""
 
     memory: int
     table: BlockTable
@@ -273,8 +268,6 @@ class Gather(Request, frozen=True):
 
 
 class Zero(Request, frozen=True):
-    """Write zeros over positions of one group."""
-
     memory: int
     group: str
     table: BlockTable
@@ -283,14 +276,12 @@ class Zero(Request, frozen=True):
 
 
 class Wipe(Request, frozen=True):
-    """Write zeros over a slot."""
-
     device: str
     slot: int
 
 
 class Digest(Request, frozen=True):
-    """Digest pieces of a box, about one in ``one_in``; replied with `Digested`."""
+    """Digest about one in ``one_in`` pieces of a box. Reply: `Digested`."""
 
     memory: int
     table: BlockTable
@@ -323,7 +314,7 @@ ToData = (
 
 
 class SlotsOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Slots of one device: address of the first in the data process, and how NIXL knows them."""
+    """Slots of one device: address of the first in the data process, and NIXL's device."""
 
     address: int
     memory_kind: MemoryKind
@@ -331,7 +322,7 @@ class SlotsOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class MemoryAdded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Where each host segment begins in the data process; empty for CUDA memory."""
+    """Address of each host segment in the data process."""
 
     addresses: dict[str, int]
 
@@ -343,7 +334,7 @@ class MetadataBlobs(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Listening(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Host and port of each TCP socket at which the data process listens."""
+    """Host and port of each listening TCP socket."""
 
     sockets: tuple[tuple[str, int], ...]
 
@@ -358,7 +349,7 @@ Result = SlotsOpened | MemoryAdded | MetadataBlobs | Listening | Digested
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """An error of `kvbus.errors`, by the name of its class."""
+    """Error of `kvbus.errors`, by the name of its class."""
 
     kind: str
     code: ErrorCode
@@ -376,10 +367,10 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The one reply to request ``to``.
+    """Reply to request ``to``.
 
-    ``num_bytes`` were moved, also by a job that failed. ``undriven`` says of READs that the peer
-    had to drive nothing for them.
+    ``num_bytes`` were moved, even by a failed job. ``undriven`` marks READs that needed no progress
+    by the peer.
     """
 
     to: int
@@ -390,20 +381,17 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
     result: Result | None = None
 
     def failure(self) -> KVBusError | None:
-        """Return the error, if there is one."""
         return None if self.error is None else self.error.error()
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The owner of a segment has truncated it: its bytes are zeros from now on."""
+    """Notice that a segment's owner has truncated it. Its bytes are zeros from now on."""
 
     memory: int
     segment_id: str
 
 
 class Log(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A line for the agent's log."""
-
     level: Literal["debug", "info", "warning", "error"]
     event: str
     fields: dict[str, str | int | float]

@@ -1,8 +1,8 @@
-"""NIXL metadata of peers, parsed and checked before NIXL gets it.
+"""Checks of peers' NIXL metadata before NIXL gets it.
 
-Refuses what would end the process. NIXL trusts lengths that lead out of the blob, and unknown kinds
-of memory. UCX aborts at an address of an unknown version. The contents of UCX's addresses and keys
-are opaque here, and UCX trusts them, too.
+Metadata that would crash the process is rejected. NIXL trusts lengths that lead out of the blob,
+and unknown kinds of memory. UCX aborts on an address of an unknown version. UCX's own addresses and
+keys are opaque here, and UCX trusts them, too.
 """
 
 from kvbus.data.nixl import PeerMetadata
@@ -13,14 +13,14 @@ _LENGTH_BYTES = 8
 _MOST_CONNECTIONS = 8
 _MOST_NAME_BYTES = 256
 _MOST_SECTIONS = 64
-_DESCRIPTOR_BYTES = 24  # address, length, device; what follows is UCX's
+_DESCRIPTOR_BYTES = 24  # address, length, device; the rest is UCX's
 _KINDS = tuple(kind.to_bytes(4, "little") for kind in (0, 1))  # DRAM and VRAM
 _UCX_VERSION_BITS = 0x0F
 _LAST_UCX_VERSION = 1  # UCP_OBJECT_VERSION_V2
 
 
 def read_metadata(blob: bytes) -> PeerMetadata:
-    """Parse a blob. Raises `TransferFailed` for one that NIXL must not get."""
+    """Parse a blob. Raises `TransferFailed` if NIXL must not get it."""
     fields = _Fields(blob)
     name = fields.take(b"Agent")
     if len(name) > _MOST_NAME_BYTES or not name.isascii() or not name.decode().isprintable():
@@ -35,15 +35,15 @@ def read_metadata(blob: bytes) -> PeerMetadata:
     return PeerMetadata(name.decode(), contact, blob)
 
 
-# NIXL writes fields one after the other: a tag, a length of 8 bytes, the content, and a bar. The
-# parser must know the tags, as they have no length:
+# NIXL writes fields in sequence: a tag, a length of 8 bytes, the content, and a bar. The parser
+# must know the tags, as they have no length:
 #
 #     nixlSerDes|  Agent NAME|  Conns COUNT|  (t BACKEND|  c ADDRESS|)...      the contact
 #     MemSection|  nixlSecElms COUNT|  (section)...                            the memory
 #
 #     a section:   bknd BACKEND|  nixlDList nixlSDList|  t KIND|  n COUNT|  (DESCRIPTOR|)...
 class _Fields:
-    """The fields of a blob, in order. Each method raises `TransferFailed` for an unexpected one."""
+    """Fields of a blob, in order. Methods raise `TransferFailed` for an unexpected field."""
 
     def __init__(self, blob: bytes) -> None:
         self._blob = blob
@@ -52,7 +52,6 @@ class _Fields:
             raise _refusal("it is not of NIXL")
 
     def take(self, tag: bytes) -> bytes:
-        """Return the content of the next field, which must have this tag."""
         blob, start = self._blob, self.at + len(tag) + _LENGTH_BYTES
         stop = start + int.from_bytes(blob[start - _LENGTH_BYTES : start], "little")
         if not blob.startswith(tag, self.at) or blob[stop : stop + 1] != b"|":
@@ -61,12 +60,11 @@ class _Fields:
         return blob[start:stop]
 
     def expect(self, tag: bytes, *contents: bytes) -> None:
-        """Skip the next field, whose content must be one of these."""
+        """Skip the next field, which must contain one of these."""
         if self.take(tag) not in contents:
             raise _refusal(f"another '{tag.decode()}' than {contents[0]!r}")
 
     def count(self, tag: bytes, least: int, most: int) -> int:
-        """Return the next field, a number between these bounds."""
         content = self.take(tag)
         number = int.from_bytes(content, "little")
         if len(content) != _LENGTH_BYTES or not least <= number <= most:
@@ -74,7 +72,6 @@ class _Fields:
         return number
 
     def check_end(self) -> None:
-        """Refuse bytes behind the last field."""
         if self.at != len(self._blob):
             raise _refusal(f"{len(self._blob) - self.at} bytes are left over")
 
@@ -89,7 +86,7 @@ def _check_section(fields: _Fields) -> None:
     fields.expect(b"bknd", b"UCX")
     fields.expect(b"nixlDList", b"nixlSDList")
     fields.expect(b"t", *_KINDS)
-    for _ in range(fields.count(b"n", 0, 1 << 20)):  # each is there, or its field is refused
+    for _ in range(fields.count(b"n", 0, 1 << 20)):  # each must exist, or its field is rejected
         if len(fields.take(b"")) < _DESCRIPTOR_BYTES:
             raise _refusal("a descriptor is too short")
 

@@ -1,4 +1,4 @@
-"""The interface of NIXL as the data process uses it. Importing this does not load NIXL."""
+"""Interface of NIXL as the data process uses it. Importing this does not load NIXL."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ from kvbus.data.slicing import Rows
 from kvbus.errors import TransferFailed
 
 Handle = Any
-"""A transfer handle of NIXL."""
 
 
 class HandleForgotten(TransferFailed):
-    """NIXL dropped the peer of a live handle: bytes can still land, and no state will show it."""
+    """NIXL dropped the peer of a live handle: bytes can still land, without any state of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +27,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class PeerMetadata:
-    """A blob of a peer that NIXL may get: the name of its NIXL agent, and how to connect to it."""
+    """Checked blob of a peer: the name of its NIXL agent, and its contact."""
 
     name: str
     contact: bytes
@@ -36,10 +35,10 @@ class PeerMetadata:
 
 
 class Nixl(Protocol):
-    """One NIXL agent with a UCX backend; all calls are made by one thread."""
+    """NIXL agent with a UCX backend. One thread makes all calls."""
 
     def register(self, registration: Registration) -> None:
-        """Register memory. Raises `SegmentError`."""
+        """Raises `SegmentError`."""
         ...
 
     def deregister(self, registration: Registration) -> None:
@@ -65,23 +64,22 @@ class Nixl(Protocol):
     def prepare(
         self, peer: str, local: Rows, remote: Rows, kinds: tuple[MemoryKind, MemoryKind]
     ) -> Handle:
-        """Return a READ handle that is not posted yet. Raises `RemoteError`."""
+        """Return an unposted READ handle. Raises `RemoteError`."""
         ...
 
     def post(self, handle: Handle, peer: str) -> bool:
-        """Post a handle; return whether it is done. Raises `RemoteError`."""
+        """Return whether the handle is done. Raises `RemoteError`."""
         ...
 
     def is_done(self, handle: Handle, peer: str) -> bool:
-        """Return whether a posted handle is done. Raises `RemoteError`, `HandleForgotten`."""
+        """Raises `RemoteError`, `HandleForgotten`."""
         ...
 
     def release(self, handle: Handle) -> bool:
-        """Release a handle that has ended; return whether NIXL did."""
+        """Release an ended handle; return whether NIXL did."""
         ...
 
 
 OpenNixlAgent = Callable[[str], Nixl]
-"""Opens an agent of that name. Raises `TransferFailed`."""
 LoadNixl = Callable[[], OpenNixlAgent]
-"""Loads the library, in a thread: that takes most of the time. Raises `TransferFailed`."""
+"""Load the library, in a thread: it is the slowest step. Raises `TransferFailed`."""

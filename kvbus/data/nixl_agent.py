@@ -1,4 +1,4 @@
-"""The only import of nixl: an adapter with the names and errors of kvbus, and quiet logs."""
+"""Adapter for nixl, and its only import: kvbus's names and errors, and quiet logs."""
 
 import contextlib
 import logging
@@ -14,16 +14,16 @@ from kvbus.data.slicing import Rows
 from kvbus.errors import KVBusError, PeerLost, SegmentError, TransferFailed
 
 
-# The CUDA of this process decides which of its packages nixl loads (nixl_cu12, nixl_cu13, ...). The
-# first of these that names a CUDA decides:
+# The CUDA version of this process decides which of its packages nixl loads (nixl_cu12, nixl_cu13,
+# ...). nixl takes the first of these that names a CUDA version:
 #
 #   1. torch, cuda-python or cupy, where one is imported already
 #   2. the file torch/version.py, read from the disk without an import of torch
 #   3. `from torch.version import cuda`, which imports torch: 1 s and 190 MB
 #
-# Step 3 follows only where step 2 found a torch for CPUs, or none. It reads the same file again,
-# with the same result: no CUDA. So a stand-in for torch.version that names no CUDA keeps the choice
-# and saves the import. Steps 1 and 2 do not see it: it is not used where torch is imported, and
+# Step 3 runs only if step 2 found a torch for CPUs, or none. It reads the same file again, with the
+# same result: no CUDA. So a stand-in for torch.version without a CUDA version keeps the choice and
+# saves the import. Steps 1 and 2 ignore it: it is not used where torch is imported, and
 # find_spec("torch") looks for another module.
 @contextlib.contextmanager
 def _torch_not_imported() -> Iterator[None]:
@@ -40,19 +40,19 @@ def _torch_not_imported() -> Iterator[None]:
 
 
 def _import_nixl() -> tuple[Any, Any]:
-    """Import NIXL, and keep it from writing to the process's output and from blocking connects.
+    """Import NIXL without its output and its blocking connects.
 
     Its C++ core prints every error that it also raises, and UCX prints warnings. Its Python logger
     attaches a stdout handler and turns `logging.raiseExceptions` off. Set `NIXL_LOG_LEVEL` or
-    `UCX_LOG_LEVEL` to see them. By default UCX connects over TCP by a blocking call, which stops
-    all READs for minutes where a firewall drops everything.
+    `UCX_LOG_LEVEL` to see the output. UCX's default TCP connect blocks: a firewall that drops
+    packets would stop all READs for minutes.
     """
     os.environ.setdefault("UCX_TCP_CONN_NB", "y")
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     raise_exceptions = logging.raiseExceptions
     with _torch_not_imported():
-        from nixl import _api, _bindings  # noqa: PLC0415  # the environment is read while it loads
+        from nixl import _api, _bindings  # noqa: PLC0415  # it reads the environment while it loads
 
     logger = logging.getLogger("nixl")
     logger.handlers.clear()
@@ -62,7 +62,6 @@ def _import_nixl() -> tuple[Any, Any]:
 
 
 _SET_HERE = {"UCX_NET_DEVICES", "UCX_TCP_CONN_NB", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"}
-"""Settings that an agent makes for itself."""
 _api, _bindings = _import_nixl()
 _ERRORS: tuple[type[Exception], ...] = (
     *(
@@ -72,14 +71,13 @@ _ERRORS: tuple[type[Exception], ...] = (
     ),
     *(ValueError, LookupError, MemoryError, RuntimeError, TypeError),
 )
-"""NIXL's own errors, and those that pybind makes of other C++ exceptions."""
+"""NIXL's own errors, and pybind's errors for other C++ exceptions."""
 
 
 @contextlib.contextmanager
 def _translated(
     what: str, peer: str = "", *, as_error: type[KVBusError] = TransferFailed
 ) -> Iterator[None]:
-    """Translate NIXL's errors; `PeerLost` when the peer disconnected."""
     try:
         yield
     except _ERRORS as error:
@@ -98,17 +96,14 @@ def _ours(
 # NIXL's errors have no cause. A setting that UCX cannot use shows as NIXL_ERR_BACKEND, at the start
 # or at the first READ.
 def _settings() -> str:
-    """Return the user's settings of UCX and NIXL, for the end of an error message."""
+    """Return the user's settings of UCX and NIXL, for an error message."""
     names = (one for one in sorted(os.environ) if one.startswith(("UCX_", "NIXL_")))
     told = ", ".join(f"{one}={os.environ[one]}" for one in names if one not in _SET_HERE)
     return f" (environment: {told})" if told else ""
 
 
 def load() -> type["NixlAgent"]:
-    """Load UCX without opening a port, which takes most of the time of a first `NixlAgent`.
-
-    Raises `TransferFailed`.
-    """
+    """Load UCX without opening a port. Raises `TransferFailed`."""
     with _translated("NIXL lists no backends"):
         agent = _api.nixl_agent("kvbus-load", _api.nixl_agent_config(backends=[]))
         types = agent.get_plugin_mem_types("UCX")
@@ -118,9 +113,9 @@ def load() -> type["NixlAgent"]:
 
 
 class NixlAgent:
-    """One NIXL agent with its UCX backend. It moves nothing unless `progress` is called.
+    """NIXL agent with a UCX backend. It moves bytes only in `progress`.
 
-    ``name`` must be usable as a file name: NIXL's telemetry writes such a file.
+    ``name`` must be a valid file name: NIXL's telemetry writes such a file.
     """
 
     def __init__(self, name: str) -> None:
@@ -134,19 +129,16 @@ class NixlAgent:
         self._contacts: dict[str, bytes] = {}
 
     def register(self, registration: Registration) -> None:
-        """Register memory, or raise `SegmentError`."""
         row = (registration.address, registration.size_bytes, registration.device, "")
         with _translated("NIXL cannot register the memory", as_error=SegmentError):
             descriptors = self._agent.register_memory([row], registration.memory)
         self._descriptors[registration] = descriptors
 
     def deregister(self, registration: Registration) -> None:
-        """Deregister memory that no handle targets."""
         with _translated("NIXL cannot deregister the memory", as_error=SegmentError):
             self._agent.deregister_memory(self._descriptors.pop(registration))
 
     def metadata(self, registrations: Sequence[Registration]) -> bytes:
-        """Connection info with these registrations, all of one kind of memory."""
         rows = [(r.address, r.size_bytes, r.device, "") for r in registrations]
         kind = registrations[0].memory if registrations else "DRAM"
         if any(r.memory != kind for r in registrations):
@@ -156,27 +148,22 @@ class NixlAgent:
             return bytes(self._agent.get_partial_agent_metadata(descriptors, True, ["UCX"]))
 
     def add_peer(self, metadata: PeerMetadata) -> None:
-        """Add a peer, or new memory of a known one.
-
-        Refuses the name of a known peer with another contact: NIXL would drop that peer, and what
-        is in flight to it.
-        """
+        """Reject a known name with another contact: NIXL would drop the known peer."""
         name, contact = metadata.name, metadata.contact
         if self._contacts.get(name, contact) != contact:
             raise TransferFailed("another peer has that name", peer=name)
-        self._contacts.pop(name, None)  # NIXL forgets it where it refuses this
+        self._contacts.pop(name, None)  # NIXL drops it if it rejects this
         with _translated("the peer's metadata is refused"):
             self._agent.add_remote_agent(metadata.blob)
         self._contacts[name] = contact
 
     def remove_peer(self, name: str) -> None:
-        """Remove a peer. No handle to it may be in flight: NIXL would lose track of it."""
+        """Remove a peer without handles in flight: NIXL would lose track of them."""
         with _translated("the peer cannot be removed", name):
             self._agent.remove_remote_agent(name)
         self._contacts.pop(name, None)
 
     def progress(self) -> None:
-        """Drive UCX, as initiator and as target. Raises `TransferFailed`."""
         try:
             self._agent.get_new_notifs()
         except _ERRORS as error:
@@ -185,11 +172,11 @@ class NixlAgent:
     def prepare(
         self, peer: str, local: Rows, remote: Rows, kinds: tuple[MemoryKind, MemoryKind]
     ) -> Handle:
-        """Return a READ handle that is not posted yet.
+        """Return an unposted READ handle.
 
-        Descriptors are passed each time instead of prepared lists. Measured with nixl 1.5.1 over
-        shared memory: that costs 2 µs more for one descriptor, and 10 µs more for 2,048, whose READ
-        takes 3,800 µs. To prepare lists of 65,536 blocks takes 5 ms.
+        Descriptors are passed each time, not as prepared lists. Measured with nixl 1.5.1 over
+        shared memory: this adds 2 µs for one descriptor, and 10 µs for a READ of 2,048 (3,800 µs).
+        To prepare lists of 65,536 blocks takes 5 ms.
         """
         if peer not in self._contacts:
             raise PeerLost("NIXL does not know the peer", peer=peer)
@@ -202,13 +189,12 @@ class NixlAgent:
             )
 
     def post(self, handle: Handle, peer: str) -> bool:
-        """Post a handle, which can take as long as the copy; return whether it is done."""
+        """Post a handle, which can take as long as the copy."""
         with _translated("the read cannot be posted", peer):
             state = self._agent.transfer(handle)
         return _is_done(state, peer)
 
     def is_done(self, handle: Handle, peer: str) -> bool:
-        """Return whether a posted handle is done. Raises the error that it ended with."""
         try:
             state = self._agent.check_xfer_state(handle)
         except _bindings.nixlNotFoundError as error:
@@ -218,7 +204,6 @@ class NixlAgent:
         return _is_done(state, peer)
 
     def release(self, handle: Handle) -> bool:
-        """Release a handle that has ended; return whether NIXL did."""
         try:
             self._agent.release_xfer_handle(handle)
         except _ERRORS:

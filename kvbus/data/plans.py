@@ -1,4 +1,4 @@
-"""Plans between memories: which bytes a job moves."""
+"""Plans between memories: the bytes that a job moves."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
@@ -17,10 +17,9 @@ Memory = LocalMemory | RemoteMemory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A plan of READs from ``peer``, or of copies where that is empty.
+    """Plan of READs from ``peer``, or of copies if ``peer`` is empty.
 
-    ``runs`` is None for a staged plan. ``local`` are its memories of this machine, and
-    ``extents`` those that are sources.
+    ``runs`` is None for a staged plan. ``extents`` are the local sources.
     """
 
     peer: str
@@ -29,10 +28,10 @@ class Plan:
     local: tuple[LocalMemory, ...]
     extents: Extents
     strides: Mapping[str, int]
-    """Distance in tokens at which blocks of both sides begin, by group."""
+    """Distance in tokens between common block starts of both sides, by group."""
 
     def num_runs(self, spans: Spans) -> int:
-        """Return about how many runs these positions are. Raises `GeometryError`."""
+        """Return the approximate number of runs. Raises `GeometryError`."""
         try:
             return self.unstaged.num_runs(spans)
         except KeyError as error:
@@ -46,7 +45,7 @@ class Plan:
             raise _lacking(error) from error
 
     def cut(self, spans: Spans, share: float) -> tuple[dict[str, Span], dict[str, Span]]:
-        """Return about that share of the positions, and the others; cut between blocks."""
+        """Return about this share of the positions, and the rest; cut between blocks."""
         first, rest = dict[str, Span](), dict[str, Span]()
         for group, (start, stop) in spans.items():
             at = int(start + share * (stop - start))
@@ -55,7 +54,7 @@ class Plan:
         return first, rest
 
     def find_staged(self, index: int, tables: Tables, box: Span, slot_at: int) -> Runs:
-        """Return the runs of a box into a slot at an address. Raises `GeometryError`."""
+        """Return the runs of a box into a slot. Raises `GeometryError`."""
         try:
             return self.staged_plan(index).reads(tables, box, slot_at=slot_at)
         except (IndexError, KeyError) as error:
@@ -79,7 +78,7 @@ def _lacking(error: Exception) -> GeometryError:
 
 
 def make_plan(added: AddPlan, sources: Mapping[int, Memory], targets: Mapping[int, Memory]) -> Plan:
-    """Make a plan, in a thread: it can take 100 ms. Raises `GeometryError`, `LocalError`."""
+    """Make a plan, in a thread: up to 100 ms. Raises `GeometryError`, `LocalError`."""
     peers = {one.peer if isinstance(one, RemoteMemory) else "" for one in sources.values()}
     if len(peers) > 1 or any(isinstance(one, RemoteMemory) for one in targets.values()):
         raise LocalError("a plan has sources of several peers", code=ErrorCode.INTERNAL)
@@ -112,7 +111,6 @@ def _placed(side: Mapping[int, Memory], groups: Container[str]) -> dict[int, Pla
 
 
 def _without_others(placed: PlacedRank, groups: Container[str]) -> PlacedRank:
-    """The rank with the regions of ``groups`` alone."""
     regions = tuple(one for one in placed.rank.regions if one.group in groups)
     if len(regions) == len(placed.rank.regions):
         return placed

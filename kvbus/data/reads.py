@@ -1,4 +1,4 @@
-"""READs from peers: the NIXL agent, what it registered, and when it is driven."""
+"""READs from peers, and the progress of NIXL."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,18 +11,18 @@ from kvbus.fair import Key
 from kvbus.planning import Reads
 
 COPIED_S = 25e-6
-"""A pass that took longer has copied: UCX does so within progress, and a pause would be idle."""
+"""A longer pass has copied: UCX copies within progress, and a pause would waste time."""
 
 
 class NixlReads:
-    """READs by one NIXL agent; only the main thread calls it."""
+    """READs by one NIXL agent. Only the main thread may call it."""
 
     def __init__(self, agent: Nixl, limits: ReadLimits, clock: Callable[[], float]) -> None:
         self.agent, self._limits, self._clock = agent, limits, clock
         self._scheduler = ReadScheduler(agent, limits)
         self._moved_at = 0.0
         self.is_driven = False
-        """Whether peers read from here, or connect, and need progress for it."""
+        """Whether peers read from here, or connect, and need progress."""
 
     def read(
         self,
@@ -34,9 +34,9 @@ class NixlReads:
         on_end: Callable[[ReadJob], None],
         num_parts: int = 1,
     ) -> ReadJob:
-        """Start a READ of ``kinds`` of memory, local and remote; `step` posts it.
+        """Start a READ; `step` posts it. ``kinds`` are the local and the remote kind of memory.
 
-        With two parts, the second comes with `go_on`.
+        A second part, if any, comes with `go_on`.
         """
         limits = self._limits
         slices = Slices(
@@ -57,7 +57,7 @@ class NixlReads:
         return job
 
     def go_on(self, job: ReadJob, planned: Reads | KVBusError) -> None:
-        """Continue a READ by its second part, or fail it."""
+        """Add a READ's second part, or fail the READ."""
         if isinstance(planned, KVBusError):
             job.error = job.error or planned
         else:
@@ -79,8 +79,8 @@ class NixlReads:
         for one in registrations:
             self.agent.deregister(one)
 
-    # UCX moves nothing unless it is driven. NIXL's own thread would burn a core for that, and
-    # spinning takes the core that the peer's copy needs:
+    # UCX moves bytes only while it is driven. NIXL's own thread would burn a core for that, and
+    # spinning takes the core that the peer's copy needs. Hence these pauses:
     #
     #     nothing driven, nothing posted       no limit: a message wakes the thread
     #     progress driven (peers read from     poll_s: a target is driven by its own calls only, an
@@ -89,7 +89,7 @@ class NixlReads:
     #       copied just now                    bytes are posted, else for short_spin_s)
     #     handles posted, quiet for a while    poll_s
     def pause_s(self) -> float | None:
-        """Return how long to wait for messages before the next `step`; None for no limit."""
+        """Return the longest wait before the next `step`; None means no limit."""
         limits, scheduler = self._limits, self._scheduler
         if scheduler.busy:
             since = self._clock() - self._moved_at
@@ -99,7 +99,7 @@ class NixlReads:
         return limits.poll_s if self.is_driven else None
 
     def step(self) -> None:
-        """Post what is due, poll handles, and drive progress. Raises `TransferFailed`."""
+        """Post slices, poll handles, and drive progress. Raises `TransferFailed`."""
         scheduler = self._scheduler
         if not (self.is_driven or scheduler.busy):
             return

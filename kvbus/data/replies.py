@@ -1,4 +1,4 @@
-"""Replies of a data process, and work for other threads than its main one."""
+"""Replies of a data process, and work in other threads."""
 
 import traceback
 from collections.abc import Callable
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Replies:
-    """Replies and log lines, from any thread."""
+    """Sender of replies and log lines, from any thread."""
 
     def __init__(self, send: Callable[[wire.FromData], object]) -> None:
         self.send = send
@@ -25,7 +25,7 @@ class Replies:
         self.send(wire.Reply(to=message.id, error=wire.Failure.of(self.to_error(error))))
 
     def to_error(self, error: Exception) -> KVBusError:
-        """Return ``error`` as one of kvbus; a foreign one is a defect, and its trace is logged."""
+        """Return a kvbus error. Any other error is a defect, and its trace is logged."""
         if isinstance(error, KVBusError):
             return error
         self.log("error", "step.failed", trace="".join(traceback.format_exception(error)))
@@ -41,13 +41,11 @@ class Replies:
 
 
 class Background:
-    """Work in threads, of which the main thread gets the outcome by ``post``."""
-
     def __init__(self, threads: Executor, post: Callable[[Callable[[], object]], object]) -> None:
         self._threads, self._post = threads, post
 
     def start(self, work: Callable[[], T], then: Callable[[T | Exception], object]) -> None:
-        """Do ``work`` in a thread; ``then`` gets what it returned or raised."""
+        """Do ``work`` in a thread; the main thread calls ``then`` with its result or exception."""
 
         def run() -> None:
             outcome: T | Exception

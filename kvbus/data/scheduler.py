@@ -1,6 +1,6 @@
-"""READs in flight: which slice is posted next, and which handles have ended.
+"""READs in flight: choice of the next slice, and polling of handles.
 
-A handle is released only when it has ended. One that never ends is held until the process ends.
+A handle is released only after it has ended, or else with the process.
 """
 
 from collections.abc import Callable
@@ -17,35 +17,34 @@ from kvbus.fair import FairQueue, Key
 class ReadLimits:
     """Limits of posted slices, and pauses between polls.
 
-    Measured between two processes on 2 cores, 256 MiB in slices of 8 MiB. Two slices a READ:
-    shared memory 18.2 GB/s (one: 17.8, four: 17.7); TCP 2.2 GB/s (one: 1.9, four: 2.2). Polled
-    every 0.2 ms TCP reached 2.2 GB/s, without a pause 1.6: the peer needs the core. Driving
-    progress every 0.2 ms costs 7% of a core (0.1 ms: 12%, 0.5 ms: 4%, 1 ms: 2%).
+    Measured between two processes on 2 cores, 256 MiB in slices of 8 MiB. Two slices a READ: shared
+    memory 18.2 GB/s (one: 17.8, four: 17.7); TCP 2.2 GB/s (one: 1.9, four: 2.2). Polled every 0.2
+    ms TCP reached 2.2 GB/s, without a pause 1.6: the peer needs the core. Driving progress every
+    0.2 ms costs 7% of a core (0.1 ms: 12%, 0.5 ms: 4%, 1 ms: 2%).
     """
 
     slice_bytes: int = 8 << 20
     slice_descriptors: int = 2048
     short_read_bytes: int = 1 << 20
-    """READs of up to this size take turns with the long ones together, not with each of them."""
+    """READs up to this size share turns with all long ones together."""
     slices_per_read: int = 2
     bytes_per_peer: int = 64 << 20
-    """A peer gets no further slice while this much of it is outstanding."""
+    """Outstanding bytes at which a peer gets no further slice."""
     slices_per_peer: int = 32
     poll_s: float = 200e-6
-    """Pause between two polls of handles, or two drives of demanded progress."""
+    """Pause between polls of handles, and between drives of progress."""
     spin_s: float = 200e-6
-    """Time for which handles are polled without a pause after a slice moved, if few are posted."""
+    """Time without a pause after a slice moved, if few bytes are posted."""
     short_spin_s: float = 20e-6
-    """The same when more than `spin_bytes` are posted: spinning would take the peer's core."""
+    """The same for more than `spin_bytes`: spinning would take the peer's core."""
     spin_bytes: int = 256 << 10
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ReadJob:
-    """A READ as the scheduler sees it; short ones take turns with long ones by ``turn``.
+    """READ in the scheduler. Short ones take turns with long ones by ``turn``.
 
-    It is ``at_once`` as long as each slice has ended in its post. ``on_end`` is called once, when
-    nothing of it is in flight.
+    ``at_once`` holds while every slice was done in its post.
     """
 
     peer: str
@@ -62,14 +61,12 @@ class ReadJob:
 
     @property
     def wants_post(self) -> bool:
-        """Whether another slice is to be posted, now or when it is planned."""
+        """Whether another slice is to be posted, now or when planned."""
         return not (self.aborted or self.error or self.slices.exhausted)
 
 
 @dataclass(slots=True, eq=False)
 class Slice:
-    """A posted part of a READ."""
-
     job: ReadJob
     handle: Handle
     local: Rows
@@ -78,7 +75,7 @@ class Slice:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """The READs from one peer: a stopped peer delays no other one."""
+    """READs from one peer. A stopped peer delays no other."""
 
     waiting: FairQueue[ReadJob] = field(default_factory=FairQueue)
     posted: list[Slice] = field(default_factory=list)
@@ -86,8 +83,6 @@ class Lane:
 
 
 class ReadScheduler:
-    """Posts slices of all READs in fair turns, by peer and by READ."""
-
     def __init__(self, agent: Nixl, limits: ReadLimits) -> None:
         self.agent = agent
         self._limits = limits
@@ -98,48 +93,43 @@ class ReadScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do."""
         return bool(self._lanes)
 
     @property
     def num_handles(self) -> int:
-        """Posted handles that have not ended, including those that NIXL forgot."""
+        """Posted handles that have not ended, even if NIXL forgot them."""
         return sum(len(lane.posted) for lane in self._lanes.values()) + len(self._forgotten)
 
     @property
     def posted_bytes(self) -> int:
-        """Bytes of handles that have not ended."""
         posted = sum(lane.posted_bytes for lane in self._lanes.values())
         return posted + sum(item.num_bytes for item in self._forgotten)
 
     def _live(self) -> list[Slice]:
-        """Slices that may still land."""
         posted = [item for lane in self._lanes.values() for item in lane.posted]
         return posted + self._forgotten
 
     def add(self, job: ReadJob) -> None:
-        """Add a READ; an empty one ends at once."""
         self._jobs[job] = None
         self.go_on(job)
 
     def go_on(self, job: ReadJob) -> None:
-        """Continue a READ of which more is planned, or which has failed; it may have ended."""
+        """Continue a READ after planning or failure; it may have ended."""
         if job in self._jobs and job.wants_post:
             self._queue(self._lanes.setdefault(job.peer, Lane()), job)
         else:
             self._end_if_terminal(job)
 
     def abort(self, job: ReadJob) -> None:
-        """Post no further slice; the READ ends when its posted slices have ended."""
+        """Post no further slice; the READ ends with its posted slices."""
         job.aborted = True
         self._end_if_terminal(job)
 
     def reads_from(self, peer: str) -> bool:
-        """Whether a READ from the peer has not ended."""
         return any(job.peer == peer for job in self._jobs)
 
     def targets(self, address: int, size_bytes: int) -> bool:
-        """Whether a handle that has not ended, or was not released, writes into the memory."""
+        """Whether a live or unreleased handle writes into the memory."""
         end = address + size_bytes
         return any(
             bool(((s.local[:, 0] < end) & (s.local[:, 0] + s.local[:, 1] > address)).any())
@@ -147,7 +137,7 @@ class ReadScheduler:
         )
 
     def step(self) -> bool:
-        """Post at most one slice for each peer, and poll all handles; return whether any moved."""
+        """Post up to one slice for each peer, and poll all handles; return whether any moved."""
         moved = False
         for peer, lane in list(self._lanes.items()):
             moved |= self._post_next(lane)
@@ -168,10 +158,10 @@ class ReadScheduler:
     #           │                  └▶ long READs, as they came  ─┘ step, then its handles are polled
     #           └▶ lane of peer B ...
     #
-    # A lane pauses when enough of its peer is outstanding, so a stopped peer delays no other one. A
-    # READ is in its queue once, and has few slices posted. After a slice it goes to the end of its
-    # queue, so long READs share the wire. A short one waits for a slice of one long READ, not of
-    # each. More urgent READs of a lane come first (`kvbus.fair`).
+    # A lane pauses when enough bytes of its peer are outstanding, so a stopped peer delays no
+    # other. A READ is in its queue once, and has few slices posted. After a slice it goes to the
+    # end of its queue, so long READs share the wire. A short READ waits for a slice of one long
+    # READ, not of each. More urgent READs of a lane come first (`kvbus.fair`).
     def _post_next(self, lane: Lane) -> bool:
         limits = self._limits
         if len(lane.posted) >= limits.slices_per_peer or lane.posted_bytes >= limits.bytes_per_peer:
@@ -222,10 +212,10 @@ class ReadScheduler:
             moved = True
         return moved
 
-    # "Not found" for a posted handle means that NIXL dropped its peer, and all that it knew of the
-    # transfer. The bytes may still land, and no state will show it. So the slice stays outstanding:
-    # its READ does not end, and its memory is not deregistered, until the process ends. After any
-    # other error NIXL guarantees that the handle has ended. The READ ends with its other slices.
+    # "Not found" for a posted handle means that NIXL dropped its peer, and all state of the
+    # transfer. The bytes may still land, undetected. So the slice stays outstanding: its READ does
+    # not end, and its memory is not deregistered, until the process ends. After any other error
+    # NIXL guarantees that the handle has ended. The READ ends with its other slices.
     def _finish(self, lane: Lane, item: Slice, error: RemoteError | None) -> None:
         job = item.job
         if isinstance(error, HandleForgotten):
@@ -247,4 +237,4 @@ class ReadScheduler:
             return
         del self._jobs[job]
         job.on_end(job)
-        job.slices.clear()  # a lane that is held up may keep the job
+        job.slices.clear()  # a paused lane may keep the job

@@ -1,9 +1,9 @@
-"""The data process without its process: memories, plans, peers and slots come and go; jobs start.
+"""Core of the data process: definitions of memories, plans, peers and slots; start of jobs.
 
     main thread     handle ─▶ definitions, jobs           step ─▶ READs (`reads`)
     other threads   map, plan, discard ─▶ main thread     copies (`copiers`) ─▶ Reply
 
-Only the main thread calls NIXL. Threads and clocks are passed in.
+Only the main thread calls NIXL.
 """
 
 from collections import deque
@@ -38,17 +38,16 @@ from kvbus.memory.mapping import SegmentMapping
 from kvbus.planning import PlacedRank
 
 MAX_KEPT = 4096
-"""Number of mappings that stay as zeros when their memory is removed."""
+"""Limit of mappings that stay as zeros after their memory is removed."""
 NUM_MAPPING_THREADS = 4
 CUT = "was truncated by its owner"
 
 
 class DataServer:
-    """All objects and jobs of one data process.
+    """Objects and jobs of one data process.
 
-    The main thread calls `handle` for each message, and `step` after them and when `pause_s` has
-    passed. ``send`` may be called by any thread. ``post`` has the main thread call a function soon.
-    ``bus_errors`` watches memory that its owner may truncate.
+    The main thread calls `handle` for each message, and `step` after them and after `pause_s`. Any
+    thread may call ``send``. ``post`` schedules a call in the main thread.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class DataServer:
         self._reads: NixlReads | None = None
         self._is_driven = False
         self._leaving: dict[str, wire.RemovePeer] = {}
-        """Peers that are removed once no READ from them is in flight."""
         self._kept: deque[SegmentMapping] = deque(maxlen=MAX_KEPT)
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
             wire.OpenNixl: self._open_nixl,
@@ -105,7 +103,7 @@ class DataServer:
         self._replies.done(configure)
 
     def handle(self, message: wire.ToData, fds: Iterable[int] = ()) -> None:
-        """Handle a request; its reply may follow later. Takes over ``fds``."""
+        """Handle a request; its reply may follow later. Owns ``fds``."""
         try:
             if isinstance(message, wire.Job):
                 self._jobs.accept(message)
@@ -115,11 +113,11 @@ class DataServer:
             self._begin(message, list(fds))
 
     def pause_s(self) -> float | None:
-        """Return how long to wait for messages before the next `step`; None for no limit."""
+        """Return the longest wait before the next `step`; None means no limit."""
         return None if self._reads is None else self._reads.pause_s()
 
     def step(self) -> None:
-        """Post and poll READs. Raises what ends the process."""
+        """Post and poll READs. Its errors end the process."""
         if self._reads is None:
             return
         self._reads.step()
@@ -127,7 +125,7 @@ class DataServer:
             self._finish_removal(self._leaving.pop(peer), self._reads)
 
     def _begin(self, message: wire.ToData, fds: list[int]) -> None:
-        """Handle a request, now or when the objects that it names are there."""
+        """Handle a request, now or when the objects that it names exist."""
         if self._definitions.waits(message, fds):
             return
         try:
@@ -212,8 +210,8 @@ class DataServer:
         ]
         self._replies.done(message, wire.MetadataBlobs(tuple(blobs)))
 
-    # Metadata that is refused before NIXL gets it changes nothing of a known peer. NIXL drops a
-    # known peer when it refuses metadata itself, and READs from there fail then.
+    # Metadata that is rejected before NIXL gets it leaves a known peer unchanged. If NIXL itself
+    # rejects metadata it drops the known peer, and READs from there fail.
     def _add_peer(self, message: wire.AddPeer) -> None:
         name = named.peer(message.peer)
         definition = self._definitions.get(name)
@@ -239,7 +237,6 @@ class DataServer:
             self._replies.done(message)
 
     def _remove_peer(self, message: wire.RemovePeer) -> None:
-        """Remove it once no READ from it is in flight; later requests that name it wait."""
         name = named.peer(message.peer)
         if self._reads is None or self._definitions.get(name) is None:
             self._definitions.remove(name)
@@ -296,9 +293,9 @@ class DataServer:
         )
         self._background.start(mapped, then)
 
-    # After a fault of a GPU all CUDA calls of this process fail. The next data process works.
+    # After a GPU fault all CUDA calls of this process fail. The next data process works.
     def _end_with(self, error: Exception) -> None:
-        """Have the main thread raise an error, from any thread."""
+        """Raise an error in the main thread."""
 
         def fail() -> NoReturn:
             raise error
@@ -328,10 +325,10 @@ class DataServer:
         self._definitions.pend(name)
         self._background.start(memory.discard, then)
 
-    # A reader that was stopped for longer than anything waits for it has READs at UCX here, which
-    # continue when it does. Over TCP UCX copies in this process, from addresses alone: an unmapped
-    # address ends the process, and another engine's memory there would be sent. So the addresses
-    # that NIXL knew stay zeros, which take no memory. Only the oldest of very many go.
+    # A reader that was stopped beyond all timeouts has READs at UCX here, which continue when it
+    # does. Over TCP UCX copies in this process, by address alone: an unmapped address would crash
+    # the process, and another engine's memory there would be sent. So the addresses that NIXL knew
+    # stay mapped to zeros, which take no memory. Beyond `MAX_KEPT`, the oldest are unmapped.
     def _remove_memory(self, message: wire.RemoveMemory) -> None:
         name = named.memory(message.memory)
         definition = self._definitions.get(name)
@@ -412,7 +409,7 @@ class DataServer:
         self._replies.done(message)
 
     def _refuse(self, message: wire.Request, name: named.Name, caught: Exception) -> None:
-        """A definition has failed, and so does each request that names it."""
+        """Fail a definition, and with it each request that names it."""
         error = self._replies.to_error(caught)
         self._replies.fail(message, error)
         self._definitions.fail(name, error)
@@ -425,7 +422,7 @@ class DataServer:
 
 
 class OnCut:
-    """Told of a truncated segment by the thread that touched it, before the first zero is there."""
+    """Callback for a truncated segment, in the thread that touched it, before the first zero."""
 
     def __init__(self, memory: int, send: Callable[[wire.FromData], object]) -> None:
         self._number, self._send = memory, send
@@ -433,7 +430,7 @@ class OnCut:
         self._memory: LocalMemory | None = None
 
     def watch(self, memory: LocalMemory) -> None:
-        """Mark it as gone once a segment of it is cut, or if one was."""
+        """Mark the memory as gone once a segment of it is cut, or if one was."""
         self._memory = memory
         if self._cut:
             memory.gone = CUT
@@ -447,7 +444,7 @@ class OnCut:
 
 
 def _check_peer(peer: PeerMetadata, known: PeerMetadata, name: str) -> None:
-    """Raise `LocalError` for another name, and `TransferFailed` for another process of the name."""
+    """Raise `LocalError` for another name, `TransferFailed` for another process of that name."""
     if peer.name != name:
         raise LocalError(
             f"metadata of NIXL agent '{peer.name}' came as that of '{name}'",
@@ -458,7 +455,7 @@ def _check_peer(peer: PeerMetadata, known: PeerMetadata, name: str) -> None:
 
 
 def _register(value: LocalMemory | Slots, reads: NixlReads | None) -> None:
-    """Register memory with NIXL, if that is open. Raises `SegmentError`, and then none of it is."""
+    """Register memory with NIXL, if open. Raises `SegmentError`; nothing is registered then."""
     if reads is None:
         return
     if isinstance(value, Slots):

@@ -1,4 +1,4 @@
-"""Slices of a READ: the largest parts that are posted at once.
+"""Slices of a READ: the largest parts that are posted together.
 
 Axes: R rows (descriptors), 3 columns (address, length in bytes, device).
 """
@@ -12,10 +12,7 @@ Rows = npt.NDArray[np.uint64]
 
 
 class Slices:
-    """The slices of one READ, cut as they are taken. Its rows come in ``num_parts`` parts.
-
-    The arrays are kept, not copied, until they are taken.
-    """
+    """Slices of one READ. Its rows come in ``num_parts`` parts, which are kept, not copied."""
 
     def __init__(self, *, slice_bytes: int, slice_rows: int, num_parts: int = 1) -> None:
         self._slice_bytes, self._slice_rows = slice_bytes, slice_rows
@@ -24,22 +21,18 @@ class Slices:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a slice to take."""
         return bool(self._parts)
 
     @property
     def exhausted(self) -> bool:
-        """Whether all parts have come, and every row was taken."""
         return not (self._parts or self._num_missing)
 
     def add(self, local: Rows, remote: Rows) -> None:
-        """Add the next part."""
         self._num_missing -= 1
         if len(local):
             self._parts.append(_Part(local, remote, self._slice_bytes))
 
     def clear(self) -> None:
-        """Drop the arrays; nothing is left to take."""
         self._parts.clear()
         self._num_missing = 0
 
@@ -69,7 +62,7 @@ class _Part:
 
 
 def _without_long(rows: Rows, max_bytes: int) -> Rows:
-    """Every descriptor longer than that cut into pieces of at most that, in order."""
+    """Cut every descriptor longer than ``max_bytes``."""
     lengths = rows[:, 1]
     if not len(rows) or int(lengths.max()) <= max_bytes:
         return rows

@@ -1,4 +1,4 @@
-"""Staging slots on one device: memory of this process that NIXL knows."""
+"""Staging slots on one device: memory of this process, registered with NIXL."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 
 class HostSlots:
-    """Zeros of this process, all allocated. Raises `SegmentError`.
+    """Zeroed and fully allocated memory. Raises `SegmentError`.
 
-    Most kernels give private memory huge pages, of which a READ has fewer to look up: within a
-    machine it takes half as long.
+    Most kernels give private memory huge pages. They halve the time of a READ within a machine.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -36,17 +35,14 @@ class HostSlots:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(memory, np.uint8)
-        self._bytes[:] = 0  # takes every page now
+        self._bytes[:] = 0  # touches every page now
         self.address: int = self._bytes.ctypes.data
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """All bytes."""
         return self._bytes
 
 
 class Slots:
-    """Slots 0 to ``num_slots`` - 1 of ``slot_bytes`` each, one behind the other."""
-
     def __init__(
         self, storage: HostSlots | GpuSlots, registration: Registration, slot_bytes: int
     ) -> None:
@@ -55,31 +51,29 @@ class Slots:
         self.memory: MemoryKind = registration.memory
         self.device = registration.device
         self.refused: SegmentError | None = None
-        """The reason why NIXL does not know them."""
+        """Reason why NIXL could not register them."""
 
     def address(self, slot: int) -> int:
-        """Return where slot number ``slot`` begins in this process."""
         if not 0 <= slot < self.num_slots:
             raise GeometryError(f"slot {slot} of {self.num_slots} slots", slot=slot)
         return self.storage.address + slot * self.slot_bytes
 
     def view(self, slot: int) -> Any:
-        """The bytes of slot number ``slot``: one row of uint8, of numpy or, on a GPU, of torch."""
+        """Return the slot's bytes: one row of uint8, of numpy or, on a GPU, of torch."""
         offset_bytes = self.address(slot) - self.storage.address
         return self.storage.view()[offset_bytes : offset_bytes + self.slot_bytes]
 
     def wipe(self, slot: int) -> int:
-        """Write zeros over slot number ``slot``; return how many."""
         content = self.view(slot)
         content[:] = 0
         content[0].item()  # waits for a GPU
         return self.slot_bytes
 
 
-# A NIC reads the GPU's memory directly. Without one UCX copies from there in pieces, in this
-# process, and pinned memory of the host is filled faster by the GPU.
+# A NIC reads the GPU's memory directly. Without one, UCX copies from there in pieces, in this
+# process; the GPU fills pinned host memory faster.
 def kinds_of_slots(device: str, *, nic_reads_gpu: bool) -> tuple[MemoryKind, ...]:
-    """Return where slots for a device may be, the best place first."""
+    """Return the kinds of memory for slots of a device, the best first."""
     if device == HOST:
         return ("DRAM",)
     return ("VRAM", "DRAM") if nic_reads_gpu else ("DRAM", "VRAM")
@@ -103,7 +97,7 @@ def allocate_slots(device: str, kind: MemoryKind, num_slots: int, slot_bytes: in
 
 
 def cuda() -> Any:
-    """Return the package for memory of GPUs. Raises `SegmentError` without a GPU.
+    """Return the package for GPU memory. Raises `SegmentError` without a GPU.
 
     Call it in a thread: it imports torch, which takes seconds and 120 MB.
     """
