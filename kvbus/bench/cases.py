@@ -1,7 +1,7 @@
-"""The cases of ``kvbus bench``, each with its limit, and their run.
+"""Cases of ``kvbus bench``, each measured alternately with its limit.
 
-The limit is a bare READ of NIXL for what goes over the wire, a memcpy for what is mapped, and four
-bare processes (`floor`) for what is small; it is measured in turn with the handoffs.
+The limit is a bare NIXL READ for network transfers, a memcpy for mapped memory, and four bare
+processes (`floor`) for small handoffs.
 """
 
 import asyncio
@@ -61,17 +61,16 @@ WARM_UP_S, RATE_S = 1.0, 10.0
 
 CASE_WITHIN_S, ROUND_WITHIN_S = 600.0, 10.0
 LOAD_S, LARGE_S = 15.0, 210.0
-"""Ten lags are taken a second; of the latter the largest counts."""
+"""The first is for p99 of the loop lag (ten samples a second), the second for its maximum."""
 LOOK_S = 10.0
 NUM_LARGE = 4
 LARGE_BLOCKS = 256 * MIB // BIG.block_bytes
-"""Of each of the fetches that are in flight beside what is measured."""
 VERY_BIG_BLOCKS = (4 << 30) // BIG.block_bytes
 
 CALM_S, IDLE_S = 1.0, 20.0
 
 RAW, NAIVE = "raw READ", "naive READ"
-"""A bare READ of the same descriptors as a handoff, and of all runs of a handoff."""
+"""A bare READ of a handoff's descriptors, and one of all its runs."""
 OTHERS = ("mapped", UNMAPPED, "direct", "staged", "packed")
 
 
@@ -84,9 +83,9 @@ async def measure_transfer(
     of_raw: float,
     unmapped: float,
 ) -> list[Figure]:
-    """In turn, a bare READ of the same descriptors, a handoff, and one without mapped memory.
+    """Measure a bare READ, a handoff, and a handoff without mapped memory.
 
-    ``of_raw`` and ``unmapped`` are the speeds that the latter shall have at least, of the READ's.
+    ``of_raw`` and ``unmapped`` are the handoffs' targets, relative to the READ's speed.
     """
     tables = blocks(scale.count(NUM_BYTES // shape.block_bytes), shape)
     rows, size_bytes = direct_descriptors(shape, shape, tables)
@@ -125,10 +124,10 @@ async def measure_transfer(
 async def measure_reshape(
     bench: Bench, scale: Scale, *, source: Shape, target: Shape, packed: float | None = None
 ) -> list[Figure]:
-    """64 MiB in scattered blocks: a READ of all runs, each path, and a handoff of equal engines.
+    """Measure 64 MiB in scattered blocks: all runs by READ, each path, and equal engines.
 
-    ``packed`` is what the packed path shall have of the READ's speed, and that of agents which do
-    not map memory.
+    ``packed`` is the target of the packed path and of unmapped agents, relative to the READ's
+    speed.
     """
     num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block)
     tables = scattered_tokens(source, target, num_tokens)
@@ -166,7 +165,7 @@ async def measure_reshape(
 
 
 def memcpy(num_bytes: int) -> Callable[[], Awaitable[float]]:
-    """Copies between two arrays that have been touched before; numpy asks for huge pages."""
+    """Copy between two arrays that were touched before."""
     source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
 
     async def copy_s() -> float:
@@ -178,7 +177,7 @@ def memcpy(num_bytes: int) -> Callable[[], Awaitable[float]]:
 
 
 async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
-    """What a handoff of next to nothing costs: one block, after the one before was released."""
+    """Measure the fixed cost: one block, after the release of the one before."""
     pair = await bench.pair(SMALL, 2)
     await pair.verify(contiguous(1))
     async with floor(bench.folder) as bare:
@@ -200,10 +199,7 @@ async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
 
 
 async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
-    """One-block handoffs, 64 at a time, and what each costs in CPU; `floor` before.
-
-    After a while to warm up, both are counted over the same stretch.
-    """
+    """Measure one-block handoffs, 64 at a time, and their CPU time, over the same period."""
     async with floor(bench.folder) as bare:
         bare_rate, bare_s = await bare.rate(CONCURRENCY, scale.seconds(WARM_UP_S))
     taken_at: list[tuple[float, float]] = []
@@ -239,7 +235,6 @@ OfferQueue = asyncio.Queue[tuple[Ticket, PairedBlocks] | None]
 
 
 async def _offer_blocks(pair: Pair, offers: OfferQueue, ends: anyio.Event) -> None:
-    """Offer blocks, many at once, as fast as they are fetched; then a None for each fetcher."""
     blocks = cycle(scattered(4 * CONCURRENCY).prefill.tolist())
     while not ends.is_set():
         batch = [contiguous(1, first_block=next(blocks)) for _ in range(OFFERS_AT_ONCE)]
@@ -258,7 +253,7 @@ async def _fetch_blocks(
 
 
 async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
-    """One-block handoffs while 1 GiB is in flight, in four fetches."""
+    """Measure one-block handoffs while 1 GiB is in flight, in four fetches."""
     num_blocks = scale.count(LARGE_BLOCKS)
     parts = [
         scattered(num_blocks, first_block=2 * part * num_blocks, seed=part)
@@ -268,7 +263,7 @@ async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
 
 
 async def measure_large(bench: Bench, scale: Scale) -> list[Figure]:
-    """The same while 4 GiB are, in one fetch of one run; mapped, and not."""
+    """The same with 4 GiB, in one fetch of one run; mapped, and not."""
     whole, figures = contiguous(scale.count(VERY_BIG_BLOCKS)), list[Figure]()
     for label in ("", UNMAPPED):
         found = await _beside(bench, scale, [whole], label=label, lag={"max": 15.0}, load_s=LARGE_S)
@@ -286,7 +281,7 @@ async def _beside(
     label: str = "",
     one_block: float | None = None,
 ) -> list[Figure]:
-    """How late one-block handoffs and the loops of agents are while ``parts`` are fetched."""
+    """Measure one-block handoffs and the agents' loop lag while ``parts`` are fetched."""
     small_s, large_s = list[float](), list[float]()
     agents = {**bench.agents, "decode agent": bench.decode_agent(label)}
     num_blocks = 1 + max(int(part.prefill.max()) for part in parts)
@@ -325,7 +320,7 @@ async def _beside(
             }
         look()
         ends.set()
-    await bench.opened.aclose()  # 4 GiB, which the next ones take, too
+    await bench.opened.aclose()  # frees 4 GiB, which the next case needs
     num_bytes = num_large * len(parts[0].decode) * BIG.block_bytes
     return [
         *(
@@ -345,7 +340,6 @@ async def _beside(
 
 
 async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:
-    """CPU time of the agents over a while without work: engines attached, peers warm."""
     duration_s = scale.seconds(IDLE_S)
     pair = await bench.pair(SMALL, 2)
     await pair.verify(contiguous(1))
@@ -378,11 +372,7 @@ CASES: Mapping[str, Callable[[Bench, Scale], Awaitable[list[Figure]]]] = {
 
 
 def run_cases(names: Sequence[str], scale: Scale, sheet: Sheet) -> None:
-    """Measure the cases.
-
-    Raises `KVBusError`, alone or in groups, when a handoff fails; the end of the agents' logs is
-    shown then.
-    """
+    """Raises `KVBusError`, alone or in groups, if a handoff fails."""
     with tempfile.TemporaryDirectory(prefix="kvbus-bench-") as folder:
         anyio.run(_run, names, scale, sheet, Path(folder))
 
@@ -402,7 +392,7 @@ async def _run(names: Sequence[str], scale: Scale, sheet: Sheet, folder: Path) -
 
 
 async def _measured(name: str, bench: Bench, scale: Scale) -> list[Figure]:
-    """Raises `RequestTimeout` for a case that does not go on."""
+    """Raises `RequestTimeout` for a case that does not progress."""
     within_s = CASE_WITHIN_S + ROUND_WITHIN_S * scale.rounds
     try:
         with anyio.fail_after(within_s):

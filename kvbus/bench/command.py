@@ -1,7 +1,4 @@
-"""The commands ``kvbus bench``, ``bench-prefill`` and ``bench-decode``: output and exit status.
-
-A missed target is a figure, a handoff that fails exit status 1. Figures are shown as they come.
-"""
+"""Commands ``kvbus bench``, ``bench-prefill`` and ``bench-decode``."""
 
 import os
 import platform
@@ -42,7 +39,7 @@ def bench(
 ) -> None:
     """Measure handoffs beside bare NIXL on this machine, with agents and engines of its own.
 
-    Between agents that run on two machines: `kvbus bench-prefill | kvbus bench-decode`.
+    To measure between agents on two machines: `kvbus bench-prefill | kvbus bench-decode`.
     """
     names = tuple(dict.fromkeys(only or EVERY_TIME))
     if unknown := [name for name in names if name not in CASES]:
@@ -79,7 +76,7 @@ def bench_prefill(
 ) -> None:
     """Offer blocks at this machine's prefill agent; print their tickets, for bench-decode.
 
-    Ends with status 0 once all of them have been read.
+    Exit status 0: all blocks were read.
     """
 
     def offer() -> None:
@@ -107,7 +104,6 @@ def bench_decode(attach: Attach, as_one_json: AsOneJson = False) -> None:
 def _show(
     command: str, measure: Callable[[Sheet], None], as_one_json: bool, **asked: float
 ) -> None:
-    """Measure; what was measured is told in JSON also where that fails."""
     sheet = Sheet()
     machine = {
         "cpus": os.cpu_count(),
@@ -129,10 +125,9 @@ def _show(
 def _run(
     command: str, work: Callable[[], None], tell: Callable[[list[str]], None] = lambda _: None
 ) -> None:
-    """Do ``work``, ``tell`` why it failed, and end with the exit status that it deserves.
+    """Do ``work``, report its failure, and exit with its status.
 
-    Several sessions may have ended for one reason, which is told once. Each line names the
-    ``command``: of two in a pipe, both write to one terminal.
+    Equal reasons of several sessions are reported once.
     """
     status, reasons, head = 0, list[str](), f"error: {command}"
     try:

@@ -1,9 +1,8 @@
-"""Engines of the benchmark: caches of a shape, full of a pattern, on an engine of `kvbus.lab`.
+"""Engines of the benchmark: caches full of a pattern, on an engine of `kvbus.lab`.
 
-And block tables that make runs of a wanted length. The planner is not trusted: what is compared
-are views and block ids alone.
+The comparison uses only views and block ids, not the planner.
 
-    python -m kvbus.bench.engine ATTACH_SOCKET    prefill engines, which the tool opens and asks
+    python -m kvbus.bench.engine ATTACH_SOCKET    prefill engines, controlled by the tool
 
 Axes
     block, slot, head   of the rank's cache; heads have their numbers in the model
@@ -37,23 +36,21 @@ from kvbus.spec_text import ModelWords, read_words
 Blocks = npt.NDArray[np.int64]
 Ticket = Mapping[str, Any]
 Request = tuple[str, int, list[int]]
-"""A request id that was never used, its number of tokens, and its blocks."""
+"""Unused request id, number of tokens, and blocks."""
 
 GROUP = "attention"
 NUM_PARTS, DTYPE_BYTES = 2, 2
 
 
 class Shape(ModelWords, kw_only=True):
-    """An engine."""
-
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token, over all layers and heads."""
+        """Over all layers and heads."""
         return self.layers * NUM_PARTS * self.kv_heads * self.head * DTYPE_BYTES
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, over all layers and heads."""
+        """Over all layers and heads."""
         return self.block * self.token_bytes
 
 
@@ -77,7 +74,7 @@ HND_1 = _shape("layers=16 kv_heads=8 layout=HND")
 
 @dataclass(frozen=True, slots=True)
 class PairedBlocks:
-    """The blocks of one request on both sides, in order of position."""
+    """Blocks of one request, in order of position."""
 
     prefill: Blocks
     decode: Blocks
@@ -85,12 +82,12 @@ class PairedBlocks:
 
     @property
     def capacities(self) -> tuple[int, int]:
-        """Blocks of the two caches: twice those of the request, so that none need be neighbours."""
+        """Blocks of the two caches: twice those of the request, so that none need be adjacent."""
         return 2 * len(self.prefill), 2 * len(self.decode)
 
 
 def contiguous(num_blocks: int, shape: Shape = BIG, *, first_block: int = 0) -> PairedBlocks:
-    """Blocks in order on both sides: all runs merge."""
+    """Return blocks in order: all runs merge."""
     blocks = first_block + np.arange(num_blocks)
     return PairedBlocks(blocks, blocks, num_blocks * shape.block)
 
@@ -98,7 +95,7 @@ def contiguous(num_blocks: int, shape: Shape = BIG, *, first_block: int = 0) -> 
 def scattered(
     num_blocks: int, shape: Shape = BIG, *, first_block: int = 0, seed: int = 0
 ) -> PairedBlocks:
-    """Every other block of a stretch of twice as many, shuffled on both sides: no runs merge."""
+    """Return every other block of a range, shuffled: no runs merge."""
     num_tokens = num_blocks * shape.block
     return scattered_tokens(shape, shape, num_tokens, first_block=first_block, seed=seed)
 
@@ -106,7 +103,7 @@ def scattered(
 def scattered_tokens(
     source: Shape, target: Shape, num_tokens: int, *, first_block: int = 0, seed: int = 0
 ) -> PairedBlocks:
-    """As `scattered`, for shapes whose blocks differ in size."""
+    """Like `scattered`, for shapes with different block sizes."""
     rng = np.random.default_rng(seed)
     prefill, decode = (
         rng.permutation(first_block + 2 * np.arange(num_blocks_for(num_tokens, shape.block)))
@@ -116,7 +113,7 @@ def scattered_tokens(
 
 
 def direct_descriptors(source: Shape, target: Shape, tables: PairedBlocks) -> tuple[Reads, int]:
-    """What the direct path reads between two memories, by offsets, and the larger one's bytes."""
+    """Return the direct path's reads, by offsets, and the larger memory's bytes."""
     num_source, num_target = tables.capacities
     prefill, prefill_bytes = _placed_ranks(source, num_source)
     decode, decode_bytes = _placed_ranks(target, num_target)
@@ -130,7 +127,6 @@ def direct_descriptors(source: Shape, target: Shape, tables: PairedBlocks) -> tu
 
 
 def _placed_ranks(shape: Shape, num_blocks: int) -> tuple[dict[int, PlacedRank], int]:
-    """All ranks one behind the other in a single memory, and its size in bytes."""
     spec, placed, end = shape.engine("any"), {}, 0
     for number in range(shape.tp):
         rank = lay_out_rank(spec, number, shape.parse(), num_blocks=num_blocks)
@@ -143,7 +139,7 @@ _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class BenchEngine(Engine):
-    """An engine with ``num_blocks`` blocks; that of a prefill agent is full of the pattern."""
+    """Engine whose cache, in the prefill role, is full of the pattern."""
 
     def __init__(
         self,
@@ -172,18 +168,17 @@ class BenchEngine(Engine):
         return self
 
     async def take(self, ticket: Ticket, tables: PairedBlocks) -> Taken:
-        """Fetch an offer, and time it; raises `FetchFailed`."""
+        """Raises `FetchFailed`."""
         block_ids = {GROUP: tables.decode}
         taking = self.fetch(ticket, num_tokens=tables.num_tokens, block_ids=block_ids)
         try:
             return await taking.taken()
         except FetchFailed:
-            with suppress(KVBusError):  # then the offer ends by its time to live
+            with suppress(KVBusError):  # then the offer expires
                 await taking.fetch.cancel(release_offer=True)
             raise
 
     async def offer_all(self, requests: Sequence[Request]) -> list[Ticket]:
-        """Several offers at once, as after one step of an engine."""
         offered = await asyncio.gather(
             *(
                 self.offer(request_id, num_tokens=num_tokens, block_ids={GROUP: blocks})
@@ -193,18 +188,16 @@ class BenchEngine(Engine):
         return [one.ticket for one in offered]
 
     def _fill(self) -> None:
-        """Write the pattern to all ranks."""
         for number, heads, words in self._parts():
             blocks, slots = (torch.arange(size) for size in words.shape[:2])
             words.copy_(_pattern(number, blocks[:, None], slots, heads=heads, num=words.shape[3]))
 
     def wipe(self) -> None:
-        """Zero the caches, so that old bytes cannot pass for new ones."""
         for _, _, words in self._parts():
             words.zero_()
 
     def has(self, tables: PairedBlocks, source: Shape) -> bool:
-        """Whether the tokens of ``tables`` are those of a prefill engine of shape ``source``."""
+        """Return whether the tokens came from a prefill engine of shape ``source``."""
         positions = torch.arange(tables.num_tokens)
         prefill, decode = torch.from_numpy(tables.prefill), torch.from_numpy(tables.decode)
         blocks, slots = prefill[positions // source.block], positions % source.block
@@ -217,13 +210,12 @@ class BenchEngine(Engine):
         )
 
     def huge_share(self) -> float:
-        """The part of its memory that lies in huge pages."""
         storages = [cache.view(0, KvPart.KEY).untyped_storage() for cache in self.caches]
         in_huge_pages = sum(huge_bytes(one.data_ptr()) for one in storages)
         return in_huge_pages / sum(one.nbytes() for one in storages)
 
     def _parts(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """A number, the heads and the words [block, slot, head, word] of each part of a layer."""
+        """Yield number, heads and words [block, slot, head, word] of each part of a layer."""
         for cache in self.caches:
             for region in cache.rank.regions:
                 heads = torch.arange(region.first_head, region.first_head + region.num_heads)
@@ -232,39 +224,32 @@ class BenchEngine(Engine):
 
 
 def _pattern(number: int, blocks: Tensor, slots: Tensor, *, heads: Tensor, num: int) -> Tensor:
-    """[..., head, word]: what belongs into these slots, no two words of a model alike."""
+    """Return the content [..., head, word] of these slots. All words of a model differ."""
     rows = ((number << 24 | blocks) << 8 | slots)[..., None, None]
     numbers = rows << 16 | heads[:, None] << 8 | torch.arange(num)
     return numbers.add_(1).mul_(_FACTOR)
 
 
 class Engines:
-    """All prefill engines at an agent, by name."""
-
     def __init__(self, attach_path: str) -> None:
         self._attach_path = attach_path
         self._engines: dict[str, BenchEngine] = {}
 
     async def open(self, name: str, shape: dict[str, Any], num_blocks: int) -> None:
-        """One more."""
         made = msgspec.convert(shape, Shape)
         engine = BenchEngine(self._attach_path, name, made, num_blocks, role=AgentRole.PREFILL)
         self._engines[name] = await engine.__aenter__()
 
     async def close(self, name: str) -> None:
-        """One less."""
         await self._engines.pop(name).__aexit__()
 
     async def offer(self, name: str, requests: list[Request]) -> list[Ticket]:
-        """See `BenchEngine.offer_all`."""
         return await self._engines[name].offer_all(requests)
 
     async def settle(self, name: str) -> list[tuple[float, float]]:
-        """See `Engine.settle`."""
         return await self._engines[name].settle()
 
     async def be(self) -> None:
-        """All that is opened, until the line is closed."""
         await serve(self)
         for name in list(self._engines):
             await self.close(name)

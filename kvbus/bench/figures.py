@@ -1,7 +1,4 @@
-"""The cases, their figures and targets, as lines for people and rows for JSON; samples.
-
-The command line needs all of this; to import a case would cost it seconds.
-"""
+"""Cases, figures and targets of the benchmark. Importing a case would take seconds."""
 
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,36 +18,27 @@ EVERY_TIME = (
     *("tp-1-to-2", "hnd-to-nhd"),
 )
 CASES = (*EVERY_TIME, "large")
-"""In the order in which they are measured. ``large`` takes 9 GiB: it runs when it is named."""
+"""In order of measurement. ``large`` needs 9 GiB, so it runs only on request."""
 MAX_MIB = 1024
-"""Of a handoff between two machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured: pairs of a raw and a kvbus transfer, and a factor for all sizes.
-
-    ``factor`` 1 is the real thing; a test has less.
-    """
+    """Rounds of a raw and a kvbus transfer, and a factor for all sizes (tests: below 1)."""
 
     rounds: int = 30
     factor: float = 1.0
 
     def count(self, full: int, *, at_least: int = 2) -> int:
-        """A number of things, scaled."""
         return max(at_least, round(full * self.factor))
 
     def seconds(self, full: float) -> float:
-        """A duration, scaled."""
         return max(0.2, full * self.factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One value of a case; it meets its target when it is ``most`` at most, or ``least`` at least.
-
-    Most figures have no target.
-    """
+    """Value of a case, with a target (``most`` or ``least``) or none."""
 
     name: str
     value: float
@@ -60,20 +48,17 @@ class Figure:
 
     @property
     def target(self) -> str:
-        """In words; empty without one."""
         if self.least is not None:
             return f">= {_short(self.least)}"
         return "" if self.most is None else f"<= {_short(self.most)}"
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without one."""
         if self.least is not None:
             return self.value >= self.least
         return None if self.most is None else self.value <= self.most
 
     def row(self, case: str) -> dict[str, Any]:
-        """For JSON."""
         return {
             "case": case,
             "name": self.name,
@@ -89,12 +74,10 @@ def _short(bound: float) -> str:
 
 
 def milliseconds(name: str, seconds: float, *, most: float | None = None) -> Figure:
-    """A time, and the milliseconds that it is to be at most."""
     return Figure(name, seconds * 1e3, "ms", most)
 
 
 def speed(name: str, num_bytes: int, seconds: float) -> Figure:
-    """Bytes a second."""
     return Figure(name, num_bytes / seconds / 1e9, "GB/s")
 
 
@@ -102,7 +85,7 @@ STAGES = ("resolving", "queued", "claiming", "waiting", "reading", "taking")
 
 
 def stages(fetches: "Sequence[Taken]", prefix: str = "  ") -> list[Figure]:
-    """Medians of the agent's stages, without those of 0; the rest is between engine and agent."""
+    """Return medians of the agent's non-zero stages, and the rest."""
     by_fetch = [[getattr(one.fetched.stages_s, stage) for stage in STAGES] for one in fetches]
     outside = [one.seconds - sum(times) for one, times in zip(fetches, by_fetch, strict=True)]
     by_stage = [*zip(*by_fetch, strict=True), outside]
@@ -116,7 +99,7 @@ def stages(fetches: "Sequence[Taken]", prefix: str = "  ") -> list[Figure]:
 def percentiles(
     name: str, seconds: Sequence[float], *, most_p50: float | None = None, most: float | None = None
 ) -> list[Figure]:
-    """The median, and the 99th percentile where there are samples enough for one."""
+    """Return the median, and the 99th percentile if there are enough samples."""
     tail_s = p99(seconds)
     found = [milliseconds(f"{name} p50", quantile(seconds, 0.5), most=most_p50)]
     return found if tail_s is None else [*found, milliseconds(f"{name} p99", tail_s, most=most)]
@@ -127,7 +110,6 @@ VERDICTS = {True: "ok", False: "missed", None: ""}
 
 
 def lines(case: str, figures: Sequence[Figure]) -> str:
-    """The name of the case, then a line of up to 80 columns for each figure."""
     found = (
         LINE.format(
             figure.name,
@@ -142,31 +124,27 @@ def lines(case: str, figures: Sequence[Figure]) -> str:
 
 
 class Sheet:
-    """What a command shows: the figures of a case when it has ended, kept for JSON, too."""
+    """Figures of a command: shown after each case, and kept for JSON."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.case: str | None = None
-        """The one that is measured, or was last."""
 
     def begin(self, case: str) -> None:
-        """Say that ``case`` is measured now."""
         self.case = case
         sys.stderr.write(f"measuring {case}\n")
 
     def show(self, figures: Sequence[Figure]) -> None:
-        """Those of the case that was begun."""
         case = str(self.case)
         write_text(lines(case, figures))
         self.rows.extend(figure.row(case) for figure in figures)
 
 
 Ways = Mapping[str, Callable[[], Awaitable[float]]]
-"""What takes so many seconds, by name."""
 
 
 async def in_turn(rounds: int, ways: Ways) -> dict[str, list[float]]:
-    """The seconds of each way, once a round: what disturbs one disturbs its neighbours."""
+    """Measure each way once a round, so that a disturbance affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():

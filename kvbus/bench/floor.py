@@ -1,12 +1,11 @@
-"""The floor of a small handoff: four bare processes that exchange the same messages, and no more.
+"""Lower bound of a small handoff: four bare processes that only exchange its messages.
 
     decode engine ─fetch─▶ decode agent ─take─▶ prefill agent ─released─▶ prefill engine
                   ◀fetched─             ◀taken─
 
-The decode engine is the benchmark's own process. Each encodes and decodes as many fields as a
-handoff has, by asyncio, pyzmq and msgspec alone.
+Each process handles as many fields as a handoff has, with only asyncio, pyzmq and msgspec.
 
-    python -m kvbus.bench.floor FOLDER    one of the others, as the line says
+    python -m kvbus.bench.floor FOLDER    one of the others, as requested on stdin
 """
 
 import asyncio
@@ -47,31 +46,25 @@ OnFrames = Callable[[list[bytes]], None]
 
 
 def frame(op: str, number: int, body: dict[str, Any]) -> bytes:
-    """One message."""
     return encode({"v": 1, "op": op, "id": number, "boot": "b" * 32, "body": body})
 
 
 class Ends:
-    """The sockets of one bare process, in the running event loop."""
-
     def __init__(self, folder: Path) -> None:
         self._context, self._folder = new_context(), folder
         self._pumps = list[Pump]()
 
     def close(self) -> None:
-        """All of them."""
         for pump in self._pumps:
             pump.close()
         self._context.destroy(linger=0)
 
     def router(self, name: str, on_frames: OnFrames) -> tuple[Pump, str]:
-        """One that binds, and where; over TCP without a name."""
         endpoint = f"ipc://{self._folder / name}.floor" if name else ANY_PORT
         socket = open_router(self._context, endpoint, SocketOptions())
         return self._pumped(socket, on_frames), bound_endpoint(socket)
 
     def dealer(self, endpoint: str, on_frames: OnFrames) -> Pump:
-        """One that connects, to the process of that name or to an endpoint."""
         if "://" not in endpoint:
             endpoint = f"ipc://{self._folder / endpoint}.floor"
         socket = open_dealer(self._context, endpoint, SocketOptions())
@@ -79,7 +72,7 @@ class Ends:
         return self._pumped(socket, on_frames)
 
     def be_prefill_agent(self) -> str:
-        """Every take is answered, and the engine is told; decode agents find it there."""
+        """Return the endpoint for decode agents."""
         engines = list[bytes]()
 
         def take(frames: list[bytes]) -> None:
@@ -93,13 +86,12 @@ class Ends:
         return endpoint
 
     def be_decode_agent(self, peer_endpoint: str) -> None:
-        """Every fetch becomes a take, and its answer the fetch's."""
         engine_of = dict[int, bytes]()
 
         def fetch(frames: list[bytes]) -> None:
             number = decode(frames[-1])["id"]
             engine_of[number] = frames[0]
-            if not peer.send(frame("take", number, TAKE)):  # it is not connected yet
+            if not peer.send(frame("take", number, TAKE)):  # not connected yet
                 asyncio.get_running_loop().call_later(0.01, fetch, frames)
 
         def taken(frames: list[bytes]) -> None:
@@ -110,7 +102,6 @@ class Ends:
         peer = self.dealer(peer_endpoint, taken)
 
     def be_prefill_engine(self) -> None:
-        """It hears of every take."""
         agent = self.dealer("prefill-agent", lambda frames: decode(frames[-1]))
         agent.send(frame("hello", 0, {}))
 
@@ -122,13 +113,12 @@ class Ends:
 
 
 async def be(folder: Path) -> None:
-    """Be what the line asks for, until it is closed."""
     with closing(Ends(folder)) as ends:
         await serve(ends)
 
 
 class Floor(Ends):
-    """The bare processes; this one is the decode engine."""
+    """The bare processes; this process is the decode engine."""
 
     def __init__(self, folder: Path, agents: list[EngineChild]) -> None:
         super().__init__(folder)
@@ -138,7 +128,6 @@ class Floor(Ends):
         self._pump = self.dealer("decode-agent", self._answer)
 
     async def hand_off(self) -> float:
-        """Seconds of one."""
         number, began = next(self._numbers), time.perf_counter()
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._pump.send(frame("fetch", number, FETCH))
@@ -146,7 +135,7 @@ class Floor(Ends):
         return time.perf_counter() - began
 
     async def rate(self, num_at_once: int, seconds: float) -> tuple[float, float]:
-        """Handoffs a second, so many at a time; and what one costs both agents in CPU seconds."""
+        """Return handoffs a second, and both agents' CPU seconds for each."""
         before, began, first = self._cpu_s(), time.perf_counter(), next(self._numbers)
 
         async def work() -> None:
@@ -169,7 +158,6 @@ class Floor(Ends):
 
 @asynccontextmanager
 async def floor(folder: Path) -> AsyncIterator[Floor]:
-    """Start the processes, and do one handoff; they end with the block."""
     async with AsyncExitStack() as stack:
 
         async def start(name: str) -> EngineChild:

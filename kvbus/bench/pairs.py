@@ -1,4 +1,4 @@
-"""What runs for the cases: two agents, decode engines here, prefill engines in their process."""
+"""Processes of the cases: two agents, decode engines here, prefill engines in their own."""
 
 import contextlib
 import http.client
@@ -23,12 +23,12 @@ from kvbus.planning import Reads
 from kvbus.spawn import Child, free_port
 
 UNMAPPED = "unmapped"
-"""A decode agent that reads as one on another machine would, but over shared memory."""
+"""Decode agent that reads like one on another machine, but over shared memory."""
 READERS: Mapping[str, Mapping[str, str | bool]] = {
     UNMAPPED: {"mapped": False},
     **{path: {"path": path} for path in ("mapped", "direct", "staged", "packed")},
 }
-"""Decode agents that cases compare with the default one, by label: their configuration."""
+"""Configurations of decode agents that are compared with the default one."""
 DEFAULTS: Settings = MappingProxyType({})
 LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
 LARGEST_LAG = "kvbus_event_loop_largest_lag_seconds"
@@ -36,22 +36,19 @@ LARGEST_LAG = "kvbus_event_loop_largest_lag_seconds"
 
 @dataclass(frozen=True, slots=True)
 class BenchAgent:
-    """One agent process."""
-
     child: Child
     attach_path: Path
     metrics_port: int
 
     def lag_counts(self) -> dict[float, float]:
-        """Its histogram of event loop lag: cumulative counts by upper bound in seconds."""
+        """Cumulative counts by upper bound in seconds."""
         return {float(le): count for le, count in self._metric(LAG_BUCKET, label="le").items()}
 
     def largest_lag_s(self) -> float:
-        """The largest event loop lag of the last 15 s."""
+        """The largest event-loop lag of the last 15 s."""
         return self._metric(LARGEST_LAG)[""]
 
     def _metric(self, name: str, *, label: str = "") -> dict[str, float]:
-        """Its values by ``label``, or the one that has none."""
         connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=5)
         with contextlib.closing(connection):
             connection.request("GET", "/metrics")
@@ -68,10 +65,7 @@ class BenchAgent:
 def agent(
     role: str, folder: Path, *, label: str = "default", settings: Settings = DEFAULTS
 ) -> Iterator[BenchAgent]:
-    """Start the ``role`` agent below ``folder``; ``settings`` are keys of its configuration.
-
-    Each of a role has a ``label`` of its own.
-    """
+    """Start an agent below ``folder``. ``label`` must be unique for each role."""
     port, home = free_port(), folder / label
     home.mkdir(mode=0o700, exist_ok=True)
     page = {"agent_id": f"{role}-{label}", "http_bind": f"127.0.0.1:{port}"}
@@ -82,13 +76,13 @@ def agent(
 
 @dataclass(frozen=True, slots=True)
 class BarePair:
-    """Bare NIXL between two processes, which sleep unless they are asked."""
+    """Bare NIXL between two processes, which sleep between requests."""
 
     target: EngineChild
     reader: EngineChild
 
     async def read_s(self, do: str = "read") -> float:
-        """Seconds of one READ; of ``verify`` too, which fails for wrong bytes."""
+        """Return the seconds of one READ. ``verify`` fails on wrong bytes."""
         await self.target.ask(type(None), "drive")
         took_s = await self.reader.ask(float, do)
         await self.target.ask(type(None), "rest")
@@ -97,32 +91,25 @@ class BarePair:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A prefill engine with a cache full of the pattern, in the process of all of them."""
-
     name: str
     shape: Shape
     engines: EngineChild
 
     async def offer(self, *tables: PairedBlocks) -> list[Ticket]:
-        """Offer each of ``tables`` as a request; answers once all are offered."""
         requests = [(uuid.uuid4().hex, one.num_tokens, one.prefill.tolist()) for one in tables]
         return await self.engines.ask(list[Ticket], "offer", name=self.name, requests=requests)
 
     async def ended(self) -> list[tuple[float, float]]:
-        """Wait until no offer is live; when those that ended were ready, and when released."""
+        """Wait until no offer is live; return times of readiness and release."""
         return await self.engines.ask(list[tuple[float, float]], "settle", name=self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prefill engine, and a decode engine that reads it."""
-
     source: Source
     reader: BenchEngine
     fetches: list[Taken] = field(default_factory=list)
-    """Those that `timed` has done."""
     released_s: list[float] = field(default_factory=list)
-    """From offer to release, of the same."""
 
     async def hand_off(self, tables: PairedBlocks) -> Taken:
         """Offer and fetch; only the fetch is timed. Raises `FetchFailed`."""
@@ -130,14 +117,14 @@ class Pair:
         return await self.reader.take(ticket, tables)
 
     async def timed(self, tables: PairedBlocks) -> float:
-        """Seconds of a handoff's fetch; the next one starts after the offer's release."""
+        """Return the seconds of a fetch, after the offer's release."""
         self.fetches.append(await self.hand_off(tables))
         ended = await self.source.ended()
         self.released_s.extend(released_at - ready_at for ready_at, released_at in ended)
         return self.fetches[-1].seconds
 
     async def verify(self, tables: PairedBlocks) -> None:
-        """Do one handoff and compare every byte; the peers are warm after it."""
+        """Do one handoff and compare every byte. The peers are connected afterwards."""
         self.reader.wipe()
         await self.hand_off(tables)
         if not self.reader.has(tables, self.source.shape):
@@ -148,19 +135,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Two agents by their names in figures, the prefill engines' process, and what a case opens."""
+    """Agents, engines' process, and objects of the current case."""
 
     agents: Mapping[str, BenchAgent]
     engines: EngineChild
     folder: Path
     stack: ExitStack
     others: dict[str, BenchAgent] = field(default_factory=dict)
-    """Decode agents of `READERS`, since a case wanted them first."""
     opened: AsyncExitStack = field(default_factory=AsyncExitStack)
-    """What the case that runs has opened; it is closed with the case."""
+    """Objects of the current case, closed with it."""
 
     def decode_agent(self, label: str = "") -> BenchAgent:
-        """That of `READERS` with this label, or the default one; it ends with the benchmark."""
         if not label:
             return self.agents["decode agent"]
         if label not in self.others:
@@ -169,7 +154,6 @@ class Bench:
         return self.others[label]
 
     async def source(self, shape: Shape, num_blocks: int) -> Source:
-        """Open a prefill engine."""
         source = Source(f"prefill-{uuid.uuid4().hex}", shape, self.engines)
         ask = partial(self.engines.ask, type(None), name=source.name)
         await ask("open", shape=shape, num_blocks=num_blocks)
@@ -179,17 +163,14 @@ class Bench:
     async def pair(
         self, shape: Shape, num_blocks: int, *, source: Source | None = None, label: str = ""
     ) -> Pair:
-        """Open a decode engine at the agent of ``label``; it reads ``source``, or one like itself.
-
-        Caches have ``num_blocks`` blocks.
-        """
+        """Open a decode engine at an agent; it reads ``source``, or a new engine like itself."""
         path, name = self.decode_agent(label).attach_path, f"decode-{uuid.uuid4().hex}"
         engine = BenchEngine(path, name, shape, num_blocks, role=AgentRole.DECODE)
         source = source or await self.source(shape, num_blocks)
         return Pair(source, await self.opened.enter_async_context(engine))
 
     async def bare_pair(self, rows: Reads, size_bytes: int) -> BarePair:
-        """Open two processes with memory of ``size_bytes`` each; ``rows`` are offsets."""
+        """Open two processes with memory of ``size_bytes`` each. ``rows`` are offsets."""
         path, both = self.folder / "rows.npz", list[EngineChild]()
         np.savez(path, local=rows.local, remote=rows.remote)
         command = "kvbus.lab.bare_pair", str(size_bytes), str(path)
@@ -203,7 +184,6 @@ class Bench:
         return pair
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far of each process, this one as the decode engine."""
         return {
             **{name: agent.child.cpu_s() for name, agent in self.agents.items()},
             "prefill engine": self.engines.child.cpu_s(),
@@ -215,10 +195,7 @@ class Bench:
 async def running(
     folder: Path, settings: Mapping[str, Settings] = MappingProxyType({})
 ) -> AsyncIterator[Bench]:
-    """Agents below ``folder`` and the prefill engines' process.
-
-    ``settings`` are those of agents that do not have the default ones, by role.
-    """
+    """Start agents and the prefill engines' process. ``settings`` are configurations by role."""
     with ExitStack() as stack:
         agents = {}
         for role in ("prefill", "decode"):

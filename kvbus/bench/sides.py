@@ -1,8 +1,7 @@
-"""Handoffs between two agents that already run: ``kvbus bench-prefill | kvbus bench-decode``.
+"""Handoffs between two running agents: ``kvbus bench-prefill | kvbus bench-decode``.
 
-A line of JSON for each goes from one side to the other. The prefill side sets the pace: it offers,
-prints the ticket, and goes on when that has been read. So each side has one case in memory at a
-time. Neither waits for ever for the other.
+The prefill side sets the pace: it offers, prints the ticket as a line of JSON, and continues after
+the read. So each side has one case in memory at a time.
 """
 
 import uuid
@@ -40,12 +39,12 @@ PIPE = Pipe("kvbus bench-prefill", "kvbus bench-decode")
 READ_WITHIN_S = 60.0
 LOOK_AT_DECODE = f"look at the error of {PIPE.reader}"
 SHOWN_SHARE = 0.05
-"""A stage that takes less of a handoff is no figure."""
+"""Share of a handoff below which a stage is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairCase:
-    """Handoffs of one kind, ``times`` in each round; of one block, or of as many as asked for."""
+    """Handoffs of one block or of the requested size, ``times`` in each round."""
 
     source: Shape
     target: Shape
@@ -54,7 +53,7 @@ class PairCase:
     in_order: bool = False
 
     def tables(self, num_mib: int) -> PairedBlocks:
-        """The blocks of both sides, the same wherever and whenever they are asked for."""
+        """Return the blocks of both sides, the same on each call."""
         most_bytes = 1 if self.is_one else num_mib * MIB
         num_blocks = max(1, most_bytes // self.source.block_bytes)
         if self.in_order:
@@ -62,7 +61,7 @@ class PairCase:
         return scattered_tokens(self.source, self.target, num_blocks * self.source.block)
 
     def num_handoffs(self, rounds: int) -> int:
-        """The first compares every byte, and is not counted."""
+        """The first one compares every byte, and is not counted."""
         return 1 + rounds * self.times
 
 
@@ -76,8 +75,6 @@ CASES: Mapping[str, PairCase] = {
 
 
 class BenchHandoff(msgspec.Struct, frozen=True):
-    """One handoff: its case, how large that is, its ticket, and how many lines follow."""
-
     case: str
     mib: Annotated[int, msgspec.Meta(ge=1, le=MAX_MIB)]
     left: Annotated[int, msgspec.Meta(ge=0)]
@@ -90,10 +87,9 @@ def _engine(attach_path: Path, shape: Shape, num_blocks: int, role: AgentRole) -
 
 
 async def prefill_side(attach_path: Path, num_mib: int, rounds: int) -> None:
-    """Offer the handoffs of all cases in turn, a line on stdout each.
+    """Offer the handoffs of all cases in turn.
 
-    Raises `RequestTimeout` when an offer is not read, `PeerLost` when who reads the lines ends, or
-    the agent.
+    Raises `RequestTimeout` if an offer is not read, `PeerLost` if the reader or the agent ends.
     """
     left = sum(case.num_handoffs(rounds) for case in CASES.values())
     async with anyio.create_task_group() as tasks:
@@ -112,7 +108,6 @@ async def prefill_side(attach_path: Path, num_mib: int, rounds: int) -> None:
 
 
 async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handed: BenchHandoff) -> None:
-    """Offer, print the ticket, and wait until it has been read."""
     offered = await engine.offer(
         uuid.uuid4().hex,
         num_tokens=tables.num_tokens,
@@ -131,7 +126,7 @@ async def _hand_over(engine: BenchEngine, tables: PairedBlocks, handed: BenchHan
 
 
 async def decode_side(attach_path: Path, sheet: Sheet) -> None:
-    """Fetch all that stdin hands over, and show the figures of each case when it has ended."""
+    """Fetch the handoffs from stdin, and show the figures of each case."""
     lines = PIPE.read(BenchHandoff)
     with waiting_for(f"a line of {PIPE.writer}"):
         handed = await anext(lines)
@@ -163,7 +158,6 @@ async def decode_side(attach_path: Path, sheet: Sheet) -> None:
 
 
 async def _read(engine: BenchEngine, tables: PairedBlocks, handed: BenchHandoff) -> Taken:
-    """Fetch one handoff; raises `KVBusError`."""
     try:
         return await engine.take(handed.ticket, tables)
     except FetchFailed as error:
@@ -173,7 +167,6 @@ async def _read(engine: BenchEngine, tables: PairedBlocks, handed: BenchHandoff)
 
 
 def _figures(taken: Sequence[Taken]) -> Iterator[Figure]:
-    """Of each path that the agent took, with the stages that limit it."""
     for path in sorted({one.fetched.path for one in taken}):
         some = [one for one in taken if one.fetched.path == path]
         seconds = [one.seconds for one in some]
