@@ -1,9 +1,8 @@
-"""The demo's engines, a process each: a model, an engine with its cache, and what a side asks.
+"""Engines of the demo, one process each: a model, and an engine with its cache.
 
-Blocks are used only when their fetch has completed, and for another request only when nothing can
-write into them or read them any more.
+Blocks are used only after their fetch completed, and reused only when no transfer can touch them.
 
-    python -m kvbus.demo.engine SETUP    at the agent of SETUP, whose role is the engine's
+    python -m kvbus.demo.engine SETUP    at the agent of SETUP, with its role
 """
 
 import contextlib
@@ -27,13 +26,13 @@ from kvbus.geometry import num_blocks_for
 from kvbus.lab.engine import Engine, Offered, Tables, Taking
 from kvbus.lab.process import Taken, run_program, serve
 
-PATIENCE_S = 600.0  # the driver gives up earlier, when nothing goes on
+PATIENCE_S = 600.0  # the driver times out earlier
 
 T = TypeVar("T")
 
 
 class Pass(NamedTuple):
-    """Of a prefill: the tokens so far, their new blocks by group, and the token that follows."""
+    """Tokens so far, their new blocks by group, and the next token."""
 
     num_tokens: int
     block_ids: dict[str, list[int]]
@@ -41,9 +40,9 @@ class Pass(NamedTuple):
 
 
 class DemoEngine:
-    """One engine; its public coroutines are what a side can ask for.
+    """Engine with one public coroutine for each request of its side.
 
-    Two requests are never computed at once, as on one device, and take turns there.
+    Requests take turns on one device.
     """
 
     def __init__(self, setup: EngineSetup, engine: Engine, tasks: TaskGroup) -> None:
@@ -52,23 +51,17 @@ class DemoEngine:
         self._device = CapacityLimiter(1)
         self._block_size = setup.spec.groups[0].block_size
         self._prefills: dict[str, tuple[Offered, Tables, AsyncIterator[Pass]]] = {}
-        """Requests that are offered, with the passes that are to come."""
         self._fetched: dict[str, tuple[Generation, int]] = {}
-        """Requests whose prompt is here, with its number of tokens."""
         self._flips_left = int(setup.flip_one_byte)
         self._num_unread = 0
 
     async def settle(self, stall_s: float = 20.0) -> tuple[int, int]:
-        """How many blocks are held when none has come back for a while, and how many offers ended
-        otherwise than read.
-        """
+        """Wait for blocks; return the number still in use, and of offers that were not read."""
         await self._engine.settle(stall_s)
         return self._engine.num_held, self._num_unread
 
     async def prefill(self, request_id: str, prompt: str) -> Handed:
-        """Offer the KV of a prompt: a whole one when it is computed, chunks before they are, so
-        that what is there is read meanwhile.
-        """
+        """Offer the KV of a prompt, after its computation or, in chunks, before."""
         tokens = encode(prompt)
         wanted = range(num_blocks_for(len(tokens), self._block_size))
         tables = await self._take(dict.fromkeys(self._engine.blocks.num_blocks, wanted))
@@ -91,7 +84,6 @@ class DemoEngine:
         return Handed(request_id, prompt, offered.ticket, whole.step)
 
     async def compute(self, request_id: str) -> Step:
-        """What `prefill` has offered before it was computed."""
         offered, tables, passes = self._prefills.pop(request_id)
         try:
             async for one in passes:
@@ -110,22 +102,22 @@ class DemoEngine:
             await offered.freed()
             self._engine.blocks.give(tables)
             outcome = await offered.offer.ended
-        except KVBusError:  # the agent is gone, and its readers with it
+        except KVBusError:  # the agent and its readers are gone
             pass
         self._num_unread += outcome is not Outcome.COMPLETED
 
     async def fetch(
         self, request_id: str, ticket: dict[str, Any], num_tokens: int, num_new: int
     ) -> Taken:
-        """The KV of ``num_tokens`` tokens, into blocks with room for as many new ones.
+        """Fetch the KV of ``num_tokens`` tokens, into blocks with room for ``num_new`` more.
 
-        There are no blocks for what a sliding window has left behind.
+        Positions before a sliding window get no blocks.
         """
         size, wanted = self._block_size, {}
         for group in self._setup.spec.groups:
             first, _ = group.positions(0, num_tokens)
             wanted[group.name] = range(first // size, num_blocks_for(num_tokens + num_new, size))
-        num_blocks = num_blocks_for(num_tokens, size)  # those behind are for the new tokens
+        num_blocks = num_blocks_for(num_tokens, size)  # the rest is for new tokens
         tables: Tables = {}
         try:
             tables = await self._take(wanted)
@@ -134,7 +126,7 @@ class DemoEngine:
                 for group, table in tables.items()
             }
             taking = self._engine.fetch(ticket, num_tokens=num_tokens, block_ids=block_ids)
-        except KVBusError:  # the prompt is longer than those that this engine has room for
+        except KVBusError:  # the prompt is longer than this engine has room for
             self._engine.blocks.give(tables)
             self._engine.link.release(ticket)
             raise
@@ -147,7 +139,7 @@ class DemoEngine:
         return taken
 
     async def generate(self, request_id: str, token: int, num_new: int) -> list[Step]:
-        """The steps behind ``token``, the first of the output, after `fetch`."""
+        """Return the steps after ``token``, the first of the output."""
         generation, num_tokens = self._fetched.pop(request_id)
         steps = list[Step]()
         if self._flips_left:
@@ -161,13 +153,13 @@ class DemoEngine:
         return steps
 
     async def _give_up(self, taking: Taking, tables: Tables) -> None:
-        with contextlib.suppress(KVBusError):  # then the offer ends by its time to live
+        with contextlib.suppress(KVBusError):  # then the offer expires
             await taking.fetch.cancel(release_offer=True)
         await taking.fetch.freed
         self._engine.blocks.give(tables)
 
     async def _passes(self, prompt: list[int], tables: Tables) -> AsyncIterator[Pass]:
-        """Pass by pass, so that the requests take turns on the device."""
+        """Yield after each pass, so that requests take turns on the device."""
         size, num_before, chunk = self._block_size, 0, self._setup.prefill_chunk
         passes = Generation(self._model, self._kv, tables).prefill(prompt, chunk)
         while (computed := await self._on_device(partial(next, passes, None))) is not None:
@@ -178,7 +170,6 @@ class DemoEngine:
             num_before = num_tokens
 
     async def _on_device(self, step: Callable[[], T]) -> T:
-        """Run ``step`` in the thread that stands for the device; the event loop goes on."""
         return await anyio.to_thread.run_sync(step, limiter=self._device)
 
     async def _take(self, wanted: Mapping[str, range]) -> Tables:
@@ -186,7 +177,7 @@ class DemoEngine:
 
 
 def flip_one_byte(generation: Generation, num_tokens: int, rng: Random) -> None:
-    """Change one byte of a fetched K, or latent, somewhere that the next token attends to."""
+    """Change one byte of a fetched K or latent that the next token attends to."""
     layer, group = rng.choice(sorted(generation.model.groups.items()))
     view = rng.choice(generation.kv.ranks_of(layer))[group.parts[0]]
     position = rng.randrange(first_seen(num_tokens, group.window), num_tokens)
@@ -196,7 +187,6 @@ def flip_one_byte(generation: Generation, num_tokens: int, rng: Random) -> None:
 
 
 async def main(setup: EngineSetup) -> None:
-    """Serve until the driver closes the line."""
     engine = Engine(
         setup.attach_path,
         setup.spec,

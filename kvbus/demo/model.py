@@ -1,20 +1,19 @@
-"""A small Llama-style transformer, its paged KV cache, and greedy generation with both.
+"""Small Llama-style transformer, its paged KV cache, and greedy generation.
 
-It does not batch: a request is computed by itself, so nothing else can change its result.
+Requests are not batched, so no request changes the result of another.
 
-It computes in float64 on one thread, and reads the KV back from the cache even for the tokens
-that it has just written. So the logits are the same bits whether KV was computed here or
-copied in, and whatever the block ids, the strides, the tensor and pipeline parallelism are. They
-are rounded to float32, which hides the order of sums, but, over a few steps, no flipped bit of a
-16-bit cache.
+It computes in float64 on one thread, and reads all KV back from the cache. So the logits are
+bit-identical whether KV was computed here or copied, and for any block ids, strides, tensor and
+pipeline parallelism. Rounding to float32 hides the order of sums. Over a few steps, it hides no
+flipped bit of a 16-bit cache.
 
-The weights are drawn from a seed, the same on every machine. They are not trained: what counts is
-that every byte of the cache has a say in the output.
+The weights come from a seed. They are not trained: it is enough that every byte of the cache
+affects the output.
 
-Unlike in a real engine, K is cached without its RoPE and rotated when it is read: attention does
-not see the order of its context, so a handoff that swapped two blocks, each with its rotation,
-would change nothing. Rotated by where it was found, a K in the wrong place shows. With MLA the
-cache holds one latent for all heads, and K and V are made of it when it is read.
+Unlike in a real engine, K is cached without its RoPE and rotated when it is read. Attention ignores
+the order of its context: if a handoff swapped two blocks with their rotation, nothing would change.
+Rotated by its position, a misplaced K is detected. With MLA the cache holds one latent for all
+heads, from which K and V are computed.
 
 Axes
     token         tokens of this step, by position
@@ -52,35 +51,33 @@ COMPUTE_DTYPE = torch.float64
 VOCAB = 256  # bytes
 ROPE_THETA = 10_000.0
 
-# Random weights of gain one all but ignore the prompt: attention averages it away and the output
-# repeats one token. With these gains each byte of a prompt of 200 changes most tokens after it,
-# while no token's share of the attention is so small that a change of its K or V gets lost.
+# Random weights of gain one almost ignore the prompt: attention averages it away and the output
+# repeats one token. With these gains each byte of a prompt of 200 changes most tokens after it. No
+# token's share of the attention is so small that a change of its K or V is lost.
 QUERY_GAIN = 2.5
 OUTPUT_GAIN = 2.0
 DOWN_GAIN = 4.0
 
 
 def first_seen(start: int, window: int | None) -> int:
-    """The earliest position that a token at ``start`` attends to."""
     return 0 if window is None else max(0, start - window + 1)
 
 
 LayerViews = Mapping[str, Tensor]
-"""The parts of one layer on one rank, each [block, slot, head, dim] with any strides."""
+"""Parts of one layer on one rank, each [block, slot, head, dim] with any strides."""
 
 
 @dataclass(frozen=True)
 class PagedKV:
-    """The KV cache of one engine: ``views[rank][layer][part]``, wherever its memory lies.
+    """KV cache of one engine: ``views[rank][layer][part]``.
 
-    A rank has the layers of its pipeline stage. Values are cast to the cache's dtype when written.
+    Values are cast to the cache's dtype when written.
     """
 
     views: Sequence[Mapping[int, LayerViews]]
 
     @classmethod
     def of(cls, caches: Sequence[KvCache]) -> "PagedKV":
-        """The views of these ranks' caches."""
         return cls(
             [
                 {
@@ -94,17 +91,16 @@ class PagedKV:
 
     @classmethod
     def private(cls, spec: EngineSpec, num_blocks: int) -> "PagedKV":
-        """A cache in memory of this process alone."""
         layout = KvLayout.parse("NHD")
         ranks = range(spec.num_ranks)
         return cls.of([private_cache(spec, rank, layout, num_blocks) for rank in ranks])
 
     def ranks_of(self, layer: int) -> Sequence[LayerViews]:
-        """The views of ``layer``, by tensor parallel rank of the stage that holds it."""
+        """By tensor parallel rank."""
         return [layers[layer] for layers in self.views if layer in layers]
 
     def write(self, layer: int, table: BlockTable, *, start: int, parts: LayerViews) -> None:
-        """Gives each rank its heads of ``parts``, each [token, head, dim] of all heads."""
+        """Write each rank's heads of ``parts``, each [token, head, dim] of all heads."""
         ranks = self.ranks_of(layer)
         for rank, views in enumerate(ranks):
             for part, values in parts.items():
@@ -115,10 +111,10 @@ class PagedKV:
     def read(
         self, layer: int, table: BlockTable, *, start: int, stop: int, num_heads: tuple[int, int]
     ) -> dict[str, Tensor]:
-        """What each query head reads, each part contiguous [query_head, token, dim].
+        """Return the parts that each query head reads, contiguous [query_head, token, dim].
 
-        ``num_heads`` are the model's query heads and KV heads. The same shapes for any tensor
-        parallelism: what follows computes the same bits.
+        ``num_heads`` are the model's query heads and KV heads. Shapes, and so later bits, do not
+        depend on tensor parallelism.
         """
         ranks = [
             {part: view[slots(table, view, start, stop)] for part, view in views.items()}
@@ -132,9 +128,9 @@ class PagedKV:
 
 
 def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, int]]:
-    """Which copy of its KV head each query head reads: (rank, number among the rank's heads).
+    """Return (rank, number among the rank's heads) of the KV head of each query head.
 
-    Ranks that hold the same KV head share its query heads evenly, so that each copy is read.
+    Ranks with the same KV head share its query heads evenly, so that each copy is read.
     """
     copies: list[list[tuple[int, int]]] = [[] for _ in range(num_kv_heads)]
     for rank in range(tp):
@@ -145,24 +141,21 @@ def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list
 
 
 def slots(table: BlockTable, view: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """The block and the slot of each position, each [token]."""
+    """Return block and slot of each position, each [token]."""
     block_size, positions = view.shape[1], torch.arange(start, stop)
     ids = torch.from_numpy(table.array().astype("int64"))
     return ids[positions // block_size - table.first_block], positions % block_size
 
 
 Weights = Mapping[str, Tensor]
-"""Of one layer, each [in, out]: what projects to and from attention and the feed-forward network,
-and by their names the parts that are cached; with MLA also K and V, which are made of the latent.
-"""
+"""Weights of one layer, each [in, out]. Cached parts have their own names."""
 
 
 class Transformer:
-    """The model whose KV an engine of ``spec`` caches, of any shape.
+    """Model whose KV an engine of ``spec`` caches.
 
-    The default takes 25 MB of weights and milliseconds on one core. Prefill and decode are the same
-    computation, over many tokens or over one. It has a multiple of the KV heads as query heads, and
-    so many that there can be `MAX_TP` ranks.
+    The default has 25 MB of weights and takes milliseconds on one core. The number of query heads
+    is a multiple of the KV heads, and enough for `MAX_TP` ranks.
     """
 
     def __init__(
@@ -205,20 +198,19 @@ class Transformer:
         return weights
 
     def _draw(self, num_in: int, num_out: int, gain: float = 1.0) -> Tensor:
-        """[in, out]; what passes through has its variance times ``gain`` squared."""
+        """Return [in, out]; it scales the variance by ``gain`` squared."""
         drawn = torch.randn(num_in, num_out, generator=self._generator, dtype=COMPUTE_DTYPE)
         return drawn * (gain / sqrt(num_in))
 
     def logits(
         self, tokens: Sequence[int], kv: PagedKV, tables: Tables, *, start: int = 0
     ) -> Tensor:
-        """Computes and caches the KV of ``tokens``, and returns the logits after the last.
+        """Compute and cache the KV of ``tokens``; return the last logits: [vocab], float32.
 
-        ``start`` is the position of the first of them: what they attend to before it must be in
-        the cache, be it by an earlier call (chunked prefill) or by a handoff. Logits: [vocab],
-        float32.
+        ``start`` is the position of the first token. The cache must hold the KV before it, from an
+        earlier call (chunked prefill) or a handoff.
         """
-        torch.set_num_threads(1)  # else sums are split among threads, and depend on their number
+        torch.set_num_threads(1)  # otherwise sums depend on the number of threads
         x = self.embedding[torch.tensor(tokens)]
         for layer, weights in enumerate(self.layers):
             x = x + self._attention(layer, rms_norm(x), kv, tables, start=start)
@@ -245,15 +237,13 @@ class Transformer:
         return attended.transpose(0, 1).flatten(1) @ weights["output"]
 
     def _rotated(self, x: Tensor, first: int) -> Tensor:
-        """RoPE: turns pairs (i, i + half) of [head, token, dim], from position ``first``."""
+        """RoPE: rotate pairs (i, i + half) of [head, token, dim], from position ``first``."""
         turned = torch.complex(*x.chunk(2, dim=-1)) * self._turns[first : first + x.shape[1]]
         return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One request: the model, and its blocks of a cache. The two halves that a handoff joins."""
-
     model: Transformer
     kv: PagedKV
     tables: Tables
@@ -261,10 +251,9 @@ class Generation:
     def prefill(
         self, prompt: Sequence[int], tokens_per_pass: int | None = None
     ) -> Iterator[tuple[int, Step]]:
-        """The prefill side, pass by pass (chunked prefill), or, without a number, in one.
+        """Prefill in passes of ``tokens_per_pass`` (chunked prefill), or in one.
 
-        Yields how many tokens are cached now, and the token after them: that of the last pass is
-        the first of the output.
+        Yields the number of cached tokens, and the next token.
         """
         stride = tokens_per_pass or len(prompt)
         for start in range(0, len(prompt), stride):
@@ -272,10 +261,6 @@ class Generation:
             yield start + len(tokens), self._step(tokens, start)
 
     def decode(self, token: int, position: int, num_steps: int = 1) -> list[Step]:
-        """The decode side: goes on from the ``token`` at ``position``, and returns those after it.
-
-        The cache holds what it attends to before it, and the blocks have room for what is new.
-        """
         steps: list[Step] = []
         for number in range(num_steps):
             steps.append(self._step([token], position + number))
@@ -287,7 +272,7 @@ class Generation:
 
 
 def greedy(logits: Tensor) -> Step:
-    """The most likely token; of equals, the lowest."""
+    """Return the most likely token; the lowest of equals."""
     digest = blake2b(logits.numpy().astype("<f4").tobytes(), digest_size=16)
     return Step(token=int(logits.argmax()), digest=digest.hexdigest())
 
@@ -299,10 +284,10 @@ def generate_alone(
     *,
     tokens_per_pass: int | None = None,
 ) -> list[Step]:
-    """The reference: one engine does both halves in a cache of its own. At least one token.
+    """Return the reference, of one engine with its own cache: at least one token.
 
-    Equal to a handed-off run when ``tokens_per_pass`` is that of its prefill side; with another
-    one, sums are taken in another order, which in rare cases changes a digest.
+    ``tokens_per_pass`` must be that of the compared prefill: another order of sums can change a
+    digest.
     """
     block_size = model.spec.groups[0].block_size
     num_blocks = num_blocks_for(len(prompt) + max_new_tokens, block_size)
@@ -314,7 +299,7 @@ def generate_alone(
 
 
 def keys_and_values(parts: Mapping[str, Tensor], weights: Weights) -> list[Tensor]:
-    """K and V that each query head reads, of what is cached; each [query_head, context, dim]."""
+    """Return K and V of each query head, each [query_head, context, dim]."""
     read = {part: cached.to(COMPUTE_DTYPE) for part, cached in parts.items()}
     if (latent := read.get(KvPart.LATENT)) is not None:
         num_heads, _, dim = latent.shape
@@ -326,7 +311,7 @@ def keys_and_values(parts: Mapping[str, Tensor], weights: Weights) -> list[Tenso
 def attend(query: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """Causal attention: [query_head, token, dim] over [query_head, context, dim].
 
-    The tokens are the last ones of the context; each sees ``window`` of them, itself included.
+    The tokens are the last of the context. Each sees ``window`` of them, itself included.
     """
     num_tokens, num_context = query.shape[1], k.shape[1]
     scores = query @ k.transpose(1, 2) / sqrt(query.shape[2])
@@ -339,7 +324,7 @@ def attend(query: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) ->
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """[..., hidden], each vector scaled to a root mean square of one."""
+    """Scale each vector of [..., hidden] to a root mean square of one."""
     return functional.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 

@@ -1,7 +1,4 @@
-"""The options of ``kvbus demo``: prompts, and two engines; and what all of them tell each other.
-
-It imports no torch.
-"""
+"""Options of ``kvbus demo``, and messages between its processes. It imports no torch."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,10 +36,10 @@ BUILT_IN = (
 
 
 class SideWords(EngineWords, kw_only=True):
-    """What one engine has of its own.
+    """Words of one engine.
 
-    With a ``ring`` its cache is memory that no agent maps, as on a device, and KV passes through
-    host blocks, so large a part of the cache.
+    With a ``ring``, no agent maps the cache, like device memory. KV passes through host blocks,
+    whose share of the cache is ``ring``.
     """
 
     tp: Annotated[int, Meta(ge=1, le=MAX_TP)] = 1
@@ -56,7 +53,6 @@ class SideWords(EngineWords, kw_only=True):
 
 
 def encode(text: str) -> list[int]:
-    """Tokens of a text: its UTF-8 bytes."""
     return list(text.encode())
 
 
@@ -73,7 +69,7 @@ def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """One run; requests take the prompts in turn. Raises `ConfigError` for what cannot be run."""
+    """One run. Requests take the prompts in turn. Raises `ConfigError`."""
 
     roles: ClassVar[tuple[AgentRole, ...]] = (AgentRole.PREFILL, AgentRole.DECODE)
 
@@ -125,14 +121,12 @@ class DemoOptions:
 
     @cached_property
     def sides(self) -> dict[str, SideWords]:
-        """The words of both engines."""
         return {
             role: read_words(f"--{role}", getattr(self, role), SideWords) for role in self.roles
         }
 
     @cached_property
     def prompts(self) -> tuple[str, ...]:
-        """Those of the file, or the built-in ones."""
         path = self.prompt_file
         if path is None:
             return BUILT_IN
@@ -148,11 +142,9 @@ class DemoOptions:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Tokens of the longest prompt."""
         return max(len(encode(prompt)) for prompt in self.prompts)
 
     def spec(self, engine_id: str, words: EngineWords | None = None) -> EngineSpec:
-        """An engine of this model."""
         words = words or EngineWords()
         whole = ModelWords(
             layers=NUM_LAYERS,
@@ -169,20 +161,17 @@ class DemoOptions:
 
 
 class Step(Struct, frozen=True):
-    """One generated token; ``digest`` is the blake2b of the float32 logits that it came from.
-
-    It also shows an error that is too small to change the token.
-    """
+    """Generated token. ``digest`` is the blake2b of its float32 logits: it shows smaller errors."""
 
     token: int
     digest: str
 
 
 class EngineSetup(Struct, frozen=True, kw_only=True):
-    """What an engine is told when it starts; ``flip_one_byte`` is a fault, for a negative control.
+    """Setup of an engine. ``flip_one_byte`` injects a fault, as a negative control.
 
-    The blocks are by group, see `kvbus.lab.engine.Engine`. A prefill engine computes
-    ``prefill_chunk`` tokens before it offers them, None: all.
+    Blocks are by group. A prefill engine computes ``prefill_chunk`` tokens (None: all) before it
+    offers them.
     """
 
     attach_path: str
@@ -195,9 +184,7 @@ class EngineSetup(Struct, frozen=True, kw_only=True):
 
 
 class Handed(Struct, frozen=True, omit_defaults=True):
-    """What the prefill side tells of a request: its ticket, and later, when its KV is there, the
-    ``first`` step of the output. Of one that ``failed`` there is no more.
-    """
+    """Ticket of a request. A second message has its ``first`` step, unless it ``failed``."""
 
     request_id: str
     prompt: str

@@ -1,6 +1,6 @@
-"""What came of the demo's requests, as text and as the figures of ``--json``.
+"""Results of the demo, as text and JSON.
 
-An output is equal when its tokens and the digests of all logits are.
+Outputs are equal if their tokens and the digests of all logits are.
 """
 
 import sys
@@ -22,7 +22,7 @@ from kvbus.text import printable
 
 @dataclass(slots=True)
 class Served:
-    """One request: what the engines answered so far; ``failed`` says why no more comes.
+    """One request with the engines' responses.
 
     ``first`` is the prefill engine's step, ``steps`` are the decode engine's.
     """
@@ -38,11 +38,10 @@ class Served:
 
 @dataclass(slots=True)
 class DemoReport:
-    """A run, as far as it has come.
+    """State of a run.
 
-    ``alone`` are the steps of the model run alone, by prompt. ``leaks`` is how many blocks of each
-    engine are held when nothing runs any more, None until they are counted. ``trouble`` says what
-    ended the run early, or what did not end well; ``ended_by`` is the signal that did.
+    ``alone`` has the steps of the model run alone, by prompt. ``leaks`` is the number of blocks in
+    use at the end; None until counted. ``ended_by`` is the signal that ended the run.
     """
 
     options: DemoOptions
@@ -54,22 +53,19 @@ class DemoReport:
 
     @property
     def not_compared(self) -> set[str]:
-        """Prompts with an output that the model run alone is needed for."""
         return {one.prompt for one in self.served if one.steps is not None} - self.alone.keys()
 
     @property
     def num_uncompared(self) -> int:
-        """How many outputs were not compared with the model run alone."""
         return sum(one.steps is not None and one.prompt in self.not_compared for one in self.served)
 
     @property
     def num_unfinished(self) -> int:
-        """How many requests have neither an output nor failed."""
         num_ended = sum(one.steps is not None or bool(one.failed) for one in self.served)
         return self.options.requests - num_ended
 
     def summary(self) -> dict[str, Any]:
-        """The figures; ``leaked_blocks`` is null in a run that ended early."""
+        """Return the figures. ``leaked_blocks`` is null in a run that ended early."""
         taken = [one.taken for one in self.served if one.taken is not None]
         times_s = [one.seconds for one in taken]
         failures = Counter(one.failed for one in self.served if one.failed)
@@ -96,17 +92,14 @@ class DemoReport:
 
     @property
     def ok(self) -> bool:
-        """All outputs are equal, nothing is leaked, and nothing went wrong."""
         found = self.summary()
         is_whole = found["matched"] == self.options.requests and not self.trouble
         return is_whole and found["leaked_blocks"] == 0
 
     def print(self) -> None:
-        """What the run comes to, a line for each thing."""
         write_text("".join(f"{printable(line)}\n" for line in self._lines()))
 
     def end(self, *, is_ok: bool) -> None:
-        """Say what went wrong, and end the command with its exit status."""
         found = self.summary()
         failed = [f"{count} failed: {why}" for why, count in found["failures"].items()]
         sys.stderr.writelines(f"error: {printable(one)}\n" for one in (*failed, *self.trouble))

@@ -1,11 +1,10 @@
-"""The commands ``kvbus demo``, ``demo-prefill`` and ``demo-decode``; all outputs are compared.
+"""Commands ``kvbus demo``, ``demo-prefill`` and ``demo-decode``.
 
     prefill side ──Handed──▶ decode side
 
-A side asks its engine. Between the two is a router by hand: a stream where one command is both, a
-pipe on two machines, where agents already run. The decode side does not trust what the other one
-says of outputs: it runs the model alone itself. Whatever ends a run, its report says what came of
-it until then. A signal ends the run, but never the clean-up after it.
+Between both sides is a stream within one command, or a pipe between two machines. The decode side
+runs the model alone itself. A run always reports its results so far. A signal ends the run, but
+never its clean-up.
 """
 
 import signal
@@ -34,7 +33,7 @@ from kvbus.output import waiting_for
 from kvbus.protocol.engine import AgentRole
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The deadlines of the agents; on a busy machine the defaults are too short.
+# Deadlines of the agents. The defaults are too short on a busy machine.
 AGENT_SETTINGS: dict[str, Settings] = {
     "prefill": {"drain_timeout_s": 2.0, "offer_ttl_s": 600.0},
     "decode": {
@@ -52,7 +51,7 @@ READ_WITHIN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class SideOptions(DemoOptions):
-    """Those of the demo, but for what its agents are told: these have configurations already."""
+    """Options of one side, whose agent is configured already."""
 
     attach: Annotated[
         Path, typer.Option(metavar="SOCKET", help="Attach socket of the agent of this machine.")
@@ -63,16 +62,12 @@ class SideOptions(DemoOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(SideOptions):
-    """Those of `demo-prefill`."""
-
     roles = (AgentRole.PREFILL,)
     decode: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(SideOptions):
-    """Those of `demo-decode`."""
-
     roles = (AgentRole.DECODE,)
     prefill: str = ""
 
@@ -81,17 +76,17 @@ class DecodeOptions(SideOptions):
 def demo(options: DemoOptions) -> None:
     """Hand requests from a prefill engine to a decode engine; compare with the model run alone.
 
-    A SPEC is what an engine has of its own, such as `tp=2 layout=HND block=48`, with spaces or
+    A SPEC has the engine's own settings, such as `tp=2 layout=HND block=48`, separated by spaces or
     commas.
 
     * `tp`, `pp`: ranks that share the KV heads, stages that share the 4 layers (1)
     * `layout`: order of the axes within a block, `NHD` or `HND` (NHD); `cross_layer=true` puts
       all layers into one region
     * `block`: tokens in a block (16)
-    * `ring`: a cache that no agent can map, copied through a ring of host blocks that holds such
-      a part of it, as `0.5` (none)
+    * `ring`: a cache that no agent can map, copied through a ring of host blocks; the number is the
+      ring's share of the cache, such as `0.5` (none)
 
-    Exit status 0: all outputs are equal, tokens and logits, and every block came back.
+    Exit status 0: all outputs are equal, tokens and logits, and no block leaked.
     """
     report = run(_demo, options)
     report.print()
@@ -102,7 +97,7 @@ def demo(options: DemoOptions) -> None:
 def demo_prefill(options: PrefillOptions) -> None:
     """Offer requests at this machine's prefill agent; print their tickets, for demo-decode.
 
-    Ends with status 0 once all of them have been read. `kvbus demo --help` explains a SPEC.
+    Exit status 0: all requests were read. `kvbus demo --help` explains a SPEC.
     """
     _check_agent(options.attach, AgentRole.PREFILL)
     report = run(partial(_offer, options.attach), options)
@@ -113,8 +108,8 @@ def demo_prefill(options: PrefillOptions) -> None:
 def demo_decode(options: DecodeOptions) -> None:
     """Fetch what demo-prefill offered, by the lines on stdin; compare with the model run alone.
 
-    Exit status 0: there were as many as requests, and all outputs are equal. Tell it all options of
-    the model and the requests as demo-prefill. `kvbus demo --help` explains a SPEC.
+    Exit status 0: all requests arrived, and all outputs are equal. Use the same options for model
+    and requests as in demo-prefill. `kvbus demo --help` explains a SPEC.
     """
     _check_agent(options.attach, AgentRole.DECODE)
     report = run(partial(_read, options.attach), options)
@@ -123,7 +118,7 @@ def demo_decode(options: DecodeOptions) -> None:
 
 
 def _check_agent(attach: Path, role: AgentRole) -> None:
-    """Raise `KVBusError` unless an agent of ``role`` listens: an engine would wait for one."""
+    """Raise `KVBusError` unless an agent of ``role`` listens; an engine would wait for it."""
     agent = anyio.run(greet, attach)
     if agent.role is not role:
         raise ConfigError(
@@ -133,18 +128,13 @@ def _check_agent(attach: Path, role: AgentRole) -> None:
 
 
 class Run:
-    """One run of a command, in a private ``folder``; it says what it waits for by ``wait_for``."""
-
     def __init__(self, report: DemoReport, folder: Path, wait_for: Callable[[str], None]) -> None:
         self.report, self.options = report, report.options
         self.folder, self.wait_for = folder, wait_for
         self._id = uuid.uuid4().hex[:12]
 
     def engine(self, role: str, attach: Path) -> AbstractAsyncContextManager[EngineChild]:
-        """The engine of ``role`` in its process, at the agent there.
-
-        Its cache is as large as ``concurrency`` requests need, so that all blocks are reused.
-        """
+        """Start an engine. Its cache fits ``concurrency`` requests, so that blocks are reused."""
         options, words = self.options, self.options.sides[role]
         spec = options.spec(f"{role}-{self._id}", words)
         num_new = options.max_new_tokens if role == "decode" else 0
@@ -169,7 +159,6 @@ class Run:
     async def offer_all(
         self, engine: EngineChild, send: Callable[[Handed], Awaitable[None]]
     ) -> None:
-        """The prefill side: have all requests computed and offered, some at a time."""
         numbers, prompts = iter(range(self.options.requests)), self.options.prompts
 
         async def serve_in_turn() -> None:
@@ -191,7 +180,6 @@ class Run:
                 tasks.start_soon(serve_in_turn)
 
     async def read_all(self, engine: EngineChild, given: AsyncIterable[Handed]) -> None:
-        """The decode side: fetch all that is ``given``, and go on with it."""
         known: dict[str, Served] = {}
         num_left = self.options.requests
         async with anyio.create_task_group() as tasks:
@@ -210,7 +198,6 @@ class Run:
                     break
 
     async def count_leaks(self, engines: Mapping[str, EngineChild]) -> None:
-        """What engines hold after the last request."""
         self.wait_for("all blocks to come back")
         self.report.leaks = {
             role: (await engine.ask(list[int], "settle"))[0] for role, engine in engines.items()
@@ -218,7 +205,6 @@ class Run:
 
     @cached_property
     def alone(self) -> Callable[[str], list[Step]]:
-        """The reference: the model run alone, in this process."""
         from kvbus.demo.model import Transformer, generate_alone  # noqa: PLC0415 - torch is slow
 
         options, model = self.options, Transformer(self.options.spec("alone"))
@@ -228,7 +214,7 @@ class Run:
         )
 
     async def _read(self, engine: EngineChild, served: Served, ticket: dict[str, object]) -> None:
-        """The ticket is there at once, the first token when prefill is done."""
+        """Fetch with the ticket, and generate after prefill's first token."""
         asked = partial(engine.ask, request_id=served.request_id)
         num_tokens, num_new = len(encode(served.prompt)), self.options.max_new_tokens - 1
         try:
@@ -246,10 +232,7 @@ class Run:
 
 
 async def _offer(attach: Path, run: Run) -> None:
-    """Offer all, and return once all has been read.
-
-    Raises `PeerLost` when the decode side ends before, `RequestTimeout` when it reads no more.
-    """
+    """Raises `PeerLost` if the decode side ends early, `RequestTimeout` if it stops reading."""
 
     async def send(handed: Handed) -> None:
         run.wait_for(f"{PIPE.reader} to read")
@@ -297,11 +280,9 @@ async def _demo(run: Run) -> None:
 
 
 Work = Callable[[Run], Awaitable[None]]
-"""What a command does; it may raise `KVBusError`."""
 
 
 def run(work: Work, options: DemoOptions) -> DemoReport:
-    """What came of a command's ``work``, or of as much of it as there was."""
     report = DemoReport(options)
     with (
         waiting_for("processes to start") as wait_for,
