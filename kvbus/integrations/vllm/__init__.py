@@ -1,6 +1,6 @@
-"""vLLM as a client of kvbus: ``kv_connector_module_path`` of its ``--kv-transfer-config``.
+"""vLLM's connector to kvbus, for ``kv_connector_module_path`` of ``--kv-transfer-config``.
 
-What is here stands on vLLM's connector base class, that of 0.32 and later, and on `INSIDE_VLLM`.
+It needs vLLM 0.32 or later: the connector base class, and the internals in `INSIDE_VLLM`.
 """
 
 from contextlib import suppress
@@ -66,25 +66,27 @@ INSIDE_VLLM = {
         "sampling_params status structured_output_request trace_headers"
     ),
 }
-"""What the connector needs of vLLM besides: attributes and methods, by class. vLLM promises none of
-them, so the contract test looks for each in the versions that are written down."""
+"""Attributes and methods of vLLM, by class, that the connector uses beyond the base class.
+
+vLLM guarantees none of them. The contract test checks each against the pinned versions.
+"""
 
 
 def register() -> None:
-    """Register the connector in this process, under its name; vLLM calls this as a plugin.
+    """Register the connector in this process. vLLM calls this as a plugin. Idempotent.
 
-    `MultiConnector` finds the statistics of its children by name alone. Later calls do nothing.
+    `MultiConnector` finds the statistics of its children by this name alone.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )
 
-    with suppress(ValueError):  # the name is registered
+    with suppress(ValueError):  # the name is already registered
         KVConnectorFactory.register_connector("KvbusConnector", __name__, "KvbusConnector")
 
 
 def __getattr__(name: str) -> type:
-    """The connector, loaded when vLLM asks for it: the rest is of use without vLLM, too."""
+    """Import the connector on first use, so that the package imports without vLLM."""
     if name != "KvbusConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

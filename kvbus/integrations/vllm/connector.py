@@ -1,7 +1,7 @@
-"""vLLM's KV connector on kvbus, and its half in a worker: whose KV cache agents read and write.
+"""vLLM's KV connector for kvbus, and its half in each worker.
 
-Of a forward pass it needs nothing. Loads begin when blocks are allocated, a request is scheduled
-when its load is over, and what is computed is read from where it is.
+The connector does nothing in a forward pass. Loads begin when vLLM allocates blocks, and vLLM
+schedules a request after its load. Agents access the KV cache in place.
 """
 
 import logging
@@ -47,7 +47,7 @@ logger = logging.getLogger("vllm.kvbus")
 
 
 class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
-    """Hands KV off through the agent at ``endpoint``; see docs/vllm.md."""
+    """vLLM connector through the agents at ``endpoint``; see docs/vllm.md."""
 
     def __init__(
         self,
@@ -81,10 +81,9 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         self._memory_links: list[Link] = []
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Share the KV cache with each agent; waits for it a moment, and goes on without.
+        """Share the KV cache; wait up to ``attach_timeout_s`` for agents, then continue without.
 
-        Raises `GeometryError` when kvbus cannot serve what vLLM has, `SegmentError` when there is
-        no room for it.
+        Raises `GeometryError` if kvbus cannot serve the cache, `SegmentError` if memory is short.
         """
         self._rank = get_pp_group().rank_in_group * self._engine.tp_size
         self._rank += get_tp_group().rank_in_group
@@ -112,13 +111,12 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
                 )
 
     def get_handshake_metadata(self) -> WorkerPlaces | None:
-        """What the scheduler's side must know of this worker."""
         return WorkerPlaces(tuple(self._place(link) for link in self._memory_links))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What the scheduler's side has sent to be reported here.
+        """Return the results that the scheduler's side sent.
 
-        Each rank reports it: as a child of `MultiConnector` a connector cannot name fewer.
+        Each rank reports them: a child of `MultiConnector` cannot name fewer.
         """
         results = self._results
         return KVConnectorTransferResults(
@@ -126,11 +124,9 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_worker_meta(self) -> StepDone | None:
-        """The step is done, if the scheduler's side wants to hear of it."""
         return StepDone(step) if (step := self._results.step) else None
 
     def shutdown(self) -> None:
-        """End the sessions of this process; vLLM's tensors keep their memory."""
         SchedulerSide.shutdown(self)
         for link in self._memory_links:
             link.close(CLOSE_WITHIN_S)
@@ -139,12 +135,11 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:  # noqa: ARG003 - vLLM's
-        """No: the cache that the agent has mapped would be taken from under it."""
+        """Return False: sleep mode frees the cache while the agent has it mapped."""
         return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbusStats:
-        """The figures that another process took."""
         return KvbusStats(data=data or {})
 
     @classmethod
@@ -155,22 +150,21 @@ class KvbusConnector(SchedulerSide, KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvbusPromMetrics:
-        """The connector's metrics, in vLLM's registry."""
         return KvbusPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @property
     def _results(self) -> StepResults:

@@ -1,7 +1,7 @@
-"""The engine as kvbus names it, from vLLM's configuration alone, or why it cannot be served.
+"""Description of an engine from vLLM's configuration alone, or the reason for refusing it.
 
-The scheduler's process has no tensors, and must say the same as the workers. Detail ``field`` of
-each `GeometryError` names the setting or the kind of cache that is refused.
+The scheduler's process has no tensors, but must register the same spec as the workers. ``field`` of
+each `GeometryError` names the refused setting or kind of cache.
 """
 
 from typing import Any
@@ -26,11 +26,10 @@ SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 def describe_engine(
     vllm_config: Any, kv_cache_config: Any, *, engine_id: str, model: str | None = None
 ) -> EngineSpec:
-    """The spec that every process of this vLLM registers, and that its reader must match.
+    """Return the spec that every process of this vLLM registers, and that its reader must match.
 
-    ``model`` overrides `model_name`. Group i is transfer group i of ``kv_cache_config``, and the
-    i-th of what its `select_transfer_block_ids` gives. Raises `GeometryError` for what is not
-    served.
+    ``model`` overrides `model_name`. Group i is transfer group i of ``kv_cache_config``, and item i
+    of its `select_transfer_block_ids`. Raises `GeometryError`.
     """
     _refuse_settings(vllm_config, kv_cache_config)
     for group in kv_cache_config.kv_cache_groups:
@@ -50,17 +49,16 @@ def describe_engine(
 
 
 def model_name(model_config: Any) -> str:
-    """The model as both sides of a handoff must have it: weights, revision, quantisation.
+    """Return the name that both sides must share: weights, revision, quantisation.
 
-    A model that lies in a folder has the folder's path for a name: where the two sides' differ,
-    give both the same name in the connector's options.
+    For a model in a folder, it contains the path. If paths differ, set the option ``model_id``.
     """
     name = f"{model_config.model}@{model_config.revision or 'main'}"
     return f"{name}+{model_config.quantization}" if model_config.quantization else name
 
 
 def cache_of(group: Any) -> Any:
-    """What each layer of vLLM's ``group`` caches; raises `GeometryError` when layers differ."""
+    """Return the spec of all layers of ``group``; raise `GeometryError` if they differ."""
     if not isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
         return group.kv_cache_spec
     first, *others = group.kv_cache_spec.kv_cache_specs.values()
@@ -76,7 +74,7 @@ def cache_of(group: Any) -> Any:
 
 
 def layer_number(name: str) -> int:
-    """The number in the whole model of the layer whose attention is called ``name``."""
+    """Return a layer's number in the whole model, from the name of its attention."""
     try:
         return int(extract_layer_index(name))
     except (AssertionError, ValueError) as error:
@@ -86,7 +84,6 @@ def layer_number(name: str) -> int:
 
 
 def require(condition: bool, field: str, message: str) -> None:
-    """Raise `GeometryError` with ``message``, unless ``condition``."""
     if not condition:
         raise GeometryError(f"vLLM cannot be served by kvbus: {message}", field=field)
 
@@ -161,10 +158,9 @@ def _refuse_group(group: Any) -> None:
 
 
 def _group_names(groups: Any) -> list[str]:
-    """Names that say what a group of vLLM is, so that the same group of another vLLM has it, too.
+    """Return equal names for equal groups of two vLLMs: "full", "latent", or "window-4096".
 
-    "full", "latent", or "window-4096"; where there are several of a kind they are numbered, by
-    their first layers.
+    Several groups of a kind are numbered by their first layers.
     """
     kinds = [_kind(cache_of(group)) for group in groups]
     firsts = [(min(map(layer_number, one.layer_names)), at) for at, one in enumerate(groups)]
@@ -181,11 +177,11 @@ def _kind(cache: Any) -> str:
     return "latent" if isinstance(cache, MLAAttentionSpec) else "full"
 
 
-# A token attends to `sliding_window` tokens, itself one of them. So of N tokens the next one needs
-# the last `sliding_window - 1`, which is what vLLM's cache manager keeps when N are computed: the
-# block of the token before those may be gone on the one side and was never given on the other.
-# Token N - 1, were it computed again, would need that one too: prefill hands over all but the last
-# token of a prompt, which decode computes anyway.
+# A token attends to `sliding_window` tokens, including itself. So after N tokens, the next one
+# needs the last `sliding_window - 1`. vLLM's cache manager keeps just these once N tokens are
+# computed. The block of the token before them may be freed on one side, and never allocated on the
+# other. Token N - 1 would need that token, too, if it were computed again. So prefill hands off all
+# but the last token of a prompt, which decode computes anyway.
 def _describe_group(name: str, group: Any, vllm_config: Any) -> GroupSpec:
     cache = cache_of(group)
     dtype = str(cache.dtype).removeprefix("torch.")
@@ -204,7 +200,7 @@ def _describe_group(name: str, group: Any, vllm_config: Any) -> GroupSpec:
 
 
 def _all_layers(group: Any, vllm_config: Any) -> tuple[int, ...]:
-    """Those of all pipeline stages: a process of vLLM only knows the names of its own."""
+    """Return the layers of all pipeline stages; a process has only the names of its stage."""
     numbers = tuple(sorted(map(layer_number, group.layer_names)))
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         return numbers
@@ -216,10 +212,9 @@ def _all_layers(group: Any, vllm_config: Any) -> tuple[int, ...]:
 
 
 def _num_kv_heads(cache: Any, vllm_config: Any) -> int:
-    """The KV heads of all ranks, each counted once.
+    """Return the KV heads of all ranks, each counted once.
 
-    A rank with several heads has them alone. One head of each rank may be a replica; then the
-    model says how many there are.
+    If a rank has several heads, they are its own. A single head may be a replica.
     """
     tp_size: int = vllm_config.parallel_config.tensor_parallel_size
     on_each_rank: int = cache.num_kv_heads

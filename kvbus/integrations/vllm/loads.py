@@ -1,7 +1,7 @@
-"""The loads of a decode engine: from a request's params to the fetch, and to vLLM's scheduler.
+"""Loads of a decode engine: from a request's params to the fetch, and to vLLM's scheduler.
 
-A load is over when nothing can write into its blocks any more. All of it is for the scheduler's
-thread, and nothing waits.
+A load is over once nothing can write into its blocks. Runs in the scheduler's thread, and never
+blocks.
 """
 
 import logging
@@ -39,22 +39,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvbus")
 
 MOST_TICKETS = 4096
-"""Tickets whose reader is known; of one that was forgotten the prefill agent says it was used."""
+"""Tickets with a known reader. The prefill agent reports older ones as used."""
 
 
 class OtherImagesError(ProtocolError):
-    """A ticket is of a prompt with images that the decode request does not have."""
+    """A ticket of a prompt with images that the decode request lacks."""
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One load of the first ``num_tokens`` tokens of a prompt.
+    """A load of the first ``num_tokens`` tokens of a prompt.
 
-    Without a ``handoff`` its params were refused, for a ``problem``, and it fails as loads do. One
-    that ``lacks_images`` must not be computed.
-    Loads of a greater ``priority`` are more urgent. Fewer than ``min_tokens`` are not loaded.
-    ``seen_at`` is when vLLM's scheduler got the request, by `time.monotonic`. Blocks in ``partial``
-    may have a gap at their beginning, in front of a window.
+    If ``handoff`` is None, the params were refused, for ``problem``; the load then fails like
+    others. With ``lacks_images``, vLLM must not compute the prompt. A greater ``priority`` is more
+    urgent. Fewer than ``min_tokens`` are not loaded. ``seen_at`` is the `time.monotonic` time of
+    arrival. ``partial`` blocks may have a gap at their beginning, in front of a window.
     """
 
     request_id: str
@@ -73,53 +72,48 @@ class Load:
     has_failed: bool = False
     partial: set[int] = field(default_factory=set)
     ticket_key: bytes = field(init=False, default=b"")
-    """Names all of the ticket, so that one that was altered is another."""
+    """Digest of the whole ticket: an altered one has another key."""
 
     def __post_init__(self) -> None:
-        if self.handoff is not None:  # some have tens of kilobytes: once
+        if self.handoff is not None:  # once: some have tens of kilobytes
             ticket = msgspec.json.encode(self.handoff.ticket)
             self.ticket_key = blake2b(ticket, digest_size=16).digest()
 
     def name(self) -> str:
-        """What joins a line of vLLM's log to those of both agents."""
         elsewhere = self.handoff.ticket.get("request_id") if self.handoff is not None else None
         also = f"{elsewhere!r} in the prefill vLLM, " if elsewhere else ""
         return f"request {self.request_id} ({also}fetch {self.fetch_id})"
 
 
-# Several requests may come with one ticket: where a router passes `n` on vLLM makes a request of
-# each sequence, and a router may send a request again. The first one that vLLM asks about reads,
-# and the others wait until vLLM computes on it: then its prefix cache has what that one has read,
-# and they compute the rest.
+# Several requests may have one ticket. A router may pass on `n`, of which vLLM makes a request for
+# each sequence, or may send a request again. The first one that vLLM looks up loads the KV. The
+# others wait until vLLM computes that one. Then the prefix cache has what it loaded, and the others
+# compute the rest.
 class Loads:
-    """All loads of one decode engine."""
-
     def __init__(
         self, engine: EngineSpec, link: Link, stats: KvbusStats, options: ConnectorOptions
     ) -> None:
         self._engine, self._link, self._stats, self._options = engine, link, stats, options
         self._has_windows = any(group.window is not None for group in engine.groups)
         self._readers: dict[bytes, str] = {}
-        """The request that reads by each ticket."""
         self._reading: set[str] = set()
-        """Those of them that the others wait for."""
+        """Readers that other requests wait for."""
         self._expected: dict[str, Load] = {}
         self._fetching: dict[Fetch, Load] = {}
-        """Those into whose blocks something may write."""
+        """Loads that may still write into their blocks."""
         self._refused: dict[str, str] = {}
-        """Why a request must end with an error, whatever vLLM does with failed loads."""
+        """Reasons to end requests with an error, under any `kv_load_failure_policy`."""
         self._mismatches: dict[str, str] = {}
-        """By request, the agent's message that the KV is of another prompt."""
         self._partial: dict[str, Load] = {}
         self._failed: list[str] = []
         self._over: list[str] = []
         self._loaded: list[str] = []
 
     def expect(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """Note a decode request whose KV is elsewhere.
+        """Note a decode request with remote KV.
 
-        Refuse a request that lacks images of its ticket: vLLM would compute their placeholders as
-        plain tokens, and the answer would be fluent and wrong.
+        Refuses a request without the images of its ticket. vLLM would compute the placeholders as
+        plain tokens, and answer fluently and wrongly.
         """
         self._expect(request, params)
         load = self._expected.get(request.request_id)
@@ -128,19 +122,19 @@ class Loads:
             self._refuse(load)
 
     def refusal(self, request_id: str, *, takes_images: bool) -> str:
-        """Return why the request must end with an error; empty if it need not.
+        """Return the reason to end the request with an error, or an empty string.
 
-        In a rendezvous, a digest that differs says no reason. If the model ``takes_images``, the
-        prefill request may have had an image that this request lacks.
+        In a rendezvous, a digest mismatch does not show its cause, which may be a missing image.
         """
         mismatch = self._mismatches.get(request_id, "") if takes_images else ""
         return self._refused.get(request_id, mismatch)
 
     def expect_turn(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """A prompt to prefill that goes on a conversation whose KV a decode engine has.
+        """Note a prefill request of a conversation that has KV in a decode engine.
 
-        Nothing is loaded where computing is as fast, and with a window nothing that leaves no token
-        to compute: vLLM would compute the last again, which needs one that is gone.
+        Fewer than ``kv_recompute_threshold`` tokens are not loaded, as computing is as fast. With
+        windows, a load must leave a token to compute. Otherwise vLLM would compute the last token
+        again, which needs a token that the window has dropped.
         """
         if not self._options.bidirectional_kv_xfer:
             logger.info(
@@ -158,9 +152,9 @@ class Loads:
             load.min_tokens = self._options.kv_recompute_threshold
 
     def matched(self, request_id: str, num_computed_tokens: int) -> int | None:
-        """How many tokens can be loaded behind those that the engine has.
+        """Return the number of tokens to load after ``num_computed_tokens``.
 
-        None while another request loads by the same ticket: when that has, none need be.
+        Returns None while another request loads with the same ticket, and 0 afterwards.
         """
         load = self._expected.get(request_id)
         if load is None:
@@ -178,7 +172,7 @@ class Loads:
         return num_tokens if num_tokens >= max(1, load.min_tokens) else 0
 
     def start(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
-        """Load ``num_tokens`` tokens into ``block_ids``; none, if the engine has all."""
+        """Start the load, or release its offer if ``num_tokens`` is 0."""
         load = self._expected.pop(request_id, None)
         if load is None:
             return
@@ -202,18 +196,16 @@ class Loads:
             self._partial[request_id] = load
 
     def partial_blocks(self, request_id: str | None = None) -> set[int]:
-        """Those that may have a gap at their beginning, of a request or of all that have blocks."""
+        """Return blocks that may have a gap at their beginning, of one request or of all."""
         if request_id is not None:
             load = self._partial.get(request_id)
             return load.partial if load is not None else set()
         return set().union(*(load.partial for load in self._partial.values()))
 
     def lose_blocks(self, request_id: str) -> None:
-        """The blocks of the request are another's from now on."""
         self._partial.pop(request_id, None)
 
     def give_up(self, request_id: str) -> None:
-        """The request has ended, by whatever reason; a load that runs is cancelled."""
         self.lose_blocks(request_id)
         self._refused.pop(request_id, None)
         self._mismatches.pop(request_id, None)
@@ -227,7 +219,6 @@ class Loads:
                 fetch.cancel(release_offer=True)
 
     def end(self, fetch: Fetch) -> None:
-        """The link says that a fetch has ended, or that its blocks are free now."""
         load = self._fetching.get(fetch)
         if load is None:
             return
@@ -239,25 +230,23 @@ class Loads:
             (self._over if load.has_failed else self._loaded).append(load.request_id)
 
     def note_computed(self, request_ids: Container[str]) -> None:
-        """vLLM computes on these requests in the next step: what they loaded is in its cache."""
+        """Note the requests of the next step: vLLM can reuse what they loaded."""
         if self._reading:
             self._reading = {each for each in self._reading if each not in request_ids}
 
     @property
     def need_steps(self) -> bool:
-        """Whether there is, or will be, something for `take_loaded`."""
         return bool(self._fetching or self._loaded)
 
     def take_loaded(self) -> list[str]:
-        """The requests whose load has ended well since the last call, or was given up."""
         loaded, self._loaded = self._loaded, []
         return loaded
 
     def take_failed(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The requests whose load has failed since the last call, and those whose failed one is
+        """Return and clear the requests with a failed load, and those with a failed load that is
         over.
 
-        No failure is told after the end: blocks whose load is over count as loaded.
+        Report a failure before its end: afterwards vLLM counts the blocks as loaded.
         """
         failed, over = tuple(self._failed), tuple(self._over)
         self._failed, self._over = [], []
@@ -267,7 +256,7 @@ class Loads:
 
     def _expect(self, request: "Request", params: Mapping[str, Any]) -> None:
         load = self._load_of(request, params)
-        # a ticket is of the first prompt of several: that the others have none is no problem
+        # only the first of several prompts has a ticket; the others must not fail without one
         if load.handoff is not None or not is_of_later_prompt(load.request_id):
             self._expected[load.request_id] = load
 
@@ -287,9 +276,9 @@ class Loads:
         )
 
     def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
-        """What the router carries; by a rendezvous, all of the prompt is going to be there.
+        """Return the router's handoff. A rendezvous covers the whole prompt.
 
-        A request that vLLM has refused comes without its prompt.
+        A request that vLLM has refused has no prompt to check.
         """
         if RENDEZVOUS not in params:
             handoff = read_params(params)
@@ -302,14 +291,13 @@ class Loads:
         return HandoffParams(meets.to_json(), num_tokens, digest_of(request, num_tokens))
 
     def _read_by(self, load: Load) -> None:
-        """``load`` is the one that reads by its ticket."""
         self._readers[load.ticket_key] = load.request_id
         self._reading.add(load.request_id)
         if len(self._readers) > MOST_TICKETS:
             del self._readers[next(iter(self._readers))]
 
     def _pass_on(self, load: Load) -> None:
-        """A load will not begin: another request with its ticket reads, if there is one."""
+        """Give the ticket of a load that will not start to another request, or release it."""
         if self._readers.get(load.ticket_key, load.request_id) != load.request_id:
             return
         others = (one for one in self._expected.values() if one.ticket_key == load.ticket_key)
@@ -321,7 +309,7 @@ class Loads:
     def _fetch(self, load: Load, stop: int, tables: Tables) -> Fetch:
         if load.handoff is None:
             raise LocalError(load.problem, code=ErrorCode.INVALID)
-        _ = self._link.agent  # raises before the first one is there: vLLM computes at once
+        _ = self._link.agent  # raises if no agent has attached yet: vLLM then computes immediately
         return self._link.fetch(
             load.handoff.ticket,
             num_tokens=stop,
@@ -354,7 +342,7 @@ class Loads:
                     "kvbus: %s: its blocks stay withheld until no read can reach them", load.name()
                 )
         if not load.is_given_up or notice.outcome is not Outcome.CANCELLED:
-            self._release(load)  # else `give_up` has done so
+            self._release(load)  # otherwise `give_up` has done so
 
     def _fail(self, load: Load, stage: str, code: str, message: str) -> None:
         logger.error(
@@ -372,7 +360,6 @@ class Loads:
         self._stats.add(LOADS_FAILED, REFUSED_AT)
 
     def _release(self, load: Load) -> None:
-        """The KV of a request is not needed: its prefill engine gets the blocks back."""
         if load.handoff is not None:
             self._link.release(load.handoff.ticket)
 
@@ -383,7 +370,6 @@ def _check_tokens(request: "Request") -> None:
 
 
 def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
-    """Raise `ProtocolError` unless the prompt begins with the tokens of ``handoff``."""
     num_tokens = handoff.remote_num_tokens
     _check_tokens(request)
     if handoff.images and images_of(request, num_tokens) != handoff.images:

@@ -1,8 +1,8 @@
-"""The offers of a prefill engine: a ticket is reserved while it computes, and published at its end.
+"""Offers of a prefill engine: reserved while a request is computed, and published at its end.
 
-The ticket is asked for when a request is first scheduled, so it is there when its last token is. An
-offer with a name of the router's grows with each step, as its reader need not wait for the ticket.
-All of it is for the scheduler's thread.
+The ticket is requested when a request is first scheduled, so that it arrives before the last token.
+An offer with a router's name grows with each step, because its reader does not wait for the ticket.
+Runs in the scheduler's thread, except `_note_agent`.
 """
 
 import logging
@@ -27,29 +27,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvbus")
 
 NULL_BLOCK = 0
-"""vLLM's placeholder for the blocks that a window has left behind: there is no KV in it."""
+"""vLLM's placeholder, without KV, for blocks that a window has left behind."""
 TICKET_WITHIN_S = 1.0
-"""How long the end of a request waits for its ticket, unless it is known that the agent hangs."""
+"""Limit of the wait for a ticket at the end of a request, unless the agent is known to hang."""
 AGENT_WITHIN_S = 10.0
-"""How long after the loss of the agent the ends of requests wait for the next one, in all. An agent
-that is restarted is there after 2 or 3 s."""
+"""Limit of all waits for the successor of a lost agent. A restart takes 2 or 3 s."""
 STEPS_ON_S = 1.0
-"""How long vLLM goes on with steps after an offer: most are read by then, and their blocks free.
+"""Time that vLLM keeps stepping after an offer; most offers are read by then.
 
-Those that are released later are freed when the next request comes, as nothing wakes vLLM.
+Blocks released later are freed at the next request, as nothing wakes vLLM.
 """
 
 LIVES_KEPT = 8
-"""How many of the last offers that were read say how long the next ones take."""
+"""Recent offers that predict how long the next ones take."""
 
 BlockIds = Sequence[Sequence[int]]
-"""By group, in order of position, from the request's first block."""
+"""Block ids by group, in order of position, from the request's first block."""
 
 
 class Tables(NamedTuple):
-    """Block ids by group, and the block of the request with which each table starts.
+    """Block ids by group, and the block of the request at which each table starts.
 
-    In ``partial`` blocks, each the first of a window, the window does not begin with the block.
+    ``partial`` has the first blocks of windows that begin inside them.
     """
 
     block_ids: dict[str, list[int]]
@@ -58,9 +57,9 @@ class Tables(NamedTuple):
 
 
 def tables_of(engine: EngineSpec, block_ids: BlockIds, first_token: int, num_tokens: int) -> Tables:
-    """The blocks of tokens [first_token, num_tokens); ``block_ids`` are in order of the groups.
+    """Return the blocks of tokens [first_token, num_tokens).
 
-    Raises `GeometryError` where vLLM does not keep one of them.
+    Raises `GeometryError` if vLLM does not keep one of them.
     """
     tables = Tables({}, {}, set())
     for group, ids in zip(engine.groups, block_ids, strict=True):
@@ -88,13 +87,12 @@ def _needed(group: GroupSpec, ids: Sequence[int], first: int, stop: int) -> list
 
 @dataclass(slots=True, eq=False)
 class RequestOffer:
-    """A request whose KV is offered: without blocks while it is computed, then published.
+    """A request that offers its KV: without blocks during computation, then published.
 
-    ``planned`` says after which steps how many tokens of its prompt are computed, ``told`` how many
-    blocks of each group the offer has by now. ``held`` are those that vLLM keeps for its readers.
-    It is ``unwanted`` when its reader has given it up, or computes what it names, or it was
-    withdrawn for a newer one. That of an ``answer`` waits for the next turn. ``published_s`` is by
-    `time.monotonic`.
+    ``planned`` pairs steps with the prompt tokens computed by their end. ``told`` counts the
+    offer's blocks by group; ``held`` blocks are kept for readers. ``is_unwanted``: the reader gave
+    up or computes the tokens, or a newer offer replaced this one. ``published_s`` is a
+    `time.monotonic` time.
     """
 
     request: "Request"
@@ -109,32 +107,28 @@ class RequestOffer:
 
     @property
     def request_id(self) -> str:
-        """As vLLM has it."""
         return str(self.request.request_id)
 
     def ask(self, link: Link) -> None:
-        """Have an agent make the offer, as soon as there is one."""
         self.told = {}
         name = agents_id(self.request_id)
         self.offer = link.offer(name, num_tokens=0, block_ids={}, **self.options)
 
-    # Tokens are ready when vLLM says that their step is done. That holds for those of its prefix
-    # cache, too: vLLM counts in them what other requests compute in the same step.
+    # Tokens are ready when vLLM reports that their step is done. The same holds for tokens of its
+    # prefix cache: vLLM counts among them tokens that other requests compute in the same step.
     def plan(self, step: int, num_scheduled: int) -> None:
-        """``step`` computes so many tokens; what is behind the prompt is in no offer."""
         num_tokens, end = self.request.num_computed_tokens, self.request.num_prompt_tokens
         if num_tokens < end:
             self.planned.append((step, min(num_tokens + num_scheduled, end)))
 
     def ready(self, step: int) -> int:
-        """How many tokens are ready in all after ``step``; 0 if no more than before."""
+        """Return the number of tokens ready after ``step``; 0 if it adds none."""
         num_tokens = 0
         while self.planned and self.planned[0][0] <= step:
             _, num_tokens = self.planned.popleft()
         return num_tokens
 
     def extend(self, num_tokens: int, tables: Tables) -> None:
-        """Tell the offer of ``num_tokens``, and of those blocks that it does not have yet."""
         more = {group: ids[self.told.get(group, 0) :] for group, ids in tables.block_ids.items()}
         first_blocks = {} if self.told else tables.first_blocks
         self.told = {group: len(ids) for group, ids in tables.block_ids.items()}
@@ -142,21 +136,20 @@ class RequestOffer:
         self.offer.extend(num_tokens, untold, first_blocks=first_blocks)
 
     def withdraw(self) -> None:
-        """It may not be read any more: its blocks, if it has any, come back at once."""
         self.is_unwanted = True
         self.offer.withdraw()
 
 
-# The connector has a reference of its own to the blocks of an offer. So a request is over for vLLM
-# when it is computed, and an engine whose offers nobody reads yet rests: a request that vLLM itself
-# keeps for its blocks makes it step without a pause. What is freed while vLLM uses it, or is not
-# held, gives another request's KV to a reader.
+# The connector has its own reference to the blocks of an offer. So vLLM ends a request once it is
+# computed, and an engine with unread offers rests. If vLLM itself kept the request for its blocks,
+# it would step without a pause. A block that is freed while vLLM uses it, or that is not held,
+# gives another request's KV to a reader.
 #
 #     request ends ──▶ held: 2 references ──▶ vLLM frees: 1 ──▶ offer released ──▶ freed: 0
 class RequestOffers:
     """All offers of one prefill engine.
 
-    With ``drains`` vLLM waits at its end for the readers of those that are not answers.
+    With ``drains``, vLLM's shutdown waits for the readers of prompts, not of answers.
     """
 
     def __init__(
@@ -168,7 +161,6 @@ class RequestOffers:
         self._waits_since_s, self._waited_in = 0.0, -2
         self._reserved: dict[str, RequestOffer] = {}
         self._growing: dict[str, RequestOffer] = {}
-        """Those of them that are read, by their name, while they are computed."""
         self._published: dict[Offer, RequestOffer] = {}
         self._late: Offer | None = None
         self._agent_by_s = 0.0
@@ -183,7 +175,7 @@ class RequestOffers:
         is_answer: bool = False,
         **options: Unpack[OfferOptions],
     ) -> None:
-        """Ask for the ticket of the first ``num_tokens`` tokens of a request; idempotent."""
+        """Request a ticket for the first ``num_tokens`` tokens. Idempotent."""
         request_id = request.request_id
         if request_id in self._reserved:
             return
@@ -200,14 +192,13 @@ class RequestOffers:
             )
 
     def schedule(self, step: int, num_scheduled_tokens: Mapping[str, int]) -> bool:
-        """``step`` computes so many tokens of each request; whether its end is to be told."""
+        """Return whether a worker must report the end of ``step``."""
         for request_id, reserved in self._growing.items():
             if request_id in num_scheduled_tokens:
                 reserved.plan(step, num_scheduled_tokens[request_id])
         return bool(self._growing)
 
     def grow(self, step: int, blocks_of: Callable[[str], BlockIds]) -> None:
-        """What was computed by the end of ``step`` may be read."""
         for request_id, reserved in self._growing.items():
             num_tokens = reserved.ready(step)
             if not num_tokens or reserved.is_unwanted:
@@ -215,7 +206,7 @@ class RequestOffers:
             try:
                 tables = tables_of(self._engine, blocks_of(request_id), 0, num_tokens)
                 reserved.extend(num_tokens, tables)
-            except KVBusError as error:  # it matters when the request is computed: then it is told
+            except KVBusError as error:  # if it lasts, `publish` reports it
                 logger.info(
                     "kvbus: request %s: its first %s tokens cannot be read yet: %s",
                     request_id,
@@ -223,17 +214,15 @@ class RequestOffers:
                     error.message,
                 )
 
-    # What was told of it names blocks that another request writes to from now on, and they stay in
-    # the offer's tables. So it cannot be sealed with what is computed again: its reader, who knows
-    # the name, computes it as well. Other offers have no blocks yet.
+    # The offer names blocks that another request writes to from now on, and they stay in its
+    # tables. So it cannot be sealed with the tokens that are computed again. Its reader knows the
+    # name and computes them as well. Other offers have no blocks yet.
     def take_back(self, request_id: str) -> None:
-        """The request was preempted: nothing of what was told of it may be read."""
         reserved = self._growing.pop(request_id, None)
         if reserved is not None:
             reserved.withdraw()
 
     def abandon(self, request_id: str) -> None:
-        """The request has ended without KV to offer."""
         self._growing.pop(request_id, None)
         reserved = self._reserved.pop(request_id, None)
         if reserved is not None:
@@ -242,10 +231,11 @@ class RequestOffers:
     def publish(
         self, request_id: str, block_ids: BlockIds, num_tokens: int
     ) -> dict[str, Any] | None:
-        """The ticket of ``num_tokens`` tokens in ``block_ids``, which may be read from here on.
+        """Return the ticket of ``block_ids``, which are readable from now on.
 
-        The request still has the blocks, and they are kept for the readers when it has not. None,
-        with a line in the log, when there is no agent to offer them.
+        The blocks are held for readers beyond the end of the request. Waits for the ticket, see
+        `TICKET_WITHIN_S` and `AGENT_WITHIN_S`. Returns None, and logs why, if no agent offers the
+        blocks.
         """
         reserved = self._reserved.get(request_id)
         if reserved is None:
@@ -266,12 +256,12 @@ class RequestOffers:
         self._published[offer] = reserved
         self._hold(reserved, block_ids)
         self._stats.add(OFFERED_TOKENS, num_tokens)
-        # vLLM has written these tokens for the last time, so their blocks can be named: a request
-        # that was preempted has none or was computed again, and steps scheduled ahead write behind.
+        # vLLM does not write these tokens again, so the ticket can name their blocks. A preempted
+        # request has no blocks, or was computed again. Steps that are scheduled ahead write behind
+        # these tokens.
         return offer.ticket_naming(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)
 
     def bound_answers(self, max_blocks: int) -> None:
-        """All answers hold so many blocks at most: the oldest are withdrawn for the newer ones."""
         answers = [one for one in self._published.values() if one.is_answer and not one.is_unwanted]
         num_blocks = sum(len(one.held) for one in answers)
         for one in answers:
@@ -280,14 +270,13 @@ class RequestOffers:
                 num_blocks -= len(one.held)
 
     def end(self, offer: Offer) -> None:
-        """The link says that an offer has ended: nobody reads its blocks any more."""
         published = self._published.pop(offer, None)
         if published is None:
             for reserved in self._reserved.values():
                 if reserved.offer is offer:
                     self._ask_again(reserved)
             return
-        # As vLLM does it: the end of a prompt is dropped from the prefix cache first.
+        # In vLLM's order: the end of a prompt leaves the prefix cache first.
         self._pool.free_blocks(reversed(published.held))
         if offer.outcome is Outcome.COMPLETED and not published.is_answer:
             self._lives_s.append(time.monotonic() - published.published_s)
@@ -297,9 +286,9 @@ class RequestOffers:
 
     @property
     def need_steps(self) -> bool:
-        """Whether vLLM is to go on with steps, though it has nothing to compute.
+        """Whether vLLM must keep stepping, though it has nothing to compute.
 
-        The readers of a prompt come soon; those of an answer do not.
+        Readers of a prompt come soon; readers of an answer do not.
         """
         if all(one.is_answer for one in self._published.values()):
             return False
@@ -310,7 +299,7 @@ class RequestOffers:
     # preempting is better. The wait of a running request is bounded, too: vLLM may give the freed
     # blocks to new requests.
     def frees_soon(self, step: int) -> bool:
-        """Return whether the reader of an offer is about to free its blocks.
+        """Return whether a reader is about to free its blocks.
 
         Call this in each ``step`` in which vLLM lacks a block for a running request.
         """
@@ -331,10 +320,9 @@ class RequestOffers:
             self._last_s = published.published_s
 
     def _made(self, reserved: RequestOffer) -> Offer:
-        """The offer, which has a ticket; raises why it has none.
+        """Return the offer once it has a ticket, which has usually arrived; otherwise raise.
 
-        The ticket is there, as a rule. An agent that hangs makes the engine wait once, until it has
-        answered. An agent that is lost makes it wait for the next one.
+        If the agent hangs, waits only once. If it is lost, waits for its successor.
         """
         if reserved.offer.ended.done():
             self._ask_again(reserved)
@@ -350,21 +338,20 @@ class RequestOffers:
         return offer
 
     def _wait_s(self) -> float:
-        """How long the ticket is worth a wait."""
         if not self._link.is_open:
             return max(0.0, self._agent_by_s - time.monotonic())
         answers = self._late is None or self._late.made.done()
         return TICKET_WITHIN_S if answers else 0.0
 
     def _note_agent(self) -> None:
-        """In the link's thread: the agent was lost, or the next one is there."""
+        """Runs in the link's thread."""
         if not self._link.is_open:
             self._agent_by_s = time.monotonic() + AGENT_WITHIN_S
 
     def _ask_again(self, reserved: RequestOffer) -> None:
-        """Its offer has ended: expired, or gone with its agent. The next one has no name any more.
+        """Replace an offer that expired, or was lost with its agent.
 
-        So nobody can read that while it is computed, and it does not grow.
+        If the agent had made it, the new offer has no name, so it cannot grow.
         """
         offer = reserved.offer
         error, was_made = offer.error, bool(offer.offer_id)
@@ -381,10 +368,7 @@ class RequestOffers:
             reserved.ask(self._link)
 
     def _withdraw_other_sequences(self, request_id: str) -> None:
-        """Of several sequences of a prompt each has an offer, and one is read.
-
-        vLLM's answer has the ticket of the one that ended last.
-        """
+        """Keep the offer of the last sequence to end: vLLM's response has its ticket."""
         prompt = prompt_of_sequence(request_id)
         for one in self._published.values() if prompt is not None else ():
             if prompt_of_sequence(one.request_id) == prompt and not one.is_unwanted:

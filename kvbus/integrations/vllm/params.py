@@ -1,7 +1,7 @@
-"""What comes from outside: the options of a user, the ``kv_transfer_params`` of a router, ids.
+"""Options of a user, ``kv_transfer_params`` of a router, and request ids.
 
-Routers need to know two keys of the params, and pass the rest on as it is. And what the connector's
-own processes tell each other, by pickle: ids only.
+Routers read two keys of the params, and pass on the rest unchanged. The connector's processes
+exchange ids and step numbers, by pickle:
 
 scheduler: build_connector_meta ──StepResults──▶ worker: get_transfer_results
 scheduler: update_connector_output ◀──StepDone── worker: build_connector_worker_meta
@@ -38,14 +38,12 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Endpoints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The attach sockets of the two agents of a vLLM that offers and loads."""
-
     prefill: AttachSocket
     decode: AttachSocket
 
 
 class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The keys of ``kv_connector_extra_config``; docs/vllm.md describes them."""
+    """Keys of ``kv_connector_extra_config``; see docs/vllm.md."""
 
     endpoint: AttachSocket | Endpoints
     model_id: str = ""
@@ -59,10 +57,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def agents(self) -> tuple[tuple[Path, AgentRole | None], ...]:
-        """The attach socket of the only agent, or of the one that offers and the one that loads.
-
-        And the role that each must have, None for either.
-        """
+        """Attach socket and required role of each agent; the first offers, the last loads."""
         if isinstance(self.endpoint, str):
             return ((_path(self.endpoint), None),)
         return (
@@ -72,7 +67,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_options(extra_config: Mapping[str, Any], kv_role: str = "kv_both") -> ConnectorOptions:
-    """The options in ``extra_config``; raises `ConfigError` that names the key."""
+    """Validate ``extra_config``; raise `ConfigError` that names the key."""
     try:
         options = msgspec.convert(dict(extra_config), ConnectorOptions)
     except msgspec.ValidationError as error:
@@ -111,11 +106,11 @@ def _path(endpoint: str) -> Path:
 
 
 class HandoffParams(msgspec.Struct, frozen=True):
-    """A ticket, and the tokens that its KV is of.
+    """A ticket, and the tokens that it hands off.
 
-    ``prompt_digest`` is of the ``remote_num_tokens`` that the other engine has computed, see
-    `prompt_digest`. ``images`` is that of their images alone, see `images_of`. Without
-    ``whole_blocks`` the first block of a window has a gap at its beginning there, too.
+    ``prompt_digest`` and ``images`` cover the first ``remote_num_tokens`` tokens, see `digest_of`
+    and `images_of`. Unless ``whole_blocks``, the first block of a window has a gap at its beginning
+    on the other engine, too.
     """
 
     ticket: dict[str, Any]
@@ -125,20 +120,16 @@ class HandoffParams(msgspec.Struct, frozen=True):
     whole_blocks: bool = True
 
     def to_params(self, *, next_turn: bool = False) -> dict[str, Any]:
-        """The params of the decode request, or of the prefill request of the ``next_turn``."""
         asks = {ASKS_TO_FETCH: not next_turn, ASKS_TO_OFFER: next_turn}
         return {**asks, **msgspec.to_builtins(self)}
 
 
 class OfferParams(msgspec.Struct, frozen=True):
-    """What a router may say of an offer: its name, and how many decode requests may read it."""
-
     transfer_id: Secret | None = None
     readers: Readers = 1
 
 
 def read_params(params: Mapping[str, Any]) -> HandoffParams:
-    """The ticket in the params of a request; raises `ProtocolError`."""
     try:
         handoff = msgspec.convert(dict(params), HandoffParams)
     except msgspec.ValidationError as error:
@@ -151,7 +142,6 @@ def read_params(params: Mapping[str, Any]) -> HandoffParams:
 
 
 def read_offer_params(params: Mapping[str, Any]) -> OfferParams:
-    """What the params of a request say of its offer; raises `ProtocolError`."""
     try:
         return msgspec.convert(dict(params), OfferParams)
     except msgspec.ValidationError as error:
@@ -159,60 +149,59 @@ def read_offer_params(params: Mapping[str, Any]) -> OfferParams:
 
 
 def read_trace(params: Mapping[str, Any], headers: Mapping[str, str] | None) -> str:
-    """The trace of a request: that of its HTTP headers, or else the router's; empty for none.
+    """Return the trace from the HTTP headers, or from the router; empty for none.
 
-    vLLM keeps the headers only where it sends spans itself (``--otlp-traces-endpoint``).
+    vLLM keeps headers only if it exports spans itself (``--otlp-traces-endpoint``).
     """
     return known_trace((headers or {}).get(TRACEPARENT, ""), str(params.get(TRACEPARENT, "")))
 
 
 MAX_ID_CHARACTERS = 200
-"""Agents take 256; routers put host names into ids, and clients what they like."""
+"""Agents accept 256; routers and clients may send longer ids."""
 _KEPT_AT_AN_END = 80
 
 
 def agents_id(request_id: str) -> str:
-    """The name of a request at the agents: its id, of a long one both ends and a digest."""
     if len(request_id) <= MAX_ID_CHARACTERS:
         return request_id
     digest = blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).hexdigest()
     return f"{request_id[:_KEPT_AT_AN_END]}~{digest}~{request_id[-_KEPT_AT_AN_END:]}"
 
 
-# vLLM makes a request of each prompt of a completion, `cmpl-NAME-INDEX-RANDOM`, and then of each
-# sequence of a prompt, `SEQUENCE_cmpl-NAME-INDEX-RANDOM`. A chat has one prompt.
+# For each prompt of a completion, vLLM makes a request `cmpl-NAME-INDEX-RANDOM`. If a prompt has
+# several sequences, it makes `SEQUENCE_cmpl-NAME-INDEX-RANDOM` for each of them. A chat has one
+# prompt.
 _SEQUENCE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
 _LATER_PROMPT = re.compile(r"(\d+_)?cmpl-.*-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
 
 
 def is_of_later_prompt(request_id: str) -> bool:
-    """Whether it is of a prompt of a completion, but not of the first.
+    """Return whether the request is for a prompt of a completion after the first.
 
-    vLLM's answer to several prompts has the `kv_transfer_params` of the first one.
+    vLLM's response has the `kv_transfer_params` of the first prompt only.
     """
     return _LATER_PROMPT.fullmatch(request_id) is not None
 
 
 def is_later_sequence(request_id: str) -> bool:
-    """Whether it is one of several sequences of a prompt, but not the first."""
     return prompt_of_sequence(request_id) is not None and not request_id.startswith("0_")
 
 
 def prompt_of_sequence(request_id: str) -> str | None:
-    """The id of the prompt that several sequences are made of, None for a prompt of one."""
+    """Return the id of the prompt; None if it has only one sequence."""
     match = _SEQUENCE.fullmatch(request_id)
     return match["prompt"] if match is not None else None
 
 
 def has_tokens(request: "Request") -> bool:
-    """Whether the prompt is all tokens: embeddings in it are not named by anything."""
+    """Return whether the prompt has no embeddings, which no digest covers."""
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
 def digest_of(request: "Request", num_tokens: int) -> str:
-    """The digest of the first tokens, prompt and then answer, their LoRA and their images.
+    """Hash the first tokens (prompt, then answer), their LoRA and their images.
 
-    What it takes grows with the prompt, and vLLM's scheduler waits: ask once for each request.
+    Slow for long prompts, and vLLM's scheduler waits: call once per request.
     """
     lora = request.lora_request
     conditions = [lora.lora_name if lora is not None else ""]
@@ -222,7 +211,6 @@ def digest_of(request: "Request", num_tokens: int) -> str:
 
 
 def images_of(request: "Request", num_tokens: int) -> str:
-    """Return a digest of the images, or other media, in the first tokens; empty for none."""
     identifiers = _images_in(request, num_tokens)
     return prompt_digest([], identifiers) if identifiers else ""
 
@@ -232,9 +220,9 @@ def _images_in(request: "Request", num_tokens: int) -> list[str]:
 
 
 class StepResults(NamedTuple):
-    """Ids of requests: whose load has failed, and whose failed load is over.
+    """Ids of requests with a failed load, and with a failed load that is over.
 
-    A worker says so when it has done a ``step`` that is not 0.
+    Workers report the end of ``step``, unless it is 0.
     """
 
     failed: tuple[str, ...] = ()
@@ -247,29 +235,25 @@ NOTHING = StepResults()
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A worker has computed this step, and all before it."""
+    """A worker's report that it has computed ``step`` and all before it."""
 
     step: int
 
     def aggregate(self, other: "StepDone") -> "StepDone":
-        """What each of several workers has done."""
         return StepDone(min(self.step, other.step))
 
 
 class WorkerPlaces(NamedTuple):
-    """The agents that have a worker's memory, in the order of the options, each with its rank.
+    """Agents that map a worker's memory, in the order of the options.
 
-    ``endpoint`` of one is empty while there is no agent.
+    An ``endpoint`` is empty until an agent attaches.
     """
 
     places: tuple[AgentRanks, ...]
 
 
 def ranks_elsewhere(workers: Sequence[AgentRanks]) -> list[AgentRanks]:
-    """The ranks whose agent is not that of the first; one access to an agent does for all.
-
-    None while the first has no agent yet.
-    """
+    """Return the ranks with another agent than the first rank's, merged by agent."""
     home = workers[0].endpoint if workers else ""
     found: dict[str, AgentRanks] = {}
     for worker in workers if home else ():

@@ -1,6 +1,6 @@
-"""The connector's half in the scheduler's process: which requests load and offer, how that ends.
+"""The connector's half in the scheduler's process, which starts and ends loads and offers.
 
-           of a request                                of a step
+           for a request                               for a step
 on_new_request              Loads.expect         build_connector_meta     failures ──▶ workers
 get_num_new_matched_tokens  Loads.matched        update_connector_output  Loads.take_loaded
 update_state_after_alloc    Loads.start, Offers.reserve                   Offers.grow
@@ -53,14 +53,13 @@ logger = logging.getLogger("vllm.kvbus")
 
 HANDS_OFF_AFTER = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 CLOSE_WITHIN_S = 3.0
-"""How long the end of a process waits for the end of a link."""
 
 
 class SchedulerSide:
-    """What vLLM's scheduler calls, by vLLM's names.
+    """Methods that vLLM's scheduler calls, by vLLM's names.
 
-    Only the end of a request that is offered waits: for its ticket, a second at most. With
-    ``drains`` vLLM waits at its end for the readers of its offers.
+    Only the end of an offered request blocks, see `RequestOffers.publish`. With ``drains``, vLLM's
+    shutdown waits for the readers of its offers.
     """
 
     def __init__(
@@ -80,16 +79,14 @@ class SchedulerSide:
         self._stats, self._step = KvbusStats(), 0
         self._control_links: list[Link] = []
 
-    # Of vLLM's start and its end
+    # Start and shutdown
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        """Look up blocks, and hold those of offers, there."""
         self._manager = kv_cache_manager
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Open the control sessions: the workers have shared their memory with each agent."""
         workers = [one.places for one in metadata.values() if isinstance(one, WorkerPlaces)]
-        # A producer lets blocks go which a step that runs may still write: it must not load.
+        # A producer frees blocks that a running step may still write, so it must not load.
         only = AgentRole.PREFILL if self._kv_role == "kv_producer" else None
         for number, (path, role) in enumerate(self._options.agents):
             places = sorted((each[number] for each in workers), key=lambda place: place.ranks)
@@ -102,14 +99,13 @@ class SchedulerSide:
         self._offers = RequestOffers(self._engine, offering, pool, self._stats, drains=self._drains)
 
     def shutdown(self) -> None:
-        """End the control sessions, and with them every load and offer."""
         for link in self._control_links:
             link.close(CLOSE_WITHIN_S)
 
-    # Of a request
+    # For a request
 
     def on_new_request(self, request: "Request") -> None:
-        """Note what it asks for; blocks that are free by now are there for it."""
+        """Free the blocks of ended offers, then note whether the request loads or offers."""
         self._hear()
         params = request.kv_transfer_params or {}
         asks_to_offer = bool(params.get(ASKS_TO_OFFER))
@@ -124,9 +120,9 @@ class SchedulerSide:
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens can be loaded behind those that vLLM has, None to be asked again.
+        """Return the number of tokens to load, and whether the load runs beside the steps.
 
-        They are loaded beside the steps.
+        None makes vLLM call again.
         """
         if self._end_refused(request):
             return None, False
@@ -136,14 +132,12 @@ class SchedulerSide:
         return num_tokens, bool(num_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        """All that are handed off."""
         group_ids: tuple[int, ...] = self._caches.transfer_group_ids
         return group_ids
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Load into the blocks of the request, or ask for the ticket of what they will hold."""
         block_ids = self._caches.select_transfer_block_ids(blocks.get_block_ids())
         self._loads.start(request.request_id, block_ids, num_external_tokens)
         self._uncache_partial()
@@ -155,15 +149,14 @@ class SchedulerSide:
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, of the only group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer what was computed for others; whether vLLM shall keep the blocks, and the params.
+        """Offer the KV; return whether vLLM keeps the blocks, and the params.
 
-        It need not: `RequestOffers` does.
+        vLLM keeps none: `RequestOffers` holds them.
         """
         ids: BlockIds = self._caches.select_transfer_block_ids(block_ids)
         partial_blocks = self._loads.partial_blocks(request.request_id)
@@ -172,7 +165,7 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         ends_well = request.status in HANDS_OFF_AFTER and self._is_for_decode(request)
         if params.get(ASKS_TO_OFFER):
-            # a reader that knows the name of the offer hears of no gap
+            # a reader that knows the name of the offer cannot learn of a gap
             if ends_well and (whole_blocks or not params.get(TRANSFER_ID)):
                 return False, self._offer_prompt(request, ids, whole_blocks)
             self._offers.abandon(request.request_id)
@@ -180,13 +173,12 @@ class SchedulerSide:
             return False, self._offer_answer(request, ids, whole_blocks)
         return False, None
 
-    # Of a step
+    # For a step
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepResults:
-        """What a worker shall report to vLLM in the step that computes ``scheduler_output``."""
         self._uncache_partial()
         self._hear()
-        for request_id in scheduler_output.preempted_req_ids or ():  # its blocks are another's now
+        for request_id in scheduler_output.preempted_req_ids or ():  # others reuse its blocks
             self._offers.take_back(request_id)
             self._loads.lose_blocks(request_id)
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
@@ -196,11 +188,10 @@ class SchedulerSide:
         failed, over = self._loads.take_failed()
         return StepResults(failed, over, self._step if is_told or self._loads.need_steps else 0)
 
-    # A failure has to go by way of a worker: vLLM looks at it before it calls this. What was loaded
-    # well is told here, where vLLM looks next, and so no step later than any worker could tell it.
-    # vLLM calls this only if some worker reports something, as `StepDone`.
+    # A failure must reach vLLM through a worker: vLLM handles failures before it calls this.
+    # Successful loads are reported here, where vLLM looks next. A worker could report them no
+    # sooner. vLLM calls this only if some worker reports something, such as `StepDone`.
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """What was loaded is there, and what the workers have computed may be read."""
         self._hear()
         loaded = self._loads.take_loaded()
         connector_output.finished_recving = {*(connector_output.finished_recving or ()), *loaded}
@@ -209,9 +200,9 @@ class SchedulerSide:
             self._offers.grow(done.step, lambda request_id: select(blocks_of(request_id)))
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether vLLM shall wait for blocks in this step, and preempt no running request.
+        """Return whether vLLM shall wait for blocks, and preempt no running request.
 
-        True also when blocks were freed just now: the next step finds them.
+        Also True if blocks were freed just now: the next step finds them.
         """
         before = self._manager.block_pool.get_num_free_blocks()
         self._hear()
@@ -219,28 +210,26 @@ class SchedulerSide:
         return has_more or self._offers.frees_soon(self._step)
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM is to go on with steps, to hear soon of offers that were read."""
         return self._offers.need_steps
 
     def get_kv_connector_stats(self) -> KvbusStats | None:
-        """What happened since the last call; a worker knows of nothing."""
         return self._stats.take()
 
-    # vLLM takes every block that a load has filled for whole. One whose beginning was not loaded
-    # must be found by no other request, though its own goes on with it: vLLM would read what was
-    # there before. It enters the prefix cache within a pass of vLLM's scheduler, and leaves it in
-    # the same:
+    # vLLM takes every block that a load has filled for whole. If the beginning of a block was not
+    # loaded, no other request may find the block: vLLM would read old data there. Its own request
+    # continues with it. A partial block enters and leaves the prefix cache within one pass of
+    # vLLM's scheduler:
     #
     #     running requests: given blocks     it enters, when its request has filled the rest of it
     #     waiting: the load has ended        it enters
     #              looked up in the cache
-    #              `get_num_new_matched…`    it leaves, and "ask again", as it may have been found
-    #              `update_state_after_…`    it leaves, so that as a rule it was not found
+    #              `get_num_new_matched…`    it leaves; vLLM asks again, as it may have found it
+    #              `update_state_after_…`    it leaves, so that vLLM rarely finds it
     #     `build_connector_meta`             it leaves
     #
     # A whole block with the same hash stays.
     def _uncache_partial(self) -> bool:
-        """Take such blocks out of vLLM's prefix cache; whether any was there."""
+        """Evict partial blocks from vLLM's prefix cache; return whether any was there."""
         pool = self._manager.block_pool
         partial = self._loads.partial_blocks()
         cached = {one for one in partial if pool.blocks[one].block_hash is not None}
@@ -248,7 +237,6 @@ class SchedulerSide:
         return bool(cached)
 
     def _end_refused(self, request: "Request") -> bool:
-        """Have vLLM end the request if it was refused; return whether it was refused."""
         reason = self._loads.refusal(request.request_id, takes_images=self.takes_images)
         if reason:
             _end_with_error(request, reason)
@@ -257,14 +245,13 @@ class SchedulerSide:
     def _is_for_decode(self, request: "Request") -> bool:
         """Return whether a decode engine can use the KV of the request.
 
-        For log probabilities of the prompt, vLLM computes the whole prompt and loads nothing. Then
-        prefill must compute the last token, too, and with windows its KV is of no use.
+        For log probabilities of the prompt, vLLM computes the whole prompt. Prefill must then
+        compute the last token, too, which makes KV with windows useless.
         """
         skips = self._has_windows and request.get_skip_reading_prefix_cache()
         return has_tokens(request) and not skips
 
     def _hear(self) -> None:
-        """Note what has ended."""
         for link in self._control_links:
             for one in link.ended():
                 if isinstance(one, Offer):
@@ -275,10 +262,10 @@ class SchedulerSide:
     # Offers
 
     def _reserve(self, request: "Request", params: Mapping[str, Any]) -> None:
-        """Ask for a ticket; an offer with a name of the router's is read while it is computed.
+        """Request a ticket. An offer with a router's name is readable during computation.
 
-        Not so with windows, which leave blocks behind. Of several sequences of a prompt the first
-        has the name, and whoever knows that needs no ticket of the others.
+        With windows it is not, as they leave blocks behind. Only the first of several sequences has
+        the name; its reader needs no other ticket.
         """
         try:
             asked = read_offer_params(params)
@@ -301,7 +288,6 @@ class SchedulerSide:
     def _offer_prompt(
         self, request: "Request", block_ids: BlockIds, whole_blocks: bool
     ) -> dict[str, Any] | None:
-        """The params of the decode request."""
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if num_tokens == 0:
             self._offers.abandon(request.request_id)
@@ -317,10 +303,9 @@ class SchedulerSide:
     def _offer_answer(
         self, request: "Request", block_ids: BlockIds, whole_blocks: bool
     ) -> dict[str, Any] | None:
-        """The params of the next turn's prefill request, where the answer of the server has them.
+        """Return the params of the next turn's prefill request; a stream has no place for them.
 
-        That of a stream has no place for them. The last token is not computed, though a step that
-        was scheduled ahead may be about to.
+        The last token is not computed, though a step that was scheduled ahead may be about to.
         """
         sampling = request.sampling_params
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -349,11 +334,10 @@ class SchedulerSide:
         return params.to_params(next_turn=True)
 
 
-# `kv_load_failure_policy` is one setting for the whole server. With "recompute" vLLM has no call
-# that fails one request. But it ends a request with an error when its grammar failed to compile,
-# and checks that whenever it considers the request, before it computes anything.
+# `kv_load_failure_policy` is one setting for the whole server. With "recompute", vLLM has no call
+# that fails one request. But vLLM ends a request with an error if its grammar failed to compile. It
+# checks this whenever it considers the request, before it computes anything.
 def _end_with_error(request: "Request", reason: str) -> None:
-    """Have vLLM end a waiting request with an error."""
     refused = StructuredOutputRequest(StructuredOutputsParams(json_object=True))
     refused.grammar = ProtocolError(reason)
     request.structured_output_request = refused
@@ -361,10 +345,11 @@ def _end_with_error(request: "Request", reason: str) -> None:
 
 
 def _leave_last_token(request: "Request") -> None:
-    """Have the prefill engine compute all but the last token of the prompt.
+    """Make prefill compute all but the last token of the prompt.
 
-    The decode engine computes that one in any case, for its logits. With a sliding window it needs
-    a token for it that vLLM drops once the last one was computed, if it is the last of its block.
+    Decode computes that one in any case, for its logits. With a sliding window, it needs an earlier
+    token. If this is the last of its block, vLLM frees the block once prefill computes the last
+    token.
     """
     if request.num_prompt_tokens > 1:
         del request.prompt_token_ids[-1]

@@ -1,4 +1,4 @@
-"""What became of loads and offers, as vLLM logs it and exports it to Prometheus; see `METRICS`."""
+"""Statistics of loads and offers, for vLLM's log and for Prometheus; see `METRICS`."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -26,20 +26,20 @@ OFFERED_TOKENS = "offered_tokens"
 OFFERS_FAILED = "offers_failed"
 
 REFUSED_AT = "requested"
-"""The stage of a load that was not even asked for."""
+"""Stage of a load that was refused before it was requested."""
 SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 BYTES_BUCKETS = tuple(2.0**power for power in range(12, 38, 2))
 _MIB = 2**20
 
 Reading = float | str | tuple[str, str, float]
-"""The labels of a metric, if it has any, and its value; only the label of a counter with one."""
+"""Labels, if any, and value of a metric. For a counter with a label: only the label."""
 
 
 class Metric(NamedTuple):
-    """``vllm:kvbus_{key}``, with labels of its own; a histogram if it has ``buckets``.
+    """``vllm:kvbus_{key}``; a histogram if it has ``buckets``.
 
-    The series of the labels ``known`` are there from the start: a counter that appears with its
-    first event hides that event from a rate.
+    Series of ``known`` labels exist from the start. A rate misses the first event of a counter that
+    appears with it.
     """
 
     key: str
@@ -68,18 +68,14 @@ METRICS = (
 
 @dataclass
 class KvbusStats(KVConnectorStats):
-    """Readings by the key of a metric, since vLLM last asked for them."""
-
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        """Forget all readings."""
         self.data: dict[str, Any] = {metric.key: [] for metric in METRICS}
 
     def take(self) -> "KvbusStats | None":
-        """The readings since the last call, None when there were none."""
         if self.is_empty():
             return None
         taken = KvbusStats(data=self.data)
@@ -87,11 +83,10 @@ class KvbusStats(KVConnectorStats):
         return taken
 
     def add(self, key: str, reading: Reading) -> None:
-        """One reading."""
         self.data[key].append(reading)
 
     def add_load(self, notice: Fetched, *, given_up: bool = False) -> None:
-        """A load has ended; it was cancelled if vLLM had ``given_up`` its request before."""
+        """Record the end of a load, as cancelled if vLLM had ``given_up`` its request."""
         outcome = Outcome.CANCELLED if given_up else notice.outcome
         self.add(LOADS, outcome.value)
         if outcome is Outcome.COMPLETED:
@@ -104,17 +99,14 @@ class KvbusStats(KVConnectorStats):
                 self.add(LOAD_STAGE_SECONDS, (stage, outcome.value, spent_s))
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the readings of ``other``."""
         for key, readings in other.data.items():
             self.data[key].extend(readings)
         return self
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
         return not any(self.data.values())
 
     def reduce(self) -> dict[str, int | float]:
-        """The figures of vLLM's log line."""
         seconds: list[float] = self.data[LOAD_SECONDS]
         num_bytes: list[float] = self.data[LOAD_BYTES]
         failed = Counter(self.data[LOADS_FAILED])
@@ -137,8 +129,6 @@ class KvbusStats(KVConnectorStats):
 
 
 class KvbusPromMetrics(KVConnectorPromMetrics):
-    """``vllm:kvbus_*``, by engine."""
-
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -159,7 +149,6 @@ class KvbusPromMetrics(KVConnectorPromMetrics):
                     self._series(key, engine_idx, first)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the readings of one interval."""
         for key, _, labels, _, buckets in METRICS:
             for reading in transfer_stats_data[key]:
                 if buckets:

@@ -1,10 +1,9 @@
-"""Shares a worker's KV cache, and finds out where its layers put K and V in it.
+"""Worker memory: measures where each layer puts K and V in the KV cache, and shares the cache.
 
-An attention layer is made to write marks into scratch blocks: memory of the same shape and strides,
-so that its cache is not touched. Layouts that strides cannot say (tiles, packed or quantised
-numbers) are refused.
+A layer writes marks into scratch blocks of the same shape and strides, so its own cache stays
+untouched. Layouts that strides cannot describe (tiles, packed or quantised numbers) are refused.
 
-Shapes: cache [block, ...] as vLLM gives it; rows [token, head, dim].
+Shapes: cache [block, ...] as vLLM allocates it; rows [token, head, dim].
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ MAX_SCRATCH_BYTES = 1 << 30
 
 Rows = Mapping[str, torch.Tensor]
 Layout = tuple[int, list[int]]
-"""Where one part lies in a cache: elements from its first one, and of a step of each axis."""
+"""Offset of a part's first element in a cache, and the stride of each axis, in elements."""
 
 
 def share_rank(
@@ -32,12 +31,11 @@ def share_rank(
     kv_cache_config: Any,
     kv_caches: Mapping[str, torch.Tensor],
 ) -> RankMemory:
-    """Describe ``kv_caches`` as `register_kv_caches` gets them, and share their memory.
+    """Describe ``kv_caches``, as `register_kv_caches` receives them, and share their memory.
 
-    ``engine`` is `describe_engine` of the same configurations. Layers that use the cache of another
-    one are in no group. On a CPU the tensors change their addresses, in place, and need their
-    memory twice for the time of the move; no request runs meanwhile. Raises `GeometryError` for
-    what cannot be described, before anything is moved, and `SegmentError` when there is no room.
+    Layers that use another layer's cache are in no group. On a CPU, the tensors move to new
+    addresses, in place. They need twice their memory during the move, and no request runs
+    meanwhile. Raises `GeometryError` before anything moves, or `SegmentError` if memory is short.
     """
     modules = vllm_config.compilation_config.static_forward_context
     views: dict[tuple[int, str], torch.Tensor] = {}
@@ -59,7 +57,6 @@ def share_rank(
 
 
 def _check_blocks(name: str, layer: Any, cache: torch.Tensor, *, num_blocks: int) -> None:
-    """The blocks of the cache, and of what the layer works on, are those of the scheduler."""
     seen = {cache.shape[0], layer.kv_cache.shape[0]}
     require(
         seen == {num_blocks},
@@ -70,9 +67,9 @@ def _check_blocks(name: str, layer: Any, cache: torch.Tensor, *, num_blocks: int
 
 
 class LayerProbe:
-    """One layer, and scratch blocks for it to write into, like those of its ``cache``.
+    """One layer, with scratch blocks like those of its ``cache`` to write into.
 
-    ``dtype`` is that of the rows that the model computes, ``num_heads`` those of this rank.
+    ``dtype`` is that of the model's rows, ``num_heads`` counts this rank's heads.
     """
 
     def __init__(
@@ -88,21 +85,20 @@ class LayerProbe:
         self._name, self._layer, self._group, self._dtype = name, layer, group, dtype
         self._cache = cache
         self._sizes = (group.block_size, num_heads, group.head_dim)
-        """Of the axes token, head and dim."""
+        """Axes token, head, dim."""
         self._scratch = self._scratch_like(cache)
 
     @torch.no_grad()
     def views(self) -> dict[str, torch.Tensor]:
-        """Each part of the group in the cache: [block, token, head, dim], measured and checked.
+        """Return each part of the cache as [block, token, head, dim].
 
-        Raises `GeometryError` when the layer does not write as any strides would have it.
+        Raises `GeometryError` if no strides describe how the layer writes.
         """
         layouts = {part: self._measure(part) for part in self._group.parts}
         self._check(layouts)
         return {part: self._view(self._cache, part, one) for part, one in layouts.items()}
 
     def _measure(self, part: str) -> Layout:
-        """Where the first number of ``part`` goes, and how far the next of each axis is."""
         start = self._locate(part, (0, 0, 0, 0))
         strides = [
             self._locate(part, [int(axis == one) for one in range(4)]) - start if size > 1 else 0
@@ -113,7 +109,7 @@ class LayerProbe:
         return start, strides
 
     def _check(self, layouts: Mapping[str, Layout]) -> None:
-        """Raise `GeometryError` unless all rows of all blocks are where ``layouts`` say, alone."""
+        """Raise `GeometryError` unless ``layouts`` account for every element that is written."""
         rows = {part: self._random_rows(seed) for seed, part in enumerate(layouts)}
         num_slots = NUM_BLOCKS * self._group.block_size
         slots = torch.randperm(num_slots, generator=_generator(len(rows)))
@@ -130,7 +126,6 @@ class LayerProbe:
             raise self._refusal("it holds more than the KV itself, such as scales")
 
     def _locate(self, part: str, at: Sequence[int]) -> int:
-        """In elements from the first one: where the number of ``part`` at an index is written."""
         block, token, head, dim = at
         rows = {
             one: torch.zeros((1, *self._sizes[1:]), dtype=self._dtype) for one in self._group.parts
@@ -145,7 +140,6 @@ class LayerProbe:
         return sum(number * stride for number, stride in steps)
 
     def _write(self, rows: Rows, slots: torch.Tensor) -> None:
-        """Have the layer write one row a slot; raises `GeometryError` when it cannot."""
         device, impl = self._scratch.device, self._layer.impl
         slots = slots.to(device=device, dtype=torch.int64)
         rows = {part: row.to(device) for part, row in rows.items()}
@@ -161,7 +155,7 @@ class LayerProbe:
             raise self._refusal(f"{type(impl).__name__} does not write it: {error}") from error
 
     def _write_latent(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Of MLA the row is the compressed KV and, after it, the rotated part of K."""
+        """Write rows of MLA: the compressed KV, followed by the rotated part of K."""
         rank = self._layer.kv_lora_rank
         self._layer.impl.do_kv_cache_update(
             rows[:, 0, :rank].contiguous(),
@@ -182,7 +176,6 @@ class LayerProbe:
         return flat.as_strided(shape, cache.stride())
 
     def _view(self, cache: torch.Tensor, part: str, layout: Layout) -> torch.Tensor:
-        """[block, token, head, dim] of ``cache``, as ``layout`` has it."""
         shape, (offset, strides) = (cache.shape[0], *self._sizes), layout
         try:
             return cache.as_strided(shape, strides, cache.storage_offset() + offset)
@@ -190,7 +183,7 @@ class LayerProbe:
             raise self._refusal(f"the strides of '{part}' leave the cache") from error
 
     def _random_rows(self, seed: int) -> torch.Tensor:
-        """Small whole numbers, which every dtype of KV holds as they are; none of them 0."""
+        """Return small non-zero integers, exact in every KV dtype."""
         shape = (NUM_BLOCKS * self._group.block_size, *self._sizes[1:])
         return torch.randint(1, 128, shape, generator=_generator(seed)).to(self._dtype)
 
@@ -205,5 +198,5 @@ class LayerProbe:
 
 
 def _generator(seed: int) -> torch.Generator:
-    """Random numbers of our own: vLLM's go on as if nothing was drawn."""
+    """Return a separate generator, to leave vLLM's random numbers unchanged."""
     return torch.Generator().manual_seed(seed)
