@@ -1,11 +1,11 @@
-"""SGLang's transfer backend ``kvbus``, by its own registrations: an entry point of its plug-ins.
+"""SGLang's transfer backend ``kvbus``, registered by an entry point of SGLang's plug-ins.
 
-`--disaggregation-transfer-backend kvbus` on both servers, and in the environment of each
-`KVBUS_ATTACH`, the attach socket of the agent beside it: see docs/sglang.md. The module is found
-by its entry point, in each process of the server; SGLang's code is imported by `register` alone.
+Use `--disaggregation-transfer-backend kvbus`, and set `KVBUS_ATTACH` to the attach socket of the
+server's agent: see docs/sglang.md. Each process of the server imports this module, which itself
+imports none of SGLang's code.
 """
 
-# ruff: noqa: PLC0415  SGLang's code is imported where SGLang is
+# ruff: noqa: PLC0415 SGLang is imported only in its own processes
 
 from enum import Enum
 from typing import Any
@@ -15,14 +15,13 @@ _WHERE = "sglang.srt.disaggregation"
 
 
 def register() -> None:
-    """Make the backend known; SGLang calls it once in each of its processes."""
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     add_disagg_transfer_backend_choices([BACKEND])
     members = {one.name: one.value for one in utils.TransferBackend} | {"KVBUS": BACKEND}
-    # mypy wants the members as a literal, and SGLang has them
+    # mypy wants literal members; these come from SGLang
     backends = Enum("TransferBackend", members, module=utils.__name__)  # type: ignore[misc]
     HookRegistry.register(f"{_WHERE}.utils.TransferBackend", backends, HookType.REPLACE)
     HookRegistry.register(f"{_WHERE}.utils.get_kv_class", _kv_class, HookType.AROUND)
@@ -32,7 +31,6 @@ def register() -> None:
 
 
 def _kv_class(original: Any, backend: Any, kind: Any) -> Any:
-    """The class of a manager, sender, receiver or bootstrap server; the arguments are SGLang's."""
     if backend.value != BACKEND or kind.value == "kvargs":
         return original(backend, kind)
     from kvbus.integrations.sglang import transfer
@@ -41,7 +39,7 @@ def _kv_class(original: Any, backend: Any, kind: Any) -> Any:
 
 
 def _begin(original: Any, queue: Any) -> Any:
-    """The manager is told of addresses alone; its queue has the pools."""
+    """Pass the pools, which the queue has, to its manager."""
     manager = original(queue)
     if queue.transfer_backend.value == BACKEND:
         manager.begin(queue)
@@ -49,7 +47,7 @@ def _begin(original: Any, queue: Any) -> Any:
 
 
 def _note_request(original: Any, queue: Any, request: Any, *rest: Any, **named: Any) -> Any:
-    """Senders and receivers are told of pages alone: here the tokens are at hand."""
+    """Store the tokens of a request: senders and receivers get only pages."""
     from kvbus.integrations.sglang import transfer
 
     if queue.transfer_backend.value == BACKEND:

@@ -1,4 +1,4 @@
-"""What the environment tells the backend: SGLang has no options for those from outside."""
+"""Options from the environment: SGLang has no options for external backends."""
 
 import os
 from collections.abc import Mapping
@@ -11,10 +11,7 @@ from kvbus.variables import Variable
 
 @dataclass(frozen=True)
 class Options:
-    """``attach`` is the socket of this server's agent.
-
-    ``model`` names the model and its weights, equal on both sides; ``engine_id`` this server.
-    """
+    """Options of one server. ``model`` names the model and its weights, equal on both sides."""
 
     attach: Path
     model: str = ""
@@ -22,7 +19,6 @@ class Options:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> "Options":
-        """Raises `ConfigError` without an agent."""
         attach = environment.get(Variable.ATTACH, "")
         if not attach:
             raise ConfigError(

@@ -1,10 +1,10 @@
-"""The memory of one SGLang rank: its pool, moved to shared memory in place, as agents know it.
+"""Memory of one SGLang rank: its pools, moved to shared memory in place, as agents know them.
 
     pool of layers     ──▶ group "full"
     pool of windows    ──▶ group "window", of a model that has both kinds of layers
-    rows of metadata   ──▶ group "metadata", a state: the first token, and more of it
+    rows of metadata   ──▶ group "metadata", a state: the first token, and its details
 
-Whatever else a pool may be is refused by name, before a request comes.
+Any other kind of pool is refused by name before the first request.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ from kvbus.geometry import EngineSpec, GroupSpec, KvPart, StatePart, state_group
 FULL, WINDOW, METADATA = "full", "window", "metadata"
 AXES = {FULL: "block token head dim", WINDOW: "block token head dim", METADATA: "block dim"}
 KINDS = (MHATokenToKVPool, MLATokenToKVPool)
-"""Pools whose buffers are [slot, head, dim]. Of their subclasses that is not known."""
+"""Pools with buffers [slot, head, dim]. Subclasses may have another layout."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Tensors = Mapping[tuple[int | str, str], torch.Tensor]
@@ -31,19 +31,15 @@ Tensors = Mapping[tuple[int | str, str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Pools:
-    """What one process of SGLang shares: the tensors of its pools, and of its metadata."""
-
     groups: tuple[GroupSpec, ...]
     tensors: Tensors
     pools: Mapping[str, Any]
 
     def engine(self, engine_id: str, model: str) -> EngineSpec:
-        """The engine that this process is a rank of."""
         sizes = get_parallel()
         return EngineSpec(engine_id, model, sizes.attn_tp_size, self.groups, sizes.pp_size)
 
     def share(self, engine: EngineSpec) -> RankMemory:
-        """Move the tensors to shared memory; raises the errors of `describe_tensors`."""
         place = get_parallel()
         rank = place.pp_rank * place.attn_tp_size + place.attn_tp_rank
         memory = describe_tensors(self.tensors, AXES, engine=engine, rank=rank)
@@ -53,7 +49,7 @@ class Pools:
 
 
 def pools_of(queue: Any) -> Pools:
-    """The pools of ``queue``, a queue of SGLang's scheduler.
+    """Return the pools of a queue of SGLang's scheduler.
 
     Raises `ConfigError` that names what kvbus does not hand over.
     """
@@ -73,8 +69,8 @@ def pools_of(queue: Any) -> Pools:
     }
     parts = tuple(StatePart(name, 1, tensor[0].nbytes) for name, tensor in rows.items())
     last_layer = max(groups[0].layers)
-    groups.append(state_group(METADATA, (last_layer,), parts, optional=True))  # SGLang's alone
-    # Another rank writes its row later than the one that leads seals an offer.
+    groups.append(state_group(METADATA, (last_layer,), parts, optional=True))  # only SGLang has it
+    # Other ranks may write their rows only after the leader has sealed the offer.
     if leads() or queue.scheduler.server_args.disaggregation_mode == "decode":
         for name, tensor in rows.items():
             tensors[METADATA, name] = tensor.view(torch.uint8)
@@ -82,9 +78,9 @@ def pools_of(queue: Any) -> Pools:
 
 
 def leads() -> bool:
-    """Whether this process offers, or fetches, for all ranks.
+    """Return whether this process offers, or fetches, for all ranks.
 
-    It is the first one of the last pipeline stage, which has a chunk last, and the token.
+    The first rank of the last pipeline stage does: it computes last, and has the first token.
     """
     place = get_parallel()
     return bool(place.attn_tp_rank == 0 and place.pp_rank == place.pp_size - 1)
@@ -124,7 +120,7 @@ def _refuse(queue: Any, pools: Mapping[str, Any]) -> None:
 
 
 def _pool_problems(pools: Iterable[Any]) -> dict[str, bool]:
-    """The problems of pools of a known kind. A quantised one may have scales beside its KV."""
+    """Check pools of known kinds. A quantised one may have scales beside its KV."""
     problems: dict[str, bool] = {}
     for pool in pools:
         quant = getattr(pool, "quant_method", None)
@@ -142,14 +138,14 @@ def _pool_problems(pools: Iterable[Any]) -> dict[str, bool]:
     return problems
 
 
-# To SGLang a window is what a token sees besides itself: the model's own, less one. So of a prompt
-# the next token needs just these last tokens, and SGLang names the pages of no others.
+# SGLang's window excludes the token itself: it is the model's window less one. So after a prompt,
+# the next token needs just these last tokens, and SGLang names no other pages.
 def _group(
     name: str, pool: Any, buffers: Mapping[tuple[int, str], torch.Tensor], scheduler: Any
 ) -> GroupSpec:
     model, num_heads = scheduler.model_config, 1
     layers = dict.fromkeys(layer for layer, _ in buffers)
-    if get_parallel().pp_size > 1:  # a pool has those of its stage alone
+    if get_parallel().pp_size > 1:  # a pool has only its stage's layers
         layers = dict.fromkeys(range(model.num_hidden_layers))
     if not isinstance(pool, MLATokenToKVPool):
         is_window = name == WINDOW
@@ -167,7 +163,7 @@ def _group(
 
 
 def _buffers_of(pool: Any) -> dict[tuple[int, str], torch.Tensor]:
-    """The tensors [slot, head, dim] of a pool, by layer and part."""
+    """Return the tensors [slot, head, dim] of a pool, by layer and part."""
     if isinstance(pool, MLATokenToKVPool):
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         parts = {KvPart.LATENT: pool.kv_buffer}
@@ -182,7 +178,6 @@ def _buffers_of(pool: Any) -> dict[tuple[int, str], torch.Tensor]:
 
 
 def _read_addresses_again(pool: Any) -> None:
-    """SGLang keeps addresses of the buffers, for its kernels."""
     if isinstance(pool, MHATokenToKVPool):
         pool._kv_buffer_descs = pool._build_kv_buffer_descs()
         pool._init_data_ptrs_and_strides()

@@ -1,11 +1,11 @@
-"""Senders and receivers of SGLang: a request's room names its offer, which the other side awaits.
+"""SGLang's senders and receivers: a request's room names its offer, which the other side awaits.
 
     prefill   Sender ── offer, extend, seal ─▶ agents ◀── fetch ── Receiver   decode
               poll ◀─ released                           ended, freed ─▶ poll
 
-One rank of each side offers or fetches for all, the first of the last pipeline stage: SGLang takes
-the least state of all ranks, and this stage is the last to compute. A request never says that it
-failed while its pages may still be read or written.
+One rank of each side offers or fetches for all: the first rank of the last pipeline stage. SGLang
+takes the lowest state of all ranks, and this stage computes last. A request never reports failure
+while an agent may still read or write its pages.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from kvbus.protocol.engine import AgentRole, Outcome
 logger = logging.getLogger("sglang.kvbus")
 
 PLACE = "/kvbus"
-"""Where the bootstrap server of a prefill server tells which agent is beside it."""
+"""Path of a bootstrap server that names the agent beside its prefill server."""
 ELSEWHERE = "kvbus"
-"""The ``bootstrap_host`` of a request whose prompt another engine than SGLang has prefilled."""
+"""``bootstrap_host`` of a request that another engine than SGLang has prefilled."""
 GIVEN = "kvbus"
-"""The key of ``custom_params`` of such a request, see `TicketAndToken`."""
+"""Key in ``custom_params`` of such a request, see `TicketAndToken`."""
 PLACE_TIMEOUT_S = 5.0
 RETRY_PLACE_AFTER_S = 1.0
 MAX_PLACES = 4096
@@ -54,9 +54,9 @@ MAX_NOTED = 65_536
 
 
 class TicketAndToken(msgspec.Struct, frozen=True):
-    """What a router has from an engine that is no SGLang: its ticket, and the token it sampled.
+    """The router's data of a prefill by another engine than SGLang.
 
-    ``first_logprob`` is needed where the client asks for log probabilities.
+    ``first_logprob`` is required if the client requests log probabilities.
     """
 
     ticket: dict[str, Any]
@@ -66,10 +66,10 @@ class TicketAndToken(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Noted:
-    """What a request has that senders and receivers are not told.
+    """Facts about a request that SGLang does not pass to senders and receivers.
 
-    ``given`` is what its ``custom_params`` say, as it came. ``untold`` are its fields that ask for
-    more of the first token than `TicketAndToken` can say.
+    ``given`` is the raw value in ``custom_params``. ``untold`` names options that need more of the
+    first token than `TicketAndToken` has.
     """
 
     num_tokens: int
@@ -80,10 +80,7 @@ class Noted:
 
 
 class AgentPlace(msgspec.Struct):
-    """Where other agents reach the agent beside a server, and its key, if it has one.
-
-    ``http_port`` is that of the server's API.
-    """
+    """Peer endpoint of the agent beside a server; ``http_port`` is that of the server's API."""
 
     endpoint: str
     server_key: str = ""
@@ -91,8 +88,6 @@ class AgentPlace(msgspec.Struct):
 
 
 class PlaceRequest:
-    """A request to a bootstrap server for its `AgentPlace`, answered later."""
-
     def __init__(self, bootstrap_addr: str, answer: Future[AgentPlace]) -> None:
         self._bootstrap_addr, self._ended_at = bootstrap_addr, 0.0
         self._place: AgentPlace | None = None
@@ -108,11 +103,10 @@ class PlaceRequest:
 
     @property
     def may_retry(self) -> bool:
-        """Whether it failed, and `RETRY_PLACE_AFTER_S` have passed."""
         return bool(self._error) and monotonic() - self._ended_at > RETRY_PLACE_AFTER_S
 
     def place(self) -> AgentPlace | None:
-        """Return the answer, or None while there is none. Never waits; raises `KVBusError`."""
+        """Return the answer, or None while there is none. Never blocks; raises `KVBusError`."""
         if self._error:
             raise KVBusError(
                 f"the bootstrap server {self._bootstrap_addr} does not name its agent: "
@@ -126,10 +120,9 @@ _noted: OrderedDict[int, Noted] = OrderedDict()
 
 
 def note_request(manager: Manager, request: Any) -> None:
-    """Keep what kvbus needs of SGLang's ``request``, by its room."""
     tokens = list(request.origin_input_ids)
     if manager.is_decode and manager.window is not None and len(tokens) > manager.window:
-        # SGLang gives decode more pages than the window fills, and would cache them all as good.
+        # SGLang allocates more pages than the window fills, and would cache all of them as valid.
         request.skip_radix_cache_insert = True
     custom = request.sampling_params.custom_params
     _noted[request.bootstrap_room] = Noted(
@@ -147,12 +140,11 @@ def note_request(manager: Manager, request: Any) -> None:
 
 
 def _windows(state_indices: Sequence[Any] | None) -> dict[str, list[int]]:
-    """The pages of a window by group: SGLang's states are these alone, as others are refused."""
+    """Return the pages of a window; all other states are refused at startup."""
     return {pools.WINDOW: state_indices[0].tolist()} if state_indices else {}
 
 
 def rendezvous_of(place: AgentPlace, room: int) -> dict[str, Any]:
-    """Return what a fetch sends as its ticket: the room's name, and the agent that knows it."""
     named = Rendezvous(
         transfer_id=name_of(room),
         endpoint=place.endpoint,
@@ -163,24 +155,23 @@ def rendezvous_of(place: AgentPlace, room: int) -> dict[str, Any]:
 
 
 def name_of(room: int) -> str:
-    """The name of the offer of a room, whose 63 bits are random: a router makes it."""
+    """Name the offer of a room, which has 63 bits that a router draws at random."""
     return f"sglang-room-{room:016x}"
 
 
 class Manager(CommonKVManager):
-    """The link of one rank; one that ``leads`` offers, or fetches, for all."""
+    """The link of one rank. The rank that ``leads`` offers, or fetches, for all."""
 
     leads = False
     is_decode = False
     window: int | None = None
-    """Tokens of the sliding window, where some layers have one."""
     link: Link
     scheduler: Any
 
     def begin(self, queue: Any) -> None:
-        """Share the pools of ``queue``, the queue of SGLang that has this manager, and attach.
+        """Share the pools of ``queue``, and attach without waiting for the agent.
 
-        Raises `ConfigError` for what kvbus does not hand over. No agent need be there yet.
+        Raises `ConfigError` for what kvbus does not hand over.
         """
         options, found = Options.of_environment(), pools.pools_of(queue)
         role = AgentRole(self.disaggregation_mode.value)
@@ -207,11 +198,10 @@ class Manager(CommonKVManager):
         ).start()
 
     def lora_name(self, lora_id: str | None) -> str:
-        """Return the adapter's name, as its id differs between servers; empty without one."""
+        """Return the adapter's name; its id differs between servers."""
         return (self.scheduler.kv_event_lora_names.resolve(lora_id) or lora_id) if lora_id else ""
 
     def request_place(self, bootstrap_addr: str) -> PlaceRequest:
-        """Return the request for the agent of a prefill server, which may have been made before."""
         request = self.places.get(bootstrap_addr)
         if request is None or request.may_retry:
             answer = run_coroutine_threadsafe(self._place_at(bootstrap_addr), self._http_loop)
@@ -230,9 +220,9 @@ class Manager(CommonKVManager):
         return place
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Return True: the agents compare the engines, so SGLang does not wait for an answer.
+        """Return True: the agents compare the engines, so SGLang need not.
 
-        The request for the agent's place starts here: SGLang allocates pages later.
+        Requests the agent's place early: SGLang allocates pages later.
         """
         table = self.prefill_info_table
         if bootstrap_addr not in table:
@@ -253,7 +243,6 @@ class Manager(CommonKVManager):
         return True
 
     def write_row(self, row: int, room: int, given: TicketAndToken) -> None:
-        """Tell SGLang of the first token, as a prefill server of SGLang does."""
         rows = self.rows
         rows.cached_tokens[row] = 0
         rows.output_ids[row, 0] = rows.output_token_logprobs_idx[row, 0] = given.first_token
@@ -261,13 +250,10 @@ class Manager(CommonKVManager):
         rows.bootstrap_room[row, 0] = room
 
     def forget_place(self, bootstrap_addr: str) -> None:
-        """Request it again: the agent there was not reached."""
         self.places.pop(bootstrap_addr, None)
 
 
 class BootstrapServer(CommonKVBootstrapServer):
-    """Tells decode servers which agent is beside this prefill server."""
-
     def _setup_routes(self) -> None:
         super()._setup_routes()
         self.app.router.add_get(PLACE, self._tell_place)
@@ -284,8 +270,8 @@ class BootstrapServer(CommonKVBootstrapServer):
 class Sender(CommonKVSender):
     """One prefilled request: an offer that grows with each chunk.
 
-    It is made when its pages are counted. One that is given up before is made and withdrawn, so
-    that who waits for it by its room is told.
+    A request that is aborted before `init` makes its offer and withdraws it, to notify a decode
+    side that waits for the room.
     """
 
     kv_mgr: Manager
@@ -330,7 +316,7 @@ class Sender(CommonKVSender):
             return
         if indices_event is not None:
             indices_event.synchronize()  # until then a stream copies the indices to the host
-        self._report()  # what was sent before has an event of its own
+        self._report()  # what was sent before has another event
         self.curr_idx += len(kv_indices)
         self._has_all = self.curr_idx == self.num_kv_indices
         events, self._early_send_wait_event = [self._early_send_wait_event], None
@@ -352,7 +338,6 @@ class Sender(CommonKVSender):
     # Decode may read pages as soon as they are reported, so they wait here for the event. The
     # all-reduces of a step keep the ranks together, so the event of this rank stands for all.
     def _report(self) -> None:
-        """Report the pages that are written, and seal the offer once it has all of them."""
         self._writes = [event for event in self._writes if not event.query()]
         manager, pages, windows = self.kv_mgr, self._unsent, self._windows
         if self._writes or self._is_sealed or not (pages or self._has_all):
@@ -382,11 +367,11 @@ class Sender(CommonKVSender):
         return KVPoll.Transferring if self._is_sealed else KVPoll.WaitingForInput
 
     def poll_pp_consensus(self) -> Any:
-        """Asked in the first pipeline stage alone, for all, before anything is sent."""
+        """Called only in the first pipeline stage, for all stages, before any `send`."""
         return KVPoll.Failed if self._is_given_up else self.poll()
 
     def _ended(self) -> Any:
-        """None while it goes on. Ranks that do not lead have nothing to wait for."""
+        """Return None before the end. Ranks that do not lead wait for nothing."""
         if not self.kv_mgr.leads:
             return KVPoll.Success if self._is_sealed else None
         if self._offer is None or not self._offer.ended.done():
@@ -399,7 +384,7 @@ class Sender(CommonKVSender):
         return KVPoll.Failed
 
     def abort(self) -> None:
-        """Ask for the end: `poll` says Failed once nobody can read the pages."""
+        """Withdraw the offer; `poll` returns Failed once no agent can read the pages."""
         if self.conclude_state is not None:
             return
         self._is_given_up = True
@@ -411,12 +396,10 @@ class Sender(CommonKVSender):
 
 
 class Receiver(CommonKVReceiver):
-    """One request to decode: a fetch into its pages."""
-
     kv_mgr: Manager
     conclude_state: Any
     bootstrap_infos: Sequence[Any] = ()
-    """Nobody at SGLang's own sockets is told of anything."""
+    """Empty: SGLang's own sockets send nothing."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -464,7 +447,6 @@ class Receiver(CommonKVReceiver):
         self._fetch_soon()
 
     def _fetch_soon(self) -> None:
-        """Start the fetch, once the prefill server has named its agent."""
         if self._start is None or self.conclude_state is not None:
             return
         try:
@@ -475,7 +457,6 @@ class Receiver(CommonKVReceiver):
             self._fail(str(error))
 
     def _given(self) -> TicketAndToken | None:
-        """What another engine than SGLang has prefilled; raises `ProtocolError`."""
         if not self.bootstrap_addr.startswith(f"{ELSEWHERE}:"):
             return None
         noted = self._noted
@@ -499,7 +480,6 @@ class Receiver(CommonKVReceiver):
         return given
 
     def _ticket(self) -> dict[str, Any] | None:
-        """What a fetch sends; None while it is not known. Raises `KVBusError`."""
         given = self._given()
         if given is not None:
             return given.ticket
@@ -516,7 +496,7 @@ class Receiver(CommonKVReceiver):
         return KVPoll.Transferring if self._is_asked else KVPoll.WaitingForInput
 
     def _ended(self) -> Any:
-        """None while it goes on, or something may still write into its pages."""
+        """Return None while the pages may still be written to."""
         if not self.kv_mgr.leads:
             return KVPoll.Success if self._is_asked else None
         fetch = self._fetch
@@ -533,7 +513,7 @@ class Receiver(CommonKVReceiver):
         return self.conclude_state
 
     def abort(self) -> None:
-        """Ask for the end: `poll` says Failed once nothing writes into the pages."""
+        """Cancel the fetch; `poll` returns Failed once nothing writes into the pages."""
         if self.conclude_state is not None:
             return
         if self._fetch is not None:
@@ -548,7 +528,7 @@ class Receiver(CommonKVReceiver):
             self._fail("aborted")
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """The agents tell."""
+        """Do nothing: the agents notify each other."""
 
     def _fail(self, why: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, why)
