@@ -1,4 +1,4 @@
-"""Real engines as clients of kvbus, and what routes requests between them.
+"""Integrations: connectors of real engines, and routers.
 
-Refuses anything but the SDK: what an engine's connector does, an engine of anybody else can do.
+Integrations use only the public SDK.
 """

@@ -1,11 +1,11 @@
-"""The agent beside an engine's process: started by it, and ended with it, however that ends.
+"""An agent beside an engine's process, which starts it. The agent ends with that process.
 
     engine ──starts──▶ keeper ──starts──▶ agent
-       └── its end is seen by the keeper (pidfd), which has the agent drain and end
+       └── when it ends (pidfd), the keeper drains and stops the agent
 
-A child that only asks the kernel to be told of its parent's end would be told of that of the thread
-that started it, and who starts engines does so in threads of its own, as Ray does. The keeper is no
-child of the engine's process either: Ray kills these when a replica ends, and agents are to drain.
+A parent-death signal would fire when the thread that started the child ends, and Ray starts engines
+in threads. The keeper is not a child of the engine's process: Ray kills children when a replica
+ends, and agents must drain.
 """
 
 import os
@@ -36,19 +36,16 @@ LOOK_AT_LOG_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class KeptAgent:
-    """Where a started agent is; it ends with this process."""
-
     attach: Path
     peer: str
     server_key: str
 
     @classmethod
     def start(cls, role: str, host: str, settings: Mapping[str, Any]) -> "KeptAgent":
-        """Start a prefill or decode agent that others reach at ``host``.
+        """Start a prefill or decode agent that others reach at ``host``; block until it responds.
 
-        ``settings`` are keys of its configuration, over those that are chosen here;
-        ``runtime_dir`` is always chosen here. Raises `PeerLost` with the last lines of its log
-        when it does not start.
+        ``settings`` override its configuration, except ``runtime_dir``. Raises `PeerLost`, with the
+        end of its log, if it does not start within `STARTS_WITHIN_S`.
         """
         folder = Path(tempfile.mkdtemp(prefix="kvbus-"))
         chosen = {
@@ -66,7 +63,7 @@ class KeptAgent:
             with start_blocking_portal() as portal:
                 deadline = time.monotonic() + STARTS_WITHIN_S
                 while time.monotonic() < deadline and ENDED.encode() not in log.read_bytes():
-                    with suppress(PeerLost, RequestRefused):  # it is starting
+                    with suppress(PeerLost, RequestRefused):  # not yet up
                         welcome = portal.call(greet, attach)
                         return cls(attach, welcome.peer_endpoint, welcome.server_key)
                     time.sleep(LOOK_S)
@@ -77,7 +74,6 @@ class KeptAgent:
 
 
 def _start(command: list[str], log: Path) -> int:
-    """The exit status of a process in a session of its own, which leaves another one behind."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     files = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -89,7 +85,10 @@ def _start(command: list[str], log: Path) -> int:
 
 
 def keep(parent: int, role: str, config: str, log: str) -> int:
-    """Run the agent until it ends, or until the process ``parent`` has: then it drains and ends."""
+    """Run the agent until it ends; drain and stop it if the process ``parent`` ends first.
+
+    Forks: the calling process returns 0 immediately.
+    """
     watched = os.pidfd_open(parent)
     if os.fork():
         return 0
@@ -103,15 +102,15 @@ def keep(parent: int, role: str, config: str, log: str) -> int:
         agent.ask_to_end()
         status = agent.process.wait()
     if status == 0:
-        shutil.rmtree(Path(config).parent)  # where it failed, its log is wanted
+        shutil.rmtree(Path(config).parent)  # after a failure, its log is needed
     else:
         print(ENDED, status, flush=True)
     return status
 
 
 def bound_log(log: Path, max_bytes: int) -> None:
-    """Begin a log anew that is longer; what it had is in `log.1`. Nobody else rotates it."""
-    with suppress(OSError):  # a full disk, or a log that was removed, is no reason to end an agent
+    """Truncate a longer log after copying it to `log.1`; no other process rotates it."""
+    with suppress(OSError):  # a full disk or a removed log must not end the agent
         if log.stat().st_size > max_bytes:
             shutil.copyfile(log, log.with_name("log.1"))
             os.truncate(log, 0)

@@ -1,10 +1,10 @@
-"""A router for trying disaggregated serving: ``python -m kvbus.integrations.proxy``.
+"""Router for trying disaggregated serving: ``python -m kvbus.integrations.proxy``.
 
     client ──▶ prefill server: one token, and a ticket ──▶ decode server with the ticket ──▶ client
 
-With ``--overlap`` both get a request at once, and a name for the offer. With ``--first-token
-prefill`` a stream begins with the token of the prefill server, and decode goes on behind it.
-Servers take turns, and their load is not known: docs/routers.md names routers for production.
+With ``--overlap`` both servers get the request at the same time. With ``--first-token prefill`` a
+stream begins with the prefill server's token. The proxy uses servers in turn, and does not know
+their load: docs/routers.md names routers for production.
 """
 
 import contextlib
@@ -51,24 +51,24 @@ GENERATING = (COMPLETIONS, "/v1/chat/completions")
 MAX_BODY_BYTES = 64 << 20
 MAX_CONNECTIONS = 1024
 REST_S = 2.0
-"""A server that could not be reached gets no requests for so long."""
+"""Time without requests for a server that could not be reached."""
 
 SIMPLE = {
     *("model", "prompt", "stream", "max_tokens", "ignore_eos", "user", "priority", "cache_salt"),
     *("temperature", "top_p", "top_k", "min_p"),
 }
-"""Keys of a request whose second token is the same, whichever server has made the first."""
+"""Request keys that give the same second token, whichever server makes the first."""
 USUAL_MAX_TOKENS = 16
-"""Of the completions API."""
+"""Default of the completions API."""
 
 T = TypeVar("T")
 log = structlog.get_logger()
 
 
 class Failed(LocalError):
-    """What the client is told, in a server's words if there is its ``answer``.
+    """An error for the client, with the server's own ``answer`` if there is one.
 
-    If it ``may_go_on``, the next server may be asked first.
+    If it ``may_go_on``, the proxy tries the next server first.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Failed(LocalError):
 
 
 class Server:
-    """A server; of a prefill server ``ticket``, its latest, names the agent beside it."""
+    """A server. A prefill server's latest ``ticket`` names the agent beside it."""
 
     def __init__(self, role: str, url: str) -> None:
         with contextlib.suppress(ValueError):
@@ -105,31 +105,25 @@ class Server:
 
     @property
     def rests(self) -> bool:
-        """Whether it gets no requests now."""
         return time.monotonic() < self.rests_until_s
 
 
 class ClientRequest:
-    """One request of a client, and its answer."""
-
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.http, self.send, self.body = Request(scope, receive), send, dict[str, Any]()
         given = self.http.headers.get("x-request-id", "")
         self.request_id = given if 0 < len(given) <= 200 else uuid.uuid4().hex
         self.started_s, self.is_started = time.perf_counter(), False
         self.wants_first = False
-        """Whether the answer is to begin with what prefill makes."""
         self.first: First | None = None
         self.record: dict[str, Any] = {"request_id": self.request_id, "handover": "none"}
-        """What is logged at its end; times are seconds."""
+        """Fields of its log line; times in seconds."""
 
     @property
     def so_far_s(self) -> float:
-        """Seconds since the request came."""
         return round(time.perf_counter() - self.started_s, 6)
 
     async def read(self) -> None:
-        """Read the body; raises `Failed` for one that is no request."""
         text = bytearray()
         async for chunk in self.http.stream():
             text += chunk
@@ -137,12 +131,12 @@ class ClientRequest:
                 raise Failed(413, "too_large", f"the body has more than {MAX_BODY_BYTES} bytes")
         try:
             self.body = json.loads(bytes(text))
-            self.body.pop(PARAMS, None)  # what a client says there is not trusted
+            self.body.pop(PARAMS, None)  # never trust a client's params
         except (ValueError, RecursionError, AttributeError, TypeError) as error:
             raise Failed(400, "malformed", f"the body is not a JSON object: {error}") from error
 
     def why_alone(self) -> str | None:
-        """Why a decode server computes this prompt itself: a ticket is of one sequence."""
+        """Return why decode must compute the prompt itself: a ticket covers one sequence."""
         prompts = [self.body.get(key) for key in ("prompt", "prompt_embeds")]
         if any(isinstance(n := self.body.get(key), int) and n > 1 for key in ("n", "best_of")):
             return "several_sequences"
@@ -155,10 +149,10 @@ class ClientRequest:
         return None
 
     def may_go_on_behind_first(self) -> bool:
-        """Whether a stream can begin with the token of one server, and go on with another's.
+        """Return whether a stream can begin with one server's token and continue with another's.
 
-        Decode gets that token as the last one of its prompt. What counts the tokens of an answer,
-        or looks at all of them, would miss it there.
+        Decode receives the first token as the last of its prompt. Options that count or inspect the
+        tokens of an answer would miss it.
         """
         given = {key: value for key, value in self.body.items() if value not in (None, False)}
         is_stream = self.http.url.path == COMPLETIONS and given.get("stream") is True
@@ -166,7 +160,6 @@ class ClientRequest:
         return is_stream and has_more and given.keys() <= SIMPLE
 
     def for_prefill(self, **params: str) -> Mapping[str, Any]:
-        """What has a server compute the prompt, make one token, and end."""
         left_out = ("stream_options", "min_tokens")
         made = {key: value for key, value in self.body.items() if key not in left_out}
         if "max_completion_tokens" in made:
@@ -179,7 +172,6 @@ class ClientRequest:
         return {**made, "max_tokens": 1, "stream": False, PARAMS: asked}
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send the head of the answer, with what of a server's ``headers`` is for clients."""
         self.is_started, self.record["status"] = True, status
         passed = {key: headers.get(key, "") for key in ("content-type", "retry-after")}
         ours = {f"x-kvbus-{role}": self.record.get(role) for role in ("prefill", "decode")}
@@ -188,12 +180,11 @@ class ClientRequest:
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def go_on(self, chunk: bytes = b"") -> None:
-        """Send a part of the answer; an empty one ends it."""
+        """Send a part of the body; an empty chunk ends it."""
         await self.send({"type": "http.response.body", "body": chunk, "more_body": bool(chunk)})
 
-    # An answer that has begun gets no end: so HTTP itself says that it is not whole.
+    # A response that has begun gets no final chunk, so HTTP itself shows that it is incomplete.
     async def refuse(self, error: Failed) -> None:
-        """Answer with ``error``, if nothing was answered yet."""
         self.record["trouble"] = error.message
         if not self.is_started:
             await self.start(error.status, error.headers)
@@ -202,17 +193,15 @@ class ClientRequest:
 
 
 class First(msgspec.Struct, frozen=True):
-    """The token that prefill has made of a prompt, as the first event of a stream."""
-
     event: bytes
     prompt_and_token: list[int]
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> "First | None":
-        """None where decode has to make that token itself.
+        """Return None if decode must make the token itself.
 
-        With a sliding window prefill leaves the last token of the prompt out, so that its token is
-        not the first of an answer. A token may also be a part of a character.
+        With a sliding window, prefill omits the last token of the prompt, so its token is not the
+        first of an answer. A token may also be part of a character.
         """
         try:
             (choice,) = answer["choices"]
@@ -235,13 +224,12 @@ def _num_prompts(prompt: object) -> int:
 
 
 class Proxy:
-    """One proxy: an ASGI application for the paths that generate; ``asgi`` has all paths.
+    """An ASGI application for the generating paths; ``asgi`` serves all paths.
 
-    A prefill server that cannot be reached, breaks off, or answers anything but 200 or 4xx has
-    failed, and the next in turn is asked; when all have, ``refuses`` decides. A 4xx is the client's
-    mistake, and the client's answer. A decode server that cannot be reached has not seen the
-    ticket, so the next one gets it; any other end is the client's answer. When the client leaves,
-    the connections to its servers are closed: vLLM then aborts.
+    A prefill server fails if it is unreachable, disconnects, or answers anything but 200 or 4xx.
+    The proxy then tries the next; if all fail, ``refuses`` decides. A 4xx goes to the client. An
+    unreachable decode server has not seen the ticket, so the next one gets it; other errors go to
+    the client. If the client disconnects, the proxy closes its connections, and vLLM aborts.
     """
 
     def __init__(
@@ -291,7 +279,6 @@ class Proxy:
         return JSONResponse({"error": "no decode server answers"}, 503)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, while its client stays."""
         call, outcome = ClientRequest(scope, receive, send), "stopped"
         self._num_in_flight += 1
         try:
@@ -331,7 +318,6 @@ class Proxy:
             await call.refuse(error)
 
     async def _prefilled(self, call: ClientRequest) -> Mapping[str, Any]:
-        """The ticket under its key, or nothing to decode without one."""
         try:
             ticket = await _first("prefill", self._prefill, partial(self._ticket, call))
         except Failed as error:
@@ -346,7 +332,6 @@ class Proxy:
         return {PARAMS: ticket} if ticket else {}
 
     async def _serve_first(self, call: ClientRequest) -> None:
-        """Pass on the token that prefill has made, and then what decode makes behind it."""
         call.wants_first = True
         params = await self._prefilled(call)
         if (first := call.first) is None:
@@ -360,11 +345,11 @@ class Proxy:
         await self._answer(call, {**params, **left})
 
     async def _serve_at_once(self, call: ClientRequest) -> bool:
-        """Ask both servers; False if the client has heard nothing: then all begins again."""
+        """Return False, to start over, if no response has begun."""
         server = next((one for one in self._prefill if not one.rests), None)
         if server is None or (at := server.ticket) is None:
             return False
-        next(_in_turn(self._prefill))  # which is this server
+        next(_in_turn(self._prefill))  # this server
         meets = Rendezvous(uuid.uuid4().hex, at.endpoint, at.server_key, request_id=call.request_id)
         call.record["handover"] = "met"
         mistakes: list[Failed] = []
@@ -393,7 +378,6 @@ class Proxy:
         return call.is_started
 
     async def _ticket(self, call: ClientRequest, server: Server, **params: str) -> Any:
-        """What a prefill server offers; raises `Failed`."""
         async with self._asked(server, call, call.for_prefill(**params)) as answer:
             await answer.aread()
         call.record["prefill_s"] = call.so_far_s
@@ -412,7 +396,7 @@ class Proxy:
             return None
         except (ValueError, RecursionError, TypeError) as error:
             raise failed from error
-        with contextlib.suppress(ProtocolError, AttributeError):  # not every one is of kvbus
+        with contextlib.suppress(ProtocolError, AttributeError):  # it may not be kvbus's
             seen = Ticket.from_json(ticket.get("ticket"))
             server.ticket = None if seen.signature else seen  # the proxy has no key to sign with
         if call.wants_first:
@@ -420,8 +404,6 @@ class Proxy:
         return ticket if isinstance(ticket, dict) else None
 
     async def _answer(self, call: ClientRequest, params: Mapping[str, Any]) -> None:
-        """Answer the client with a decode server's answer; raises `Failed`."""
-
         async def answer(server: Server) -> None:
             async with self._asked(server, call, {**call.body, **params}) as theirs:
                 if not call.is_started:
@@ -439,7 +421,6 @@ class Proxy:
     async def _asked(
         self, server: Server, call: ClientRequest, body: Mapping[str, Any]
     ) -> AsyncIterator[httpx.Response]:
-        """The answer of ``server``, its body still to come; raises `Failed`, in the block."""
         call.record[server.role] = server.url
         given = call.http.headers
         headers = {name: given[name] for name in ("authorization", "traceparent") if name in given}
@@ -460,7 +441,6 @@ class Proxy:
 
 
 def _in_turn(pool: list[Server]) -> Iterator[Server]:
-    """The servers that do not rest, each once, the one that waited longest first."""
     for server in list(pool):
         if not server.rests:
             pool.remove(server)
@@ -469,7 +449,6 @@ def _in_turn(pool: list[Server]) -> Iterator[Server]:
 
 
 async def _first(role: str, pool: list[Server], ask: Callable[[Server], Awaitable[T]]) -> T:
-    """What the first server in turn says that can; raises the last `Failed`."""
     none = f"no {role} server can be reached"
     failure = Failed(503, f"no_{role}_server", none, may_go_on=True)
     for server in _in_turn(pool):
@@ -549,7 +528,7 @@ def proxy(
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=5,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again at its end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again when it stops
     host, port = listening.getsockname()[:2]
     log.info("proxy.started", url=f"http://{host}:{port}", pid=os.getpid())
     with contextlib.suppress(KeyboardInterrupt):

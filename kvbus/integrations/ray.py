@@ -1,14 +1,14 @@
-"""Ray Serve's P/D serving with kvbus: an agent beside each replica, and both legs at once.
+"""Ray Serve's P/D serving with kvbus: an agent beside each replica, both requests at the same time.
 
     from kvbus.integrations.ray import build_pd_openai_app
 
     app = build_pd_openai_app({"prefill_config": LLMConfig(...), "decode_config": LLMConfig(...)})
     serve.run(app)
 
-decode replica ── chooses a prefill replica ──▶ its metadata: where its agent is
-               ── names the offer (rendezvous) and sends both requests at once
+decode replica ── chooses a prefill replica ──▶ its metadata: the address of its agent
+               ── names the offer (rendezvous) and sends both requests together
 
-Needs ``ray[serve]``, and a vLLM that Ray's LLM library takes; it cannot be imported without.
+To import this module, install ``ray[serve]``, and a vLLM that Ray's LLM library supports.
 """
 
 import secrets
@@ -33,14 +33,11 @@ __all__ = ["KvbusConnectorBackend", "build_pd_openai_app", "register"]
 
 CONNECTOR = "KvbusConnector"
 MAX_NAMES = 1024
-"""Names that were given to one side of a request and not yet to the other."""
 AGENTS = {"kv_producer": "prefill", "kv_consumer": "decode"}
 SIDES = {"prefill_config": "kv_producer", "decode_config": "kv_consumer"}
 
 
 class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
-    """One replica's; Ray makes it where the engine of the replica starts."""
-
     requires_peer_binding = True
 
     def __init__(self, llm_config: Any) -> None:
@@ -51,11 +48,14 @@ class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
 
     @property
     def concurrent_handoff(self) -> bool:
-        """Both requests at once; where tickets are signed Ray has no key to sign names with."""
+        """False with signed tickets: Ray has no key to sign names."""
         return not self._signs
 
     def setup(self) -> None:
-        """Start the agent beside this replica, and tell vLLM's connector where it is."""
+        """Start the agent beside this replica, and wait for it.
+
+        Raises `ConfigError`, or `PeerLost` if it does not start.
+        """
         config = self.kv_transfer_config
         role = AGENTS.get(config.get("kv_role"))
         if role is None:
@@ -70,13 +70,11 @@ class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
         extra["endpoint"] = str(self._agent.attach)
 
     def replica_metadata(self) -> dict[str, Any]:
-        """Where the agent of this replica is, for decode replicas that choose it."""
         if self._agent is None:
             return {}
         return {"kvbus": {"endpoint": self._agent.peer, "server_key": self._agent.server_key}}
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
-        """The request to prefill, which names its offer where the agent there is known."""
         shaped = super().prepare_prefill_request(request=request, peer=peer)
         at = (peer or {}).get("kvbus")
         if at is not None and self.concurrent_handoff:
@@ -95,7 +93,6 @@ class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
     def prepare_decode_request(
         self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any | None
     ) -> Any:
-        """The request to this replica's own engine: by the name, or by prefill's ticket."""
         shaped = super().prepare_decode_request(
             request=request, peer=peer, prefill_response=prefill_response
         )
@@ -110,7 +107,6 @@ class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
 
 
 def register() -> None:
-    """Make the connector known to all processes of the Ray cluster; done by the builder."""
     if not KVConnectorBackendFactory.is_registered(CONNECTOR):
         KVConnectorBackendFactory.register_backend(CONNECTOR, KvbusConnectorBackend)
 
@@ -118,10 +114,10 @@ def register() -> None:
 def build_pd_openai_app(
     pd_serving_args: Mapping[str, Any], *, agent: Mapping[str, Any] | None = None
 ) -> Any:
-    """As Ray's, which gets ``pd_serving_args``; ``agent`` are keys of the agents' configuration.
+    """Build Ray's app; ``agent`` has keys of the agents' configuration.
 
-    A side that has a ``kv_transfer_config`` keeps it, and its keys of ``agent`` are over these.
-    Raises `ConfigError`.
+    A side keeps its own ``kv_transfer_config``, and its own ``agent`` keys take precedence. Raises
+    `ConfigError` for another connector.
     """
     args = dict(pd_serving_args)
     for side, role in SIDES.items():
