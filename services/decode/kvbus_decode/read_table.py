@@ -42,18 +42,22 @@ another box's bytes unnoticed. Leases of offers need no margin, since their agen
 
 class LegState(StrEnum):
     WANTED = "wanted"
+    """It waits for its turn: the number of legs in flight is bounded."""
 
     PACKING = "packing"
+    """The holder packs its box."""
 
     QUEUED = "queued"
-    """A packed box is in a slot at its holder."""
+    """It waits for a slot here; a packed box is in a slot at its holder."""
 
     READING = "reading"
+    """A READ is planned or posted."""
 
     COPYING = "copying"
     """Threads copy from a slot here, mapped memory, or zeros."""
 
     COMPARING = "comparing"
+    """Digests of both sides are compared."""
 
     OVER = "over"
     """No write is in flight."""

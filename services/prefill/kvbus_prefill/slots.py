@@ -22,11 +22,13 @@ from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, SendReply, St
 
 class SlotState(StrEnum):
     WAITING = "waiting"
+    """It waits for a slot."""
 
     GATHERING = "gathering"
-    """Also while it waits for a thread."""
+    """It has a slot, and is copied there or waits for a thread."""
 
     PACKED = "packed"
+    """The slot holds the box; the reader reads it."""
 
     ABANDONED = "abandoned"
     """Refused, but the copy still runs: its slot is not free."""
@@ -35,6 +37,7 @@ class SlotState(StrEnum):
     """Zeros are written over the slot."""
 
     OVER = "over"
+    """The slot is free."""
 
 
 WAITING, GATHERING, PACKED = SlotState.WAITING, SlotState.GATHERING, SlotState.PACKED
