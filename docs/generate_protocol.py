@@ -152,7 +152,7 @@ def _linked(text: str, anchors: dict[str, Path]) -> str:
 def _sections() -> Iterator[tuple[str, list[str]]]:
     asked = {name: _asked(*sockets) for name, sockets in SECTIONS.items()}
     asked["peer"] = [kind for kind in asked["peer"] if kind is not engine.Ping]
-    asked["tools"] = [kind for kind in asked["peer"] if kind.askers & TOOLS]
+    asked["tools"] = [kind for kind in asked["peer"] if kind.allowed_roles & TOOLS]
     asked["peer"] = [kind for kind in asked["peer"] if kind not in asked["tools"]]
     events = {kind: [op for op in EVENTS if EVENTS[op] is kind] for kind in EVENTS.values()}
     pages: dict[str, tuple[tuple[str, ...], Kinds]] = {
@@ -212,8 +212,8 @@ def _request(kind: type[Request[Any]], common: dict[str, str]) -> Iterator[str]:
         codes = ["those [of an offer](#fields-of-several-messages)", *rest]
     if codes:
         yield f"Refusals: {', '.join(codes)}."
-    if kind.askers & TOOLS:
-        roles = [f"`{role}`" for role in Role if role in kind.askers]
+    if kind.allowed_roles & TOOLS:
+        roles = [f"`{role}`" for role in Role if role in kind.allowed_roles]
         yield f"Keys that may ask it: {', '.join(roles)}."
     yield ""
 

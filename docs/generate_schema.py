@@ -57,7 +57,7 @@ def _request(kind: type[Request[Any]]) -> dict[str, Any]:
         "body": _ref(kind),
         "ok": _ref(kind.reply),
         "refusals": list(kind.refusals),
-        "roles": sorted(kind.askers),
+        "roles": sorted(kind.allowed_roles),
     }
 
 

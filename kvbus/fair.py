@@ -9,7 +9,7 @@ A `FairQueue` serves urgent items first, owner by owner, and never starves an it
 If m priorities have waiting items, each gets at least one turn in 8 m, whatever arrives later. In
 these turns, each owner has one turn before any has a second.
 
-`Places` bounds what does not wait: a party takes from the one that has most.
+`Permits` bounds what does not wait: a party takes from the one that has most.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -129,11 +129,11 @@ class FairPool(FairQueue[T]):
         self._free.append(slot)
 
 
-Party = Hashable
+Tenant = Hashable
 """Accounting unit of requests: a key, or a connection without keys."""
 
 
-class Places(Generic[T]):
+class Permits(Generic[T]):
     """At most ``most`` things, in fair shares of the parties.
 
     One party alone may have all. If all are taken, a party with fewer things gets the newest one of
@@ -142,9 +142,9 @@ class Places(Generic[T]):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._things: dict[Party, dict[T, None]] = {}
-        self._party_of: dict[T, Party] = {}
-        self._having: defaultdict[int, dict[Party, None]] = defaultdict(dict)
+        self._things: dict[Tenant, dict[T, None]] = {}
+        self._party_of: dict[T, Tenant] = {}
+        self._having: defaultdict[int, dict[Tenant, None]] = defaultdict(dict)
         """By number of things, as strangers may fill all places."""
         self._largest = 0
 
@@ -154,7 +154,7 @@ class Places(Generic[T]):
     def __contains__(self, thing: object) -> bool:
         return thing in self._party_of
 
-    def enter(self, party: Party, thing: T) -> T | None:
+    def enter(self, party: Tenant, thing: T) -> T | None:
         """Add ``thing``; return the thing that lost its place for it.
 
         Raises `LocalError` (``busy``) when all are taken and no party has at least two more.
@@ -183,7 +183,7 @@ class Places(Generic[T]):
         if not things:
             del self._things[party]
 
-    def _count(self, party: Party, before: int, now: int) -> None:
+    def _count(self, party: Tenant, before: int, now: int) -> None:
         self._having[before].pop(party, None)
         if now:
             self._having[now][party] = None

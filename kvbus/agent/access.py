@@ -14,14 +14,14 @@ from kvbus.agent.data_plane import is_loopback
 from kvbus.agent.loop import guarded
 from kvbus.agent.observe import AgentMetrics, LimitedLog
 from kvbus.bus import (
-    Applicant,
     BusContext,
     Call,
     ClientCurve,
-    KeyCheck,
     KeyPair,
     ServerCurve,
     SocketOptions,
+    ZapHandler,
+    ZapRequest,
 )
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, RemoteError
 from kvbus.keys.files import read_private, read_secret
@@ -85,7 +85,7 @@ class Access:
         """Start checking keys; call it before the first socket is bound."""
         metrics.add_readings(self._readings, KEYS_READINGS)
         if self.keys is not None:
-            tasks.start_soon(KeyCheck(context, partial(self._admit, LimitedLog())).run)
+            tasks.start_soon(ZapHandler(context, partial(self._admit, LimitedLog())).run)
             tasks.start_soon(self._watch)
 
     def options(self, domain: str) -> SocketOptions:
@@ -139,7 +139,7 @@ class Access:
             await anyio.sleep(LOOK_S)
             await guarded(self._look, lambda _: None)  # for example, no thread can be started
 
-    async def _admit(self, lines: LimitedLog, applicant: Applicant) -> bool:
+    async def _admit(self, lines: LimitedLog, applicant: ZapRequest) -> bool:
         if self._trusted is None:
             return False
         await self._look()

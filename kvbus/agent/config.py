@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvbus.agent.sources import Given, gather, in_words, kinds_of, variable
+from kvbus.agent.sources import RawConfig, gather, in_words, kinds_of, variable
 from kvbus.bus import with_brackets
 from kvbus.errors import ConfigError
 from kvbus.protocol.engine import AgentRole
@@ -157,7 +157,7 @@ def load_shared_config(path: Path | None) -> AgentConfig:
     return _converted(AgentConfig, gather(AgentConfig, path, knows_all=False), path)
 
 
-def _converted(kind: type[C], given: Given, path: Path | None) -> C:
+def _converted(kind: type[C], given: RawConfig, path: Path | None) -> C:
     source = str(path or "the environment and --set")
     for field in msgspec.structs.fields(kind):
         key = field.encode_name

@@ -34,7 +34,7 @@ from prometheus_client.exposition import choose_encoder
 
 from kvbus.agent.config import http_address
 from kvbus.agent.data_plane import is_loopback
-from kvbus.agent.status import SelfReport
+from kvbus.agent.status import StatusReporter
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, reason_of
 from kvbus.protocol.tools import Cost, Status, Trace
 
@@ -112,7 +112,7 @@ class AgentPages:
         self,
         loop: asyncio.AbstractEventLoop,
         registry: CollectorRegistry,
-        report: SelfReport,
+        report: StatusReporter,
     ) -> None:
         self._loop, self._registry, self._report = loop, registry, report
 

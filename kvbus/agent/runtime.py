@@ -30,7 +30,7 @@ from kvbus.agent.observe import Refusals
 from kvbus.agent.processes import READINGS as PROCESS_READINGS
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
-from kvbus.agent.status import SelfReport, without_place
+from kvbus.agent.status import StatusReporter, without_place
 from kvbus.bus import (
     BusContext,
     Call,
@@ -157,7 +157,7 @@ class Runtime(Agent):
     engine_socket: RequestServer = field(init=False)
     peer_socket: RequestServer = field(init=False)
     service: Service = field(init=False)
-    report: SelfReport = field(init=False)
+    report: StatusReporter = field(init=False)
     http: HttpServer | None = None
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
@@ -185,7 +185,7 @@ class Runtime(Agent):
         self._bind()
         self.sender = self._start_sender()
         self.service = make_service(self)
-        self.report = SelfReport(self.config, self, self.service)
+        self.report = StatusReporter(self.config, self, self.service)
         self._serve_http()
         await self.staging.open()
         if not is_one_machine(self.config):

@@ -21,7 +21,7 @@ LIKE = 0.8
 
 
 @dataclass(frozen=True)
-class Given:
+class RawConfig:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
@@ -33,13 +33,13 @@ def gather(
     settings: Iterable[str] = (),
     knows_all: bool = True,
     called: str = "an agent",
-) -> Given:
+) -> RawConfig:
     """Return the configured keys of ``kind``, named ``called`` in errors; a later source wins.
 
     If ``knows_all`` is false, unknown keys are ignored. Raises `ConfigError` that names key and
     source.
     """
-    kinds, given = kinds_of(kind), Given()
+    kinds, given = kinds_of(kind), RawConfig()
     for key, value in _of_file(path):
         if key in kinds:
             given.values[key], given.origins[key] = value, str(path)

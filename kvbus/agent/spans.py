@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from kvbus.protocol.tools import Remembered, Span, Status, Trace
+from kvbus.protocol.tools import Span, Status, Trace, TraceResult
 from kvbus.table import Story, Table
 
 FORGOTTEN = "forgotten"
@@ -32,7 +32,7 @@ class Stories(Generic[N]):
     def lines(self, asked: Status) -> list[str]:
         raise NotImplementedError
 
-    def remembered(self, asked: Trace) -> Remembered:
+    def remembered(self, asked: Trace) -> TraceResult:
         raise NotImplementedError
 
     def later(self, entry: N) -> Callable[[], list[Span]]:

@@ -39,7 +39,7 @@ ADVICE = {
     "draining": "The agent is stopping: use another one.",
 }
 OTHERWISE = "The log of both agents has the reason; kvbus trace ID shows where it happened."
-NOBODYS = ("cancelled", "offer_withdrawn", "abandoned")
+USER_CANCELLED = ("cancelled", "offer_withdrawn", "abandoned")
 OLD_S = 600.0
 """Age from which a failure counts as over."""
 
@@ -60,7 +60,7 @@ def without_place(status: AgentStatus) -> AgentStatus:
 
 
 @dataclass(slots=True)
-class SelfReport:
+class StatusReporter:
     """The status reports of one agent; use it in its event loop."""
 
     config: AgentConfig
@@ -243,7 +243,7 @@ def _failures(handoffs: Sequence[Span], now_s: float) -> Iterator[Fault]:
     for code, failed in sorted(by_code.items(), key=lambda item: -len(item[1])):
         ended_at, error = max(failed)
         ago_s = now_s - ended_at
-        if code not in NOBODYS and ago_s < OLD_S:
+        if code not in USER_CANCELLED and ago_s < OLD_S:
             yield Fault(
                 f"{len(failed)} of the last {len(handoffs)} handoffs failed, "
                 f"last {_age(ago_s)} ago, with {error[:MAX_ERROR_CHARS]}",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from kvbus.bus.connection import Connecting
+from kvbus.bus.connection import WatchedConnection
 from kvbus.bus.sockets import (
     BusContext,
     SocketOptions,
@@ -64,7 +64,7 @@ class _Pending:
     on_sent: Callable[[], None] | None
 
 
-class RequestClient(Connecting):
+class RequestClient(WatchedConnection):
     """Client of one server. ``boot`` must be unique among the server's clients.
 
     ``on_boot`` is called with each new boot id of the server. ``on_gone`` is called with that id,

@@ -30,14 +30,14 @@ MAX_EARLIER_BOOTS = 8
 class _Event(Enum):
     NOT_TAKEN = int(zmq.EVENT_CLOSED)
     """No TCP connection. ZeroMQ retries."""
-    MADE = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     LOST = int(zmq.EVENT_DISCONNECTED)
     """ZeroMQ reconnects, unless it was refused."""
     REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     """The peer rejects our key. ZeroMQ does not retry."""
     MISMATCHED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
     """Only one side has keys. ZeroMQ does not retry."""
-    BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    HANDSHAKE_DROPPED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
     """The peer closed during the handshake, as with another server key."""
 
 
@@ -46,7 +46,7 @@ _ALL = sum(event.value for event in _Event)
 _FINAL = (_Event.REFUSED, _Event.MISMATCHED)
 
 
-class Connecting(SocketActor):
+class WatchedConnection(SocketActor):
     """Base of the sockets that connect to ``endpoint``. Subclasses override the hooks.
 
     A host name is resolved at start, and again while its address does not respond. Only TCP is
@@ -91,7 +91,7 @@ class Connecting(SocketActor):
             if self._address:
                 connect(socket, self._address, options.allowed)
         except LocalError:
-            Connecting._close(self)
+            WatchedConnection._close(self)
             raise
 
     def _on_frames(self, frames: list[bytes]) -> None:
@@ -239,18 +239,18 @@ class Connecting(SocketActor):
         if self._left and message["endpoint"] == self._left.encode():
             return
         event, now = _Event(message["event"]), asyncio.get_running_loop().time()
-        if event is not _Event.MADE:
+        if event is not _Event.CONNECTED:
             self.look_again()
         if event is _Event.NOT_TAKEN and self._lost_at is not None:
             self._probe_listener(lost_s=now - self._lost_at)
-        elif event is _Event.MADE:
+        elif event is _Event.CONNECTED:
             self._is_made, self.is_gone, self.refusal = True, False, None
             self._retry_s, self._lost_at, self._broken_since = RETRY_S, None, None
             self._end_probe()
             self._on_made()
         elif event is _Event.LOST and self._is_made:
             self._is_made, self._lost_at = False, now
-        elif event is _Event.BROKEN_OFF and self._options.curve is not None:
+        elif event is _Event.HANDSHAKE_DROPPED and self._options.curve is not None:
             self._see_broken_off(now)
         elif event is _Event.REFUSED or (
             event is _Event.MISMATCHED and message["value"] == _OTHER_MECHANISM
@@ -281,7 +281,7 @@ class Connecting(SocketActor):
         if self._broken_since is None:
             self._broken_since = now
         elif now - self._broken_since >= BROKEN_OFF_S:
-            self._on_error(self._error(_Event.BROKEN_OFF))
+            self._on_error(self._error(_Event.HANDSHAKE_DROPPED))
 
     def _try_again(self) -> None:
         if self._monitor is not None:
@@ -298,7 +298,7 @@ class Connecting(SocketActor):
             _Event.MISMATCHED: "uses no keys, but we were given its server key"
             if has_keys
             else "uses keys: ask it with a key of our own and its server key",
-            _Event.BROKEN_OFF: "hangs up on our handshake: it has another server key than "
+            _Event.HANDSHAKE_DROPPED: "hangs up on our handshake: it has another server key than "
             "the one that we know, or it has no room for us",
         }[event]
         code = ErrorCode.FORBIDDEN if event in _FINAL else ErrorCode.PEER_UNREACHABLE

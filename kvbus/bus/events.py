@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from kvbus.bus.actor import SocketActor
-from kvbus.bus.connection import Connecting
+from kvbus.bus.connection import WatchedConnection
 from kvbus.bus.pump import Pump
 from kvbus.bus.sockets import (
     BusContext,
@@ -208,7 +208,7 @@ class EventSubscriber(SocketActor):
             self.remove(endpoint)
 
 
-class _Feed(Connecting):
+class _Feed(WatchedConnection):
     def __init__(
         self, owner: EventSubscriber, context: BusContext, endpoint: str, options: SocketOptions
     ) -> None:

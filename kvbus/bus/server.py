@@ -38,12 +38,12 @@ from kvbus.protocol.envelope import (
     too_large,
 )
 from kvbus.protocol.message import Empty, Message, Request, error_body, from_body
-from kvbus.table import Party, Places
+from kvbus.table import Permits, Tenant
 
 Handler = Callable[[Any, "Call"], None]
 
 
-class Shared(NamedTuple):
+class Quota(NamedTuple):
     """Handler with up to ``most`` calls in progress, shared fairly between parties.
 
     The server may end a call to make room; `Call.on_end` reports it.
@@ -53,7 +53,7 @@ class Shared(NamedTuple):
     most: int
 
 
-Handlers = Mapping[type[Request[Any]], Handler | Shared]
+Handlers = Mapping[type[Request[Any]], Handler | Quota]
 
 # A DEALER that disconnects drops messages that it received but has not delivered (libzmq 4.3.5 with
 # ZMQ_IMMEDIATE). A server that closed right after a reply would lose it.
@@ -138,7 +138,7 @@ class Session:
         self.key, self.boot, _ = sender
         self.name = blake2b(repr(sender).encode(), digest_size=16).hexdigest()
         """Digest of the sender, without its secret."""
-        self.party: Party = self.key or identity
+        self.party: Tenant = self.key or identity
         """Unit of fair shares: the key, or without keys the first connection."""
         self.identity = identity
         self.pinned = self.closed = False
@@ -153,7 +153,7 @@ class Session:
         self._last_seq += 1
         self._server.post(encode_notice(op, self._last_seq, self._server.boot, body), self)
 
-    def say_unread(self) -> None:
+    def on_queue_full(self) -> None:
         if self.on_unread is not None and not self.closed:
             self.on_unread()
 
@@ -218,7 +218,7 @@ class Sessions:
             if self._sessions.pop(session.sender, None) is not None:
                 session.close(error)
 
-    def _make_room(self, party: Party) -> None:
+    def _make_room(self, party: Tenant) -> None:
         """End a session of the largest party, even a busy one; among equals, an idle one.
 
         A party that fills the table loses its own sessions, not those of others.
@@ -267,7 +267,7 @@ class RequestServer(SocketActor):
         self.num_pending = 0
         self._gate, self._on_fault, self._on_refusal = gate, on_fault, on_refusal
         self._routes: dict[str, tuple[type[Request[Any]], Handler]] = {}
-        self._places: dict[str, Places[Call]] = {}
+        self._places: dict[str, Permits[Call]] = {}
         self._closing = False
         self._max_bytes, self._max_items = (
             max_request_bytes(endpoint),
@@ -297,8 +297,8 @@ class RequestServer(SocketActor):
 
     def on(self, handlers: Handlers) -> None:
         for kind, handler in handlers.items():
-            if isinstance(handler, Shared):
-                self._places[kind.op] = Places(handler.most)
+            if isinstance(handler, Quota):
+                self._places[kind.op] = Permits(handler.most)
                 handler = handler.handler  # noqa: PLW2901 - the callable is inside
             self._routes[kind.op] = kind, handler
 
@@ -484,4 +484,4 @@ class RequestServer(SocketActor):
                 continue
             self.counters.dropped += 1
             if isinstance(to, Session) and self.pump.was_full:
-                to.say_unread()
+                to.on_queue_full()

@@ -145,7 +145,7 @@ def open_subscriber(
 
 
 def key_of(frame: zmq.Frame | None) -> str:
-    """Return the key of the frame's connection, which a `KeyCheck` set as ``User-Id``.
+    """Return the key of the frame's connection, which a `ZapHandler` set as ``User-Id``.
 
     A routing id proves nothing: clients choose it.
     """

@@ -31,14 +31,14 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class ServerCurve:
-    """Keys of a binding socket. A `KeyCheck` admits its clients."""
+    """Keys of a binding socket. A `ZapHandler` admits its clients."""
 
     keys: KeyPair
     domain: str
     """ZAP domain of the socket."""
 
     def apply(self, socket: Socket) -> None:
-        """Set the options. Without a `KeyCheck` in the context every client is rejected."""
+        """Set the options. Without a `ZapHandler` in the context every client is rejected."""
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self.keys.secret.encode())
         socket.set(zmq.ZAP_DOMAIN, self.domain.encode())
@@ -89,13 +89,13 @@ _NUM_FRAMES = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Applicant:
+class ZapRequest:
     key: str
     address: str
     domain: str
 
 
-class KeyCheck(SocketActor):
+class ZapHandler(SocketActor):
     """ZAP handler that calls ``admit`` for each handshake. Create it before the sockets bind.
 
     The admitted key becomes the ``User-Id`` of all messages. A rejected client gets code 400 and
@@ -103,7 +103,7 @@ class KeyCheck(SocketActor):
     """
 
     def __init__(
-        self, context: zmq.Context[Any], admit: Callable[[Applicant], Awaitable[bool]]
+        self, context: zmq.Context[Any], admit: Callable[[ZapRequest], Awaitable[bool]]
     ) -> None:
         super().__init__()
         self._admit = admit
@@ -133,7 +133,7 @@ class KeyCheck(SocketActor):
             key = ""
             if len(frames) == _NUM_FRAMES and asked[3] == _CURVE:
                 key = z85.encode(asked[4]).decode()
-                applicant = Applicant(key, address=asked[1].decode(), domain=asked[0].decode())
+                applicant = ZapRequest(key, address=asked[1].decode(), domain=asked[0].decode())
                 key = key if await self._admit(applicant) else ""
             code = _LET_IN if key else _REFUSED
             self._pump.send(sender, delimiter, _VERSION, request, code, b"", key.encode(), b"")

@@ -17,7 +17,7 @@ from kvbus.geometry import EngineSpec, GroupSpec, RankSpec
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.memory.copying import PagedMemory
 from kvbus.memory.mapping import POPULATE_WITHIN_S, SegmentMapping, do_all
-from kvbus.memory.room import check_mappings
+from kvbus.memory.memory_limits import check_mappings
 from kvbus.planning import Extents, PlacedRank
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAPPINGS_A_CHECK = 64
 """Mappings between two checks of the machine's limit."""
-OnCut = Callable[[str], object]
+OnTruncated = Callable[[str], object]
 """Called with a segment's id in the thread that touched it. It must not block."""
 
 
@@ -137,7 +137,7 @@ def map_rank(
     fds: list[int],
     bus_errors: BusErrors,
     *,
-    on_cut: OnCut,
+    on_cut: OnTruncated,
     on_cuda_lost: Callable[[Exception], object],
 ) -> LocalMemory:
     """Map a rank. Call it in a thread: it takes seconds. Owns ``fds``. Raises `LocalError`."""
@@ -163,7 +163,7 @@ def map_rank(
         raise
     for name, mapping in mappings.items():
         if isinstance(mapping, SegmentMapping) and not mapping.sealed:
-            mapping.survive_cuts(bus_errors, partial(on_cut, name))
+            mapping.survive_truncation(bus_errors, partial(on_cut, name))
     return memory
 
 

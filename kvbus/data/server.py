@@ -264,7 +264,7 @@ class DataServer:
         except KVBusError:
             close_fds(fds)
             raise
-        on_cut = OnCut(message.memory, self._replies.send)
+        on_cut = OnTruncated(message.memory, self._replies.send)
 
         def then(mapped: LocalMemory | Exception) -> None:
             try:
@@ -421,7 +421,7 @@ class DataServer:
             self._replies.fail(message, outcome)
 
 
-class OnCut:
+class OnTruncated:
     """Callback for a truncated segment, in the thread that touched it, before the first zero."""
 
     def __init__(self, memory: int, send: Callable[[wire.FromData], object]) -> None:

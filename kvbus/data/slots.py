@@ -12,8 +12,8 @@ import numpy.typing as npt
 from kvbus.data.messages import HOST, MemoryKind
 from kvbus.data.nixl import Registration
 from kvbus.errors import GeometryError, SegmentError
+from kvbus.memory.memory_limits import check_memory
 from kvbus.memory.nvidia import check_has_gpu
-from kvbus.memory.room import check_memory
 
 if TYPE_CHECKING:
     from kvbus.memory.cuda import GpuSlots

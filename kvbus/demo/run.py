@@ -27,7 +27,7 @@ from kvbus.errors import ConfigError, KVBusError, RequestRefused, RequestTimeout
 from kvbus.geometry import num_blocks_for
 from kvbus.lab.pipe import Pipe
 from kvbus.lab.process import EngineChild, Settings, Taken, agent_process, engine_process
-from kvbus.memory.attach import greet
+from kvbus.memory.attach import query_agent
 from kvbus.options import with_options
 from kvbus.output import waiting_for
 from kvbus.protocol.engine import AgentRole
@@ -119,7 +119,7 @@ def demo_decode(options: DecodeOptions) -> None:
 
 def _check_agent(attach: Path, role: AgentRole) -> None:
     """Raise `KVBusError` unless an agent of ``role`` listens; an engine would wait for it."""
-    agent = anyio.run(greet, attach)
+    agent = anyio.run(query_agent, attach)
     if agent.role is not role:
         raise ConfigError(
             f"--attach: a {agent.role} agent listens at {attach}; kvbus demo-{role} needs the "

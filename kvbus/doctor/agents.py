@@ -31,8 +31,8 @@ from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.doctor.peers import AskedAgent, address_of, faults_of, how_kv_comes
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.trusted import TrustedKeys
-from kvbus.memory.attach.place import check_path_length, prepare_folder
-from kvbus.memory.room import available_bytes
+from kvbus.memory.attach.socket_paths import check_path_length, prepare_folder
+from kvbus.memory.memory_limits import available_bytes
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.tools import AgentStatus
 from kvbus.text import bytes_text

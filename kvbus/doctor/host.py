@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.errors import SegmentError
-from kvbus.memory.room import cgroup_folder
+from kvbus.memory.memory_limits import cgroup_folder
 from kvbus.memory.run_copy import is_compiled
 from kvbus.memory.segment import SharedSegment
 from kvbus.text import bytes_text

@@ -2,10 +2,10 @@
 
 from kvbus.bus import new_secret
 from kvbus.engine.connection import Connection as Connection
-from kvbus.engine.connection import KeptConnection as KeptConnection
+from kvbus.engine.connection import ReconnectingConnection as ReconnectingConnection
 from kvbus.engine.fetches import Fetch, FetchOptions
-from kvbus.engine.later import Ended as Ended
-from kvbus.engine.later import Later as Later
+from kvbus.engine.later import Completion as Completion
+from kvbus.engine.later import EndedQueue as EndedQueue
 from kvbus.engine.later import Runner as Runner
 from kvbus.engine.link import Link
 from kvbus.engine.offers import Offer, OfferOptions
@@ -13,7 +13,7 @@ from kvbus.engine.rank_memory import KvCache, RankMemory, describe_tensors
 from kvbus.engine.storage import SharedStorage as SharedStorage
 from kvbus.engine.storage import share_tensor as share_tensor
 from kvbus.engine.storage import share_tensors as share_tensors
-from kvbus.memory.attach import greet as greet
+from kvbus.memory.attach import query_agent as query_agent
 from kvbus.memory.cuda import CudaStorage as CudaStorage
 from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched, Outcome
 from kvbus.protocol.ticket import Rendezvous, prompt_digest

@@ -37,7 +37,7 @@ M = TypeVar("M", bound=Request[Any])
 def _ignore(_: object) -> None: ...
 
 
-class Pending(Handle, Generic[M]):
+class PendingRequest(Handle, Generic[M]):
     def __init__(self, message: M, ask_until: float) -> None:
         self.message, self.ask_until = message, ask_until
         self.own_pause_s = FIRST_S
@@ -59,10 +59,10 @@ class Pending(Handle, Generic[M]):
         return pause_s if now + pause_s < self.ask_until else None
 
 
-A = TypeVar("A", bound=Pending[Any])
+A = TypeVar("A", bound=PendingRequest[Any])
 
 
-class Asking(Events, Generic[A]):
+class RequestRetrier(Events, Generic[A]):
     """The requests of one engine, in the link's event loop.
 
     After the loss of an agent, the next one is awaited for ``agent_wait_s``.

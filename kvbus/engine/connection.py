@@ -25,7 +25,7 @@ from kvbus.errors import (
     RequestRefused,
 )
 from kvbus.memory.attach import AgentLife, AttachClient, close_fds
-from kvbus.memory.attach.place import check_folder
+from kvbus.memory.attach.socket_paths import check_folder
 from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.engine import AgentRole, Detach
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
@@ -222,7 +222,7 @@ class Connection:
         self._ended.set()
 
 
-class KeptConnection:
+class ReconnectingConnection:
     """A connection that reopens after each loss; ``name`` is for logs.
 
     Each new one runs ``register``, then ``on_open``, then ``on_change``; a loss runs ``on_change``.

@@ -18,9 +18,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvbus.bus import new_secret
-from kvbus.engine.asking import Asking, Pending
+from kvbus.engine.asking import PendingRequest, RequestRetrier
 from kvbus.engine.connection import Connection
-from kvbus.engine.later import Later, Runner
+from kvbus.engine.later import Completion, Runner
 from kvbus.engine.offers import BlockIds, check_groups
 from kvbus.errors import (
     ClosedError,
@@ -76,7 +76,7 @@ class FetchOptions(TypedDict, total=False):
     """Arrival of the request at the engine, by `time.monotonic`, for spans."""
 
 
-class Fetch(Pending[StartFetch]):
+class Fetch(PendingRequest[StartFetch]):
     """A fetch of a decode engine; calls return immediately, in any thread.
 
     ``ended`` has the result when the KV is in the blocks and valid; it raises `FetchFailed`. If the
@@ -99,8 +99,8 @@ class Fetch(Pending[StartFetch]):
     ) -> None:
         super().__init__(message, time.monotonic() + overdue_s)
         self.fetch_id, self.on_landed = message.fetch_id, on_landed
-        self.ended: Later[Fetched] = Later(fetches.runner)
-        self.freed: Later[None] = Later(fetches.runner)
+        self.ended: Completion[Fetched] = Completion(fetches.runner)
+        self.freed: Completion[None] = Completion(fetches.runner)
         self.connection: Connection | None = None
         self._fetches = fetches
         self.timer: asyncio.TimerHandle | None = None
@@ -116,13 +116,13 @@ class Fetch(Pending[StartFetch]):
         is_free = self.freed.done() and self.freed.exception() is None
         return is_free and not (self.awaits_report and not self.is_observed)
 
-    def cancel(self, *, release_offer: bool = False) -> Later[None]:
+    def cancel(self, *, release_offer: bool = False) -> Completion[None]:
         """Cancel: `ended` raises with code ``cancelled``, unless it had ended before.
 
         ``release_offer`` releases the ticket's offer early, also after a failed fetch. The result
         may be ignored.
         """
-        done: Later[None] = Later(self._fetches.runner)
+        done: Completion[None] = Completion(self._fetches.runner)
         self._fetches.runner.post(partial(self._fetches.cancel, self, release_offer, done))
         return done
 
@@ -159,7 +159,7 @@ class Fetch(Pending[StartFetch]):
                 self.on_end(self)
 
 
-class Fetches(Asking[Fetch]):
+class Fetches(RequestRetrier[Fetch]):
     """The fetches of one engine; with ``has_others``, other agents also write into its blocks."""
 
     def __init__(
@@ -244,7 +244,7 @@ class Fetches(Asking[Fetch]):
         else:
             super().wait(one, error)
 
-    def cancel(self, fetch: Fetch, release_offer: bool, done: Later[None]) -> None:
+    def cancel(self, fetch: Fetch, release_offer: bool, done: Completion[None]) -> None:
         is_away, is_waiting = fetch in self._away, self.forget(fetch)
         if is_away or is_waiting:
             error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
@@ -416,7 +416,7 @@ class _Releases:
 
     def _give_up(self, fetch: Fetch) -> None:
         if fetch.notice is None:  # otherwise it was released, or is queued again
-            self._fetches.cancel(fetch, True, Later())
+            self._fetches.cancel(fetch, True, Completion())
 
     def _on_ended(self, ticket: dict[str, Any], fetch: Fetch) -> None:
         self._num_under_way -= 1

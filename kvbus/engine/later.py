@@ -18,7 +18,7 @@ T = TypeVar("T")
 log = logging.getLogger("kvbus.engine")
 
 
-class Later(Generic[T]):
+class Completion(Generic[T]):
     """A result or an error that arrives once: `wait` in a thread, ``await`` in any event loop.
 
     A waiter that gives up cancels nothing. Callbacks are released once called, as they often refer
@@ -120,8 +120,8 @@ def _make(call: Callable[[], object]) -> None:
 class Handle:
     """An operation that ends; its blocks are free then or later."""
 
-    ended: Later[Any]
-    freed: Later[None] | None = None
+    ended: Completion[Any]
+    freed: Completion[None] | None = None
     """None when the blocks are free at the end."""
     awaits_report: bool | None = None
     """None before the first report, True when another follows, False after the last."""
@@ -143,7 +143,7 @@ H = TypeVar("H", bound=Handle)
 #
 # ① finds `freed` unsettled and sets `awaits_report`: the second `note` adds the handle again. If ①
 # comes after the second `settle`, it reports both states, and the second `note` adds nothing.
-class Ended(Generic[H]):
+class EndedQueue(Generic[H]):
     """Queue of ended handles that the engine does not observe.
 
     Before the first `take`, it keeps no handle alive.
@@ -220,12 +220,12 @@ class Runner:
                 "'await' (before 'offer.ticket': 'await offer')"
             )
 
-    def start(self, call: Callable[[], Awaitable[T]]) -> Later[T]:
-        later: Later[T] = Later(self)
+    def start(self, call: Callable[[], Awaitable[T]]) -> Completion[T]:
+        later: Completion[T] = Completion(self)
         self.post(partial(self._start, call, later))
         return later
 
-    def _start(self, call: Callable[[], Awaitable[T]], later: Later[T]) -> None:
+    def _start(self, call: Callable[[], Awaitable[T]], later: Completion[T]) -> None:
         asyncio.get_running_loop().create_task(self._run(call, later))
 
     async def aclose(self) -> None:
@@ -242,7 +242,7 @@ class Runner:
             scope.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, call: Callable[[], Awaitable[T]], later: Later[T]) -> None:
+    async def _run(self, call: Callable[[], Awaitable[T]], later: Completion[T]) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         try:
             # Create the scope in the task: where sniffio is installed, anyio asks it for the event

@@ -19,10 +19,10 @@ from typing import Any, Self, Unpack
 import anyio
 import torch
 
-from kvbus.engine.asking import Asking
-from kvbus.engine.connection import Connection, KeptConnection
+from kvbus.engine.asking import RequestRetrier
+from kvbus.engine.connection import Connection, ReconnectingConnection
 from kvbus.engine.fetches import Fetch, Fetches, FetchOptions
-from kvbus.engine.later import Ended, Later, Runner
+from kvbus.engine.later import Completion, EndedQueue, Runner
 from kvbus.engine.offers import BlockIds, Offer, OfferOptions, Offers, offer_message
 from kvbus.engine.rank_memory import RankMemory
 from kvbus.errors import (
@@ -107,26 +107,28 @@ class Link:
             logger=logger,
             agent_wait_s=agent_wait_s,
         )
-        self._asking: dict[AgentRole, Asking[Any]] = {
+        self._asking: dict[AgentRole, RequestRetrier[Any]] = {
             AgentRole.PREFILL: self._offers,
             AgentRole.DECODE: self._fetches,
         }
-        self._over: Ended[Offer | Fetch] = Ended()
+        self._over: EndedQueue[Offer | Fetch] = EndedQueue()
         self._on_change: list[Callable[[], None]] = []
         self._is_open = threading.Event()
-        self._first: Later[None] = Later()
+        self._first: Completion[None] = Completion()
         self._ranks = [AttachedRank(engine, one, access) for one in self._memory]
         self._owned: list[RankMemory | SharedSegment] = [*self._memory]
         if words is not None:
             self._ranks[0].words = words
             self._owned.append(words)
-        keep = partial(KeptConnection, self._connect, on_change=self._note_change, logger=logger)
+        keep = partial(
+            ReconnectingConnection, self._connect, on_change=self._note_change, logger=logger
+        )
         the = f"the {role}" if role else "the"
         self._kept = [
             keep(rank.register, name=f"{the} memory session of rank {rank.number}")
             for rank in self._ranks
         ]
-        self._control: KeptConnection | None = None
+        self._control: ReconnectingConnection | None = None
         if control:
             self._control = keep(
                 self._register, name=f"{the} control session", on_open=self._note_open

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvbus.bus import new_secret
-from kvbus.engine.asking import NOT_BEGUN, Asking, Pending
+from kvbus.engine.asking import NOT_BEGUN, PendingRequest, RequestRetrier
 from kvbus.engine.connection import Connection
-from kvbus.engine.later import Later, Runner
+from kvbus.engine.later import Completion, Runner
 from kvbus.errors import (
     ClosedError,
     ErrorCode,
@@ -83,7 +83,7 @@ class OfferOptions(TypedDict, total=False):
     """W3C trace of the request, for the ticket; ignored if invalid."""
 
 
-class Offer(Pending[MakeOffer]):
+class Offer(PendingRequest[MakeOffer]):
     """An offer of a prefill engine; the engine may reuse its blocks when ``ended`` has the outcome.
 
     Calls return immediately, in any thread, and keep their order. Their results may be ignored: an
@@ -97,8 +97,8 @@ class Offer(Pending[MakeOffer]):
     def __init__(self, runner: Runner, message: MakeOffer, ask_until: float) -> None:
         super().__init__(message, ask_until)
         self.request_id = message.request_id
-        self.made: Later[dict[str, Any]] = Later(runner)
-        self.ended: Later[Outcome] = Later(runner)
+        self.made: Completion[dict[str, Any]] = Completion(runner)
+        self.ended: Completion[Outcome] = Completion(runner)
         self.error: KVBusError | None = None
         self._runner, self._ends = runner, _ends(message.tables)
         self._connection: Connection | None = None
@@ -106,7 +106,7 @@ class Offer(Pending[MakeOffer]):
         self._changes: list[ExtendOffer | SealOffer] = []
         """Not in ``message`` yet."""
         self._waiting: list[Callable[[], None]] = []
-        self._unanswered: list[Later[None]] = []
+        self._unanswered: list[Completion[None]] = []
         self._words: WordNames | None = None
         self._has_waited = False
         self.expires_at = 0.0
@@ -147,7 +147,7 @@ class Offer(Pending[MakeOffer]):
         block_ids: BlockIds | None = None,
         *,
         first_blocks: Mapping[str, int] | None = None,
-    ) -> Later[None]:
+    ) -> Completion[None]:
         """Report ``num_tokens`` ready tokens in all; ``block_ids`` has the new blocks only.
 
         ``first_blocks`` is the start of groups without a table. Raises `GeometryError` for ids that
@@ -157,11 +157,11 @@ class Offer(Pending[MakeOffer]):
         self._ends |= _ends(tables)
         return self._send(lambda offer_id: ExtendOffer(offer_id, num_tokens, tables))
 
-    def seal(self) -> Later[None]:
+    def seal(self) -> Completion[None]:
         """Report that all tokens are ready."""
         return self._send(SealOffer)
 
-    def withdraw(self) -> Later[None]:
+    def withdraw(self) -> Completion[None]:
         """End the offer, because its request was aborted; `ended` follows."""
         return self._send(WithdrawOffer)
 
@@ -277,12 +277,12 @@ class Offer(Pending[MakeOffer]):
         self.message = replace(self.message, word=0)
         return commits
 
-    def _send(self, message: Callable[[str], Request[Empty]]) -> Later[None]:
-        done: Later[None] = Later(self._runner)
+    def _send(self, message: Callable[[str], Request[Empty]]) -> Completion[None]:
+        done: Completion[None] = Completion(self._runner)
         self._runner.post(partial(self._ask, message, done))
         return done
 
-    def _ask(self, make: Callable[[str], Request[Empty]], done: Later[None]) -> None:
+    def _ask(self, make: Callable[[str], Request[Empty]], done: Completion[None]) -> None:
         message = make(self.offer_id)
         is_end = isinstance(message, WithdrawOffer)
         self.is_withdrawn |= is_end
@@ -316,7 +316,7 @@ class Offer(Pending[MakeOffer]):
         self._has_waited = False
 
     def _on_reply(
-        self, message: Request[Empty], done: Later[None], reply: Empty | KVBusError
+        self, message: Request[Empty], done: Completion[None], reply: Empty | KVBusError
     ) -> None:
         connection = self._connection
         if not isinstance(reply, KVBusError):
@@ -376,7 +376,7 @@ class Offer(Pending[MakeOffer]):
 # the offer expires.
 
 
-class Offers(Asking[Offer]):
+class Offers(RequestRetrier[Offer]):
     def __init__(self, words: SharedSegment | None = None, *, agent_wait_s: float = 10.0) -> None:
         super().__init__(agent_wait_s=agent_wait_s)
         self._offers: dict[str, Offer] = {}

@@ -13,7 +13,7 @@ import torch
 
 from kvbus.errors import SegmentError
 from kvbus.memory.cuda import CudaStorage, TorchStorage, share_cuda_tensor
-from kvbus.memory.room import check_memory
+from kvbus.memory.memory_limits import check_memory
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where shm_open, and so torch, puts files
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from anyio.from_thread import start_blocking_portal
 
-from kvbus.engine import greet
+from kvbus.engine import query_agent
 from kvbus.errors import PeerLost, RequestRefused
 from kvbus.spawn import Child, write_agent_config
 
@@ -64,7 +64,7 @@ class KeptAgent:
                 deadline = time.monotonic() + STARTS_WITHIN_S
                 while time.monotonic() < deadline and ENDED.encode() not in log.read_bytes():
                     with suppress(PeerLost, RequestRefused):  # not yet up
-                        welcome = portal.call(greet, attach)
+                        welcome = portal.call(query_agent, attach)
                         return cls(attach, welcome.peer_endpoint, welcome.server_key)
                     time.sleep(LOOK_S)
         tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]

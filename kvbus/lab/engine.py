@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvbus.engine import Fetch, KvCache, Later, Link, Offer, Outcome, RankMemory
+from kvbus.engine import Completion, Fetch, KvCache, Link, Offer, Outcome, RankMemory
 from kvbus.engine.bounce import (
     CopyBlocks,
     Direction,
@@ -248,7 +248,7 @@ class Offered:
         return self.offer.offer_id
 
     @property
-    def ended(self) -> Later[Outcome]:
+    def ended(self) -> Completion[Outcome]:
         return self.offer.ended
 
     async def extend(self, num_tokens: int, block_ids: BlockIds) -> None:

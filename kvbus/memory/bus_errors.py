@@ -14,7 +14,7 @@ _ADDRESS_OFFSET = 16  # of si_addr, on 64-bit Linux
 _MASK_BYTES = 128
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-OnCut = Callable[[], object]
+OnTruncated = Callable[[], object]
 """Runs in the thread that touched the memory; must not block."""
 
 
@@ -48,12 +48,12 @@ class BusErrors:
     """A SIGBUS handler, and the mappings that may lose their bytes."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, tuple[int, OnCut]] = {}
+        self._watched: dict[int, tuple[int, OnTruncated]] = {}
         self._handler = _Handler(self._handle)  # keeps the callback alive while it is installed
         self._before = _Action()
         self._unknown: tuple[int, int] | None = None
 
-    def watch(self, address: int, length_bytes: int, on_cut: OnCut) -> None:
+    def watch(self, address: int, length_bytes: int, on_cut: OnTruncated) -> None:
         """``on_cut`` runs for each thread that faults."""
         self._watched[address] = length_bytes, on_cut
 

@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from kvbus.errors import ClosedError, ErrorCode, KVBusError, SegmentError
 from kvbus.memory import libc
-from kvbus.memory.bus_errors import BusErrors, OnCut
-from kvbus.memory.room import check_memory
+from kvbus.memory.bus_errors import BusErrors, OnTruncated
+from kvbus.memory.memory_limits import check_memory
 from kvbus.memory.run_copy import swap_word
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class SegmentMapping(MappedFile):
     use a thread. ``borrowed`` marks another agent's segment, which is read-only.
 
     ``discarded``: the bytes are gone. ``sealed`` is False if the file's owner can truncate it, as
-    with torch's shared storage. The next access then raises SIGBUS: see `survive_cuts`.
+    with torch's shared storage. The next access then raises SIGBUS: see `survive_truncation`.
     """
 
     def __init__(self, fd: int, *, size_bytes: int, borrowed: bool = False) -> None:
@@ -241,7 +241,7 @@ class SegmentMapping(MappedFile):
             self.sealed = _check_segment(fd, size_bytes, reserve=not borrowed)
             super().__init__(fd, size_bytes, writable=not borrowed)
 
-    def survive_cuts(self, bus_errors: BusErrors, on_cut: OnCut) -> None:
+    def survive_truncation(self, bus_errors: BusErrors, on_cut: OnTruncated) -> None:
         """On truncation, call ``on_cut`` and map zeros over the whole segment."""
         bus_errors.watch(self.address, self.size_bytes, on_cut)
         self._watcher = bus_errors

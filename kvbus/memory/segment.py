@@ -11,7 +11,7 @@ from typing import Literal
 from kvbus.errors import SegmentError
 from kvbus.memory import libc
 from kvbus.memory.mapping import MappedFile
-from kvbus.memory.room import check_memory
+from kvbus.memory.memory_limits import check_memory
 
 HugePages = bool | Literal["advise"]
 """False: ordinary pages. True: reserved ones (vm.nr_hugepages). "advise": the kernel decides."""

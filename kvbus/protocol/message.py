@@ -142,13 +142,13 @@ class Request(Message, Generic[R], frozen=True):
     """The body of a request. `Request[Granted]` is answered with a `Granted`, or refused.
 
     An agent with too many pending requests still accepts those with ``at_once``: they never wait,
-    or have a limit of their own. ``askers`` are the roles of keys that may send it on a peer
+    or have a limit of their own. ``allowed_roles`` are the roles of keys that may send it on a peer
     socket. All requests of a peer socket are idempotent.
     """
 
     reply: ClassVar[type[Any]]
     at_once: ClassVar[bool] = False
-    askers: ClassVar[frozenset[Role]] = frozenset()
+    allowed_roles: ClassVar[frozenset[Role]] = frozenset()
     refusals: ClassVar[tuple[ErrorCode, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -171,13 +171,13 @@ def request(
     op: str,
     *sockets: Socket,
     refusals: str = "",
-    askers: Iterable[Role] = (Role.DECODE,),
+    allowed_roles: Iterable[Role] = (Role.DECODE,),
     at_once: bool = False,
 ) -> Callable[[type[Q]], type[Q]]:
     """Declare the request ``op`` of ``sockets``; see `Request`.
 
     ``refusals`` are its error codes, separated by spaces, in addition to those of all requests. On
-    a peer socket, only keys of the roles ``askers`` may send it.
+    a peer socket, only keys of the roles ``allowed_roles`` may send it.
     """
 
     def declare(kind: type[Q]) -> type[Q]:
@@ -186,7 +186,7 @@ def request(
         for socket in sockets:
             REQUESTS[socket][op] = kind
             if socket in PEER_SOCKETS:
-                _ASKERS[op] = kind.askers = frozenset(askers)
+                _ASKERS[op] = kind.allowed_roles = frozenset(allowed_roles)
         return kind
 
     return declare

@@ -299,7 +299,7 @@ class Release(Request[Empty], frozen=True):
 @request(
     "withdraw",
     Socket.PREFILL_PEER,
-    askers=(Role.DECODE, Role.ROUTER),
+    allowed_roles=(Role.DECODE, Role.ROUTER),
     at_once=True,
     refusals="stale forbidden offer_unknown engine_not_ready",
 )

@@ -54,7 +54,7 @@ Signature = Text
 """
 
 
-class Carried(Redacted, frozen=True):
+class RouterTicket(Redacted, frozen=True):
     """A map of strings and integers; ``what`` is its name in messages."""
 
     what: ClassVar[str]
@@ -85,7 +85,7 @@ class Carried(Redacted, frozen=True):
         return carried
 
 
-class Ticket(Carried, frozen=True):
+class Ticket(RouterTicket, frozen=True):
     """The name of one offer of one prefill agent. Its ``secret`` is the right to claim it."""
 
     what: ClassVar[str] = "ticket"
@@ -136,7 +136,7 @@ class Ticket(Carried, frozen=True):
         return tables
 
 
-class Rendezvous(Carried, frozen=True):
+class Rendezvous(RouterTicket, frozen=True):
     """The name of an offer before there is a ticket. The router that sends the request to both
     engines makes it.
     """

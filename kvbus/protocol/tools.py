@@ -136,7 +136,7 @@ class AgentStatus(Message, frozen=True):
     """Processes of the agent. Only for the senders that get ``data_endpoints``."""
 
 
-@request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)
+@request("status", Socket.PREFILL_PEER, Socket.DECODE_PEER, allowed_roles=Role)
 class Status(Request[AgentStatus], frozen=True):
     """Get the state of an agent; subscribers resynchronize with it."""
 
@@ -168,7 +168,7 @@ class Predicted(Message, frozen=True):
 @request(
     "cost",
     Socket.DECODE_PEER,
-    askers=(Role.DECODE, Role.ROUTER, Role.OBSERVER),
+    allowed_roles=(Role.DECODE, Role.ROUTER, Role.OBSERVER),
     refusals="engine_unknown engine_not_ready",
 )
 class Cost(Request[Predicted], frozen=True):
@@ -230,7 +230,7 @@ class Traced(Message, frozen=True):
     """Agents with a part in it."""
 
 
-@request("trace", Socket.PREFILL_PEER, Socket.DECODE_PEER, askers=Role)
+@request("trace", Socket.PREFILL_PEER, Socket.DECODE_PEER, allowed_roles=Role)
 class Trace(Request[Traced], frozen=True):
     """Get the spans of a request, an offer or a fetch, and the agent's clock; see
     [Traces](#traces).
@@ -244,7 +244,7 @@ class Trace(Request[Traced], frozen=True):
     """A fetch of this agent, or of another agent that had a part read here."""
 
 
-class Remembered(Redacted, frozen=True):
+class TraceResult(Redacted, frozen=True):
     """A service's reply to `Trace`: the spans of each offer or fetch, oldest first."""
 
     entries: tuple[tuple[Span, ...], ...] = ()

@@ -5,7 +5,7 @@ table         live and retired entries, transitions, deadlines, stories, one way
 events        events and commands that several tables share
 """
 
-from kvbus.fair import FAIR_TURN, FairPool, FairQueue, Key, Party, Places
+from kvbus.fair import FAIR_TURN, FairPool, FairQueue, Key, Permits, Tenant
 from kvbus.table.table import Context, Driver, Promise, Story, Table, Transition, transitions
 
 __all__ = [
@@ -15,11 +15,11 @@ __all__ = [
     "FairPool",
     "FairQueue",
     "Key",
-    "Party",
-    "Places",
+    "Permits",
     "Promise",
     "Story",
     "Table",
+    "Tenant",
     "Transition",
     "transitions",
 ]

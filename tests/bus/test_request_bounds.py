@@ -10,7 +10,7 @@ import msgpack
 import pytest
 import zmq
 
-from kvbus.bus import Call, ServerLimits, Shared
+from kvbus.bus import Call, Quota, ServerLimits
 from kvbus.errors import ErrorCode, LocalError, ProtocolError, RequestRefused
 from kvbus.protocol import MAX_FRAME_BYTES, MAX_ITEMS, MAX_PEER_ITEMS, Ping, num_items
 from tests.agents import until
@@ -105,7 +105,7 @@ async def test_a_crowd_of_senders_that_wait_keeps_none_of_another_connection_out
 async def test_calls_of_one_kind_are_shared_by_those_who_ask(bus: Bus, hold: Hold) -> None:
     """Its owner hears of the end of a call that had to make room."""
     server, greedy, other = bus.server(), bus.raw(zmq.DEALER), bus.client("other")
-    server.on({Ask: Shared(hold, 4)})
+    server.on({Ask: Quota(hold, 4)})
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
     ended: list[int] = []
 

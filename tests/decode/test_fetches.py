@@ -95,9 +95,9 @@ def answered(
     fetch_id: str = "f1",
     attempt: int = 1,
     at: float = 0.0,
-    luck: float = 0.0,
+    jitter: float = 0.0,
 ) -> ev.Answered:
-    return ev.Answered(fetch_id, attempt, message, outcome, TICKET, at, luck)
+    return ev.Answered(fetch_id, attempt, message, outcome, TICKET, at, jitter)
 
 
 def step_failed(code: ErrorCode, attempt: int = 1) -> ev.StepFailed:
@@ -132,11 +132,11 @@ def grant(
 
 
 def failed(
-    code: ErrorCode, luck: float = 0.0, *, refused: bool = False, attempt: int = 1, **more: Any
+    code: ErrorCode, jitter: float = 0.0, *, refused: bool = False, attempt: int = 1, **more: Any
 ) -> ev.Answered:
     """The answer to what the fetch has asked last."""
     error = (RequestRefused if refused else RemoteError)("it did not work", code=code, **more)
-    return answered(CLAIM, error, attempt=attempt, luck=luck)
+    return answered(CLAIM, error, attempt=attempt, jitter=jitter)
 
 
 def renew_failed(code: ErrorCode) -> ev.Answered:
@@ -176,7 +176,7 @@ WORDS = {
     ev.StopReads: "stop",
     ev.AskOthers: "ask others",
     ev.EndAttempt: "end",
-    ev.HoldPeer: "hold",
+    ev.AcquirePeer: "hold",
     ev.FindRoute: "resolve",
     BlocksFreed: "freed",
     Landed: "landed",
@@ -206,7 +206,11 @@ def _word(command: ev.Command) -> str:
     match command:
         case Refuse():
             return str(command.error.code)
-        case ev.Ask(message=message) | ev.Tell(message=message) | ev.Notify(message=message):
+        case (
+            ev.Ask(message=message)
+            | ev.NotifyAgent(message=message)
+            | ev.NotifyEngine(message=message)
+        ):
             word = WORDS[type(message)]
             if isinstance(message, Claim | Take | Renew) and message.agent_boot != "boot":
                 word += f" {message.agent_boot}"
@@ -738,9 +742,9 @@ def test_a_read_that_is_given_up_is_reported_now_and_its_blocks_when_it_is_termi
     ],
 )
 def test_a_busy_offer_is_claimed_again_when_the_prefill_agent_says_or_a_little_later(
-    hint_s: float, luck: float, due_at: float
+    hint_s: float, jitter: float, due_at: float
 ) -> None:
-    busy = failed(BUSY, luck=luck, retry_after_s=hint_s)
+    busy = failed(BUSY, jitter=jitter, retry_after_s=hint_s)
 
     assert play(requested(timeout_s=10.0), READY, busy).deadlines.next() == due_at
 
@@ -786,7 +790,9 @@ def test_what_is_asked_names_the_blocks_the_ticket_and_the_token_that_it_is_abou
     asked = claim.message
     assert (asked.agent_boot, asked.offer_id) == (TICKET.agent_boot, TICKET.offer_id)
     assert asked.secret == TICKET.secret
-    assert release == ev.Tell(TICKET, Release(**OF, epoch=4, token="token", code="cancelled"))
+    assert release == ev.NotifyAgent(
+        TICKET, Release(**OF, epoch=4, token="token", code="cancelled")
+    )
 
 
 def test_the_blocks_of_a_chunk_do_not_grow_under_its_read() -> None:
@@ -855,7 +861,7 @@ class Peers:
 
     def check(self, command: ev.Command) -> None:
         match command:
-            case ev.HoldPeer() | ev.Ask():
+            case ev.AcquirePeer() | ev.Ask():
                 assert self.chunk is None or command.attempt == self.attempt
                 self.attempt = command.attempt
                 if isinstance(command, ev.FindRoute | ev.Ask):
@@ -876,7 +882,7 @@ class Peers:
                 assert not (fetched.blocks_free and self.chunk)
                 self.is_freed |= fetched.blocks_free
                 assert fetched.code or all(self.right), "completed with wrong bytes"
-            case ev.Notify(message=BlocksFreed()):
+            case ev.NotifyEngine(message=BlocksFreed()):
                 assert self.chunk is None
                 assert not self.is_freed
                 self.is_freed = True

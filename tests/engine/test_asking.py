@@ -17,7 +17,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.engine import Ended, Fetch, Offer
+from kvbus.engine import EndedQueue, Fetch, Offer
 from kvbus.engine.asking import SILENT_S
 from kvbus.errors import (
     AgentHungUp,
@@ -314,7 +314,7 @@ async def test_blocks_that_the_home_said_are_free_later_stay_so_after_its_end() 
 
 async def test_a_report_between_the_end_of_writes_and_its_note_is_the_only_one() -> None:
     connection, fetch = fetching(False)
-    queue: Ended[Fetch] = Ended()
+    queue: EndedQueue[Fetch] = EndedQueue()
     fetch.on_end = queue.note
     reported: list[Fetch] = []
     fetch.freed.then(lambda: reported.extend(queue.take()))

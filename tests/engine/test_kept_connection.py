@@ -8,7 +8,7 @@ from typing import Self
 import anyio
 import pytest
 
-from kvbus.engine import Connection, KeptConnection
+from kvbus.engine import Connection, ReconnectingConnection
 from kvbus.errors import ClosedError, ErrorCode, PeerLost
 from tests.agents import until
 from tests.engine.recording import SPEC
@@ -42,7 +42,7 @@ class Connections:
         self.opened: list[Connection] = []
         self.failures = list(failures)
         self.num_changes = 0
-        self.keeper = KeptConnection(
+        self.keeper = ReconnectingConnection(
             self.connect,
             self.register,
             name="the session",

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvbus.engine import Fetch, Later, Link, Offer, RankMemory
+from kvbus.engine import Completion, Fetch, Link, Offer, RankMemory
 from kvbus.errors import ClosedError, FetchFailed, GeometryError, LocalError, PeerLost
 from tests.agents import wait_until
 from tests.engine.recording import SPEC
@@ -184,7 +184,7 @@ def test_from_the_first_look_on_each_end_is_reported_once_unless_it_is_observed(
 @pytest.mark.anyio
 async def test_what_would_block_the_loop_of_the_link_raises_and_names_await(nowhere: Path) -> None:
     link = Link(nowhere, SPEC).start(asyncio.get_running_loop())
-    never: Later[None] = Later(link.runner)
+    never: Completion[None] = Completion(link.runner)
     calls: list[Callable[[], object]] = [
         never.wait,
         lambda: never.exception(WITHIN_S),

@@ -64,7 +64,7 @@ def test_a_field_or_a_code_without_a_meaning_is_refused(
 def test_a_decode_agent_may_ask_all_that_peers_answer() -> None:
     for socket in (Socket.PREFILL_PEER, Socket.DECODE_PEER):
         for kind in REQUESTS[socket].values():
-            assert Role.DECODE in kind.askers, kind
+            assert Role.DECODE in kind.allowed_roles, kind
 
 
 def test_the_frames_of_the_examples_are_what_travels() -> None:

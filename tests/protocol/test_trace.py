@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbus.protocol import MAX_SPANS, Remembered, Span, TraceParent, known_trace
+from kvbus.protocol import MAX_SPANS, Span, TraceParent, TraceResult, known_trace
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 NOT_OF_THE_FORM = (
@@ -35,8 +35,8 @@ def test_what_is_not_of_the_form_is_no_trace_and_the_first_that_is_one_counts(te
 def test_of_too_many_spans_the_newest_are_kept_and_the_answer_says_so() -> None:
     few, many = ((Span(name, 0.0),) * num for name, num in (("old", 2), ("new", MAX_SPANS - 1)))
 
-    fits, cut = Remembered((few, (Span("new", 0.0),))).newest()
-    newest, also_cut = Remembered((few, many)).newest()
+    fits, cut = TraceResult((few, (Span("new", 0.0),))).newest()
+    newest, also_cut = TraceResult((few, many)).newest()
 
     assert ([span.name for span in fits], cut) == (["old", "old", "new"], False)
     assert len(newest) == MAX_SPANS

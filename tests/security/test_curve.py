@@ -10,14 +10,14 @@ import pytest
 import zmq
 
 from kvbus.bus import (
-    Applicant,
     Call,
     ClientCurve,
-    KeyCheck,
     KeyPair,
     RequestClient,
     ServerCurve,
     SocketOptions,
+    ZapHandler,
+    ZapRequest,
     new_key_pair,
 )
 from kvbus.errors import ErrorCode, RemoteError
@@ -35,9 +35,9 @@ class Door:
 
     def __init__(self, *keys: KeyPair) -> None:
         self.keys = {pair.public for pair in keys}
-        self.asked: list[Applicant] = []
+        self.asked: list[ZapRequest] = []
 
-    async def __call__(self, applicant: Applicant) -> bool:
+    async def __call__(self, applicant: ZapRequest) -> bool:
         self.asked.append(applicant)
         return applicant.key in self.keys
 
@@ -72,7 +72,7 @@ async def test_a_client_that_is_not_let_in_is_told_why(bus: Bus, hold: Hold, wro
     door, served = Door(READER), bus.server(hold, TCP, options=wrong.served)
     client = asker(bus, served.endpoint, wrong.keys, wrong.server)
 
-    async with bus.running(KeyCheck(bus.context, door), served, client):
+    async with bus.running(ZapHandler(bus.context, door), served, client):
         with pytest.raises(RemoteError, match=wrong.said) as refused:
             await client.ask(Ask(), timeout_s=30)
 
@@ -88,7 +88,7 @@ async def test_a_session_belongs_to_the_key_of_its_connection(bus: Bus) -> None:
     for keys in (READER, STRANGER):
         peers.append(bus.raw(zmq.DEALER, server.endpoint, curve=ClientCurve(keys, SERVER.public)))
 
-    async with bus.running(KeyCheck(bus.context, Door(READER, STRANGER)), server):
+    async with bus.running(ZapHandler(bus.context, Door(READER, STRANGER)), server):
         replies = [await peers[n].ask(asked(1, "same", number=n)) for n in (0, 1, 0, 1)]
 
     assert [reply["ok"]["number"] for reply in replies] == [0, 1, 0, 1]
@@ -97,7 +97,7 @@ async def test_a_session_belongs_to_the_key_of_its_connection(bus: Bus) -> None:
 
 async def test_the_calls_of_a_key_end_with_it(bus: Bus, hold: Hold) -> None:
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
-    check = KeyCheck(bus.context, Door(READER, STRANGER))
+    check = ZapHandler(bus.context, Door(READER, STRANGER))
     server = bus.server(hold, TCP, options=WITH_KEYS)
     revoked, reader = (asker(bus, server.endpoint, keys) for keys in (STRANGER, READER))
 
@@ -131,7 +131,7 @@ async def test_a_refused_key_gets_in_by_itself_when_it_is_trusted_and_none_while
     async with bus.running(server, reader):
         with pytest.raises(RemoteError):
             await reader.ask(Ask(), timeout_s=1)
-        async with bus.running(KeyCheck(bus.context, door)):
+        async with bus.running(ZapHandler(bus.context, door)):
             with pytest.raises(RemoteError, match="refused our key"):
                 await reader.ask(Ask(), timeout_s=30)
             num_served = len(hold.calls)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import LocalError
-from kvbus.table import FAIR_TURN, FairPool, FairQueue, Key, Places
+from kvbus.table import FAIR_TURN, FairPool, FairQueue, Key, Permits
 from tests.examples import num_examples
 
 PRIORITIES = st.integers(-2, 2) | st.integers(-(2**31), 2**31 - 1)
@@ -148,7 +148,7 @@ MOST = 6
 @settings(deadline=None, max_examples=num_examples(200))
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave"]), PARTIES), min_size=20, max_size=90))
 def test_an_equal_share_is_neither_refused_nor_lost(steps: list[tuple[str, int]]) -> None:
-    places: Places[tuple[int, int]] = Places(MOST)
+    places: Permits[tuple[int, int]] = Permits(MOST)
     held: dict[int, list[tuple[int, int]]] = {party: [] for party in range(5)}
 
     for number, (step, party) in enumerate(steps):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvbus.engine.bounce.copies import Copier, Direction, RequestBlocks
 from kvbus.engine.bounce.pool import PIECE_BYTES, HostPool, HostTables, piece_tokens
 from kvbus.engine.fetches import Fetch, FetchOptions, fetch_tables
-from kvbus.engine.later import Ended, Handle, Later
+from kvbus.engine.later import Completion, EndedQueue, Handle
 from kvbus.engine.link import Link
 from kvbus.engine.offers import BlockIds
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError
@@ -41,7 +41,7 @@ class HostDecode:
     ) -> None:
         self.link, self.pool, self.copier, self.wait_s = link, pool, copier, wait_s
         self._chunk_tokens = piece_tokens(link.engine, piece_bytes=piece_bytes)
-        self._over: Ended[HostFetch] = Ended()
+        self._over: EndedQueue[HostFetch] = EndedQueue()
 
     def ended(self) -> "list[HostFetch]":
         return self._over.take()
@@ -97,8 +97,8 @@ class HostFetch(Handle):
         spans: Spans,
         device_tables: Mapping[str, BlockTable],
     ) -> None:
-        self.ended: Later[Fetched] = Later(host.link.runner)
-        self.freed: Later[None] = Later(host.link.runner)
+        self.ended: Completion[Fetched] = Completion(host.link.runner)
+        self.freed: Completion[None] = Completion(host.link.runner)
         self._host, self._ask = host, ask
         self._spans, self._device_tables = spans, device_tables
         self._loaded = {name: start for name, (start, _) in spans.items()}
@@ -109,7 +109,7 @@ class HostFetch(Handle):
     def fetch_id(self) -> str:
         return self._fetch.fetch_id if self._fetch is not None else ""
 
-    def cancel(self, *, release_offer: bool = False) -> Later[None]:
+    def cancel(self, *, release_offer: bool = False) -> Completion[None]:
         """Cancel: `ended` raises with code ``cancelled``, unless the KV is confirmed by then.
 
         A running load completes first. ``release_offer``: see `Fetch.cancel`; it needs host blocks.
@@ -151,7 +151,7 @@ class HostFetch(Handle):
         finally:  # no more loads from there, but the agent may still write
             fetch.freed.then(partial(self._release, fetch.freed, tables))
 
-    def _release(self, freed: Later[None], tables: HostTables) -> None:
+    def _release(self, freed: Completion[None], tables: HostTables) -> None:
         doubt = freed.exception()
         if doubt is None:
             self._host.pool.release(tables)

@@ -8,7 +8,7 @@ import anyio
 
 from kvbus.engine.bounce.copies import Copier, Direction, RequestBlocks, blocks_of
 from kvbus.engine.bounce.pool import PIECE_BYTES, HostPool, piece_tokens
-from kvbus.engine.later import Later
+from kvbus.engine.later import Completion
 from kvbus.engine.link import Link
 from kvbus.engine.offers import BlockIds, Offer, check_groups, tables_of
 from kvbus.errors import ClosedError, GeometryError
@@ -43,7 +43,7 @@ class HostPrefill:
         wait_s: float = 0.0,
         ttl_s: float | None = None,
         traceparent: str = "",
-    ) -> "Later[HostOffer]":
+    ) -> "Completion[HostOffer]":
         """Acquire host blocks for ``num_tokens`` tokens, and offer them before they are saved.
 
         ``first_blocks``: the first block of the request, for groups with a window that keep only
@@ -117,7 +117,7 @@ class HostOffer:
         """The JSON-able ticket; the decode engine may read during the prefill."""
         return self._offer.ticket
 
-    def save(self, num_tokens: int, block_ids: BlockIds) -> Later[None]:
+    def save(self, num_tokens: int, block_ids: BlockIds) -> Completion[None]:
         """Save the tokens since the last call; ``num_tokens`` tokens are ready in all.
 
         ``block_ids`` has the new blocks by group, in order of position; a partial last block
@@ -131,11 +131,11 @@ class HostOffer:
         """
         return self._host.link.runner.start(partial(self._save, num_tokens, tables_of(block_ids)))
 
-    def seal(self) -> Later[None]:
+    def seal(self) -> Completion[None]:
         """Report that all is saved; the result raises `GeometryError` otherwise."""
         return self._host.link.runner.start(self._seal)
 
-    def withdraw(self) -> Later[None]:
+    def withdraw(self) -> Completion[None]:
         """End the offer, because its request was aborted."""
         self._close("it was withdrawn")
         return self._offer.withdraw()

@@ -33,7 +33,7 @@ from sglang.srt.disaggregation.common.conn import (
     PrefillServerInfo,
 )
 
-from kvbus.engine import Fetch, Link, Offer, Rendezvous, greet, prompt_digest
+from kvbus.engine import Fetch, Link, Offer, Rendezvous, prompt_digest, query_agent
 from kvbus.errors import KVBusError, ProtocolError, reason_of
 from kvbus.integrations.sglang import pools
 from kvbus.integrations.sglang.options import Options
@@ -45,7 +45,7 @@ PLACE = "/kvbus"
 """Path of a bootstrap server that names the agent beside its prefill server."""
 ELSEWHERE = "kvbus"
 """``bootstrap_host`` of a request that another engine than SGLang has prefilled."""
-GIVEN = "kvbus"
+PARAMS_KEY = "kvbus"
 """Key in ``custom_params`` of such a request, see `TicketAndToken`."""
 PLACE_TIMEOUT_S = 5.0
 RETRY_PLACE_AFTER_S = 1.0
@@ -65,7 +65,7 @@ class TicketAndToken(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Noted:
+class RequestFacts:
     """Facts about a request that SGLang does not pass to senders and receivers.
 
     ``given`` is the raw value in ``custom_params``. ``untold`` names options that need more of the
@@ -116,7 +116,7 @@ class PlaceRequest:
         return self._place
 
 
-_noted: OrderedDict[int, Noted] = OrderedDict()
+_noted: OrderedDict[int, RequestFacts] = OrderedDict()
 
 
 def note_request(manager: Manager, request: Any) -> None:
@@ -125,10 +125,10 @@ def note_request(manager: Manager, request: Any) -> None:
         # SGLang allocates more pages than the window fills, and would cache all of them as valid.
         request.skip_radix_cache_insert = True
     custom = request.sampling_params.custom_params
-    _noted[request.bootstrap_room] = Noted(
+    _noted[request.bootstrap_room] = RequestFacts(
         num_tokens=len(tokens),
         digest=prompt_digest(tokens, [manager.lora_name(request.lora_id)]),
-        given=custom.get(GIVEN) if isinstance(custom, Mapping) else None,
+        given=custom.get(PARAMS_KEY) if isinstance(custom, Mapping) else None,
         wants_logprobs=request.return_logprob,
         untold=[
             *["top_logprobs_num"] * bool(request.logprob.top_logprobs_num),
@@ -260,7 +260,7 @@ class BootstrapServer(CommonKVBootstrapServer):
 
     async def _tell_place(self, _: web.Request) -> web.Response:
         try:
-            agent = await greet(Options.of_environment().attach)
+            agent = await query_agent(Options.of_environment().attach)
         except KVBusError as error:
             return web.Response(text=f"no agent: {error.message}", status=503)
         place = AgentPlace(agent.peer_endpoint, agent.server_key, self.prefill_http_port)
@@ -464,8 +464,8 @@ class Receiver(CommonKVReceiver):
             given = msgspec.convert(noted.given if noted else None, TicketAndToken)
         except msgspec.ValidationError as error:
             raise ProtocolError(
-                f"custom_params['{GIVEN}']: {reason_of(error)}; bootstrap_host '{ELSEWHERE}' needs "
-                "the ticket and the first token of the engine that prefilled"
+                f"custom_params['{PARAMS_KEY}']: {reason_of(error)}; bootstrap_host '{ELSEWHERE}' "
+                "needs the ticket and the first token of the engine that prefilled"
             ) from error
         untold = list(noted.untold) if noted else []
         if noted and noted.wants_logprobs and given.first_logprob is None:
@@ -474,7 +474,7 @@ class Receiver(CommonKVReceiver):
             if self.kv_mgr.leads:
                 self.kv_mgr.link.release(given.ticket)
             raise ProtocolError(
-                f"custom_params['{GIVEN}'] does not tell this of the first token: "
+                f"custom_params['{PARAMS_KEY}'] does not tell this of the first token: "
                 f"{', '.join(untold)}"
             )
         return given

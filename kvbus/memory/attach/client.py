@@ -19,7 +19,7 @@ from kvbus.memory.attach.channel import (
     encode_frame,
     open_reply,
 )
-from kvbus.memory.attach.place import connect_to_agent
+from kvbus.memory.attach.socket_paths import connect_to_agent
 from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.message import from_body, to_body
@@ -139,7 +139,7 @@ class AttachClient:
             pending.set_result(reply)
 
 
-async def greet(attach: Path) -> Welcome:
+async def query_agent(attach: Path) -> Welcome:
     """Identify an agent; raises `PeerLost` or `RequestRefused` (``busy``) until it is ready."""
     hello = Hello(PROTOCOL_VERSION, PROTOCOL_VERSION, engine_id="greeting", boot=uuid.uuid4().hex)
     async with AttachClient(attach) as client:

@@ -20,7 +20,7 @@ from kvbus.memory.attach.channel import (
     encode_error,
     encode_frame,
 )
-from kvbus.memory.attach.place import PeerIdentity, listening_at
+from kvbus.memory.attach.socket_paths import PeerIdentity, listening_at
 
 _ACCEPT_PAUSE_S = 0.1
 

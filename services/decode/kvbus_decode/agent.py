@@ -71,11 +71,11 @@ class DecodeService(Service):
         self._parts = PartServer(self._part_requested, self._dispatch)
         self._others = PartClient(agent, config, peers, self._dispatch)
         driver.commands |= {
-            ev.Tell: leases.tell,
-            ev.HoldPeer: leases.hold_peer,
+            ev.NotifyAgent: leases.tell,
+            ev.AcquirePeer: leases.hold_peer,
             ev.EndAttempt: self._end_attempt,
             ev.StopReads: self._stop_reads,
-            ev.Notify: self._notify,
+            ev.NotifyEngine: self._notify,
             ev.ReportFetched: self._report_fetched,
         }
         driver.promise(ev.Ask, leases.ask, _step_failed)
@@ -257,7 +257,7 @@ class DecodeService(Service):
         )
         self._agent.publisher.publish(f"fetch.{fetched.outcome}", event)
 
-    def _notify(self, command: ev.Notify) -> None:
+    def _notify(self, command: ev.NotifyEngine) -> None:
         """Notify the engine that made the request, not a new process under its id."""
         notice, requested = command.message, command.requested
         part = self._parts.find(requested.fetch_id)

@@ -69,13 +69,13 @@ class LeaseClient:
         self._taken: defaultdict[tuple[Peer, str], dict[str, str]] = defaultdict(dict)
         """Tokens of the takes by word, by offer."""
 
-    def hold_peer(self, command: ev.HoldPeer) -> None:
+    def hold_peer(self, command: ev.AcquirePeer) -> None:
         try:
             self._hold(command)
         except Exception as error:
             self._fail_step(command.requested.resources, failure(error))
 
-    def _hold(self, command: ev.HoldPeer) -> None:
+    def _hold(self, command: ev.AcquirePeer) -> None:
         """Raises `LocalError`, and `RemoteError` for an untrusted agent."""
         ticket = command.requested.ticket
         fetch: FetchResources = command.requested.resources
@@ -114,7 +114,7 @@ class LeaseClient:
                     else outcome,
                     ticket=requested.ticket,
                     sent_at=sent_at,
-                    luck=random.random(),  # noqa: S311 - no secret
+                    jitter=random.random(),  # noqa: S311 - no secret
                 )
             )
 
@@ -174,7 +174,7 @@ class LeaseClient:
         for (home, boot), tokens in taken.items():
             home.ask(WordsTaken(boot, tokens), TAKEN_TIMEOUT_S, lambda _: None)
 
-    def tell(self, command: ev.Tell) -> None:
+    def tell(self, command: ev.NotifyAgent) -> None:
         """Have an agent end an offer or a lease; only offers open a connection."""
         ticket, message = command.ticket, command.message
         address = PeerAddress.of(ticket)

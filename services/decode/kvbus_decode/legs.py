@@ -36,7 +36,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class TransferContext:
     agent: Agent
     lease_s: float
     digests: dict[tuple[str, ...], float]
@@ -46,7 +46,7 @@ class Stage:
     """Stage in progress. It ends after `end` was called and its last job has ended."""
 
     def __init__(
-        self, means: Means, command: Begin, on_ended: Callable[[StageEnded], None]
+        self, means: TransferContext, command: Begin, on_ended: Callable[[StageEnded], None]
     ) -> None:
         self.means, self.leg = means, command.leg
         self.kind: LegState = command.stage
@@ -114,7 +114,7 @@ class Stage:
 
 
 class StageRunner:
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: TransferContext) -> None:
         self._means = means
         self._running: dict[Leg, Stage] = {}
 

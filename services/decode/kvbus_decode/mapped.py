@@ -35,7 +35,7 @@ from kvbus.errors import (
 from kvbus.geometry import RankSpec
 from kvbus.memory.attach import FrameChannel, check_folder, close_fds, connect_to_agent
 from kvbus.memory.mapping import SegmentMapping
-from kvbus.memory.room import check_mappings
+from kvbus.memory.memory_limits import check_mappings
 from kvbus.memory.run_copy import swap_word
 from kvbus.protocol.attach import LendMemory, MemoryLent
 from kvbus.protocol.message import from_body, to_body
@@ -253,7 +253,9 @@ class MemoryBorrower:
         reference = weakref.ref(memory)
         for mapping in lent.mappings.values():
             if not mapping.sealed:
-                mapping.survive_cuts(self._agent.bus_errors, partial(self._see_cut, reference))
+                mapping.survive_truncation(
+                    self._agent.bus_errors, partial(self._see_cut, reference)
+                )
         self._agent.tasks.start_soon(self._watch, channel, lent, ranks, reference)
         return memory
 

@@ -19,7 +19,7 @@ from kvbus.agent.spans import (
 )
 from kvbus.planning import Path
 from kvbus.protocol.engine import Outcome
-from kvbus.protocol.tools import OtherAgent, Remembered, Span, Status, Trace, trace_attributes
+from kvbus.protocol.tools import OtherAgent, Span, Status, Trace, TraceResult, trace_attributes
 from kvbus.table import Story
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry, FetchState
@@ -153,14 +153,14 @@ class FetchStories(Stories[FetchEntry]):
         reads = [self._reads(fetch.key) for fetch in found]
         return lines + [f"read  {line}" for read in reads if read for line in read.lines()]
 
-    def remembered(self, asked: Trace) -> Remembered:
+    def remembered(self, asked: Trace) -> TraceResult:
         """Include the parts here of another agent's fetch."""
         fetches = {one.key: one for one in self._table.named(asked.request_id)}
         fetches |= {one.key: one for one in self._table.called(asked.fetch_id)}
         entries = [tuple(self.later(fetch)()) for fetch in fetches.values()]
         tickets = [fetch.requested.ticket for fetch in fetches.values()]
         others = {OtherAgent(ticket.endpoint, ticket.server_key): None for ticket in tickets}
-        return Remembered(tuple(entries), tuple(others))
+        return TraceResult(tuple(entries), tuple(others))
 
     def later(self, fetch: FetchEntry) -> Callable[[], list[Span]]:
         return partial(_spans, fetch, self._reads(fetch.key))

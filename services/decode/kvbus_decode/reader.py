@@ -24,7 +24,7 @@ from kvbus_decode.chunk import Chunk, make_chunk
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import Event as FetchEvent
 from kvbus_decode.fetch.events import ReadChunk, ReadEnded, StopReads
-from kvbus_decode.legs import DirectWork, MappedWork, Means, StageRunner
+from kvbus_decode.legs import DirectWork, MappedWork, StageRunner, TransferContext
 from kvbus_decode.observe import DecodeMetrics
 from kvbus_decode.paths import PathChooser
 from kvbus_decode.remote_agent import Source
@@ -54,7 +54,7 @@ class Reader:
         self._table = ev.ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop, on_defect=failure)
         self._dispatch = self._driver.dispatch
-        means = Means(agent, config.lease_s, metrics.digests.values)
+        means = TransferContext(agent, config.lease_s, metrics.digests.values)
         runner = StageRunner(means)
         self._driver.commands |= {
             ev.Abort: lambda command: runner.abort(command.leg),

@@ -12,7 +12,7 @@ from kvbus.agent.engine import LocalEngine
 from kvbus.agent.identity import check_protocol
 from kvbus.agent.loop import guarded
 from kvbus.agent.service import Agent, Service
-from kvbus.bus import Call, Handlers, Shared, new_secret
+from kvbus.bus import Call, Handlers, Quota, new_secret
 from kvbus.data import messages as wire
 from kvbus.data.client import ProgressToken
 from kvbus.errors import ErrorCode, GeometryError, LocalError, TransferFailed
@@ -101,7 +101,7 @@ class PrefillService(Service):
             PeerWithdraw: self._withdraw,
             WordsTaken: self._end_taken,
             CommitQuery: self._answer_committed,
-            Meet: Shared(self._meet, self._config.max_handoffs),
+            Meet: Quota(self._meet, self._config.max_handoffs),
             CancelRequest: _cancel_request,
             **self._packing.handlers(),
         }

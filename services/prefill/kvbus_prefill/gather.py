@@ -13,7 +13,7 @@ from kvbus.agent.engine import LocalEngine
 from kvbus.agent.loop import failure
 from kvbus.agent.segments import RankMemory
 from kvbus.agent.service import Agent
-from kvbus.bus import Call, Handlers, Shared
+from kvbus.bus import Call, Handlers, Quota
 from kvbus.data import messages as wire
 from kvbus.data.client import DataProcess, ProgressToken
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
@@ -84,10 +84,10 @@ class Packing:
 
     def handlers(self) -> Handlers:
         return {
-            Pack: Shared(self._pack, MAX_PACKS),
+            Pack: Quota(self._pack, MAX_PACKS),
             Unpack: self._unpack,
             CheckMemory: self._check,
-            Digest: Shared(self._digest, MOST_DIGESTS),
+            Digest: Quota(self._digest, MOST_DIGESTS),
         }
 
     def end_lease(self, offer_id: str, epoch: int, code: ErrorCode) -> None:

@@ -16,7 +16,7 @@ from kvbus.agent.spans import (
     nested,
     state_spans,
 )
-from kvbus.protocol.tools import Remembered, Span, Status, Trace, trace_attributes
+from kvbus.protocol.tools import Span, Status, Trace, TraceResult, trace_attributes
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry, OfferState
 from kvbus_prefill.offer.table import OfferTable
@@ -66,7 +66,7 @@ class OfferStories(Stories[OfferEntry]):
         offer = self._offers.find(asked.offer_id)
         return [] if offer is None else list(offer.story.lines())
 
-    def remembered(self, asked: Trace) -> Remembered:
+    def remembered(self, asked: Trace) -> TraceResult:
         """Return the requested offers, or boxes of an offer whose engine has its home elsewhere."""
         offers, named = self._offers.named(asked.request_id), self._offers.find(asked.offer_id)
         if named is not None and named not in offers:
@@ -75,7 +75,7 @@ class OfferStories(Stories[OfferEntry]):
         if asked.offer_id and not offers:
             boxes = _box_spans(self._boxes(asked.offer_id), depth=0)
             entries += [boxes] if boxes else []
-        return Remembered(tuple(map(tuple, entries)))
+        return TraceResult(tuple(map(tuple, entries)))
 
     def later(self, offer: OfferEntry) -> Callable[[], list[Span]]:
         """Return a function that makes the spans of an offer."""

@@ -49,7 +49,7 @@ def copy(source: np.ndarray, target: np.ndarray) -> None:
 
 bus_errors = BusErrors()
 bus_errors.install()
-mapping.survive_cuts(bus_errors, on_cut)
+mapping.survive_truncation(bus_errors, on_cut)
 copies = [np.ones(SIZE_BYTES, np.uint8) for _ in range(4)]
 view = mapping.view()
 os.ftruncate(fd, 0)

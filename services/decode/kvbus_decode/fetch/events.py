@@ -113,7 +113,7 @@ class Answered(Value, frozen=True):
     """The result of an `Ask`: the reply (to `Meet`: the ticket), or an error.
 
     A lease counts from ``sent_at``. A lease of a forgotten fetch is released by ``ticket``.
-    ``luck``, 0 to 1, lengthens the pause after ``busy``, so that agents do not retry in step.
+    ``jitter``, 0 to 1, lengthens the pause after ``busy``, so that agents do not retry in step.
     """
 
     fetch_id: str
@@ -122,7 +122,7 @@ class Answered(Value, frozen=True):
     outcome: Message | Ticket | KVBusError
     ticket: Ticket
     sent_at: float = 0.0
-    luck: float = 0.0
+    jitter: float = 0.0
 
     @property
     def error(self) -> KVBusError | None:
@@ -185,14 +185,14 @@ class Ask(Value, frozen=True):
     timeout_s: float
 
 
-class Tell(Value, frozen=True):
+class NotifyAgent(Value, frozen=True):
     """Have an agent end a lease or an offer; the reply is ignored, as both expire."""
 
     ticket: Ticket
     message: Release | PeerWithdraw | Forgo
 
 
-class HoldPeer(Value, frozen=True):
+class AcquirePeer(Value, frozen=True):
     """Acquire the peers of the attempt; `StepFailed` if that fails."""
 
     requested: Requested
@@ -200,7 +200,7 @@ class HoldPeer(Value, frozen=True):
     deadline: float
 
 
-class FindRoute(HoldPeer, frozen=True):
+class FindRoute(AcquirePeer, frozen=True):
     """Acquire the peers and shake hands; answered once, by `PeerReady` or `StepFailed`."""
 
     timeout_s: float
@@ -253,7 +253,7 @@ class StopReads(Value, frozen=True):
     resources: Any = None
 
 
-class Notify(Value, frozen=True):
+class NotifyEngine(Value, frozen=True):
     """Notify the engine of tokens in its blocks, not yet valid, or, last, of its freed blocks."""
 
     requested: Requested
@@ -276,14 +276,14 @@ Command = (
     SendReply
     | Refuse
     | Ask
-    | Tell
-    | HoldPeer
+    | NotifyAgent
+    | AcquirePeer
     | FindRoute
     | ReadChunk
     | AskOthers
     | EndEarlierParts
     | EndAttempt
     | StopReads
-    | Notify
+    | NotifyEngine
     | ReportFetched
 )

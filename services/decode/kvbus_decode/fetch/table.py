@@ -98,7 +98,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             state=FetchState.QUEUED,
             entered_at=now,
         )
-        commands: Commands = [ev.HoldPeer(event, fetch.attempts, deadline)]
+        commands: Commands = [ev.AcquirePeer(event, fetch.attempts, deadline)]
         if event.asked.repeated:
             fetch.state, fetch.repeated = FetchState.TAKING, True
             if event.others:

@@ -159,12 +159,12 @@ def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Com
 def _pause_s(event: ev.Answered, at: Context) -> float:
     """Return the pause before the next request, from the reply or the configuration.
 
-    Bounded, then lengthened up to twofold by ``luck``.
+    Bounded, then lengthened up to twofold by ``jitter``.
     """
     hint = event.error.detail.get("retry_after_s") if event.error is not None else None
     least_s = hint if isinstance(hint, int | float) else at.limits.busy_retry_s
     # The order matters: `max` returns its first argument for a hint of NaN.
-    return min(max(MIN_PAUSE_S, least_s), MAX_PAUSE_S) * (1 + event.luck)
+    return min(max(MIN_PAUSE_S, least_s), MAX_PAUSE_S) * (1 + event.jitter)
 
 
 def note_news(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Commands:
@@ -294,7 +294,7 @@ def end_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
     asked = fetch.requested.asked
     if asked.chunk_tokens and fetch.num_read and not fetch.others_read:
         landed = Landed(fetch_id=asked.fetch_id, num_tokens=fetch.read_to)
-        commands.append(ev.Notify(fetch.requested, landed))
+        commands.append(ev.NotifyEngine(fetch.requested, landed))
     return commands
 
 
@@ -402,7 +402,7 @@ def retry(fetch: FetchEntry, _event: DeadlinePassed, at: Context) -> Commands:
         return [resolve(fetch, at)]
     else:
         fetch.enter(TAKING if commits else MEETING, at.now)
-    return [ev.HoldPeer(fetch.requested, fetch.attempts, fetch.deadline), ask(fetch, at)]
+    return [ev.AcquirePeer(fetch.requested, fetch.attempts, fetch.deadline), ask(fetch, at)]
 
 
 def end_stopped_read(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
@@ -463,7 +463,7 @@ def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Command
     if fetch.requested.has_met:
         offer = {"agent_boot": fetch.boot, "offer_id": ticket.offer_id}
         message = PeerWithdraw(**offer, secret=ticket.secret)
-    return [*commands, ev.Tell(ticket, message)]
+    return [*commands, ev.NotifyAgent(ticket, message)]
 
 
 def free(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
@@ -472,7 +472,7 @@ def free(fetch: FetchEntry, event: ev.ReadEnded, at: Context) -> Commands:
         return []
     fetch.enter(fetch.ends_as, at.now)
     freed = BlocksFreed(fetch_id=fetch.requested.asked.fetch_id)
-    return [*give_back(fetch), ev.Notify(fetch.requested, freed)]
+    return [*give_back(fetch), ev.NotifyEngine(fetch.requested, freed)]
 
 
 def stop_reads(fetch: FetchEntry) -> ev.StopReads:
@@ -485,9 +485,11 @@ def give_back(fetch: FetchEntry) -> Commands:
     return [release(fetch.requested.ticket, fetch.boot, fetch.held, fetch.error.code)]
 
 
-def release(ticket: Ticket, boot: str, lease: Granted, code: ErrorCode) -> ev.Tell:
+def release(ticket: Ticket, boot: str, lease: Granted, code: ErrorCode) -> ev.NotifyAgent:
     of = {"agent_boot": boot, "offer_id": ticket.offer_id}
-    return ev.Tell(ticket, Release(**of, epoch=lease.epoch, token=lease.token, code=code.value))
+    return ev.NotifyAgent(
+        ticket, Release(**of, epoch=lease.epoch, token=lease.token, code=code.value)
+    )
 
 
 def keep_late_lease(fetch: FetchEntry, event: ev.Answered, _: Context) -> Commands:
