@@ -9,7 +9,7 @@ A `FairQueue` serves urgent items first, owner by owner, and never starves an it
 If m priorities have waiting items, each gets at least one turn in 8 m, whatever arrives later. In
 these turns, each owner has one turn before any has a second.
 
-`Permits` bounds what does not wait: a party takes from the one that has most.
+`Permits` bounds what does not wait: a tenant takes from the one that has most.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -134,32 +134,32 @@ Tenant = Hashable
 
 
 class Permits(Generic[T]):
-    """At most ``most`` things, in fair shares of the parties.
+    """At most ``most`` things, in fair shares of the tenants.
 
-    One party alone may have all. If all are taken, a party with fewer things gets the newest one of
-    the party with most. So an equal share is never refused or lost.
+    One tenant alone may have all. If all are taken, a tenant with fewer things gets the newest one
+    of the tenant with most. So an equal share is never refused or lost.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._things: dict[Tenant, dict[T, None]] = {}
-        self._party_of: dict[T, Tenant] = {}
+        self._tenant_of: dict[T, Tenant] = {}
         self._having: defaultdict[int, dict[Tenant, None]] = defaultdict(dict)
         """By number of things, as strangers may fill all places."""
         self._largest = 0
 
     def __len__(self) -> int:
-        return len(self._party_of)
+        return len(self._tenant_of)
 
     def __contains__(self, thing: object) -> bool:
-        return thing in self._party_of
+        return thing in self._tenant_of
 
-    def enter(self, party: Tenant, thing: T) -> T | None:
+    def enter(self, tenant: Tenant, thing: T) -> T | None:
         """Add ``thing``; return the thing that lost its place for it.
 
-        Raises `LocalError` (``busy``) when all are taken and no party has at least two more.
+        Raises `LocalError` (``busy``) when all are taken and no tenant has at least two more.
         """
-        lost, num_own = None, len(self._things.get(party, ()))
+        lost, num_own = None, len(self._things.get(tenant, ()))
         if len(self) >= self._most:
             if self._largest <= num_own + 1:
                 raise LocalError(
@@ -168,24 +168,24 @@ class Permits(Generic[T]):
                 )
             lost = next(reversed(self._things[next(iter(self._having[self._largest]))]))
             self.leave(lost)
-        self._things.setdefault(party, {})[thing] = None
-        self._party_of[thing] = party
-        self._count(party, num_own, num_own + 1)
+        self._things.setdefault(tenant, {})[thing] = None
+        self._tenant_of[thing] = tenant
+        self._count(tenant, num_own, num_own + 1)
         return lost
 
     def leave(self, thing: T) -> None:
-        if thing not in self._party_of:
+        if thing not in self._tenant_of:
             return
-        party = self._party_of.pop(thing)
-        things = self._things[party]
+        tenant = self._tenant_of.pop(thing)
+        things = self._things[tenant]
         del things[thing]
-        self._count(party, len(things) + 1, len(things))
+        self._count(tenant, len(things) + 1, len(things))
         if not things:
-            del self._things[party]
+            del self._things[tenant]
 
-    def _count(self, party: Tenant, before: int, now: int) -> None:
-        self._having[before].pop(party, None)
+    def _count(self, tenant: Tenant, before: int, now: int) -> None:
+        self._having[before].pop(tenant, None)
         if now:
-            self._having[now][party] = None
+            self._having[now][tenant] = None
         if now > self._largest or not self._having[self._largest]:
             self._largest = now

@@ -506,7 +506,7 @@ async def start_long_read(
     try:
         await until(lambda: not torch.equal(first, before))
     except NotInTimeError as error:
-        error.add_note("\n".join(["story of the fetch:", *story_of(target, fetch)]))
+        error.add_note("\n".join(["history of the fetch:", *story_of(target, fetch)]))
         raise
     return offer, fetch
 
@@ -514,5 +514,5 @@ async def start_long_read(
 def story_of(target: Engine, fetch: Fetch) -> list[str]:
     """What happened to a fetch, as its agent tells it."""
     endpoint = target.control.agent.peer_endpoint
-    story: list[str] = ask(endpoint, "status", {"fetch_id": fetch.fetch_id})["ok"]["story"]
-    return story
+    history: list[str] = ask(endpoint, "status", {"fetch_id": fetch.fetch_id})["ok"]["history"]
+    return history

@@ -14,7 +14,7 @@ from kvbus.agent.loop import until
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.processes import ProcessReport
 from kvbus.agent.slots import StagingDevices
-from kvbus.agent.spans import Stories
+from kvbus.agent.spans import Histories
 from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.data.client import DataProcess
 from kvbus.data.messages import Cut
@@ -67,10 +67,10 @@ class Service(EngineUser):
         agent: Agent,
         table: Table[Any, Any, Any, Any],
         driver: Driver[Any],
-        stories: Stories[Any],
+        histories: Histories[Any],
     ) -> None:
         self._agent, self._driver, self._live = agent, driver, table.live
-        self.stories = stories
+        self.histories = histories
 
     async def start(self) -> None:
         """Open resources; awaited before any request arrives."""

@@ -1,9 +1,9 @@
-"""Spans of an entry, made from its story: one span for each stay in a state (pure).
+"""Spans of an entry, made from its history: one span for each stay in a state (pure).
 
     steps   t0 queued   t1 claiming   t2 reading   t3 reading, a new chunk   t4 completed
     spans      ├ queued ┤├ claiming ──┤├ reading ──┤├ reading ────────────────┤
 
-A story keeps only the last steps.
+A history keeps only the last steps.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvbus.protocol.tools import Span, Status, Trace, TraceResult
-from kvbus.table import Story, Table
+from kvbus.table import History, Table
 
 FORGOTTEN = "forgotten"
 PENDING, MAX_PENDING_S = "pending", 86_400.0
@@ -25,7 +25,7 @@ ASKED, MAX_ASKED_S = "asked", 3600.0
 N = TypeVar("N")
 
 
-class Stories(Generic[N]):
+class Histories(Generic[N]):
     def __init__(self, table: Table[Any, Any, Any, Any]) -> None:
         self._newest = table.newest
 
@@ -50,7 +50,7 @@ class Stories(Generic[N]):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Rules that turn the story of a table into spans.
+    """Rules that turn the history of a table into spans.
 
     States in ``ends`` make no span. A command in ``cuts`` begins a new span in the same state.
     ``names`` replaces the name of a state, keyed by previous state and state.
@@ -61,12 +61,12 @@ class Reading:
     names: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
-def state_spans(story: Story, reading: Reading, *, depth: int) -> list[Span]:
+def state_spans(history: History, reading: Reading, *, depth: int) -> list[Span]:
     """Return a span for each stay of each part, sorted by start."""
     spans: list[Span] = []
     stays: dict[str, tuple[str, str, float]] = {}
     cuts = frozenset(reading.cuts)
-    for now, about, _, state, commands, error in story.steps:
+    for now, about, _, state, commands, error in history.steps:
         before = stays.get(about)
         if before is not None:
             if before[1] == state and not (cuts and cuts.intersection(commands)):
@@ -81,11 +81,13 @@ def state_spans(story: Story, reading: Reading, *, depth: int) -> list[Span]:
     return sorted(spans, key=lambda span: span.start_s)
 
 
-def command_spans(story: Story, begins: type, ends: type, *, name: str, depth: int) -> list[Span]:
+def command_spans(
+    history: History, begins: type, ends: type, *, name: str, depth: int
+) -> list[Span]:
     """Return spans from each command ``begins`` to the next unused command ``ends``."""
     spans: list[Span] = []
     begun: deque[float] = deque()
-    for now, _, _, _, commands, _ in story.steps:
+    for now, _, _, _, commands, _ in history.steps:
         for kind in commands:
             if kind is begins:
                 begun.append(now)
@@ -94,21 +96,21 @@ def command_spans(story: Story, begins: type, ends: type, *, name: str, depth: i
     return spans + [Span(name, start_s, None, depth) for start_s in begun]
 
 
-def forgotten_span(story: Story, *, depth: int) -> list[Span]:
-    if story.started_at is None or story.steps[0][0] <= story.started_at:
+def forgotten_span(history: History, *, depth: int) -> list[Span]:
+    if history.started_at is None or history.steps[0][0] <= history.started_at:
         return []
-    return [Span(FORGOTTEN, story.started_at, story.steps[0][0], depth)]
+    return [Span(FORGOTTEN, history.started_at, history.steps[0][0], depth)]
 
 
 def asked_span(
-    story: Story, asked_at: float | None, *, depth: int, started_at: float | None = None
+    history: History, asked_at: float | None, *, depth: int, started_at: float | None = None
 ) -> list[Span]:
     """Return a span from the engine's request, at ``asked_at`` by its clock, to the start.
 
     The start is ``started_at``, or the first step. Times of another time namespace are implausible,
     and make no span. The span is long if the engine retried after ``busy``.
     """
-    started_at = story.started_at if started_at is None else started_at
+    started_at = history.started_at if started_at is None else started_at
     if asked_at is None or started_at is None or not 0 < started_at - asked_at <= MAX_ASKED_S:
         return []
     return [Span(ASKED, asked_at, started_at, depth)]

@@ -86,7 +86,7 @@ class StatusReporter:
             draining=self.is_draining,
             counts=service.counts(),
             data_endpoints=agent.data_plane.endpoints,
-            story=tuple(service.stories.lines(asked)),
+            history=tuple(service.histories.lines(asked)),
             sharing=service.sharing(),
             silent_peers={at: silent_s for (at, _), silent_s in service.silent_peers().items()},
             engine_instances={n: engine.instance for n, engine in agent.engines.engines.items()},
@@ -98,7 +98,7 @@ class StatusReporter:
         )
 
     def trace(self, asked: Trace) -> Traced:
-        identity, remembered = self.agent.identity, self.service.stories.remembered(asked)
+        identity, remembered = self.agent.identity, self.service.histories.remembered(asked)
         spans, cut = remembered.newest()
         return Traced(
             agent_id=identity.agent_id,
@@ -152,7 +152,7 @@ class StatusReporter:
 
     def _collect(self) -> Callable[[], Live]:
         families = list(self.agent.metrics.registry.collect())
-        recent = self.service.stories.recent(MOST_RECENT)
+        recent = self.service.histories.recent(MOST_RECENT)
         full, key_file = self.status(Status()), self.config.key_file
         status = structs.replace(without_place(full), processes=full.processes)
         server_key, silent = self.agent.identity.server_key, self.service.silent_peers()

@@ -44,7 +44,7 @@ Handler = Callable[[Any, "Call"], None]
 
 
 class Quota(NamedTuple):
-    """Handler with up to ``most`` calls in progress, shared fairly between parties.
+    """Handler with up to ``most`` calls in progress, shared fairly between tenants.
 
     The server may end a call to make room; `Call.on_end` reports it.
     """
@@ -138,7 +138,7 @@ class Session:
         self.key, self.boot, _ = sender
         self.name = blake2b(repr(sender).encode(), digest_size=16).hexdigest()
         """Digest of the sender, without its secret."""
-        self.party: Tenant = self.key or identity
+        self.tenant: Tenant = self.key or identity
         """Unit of fair shares: the key, or without keys the first connection."""
         self.identity = identity
         self.pinned = self.closed = False
@@ -200,7 +200,7 @@ class Sessions:
         if session.boot in self._ended_boots:
             raise KVBusError("this boot id was ended here", code=ErrorCode.STALE)
         if len(self) >= self._limits.max_sessions:
-            self._make_room(session.party)
+            self._make_room(session.tenant)
         self._sessions[session.sender] = session
 
     def end_boot(self, boot: str) -> None:
@@ -218,18 +218,18 @@ class Sessions:
             if self._sessions.pop(session.sender, None) is not None:
                 session.close(error)
 
-    def _make_room(self, party: Tenant) -> None:
-        """End a session of the largest party, even a busy one; among equals, an idle one.
+    def _make_room(self, tenant: Tenant) -> None:
+        """End a session of the largest tenant, even a busy one; among equals, an idle one.
 
-        A party that fills the table loses its own sessions, not those of others.
+        A tenant that fills the table loses its own sessions, not those of others.
         """
         sessions = self._sessions.values()
-        num_of = Counter(one.party for one in sessions)
-        (largest, most), num_own = num_of.most_common(1)[0], num_of[party]
+        num_of = Counter(one.tenant for one in sessions)
+        (largest, most), num_own = num_of.most_common(1)[0], num_of[tenant]
         if most > num_own + 1:
-            may_go = (one for one in sessions if one.party == largest and not one.pinned)
+            may_go = (one for one in sessions if one.tenant == largest and not one.pinned)
         else:
-            own = (one for one in sessions if one.party == party or not num_own)
+            own = (one for one in sessions if one.tenant == tenant or not num_own)
             may_go = (one for one in own if not (one.pending or one.pinned))
         lost, busy = next(may_go, None), KVBusError("too many sessions", code=ErrorCode.BUSY)
         if lost is None:
@@ -446,7 +446,7 @@ class RequestServer(SocketActor):
         return message
 
     # Requests that wait must not block requests that work. Claims, renewals and takes are answered
-    # at once, so they need no room. Among waiting requests, each party has its share of the calls
+    # at once, so they need no room. Among waiting requests, each tenant has its share of the calls
     # with one op.
     def _make_room(self, call: Call) -> None:
         """Raise `KVBusError` (``busy``) without room for a call that may wait."""
@@ -454,7 +454,7 @@ class RequestServer(SocketActor):
         if self.num_pending >= limits.max_pending or num_pending >= limits.max_session_pending:
             raise KVBusError("too many requests in progress", code=ErrorCode.BUSY)
         places = self._places.get(call.op)
-        lost = places.enter(call.session.party, call) if places is not None else None
+        lost = places.enter(call.session.tenant, call) if places is not None else None
         if lost is not None:
             self.counters.busy += 1
             lost.end(KVBusError("others ask who have fewer in progress", code=ErrorCode.BUSY))

@@ -168,13 +168,13 @@ class Fetches(RequestRetrier[Fetch]):
         engine: EngineSpec,
         *,
         has_others: bool,
-        patience_s: float,
+        request_timeout_s: float,
         logger: logging.Logger,
         agent_wait_s: float = 10.0,
     ) -> None:
         super().__init__(agent_wait_s=agent_wait_s)
         self.runner, self._engine, self._has_others = runner, engine, has_others
-        self._patience_s = patience_s
+        self._request_timeout_s = request_timeout_s
         self.releases = _Releases(self, logger)
         self._fetches: dict[str, Fetch] = {}
         """Until their blocks are free."""
@@ -206,7 +206,7 @@ class Fetches(RequestRetrier[Fetch]):
             asked_s=time.monotonic(),
             **fields,
         )
-        return Fetch(self, message, on_landed, message.timeout_s or self._patience_s)
+        return Fetch(self, message, on_landed, message.timeout_s or self._request_timeout_s)
 
     def sent(self, one: Fetch, connection: Connection) -> None:
         """From now on, the agent may write into the blocks."""

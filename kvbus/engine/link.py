@@ -87,7 +87,7 @@ class Link:
             raise LocalError("a link is of a scheduler, or of memory, or of both")
         self.engine = engine
         self._others, self._instance = tuple(others), uuid.uuid4().hex
-        self._patience_s = request_timeout_s
+        self._request_timeout_s = request_timeout_s
         self._connect = partial(
             Connection,
             attach_path,
@@ -103,7 +103,7 @@ class Link:
             self.runner,
             engine,
             has_others=bool(self._others),
-            patience_s=request_timeout_s,
+            request_timeout_s=request_timeout_s,
             logger=logger,
             agent_wait_s=agent_wait_s,
         )
@@ -274,7 +274,7 @@ class Link:
         full or silent.
         """
         message = offer_message(request_id, num_tokens, block_ids, **options)
-        offer = Offer(self.runner, message, time.monotonic() + self._patience_s)
+        offer = Offer(self.runner, message, time.monotonic() + self._request_timeout_s)
         offer.on_end = self._over.note
         self.runner.post(partial(self._offers.ask, offer))
         return offer

@@ -332,8 +332,8 @@ class Meet(Request[Met], frozen=True):
     """Seconds that the agent may take to reply."""
 
 
-@request("forgo", Socket.PREFILL_PEER, refusals="busy offer_unknown draining")
-class Forgo(Request[Empty], frozen=True):
+@request("decline", Socket.PREFILL_PEER, refusals="busy offer_unknown draining")
+class Decline(Request[Empty], frozen=True):
     """Declare that the offer of this name will not be read. The agent withdraws it. If the engine
     makes it later, the agent refuses it (``cancelled``).
     """
@@ -481,7 +481,7 @@ class FetchPart(Request[PartFetched], frozen=True):
     token: Secret
     """The right to this part, new for each."""
     fetch_id: Id
-    """Id of the fetch at the home, for stories and traces."""
+    """Id of the fetch at the home, for histories and traces."""
     engine_id: EngineId
     access: Secret
     """The ``access`` of this agent in ``others`` of the control session."""

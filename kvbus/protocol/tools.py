@@ -114,7 +114,7 @@ class AgentStatus(Message, frozen=True):
     data_endpoints: tuple[Text, ...] = ()
     """HOST:PORT of each TCP socket at which the agent's NIXL listens. Only for senders with a key,
     or of the same user (or root) on this machine."""
-    story: tuple[Text, ...] = ()
+    history: tuple[Text, ...] = ()
     """Last events of the requested fetch or offer, for people."""
     sharing: Sharing | None = None
     """State of memory sharing with agents of the same machine. Only for the senders that get
@@ -141,9 +141,9 @@ class Status(Request[AgentStatus], frozen=True):
     """Get the state of an agent; subscribers resynchronize with it."""
 
     fetch_id: Text = ""
-    """Fetch of this decode agent, to get its ``story``."""
+    """Fetch of this decode agent, to get its ``history``."""
     offer_id: Text = ""
-    """Offer of this prefill agent, to get its ``story``."""
+    """Offer of this prefill agent, to get its ``history``."""
     echo: Echo = ""
     peer: Text = ""
     """Endpoint of another agent, to get the ``view`` of it. ``key`` alone is enough."""

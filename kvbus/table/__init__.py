@@ -1,12 +1,12 @@
 """The base of the sans-IO state machines (pure), for offers, fetches, slots and reads.
 
-table         live and retired entries, transitions, deadlines, stories, one way to apply an event,
-              and the driver of a table in an event loop
+table         live and retired entries, transitions, deadlines, histories, one way to apply an
+              event, and the driver of a table in an event loop
 events        events and commands that several tables share
 """
 
 from kvbus.fair import FAIR_TURN, FairPool, FairQueue, Key, Permits, Tenant
-from kvbus.table.table import Context, Driver, Promise, Story, Table, Transition, transitions
+from kvbus.table.table import Context, Driver, History, Promise, Table, Transition, transitions
 
 __all__ = [
     "FAIR_TURN",
@@ -14,10 +14,10 @@ __all__ = [
     "Driver",
     "FairPool",
     "FairQueue",
+    "History",
     "Key",
     "Permits",
     "Promise",
-    "Story",
     "Table",
     "Tenant",
     "Transition",

@@ -68,7 +68,7 @@ class Context(msgspec.Struct, Generic[L], frozen=True):
     limits: L
 
 
-class Story:
+class History:
     """The last `MAX_STEPS` events of one entry and their effects.
 
     It keeps kinds and error texts only, so that block tables and tracebacks are freed.
@@ -116,7 +116,7 @@ class Entry(Protocol):
     live entry needs.
     """
 
-    story: Story
+    history: History
 
     @property
     def key(self) -> Any: ...
@@ -224,14 +224,14 @@ class Table(Generic[K, N, L, C]):
 
     def _add(self, entry: N, event: object, now: float, commands: Sequence[C]) -> None:
         self.live[entry.key] = entry
-        entry.story.note(now, event, entry.state, commands)
+        entry.history.note(now, event, entry.state, commands)
         self.deadlines.set(entry.key, entry.due_at)
 
     def _apply(self, entry: N, event: object, now: float) -> list[C]:
         # An event with a message is known by the class of its message.
         transition = self.transitions[entry.state, type(getattr(event, "message", event))]
         commands: list[C] = transition.handler(entry, event, Context(now, self.limits))
-        entry.story.note(now, event, entry.state, commands)
+        entry.history.note(now, event, entry.state, commands)
         is_over, key = entry.is_over, entry.key
         self.deadlines.set(key, None if is_over else entry.due_at)
         if is_over and key in self.live:
@@ -251,25 +251,25 @@ class Table(Generic[K, N, L, C]):
     # handoffs, and then stops growing. A slow agent keeps some entries for longer, for later
     # queries about them.
     def _retire(self, entry: N) -> None:
-        key, story = entry.key, entry.story
+        key, history = entry.key, entry.history
         del self.live[key]
         entry.retire()
-        story.retire()
+        history.retire()
         self.retired[key] = entry
-        self.retired_bytes += story.kept_bytes
+        self.retired_bytes += history.kept_bytes
         for name in self._names_of(entry):
             others = self._retired_as.get(name, ())[1 - MOST_NAMESAKES :]
             self._retired_as[name] = (*others, key)
         while self.retired_bytes > self._max_retired_bytes or (
             len(self.retired) > KEPT_ANYWAY
-            and next(iter(self.retired.values())).story.retired_at < story.retired_at - KEPT_S
+            and next(iter(self.retired.values())).history.retired_at < history.retired_at - KEPT_S
         ):
             self._forget(next(iter(self.retired)))
 
     def _forget(self, key: K) -> N | None:
         entry = self.retired.pop(key, None)
         if entry is not None:
-            self.retired_bytes -= entry.story.kept_bytes
+            self.retired_bytes -= entry.history.kept_bytes
             for name in self._names_of(entry):
                 left = tuple(one for one in self._retired_as.pop(name, ()) if one != key)
                 if left:

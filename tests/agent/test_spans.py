@@ -1,4 +1,4 @@
-"""A story reads as spans: one for each stay in a state, with what ended it."""
+"""A history reads as spans: one for each stay in a state, with what ended it."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ from kvbus.agent.spans import (
 )
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol import Span
-from kvbus.table import Story
+from kvbus.table import History
 from kvbus.table.table import MAX_STEPS
 
 
@@ -41,9 +41,9 @@ BUSY = Came(LocalError("no", code=ErrorCode.BUSY))
 READING = Reading(ends=("over",), cuts=(Begin,), names={("read", "copy"): "scatter"})
 
 
-def story(*steps: Any) -> Story:
+def history(*steps: Any) -> History:
     """Of steps (time, state, commands, the part that they are about, event)."""
-    told, defaults = Story(), ((), "", Came())
+    told, defaults = History(), ((), "", Came())
     for step in steps:
         full: Any = (*step, *defaults[len(step) - 2 :])
         now, state, commands, about, event = full
@@ -53,15 +53,15 @@ def story(*steps: Any) -> Story:
 
 STORIES = {
     "a span for each stay, and none for an end": (
-        story((1.0, "wait"), (2.0, "wait"), (3.0, "read"), (5.0, "over"), (6.0, "over")),
+        history((1.0, "wait"), (2.0, "wait"), (3.0, "read"), (5.0, "over"), (6.0, "over")),
         [Span("wait", 1.0, 3.0), Span("read", 3.0, 5.0)],
     ),
     "a new span of the same state from a command that cuts": (
-        story((1.0, "read", [Begin]), (2.0, "read"), (3.0, "read", [Begin]), (4.0, "over")),
+        history((1.0, "read", [Begin]), (2.0, "read"), (3.0, "read", [Begin]), (4.0, "over")),
         [Span("read", 1.0, 3.0), Span("read", 3.0, 4.0)],
     ),
     "parts have spans of their own, and names by the state before": (
-        story(
+        history(
             (1.0, "read", [], "leg 0"),
             (1.5, "copy", [], "leg 1"),
             (2.0, "copy", [], "leg 0"),
@@ -74,7 +74,7 @@ STORIES = {
         ],
     ),
     "a stay of no time is a span only if it ended in an error": (
-        story((1.0, "wait"), (1.0, "read"), (1.0, "over", [], "", BUSY)),
+        history((1.0, "wait"), (1.0, "read"), (1.0, "over", [], "", BUSY)),
         [Span("read", 1.0, 1.0, 0, "", "busy: no")],
     ),
 }
@@ -88,15 +88,15 @@ def test_the_stays_of_a_story_are_its_spans(name: str) -> None:
 
 
 def test_the_time_before_the_steps_that_are_kept_is_a_span() -> None:
-    short = story((1.0, "read"), (2.0, "over"))
-    long = story(*((float(at), f"state {at}") for at in range(MAX_STEPS + 5)))
+    short = history((1.0, "read"), (2.0, "over"))
+    long = history(*((float(at), f"state {at}") for at in range(MAX_STEPS + 5)))
 
     assert forgotten_span(short, depth=1) == []
     assert forgotten_span(long, depth=1) == [Span(FORGOTTEN, 0.0, 5.0, 1)]
 
 
 def test_commands_that_begin_and_end_something_are_paired_in_order() -> None:
-    told = story((1.0, "a", [Begin]), (2.0, "a", [Begin]), (3.0, "a", [End, End, End, Begin]))
+    told = history((1.0, "a", [Begin]), (2.0, "a", [Begin]), (3.0, "a", [End, End, End, Begin]))
 
     assert command_spans(told, Begin, End, name="leased", depth=1) == [
         Span("leased", 1.0, 3.0, 1),
@@ -122,7 +122,7 @@ times = st.floats() | st.floats(70.0, 130.0)
 @given(asked_at=st.none() | times)
 def test_the_way_there_is_a_span_if_it_was_asked_before_the_start(asked_at: float | None) -> None:
     """The word of an engine with another clock is not believed where it cannot be."""
-    begun = story((100.0, "wait"), (110.0, "over"))
+    begun = history((100.0, "wait"), (110.0, "over"))
 
     spans = asked_span(begun, asked_at, depth=1)
 

@@ -28,7 +28,7 @@ LOOK_S = 0.5
 NEVER = ("invalid", "internal")
 """Codes that say that somebody made a mistake."""
 LIVE = re.compile(" -> (open|sealed): ")
-"""The state of an offer in a line of its story."""
+"""The state of an offer in a line of its history."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,11 @@ class Handoffs:
 
     async def _judge_mismatch(self, fetch: str, offer_id: str, source: Engine) -> None:
         """Bytes of an offer that has ended may differ; of one that lives on they may not."""
-        story = await self._world.story(self._world.agent_of(source), offer_id=offer_id)
-        if story and LIVE.search(story[-1]):
-            self._ledger.violate("false_mismatch", f"{fetch}, of an offer that lives", story=story)
+        history = await self._world.history(self._world.agent_of(source), offer_id=offer_id)
+        if history and LIVE.search(history[-1]):
+            self._ledger.violate(
+                "false_mismatch", f"{fetch}, of an offer that lives", history=history
+            )
 
     async def _in_time(self, future: "asyncio.Future[Told]", wait: Wait) -> Told:
         """The answer, which must come in time; nobody has time while it is stopped."""
@@ -193,9 +195,9 @@ class Handoffs:
             late_s = time.monotonic() - started - lost_s - wait.within_s
             if not future.done() and late_s > OVERDUE_S and not is_told:
                 is_told = True
-                story = await self._world.story(agent, **wait.about) if wait.about else []
+                history = await self._world.history(agent, **wait.about) if wait.about else []
                 of = f"{wait.what} at {wait.engine.shape.name}, {wait.within_s:.1f} s"
-                self._ledger.violate("overdue", of, story=story)
+                self._ledger.violate("overdue", of, history=history)
             is_late = is_told and late_s > 2 * OVERDUE_S
             if is_late or self._ledger.is_over:
                 return {"outcome": "overdue", "code": "", "stage": "", "fetch_id": ""}

@@ -1,6 +1,6 @@
 """What a chaos run counts, and what it found wrong.
 
-Refuses to forgive: a violation is kept with the seed, the time and the story of what it is about.
+Refuses to forgive: a violation is kept with the seed, the time and the history of what it is about.
 """
 
 import json

@@ -93,7 +93,7 @@ class World:
         self.setting, self.ledger, self._agents, self._seed = setting, ledger, agents, seed
         self.folder = agents.folder
         self._tasks: list[asyncio.Task[None]] = []
-        self._stories: list[asyncio.Task[None]] = []
+        self._histories: list[asyncio.Task[None]] = []
         self.stops = {name: Stops() for name in AGENTS}
         self.lag = Stops()
         self.agents: dict[str, AgentProcess] = {}
@@ -129,7 +129,7 @@ class World:
 
     async def close(self) -> None:
         """End everything."""
-        await asyncio.gather(*self._stories)
+        await asyncio.gather(*self._histories)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -188,14 +188,14 @@ class World:
         agent.launch()
         await self._has_started(agent, name)
 
-    async def story(self, agent: str, **what: str) -> list[str]:
+    async def history(self, agent: str, **what: str) -> list[str]:
         """What an agent tells of a fetch or an offer; it may be gone by now."""
         try:
             told = await asyncio.to_thread(lambda: self.agents[agent].status(**what))
-            story: list[str] = told["story"]
-        except Exception as error:  # the violation counts, with or without its story
-            return [f"no story: {error!r}"]
-        return story
+            history: list[str] = told["history"]
+        except Exception as error:  # the violation counts, with or without its history
+            return [f"no history: {error!r}"]
+        return history
 
     def rogues(self) -> list[Rogue]:
         """One for each prefill agent."""
@@ -254,15 +254,15 @@ class World:
         self._tasks.append(asyncio.create_task(what))
 
     def tell_violation(self, told: Told) -> None:
-        """What an engine has found, with the story of it."""
-        self._stories.append(asyncio.create_task(self._violate(told)))
+        """What an engine has found, with the history of it."""
+        self._histories.append(asyncio.create_task(self._violate(told)))
 
     async def _violate(self, told: Told) -> None:
         """What an engine found, with what the decode agents know of it."""
         more = {}
         if fetch_id := told.get("fetch_id"):
-            more["story"] = [
-                line for name in AGENTS[2:] for line in await self.story(name, fetch_id=fetch_id)
+            more["history"] = [
+                line for name in AGENTS[2:] for line in await self.history(name, fetch_id=fetch_id)
             ]
         self.ledger.violate(told["what"], told["of"], **more)
 

@@ -21,8 +21,8 @@ from kvbus.protocol import (
     Claim,
     CommitAnswer,
     CommitQuery,
+    Decline,
     Empty,
-    Forgo,
     Granted,
     Landed,
     Meet,
@@ -186,7 +186,7 @@ WORDS = {
     CommitQuery: "query",
     ev.EndEarlierParts: "end parts",
     Take: "take",
-    Forgo: "forgo",
+    Decline: "decline",
     Release: "release",
     PeerWithdraw: "withdraw",
 }
@@ -308,8 +308,8 @@ SCRIPTS: dict[str, list[Step]] = {
          (0.9, failed(BUSY), []),
          (1, DUE, ["failed meeting timeout"])],
     "who gives up before the offer is made has it forgone, also later":
-        [meeting(), (0, GIVE_UP, ["ok", "cancelled meeting cancelled", "forgo"]),
-         (0, GIVE_UP, ["ok", "forgo"])],
+        [meeting(), (0, GIVE_UP, ["ok", "cancelled meeting cancelled", "decline"]),
+         (0, GIVE_UP, ["ok", "decline"])],
     "a fetch whose route is known claims at once":
         [(0, known(), ["hold", "claim"])],
     "an engine that has all tokens reads nothing and takes":

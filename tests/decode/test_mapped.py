@@ -68,7 +68,7 @@ async def test_the_trace_of_a_mapped_copy_has_it_as_a_leg_of_the_reading(
         offer, fetch = await begin(source, target, num_tokens)
         assert (await fetch.ended).path == "mapped"
 
-        (spans,) = both.service.stories.remembered(Trace(fetch_id=fetch.fetch_id)).entries
+        (spans,) = both.service.histories.remembered(Trace(fetch_id=fetch.fetch_id)).entries
         (reading,) = [span for span in spans if span.name == "reading"]
         (leg,) = [span for span in spans if span.about]
         await offer.ended

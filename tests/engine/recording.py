@@ -114,7 +114,7 @@ class RecordedFetches(Fetches):
             runner(),
             SPEC,
             has_others=has_others,
-            patience_s=PATIENCE_S,
+            request_timeout_s=PATIENCE_S,
             logger=logging.getLogger("kvbus.engine"),
             **options,
         )

@@ -162,14 +162,14 @@ async def test_of_engines_with_equal_fetch_ids_each_cancels_its_own_and_no_other
         failure = await failure_of(fetches[0])
         await offers[1].seal()
         await fetches[1].ended
-        story = "\n".join(decode.status(fetch_id="fetch-1")["story"])
+        history = "\n".join(decode.status(fetch_id="fetch-1")["history"])
         await offers[0].withdraw()
 
         assert unknown.value.code is ErrorCode.FETCH_UNKNOWN
         assert failure.code is ErrorCode.CANCELLED
         assert [await offer.ended for offer in offers] == ["withdrawn", "completed"]
-        assert "-> cancelled" in story
-        assert "-> completed" in story
+        assert "-> cancelled" in history
+        assert "-> completed" in history
 
 
 async def test_a_decode_engine_whose_fetch_failed_frees_the_offer_by_the_fetch(

@@ -262,11 +262,11 @@ async def test_the_page_says_what_the_peer_socket_says_of_the_agent_and_of_an_of
         asked = {"offer_id": offer.offer_id}
         pages = ("/status", f"/status?offer={offer.offer_id}", f"/trace?id={offer.offer_id}")
         status, told, traced = [json.loads(prefill.page(page)[1]) for page in pages]
-        same_status, same_story = prefill.status(), prefill.status(**asked)["story"]
+        same_status, same_story = prefill.status(), prefill.status(**asked)["history"]
         await offer.withdraw()
 
     assert status == same_status
-    assert told["story"] == same_story[: len(told["story"])] != []
+    assert told["history"] == same_story[: len(told["history"])] != []
     assert traced["spans"][0]["name"] == "offer"
 
 

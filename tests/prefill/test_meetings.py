@@ -6,7 +6,7 @@ Each case is a script: events, some with the time and who is answered what. See 
 import pytest
 
 from kvbus.geometry import BlockTable
-from kvbus.protocol import Forgo, MakeOffer, Meet, Met, OfferMade, WithdrawOffer
+from kvbus.protocol import Decline, MakeOffer, Meet, Met, OfferMade, WithdrawOffer
 from kvbus.table.events import DeadlinePassed, DrainStarted, Refuse, SendReply
 from kvbus_prefill import offer
 from tests.prefill.tickets import ticket_for
@@ -25,8 +25,8 @@ def wants(who: str, name: str = NAME, wait_s: float = 2.0) -> ev.Asked[Meet]:
     return ev.Asked(Meet(transfer_id=name, wait_s=wait_s), who, fresh=f"until {id_of(name)}")
 
 
-def forgone(who: str, name: str = NAME) -> ev.Asked[Forgo]:
-    return ev.Asked(Forgo(transfer_id=name), who, fresh=f"until {id_of(name)}")
+def forgone(who: str, name: str = NAME) -> ev.Asked[Decline]:
+    return ev.Asked(Decline(transfer_id=name), who, fresh=f"until {id_of(name)}")
 
 
 def made(name: str = NAME, request_id: str = "") -> ev.Opened:

@@ -1,4 +1,4 @@
-"""What others see of agents: spans at a collector, their story, the status, what is documented."""
+"""What others see of agents: spans at a collector, history, status, and what is documented."""
 
 import json
 import os

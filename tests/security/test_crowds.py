@@ -1,4 +1,4 @@
-"""One party asks for all that an agent has room for: the handoffs of others go on."""
+"""One tenant asks for all that an agent has room for: the handoffs of others go on."""
 
 import os
 import sys

@@ -220,7 +220,7 @@ async def test_no_event_log_line_status_metric_or_story_has_a_right(
                 return any(b"offer.released" in one[0] and told in one[1] for one in heard)
 
             await until(is_released)
-        stories = [
+        histories = [
             ask(agent.peer, op, {kind: name})
             for agent in (prefill, decode)
             for op in ("status", "trace")
@@ -230,13 +230,13 @@ async def test_no_event_log_line_status_metric_or_story_has_a_right(
             "events": repr(heard),
             "logs": "\n".join(prefill.lines() + decode.lines()),
             "metrics": prefill.page("/metrics")[1] + decode.page("/metrics")[1],
-            "stories": json.dumps(stories),
+            "histories": json.dumps(histories),
             "refusals": repr(refused),
             "reprs": repr((fetched, fetch, failure, completed, Ticket.from_json(fetched.ticket))),
         }
 
-    assert decode.says("handoff.story")
-    assert "Claim" in texts["stories"]
+    assert decode.says("handoff.history")
+    assert "Claim" in texts["histories"]
     rights = [
         source.control.connection.boot,
         target.control.connection.boot,

@@ -109,7 +109,7 @@ class Cluster:
             self.world,
             late_s=self._late_s,
             quiet_since=self._quiet_since,
-            story=self._story,
+            history=self._history,
             on_offered=self._on_offered,
         )
         self.agents: dict[tuple[AgentRole, int], SimAgent] = {}
@@ -222,14 +222,14 @@ class Cluster:
                 left.append(f"{agent.name} holds {held}")
         return left
 
-    def _story(self, handoff: Handoff) -> str:
+    def _history(self, handoff: Handoff) -> str:
         lines = []
         for agent in (self.agents[P, handoff.plan.prefill], self.agents[D, handoff.plan.decode]):
             if agent.has_started:
                 asked = Status(offer_id=handoff.offer_id, fetch_id=handoff.name)
                 lines += [
                     f"{agent.name} since {agent.started_at:.3f} s:",
-                    *agent.service.stories.lines(asked),
+                    *agent.service.histories.lines(asked),
                 ]
         return "\n".join(lines)
 

@@ -115,8 +115,8 @@ class Ledger:
     """All handoffs that are not over; counts how they ended.
 
     ``late_s`` says how long the decode side of a handoff was frozen since a time, ``quiet_since``
-    since when nothing goes wrong, ``story`` what the agents know of a handoff; ``on_offered`` gets
-    its ticket.
+    since when nothing goes wrong, ``history`` what the agents know of a handoff. ``on_offered``
+    gets its ticket.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Ledger:
         *,
         late_s: Callable[[Handoff, float], float],
         quiet_since: Callable[[], float],
-        story: Callable[[Handoff], str],
+        history: Callable[[Handoff], str],
         on_offered: Callable[[Handoff, dict[str, Any]], None],
     ) -> None:
         self.world = world
@@ -133,7 +133,7 @@ class Ledger:
         self.num_started = 0
         self.live: dict[str, Handoff] = {}
         self.on_offered = on_offered
-        self._late_s, self._quiet_since, self._story = late_s, quiet_since, story
+        self._late_s, self._quiet_since, self._history = late_s, quiet_since, history
 
     def begin(self, plan: Plan) -> Handoff:
         number = self.num_started
@@ -221,7 +221,7 @@ class Ledger:
 
     def fail(self, handoff: Handoff, what: str) -> None:
         """Something that must not be, with what the agents know of the handoff."""
-        self.world.fail(f"{handoff.name}: {what}\n{handoff.plan}\n{self._story(handoff)}")
+        self.world.fail(f"{handoff.name}: {what}\n{handoff.plan}\n{self._history(handoff)}")
 
     def _may_be_read(self, handoff: Handoff) -> bool:
         return handoff.lost_agent or handoff.outcome in (None, Outcome.COMPLETED)

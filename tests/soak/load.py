@@ -119,7 +119,7 @@ class Load:
         end = await fetched.ended
         if end["outcome"] != "completed" and not gives_up:
             told = await asyncio.to_thread(target.agent.status, fetch_id=fetch["fetch_id"])
-            raise AssertionError(f"{end}, {told['story']}")
+            raise AssertionError(f"{end}, {told['history']}")
         self.counts[end.get("path") or end["code"]] += 1
         await fetched.freed
         await offered.ended

@@ -200,7 +200,7 @@ class Cluster:
         agent = self.agents[role]
         agent.started["peer"] = f"tcp://{self.hosts[role].address}:{PEER_PORT}"
         try:
-            lines: list[str] = (await asyncio.to_thread(agent.status, **of))["story"]
+            lines: list[str] = (await asyncio.to_thread(agent.status, **of))["history"]
         except Exception as error:  # the failure counts, with or without its history
             return [f"none: {error!r}"]
         return lines

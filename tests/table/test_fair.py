@@ -149,28 +149,28 @@ MOST = 6
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave"]), PARTIES), min_size=20, max_size=90))
 def test_an_equal_share_is_neither_refused_nor_lost(steps: list[tuple[str, int]]) -> None:
     places: Permits[tuple[int, int]] = Permits(MOST)
-    held: dict[int, list[tuple[int, int]]] = {party: [] for party in range(5)}
+    held: dict[int, list[tuple[int, int]]] = {tenant: [] for tenant in range(5)}
 
-    for number, (step, party) in enumerate(steps):
+    for number, (step, tenant) in enumerate(steps):
         if step == "leave":
-            if held[party]:
-                gone = held[party].pop(0)
+            if held[tenant]:
+                gone = held[tenant].pop(0)
                 places.leave(gone)
                 places.leave(gone)  # twice is once
             continue
-        wanted = party, number
-        before, num_parties = len(held[party]), sum(map(bool, held.values())) + (not held[party])
+        wanted = tenant, number
+        before, num_parties = len(held[tenant]), sum(map(bool, held.values())) + (not held[tenant])
         is_full = len(places) == MOST
         try:
-            lost = places.enter(party, wanted)
+            lost = places.enter(tenant, wanted)
         except LocalError:
             assert is_full
             assert before + 1 > MOST // num_parties
             continue
-        held[party].append(wanted)
+        held[tenant].append(wanted)
         assert (lost is not None) == is_full
         if lost is not None:
             assert held[lost[0]].pop() == lost
-            assert len(held[lost[0]]) >= len(held[party])
+            assert len(held[lost[0]]) >= len(held[tenant])
         assert len(places) == sum(map(len, held.values())) <= MOST
         assert all(one in places for things in held.values() for one in things)

@@ -1,4 +1,4 @@
-"""What a table keeps of each entry, its story and its deadline, is in order and bounded."""
+"""What a table keeps of each entry, its history and its deadline, is in order and bounded."""
 
 import gc
 import tracemalloc
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.table.table import MAX_STEPS, Deadlines, Story
+from kvbus.table.table import MAX_STEPS, Deadlines, History
 from tests.examples import num_examples
 
 STEPS = st.lists(
@@ -76,18 +76,18 @@ class Wanted:
 
 
 def test_a_story_keeps_its_last_steps_as_text_and_nothing_that_they_were_about() -> None:
-    story = Story()
+    history = History()
     event, command = Wanted(LocalError("no", code=ErrorCode.BUSY)), Wanted()
     things: list[object] = [event, event.error, command]
     kept = [weakref.ref(thing) for thing in things]
-    story.note(7.0, Wanted(), "reading", [command, command])
-    story.note(7.25, event, "failed", [], "leg 3")
+    history.note(7.0, Wanted(), "reading", [command, command])
+    history.note(7.25, event, "failed", [], "leg 3")
     del event, command, things
     gc.collect()
-    lines = list(story.lines())
+    lines = list(history.lines())
     for step in range(MAX_STEPS):
-        story.note(8.0 + step, Wanted(), f"state {step}", [])
-    last = list(story.lines())
+        history.note(8.0 + step, Wanted(), f"state {step}", [])
+    last = list(history.lines())
 
     assert [ref() for ref in kept] == [None] * 3
     assert lines == [

@@ -52,9 +52,9 @@ def test_decode_says_what_it_says_alone(pair: Cluster, at_once: bool) -> None:
         said = [decode.completion().tokens for decode, _ in calls]
         params = [prefill.completion().params for _, prefill in calls]
         ids = [each["ticket"]["offer_id"] for each in params if each is not None]
-        stories = [pair.prefill_agent.status(offer_id=one)["story"] for one in ids]
+        histories = [pair.prefill_agent.status(offer_id=one)["history"] for one in ids]
         assert len(ids) == len(prompts)
-        assert sum("ExtendOffer" in step for step in stories[-1]) >= 6
+        assert sum("ExtendOffer" in step for step in histories[-1]) >= 6
     else:
         said = [one.result() for one in [pair.soon(prompt) for prompt in prompts]]
 

@@ -153,9 +153,9 @@ def _tell(peer: str, answer: AgentStatus, asked: Status, *, as_json: bool) -> No
         write_json(answer)
     else:
         held = screen({peer: Between(Live(answer, "", 0.0, {}, ()))})
-        story = ["", f"story of {name}:", *answer.story] if answer.story else ()
-        write_text(text_of(held, *story))
-    if name and not answer.story:
+        history = ["", f"history of {name}:", *answer.history] if answer.history else ()
+        write_text(text_of(held, *history))
+    if name and not answer.history:
         kind = "fetch" if asked.fetch_id else "offer"
         raise RemoteError(
             f"no {kind} '{name}' is known there, or no longer", code=ErrorCode(f"{kind}_unknown")

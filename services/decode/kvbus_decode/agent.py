@@ -28,7 +28,7 @@ from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.lease_client import LeaseClient
 from kvbus_decode.mapped import MemoryBorrower
-from kvbus_decode.observe import READINGS, DecodeMetrics, FetchStories, log_fetched, log_retry
+from kvbus_decode.observe import READINGS, DecodeMetrics, FetchHistories, log_fetched, log_retry
 from kvbus_decode.parts import Part, PartClient, PartServer
 from kvbus_decode.paths import CostBook, PathChooser, ahead_of
 from kvbus_decode.peers import PeerDirectory
@@ -65,8 +65,8 @@ class DecodeService(Service):
         self._warm = WarmPeers(agent, config, peers, self.routes)
         peers.on_lost, peers.on_found = leases.lose, self._warm.see_news
         peers.on_offer, peers.on_missed = leases.see_event, leases.see_gap
-        stories = FetchStories(self._table, self._reader.story_of)
-        super().__init__(agent, self._table, driver, stories)
+        histories = FetchHistories(self._table, self._reader.story_of)
+        super().__init__(agent, self._table, driver, histories)
         self._costs = CostBook(agent, self.routes, chooser)
         self._parts = PartServer(self._part_requested, self._dispatch)
         self._others = PartClient(agent, config, peers, self._dispatch)
@@ -250,8 +250,8 @@ class DecodeService(Service):
         self._metrics.observe(report)
         log_fetched(structs.replace(report, fetched=fetched))
         if fetched.code and self._config.log_level == "debug":
-            story = self.stories.lines(Status(fetch_id=fetched.fetch_id))
-            log.debug("handoff.story", fetch_id=fetched.fetch_id, story=story)
+            history = self.histories.lines(Status(fetch_id=fetched.fetch_id))
+            log.debug("handoff.history", fetch_id=fetched.fetch_id, history=history)
         event = FetchEvent(
             fetch_id=fetched.fetch_id, request_id=fetched.request_id, code=fetched.code
         )
@@ -278,7 +278,7 @@ class DecodeService(Service):
             # the fetch of a rendezvous may have got no ticket
             trace_name = ticket.offer_id if requested.has_met else asked.fetch_id
             traces = asked.traceparent, ticket.traceparent
-            sender.put(self.stories.later(fetch), trace_name, *traces)
+            sender.put(self.histories.later(fetch), trace_name, *traces)
 
     def _readings(self) -> dict[str, float]:
         return {

@@ -18,7 +18,16 @@ from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestTimeout
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, Message
-from kvbus.protocol.peer import MAX_TAKEN, CheckMemory, Forgo, Meet, Met, Release, Take, WordsTaken
+from kvbus.protocol.peer import (
+    MAX_TAKEN,
+    CheckMemory,
+    Decline,
+    Meet,
+    Met,
+    Release,
+    Take,
+    WordsTaken,
+)
 from kvbus.protocol.ticket import Rendezvous, Ticket
 from kvbus.protocol.word import Word
 from kvbus.table import Promise
@@ -157,7 +166,7 @@ class LeaseClient:
             meets = Rendezvous.from_json(shown)
             peer = self._peers.find(PeerAddress.of(meets.unknown_ticket()))
             if peer is not None and not meets.signature:
-                peer.ask(Forgo(meets.transfer_id), RELEASE_TIMEOUT_S, lambda _: None)
+                peer.ask(Decline(meets.transfer_id), RELEASE_TIMEOUT_S, lambda _: None)
 
     def _note_taken(self, home: Peer, take: Take) -> None:
         """Report all takes of this turn of the event loop together."""

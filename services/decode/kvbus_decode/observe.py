@@ -1,4 +1,4 @@
-"""Metrics, the log line and spans of fetches, from `ReportFetched` and the stories."""
+"""Metrics, the log line and spans of fetches, from `ReportFetched` and the histories."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,8 @@ from msgspec import structs
 
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.spans import (
+    Histories,
     Reading,
-    Stories,
     asked_span,
     forgotten_span,
     last_end,
@@ -20,7 +20,7 @@ from kvbus.agent.spans import (
 from kvbus.planning import Path
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.tools import OtherAgent, Span, Status, Trace, TraceResult, trace_attributes
-from kvbus.table import Story
+from kvbus.table import History
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry, FetchState
 from kvbus_decode.fetch.table import FetchTable
@@ -140,16 +140,16 @@ LEGS = Reading(
 )
 
 
-class FetchStories(Stories[FetchEntry]):
-    """Stories of fetches; ``reads`` returns the story of a read by key."""
+class FetchHistories(Histories[FetchEntry]):
+    """Histories of fetches; ``reads`` returns the history of a read by key."""
 
-    def __init__(self, table: FetchTable, reads: Callable[[str], Story | None]) -> None:
+    def __init__(self, table: FetchTable, reads: Callable[[str], History | None]) -> None:
         super().__init__(table)
         self._table, self._reads = table, reads
 
     def lines(self, asked: Status) -> list[str]:
         found = self._table.called(asked.fetch_id)
-        lines = [line for fetch in found for line in fetch.story.lines()]
+        lines = [line for fetch in found for line in fetch.history.lines()]
         reads = [self._reads(fetch.key) for fetch in found]
         return lines + [f"read  {line}" for read in reads if read for line in read.lines()]
 
@@ -166,12 +166,12 @@ class FetchStories(Stories[FetchEntry]):
         return partial(_spans, fetch, self._reads(fetch.key))
 
 
-def _spans(fetch: FetchEntry, reads: Story | None) -> list[Span]:
-    story, requested = fetch.story, fetch.requested
-    there = asked_span(story, requested.asked.asked_s, depth=1)
+def _spans(fetch: FetchEntry, reads: History | None) -> list[Span]:
+    history, requested = fetch.history, fetch.requested
+    there = asked_span(history, requested.asked.asked_s, depth=1)
     pending = [span for asked in there for span in pending_span(requested.asked.wanted_s, asked)]
-    stages = there + forgotten_span(story, depth=1) + state_spans(story, FETCH, depth=1)
-    started_at = stages[0].start_s if stages else story.started_at or 0.0
+    stages = there + forgotten_span(history, depth=1) + state_spans(history, FETCH, depth=1)
+    started_at = stages[0].start_s if stages else history.started_at or 0.0
     root = Span(
         name="fetch",
         start_s=started_at,

@@ -30,7 +30,7 @@ from typing import Any, Optional
 from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
-from kvbus.table import FairPool, Key, Story, Table, transitions
+from kvbus.table import FairPool, History, Key, Table, transitions
 from kvbus.table.events import DeadlinePassed, Stopped, Value
 from kvbus_decode.fetch.events import ReadEnded, StopReads
 
@@ -177,7 +177,7 @@ class ReadEntry:
     """
 
     wanted: ChunkWanted
-    story: Story = field(default_factory=Story)
+    history: History = field(default_factory=History)
     live: dict[Leg, None] = field(default_factory=dict)
     waiting: deque[Leg] = field(default_factory=deque)
     rounds: deque[tuple[Leg, ...]] = field(init=False)
@@ -289,7 +289,7 @@ class ReadLimits:
 
 
 class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
-    """Table of all reads by key. A new read of a retired key continues its story."""
+    """Table of all reads by key. A new read of a retired key continues its history."""
 
     def __init__(self, limits: ReadLimits) -> None:
         super().__init__(limits, max_retired_bytes=limits.max_retired_bytes)
@@ -338,7 +338,7 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
             leg.number = number
         read = ReadEntry(wanted)
         if (before := self._forget(wanted.key)) is not None:
-            read.story = before.story
+            read.history = before.history
         self._add(read, wanted, now, ())
         return self._go_on(read, now)
 
@@ -370,7 +370,7 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
             wanted, ended = read.wanted, ReadEnded(read.key, read.num_bytes, read.error)
             if read.num_bytes:
                 ended = replace(ended, path=wanted.path, nixl_agent=wanted.nixl_agent)
-            read.story.note(now, ended, read.state, ())
+            read.history.note(now, ended, read.state, ())
             self._retire(read)
             commands.append(ended)
         self.deadlines.set(read.key, None if read.is_over else read.due_at)
@@ -382,7 +382,7 @@ class ReadTable(Table[str, ReadEntry, ReadLimits, Command]):
             return []
         commands: Commands = TRANSITIONS[before, type(event)].handler(read, leg, event, now)
         state = leg.state
-        read.story.note(now, event, state, commands, f"leg {leg.number}")
+        read.history.note(now, event, state, commands, f"leg {leg.number}")
         if state is QUEUED:
             self._pools[leg.device].add(read.turn_of(leg), leg)
         elif before is QUEUED and leg.slot is None:

@@ -16,7 +16,7 @@ from kvbus.agent.loop import failure, until
 from kvbus.agent.service import Agent
 from kvbus.data.messages import HOST
 from kvbus.planning import Path, Share, cut_for_digests, cut_into_boxes
-from kvbus.table import Driver, Promise, Story
+from kvbus.table import Driver, History, Promise
 from kvbus.table.events import Stopped
 from kvbus_decode import read_table as ev
 from kvbus_decode.box_legs import CompareWork, PackedWork, StagedWork, ZeroWork, release_slots
@@ -68,9 +68,9 @@ class Reader:
     def num_slots_in_use(self) -> int:
         return self._table.num_slots_in_use
 
-    def story_of(self, key: str) -> Story | None:
+    def story_of(self, key: str) -> History | None:
         read = self._table.find(key)
-        return None if read is None else read.story
+        return None if read is None else read.history
 
     def read_chunk(self, command: ReadChunk, promise: Promise[FetchEvent]) -> None:
         """Read a chunk by the path of its fetch, or by another if that path has closed.

@@ -31,7 +31,7 @@ from kvbus.protocol.peer import (
     CancelRequest,
     Claim,
     CommitQuery,
-    Forgo,
+    Decline,
     Handshake,
     HandshakeDone,
     Meet,
@@ -49,7 +49,7 @@ from kvbus.table.events import EngineLost, Stopped
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather import Packing, check_read_from
 from kvbus_prefill.lending import MemoryLender
-from kvbus_prefill.observe import READINGS, OfferStories, PrefillMetrics
+from kvbus_prefill.observe import READINGS, OfferHistories, PrefillMetrics
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import NO_BLOCKS
 from kvbus_prefill.offer.table import OfferTable
@@ -66,9 +66,9 @@ class PrefillService(Service):
         self._table = OfferTable(limits=config.offer_limits)
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, self._table)
-        stories = OfferStories(self._table, self._packing.slots)
+        histories = OfferHistories(self._table, self._packing.slots)
         driver: Driver[ev.Event] = Driver(self._table, agent.loop)
-        super().__init__(agent, self._table, driver, stories)
+        super().__init__(agent, self._table, driver, histories)
         self._driver.commands |= {
             ev.BeginLease: self._begin_lease,
             ev.EndLease: self._end_lease,
@@ -92,7 +92,7 @@ class PrefillService(Service):
         }
 
     def peer_handlers(self) -> Handlers:
-        about_offers = (Claim, Release, Forgo)
+        about_offers = (Claim, Release, Decline)
         return {
             Handshake: self._shake_hands,
             **dict.fromkeys(about_offers, self._forward),
@@ -144,7 +144,7 @@ class PrefillService(Service):
 
     def _forward(self, message: Message, call: Call) -> None:
         key = call.session.key
-        fresh = new_secret() if isinstance(message, Claim | Meet | Forgo) else ""
+        fresh = new_secret() if isinstance(message, Claim | Meet | Decline) else ""
         self._driver.dispatch(ev.Asked(message=message, reply_to=call, holder=key, fresh=fresh))
 
     # Memory that an engine has truncated reads as zeros in both data processes. A take may arrive
@@ -388,7 +388,7 @@ class PrefillService(Service):
         self._agent.publisher.publish("offer.released", event)
         sender = self._agent.sender
         if sender is not None and (offer := self._table.find(released.offer_id)) is not None:
-            sender.put(self.stories.later(offer), offer.offer_id, offer.traceparent)
+            sender.put(self.histories.later(offer), offer.offer_id, offer.traceparent)
         lived_s = self._agent.loop.time() - report.opened_at
         self._metrics.offers.values[released.outcome.value,] += 1
         self._metrics.offer_life_s.add({"": lived_s})

@@ -1,4 +1,4 @@
-"""Metrics and spans of offers. The spans are derived from the stories of the tables."""
+"""Metrics and spans of offers. The spans are derived from the histories of the tables."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from kvbus.agent.observe import AgentMetrics
 from kvbus.agent.spans import (
+    Histories,
     Reading,
-    Stories,
     asked_span,
     command_spans,
     forgotten_span,
@@ -55,8 +55,8 @@ BOX = Reading(ends=(SlotState.OVER,))
 LEASE = "leased"
 
 
-class OfferStories(Stories[OfferEntry]):
-    """Stories of offers, with their boxes in ``slots``."""
+class OfferHistories(Histories[OfferEntry]):
+    """Histories of offers, with their boxes in ``slots``."""
 
     def __init__(self, offers: OfferTable, slots: SlotTable) -> None:
         super().__init__(offers)
@@ -64,7 +64,7 @@ class OfferStories(Stories[OfferEntry]):
 
     def lines(self, asked: Status) -> list[str]:
         offer = self._offers.find(asked.offer_id)
-        return [] if offer is None else list(offer.story.lines())
+        return [] if offer is None else list(offer.history.lines())
 
     def remembered(self, asked: Trace) -> TraceResult:
         """Return the requested offers, or boxes of an offer whose engine has its home elsewhere."""
@@ -83,11 +83,11 @@ class OfferStories(Stories[OfferEntry]):
 
 
 def _spans(offer: OfferEntry, boxes: Iterable[SlotEntry]) -> list[Span]:
-    story, states = offer.story, state_spans(offer.story, OFFER, depth=1)
+    history, states = offer.history, state_spans(offer.history, OFFER, depth=1)
     waited = [replace(one, depth=0) for one in states if one.name == OfferState.AWAITED]
-    states = forgotten_span(story, depth=1) + states[len(waited) :]
+    states = forgotten_span(history, depth=1) + states[len(waited) :]
     made_at = offer.opened_at
-    there = asked_span(story, offer.asked_s, depth=1, started_at=made_at)
+    there = asked_span(history, offer.asked_s, depth=1, started_at=made_at)
     parts = there + states
     root = Span(
         name="offer",
@@ -103,7 +103,7 @@ def _spans(offer: OfferEntry, boxes: Iterable[SlotEntry]) -> list[Span]:
             **trace_attributes(offer.traceparent),
         },
     )
-    leases = command_spans(story, ev.BeginLease, ev.EndLease, name=LEASE, depth=1)
+    leases = command_spans(history, ev.BeginLease, ev.EndLease, name=LEASE, depth=1)
     inner = nested(leases, _box_spans(boxes, depth=2))
     return [*waited, root, *there, *states, *inner] if made_at else waited
 
@@ -112,6 +112,6 @@ def _box_spans(boxes: Iterable[SlotEntry], *, depth: int) -> list[Span]:
     spans = [
         replace(span, about=f"box {box.slot_id}", attributes={"num_bytes": box.asked.num_bytes})
         for box in boxes
-        for span in state_spans(box.story, BOX, depth=depth)
+        for span in state_spans(box.history, BOX, depth=depth)
     ]
     return sorted(spans, key=lambda span: span.start_s)

@@ -16,7 +16,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.peer import Pack, Packed
 from kvbus.table import Context as AnyContext
-from kvbus.table import FairPool, Key, Story, Table, transitions
+from kvbus.table import FairPool, History, Key, Table, transitions
 from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, SendReply, Stopped, Value
 
 
@@ -168,7 +168,7 @@ class SlotEntry:
     expires_at: float
     state: SlotState = WAITING
     slot: int | None = None
-    story: Story = field(default_factory=Story, compare=False)
+    history: History = field(default_factory=History, compare=False)
 
     @property
     def key(self) -> int:

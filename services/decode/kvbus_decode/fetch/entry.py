@@ -12,7 +12,7 @@ from kvbus.protocol.engine import Fetched, Outcome, StageTimes
 from kvbus.protocol.message import Request
 from kvbus.protocol.peer import Claim, CommitAnswer, Granted, Take
 from kvbus.table import Context as AnyContext
-from kvbus.table import Key, Story
+from kvbus.table import History, Key
 from kvbus_decode.fetch import events as ev
 
 
@@ -93,9 +93,9 @@ class FetchEntry:
     """One fetch.
 
     ``deadline`` and ``answer_until`` (with the grace) are absolute times. ``question`` is the
-    request in flight, ``hinted`` whether the offer has changed since. ``repeated`` marks a fetch of
-    an earlier process of this agent, which may have completed it. ``unconfirmed`` follows a `Take`
-    without a reply, which the next attempt repeats.
+    request in flight, ``refresh_needed`` whether the offer has changed since. ``repeated`` marks a
+    fetch of an earlier process of this agent, which may have completed it. ``unconfirmed`` follows
+    a `Take` without a reply, which the next attempt repeats.
 
     The last handshake found the process ``boot``, its NIXL agent ``home_nixl``, and ``elsewhere``:
     memory and data processes at other agents. The tokens that count came from ``nixl_agent``, empty
@@ -115,7 +115,7 @@ class FetchEntry:
     stages_s: dict[FetchState, float] = field(default_factory=dict)
     question: Request[Any] | None = None
     ask_at: float | None = None
-    hinted: bool = False
+    refresh_needed: bool = False
     held: Granted | None = None
     lease_ends_at: float = 0.0
     place: int | None = None
@@ -137,7 +137,7 @@ class FetchEntry:
     path: str = ""
     ends_as: FetchState = FetchState.COMPLETED
     error: KVBusError | None = None
-    story: Story = field(default_factory=Story, compare=False)
+    history: History = field(default_factory=History, compare=False)
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -282,7 +282,7 @@ class FetchEntry:
 
     def drop_attempt(self) -> None:
         """Drop the attempt's state; keep its tokens unless only the ticket named their blocks."""
-        self.question, self.held, self.hinted = None, None, False
+        self.question, self.held, self.refresh_needed = None, None, False
         self.requested = replace(self.requested, has_route=False, ahead=None)
         if self.unconfirmed:
             return

@@ -12,7 +12,7 @@ from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, Fetched, Landed, StartFetch
 from kvbus.protocol.message import Message, Request
-from kvbus.protocol.peer import Forgo, PeerWithdraw, Release
+from kvbus.protocol.peer import Decline, PeerWithdraw, Release
 from kvbus.protocol.ticket import UNKNOWN, Rendezvous, Ticket
 from kvbus.table.events import (
     DeadlinePassed,
@@ -189,7 +189,7 @@ class NotifyAgent(Value, frozen=True):
     """Have an agent end a lease or an offer; the reply is ignored, as both expire."""
 
     ticket: Ticket
-    message: Release | PeerWithdraw | Forgo
+    message: Release | PeerWithdraw | Decline
 
 
 class AcquirePeer(Value, frozen=True):

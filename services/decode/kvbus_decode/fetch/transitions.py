@@ -25,7 +25,7 @@ from kvbus.protocol.peer import (
     Claim,
     CommitAnswer,
     CommitQuery,
-    Forgo,
+    Decline,
     Granted,
     Meet,
     PeerWithdraw,
@@ -99,7 +99,7 @@ def ask(fetch: FetchEntry, at: Context) -> ev.Ask:
             known_blocks={group: len(table) for group, table in tables.items()},
             nixl_agent=fetch.home_nixl,
         )
-    fetch.question, fetch.ask_at, fetch.hinted = message, None, False
+    fetch.question, fetch.ask_at, fetch.refresh_needed = message, None, False
     is_short = isinstance(message, Claim | CommitQuery)
     longest_s = at.limits.request_timeout_s if is_short else math.inf
     timeout_s = min(longest_s, max(1e-3, fetch.answer_until - at.now))
@@ -153,7 +153,7 @@ def ask_later_or_fail(fetch: FetchEntry, event: ev.Answered, at: Context) -> Com
     fetch.question, fetch.ask_at = None, at.now + _pause_s(event, at)
     if fetch.deadline <= at.now:
         return fail(fetch, _overdue(fetch), at)
-    return [ask(fetch, at)] if fetch.hinted else []
+    return [ask(fetch, at)] if fetch.refresh_needed else []
 
 
 def _pause_s(event: ev.Answered, at: Context) -> float:
@@ -167,13 +167,13 @@ def _pause_s(event: ev.Answered, at: Context) -> float:
     return min(max(MIN_PAUSE_S, least_s), MAX_PAUSE_S) * (1 + event.jitter)
 
 
-def note_news(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Commands:
+def on_offer_changed(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Commands:
     """Query the offer, or do so after the reply in flight."""
     if fetch.repeated and fetch.others_read:  # parts of the earlier process end first
         return []
     if fetch.question is None and (fetch.held is not None or fetch.chunk is None):
         return [ask(fetch, at)]
-    fetch.hinted = True
+    fetch.refresh_needed = True
     return []
 
 
@@ -280,7 +280,7 @@ def take_grant(fetch: FetchEntry, event: ev.Answered, at: Context) -> Commands:
         commands.append(ev.AskOthers(fetch.requested, fetch.attempts))
     if fetch.chunk is None:
         commands += go_on(fetch, at)
-    if fetch.hinted and not fetch.sealed:
+    if fetch.refresh_needed and not fetch.sealed:
         commands.append(ask(fetch, at))
     return commands
 
@@ -459,7 +459,7 @@ def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Command
     if not event.release_offer or fetch.state is COMPLETED:
         return commands
     ticket = fetch.requested.ticket
-    message: Forgo | PeerWithdraw = Forgo(transfer_id=ticket.secret)
+    message: Decline | PeerWithdraw = Decline(transfer_id=ticket.secret)
     if fetch.requested.has_met:
         offer = {"agent_boot": fetch.boot, "offer_id": ticket.offer_id}
         message = PeerWithdraw(**offer, secret=ticket.secret)
@@ -558,7 +558,7 @@ TRANSITIONS = transitions(
     ((CLAIMING,), (Claim,), take_grant, (CLAIMING, *AFTER_A_GRANT)),
     ((WAITING,), (Renew,), take_grant, AFTER_A_GRANT),
     ((READING,), (Claim, Renew), take_grant, (READING, RETRYING, DRAINING)),
-    ((CLAIMING, WAITING, READING, TAKING), (ev.OfferAdvanced,), note_news, ()),
+    ((CLAIMING, WAITING, READING, TAKING), (ev.OfferAdvanced,), on_offer_changed, ()),
     (
         (READING,),
         (ev.ReadEnded,),

@@ -24,7 +24,7 @@ from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.tools import OfferEvent
 from kvbus.protocol.word import Word, commit_mark
 from kvbus.table import Context as AnyContext
-from kvbus.table import Story
+from kvbus.table import History
 from kvbus_prefill.offer import events as ev
 
 NO_BLOCKS = BlockTable(b"")
@@ -148,7 +148,7 @@ class OfferEntry:
     word: Word | None = None
     taken: tuple[int, ...] = ()
     denied: dict[str, str] = field(default_factory=dict, repr=False)
-    story: Story = field(default_factory=Story, compare=False)
+    history: History = field(default_factory=History, compare=False)
 
     @property
     def key(self) -> str:

@@ -11,8 +11,8 @@ from kvbus.protocol.message import check_right
 from kvbus.protocol.peer import (
     CommitAnswer,
     CommitQuery,
+    Decline,
     Digest,
-    Forgo,
     Meet,
     Pack,
     Release,
@@ -154,7 +154,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             return [Refuse(event.reply_to, error)]
 
     def _answer(self, event: ev.Asked[Any], now: float) -> Commands:
-        if isinstance(event.message, Meet | Forgo):
+        if isinstance(event.message, Meet | Decline):
             return self._answer_by_name(event, event.message, now)
         if isinstance(event.message, CommitQuery):
             return self._answer_committed(event, now)
@@ -244,10 +244,12 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             return []
         return self._apply(self._enter_as(offer_id, name), event, now)
 
-    def _answer_by_name(self, event: ev.Asked[Any], message: Meet | Forgo, now: float) -> Commands:
+    def _answer_by_name(
+        self, event: ev.Asked[Any], message: Meet | Decline, now: float
+    ) -> Commands:
         name = message.transfer_id
         offer, used = self._named.get(name), self._used_names.get(name)
-        if isinstance(message, Forgo):
+        if isinstance(message, Decline):
             if used is not None:
                 return [done(event)]
         elif used is not None:
@@ -318,7 +320,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             super()._retire(offer)
         if not name or offer.ended_by is ErrorCode.OFFER_UNKNOWN:
             return
-        names, now = self._used_names, offer.story.steps[-1][0]
+        names, now = self._used_names, offer.history.steps[-1][0]
         names[name] = UsedName(now, offer.ended_by)
         while (
             len(names) > self.limits.max_names

@@ -16,7 +16,7 @@ from kvbus.protocol.engine import (
     WithdrawOffer,
 )
 from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import Claim, Forgo, Meet, Met, PeerWithdraw, Release, Renew, Take
+from kvbus.protocol.peer import Claim, Decline, Meet, Met, PeerWithdraw, Release, Renew, Take
 from kvbus.table import transitions
 from kvbus.table.events import (
     DeadlinePassed,
@@ -82,7 +82,7 @@ def turn_away(offer: OfferEntry, event: ev.Event, _: Context) -> Commands:
     return [Refuse(reply_to, error) for reply_to in offer.waiting]
 
 
-def give_up(offer: OfferEntry, event: ev.Asked[Forgo], _: Context) -> Commands:
+def give_up(offer: OfferEntry, event: ev.Asked[Decline], _: Context) -> Commands:
     offer.state, offer.ended_by = RELEASED, ErrorCode.CANCELLED
     return [*(Refuse(reply_to, given_up()) for reply_to in offer.waiting), done(event)]
 
@@ -390,7 +390,7 @@ TRANSITIONS = transitions(
     ((AWAITED,), (ev.Abandoned,), leave, (AWAITED, RELEASED)),
     ((AWAITED,), (DeadlinePassed,), end_waits, (AWAITED, RELEASED)),
     ((AWAITED,), (ev.EnginesGone, DrainStarted, Stopped), turn_away, (RELEASED,)),
-    ((AWAITED,), (Forgo,), give_up, (RELEASED,)),
+    ((AWAITED,), (Decline,), give_up, (RELEASED,)),
     ((AWAITED,), (MakeOffer,), make, LIVE),
     ((AWAITED,), (ev.Restored,), restore, (RELEASED,)),
     (LIVE, (MakeOffer,), make_again, ()),
@@ -399,7 +399,7 @@ TRANSITIONS = transitions(
     ((OPEN,), (ExtendOffer,), extend, ()),
     ((OPEN,), (SealOffer,), seal, (SEALED,)),
     ((SEALED,), (ExtendOffer, SealOffer), refuse_sealed, ()),
-    (LIVE, (WithdrawOffer, PeerWithdraw, Forgo), withdraw, (RELEASED,)),
+    (LIVE, (WithdrawOffer, PeerWithdraw, Decline), withdraw, (RELEASED,)),
     (LIVE, (EngineLost, Stopped), end_with, (RELEASED,)),
     (LIVE, (ev.WordsRevoked,), ignore, ()),
     ((OPEN,), (DeadlinePassed,), expire, (OPEN, RELEASED)),
@@ -412,6 +412,6 @@ TRANSITIONS = transitions(
     ((SEALED,), (ev.WordTaken,), end_taken, (RELEASED,)),
     ((RELEASED,), (Take,), take_again, ()),
     ((RELEASED,), (MakeOffer,), report_again, ()),
-    ((RELEASED,), (WithdrawOffer, PeerWithdraw, Forgo), withdraw_again, ()),
+    ((RELEASED,), (WithdrawOffer, PeerWithdraw, Decline), withdraw_again, ()),
     ((RELEASED,), (ExtendOffer, SealOffer, Claim, Renew, Release), refuse_ended, ()),
 )
