@@ -39,10 +39,10 @@ BOTH = (
     Rule("frames.body", "engine-socket", "The body has the fields and types of the page."),
     Rule("requests.ids", "the-envelope", "Ids start at random and rise."),
     Rule(
-        "requests.once", "requests-and-answers", "A request is sent once, however late its answer."
+        "requests.once", "requests-and-replies", "A request is sent once, however late its answer."
     ),
-    Rule("requests.late_answer", "requests-and-answers", "A late answer is waited for, and taken."),
-    Rule("requests.order", "requests-and-answers", "Answers may come in another order."),
+    Rule("requests.late_answer", "requests-and-replies", "A late answer is waited for, and taken."),
+    Rule("requests.order", "requests-and-replies", "Answers may come in another order."),
     Rule("requests.unknown_field", "versions", "Unknown fields are ignored."),
     Rule("requests.unknown_code", "errors", "An unknown code is an error like others."),
     Rule("requests.busy", "when-an-agent-is-busy", "After `busy` it is asked again, not at once."),
@@ -51,7 +51,7 @@ BOTH = (
     Rule("register.sessions", "register", "All ranks and one control session register."),
     Rule("register.same_engine", "register", "Every session states the same engine."),
     Rule("register.memory", "memory", "Regions lie in their segments, and do not overlap."),
-    Rule("ends.silence", "requests-and-answers", "A stopped agent that goes on is gone on with."),
+    Rule("ends.silence", "requests-and-replies", "A stopped agent that goes on is gone on with."),
     Rule(
         "ends.hang_up",
         "when-the-attach-connection-ends",

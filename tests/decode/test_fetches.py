@@ -732,7 +732,7 @@ def test_a_read_that_is_given_up_is_reported_now_and_its_blocks_when_it_is_termi
 
 
 @pytest.mark.parametrize(
-    ("hint_s", "luck", "due_at"),
+    ("hint_s", "jitter", "due_at"),
     [
         (1.0, 0.0, 1.0),
         (1.0, 0.5, 1.5),
