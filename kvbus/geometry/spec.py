@@ -52,7 +52,7 @@ class Axis(msgspec.Struct, frozen=True):
     """One axis of a region."""
 
     name: AxisName
-    """What changes along it."""
+    """Dimension that changes along it."""
     size: Count
     """Number of indices."""
     stride_bytes: SizeBytes
@@ -135,7 +135,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
         KvPart.KEY,
         KvPart.VALUE,
     )
-    """What each layer caches: ``k`` and ``v``, or ``latent`` (MLA), or others, all of one shape."""
+    """Parts of each layer: ``k`` and ``v``, or ``latent`` (MLA), or others, all of one shape."""
     window: Count | None = None
     """Tokens of a sliding window; nil for full attention."""
     state: Annotated[tuple[StatePart, ...], msgspec.Meta(max_length=64)] = ()
@@ -183,7 +183,7 @@ def state_group(
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """What both sides must know of an engine."""
+    """Shape of an engine, known to both sides."""
 
     engine_id: Name
     """Name of the engine, unique at its agent."""

@@ -56,7 +56,7 @@ class PlacedRank:
 
 
 class RunPlan:
-    """What ``shares`` move from source ranks to target ranks, both by number.
+    """Runs that ``shares`` move from source ranks to target ranks, both by number.
 
     Made once, as shapes are constant; `runs` is called for each fetch. Raises `GeometryError` if a
     rank lacks content of a share.

@@ -21,7 +21,7 @@ NO_TABLES: Tables = {}
 
 
 class SpanMap:
-    """What fetches move from the groups of an engine, the holder, to those of a reader.
+    """Tokens that fetches move from the groups of an engine, the holder, to those of a reader.
 
     Groups that the holder lacks are ignored.
     """

@@ -18,7 +18,7 @@ from kvbus.errors import SegmentError
 from kvbus.memory.nvidia import nvidia_driver
 
 HANDLE_BYTES = 64
-"""Of a memory handle, and of an event handle."""
+"""Size of a memory handle, and of an event handle."""
 _LAZY_PEER_ACCESS = 1
 _NO_SUCH_MEMORY = (1, 500)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_FOUND
 
