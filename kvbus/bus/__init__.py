@@ -7,11 +7,68 @@ All calls must come from the event loop's thread.
 
     EventPublisher.publish ─▶ Pump ═══▶ Pump ─▶ EventSubscriber: boot, seqs ─▶ EventListener
 """
-# ruff: noqa: F403  the files are the list
 
-from kvbus.bus.client import *
-from kvbus.bus.connection import *
-from kvbus.bus.events import *
-from kvbus.bus.server import *
-from kvbus.bus.sockets import *
-from kvbus.bus.trust import *
+from kvbus.bus.client import (
+    OnReply,
+    RequestClient,
+    agent_client,
+    ask_agent,
+    new_boot_id,
+    new_secret,
+)
+from kvbus.bus.events import EventListener, EventPublisher, EventSubscriber
+from kvbus.bus.server import Call, Handlers, Quota, RequestServer, ServerLimits, Session
+from kvbus.bus.sockets import (
+    BusContext,
+    SocketOptions,
+    new_context,
+    open_router,
+    port_range,
+    with_brackets,
+)
+from kvbus.bus.trust import (
+    AllowedPeers,
+    ClientCurve,
+    KeyPair,
+    ServerCurve,
+    ZapHandler,
+    ZapRequest,
+    is_of_same_user,
+    key_pair_of,
+    new_key_pair,
+    require_key,
+)
+
+__all__ = [
+    "AllowedPeers",
+    "BusContext",
+    "Call",
+    "ClientCurve",
+    "EventListener",
+    "EventPublisher",
+    "EventSubscriber",
+    "Handlers",
+    "KeyPair",
+    "OnReply",
+    "Quota",
+    "RequestClient",
+    "RequestServer",
+    "ServerCurve",
+    "ServerLimits",
+    "Session",
+    "SocketOptions",
+    "ZapHandler",
+    "ZapRequest",
+    "agent_client",
+    "ask_agent",
+    "is_of_same_user",
+    "key_pair_of",
+    "new_boot_id",
+    "new_context",
+    "new_key_pair",
+    "new_secret",
+    "open_router",
+    "port_range",
+    "require_key",
+    "with_brackets",
+]

@@ -1,7 +1,57 @@
 """KV memory geometry: engines, ranks, groups and regions, and the address of each token's bytes."""
-# ruff: noqa: F403  the files are the list
 
-from kvbus.geometry.blocks import *
-from kvbus.geometry.layouts import *
-from kvbus.geometry.spec import *
-from kvbus.geometry.validation import *
+from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS, BlockTable, num_blocks_for
+from kvbus.geometry.layouts import (
+    KvLayout,
+    held_heads,
+    held_layers,
+    lay_out_rank,
+    slot_bytes,
+    slot_region,
+    staged_regions,
+)
+from kvbus.geometry.spec import (
+    DTYPE_SIZES_BYTES,
+    Axis,
+    AxisName,
+    Box,
+    EngineSpec,
+    GroupSpec,
+    KvPart,
+    RankSpec,
+    Region,
+    Segment,
+    StatePart,
+    state_group,
+)
+from kvbus.geometry.validation import check_axes, validate_engine, validate_rank, validate_ranks
+
+__all__ = [
+    "DTYPE_SIZES_BYTES",
+    "FEW_IDS",
+    "MAX_BLOCKS",
+    "Axis",
+    "AxisName",
+    "BlockTable",
+    "Box",
+    "EngineSpec",
+    "GroupSpec",
+    "KvLayout",
+    "KvPart",
+    "RankSpec",
+    "Region",
+    "Segment",
+    "StatePart",
+    "check_axes",
+    "held_heads",
+    "held_layers",
+    "lay_out_rank",
+    "num_blocks_for",
+    "slot_bytes",
+    "slot_region",
+    "staged_regions",
+    "state_group",
+    "validate_engine",
+    "validate_rank",
+    "validate_ranks",
+]

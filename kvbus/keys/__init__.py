@@ -1,6 +1,15 @@
 """CURVE keys and trust: key files, the file of trusted public keys, and ``kvbus keys``."""
-# ruff: noqa: F403  the files are the list
 
-from kvbus.keys.files import *
-from kvbus.keys.trusted import *
-from kvbus.protocol.message import Role as Role
+from kvbus.keys.files import read_secret, write_secret
+from kvbus.keys.trusted import TrustedKey, TrustedKeys, revoke_trusted, write_trusted
+from kvbus.protocol.message import Role
+
+__all__ = [
+    "Role",
+    "TrustedKey",
+    "TrustedKeys",
+    "read_secret",
+    "revoke_trusted",
+    "write_secret",
+    "write_trusted",
+]

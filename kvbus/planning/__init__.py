@@ -2,12 +2,64 @@
 
 Addresses are numbers here.
 """
-# ruff: noqa: F403  the files are the list
 
-from kvbus.planning.boxes import *
-from kvbus.planning.choose import *
-from kvbus.planning.mapping import *
-from kvbus.planning.run_plan import *
-from kvbus.planning.runs import *
-from kvbus.planning.spans import *
-from kvbus.planning.staged import *
+from kvbus.planning.boxes import (
+    Piece,
+    chosen_boxes,
+    cut_for_digests,
+    cut_into_boxes,
+    num_pieces,
+    piece_of,
+)
+from kvbus.planning.choose import Learned, Path, choose_path, least_box_bytes, usual_box_bytes
+from kvbus.planning.mapping import (
+    MAX_CHOICES,
+    ReadMap,
+    Share,
+    bytes_by_group,
+    check_compatible,
+    position_bytes,
+    span_bytes,
+)
+from kvbus.planning.run_plan import MAX_FEW, PlacedRank, RunPlan, SlotPlan
+from kvbus.planning.runs import Extents, Lattice, Reads, Run, Runs
+from kvbus.planning.spans import Span, SpanMap, Spans, Tables, asked_states, tail_spans
+from kvbus.planning.staged import StagedPlan, staged_plans
+
+__all__ = [
+    "MAX_CHOICES",
+    "MAX_FEW",
+    "Extents",
+    "Lattice",
+    "Learned",
+    "Path",
+    "Piece",
+    "PlacedRank",
+    "ReadMap",
+    "Reads",
+    "Run",
+    "RunPlan",
+    "Runs",
+    "Share",
+    "SlotPlan",
+    "Span",
+    "SpanMap",
+    "Spans",
+    "StagedPlan",
+    "Tables",
+    "asked_states",
+    "bytes_by_group",
+    "check_compatible",
+    "choose_path",
+    "chosen_boxes",
+    "cut_for_digests",
+    "cut_into_boxes",
+    "least_box_bytes",
+    "num_pieces",
+    "piece_of",
+    "position_bytes",
+    "span_bytes",
+    "staged_plans",
+    "tail_spans",
+    "usual_box_bytes",
+]
