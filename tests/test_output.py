@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,14 +196,13 @@ def test_the_help_of_a_command_is_shown_without_a_locale() -> None:
     assert b"--prefill-chunk" in ended.stdout
 
 
-def test_what_is_waited_for_longer_than_a_while_is_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_waited_for_longer_than_a_while_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()  # pytest's capture loses what a thread writes as it is read
+    monkeypatch.setattr("sys.stderr", written)
     with waiting_for("the first", after_s=60) as wait_for:
         wait_for("the second")
     with waiting_for("the third", after_s=0.01):
-        said = ""
-        while not said:
-            said = capsys.readouterr().err
+        while not written.getvalue():
+            time.sleep(0.001)
 
-    assert said == "waiting for the third\n"
+    assert written.getvalue() == "waiting for the third\n"
