@@ -780,13 +780,14 @@ def test_what_is_asked_names_the_blocks_the_ticket_and_the_token_that_it_is_abou
     first = commands_of(ev.ReadChunk, requested(), READY, last=grant(8))
     ready = replace(READY, nixl_agent="data 0")
     renew = commands_of(Renew, requested(), ready, grant(8), last=HINT)
+    take_from = commands_of(Take, *READING, last=read_from("data 0"))
     claim = commands_of(Claim, meeting(), MET, last=READY)
     release = commands_of(Release, requested(), READY, CANCEL, last=grant(epoch=4))
 
     assert ahead.tables == take.message.tables == TABLES
     assert under_lease.message.tables is None, "what was read is what the lease named"
     assert (first.tables, renew.message.known_blocks) == (blocks(8), {"full": 1})
-    assert renew.message.nixl_agent == "data 0"
+    assert renew.message.nixl_agent == take_from.message.nixl_agent == "data 0"
     asked = claim.message
     assert (asked.agent_boot, asked.offer_id) == (TICKET.agent_boot, TICKET.offer_id)
     assert asked.secret == TICKET.secret

@@ -622,7 +622,7 @@ class DecodeEngine(SimEngine):
         if self._client is None and self._attached:  # it leaves, and listens no more
             return
         if isinstance(reply, Fetched):
-            handoff.num_bytes = reply.num_bytes
+            handoff.num_bytes, handoff.attempts = reply.num_bytes, reply.attempts
             if reply.outcome is Outcome.COMPLETED:
                 self._check(handoff)
             self.ledger.end(handoff, reply.outcome.value, reply.code)

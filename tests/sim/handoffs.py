@@ -96,6 +96,7 @@ class Handoff:
     is_freed: bool = False
     """Whether the decode engine has its blocks back."""
     ended_as: str = ""
+    attempts: int = 0
     code: str = ""
     num_bytes: int = 0
     """Of what was read, as the decode engine was told."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvbus.protocol import AgentRole, Outcome
+from kvbus_decode.remote_agent import REFUSED_S
 from tests.sim.cluster import Cluster, D, Fault, FaultKind, P, Settings, cluster_of
 from tests.sim.handoffs import Handoff, Plan
 from tests.sim.worlds import HND, LEASE_S, QUARANTINE_S, quick, words
@@ -284,17 +285,18 @@ def test_a_fetch_that_ends_while_its_connection_is_made_anew_gives_its_blocks_ba
 
 
 @seeds
-@pytest.mark.parametrize("frozen_s", [3.0, 7.0, FAULT_S])
+@pytest.mark.parametrize("frozen_s", [3.0, 7.0, FAULT_S, REFUSED_S + 10.0])
 def test_a_decode_agent_that_was_paused_itself_blames_no_prefill_agent(
     seed: int, frozen_s: float
 ) -> None:
     with cluster_of(quick(), seed) as world:
         assert world.works()
         world.suffer(Fault(FaultKind.FREEZE_AGENT, role=D, lasts_s=frozen_s))
-        plan = Plan(timeout_s=30.0, ttl_s=30.0)
+        plan = Plan(timeout_s=30.0, ttl_s=2 * REFUSED_S)
         handoffs = [world.give(plan, after_s=0.5 * number) for number in range(NUM_TRIED)]
 
         assert {world.end_of(handoff) for handoff in handoffs} == {"completed"}
+        assert {handoff.attempts for handoff in handoffs} == {1}
 
 
 @pytest.mark.parametrize("frozen_at_s", [0.0002 * step for step in range(3)])
