@@ -4,7 +4,6 @@ The control process starts it and closes it. Other inherited descriptors stay op
 """
 
 import ctypes
-import gc
 import os
 import resource
 import signal
@@ -37,10 +36,11 @@ def _serve(sock: socket.socket) -> None:
     from kvbus.data.messages import Log  # noqa: PLC0415
     from kvbus.errors import ClosedError  # noqa: PLC0415
     from kvbus.memory.bus_errors import BusErrors  # noqa: PLC0415
+    from kvbus.threads import settle_interpreter  # noqa: PLC0415
 
     bus_errors = BusErrors()
     bus_errors.install()
-    _settle_interpreter()
+    settle_interpreter()
     loop = DataLoop(sock, bus_errors)
     status = 0
     try:
@@ -64,13 +64,6 @@ def _die_with_parent(sock: socket.socket) -> None:
     pid, _, _ = _CREDENTIALS.unpack(made_by)
     if os.getppid() != pid:
         os._exit(0)
-
-
-def _settle_interpreter() -> None:
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 1_000)
-    sys.setswitchinterval(0.0005)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ All lanes are played at once, and what needs the cores in turn: most of it is wa
 """
 
 import os
-import pickle
 import signal
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Set
 from contextlib import suppress
@@ -20,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from anyio import Lock, create_task_group, to_thread
 
 from kvbus.errors import ErrorCode, PeerLost
 from kvbus.protocol import Outcome
-from tests.agents import Agents, agents_ended, until
+from tests.agents import Agents, agents_ended, until, wait_until
 from tests.engines import LARGE, Engine, failure_of, start_long_read, works
 from tests.process.lanes import LANES, Lane, Left
 
@@ -296,7 +295,8 @@ async def read_again(offer: Any, target: Engine) -> None:
     await fetch.ended
 
 
-Played = dict[str, Told | BaseException]
+Played = dict[str, Told | str]
+"""By event; a failure is its trace."""
 
 
 async def play_lane(name: str, events: list[str], turn: Lock) -> Played:
@@ -315,7 +315,7 @@ async def play_lane(name: str, events: list[str], turn: Lock) -> Played:
                 for current in left:
                     ended[current] = await play(lane, EVENTS[current], EXPECTED[current][name])
         except Exception as error:  # which the test of this event raises
-            ended[current] = error
+            ended[current] = "".join(traceback.format_exception(error))
     return ended
 
 
@@ -365,23 +365,14 @@ def claim(folder: Path, lane: str) -> bool:
 
 
 def write_played(folder: Path, lane: str, ended: Played) -> None:
-    kept = {event: _picklable(outcome) for event, outcome in ended.items()}
-    (folder / f"{lane}.new").write_bytes(pickle.dumps(kept))
+    (folder / f"{lane}.new").write_bytes(msgspec.json.encode(ended))
     (folder / f"{lane}.new").rename(folder / f"{lane}.played")
 
 
 def read_played(folder: Path, lane: str) -> Played:
-    """Wait until the lane has been played."""
-    while not (path := folder / f"{lane}.played").exists():
-        time.sleep(0.1)
-    played: Played = pickle.loads(path.read_bytes())  # noqa: S301 - a worker of this run wrote it
-    return played
-
-
-def _picklable(outcome: Told | BaseException) -> Told | BaseException:
-    if isinstance(outcome, BaseException):
-        return AssertionError("".join(traceback.format_exception(outcome)))
-    return outcome
+    path = folder / f"{lane}.played"
+    wait_until(path.exists, f"another worker has played '{lane}'", PLAYED_WITHIN_S)
+    return msgspec.json.decode(path.read_bytes(), type=Played)
 
 
 @pytest.mark.timeout(PLAYED_WITHIN_S)
@@ -393,8 +384,8 @@ def test_what_ends_a_handoff_is_told_and_its_blocks_come_back_untouched(
     played: dict[str, Played], lane: str, event: str
 ) -> None:
     told = played[lane][event]
-    if isinstance(told, BaseException):
-        raise told
+    if isinstance(told, str):
+        pytest.fail(told)
 
     expected = EXPECTED[event][lane]
     assert told.code in expected.codes

@@ -15,7 +15,6 @@ from kvbus.agent.runtime import Runtime
 from kvbus.agent.service import Agent, Service
 from kvbus.agent.slots import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
-from kvbus.data.messages import Ping
 from kvbus.errors import KVBusError
 from kvbus.memory.attach import AttachConnection, PassingAnswer, close_fds
 from kvbus.protocol import AgentRole, to_body
@@ -88,13 +87,6 @@ class _NoAttachServer:
         await anyio.sleep_forever()
 
 
-class _Plane(DataPlane):
-    """The data plane of a simulated machine: UCX listens where it may."""
-
-    async def look(self) -> None:
-        await self.data.call(Ping())
-
-
 class _LoopClock:
     """The clock of the process that looks at it."""
 
@@ -105,6 +97,7 @@ class _LoopClock:
 
 IN_A_WORLD: dict[str, dict[str, Any]] = {
     "kvbus.agent.runtime": {"AttachServer": _NoAttachServer},
+    "kvbus.data.server": {"listening_sockets": tuple},
     "kvbus.data.jobs": {"SHORT_COPY_BYTES": 64, "MAX_INLINE_RUNS": 8},
     "kvbus.data.copiers": {"LEAST_PART_BYTES": 64},
     "kvbus.bus.pump": {"perf_counter": _LoopClock.monotonic},
@@ -204,7 +197,7 @@ class SimAgent:
                 data=self.data,
                 tasks=self.tasks,
                 staging=staging,
-                data_plane=_Plane((), self.data),
+                data_plane=DataPlane((), self.data),
             )
             await self.agent.start(
                 cast("BusContext", self.network.context(self.process)), self._service

@@ -91,7 +91,7 @@ class PackedWork:
             self._scatter(stage)
 
     def _pack(self, stage: Stage) -> None:
-        chunk, means = self.chunk, stage.means
+        chunk, context = self.chunk, stage.context
         message = wire.Pack(
             **self.source.named,
             offer_id=chunk.ticket.offer_id,
@@ -99,12 +99,12 @@ class PackedWork:
             rank=self.share.holder,
             box=self.box,
             table=chunk.blocks_of(self.box),
-            slot_lease_s=means.lease_s,
+            slot_lease_s=context.lease_s,
             token=chunk.wanted.token,
             done=stage.done,
             priority=chunk.asked.priority,
         )
-        left_s = chunk.time_left_s(means.agent.loop.time())
+        left_s = chunk.time_left_s(context.agent.loop.time())
         self.source.ask(message, left_s, partial(self._take_packed, stage))
 
     def _take_packed(self, stage: Stage, packed: wire.Packed | KVBusError) -> None:
@@ -220,7 +220,7 @@ class CompareWork:
             one_in=chunk.one_in,
             secret=chunk.ticket.secret,
         )
-        left_s = chunk.time_left_s(stage.means.agent.loop.time())
+        left_s = chunk.time_left_s(stage.context.agent.loop.time())
         self.source.ask(message, left_s, partial(self._take, stage, None))
 
     def _take_reply(self, stage: Stage, rank: int, reply: data.Reply) -> None:
@@ -249,7 +249,7 @@ class CompareWork:
         stage.end(error=error)
 
     def _compare(self, stage: Stage, rank: int, expected: Digests) -> KVBusError | None:
-        found, counts, chunk = self.found[rank], stage.means.digests, self.chunk
+        found, counts, chunk = self.found[rank], stage.context.digests, self.chunk
         if expected.size != found.size:
             return RemoteError(
                 f"the prefill agent told {expected.size} digests, {found.size} pieces are compared",

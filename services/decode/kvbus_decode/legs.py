@@ -46,9 +46,9 @@ class Stage:
     """Stage in progress. It ends after `end` was called and its last job has ended."""
 
     def __init__(
-        self, means: TransferContext, command: Begin, on_ended: Callable[[StageEnded], None]
+        self, context: TransferContext, command: Begin, on_ended: Callable[[StageEnded], None]
     ) -> None:
-        self.means, self.leg = means, command.leg
+        self.context, self.leg = context, command.leg
         self.kind: LegState = command.stage
         self.done: tuple[int, ...] = command.done
         self._on_ended = on_ended
@@ -68,7 +68,7 @@ class Stage:
                 self.end(error=failure(error))
             self._settle()
 
-        job = self.means.agent.data.start(message, take, uses=uses)
+        job = self.context.agent.data.start(message, take, uses=uses)
         self._jobs.append(job)
 
     def read(self, message: wire.Job, source: Source, *uses: Defined) -> None:
@@ -76,7 +76,7 @@ class Stage:
         if source.remote.closed:
             raise source.remote.loss()
 
-        data = self.means.agent.data
+        data = self.context.agent.data
         boot = data.boot
 
         def end(reply: wire.Reply) -> None:
@@ -114,8 +114,8 @@ class Stage:
 
 
 class StageRunner:
-    def __init__(self, means: TransferContext) -> None:
-        self._means = means
+    def __init__(self, context: TransferContext) -> None:
+        self._means = context
         self._running: dict[Leg, Stage] = {}
 
     def begin(self, command: Begin, promise: Promise[Event]) -> None:
@@ -190,7 +190,7 @@ class MappedWork:
 
     def begin(self, stage: Stage) -> None:
         plan, chunk = open_plan(self.plan.copy_plan), self.chunk
-        data = stage.means.agent.data
+        data = stage.context.agent.data
         boot = data.boot
         self._check_open()
 

@@ -54,8 +54,8 @@ class Reader:
         self._table = ev.ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop, on_defect=failure)
         self._dispatch = self._driver.dispatch
-        means = TransferContext(agent, config.lease_s, metrics.digests.values)
-        runner = StageRunner(means)
+        context = TransferContext(agent, config.lease_s, metrics.digests.values)
+        runner = StageRunner(context)
         self._driver.commands |= {
             ev.Abort: lambda command: runner.abort(command.leg),
             ev.ReleaseSlots: lambda command: release_slots(command.source, command.slot_ids),

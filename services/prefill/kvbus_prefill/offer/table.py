@@ -37,7 +37,7 @@ OUTLIVED = (ErrorCode.ENGINE_LOST, ErrorCode.DRAINING)
 
 
 class UsedName(NamedTuple):
-    """Name without a future offer: its offer has ended, or was forgone."""
+    """Name without a future offer: its offer has ended, or was declined."""
 
     used_at: float
     code: ErrorCode
@@ -308,7 +308,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         return offer
 
     def _retire(self, offer: OfferEntry) -> None:
-        """Retire an offer. One that was never made is dropped, but a forgone name is kept."""
+        """Retire an offer. One that was never made is dropped, but a declined name is kept."""
         name = offer.transfer_id
         self._named.pop(name, None)
         if offer.outcome is None:
