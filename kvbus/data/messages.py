@@ -164,10 +164,6 @@ class DriveProgress(Request, frozen=True):
     on: bool
 
 
-class Ping(Request, frozen=True):
-    """Reply at once."""
-
-
 class ListListening(Request, frozen=True):
     """Request the TCP sockets at which this process listens. Reply: `Listening`."""
 
@@ -306,7 +302,6 @@ ToData = (
     | RemovePlan
     | Metadata
     | DriveProgress
-    | Ping
     | ListListening
     | Abort
     | Job
