@@ -164,6 +164,10 @@ class DriveProgress(Request, frozen=True):
     on: bool
 
 
+class Ping(Request, frozen=True):
+    """Reply at once."""
+
+
 class ListListening(Request, frozen=True):
     """Request the TCP sockets at which this process listens. Reply: `Listening`."""
 
@@ -302,6 +306,7 @@ ToData = (
     | RemovePlan
     | Metadata
     | DriveProgress
+    | Ping
     | ListListening
     | Abort
     | Job

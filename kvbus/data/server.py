@@ -96,6 +96,7 @@ class DataServer:
             wire.RemovePlan: self._remove_plan,
             wire.Metadata: self._metadata,
             wire.DriveProgress: self._drive_progress,
+            wire.Ping: self._replies.done,
             wire.ListListening: self._list_listening,
             wire.Abort: self._abort,
         }

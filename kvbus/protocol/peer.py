@@ -241,7 +241,10 @@ class Take(Request[Empty], frozen=True):
 
 @request("taken", Socket.PREFILL_PEER, at_once=True, refusals="stale")
 class WordsTaken(Request[Empty], frozen=True):
-    """Report offers that were taken by their words. The agent ignores offers that were not."""
+    """Report offers that were taken by their words. The agent ignores offers that were not.
+
+    It also checks all words once a second: a lost report delays the end of the offer only.
+    """
 
     agent_boot: AgentBoot
     tokens: Annotated[dict[OfferId, Secret], msgspec.Meta(max_length=MAX_TAKEN)]

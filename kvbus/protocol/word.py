@@ -89,6 +89,11 @@ class Word:
         """The mark of the commit that `close` found, if there was one."""
         return (self._found,) if self._found and self._found & 3 == _TAKEN else ()
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether a reader has taken the offer. False once the word is closed."""
+        return not self.is_closed and self._swap(self._number, 0, 0) & 3 == _TAKEN
+
     def is_taken_by(self, token: str) -> bool:
         """Return whether a reader with this token has taken the offer."""
         return self._swap(self._number, 0, 0) == commit_mark(self._secret, token)

@@ -148,6 +148,7 @@ def opened_with(page: Page) -> tuple[Any, Ticket]:
         (claimed(), [ErrorCode.OFFER_COMPLETED]),
         (taken(token="other"), [ErrorCode.OFFER_COMPLETED]),
         (offer.events.WordTaken("o1", "own"), []),
+        (offer.events.WordsChecked(), []),
         (WITHDRAW, ["ok"]),
         (asked(PeerWithdraw(**OF, secret=SECRET)), ["ok"]),
         (REVOKED, []),
@@ -186,6 +187,8 @@ def test_who_says_that_it_has_taken_what_it_has_not_changes_nothing(state: str) 
         case "closed":
             table.handle(claimed(), 0.5)
     words = list(page.words)
+    if state != "taken by another":
+        assert said(table.handle(offer.events.WordsChecked(), 1.0)) == []
 
     said_so = [table.handle(offer.events.WordTaken(one, "other"), 1.0) for one in ("o1", "o2")]
 

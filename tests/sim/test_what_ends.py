@@ -26,6 +26,7 @@ GROWS = Plan(num_tokens=16, num_pieces=2, gap_s=2 * LONG_S, timeout_s=20.0, ttl_
 CRASHING: dict[str, tuple[Settings, dict[str, Any]]] = {
     "sealed": (quick(), {}),
     "by word": (words(), {}),
+    "by word, late messages": (words(delay_s=2e-3), {}),
     "growing": (quick(), {"num_pieces": 3, "gap_s": 0.002, "chunk_tokens": 8}),
     "rendezvous": (quick(), {"meets": True, "transfer_id": "of-one-request-1"}),
     "late messages": (quick(delay_s=2e-3), {}),
@@ -87,6 +88,7 @@ def test_a_fetch_completes_whenever_its_agent_crashes(name: str, crashed_at_s: f
         world.suffer(Fault(FaultKind.CRASH_AGENT, role=D, at_s=crashed_at_s, lasts_s=0.1))
 
         assert world.end_of(handoff) == "completed"
+        assert world.time_until(lambda: handoff.outcome is Outcome.COMPLETED) < 2 * SOON_S
         assert world.works()
 
 

@@ -143,8 +143,8 @@ def simulate(sort: Sort, *, seed: int, num_handoffs: int) -> Cluster:
 
         def is_going_on() -> bool:
             """A world without a handoff that completes shows little: it has more requests."""
-            num_wanted = num_handoffs if ledger.ends["completed"] > LEAST_COMPLETED else 3 * num_handoffs
-            return ledger.num_started < num_wanted
+            is_idle = ledger.ends["completed"] <= LEAST_COMPLETED
+            return ledger.num_started < (3 if is_idle else 1) * num_handoffs
 
         def ask_on() -> None:
             if is_going_on():

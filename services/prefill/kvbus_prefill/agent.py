@@ -56,6 +56,8 @@ from kvbus_prefill.offer.table import OfferTable
 
 log = structlog.get_logger()
 
+WORDS_CHECKED_EVERY_S = 1.0
+"""How long blocks stay pinned after a take by a word whose report was lost."""
 HANDSHAKE_WITHIN_S = 4.0
 """Time that a handshake waits for a data process to restart."""
 
@@ -83,6 +85,7 @@ class PrefillService(Service):
     async def start(self) -> None:
         self._driver.dispatch(ev.EnginesGone())
         await self.lender.open()
+        self._agent.tasks.start_soon(self._check_words)
 
     def engine_handlers(self) -> Handlers:
         return {
@@ -119,6 +122,12 @@ class PrefillService(Service):
     def _close_words(self, engine: LocalEngine) -> None:
         """Revoke an engine's words: readers use requests again, and earlier takes are recorded."""
         self._driver.dispatch(ev.WordsRevoked(engine.engine_id))
+
+    async def _check_words(self) -> None:
+        """Find takes whose report was lost with its sender or its connection."""
+        while True:
+            await anyio.sleep(WORDS_CHECKED_EVERY_S)
+            self._driver.dispatch(ev.WordsChecked())
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Wait ``late_read_s`` for late reads, which their agents abort after their lease."""

@@ -64,6 +64,10 @@ class WordTaken(Value, frozen=True):
     token: str = ""
 
 
+class WordsChecked(Value, frozen=True):
+    """Check of all words, for takes whose reports were lost."""
+
+
 class WordsRevoked(Value, frozen=True):
     """Revocation of a reader that can write to the engine's words."""
 
@@ -90,6 +94,7 @@ Event = (
     | Opened
     | Restored
     | WordTaken
+    | WordsChecked
     | WordsRevoked
     | Abandoned
     | EngineReady

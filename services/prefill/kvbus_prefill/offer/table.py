@@ -182,24 +182,26 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             return [*commands, Refuse(event.reply_to, error)]
 
     def _hit_by(self, event: ev.Event, now: float) -> list[OfferEntry]:
+        live, hit = self.live.values(), list[OfferEntry]()
         match event:
-            case ev.Abandoned(transfer_id):
-                return [self._named[transfer_id]] if transfer_id in self._named else []
-            case ev.WordTaken(offer_id, token):
-                offer = self.live.get(offer_id)
-                is_so = offer is not None and offer.word and offer.word.is_taken_by(token)
-                return [offer] if offer is not None and is_so else []
+            case ev.Abandoned(transfer_id) if transfer_id in self._named:
+                hit = [self._named[transfer_id]]
+            case ev.WordTaken(offer_id, token) if offer_id in self.live:
+                word = self.live[offer_id].word
+                hit = [self.live[offer_id]] if word and word.is_taken_by(token) else []
+            case ev.WordsChecked():
+                hit = [one for one in live if one.word and one.word.is_taken]
             case EngineLost(engine_id) | ev.WordsRevoked(engine_id):
-                return [one for one in self.live.values() if one.engine_id == engine_id]
+                hit = [one for one in live if one.engine_id == engine_id]
             case ev.EngineReady():
                 self._engines_awaited_until = None
             case ev.EnginesGone() if self._engines_awaited_until is None:
                 self._engines_awaited_until = now + self.limits.engine_grace_s
-                return self._awaited()
+                hit = self._awaited()
             case DrainStarted() | Stopped():
                 self.draining = True
-                return self._awaited() if isinstance(event, DrainStarted) else [*self.live.values()]
-        return []
+                hit = self._awaited() if isinstance(event, DrainStarted) else [*live]
+        return hit
 
     def _admit(self, event: ev.Opened) -> OfferEntry:
         """Return the entry of a new offer, which readers may await. Raises `LocalError`."""

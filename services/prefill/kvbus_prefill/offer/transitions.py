@@ -401,7 +401,7 @@ TRANSITIONS = transitions(
     ((SEALED,), (ExtendOffer, SealOffer), refuse_sealed, ()),
     (LIVE, (WithdrawOffer, PeerWithdraw, Decline), withdraw, (RELEASED,)),
     (LIVE, (EngineLost, Stopped), end_with, (RELEASED,)),
-    (LIVE, (ev.WordsRevoked,), ignore, ()),
+    (LIVE, (ev.WordsRevoked, ev.WordsChecked), ignore, ()),
     ((OPEN,), (DeadlinePassed,), expire, (OPEN, RELEASED)),
     ((SEALED,), (DeadlinePassed,), expire, (SEALED, RELEASED)),
     (LIVE, (Claim,), claim, ()),
